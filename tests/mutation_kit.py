@@ -264,6 +264,7 @@ STOPS = LOST | {
     "faults_end_s": 12.0,
     "stop_s": 3.0,
 }
+LAST_SAVES = STOPS | {"loops": (400,), "save_every": 100, "faults": (), "faults_end_s": 4.0}
 BACKUP = {
     **_THIRTY_STEPS,
     "slots": 2,
@@ -292,6 +293,8 @@ TUNED: dict[str, dict[str, object]] = {
     "nobody_waits_for_a_silent_holder_of_the_state": PARTITIONS
     | {"faults": ("partition", "worker_crash"), "settle_s": 0.2, "abandon_s": 15.0},
     "what_was_not_reported_does_not_run": STOPS,
+    "a_stop_waits_although_its_checkpoint_is_durable": LAST_SAVES,
+    "nobody_makes_the_last_checkpoint_of_a_stop": LAST_SAVES,
     "lease_runs_from_when_the_answer_came": PARTITIONS,
     "proof_is_dated_by_the_vote": PARTITIONS,
     "witness_is_ignored": PARTITIONS,

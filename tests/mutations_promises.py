@@ -23,6 +23,8 @@ from holdfast.core.membership.facts import Facts
 from holdfast.core.membership.liveness import FreezeDetector, ProcessSample
 from holdfast.core.membership.own_job import OwnJob
 from holdfast.core.membership.roster import Roster
+from holdfast.core.membership.stopping import Stopping
+from holdfast.core.replica.saves import Saves
 from holdfast.core.step.step_machine import StepMachine
 from holdfast.core.step.verdicts import Decided
 from holdfast.core.types import AgentId, Incarnation, Phase, Tick, View, WorkerId
@@ -41,6 +43,18 @@ def whoever_ends_with_status_0_has_come_to_its_end(patch: pytest.MonkeyPatch) ->
             return super()._exited(dataclasses.replace(event, reported=True))
 
     return Machines(agent=Trusting)
+
+
+@mutation
+def a_stop_waits_although_its_checkpoint_is_durable(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(Stopping, "over", lambda self, durable, now: now >= self.until)
+    return Machines()
+
+
+@mutation
+def nobody_makes_the_last_checkpoint_of_a_stop(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(Saves, "want", lambda self, order: None)
+    return Machines()
 
 
 # ---------------------------------------------------------------- jobs

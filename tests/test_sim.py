@@ -59,6 +59,7 @@ SOUND = (
     (False, 2099),  # slots of an ending job name processes that may still run
     (False, 3622),  # a frozen agent cannot end in time after it met another job
     (True, 1592),  # shards that are seconds late make their worker look hung
+    (True, 459),  # a sound job on a slow network had a fixed time for its last checkpoint
     (True, 556),  # who had committed died, and who was left alone computed wrongly
 )
 

@@ -11,7 +11,7 @@ from holdfast.core.step.newcomers import REFUSED_MAX
 from holdfast.core.step.script_blame import STEADY_MAX
 from holdfast.core.types import AgentReport, View
 from holdfast.sim.arithmetic import Copy, Key
-from holdfast.sim.run_options import STORE_LOST, Options
+from holdfast.sim.run_options import STORE_LOST, USUAL_MAX, Options
 from holdfast.sim.seams import Actor
 from holdfast.sim.wrong_bits import Violation
 
@@ -44,6 +44,9 @@ class Endings:
         self._truth = truth
         self._options = options
         self._stop_in = 0  # the view in which the job was stopped
+        self._stopped_at = 0.0
+        self._long_s = 0.0  # of the time since then in which something took unusually long
+        self._long_until = 0.0
         self._hurried = False  # it was to be stopped at once
         self._furthest = 0  # the step to which the job has come
         self._blamed = ""  # what a worker has rightly held against the script
@@ -67,10 +70,17 @@ class Endings:
         steps = [status.committed for status in report.workers if status.has_state]
         self._heard = max([self._heard, *steps])
 
-    def stop_asked(self, step: int) -> None:
+    def stop_asked(self, step: int, now: float) -> None:
         """The operator ends the job, which has reached this step."""
         if self.stop_at is None:
-            self.stop_at, self._stop_in = step, self._truth.newest
+            self.stop_at, self._stop_in, self._stopped_at = step, self._truth.newest, now
+
+    def delayed(self, now: float, delay_s: float) -> None:
+        """Record that from now on something takes much longer than it usually does."""
+        since, until = max(now, self._long_until), now + delay_s
+        if until > since:
+            self._long_until = until
+            self._long_s += until - (since if self.stop_at is not None else until)
 
     def stop_asked_again(self) -> bool:
         """The operator wants no last checkpoint; return whether the job was to be stopped."""
@@ -85,7 +95,7 @@ class Endings:
                 raise Violation("the job was declared done and no script ever reached its end")
         elif outcome == STOPPED and self.stop_at is not None:
             truth.count["stopped"] += 1
-            self._stopped()
+            self._stopped(now)
         elif (
             (outcome.endswith(f"failed: {SCRIPT_FAILED}") and truth.count["failed"])
             or (self._tells_of_losses(outcome) and options.losses_max < self._lost_at_one_step())
@@ -125,8 +135,8 @@ class Endings:
         silent = [p for p in truth.live.values() if p.paused or out_of_time(p)]
         return truth.count["died"] - self._died.get(self._heard - 1, 0) + len(silent)
 
-    def _stopped(self) -> None:
-        """Check that a job which is stopped in good health has saved its newest state."""
+    def _stopped(self, now: float) -> None:
+        """Check that a job which is stopped in good health has saved its newest state, and soon."""
         truth, options = self._truth, self._options
         step, processes = self.stop_at or 0, truth.processes.values()
         ill = any(p.ailing or p.stopped or p.silent or p.paused or p.stuck for p in processes)
@@ -134,8 +144,13 @@ class Endings:
         # Who commits by a view and not by its votes has not heard that a save was agreed on.
         changes = truth.newest > self._stop_in
         excused = ill or at_end or changes or truth.completed or self._hurried
-        if options.save_every and not excused and max(truth.saved, default=0) < step:
+        if excused or not options.save_every:
+            return
+        if max(truth.saved, default=0) < step:
             raise Violation(f"the job is stopped at step {step}, and has saved only {truth.saved}")
+        took_s, usual_s = now - self._stopped_at, options.saving_s(USUAL_MAX)
+        if took_s > usual_s + self._long_s:
+            raise Violation(f"a sound job took {took_s:.2f} s to stop: {usual_s:.2f} s are enough")
 
 
 def _count_ill(processes: Iterable[Actor]) -> int:

@@ -122,7 +122,7 @@ class CoordinatorHost:
         if self.machine is None or self.frozen or self.machine.snapshot().record.view is None:
             world.at(1.0, self.stop)
             return
-        world.truth.endings.stop_asked(self.machine.snapshot().step)
+        world.truth.endings.stop_asked(self.machine.snapshot().step, world.now)
         self.handle(ce.StopRequested(STOPPED, saves=world.options.save_every > 0))
 
     def stop_at_once(self) -> None:

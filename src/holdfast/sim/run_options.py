@@ -47,6 +47,9 @@ WRONG_KINDS = ("flip", "liar", "lie_once")
 SAVE_KINDS = ("writer_crash", "store_silent")
 STORE_LOST = "store_lost"  # for good, so the job may have to end: never drawn
 LARGE_KINDS = (*RACK_KINDS, "worker_crash", "agent_crash", "coordinator_crash", "partition")
+USUAL_MAX = 1.5  # delays of the simulated world are up to this multiple of the typical one,
+LONG = 10  # and a few are so many times longer
+DELAY_MAX = USUAL_MAX * LONG
 RACK_SHARE = 250  # nodes in one rack of a large job
 
 
@@ -189,6 +192,30 @@ class Options:
         step_s = 3 * self.vranks * self.task_s + 2 * self.optimizer_s + 40 * self.data_s
         return (self.cycle + 4 * self.rounds + 4) * step_s * self.feeds
 
+    def saving_s(self, longest: float) -> float:
+        """Return how long a sound job that is stopped may take for a last checkpoint, at most.
+
+        `longest`: how many times its typical length a delay may take. A view may just have begun,
+        so that its members obtain the state first. The stop may come just after the votes of a
+        step: then the next step agrees on the checkpoint, which is copied at the end of its turn.
+        An audit may find a wrong task in each step, so that it is computed again, and the sums
+        are tried. Once a share may come too late for the others: then the checkpoint is made
+        again a turn later.
+        """
+        exchange_s = longest * self.data_s + 10 * (self.procs - 1) * self.shard_lag_s
+        load_s = longest * self.load_s
+        orders_s = longest * (self.control_s + self.channel_s) + 2 * self.heartbeat_s
+        state_s = self.build_s + 2 * load_s + 4 * exchange_s
+        tasks_s = 1.5 * 2 * self.vranks * self.task_s
+        step_s = 2 * (tasks_s + 4 * exchange_s) + 6 * exchange_s + 1.5 * self.optimizer_s
+        save_s = 2 * load_s / 4 + load_s + 1.0
+        return orders_s + state_s + 3 * self.rounds * step_s + 2 * save_s
+
+    @property
+    def grace_s(self) -> float:
+        """Return for how long a job that is stopped waits for its last checkpoint."""
+        return self.saving_s(DELAY_MAX)
+
     @property
     def finish_by_s(self) -> float:
         """Return when a run whose faults have ended must be over: every wait it may meet, twice."""
@@ -198,7 +225,10 @@ class Options:
         waits_s = self.lease_s + self.lease_margin_s + self.settle_s + self.hang_s + self.abandon_s
         if STORE_LOST in self.faults:
             waits_s += self.restore_s
-        return self.faults_end_s + 60 + 4 * waits_s + 2 * work_s + 4 * self.build_timeout_s
+        waits_s = 60 + 4 * waits_s + 4 * self.build_timeout_s
+        if self.stop_s:
+            waits_s += self.grace_s
+        return self.faults_end_s + waits_s + 2 * work_s
 
 
 def draw(seed: int, small: bool = False) -> Options:

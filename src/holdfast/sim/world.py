@@ -26,7 +26,7 @@ from holdfast.sim.checkers import Truth
 from holdfast.sim.data_network import DataNetwork
 from holdfast.sim.fault_injection import Faults
 from holdfast.sim.hosts import AgentHost, CoordinatorHost
-from holdfast.sim.run_options import Options
+from holdfast.sim.run_options import LONG, Options
 from holdfast.sim.workers import Process
 from holdfast.sim.wrong_bits import Violation
 
@@ -119,6 +119,7 @@ class World:
             lease=lease,
             settle_s=options.settle_s,
             patience_s=2.0,
+            grace_s=options.grace_s,
             hang_s=options.hang_s,
             speculation=options.speculation,
             retreats_max=1000,
@@ -192,10 +193,13 @@ class World:
         self.timeline.at(delay_s, call, args)
 
     def delay(self, typical_s: float) -> float:
-        """Mostly about `typical_s`, now and then many times that."""
+        """Mostly about `typical_s`, now and then many times that, up to `DELAY_MAX` times."""
         rng = self.rng
         value = typical_s * (0.5 + rng.random())
-        return value * 10 if rng.random() < 0.02 else value
+        if rng.random() >= 0.02:
+            return value
+        self.truth.endings.delayed(self.now, value * LONG)
+        return value * LONG
 
     def _start(self) -> None:
         options = self.options
