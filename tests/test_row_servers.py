@@ -14,11 +14,11 @@ from holdfast.net import peer_stream
 from holdfast.net.peer_identity import PeerIdentity
 from holdfast.servers import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
 from holdfast.servers import server_wire as wire
-from holdfast.servers.row_client import RowClient
+from holdfast.servers.row_client import KEPT, RowClient
 from holdfast.servers.row_optimizers import TableOptimizer
 from holdfast.servers.row_values import fill_rows
 from holdfast.servers.server_group import RowUpdate
-from holdfast.servers.server_rows import ServerTable, TableShape
+from holdfast.servers.server_rows import ServerTable, TableShape, are_in
 from holdfast.servers.serving import RowServer
 from holdfast.servers.table_store import TableStore
 from holdfast.store.checkpoints import Checkpoints
@@ -247,3 +247,29 @@ def test_bytes_of_strangers_do_no_harm() -> None:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert stranger.recv(100) == b""
     assert len(everything(servers.client(group(RULES[1], "items")), 0, 1)[0]) == ROWS
+
+
+def test_orders_wait_until_no_answer_is_on_its_way() -> None:
+    """A server that is behind is ordered to copy while it is also asked for other shards."""
+    servers = Servers(2, 2)
+    client = servers.client(group(RULES[1], "items"))
+    everything(client, 0, 1)
+    behind = servers.servers[1]._groups["items"]
+    mine = tuple(s for s in range(SHARDS) if client.holders[s][0] == 1)
+    late, asked = mine[0], mine[1]
+    for number in range(1, KEPT + 2):
+        given = update(number, 1)
+        servers.servers[0]._groups["items"].update(number, range(SHARDS), given)
+        chosen = are_in([asked], given.keys[0])
+        part = RowUpdate(
+            keys=[given.keys[0][chosen]],
+            grads=[given.grads[0][chosen]],
+            steps=[number],
+            rates=[0.1],
+        )
+        behind.update(number, [asked], part)
+    read = client.read(KEPT + 1, [torch.arange(ROWS)])
+    assert torch.equal(read[0], expected(RULES[1], KEPT + 1)[0])
+    until(lambda: any("copied" in line for line in servers.log), "the copy")
+    assert not client._suspects  # nobody was taken for unreachable
+    assert late in mine

@@ -37,6 +37,7 @@ from holdfast.core.servers.reading import (
 from holdfast.net import peer_stream
 from holdfast.servers import server_wire as wire
 from holdfast.servers.server_group import RowUpdate
+from holdfast.servers.server_rows import are_in
 from holdfast.train.script.row_updates import ServerAccess
 
 KEPT = WINDOW  # updates that a worker keeps, besides those that reads do not know yet
@@ -96,9 +97,7 @@ class _Connection:
     def give(self, number: int, shards: Sequence[int], update: RowUpdate) -> wire.Answer:
         """Send an update of these shards. OSError, WireError, UserError."""
         channel = self.open()
-        chosen = torch.zeros(SHARDS, dtype=torch.bool)
-        chosen[list(shards)] = True
-        masks = [chosen[keys % SHARDS] for keys in update.keys]
+        masks = [are_in(shards, keys) for keys in update.keys]
         keys = [each[mask] for each, mask in zip(update.keys, masks, strict=True)]
         grads = [each[mask] for each, mask in zip(update.grads, masks, strict=True)]
         counts = tuple(len(each) for each in keys)
@@ -131,6 +130,11 @@ class _Kept:
                 self._updates.clear()  # the state was received in between
             self._updates[number] = update
             self._updates.pop(number - self._most, None)
+
+    def find(self, number: int) -> RowUpdate | None:
+        """Return an update, if it is kept."""
+        with self._lock:
+            return self._updates.get(number)
 
     def after(self, version: int) -> int:
         """Return the number after which all updates up to `version` are kept."""
@@ -179,11 +183,12 @@ class RowClient:
                 )
             effects = reading.next()
             asked = [e for e in effects if isinstance(e, Ask) and self._try(job, e, self._send)]
+            job.orders = [e for e in effects if not isinstance(e, Ask)]
             for ask in asked:
                 self._try(job, ask, self._receive)
-            for effect in effects:
-                if not isinstance(effect, Ask):
-                    self._carry_out(job, effect)
+            # Only now, since an order's answer must not be mistaken for one that is on its way.
+            for order in job.orders:
+                self._carry_out(job, order)
         return job.rows
 
     def push(self, number: int, update: RowUpdate) -> None:
@@ -265,7 +270,7 @@ class RowClient:
         connection = _Connection(self._access, server, self._held[server], self._group)
         for _ in range(SAVE_TRIES):
             with suppress(OSError, WireError, UserError):
-                if connection.order(request).standing.can_serve:
+                if not connection.order(request).problem:
                     break
             connection.close()
             time.sleep(SAVE_PAUSE_S)
@@ -291,14 +296,13 @@ class RowClient:
         wire.send_array(channel, torch.cat(keys))
 
     def _receive(self, job: _Read, ask: Ask) -> None:
-        """Receive its answer, and rows if it has them. OSError, WireError, UserError."""
+        """Receive an answer, and rows if there are any. OSError, WireError, UserError."""
         channel, reading = self._reads[ask.server].open(), job.reading
         answer = peer_stream.receive_message(channel, wire.Answer)
         if answer.unknown:
             raise WireError("the server does not know these tables any more")
         if not answer.standing.can_serve:
-            for effect in reading.refused(ask.server, ask.shards, answer.standing):
-                self._carry_out(job, effect)
+            job.orders += reading.refused(ask.server, ask.shards, answer.standing)
             return
         places = job.places(ask.shards)
         dims = [shape.dim for shape in self._group.tables]
@@ -308,8 +312,7 @@ class RowClient:
         parts = wire.receive_array(channel, (sum(sizes),)).split(sizes)
         for rows, place, dim, part in zip(job.rows, places, dims, parts, strict=True):
             rows[place] = part.view(-1, dim)
-        for effect in reading.served(ask.server, ask.shards):
-            self._carry_out(job, effect)
+        job.orders += reading.served(ask.server, ask.shards)
 
     def _give(self, to: _Connection, after: int, shards: Sequence[int]) -> None:
         for number, update in self._kept.since(after):
@@ -330,7 +333,7 @@ class RowClient:
     def _push_one(
         self, connection: _Connection, server: int, number: int, shards: tuple[int, ...]
     ) -> None:
-        update = dict(self._kept.since(number - 1)).get(number)
+        update = self._kept.find(number)
         if update is None:
             return
         answer = connection.give(number, shards, update)
@@ -351,12 +354,12 @@ class _Read:
 
     def __init__(self, client: RowClient, version: int, keys: Sequence[torch.Tensor]) -> None:
         self.version, self.keys = version, keys
+        self.orders: list[RowReadingEffect] = []  # to carry out once no answer is on its way
         dims = [shape.dim for shape in client._group.tables]
         self.rows = [torch.empty(len(each), dim) for each, dim in zip(keys, dims, strict=True)]
-        self._shards = [each % SHARDS for each in keys]
         used = torch.zeros(SHARDS, dtype=torch.bool)
-        for each in self._shards:
-            used[each] = True
+        for each in keys:
+            used[each % SHARDS] = True
         holders: Mapping[int, Sequence[int]] = {
             shard: client.holders[shard] for shard in used.nonzero().flatten().tolist()
         }
@@ -366,6 +369,4 @@ class _Read:
 
     def places(self, shards: Sequence[int]) -> list[torch.Tensor]:
         """Return where the keys of these shards are, for each table."""
-        chosen = torch.zeros(SHARDS, dtype=torch.bool)
-        chosen[list(shards)] = True
-        return [chosen[each].nonzero().flatten() for each in self._shards]
+        return [are_in(shards, each).nonzero().flatten() for each in self.keys]

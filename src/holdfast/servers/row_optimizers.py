@@ -42,6 +42,27 @@ class RowOptimizer(ABC):
         of the table, and so on.
         """
 
+    def update_at(
+        self,
+        places: torch.Tensor,
+        rows: torch.Tensor,
+        slots: Slots,
+        grads: torch.Tensor,
+        *,
+        lr: float,
+        step: int,
+    ) -> None:
+        """Update only the rows of a table at these places, in place.
+
+        `places`: [n], each once; `rows`, `slots`: of the whole table; `grads`: [n, dim].
+        """
+        used = rows.index_select(0, places)
+        used_slots = {name: each.index_select(0, places) for name, each in slots.items()}
+        self.update(used, used_slots, grads, lr, step)
+        rows.index_copy_(0, places, used)
+        for name, each in used_slots.items():
+            slots[name].index_copy_(0, places, each)
+
     def _check(self, name: str, value: float, *, at_least: float, below: float = math.inf) -> None:
         if not (at_least <= value < below):
             limit = f"{at_least:g} or more" if below == math.inf else f"{at_least:g} to {below:g}"
@@ -177,18 +198,14 @@ class TableOptimizer(torch.optim.Optimizer):
         state, grad = self.state[param] or self._begin(param), param.grad
         assert grad is not None, "a table without a gradient"
         state["step"] += 1
-        names = self._rule.slots(param.shape[1])
-        if not grad.is_sparse:
-            self._rule.update(param, {n: state[n] for n in names}, grad, lr, int(state["step"]))
-            return
-        grad = grad.coalesce()
-        places = grad.indices()[0]
-        rows = param.index_select(0, places)
-        slots = {name: state[name].index_select(0, places) for name in names}
-        self._rule.update(rows, slots, grad.values(), lr, int(state["step"]))
-        param.index_copy_(0, places, rows)
-        for name, each in slots.items():
-            state[name].index_copy_(0, places, each)
+        step = int(state["step"])
+        slots = {name: state[name] for name in self._rule.slots(param.shape[1])}
+        if grad.is_sparse:
+            grad = grad.coalesce()
+            places, values = grad.indices()[0], grad.values()
+            self._rule.update_at(places, param, slots, values, lr=lr, step=step)
+        else:
+            self._rule.update(param, slots, grad, lr, step)
 
     def _begin(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Make the state of a table that has not been updated yet, and return it."""

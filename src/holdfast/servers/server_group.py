@@ -19,15 +19,17 @@ from holdfast.core.servers.holdings import (
     AdoptCopy,
     ApplyUpdate,
     CopyArrived,
+    CopyBegun,
+    CopyFailed,
     ForgetUpdate,
     Holdings,
     HoldingsEvent,
+    ResetAsked,
     ResetShards,
     ShardStanding,
     UpdateArrived,
 )
-from holdfast.core.servers.placement import SHARDS
-from holdfast.servers.server_rows import ServerTable
+from holdfast.servers.server_rows import ServerTable, are_in
 from holdfast.servers.server_wire import TABLES_MAX, TableGroup
 
 EARLY_S = 0.05  # a read waits for an update on its way up to this long
@@ -106,8 +108,8 @@ class ServerGroup:
             self._handle(UpdateArrived(number, tuple(shards), self._tokens))
             return self._holdings.judge(number, shards)
 
-    def reset(self, event: HoldingsEvent) -> None:
-        """Let the machine handle an event that brings no rows."""
+    def handle(self, event: CopyBegun | CopyFailed | ResetAsked) -> None:
+        """Apply an event that brings no rows."""
         with self._changed:
             self._handle(event)
 
@@ -132,10 +134,10 @@ class ServerGroup:
         with self._changed:
             self._pins.remove(version)
 
-    def copy_as_of(self, shard: int, version: int, table: int) -> list[torch.Tensor]:
-        """Return copies of a shard's arrays of one table; the version is pinned."""
+    def copy_as_of(self, shard: int, version: int, table: int, array: int) -> torch.Tensor:
+        """Return a copy of one array of a shard as of a version that is pinned."""
         with self._changed:
-            return self._tables[table].copy(shard, version)
+            return self._tables[table].copy(shard, version, array)
 
     def array_names(self, table: int) -> list[str]:
         """Return the names of the arrays of one table."""
@@ -161,10 +163,6 @@ class ServerGroup:
             self._handle(arrived)
             self._copies.pop(shard, None)
 
-    def check(self) -> None:
-        """Assert every invariant."""
-        self._holdings.check()
-
     # ------------------------------------------------------------ carrying out
 
     def _handle(self, event: HoldingsEvent) -> None:
@@ -189,11 +187,9 @@ class ServerGroup:
         self._changed.notify_all()
 
     def _apply(self, number: int, shards: Sequence[int], update: RowUpdate) -> None:
-        chosen = torch.zeros(SHARDS, dtype=torch.bool)
-        chosen[list(shards)] = True
         for i, table in enumerate(self._tables):
             keys, grads = update.keys[i], update.grads[i]
-            mine = chosen[keys % SHARDS]
+            mine = are_in(shards, keys)
             if not bool(mine.all()):
                 keys, grads = keys[mine], grads[mine]
             if len(keys):
@@ -203,13 +199,11 @@ class ServerGroup:
         """Raise WireError for keys that these shards do not hold."""
         if not set(shards) <= set(self.shards):
             raise WireError(f"shards {sorted(set(shards) - set(self.shards))} are not here")
-        asked = torch.zeros(SHARDS, dtype=torch.bool)
-        asked[list(shards)] = True
         for shape, each in zip(self.group.tables, keys, strict=True):
             if not len(each):
                 continue
             least, most = (int(k) for k in torch.aminmax(each))
-            if least < 0 or most >= shape.count or not bool(asked[each % SHARDS].all()):
+            if least < 0 or most >= shape.count or not bool(are_in(shards, each).all()):
                 raise WireError(f"table {shape.name}: keys from {least} to {most} are not here")
 
 

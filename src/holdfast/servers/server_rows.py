@@ -55,6 +55,13 @@ class Undo:
         return Undo(self.number, self.places[keep], self.rows[keep], slots)
 
 
+def are_in(shards: Sequence[int], keys: torch.Tensor) -> torch.Tensor:
+    """Return for each key [n] whether it is in one of these shards."""
+    chosen = torch.zeros(SHARDS, dtype=torch.bool)
+    chosen[list(shards)] = True
+    return chosen[keys % SHARDS]
+
+
 class ServerTable:
     """Keeps the rows of one table in some shards, with what their optimizer keeps for each."""
 
@@ -105,14 +112,9 @@ class ServerTable:
     ) -> None:
         """Apply update `number` to these rows; `step`: the table's own count of updates."""
         places, order = self._place(keys).sort()
-        rows = self._rows.index_select(0, places)
-        slots = {name: each.index_select(0, places) for name, each in self._slots.items()}
-        old = {name: each.clone() for name, each in slots.items()}
-        self._undos.append(Undo(number, places, rows.clone(), old))
-        self._rule.update(rows, slots, grads[order], rate, step)
-        self._rows.index_copy_(0, places, rows)
-        for name, each in slots.items():
-            self._slots[name].index_copy_(0, places, each)
+        old = {name: each.index_select(0, places) for name, each in self._slots.items()}
+        self._undos.append(Undo(number, places, self._rows.index_select(0, places), old))
+        self._rule.update_at(places, self._rows, self._slots, grads[order], lr=rate, step=step)
 
     def forget_undos(self, floor: int) -> None:
         """Drop what undoes updates up to `floor`."""
@@ -124,16 +126,15 @@ class ServerTable:
         for array in (self._rows, *self._slots.values()):
             yield array[places.start : places.stop]
 
-    def copy(self, shard: int, version: int) -> list[torch.Tensor]:
-        """Return copies of a shard's arrays as they were after `version` updates."""
+    def copy(self, shard: int, version: int, array: int) -> torch.Tensor:
+        """Return a copy of a shard's `array`th array as it was after `version` updates."""
         places = self._places_of(shard)
-        found = [part.clone() for part in self.parts(shard)]
+        found = list(self.parts(shard))[array].clone()
         for undo in reversed(self._undos):
             here = (undo.places >= places.start) & (undo.places < places.stop)
             if undo.number > version and bool(here.any()):
-                at = undo.places[here] - places.start
-                for array, old in zip(found, (undo.rows, *undo.slots.values()), strict=True):
-                    array[at] = old[here]
+                old = (undo.rows, *undo.slots.values())[array]
+                found[undo.places[here] - places.start] = old[here]
         return found
 
     @property

@@ -89,7 +89,7 @@ class RowServer:
                 peer_stream.send_message(channel, wire.Answer(unknown=group is None))
             case wire.ResetRows(_, shards):
                 if group is not None:
-                    group.reset(ResetAsked(shards))
+                    group.handle(ResetAsked(shards))
                 peer_stream.send_message(channel, wire.Answer(unknown=group is None))
             case _:
                 assert_never(request)
@@ -169,7 +169,7 @@ class RowServer:
         with self._lock:
             if group.is_copying(shards):
                 return
-            group.reset(CopyBegun(tuple(shards)))
+            group.handle(CopyBegun(tuple(shards)))
         threading.Thread(target=copy, daemon=True).start()
 
     def _begin_save(
@@ -177,8 +177,12 @@ class RowServer:
     ) -> None:
         """Begin to save shards as they were after a version, and answer whether that is known."""
         store = self._store
-        if group is None or store is None or not group.pin(request.version, request.shards):
-            peer_stream.send_message(channel, wire.Answer(unknown=group is None, past=(-1,)))
+        if group is None or store is None:
+            peer_stream.send_message(channel, wire.Answer(problem="there is nothing to save here"))
+            return
+        if not group.pin(request.version, request.shards):
+            problem = f"version {request.version} is not known here"
+            peer_stream.send_message(channel, wire.Answer(problem=problem))
             return
         save = threading.Thread(target=self._save, args=(store, group, request), daemon=True)
         save.start()
@@ -201,7 +205,7 @@ class RowServer:
         except (WorldError, WireError) as error:
             self._say(f"rows of {group.group.name} of step {step} cannot be loaded: {error}")
         finally:
-            group.reset(CopyFailed(tuple(shards)))
+            group.handle(CopyFailed(tuple(shards)))
 
     def _fetch_all(self, group: ServerGroup, source: str, shards: Sequence[int]) -> None:
         left = list(shards)
@@ -217,7 +221,7 @@ class RowServer:
         else:
             self._say(f"copied {len(shards)} shards of {group.group.name} from {source}")
         finally:
-            group.reset(CopyFailed(tuple(left)))
+            group.handle(CopyFailed(tuple(left)))
 
 
 def _fetch_shard(

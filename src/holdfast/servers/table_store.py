@@ -46,8 +46,7 @@ class _ShardItem:
     @property
     def data(self) -> memoryview:
         """Copy the array as it was after the version."""
-        found = self.group.copy_as_of(self.shard, self.version, self.table)[self.array]
-        return _bytes_of(found)
+        return _bytes_of(self.group.copy_as_of(self.shard, self.version, self.table, self.array))
 
     @property
     def dtype(self) -> str:

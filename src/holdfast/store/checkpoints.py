@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from holdfast.core.errors import Damaged, UserError, WorldError
 from holdfast.store.checkpoint_reading import Bad, Rotten, load, verify
 from holdfast.store.manifest import (
+    INTENT_BYTES_MAX,
     MANIFEST_BYTES_MAX,
     MANIFESTS,
     PACKS,
@@ -35,15 +36,13 @@ from holdfast.store.manifest import (
     suspect_name,
     token_of,
 )
-from holdfast.store.owner_process import gone, here
+from holdfast.store.owner_process import here, is_gone
 from holdfast.store.retention import Retention, choose_kept
 from holdfast.store.saving import Item, Known, Saving
 from holdfast.store.storage import Missing, Storage, read_all
 from holdfast.store.volumes import VolumeStorage
 
 Targets = Callable[[Manifest], Sequence[tuple[Entry, memoryview]]]  # where to put which entries
-
-INTENT_BYTES_MAX = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +254,7 @@ class Checkpoints:
             except Damaged as error:
                 self._say(f"nothing that it may protect is removed: {error}")
                 raise
-            if gone(intent.host == here(), intent.pid, intent.time):
+            if is_gone(intent.host == here(), intent.pid, intent.time):
                 self.storage.delete(name)
             else:
                 found.append(intent)

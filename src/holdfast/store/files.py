@@ -20,7 +20,7 @@ from pathlib import Path
 from holdfast.core.errors import Damaged, WorldError
 from holdfast.store.disk_calls import BLOCK_BYTES, Disk, RealDisk, aligned
 from holdfast.store.manifest import digest
-from holdfast.store.owner_process import gone, here
+from holdfast.store.owner_process import here, is_gone
 from holdfast.store.regular_files import open_regular
 from holdfast.store.storage import Missing, check_name
 
@@ -119,7 +119,7 @@ class FileStorage:
             pid = rest.partition("-")[0]
             at_home = home == here_name and pid.isdecimal()
             with contextlib.suppress(OSError):
-                if gone(at_home, int(pid) if at_home else 0, path.stat().st_mtime):
+                if is_gone(at_home, int(pid) if at_home else 0, path.stat().st_mtime):
                     path.unlink()
 
     def _path(self, name: str) -> Path:

@@ -36,6 +36,7 @@ DIGEST_BYTES = 16
 CHUNK_BYTES = 1 << 20
 CHUNK_BYTES_MAX = 64 << 20  # a chunk is held in memory while it is verified
 MANIFEST_BYTES_MAX = 1 << 30
+INTENT_BYTES_MAX = 64 << 20
 PACKS, MANIFESTS, SAVING, PARTS = "packs/", "manifests/", "saving/", "parts/"
 SUSPECT, INVALIDATION = "suspect/", "invalidation/"
 STEP_DIGITS = 12

@@ -1,4 +1,4 @@
-"""Tells whether a process that left something in a shared storage still exists."""
+"""Knows whether a process that left something in a shared storage still exists."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def here() -> str:
         return f"{socket.gethostname()} {file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
-def gone(at_home: bool, pid: int, since: float) -> bool:
-    """Tell whether a process has ended, as far as can be known from here.
+def is_gone(at_home: bool, pid: int, since: float) -> bool:
+    """Return whether a process has ended, as far as can be known from here.
 
     `at_home`: process `pid` belongs to the scope that `here` names. `since`: when it left what was
     found, in seconds of the clock.

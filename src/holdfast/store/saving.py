@@ -21,6 +21,7 @@ from holdfast.core.errors import WorldError, require
 from holdfast.store import compression
 from holdfast.store.manifest import (
     CHUNK_BYTES,
+    INTENT_BYTES_MAX,
     INVALIDATION,
     PARTS,
     SAVING,
@@ -30,6 +31,7 @@ from holdfast.store.manifest import (
     Run,
     SavedPart,
     chunks_of,
+    decode_intent,
     decode_part,
     digest,
     encode,
@@ -41,7 +43,7 @@ from holdfast.store.manifest import (
     part_name,
     problem_of,
 )
-from holdfast.store.owner_process import here
+from holdfast.store.owner_process import here, is_gone
 from holdfast.store.storage import Storage, read_all
 
 PART_BYTES_MAX = 1 << 30
@@ -149,10 +151,14 @@ class Saving:
         """Hand a part to the writer that commits. WorldError."""
         self._storage.put(part_name(self.token, self._writer or 0), [encode_part(part)])
 
-    def gather(self, writers: int, wait_s: float) -> list[SavedPart]:
-        """Wait for the parts of the other writers. WorldError if one does not come in time."""
+    def gather(self, writers: int, wait_s: float, patience_s: float = 0.0) -> list[SavedPart]:
+        """Wait for the parts of the other writers. WorldError if one does not come in time.
+
+        `wait_s`: for one whose writer has not begun, or has ended. `patience_s`: for one that is
+        being written.
+        """
         missing, parts = set(range(1, writers)), {}
-        deadline, pause_s = time.monotonic() + wait_s, POLL_S
+        began, pause_s = time.monotonic(), POLL_S
         while True:
             there = set(self._storage.names(PARTS))
             for writer in [w for w in missing if part_name(self.token, w) in there]:
@@ -161,11 +167,23 @@ class Saving:
                 missing.remove(writer)
             if not missing:
                 return [parts[writer] for writer in sorted(parts)]
-            if time.monotonic() >= deadline:
+            passed_s = time.monotonic() - began
+            if passed_s >= wait_s and (
+                passed_s >= patience_s or not all(self._is_writing(w) for w in missing)
+            ):
                 some = ", ".join(map(str, sorted(missing)[:5]))
-                raise WorldError(f"the share of writer {some} has not come in {wait_s:.0f} s")
+                raise WorldError(f"the share of writer {some} has not come in {passed_s:.0f} s")
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, POLL_S_MAX)
+
+    def _is_writing(self, writer: int) -> bool:
+        """Return whether another writer has announced its share, and has not ended since."""
+        name = f"{SAVING}{self.token}.{writer}"
+        try:
+            intent = decode_intent(read_all(self._storage, name, INTENT_BYTES_MAX), name)
+        except WorldError:  # there is none, or it cannot be read now
+            return False
+        return not is_gone(intent.host == here(), intent.pid, intent.time)
 
     def abandon(self) -> None:
         """Give up the written packs, unless they have been committed."""

@@ -118,15 +118,6 @@ class ShardStanding:
         return not (self.behind or self.past or self.copying)
 
 
-@dataclass(frozen=True, slots=True)
-class HoldingsSnapshot:
-    """Lists the versions of shards, and the earliest version of each that can be read."""
-
-    versions: tuple[tuple[int, int], ...]
-    floors: tuple[tuple[int, int], ...]
-    ahead: int
-
-
 class Holdings:
     """Decides for the shards of one server; `handle` is the only mutator."""
 
@@ -177,13 +168,6 @@ class Holdings:
     def floor(self) -> int:
         """Return the earliest version that some shard can be read as of."""
         return min(self._floors.values(), default=0)
-
-    def snapshot(self) -> HoldingsSnapshot:
-        return HoldingsSnapshot(
-            versions=tuple(sorted(self._versions.items())),
-            floors=tuple(sorted(self._floors.items())),
-            ahead=len(self._ahead),
-        )
 
     def check(self) -> None:
         """Assert every invariant."""

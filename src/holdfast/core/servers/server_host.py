@@ -6,7 +6,6 @@ soon after its start.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.core.errors import assert_never, require
@@ -179,8 +178,3 @@ def _starts_at(server: _Server) -> float:
     if server.losses <= 1:
         return server.since
     return server.since + min(BACKOFF_S * 2.0 ** min(server.losses - 2, 20), BACKOFF_MAX_S)
-
-
-def addresses_of(book: Sequence[ServerPlace]) -> dict[int, str]:
-    """Return where each server listens that is known to."""
-    return {place.number: place.address for place in book if place.address}

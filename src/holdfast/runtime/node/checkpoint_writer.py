@@ -105,8 +105,8 @@ class Writer:
                     self._published.append(saving)
                 return False
             taken_s = time.monotonic() - began
-            wait_s = max(OTHERS_S, OTHERS_TIMES * taken_s, order.patience_s)
-            parts = [part, *saving.gather(order.size, wait_s)]
+            wait_s = max(OTHERS_S, OTHERS_TIMES * taken_s)
+            parts = [part, *saving.gather(order.size, wait_s, order.patience_s)]
             about = {"steps": str(order.step), "view": str(order.view)}
             saving.commit(parts, about | ({PROCS: str(order.procs)} if order.procs > 1 else {}))
         except BaseException:

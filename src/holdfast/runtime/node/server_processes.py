@@ -14,15 +14,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import IO
 
 from holdfast.core.errors import assert_never
 from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy
 from holdfast.core.servers import server_host as machine
 from holdfast.core.types import RunningServer, Tick
 from holdfast.health.measure.procfs import sample_process
-from holdfast.net import secret
-from holdfast.runtime.node import bootstrap, fork_server, row_server
+from holdfast.runtime.node import fork_server, row_server
 from holdfast.runtime.node.fork_server import ForkedProcess
+from holdfast.runtime.node.local_process import (
+    LocalProcess,
+    read_chunks,
+    until_ended,
+    until_readable,
+)
 from holdfast.runtime.node.worker_process import WorkerTemplate
 from holdfast.store.regular_files import append_regular
 
@@ -80,9 +86,8 @@ class ServerProcesses:
             await asyncio.sleep(FREEZE.sample_s)
 
     def end(self) -> None:
-        """Kill all servers of this node."""
-        for number, incarnation in list(self._pids):
-            self._kill(number, incarnation)
+        """Kill all servers of this node, and start none again."""
+        self.handle(machine.BookArrived((), over=True))
 
     def _kill(self, number: int, incarnation: int) -> None:
         pid = self._pids.get((number, incarnation))
@@ -107,26 +112,23 @@ class ServerProcesses:
         if address:
             event = machine.ServerListens(number, incarnation, address, process.pid)
             self.handle(event)
-        ended_fd = process.ended_fd()
-        await _readable(ended_fd)
-        os.close(ended_fd)
-        process.wait()
+        await until_ended(process)
         del self._pids[number, incarnation], self._detectors[number, incarnation]
         await asyncio.gather(*logs, return_exceptions=True)
         self.handle(machine.ServerEnded(number, incarnation))
 
-    async def _start(self) -> tuple[_Popen | ForkedProcess, int]:
+    async def _start(self) -> tuple[LocalProcess | ForkedProcess, int]:
         """Start a process; returns it, and what its address is read from. OSError."""
         read, write = os.pipe()
         try:
-            environment = self._environment() | {row_server.ADDRESS_FD: str(write)}
+            environment = self._template.common_environment() | {row_server.ADDRESS_FD: str(write)}
             if path := os.environ.get(fork_server.VARIABLE):
                 forked = await asyncio.to_thread(
                     fork_server.fork, path, [], environment, (write,), row_server.MODULE
                 )
                 if forked is not None:
                     return forked, read
-            return _Popen(
+            return LocalProcess(
                 [sys.executable, "-m", row_server.MODULE],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -141,57 +143,17 @@ class ServerProcesses:
         finally:
             os.close(write)
 
-    def _environment(self) -> dict[str, str]:
-        template = self._template
-        inherited = {k: v for k, v in os.environ.items() if k != secret.VARIABLE}
-        peer_key = secret.derive_peer_key(template.run_dir.secret(), template.spec.job)
-        return {
-            **inherited,
-            **template.job_variables(),
-            **bootstrap.environment_for_memory(os.environ),
-            "HOLDFAST_PARENT": str(os.getpid()),
-            "HOLDFAST_RUN_DIR": str(template.run_dir.path.resolve()),
-            "HOLDFAST_HOST": template.host,
-            "HOLDFAST_PEER_KEY": peer_key.hex(),
-            "HOLDFAST_TLS": str(template.tls or ""),
-        }
-
-    async def _log(self, pipe: object, number: int) -> None:
+    async def _log(self, pipe: IO[bytes] | None, number: int) -> None:
         """Append what a server writes to its log."""
-        reader = asyncio.StreamReader()
-        protocol = asyncio.StreamReaderProtocol(reader)
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_read_pipe(lambda: protocol, pipe)
-        try:
-            with os.fdopen(
-                append_regular(self._template.run_dir.logs / f"server-{number}.log"), "ab", 0
-            ) as file:
-                while data := await reader.read(1 << 16):
-                    file.write(data)
-        except OSError:
-            pass  # a full disk does not stop a server
-        finally:
-            transport.close()
-
-
-class _Popen(subprocess.Popen[bytes]):
-    def ended_fd(self) -> int:
-        return os.pidfd_open(self.pid)
-
-
-def _set_once(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-async def _readable(descriptor: int) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(descriptor, _set_once, ready)
-    try:
-        await ready
-    finally:
-        loop.remove_reader(descriptor)
+        path = self._template.run_dir.logs / f"server-{number}.log"
+        with contextlib.ExitStack() as stack:
+            file: IO[bytes] | None = None
+            with contextlib.suppress(OSError):
+                file = stack.enter_context(os.fdopen(append_regular(path), "ab", 0))
+            async for data in read_chunks(pipe):
+                with contextlib.suppress(OSError):  # a full disk does not stop a server
+                    if file is not None:
+                        file.write(data)
 
 
 async def _read_line(descriptor: int) -> str:
@@ -199,7 +161,7 @@ async def _read_line(descriptor: int) -> str:
     data = b""
     try:
         while len(data) < ADDRESS_BYTES_MAX and not data.endswith(b"\n"):
-            await _readable(descriptor)
+            await until_readable(descriptor)
             more = os.read(descriptor, ADDRESS_BYTES_MAX)
             if not more:
                 return ""

@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -26,6 +26,7 @@ from holdfast.net import secret
 from holdfast.runtime.node import bootstrap, fork_server, group_member, group_store
 from holdfast.runtime.node.fork_server import ForkedProcess
 from holdfast.runtime.node.gpu_shares import VARIABLE, share_of_gpus, visible_gpus
+from holdfast.runtime.node.local_process import LocalProcess, read_chunks, until_ended
 from holdfast.runtime.node.spread_processes import DONE
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.regular_files import append_regular
@@ -73,6 +74,21 @@ class WorkerTemplate:
             return {name: os.environ.get(name, value) for name, value in found.items()}
         return found
 
+    def common_environment(self) -> dict[str, str]:
+        """Return the environment that workers and servers of tables have in common."""
+        inherited = {k: v for k, v in os.environ.items() if k != secret.VARIABLE}
+        peer_key = secret.derive_peer_key(self.run_dir.secret(), self.spec.job)
+        return {
+            **inherited,
+            **self.job_variables(),
+            **bootstrap.environment_for_memory(os.environ),
+            "HOLDFAST_PARENT": str(os.getpid()),
+            "HOLDFAST_RUN_DIR": str(self.run_dir.path.resolve()),
+            "HOLDFAST_HOST": self.host,
+            "HOLDFAST_PEER_KEY": peer_key.hex(),
+            "HOLDFAST_TLS": str(self.tls or ""),
+        }
+
     def environment(
         self,
         worker: WorkerId,
@@ -83,26 +99,17 @@ class WorkerTemplate:
         spread: SpreadPart | None = None,
     ) -> dict[str, str]:
         """Return the environment of one process; the two descriptors lead to its agent."""
-        inherited = {k: v for k, v in os.environ.items() if k != secret.VARIABLE}
-        peer_key = secret.derive_peer_key(self.run_dir.secret(), self.spec.job)
         return {
-            **inherited,
-            **self.job_variables(),
-            **bootstrap.environment_for_memory(os.environ),
+            **self.common_environment(),
             "PYTHONUNBUFFERED": "1",
             "HOLDFAST_FD": str(channel_fd),
             "HOLDFAST_FAILURE_FD": str(failure_fd),
-            "HOLDFAST_PARENT": str(os.getpid()),
             "HOLDFAST_WORKER": str(worker),
             "HOLDFAST_INCARNATION": str(incarnation),
             "HOLDFAST_ROLE": role.value,
-            "HOLDFAST_RUN_DIR": str(self.run_dir.path.resolve()),
-            "HOLDFAST_HOST": self.host,
             "HOLDFAST_PROCS": str(self.spec.workers.procs),
             "HOLDFAST_MEMORY_BYTES": str(self.memory_bytes),
             "HOLDFAST_ORDERS_FD": str(-1 if self.orders_fd is None else self.orders_fd),
-            "HOLDFAST_PEER_KEY": peer_key.hex(),
-            "HOLDFAST_TLS": str(self.tls or ""),
             **(spread.variables(self.spec.workers.spread) if spread is not None else {}),
         }
 
@@ -136,11 +143,6 @@ OnMessage = Callable[["WorkerProcess", "WorkerStatus | Address"], None]
 OnExit = Callable[["WorkerProcess", int, str, bool], None]  # status, detail, whether reported
 
 
-class _Popen(subprocess.Popen[bytes]):
-    def ended_fd(self) -> int:
-        return os.pidfd_open(self.pid)
-
-
 class WorkerProcess:
     """Runs one process of a worker; after `start`, its callbacks tell everything."""
 
@@ -164,7 +166,7 @@ class WorkerProcess:
         self._template = template
         self.memory: list[tuple[int, int]] = []  # number and descriptor of its files for pieces
         self.place: int | None = None  # on its node, while it has one
-        self._popen: _Popen | ForkedProcess | None = None
+        self._popen: LocalProcess | ForkedProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._sealer = Sealer(None)
         self._pipes: list[asyncio.Task[None]] = []
@@ -202,7 +204,7 @@ class WorkerProcess:
             asyncio.ensure_future(self._reap(on_exit)),
         ]
 
-    async def _start(self, channel_fd: int, failure_fd: int) -> _Popen | ForkedProcess:
+    async def _start(self, channel_fd: int, failure_fd: int) -> LocalProcess | ForkedProcess:
         command = self._template.command(self.role)
         environment = self._template.environment(
             self.worker, self.incarnation, channel_fd, failure_fd, self.role, self.spread
@@ -222,7 +224,7 @@ class WorkerProcess:
             )
             if forked is not None:
                 return forked
-        return _Popen(  # in the main thread, by whose end the process dies
+        return LocalProcess(  # in the main thread, by whose end the process dies
             [sys.executable, "-m", *command],
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -267,13 +269,7 @@ class WorkerProcess:
     async def _reap(self, on_exit: OnExit) -> None:
         popen = self._popen
         assert popen is not None
-        gone = asyncio.get_running_loop().create_future()
-        descriptor = popen.ended_fd()
-        asyncio.get_running_loop().add_reader(descriptor, _set_once, gone)
-        await gone
-        asyncio.get_running_loop().remove_reader(descriptor)
-        os.close(descriptor)
-        code = popen.wait()
+        code = await until_ended(popen)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(popen.pid, signal.SIGKILL)  # the children that it has left behind
         self.running = False
@@ -316,7 +312,7 @@ class WorkerProcess:
     async def _copy(self, pipe: IO[bytes] | None, to_fd: int) -> None:
         """Pass whole lines on to the console, and everything to the log."""
         rest = b""
-        async for data in _chunks(pipe):
+        async for data in read_chunks(pipe):
             self._write_log(data)
             self.printed += len(data)
             *lines, rest = (rest + data).split(b"\n")
@@ -330,7 +326,7 @@ class WorkerProcess:
         return b"" if to_fd == 1 else f"[{self.label}] ".encode()
 
     async def _collect_failure(self, descriptor: int) -> None:
-        async for data in _chunks(os.fdopen(descriptor, "rb", buffering=0)):
+        async for data in read_chunks(os.fdopen(descriptor, "rb", buffering=0)):
             self._story = (self._story + data)[-STORY_BYTES_MAX:]
             if self._story.endswith(DONE):  # processes that it started may keep the pipe open
                 return
@@ -355,22 +351,6 @@ class WorkerProcess:
             )
             self._log.close()
             self._log = None
-
-
-async def _chunks(pipe: IO[bytes] | None) -> AsyncIterator[bytes]:
-    reader = asyncio.StreamReader()
-    protocol = asyncio.StreamReaderProtocol(reader)
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
-    try:
-        while data := await reader.read(1 << 16):
-            yield data
-    finally:
-        transport.close()
-
-
-def _set_once(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

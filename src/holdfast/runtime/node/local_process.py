@@ -1,0 +1,60 @@
+"""Waits in an event loop for a process of this node, and for its output.
+
+A process is started here or forked by the fork server; both are waited for in the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import AsyncIterator
+from typing import IO
+
+from holdfast.runtime.node.fork_server import ForkedProcess
+
+
+class LocalProcess(subprocess.Popen[bytes]):
+    """Is a process that this one has started."""
+
+    def ended_fd(self) -> int:
+        """Return a descriptor that becomes readable once the process has ended; close it."""
+        return os.pidfd_open(self.pid)
+
+
+async def until_ended(process: LocalProcess | ForkedProcess) -> int:
+    """Wait for the end of a process; returns its status, negative for a signal."""
+    descriptor = process.ended_fd()
+    try:
+        await until_readable(descriptor)
+    finally:
+        os.close(descriptor)
+    return process.wait()
+
+
+async def until_readable(descriptor: int) -> None:
+    """Wait until there is something to read, or the other end is closed."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(descriptor, _set_once, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(descriptor)
+
+
+async def read_chunks(pipe: IO[bytes] | None) -> AsyncIterator[bytes]:
+    """Yield the bytes of a pipe until the other end is closed, and close it."""
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
+    try:
+        while data := await reader.read(1 << 16):
+            yield data
+    finally:
+        transport.close()
+
+
+def _set_once(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
