@@ -18,7 +18,7 @@ from holdfast.core.servers.server_host import (
     TellServers,
 )
 from holdfast.core.types import AgentId, RunningServer, ServerPlace, Tick
-from roster_kit import LEASE, Cluster, member
+from roster_kit import LEASE, Cluster, member, view_of
 
 
 def nodes_of(places: ServerPlaces) -> list[str]:
@@ -32,6 +32,21 @@ def test_servers_are_spread_evenly_and_stay_where_they_are() -> None:
     assert lines == []
     cluster.hear("n2", member(2))
     assert places.review(cluster.facts()) == (places, [])
+
+
+def test_servers_wait_for_the_nodes_with_which_the_job_begins() -> None:
+    cluster = Cluster(member(0))
+    places, _ = ServerPlaces(2, nodes_min=2).review(cluster.facts())
+    assert places.book == ()
+    cluster.hear("n1", member(1))
+    assert nodes_of(places.review(cluster.facts())[0]) == ["n0", "n1"]
+
+
+def test_servers_do_not_wait_once_the_job_has_begun() -> None:
+    cluster = Cluster(member(0))
+    view = view_of(0)
+    places, _ = ServerPlaces(1, nodes_min=2).review(cluster.facts(view))
+    assert nodes_of(places) == ["n0"]
 
 
 def test_without_servers_nothing_is_placed() -> None:
@@ -69,7 +84,7 @@ def test_addresses_are_those_that_nodes_have_told() -> None:
     cluster.hear("n0", member(0), servers=(running,))
     told, _ = places.review(cluster.facts())
     assert [place.address for place in told.book] == ["h:1"]
-    assert ServerPlaces.recall(1, told.book) == told
+    assert ServerPlaces.recall(1, 1, told.book) == told
 
 
 BOOK = (

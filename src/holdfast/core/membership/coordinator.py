@@ -132,7 +132,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         self._last_saves = LastSaves(last=term * ORDERS_PER_TERM)
         self._protection = Protection(policy.redundancy, policy.shards_told)
         placed = record.servers if record else ()
-        self._server_places = ServerPlaces.recall(policy.servers, placed)
+        self._server_places = ServerPlaces.recall(policy.servers, policy.nodes_min, placed)
         self._agenda = Agenda(policy, self._roster, now)
         self._event_log = EventLog(record.slots if record else ())
         self._checkpoint_reports: dict[tuple[WorkerId, Incarnation], WorkerStatus] = {}

@@ -18,17 +18,22 @@ from holdfast.core.types import AgentId, ServerPlace
 
 @dataclass(frozen=True, slots=True)
 class ServerPlaces:
-    """Remembers the node of each server, by the server's number; `count`: how many there are."""
+    """Remembers the node of each server, by the server's number; `count`: how many there are.
+
+    Servers wait for `nodes_min` nodes, or the first view, so that they are spread over these.
+    """
 
     count: int
+    nodes_min: int = 1
     nodes: Mapping[int, AgentId] = field(default_factory=dict)
     addresses: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
-    def recall(cls, count: int, places: tuple[ServerPlace, ...]) -> ServerPlaces:
-        """Return what a record says of them."""
+    def recall(cls, count: int, nodes_min: int, places: tuple[ServerPlace, ...]) -> ServerPlaces:
+        """Return the places that a record has."""
         return cls(
             count=count,
+            nodes_min=nodes_min,
             nodes={p.number: p.agent for p in places},
             addresses={p.number: p.address for p in places},
         )
@@ -45,8 +50,9 @@ class ServerPlaces:
         """Return where servers are from now on, and lines on those that move."""
         usable = self._usable(facts)
         nodes = {n: a for n, a in self.nodes.items() if not _has_lost(facts, a, usable)}
+        begins = facts.view is not None or len(usable) >= self.nodes_min
         lines = []
-        for number in range(self.count if usable else 0):
+        for number in range(self.count if usable and begins else 0):
             if number in nodes:
                 continue
             loads = Counter(nodes.values())
