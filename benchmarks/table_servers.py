@@ -27,8 +27,8 @@ from holdfast.servers import RowWiseAdagrad
 from holdfast.servers.row_client import RowClient
 from holdfast.servers.row_optimizers import TableOptimizer
 from holdfast.servers.server_group import RowUpdate
-from holdfast.servers.server_rows import TableShape
 from holdfast.servers.server_wire import TableGroup, describe_rule
+from holdfast.servers.table_shape import TableShape
 from holdfast.train.script.row_updates import ServerAccess
 
 TABLES, DIM, KEY = 26, 16, b"k" * 32

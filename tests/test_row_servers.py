@@ -18,8 +18,9 @@ from holdfast.servers.row_client import KEPT, RowClient
 from holdfast.servers.row_optimizers import TableOptimizer
 from holdfast.servers.row_values import fill_rows
 from holdfast.servers.server_group import RowUpdate
-from holdfast.servers.server_rows import ServerTable, TableShape, are_in
+from holdfast.servers.server_rows import ServerTable
 from holdfast.servers.serving import RowServer
+from holdfast.servers.table_shape import TableShape
 from holdfast.servers.table_store import TableStore
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.files import FileStorage
@@ -260,7 +261,7 @@ def test_orders_wait_until_no_answer_is_on_its_way() -> None:
     for number in range(1, KEPT + 2):
         given = update(number, 1)
         servers.servers[0]._groups["items"].update(number, range(SHARDS), given)
-        chosen = are_in([asked], given.keys[0])
+        chosen = shape("items").are_in([asked], given.keys[0])
         part = RowUpdate(
             keys=[given.keys[0][chosen]],
             grads=[given.grads[0][chosen]],

@@ -18,13 +18,17 @@ ROWS, DIM, BAG = 200, 4, 3
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--task-s", type=float, default=0.0)
+parser.add_argument("--keyed", action="store_true", help="items have any keys, and too little room")
 options = parser.parse_args()
 
 job = holdfast.join()
+rules = {"num_embeddings": None, "max_capacity": 96, "admit_after": 2}
+sizes = {"items": rules if options.keyed else {"num_embeddings": ROWS}}
+sizes["users"] = {"num_embeddings": ROWS}
 bags = servers.EmbeddingBagCollection(
     [
-        servers.EmbeddingBagConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM)
-        for name in ("items", "users")
+        servers.EmbeddingBagConfig(name=name, embedding_dim=DIM, **size)
+        for name, size in sizes.items()
     ],
     optimizer=servers.RowWiseAdagrad(lr=0.1),
 )
@@ -40,9 +44,9 @@ data = job.batches(TensorDataset(ids, ids.sum(2)[:, :2].float().sin()), 5)
 for step in job.steps(data, until=options.steps):
     for given, targets in step:
         offsets = torch.arange(0, len(given) * BAG, BAG)
-        found = bags(
-            {n: (given[:, i].reshape(-1), offsets) for i, n in enumerate(("items", "users"))}
-        )
+        items = given[:, 0] * (0x5DEECE66D1357 if options.keyed else 1)
+        inputs = {"items": items, "users": given[:, 1]}
+        found = bags({name: (each.reshape(-1), offsets) for name, each in inputs.items()})
         rows = words(given[:, 2]).mean(1)
         logits = top(torch.cat([found["items"], found["users"], rows], dim=1))
         step.backward(nn.functional.mse_loss(logits, targets))
@@ -53,6 +57,9 @@ for step in job.steps(data, until=options.steps):
 
 if job.is_leader:
     parts = [bags.read_rows("items"), bags.read_rows("users"), words.read_rows(), top.weight]
+    if options.keyed:
+        parts.append(bags.read_keys("items"))
+        assert 10 < len(parts[-1]) <= rules["max_capacity"]
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.detach().numpy().tobytes())

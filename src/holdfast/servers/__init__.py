@@ -24,6 +24,7 @@ from holdfast.servers.collections import (
 )
 from holdfast.servers.embeddings import Embedding, EmbeddingBag
 from holdfast.servers.row_optimizers import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
+from holdfast.servers.table_shape import KeyRules
 
 __all__ = [
     "SGD",
@@ -34,6 +35,7 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "KeyRules",
     "LazyAdam",
     "RowOptimizer",
     "RowWiseAdagrad",

@@ -13,6 +13,7 @@ from holdfast.core.errors import UserError
 from holdfast.servers.embeddings import Embedding, EmbeddingBag, optimizer_of
 from holdfast.servers.row_optimizers import RowOptimizer, TableOptimizer
 from holdfast.servers.served_tables import FoundRows, ServedOptimizer
+from holdfast.servers.table_shape import AGE, KeyRules
 
 Bags = tuple[torch.Tensor, ...]  # ids, offsets, and weights of the ids if there are any
 POOLINGS = ("sum", "mean")
@@ -24,6 +25,11 @@ class EmbeddingConfig:
 
     `feature_names`: the inputs that use it; by default one of the table's name. First values of
     rows are uniform, by default up to sqrt(1 / num_embeddings) around 0.
+
+    With num_embeddings=None any 64-bit key has a row. `max_capacity`: how many keys have one of
+    their own at a time. `admit_after`: how many updates use a key before it gets one. `evict`:
+    which keys lose theirs when there is no room, those used least recently ("age") or least often
+    ("frequency"). All of these decisions are functions of the job.
     """
 
     num_embeddings: int | None
@@ -32,6 +38,16 @@ class EmbeddingConfig:
     feature_names: list[str] = field(default_factory=list)
     weight_init_max: float | None = None
     weight_init_min: float | None = None
+    max_capacity: int | None = None
+    admit_after: int = 1
+    evict: str = AGE
+
+    @property
+    def keys(self) -> KeyRules | None:
+        """Return the rules of a table of any keys."""
+        if self.max_capacity is None:
+            return None
+        return KeyRules(capacity=self.max_capacity, admit_after=self.admit_after, evict=self.evict)
 
     @property
     def features(self) -> list[str]:
@@ -89,11 +105,21 @@ class _Collection(nn.Module):
 
         They are on the host, and have no gradient. UserError for an unknown table or id.
         """
+        return cast(torch.Tensor, self._find(table).read_rows(ids, self.row_optimizer))
+
+    def read_keys(self, table: str) -> torch.Tensor:
+        """Return the keys [n] of a table with num_embeddings=None that have rows of their own.
+
+        They are in growing order, as the last step has left them. UserError for another table.
+        """
+        return cast(torch.Tensor, self._find(table).read_keys(self.row_optimizer))
+
+    def _find(self, table: str) -> Any:
         tables = next(each for each in self.children() if isinstance(each, _Tables))
         if table not in tables._modules:
             known = ", ".join(tables._modules)
             raise UserError(f"no table is named {table!r}: there are {known}")
-        return cast(torch.Tensor, tables[table].read_rows(ids, self.row_optimizer))
+        return tables[table]
 
 
 class EmbeddingBagCollection(_Collection):
@@ -200,6 +226,7 @@ def _options_of(config: EmbeddingConfig, seed: int | None) -> dict[str, Any]:
         "optimizer": None,
         "weight_init_min": config.weight_init_min,
         "weight_init_max": config.weight_init_max,
+        "keys": config.keys,
     }
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from holdfast.core.errors import UserError
+from holdfast.core.servers.placement import SHARDS
+from holdfast.servers.keyed_rows import KeyedTable
 from holdfast.servers.row_optimizers import SGD, RowOptimizer, TableOptimizer
 from holdfast.servers.row_values import fill_rows, seed_of_table
 from holdfast.servers.served_tables import (
@@ -21,40 +23,61 @@ from holdfast.servers.served_tables import (
     ServedOptimizer,
     as_parameter_of,
     empty_weight,
+    find_rows,
 )
-from holdfast.servers.server_rows import TableShape
+from holdfast.servers.table_shape import AGE, FREQUENCY, KeyRules, TableShape
 from holdfast.train.job import count_servers
+from holdfast.train.step.keyed_gradient import make_keyed_parameter
 
 _DEFAULT = SGD()
+NEWEST = 1 << 62  # a version after all updates
 
 
 class TableSpec:
-    """Describes a table: `count` rows of `dim` numbers, first drawn uniformly from `limits`.
+    """Describes a table of rows of `dim` numbers, first drawn uniformly from `limits`.
 
-    Raises UserError for sizes and limits that no table can have.
+    `count`: how many rows; None: one for any 64-bit key, as `rules` say. Raises UserError for sizes
+    and limits that no table can have.
     """
 
     def __init__(
-        self, name: str, count: int | None, dim: int, limits: tuple[float | None, float | None]
+        self,
+        name: str,
+        count: int | None,
+        dim: int,
+        limits: tuple[float | None, float | None],
+        rules: KeyRules | None = None,
     ) -> None:
-        if count is None:
+        if count is None and rules is None:
             raise UserError(
-                f"table {name}: num_embeddings=None, a table of any keys, is not there yet: give "
-                "the number of rows"
+                f"table {name}: num_embeddings=None, rows for any key, needs max_capacity: give "
+                "the number of keys that have rows at a time"
             )
-        if count < 1 or dim < 1:
-            sizes = f"num_embeddings={count}, embedding_dim={dim}"
+        if count is not None and rules is not None:
+            raise UserError(
+                f"table {name}: num_embeddings={count} and max_capacity={rules.capacity}: give "
+                "num_embeddings=None for rows for any key, or leave out max_capacity"
+            )
+        size = count if rules is None else rules.capacity
+        assert size is not None
+        if size < 1 or dim < 1:
+            named = "num_embeddings" if rules is None else "max_capacity"
+            sizes = f"{named}={size}, embedding_dim={dim}"
             raise UserError(f"table {name}: {sizes}: both must be 1 or more")
-        usual = math.sqrt(1 / count)
+        usual = math.sqrt(1 / size)
         low = -usual if limits[0] is None else limits[0]
         high = usual if limits[1] is None else limits[1]
         if not low <= high:
             raise UserError(f"table {name}: its first values are from {low} to {high}: swap these")
-        self.name, self.count, self.dim, self.limits = name, count, dim, (low, high)
+        self.name, self.count, self.dim, self.limits = name, count or 0, dim, (low, high)
+        self.rules = _checked(name, rules)
         self.is_served = count_servers() > 0  # its rows are on the job's servers
+        self.keyed: KeyedTable | None = None  # its rows, if these are here and have keys
 
     def make_weight(self, device: Any) -> torch.Tensor:
         """Return the tensor for the table's parameter, [count, dim]."""
+        if self.rules is not None:
+            return make_keyed_parameter(self.dim)
         if self.is_served:
             return empty_weight(self.count, self.dim, device)
         return torch.empty(self.count, self.dim, device=device)
@@ -67,30 +90,35 @@ class TableSpec:
         `rule`: None if the optimizer of a collection updates the rows.
         """
         found = seed_of_table(torch.initial_seed() if seed is None else seed, self.name)
-        padding = -1 if table.padding_idx is None else table.padding_idx
         self.shape = TableShape(
             name=self.name,
             count=self.count,
             dim=self.dim,
             seed=found,
             limits=self.limits,
-            padding=padding,
+            padding=table.padding_idx,
+            keyed=self.rules,
         )
-        if not self.is_served:
+        if not self.is_served and self.rules is None:
             self._fill(table.weight)
         if rule is not None:
             table.row_optimizer = optimizer_of([table], rule)
+
+    def keep(self, rule: RowOptimizer) -> dict[str, torch.Tensor]:
+        """Make room for rows by key in this process; returns the arrays, by name."""
+        self.keyed = KeyedTable(self.shape, range(SHARDS), rule)
+        return self.keyed.arrays
 
     @torch.no_grad()
     def _fill(self, weight: torch.Tensor) -> None:
         keys = np.arange(self.count, dtype=np.uint64)
         fill_rows(weight, keys, self.shape.seed, *self.limits)
-        if self.shape.padding >= 0:
+        if self.shape.padding is not None:
             weight[self.shape.padding].zero_()
 
     def check(self, ids: torch.Tensor) -> None:
         """Raise UserError for ids that the table does not have. Ids on a GPU are not looked at."""
-        if ids.device.type != "cpu" or not ids.numel():
+        if ids.device.type != "cpu" or not ids.numel() or self.rules is not None:
             return
         least, most = (int(each) for each in torch.aminmax(ids))
         if least < 0:
@@ -102,6 +130,17 @@ class TableSpec:
             )
 
 
+def _checked(name: str, rules: KeyRules | None) -> KeyRules | None:
+    """Return these rules. UserError for those that make no sense."""
+    if rules is None:
+        return None
+    if rules.admit_after < 1:
+        raise UserError(f"table {name}: admit_after={rules.admit_after}: give 1 or more updates")
+    if rules.evict not in (AGE, FREQUENCY):
+        raise UserError(f"table {name}: evict={rules.evict!r}: give {AGE!r} or {FREQUENCY!r}")
+    return rules
+
+
 def optimizer_of(
     tables: Sequence[Embedding | EmbeddingBag], rule: RowOptimizer
 ) -> TableOptimizer | ServedOptimizer:
@@ -110,7 +149,14 @@ def optimizer_of(
     specs = [table._table for table in tables]
     if specs[0].is_served:
         return ServedOptimizer(weights, [spec.shape for spec in specs], rule)
-    return TableOptimizer(weights, rule)
+    keyed = {}
+    for table, spec in zip(tables, specs, strict=True):
+        if spec.rules is not None:
+            for name, array in spec.keep(rule).items():
+                table.register_buffer(name, array)
+            assert spec.keyed is not None
+            keyed[table.weight] = spec.keyed
+    return TableOptimizer(weights, rule, keyed)
 
 
 class _Rows(nn.Module):
@@ -125,8 +171,11 @@ class _Rows(nn.Module):
         """Check ids, and return their rows if these are on servers. `found`: fetched before."""
         if found is None:
             self._table.check(ids)
-        if not self._table.is_served or found is not None:
+        if found is not None:
             return found
+        if not self._table.is_served:
+            kept = self._table.keyed
+            return None if kept is None else find_rows(ids, lambda keys: kept.read(keys, NEWEST))
         assert isinstance(self.row_optimizer, ServedOptimizer)
         return self.row_optimizer.find_rows([ids])[0]
 
@@ -137,17 +186,34 @@ class _Rows(nn.Module):
     ) -> torch.Tensor:
         """Return rows [ids, dim], by default all, as the committed updates have left them.
 
-        They are on the host, and have no gradient. `optimizer`: of a collection that the table is
-        in. UserError for an unknown id.
+        They are on the host, and have no gradient. All rows of a table of any keys are those of
+        `read_keys`. `optimizer`: of a collection that the table is in. UserError for an unknown id.
         """
+        table = self._table
         if ids is None:
-            ids = torch.arange(self._table.count)
-        self._table.check(ids)
-        if not self._table.is_served:
+            keyed = table.rules is not None
+            ids = self.read_keys(optimizer) if keyed else torch.arange(table.count)
+        table.check(ids)
+        if table.keyed is not None:
+            return table.keyed.read(ids.cpu(), NEWEST)
+        if not table.is_served:
             return self.weight.detach()[ids.to(self.weight.device)].cpu()
+        return self._served(optimizer).read_rows(table.shape, ids)
+
+    def read_keys(self, optimizer: TableOptimizer | ServedOptimizer | None = None) -> torch.Tensor:
+        """Return the keys [n] that have rows now, in growing order. UserError if none can."""
+        table = self._table
+        if table.rules is None:
+            raise UserError(f"table {table.name} has rows 0 to {table.count - 1}, and no keys")
+        if table.keyed is not None:
+            every = [table.keyed.keys_of(shard, NEWEST) for shard in range(SHARDS)]
+            return torch.cat(every).sort().values
+        return self._served(optimizer).read_keys(table.shape)
+
+    def _served(self, optimizer: TableOptimizer | ServedOptimizer | None) -> ServedOptimizer:
         served = self.row_optimizer if optimizer is None else optimizer
         assert isinstance(served, ServedOptimizer)
-        return served.read_rows(self._table.shape, ids)
+        return served
 
     def check_ids(self, ids: torch.Tensor) -> None:
         """Raise UserError for ids that the table does not have."""
@@ -160,6 +226,12 @@ class _Rows(nn.Module):
     def _load_from_state_dict(self, *args: Any) -> None:
         if not self._table.is_served:
             super()._load_from_state_dict(*args)
+        if self._table.keyed is not None:
+            self._table.keyed.index()
+
+    def _apply(self, *args: Any, **named: Any) -> Any:
+        """Move or convert the table, unless its rows have keys: these stay where they are."""
+        return self if self._table.rules is not None else super()._apply(*args, **named)
 
 
 class Embedding(_Rows, nn.Embedding):
@@ -167,7 +239,7 @@ class Embedding(_Rows, nn.Embedding):
 
     `name`: rows begin with values that follow from `seed`, this name and their ids. Two tables of
     one job need two names. `seed`: by default torch.initial_seed(), which `holdfast.join` sets to
-    the job's. Raises UserError.
+    the job's. `keys`: for num_embeddings=None, rows for any 64-bit ids. Raises UserError.
     """
 
     def __init__(  # tidy: allow constructor-size because these are torch's own arguments
@@ -181,14 +253,15 @@ class Embedding(_Rows, nn.Embedding):
         optimizer: RowOptimizer | None = _DEFAULT,
         weight_init_min: float | None = None,
         weight_init_max: float | None = None,
+        keys: KeyRules | None = None,
         device: Any = None,
     ) -> None:
         limits = (weight_init_min, weight_init_max)
-        table = TableSpec(name, num_embeddings, embedding_dim, limits)
+        table = TableSpec(name, num_embeddings, embedding_dim, limits, keys)
         weight = table.make_weight(device)
-        nn.Embedding.__init__(
-            self, table.count, table.dim, padding_idx, sparse=True, _weight=weight
-        )
+        padding = padding_idx if keys is None else None
+        nn.Embedding.__init__(self, table.count, table.dim, padding, sparse=True, _weight=weight)
+        self.padding_idx = self.padding_idx if keys is None else padding_idx
         self._table = table
         table.begin(self, seed, optimizer)
 
@@ -211,8 +284,8 @@ class Embedding(_Rows, nn.Embedding):
 class EmbeddingBag(_Rows, nn.EmbeddingBag):
     """Sums or averages rows, like torch.nn.EmbeddingBag; the job updates them by `optimizer`.
 
-    `name`, `seed`: as for Embedding. `mode`: "sum" or "mean"; "max" has no sparse gradient. Raises
-    UserError.
+    `name`, `seed`, `keys`: as for Embedding. `mode`: "sum" or "mean"; "max" has no sparse gradient.
+    Raises UserError.
     """
 
     def __init__(  # tidy: allow constructor-size because these are torch's own arguments
@@ -228,12 +301,13 @@ class EmbeddingBag(_Rows, nn.EmbeddingBag):
         optimizer: RowOptimizer | None = _DEFAULT,
         weight_init_min: float | None = None,
         weight_init_max: float | None = None,
+        keys: KeyRules | None = None,
         device: Any = None,
     ) -> None:
         if mode not in ("sum", "mean"):
             raise UserError(f"table {name}: mode={mode!r}: give 'sum' or 'mean'")
         limits = (weight_init_min, weight_init_max)
-        table = TableSpec(name, num_embeddings, embedding_dim, limits)
+        table = TableSpec(name, num_embeddings, embedding_dim, limits, keys)
         nn.EmbeddingBag.__init__(
             self,
             table.count,
@@ -242,8 +316,9 @@ class EmbeddingBag(_Rows, nn.EmbeddingBag):
             sparse=True,
             _weight=table.make_weight(device),
             include_last_offset=include_last_offset,
-            padding_idx=padding_idx,
+            padding_idx=padding_idx if keys is None else None,
         )
+        self.padding_idx = self.padding_idx if keys is None else padding_idx
         self._table = table
         table.begin(self, seed, optimizer)
 

@@ -12,7 +12,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -36,8 +36,8 @@ from holdfast.core.servers.reading import (
 )
 from holdfast.net import peer_stream
 from holdfast.servers import server_wire as wire
+from holdfast.servers.row_reads import KeyRead, Read, RowRead
 from holdfast.servers.server_group import RowUpdate
-from holdfast.servers.server_rows import are_in
 from holdfast.train.script.row_updates import ServerAccess
 
 KEPT = WINDOW  # updates that a worker keeps, besides those that reads do not know yet
@@ -97,7 +97,8 @@ class _Connection:
     def give(self, number: int, shards: Sequence[int], update: RowUpdate) -> wire.Answer:
         """Send an update of these shards. OSError, WireError, UserError."""
         channel = self.open()
-        masks = [are_in(shards, keys) for keys in update.keys]
+        pairs = zip(self._group.tables, update.keys, strict=True)
+        masks = [shape.are_in(shards, keys) for shape, keys in pairs]
         keys = [each[mask] for each, mask in zip(update.keys, masks, strict=True)]
         grads = [each[mask] for each, mask in zip(update.grads, masks, strict=True)]
         counts = tuple(len(each) for each in keys)
@@ -171,25 +172,15 @@ class RowClient:
 
     def read(self, version: int, keys: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the rows [n, dim] of each table's keys [n] as of `version`. UserError."""
-        job = _Read(self, version, keys)
-        reading, told_at = job.reading, time.monotonic() + TOLD_S
-        while not reading.is_done:
-            if time.monotonic() >= told_at:
-                told_at = math.inf
-                missing = ", ".join(map(str, self.suspects()))
-                self._access.tell(
-                    f"rows of {self._group.name} are being waited for since {TOLD_S:g} s: servers "
-                    f"{missing or 'that hold them'} do not answer, or are behind"
-                )
-            effects = reading.next()
-            asked = [e for e in effects if isinstance(e, Ask) and self._try(job, e, self._send)]
-            job.orders = [e for e in effects if not isinstance(e, Ask)]
-            for ask in asked:
-                self._try(job, ask, self._receive)
-            # Only now, since an order's answer must not be mistaken for one that is on its way.
-            for order in job.orders:
-                self._carry_out(job, order)
+        job = RowRead(self._group, version, keys)
+        self._carry_on(job, job.find_shards())
         return job.rows
+
+    def read_keys(self, version: int, table: int) -> torch.Tensor:
+        """Return the keys [n] of a table that have rows as of `version`, in order. UserError."""
+        job = KeyRead(self._group, version, table)
+        self._carry_on(job, range(SHARDS))
+        return torch.cat(job.found).sort().values
 
     def push(self, number: int, update: RowUpdate) -> None:
         """Send update `number` to all servers of this worker's part of the shards, soon."""
@@ -206,7 +197,33 @@ class RowClient:
 
     # ------------------------------------------------------------ reading
 
-    def _try(self, job: _Read, effect: Asking, act: Callable[[_Read, Any], None]) -> bool:
+    def _carry_on(self, job: Read, shards: Iterable[int]) -> None:
+        """Read these shards. UserError."""
+        version = job.version
+        stored = self.stored[0] if self.stored is not None else None
+        holders = {shard: self.holders[shard] for shard in shards}
+        job.reading = reading = RowReading(
+            version, holders, self._kept.after(version), self.suspects(), stored
+        )
+        told_at = time.monotonic() + TOLD_S
+        while not reading.is_done:
+            if time.monotonic() >= told_at:
+                told_at = math.inf
+                missing = ", ".join(map(str, self.suspects()))
+                self._access.tell(
+                    f"rows of {self._group.name} are being waited for since {TOLD_S:g} s: servers "
+                    f"{missing or 'that hold them'} do not answer, or are behind"
+                )
+            effects = reading.next()
+            asked = [e for e in effects if isinstance(e, Ask) and self._try(job, e, self._send)]
+            job.orders = [e for e in effects if not isinstance(e, Ask)]
+            for ask in asked:
+                self._try(job, ask, self._receive)
+            # Only now, since an order's answer must not be mistaken for one that is on its way.
+            for order in job.orders:
+                self._carry_out(job, order)
+
+    def _try(self, job: Read, effect: Asking, act: Callable[[Read, Any], None]) -> bool:
         """Do something with a server; return whether it could be done."""
         try:
             act(job, effect)
@@ -217,7 +234,7 @@ class RowClient:
             return False
         return True
 
-    def _carry_out(self, job: _Read, effect: RowReadingEffect) -> None:
+    def _carry_out(self, job: Read, effect: RowReadingEffect) -> None:
         match effect:
             case WaitAgain():
                 time.sleep(PAUSE_S)
@@ -234,7 +251,7 @@ class RowClient:
             case _:
                 assert_never(effect)
 
-    def _order(self, _: _Read, effect: Give | OrderCopy | OrderReset | OrderLoad) -> None:
+    def _order(self, _: Read, effect: Give | OrderCopy | OrderReset | OrderLoad) -> None:
         """Send a server an order, or updates. OSError, WireError, UserError."""
         connection, name = self._reads[effect.server], self._group.name
         match effect:
@@ -281,22 +298,12 @@ class RowClient:
         now = time.monotonic()
         return [number for number, until in self._suspects.items() if now < until]
 
-    def kept_after(self, version: int) -> int:
-        """Return the number after which this worker keeps every update up to `version`."""
-        return self._kept.after(version)
+    def _send(self, job: Read, ask: Ask) -> None:
+        """Ask a server for these shards. OSError, WireError, UserError."""
+        job.send(self._reads[ask.server].open(), ask.shards)
 
-    def _send(self, job: _Read, ask: Ask) -> None:
-        """Send a server the keys of these shards. OSError, WireError, UserError."""
-        places = job.places(ask.shards)
-        keys = [each[place] for each, place in zip(job.keys, places, strict=True)]
-        channel = self._reads[ask.server].open()
-        counts = tuple(len(each) for each in keys)
-        request = wire.ReadRows(self._group.name, job.version, ask.shards, counts)
-        peer_stream.send_message(channel, request)
-        wire.send_array(channel, torch.cat(keys))
-
-    def _receive(self, job: _Read, ask: Ask) -> None:
-        """Receive an answer, and rows if there are any. OSError, WireError, UserError."""
+    def _receive(self, job: Read, ask: Ask) -> None:
+        """Receive an answer, and what comes with it. OSError, WireError, UserError."""
         channel, reading = self._reads[ask.server].open(), job.reading
         answer = peer_stream.receive_message(channel, wire.Answer)
         if answer.unknown:
@@ -304,14 +311,7 @@ class RowClient:
         if not answer.standing.can_serve:
             job.orders += reading.refused(ask.server, ask.shards, answer.standing)
             return
-        places = job.places(ask.shards)
-        dims = [shape.dim for shape in self._group.tables]
-        sizes = [len(place) * dim for place, dim in zip(places, dims, strict=True)]
-        if answer.sizes != tuple(sizes):
-            raise WireError("the server has sent rows of other sizes")
-        parts = wire.receive_array(channel, (sum(sizes),)).split(sizes)
-        for rows, place, dim, part in zip(job.rows, places, dims, parts, strict=True):
-            rows[place] = part.view(-1, dim)
+        job.receive(channel, answer, ask.shards)
         job.orders += reading.served(ask.server, ask.shards)
 
     def _give(self, to: _Connection, after: int, shards: Sequence[int]) -> None:
@@ -347,26 +347,3 @@ class RowClient:
                 if address:
                     name = self._group.name
                     connection.order(wire.FetchShards(name, address, effect.shards))
-
-
-class _Read:
-    """Keeps the keys of one read, and the rows that have come."""
-
-    def __init__(self, client: RowClient, version: int, keys: Sequence[torch.Tensor]) -> None:
-        self.version, self.keys = version, keys
-        self.orders: list[RowReadingEffect] = []  # to carry out once no answer is on its way
-        dims = [shape.dim for shape in client._group.tables]
-        self.rows = [torch.empty(len(each), dim) for each, dim in zip(keys, dims, strict=True)]
-        used = torch.zeros(SHARDS, dtype=torch.bool)
-        for each in keys:
-            used[each % SHARDS] = True
-        holders: Mapping[int, Sequence[int]] = {
-            shard: client.holders[shard] for shard in used.nonzero().flatten().tolist()
-        }
-        kept_after = client.kept_after(version)
-        stored = client.stored[0] if client.stored is not None else None
-        self.reading = RowReading(version, holders, kept_after, client.suspects(), stored)
-
-    def places(self, shards: Sequence[int]) -> list[torch.Tensor]:
-        """Return where the keys of these shards are, for each table."""
-        return [are_in(shards, each).nonzero().flatten() for each in self.keys]

@@ -11,12 +11,24 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from holdfast.core.errors import UserError
+from holdfast.train.step.keyed_gradient import find_keyed_gradient
 
 Slots = Mapping[str, torch.Tensor]
+
+
+class KeyedRows(Protocol):
+    """Updates rows by key: see KeyedTable."""
+
+    def update(
+        self, keys: torch.Tensor, grads: torch.Tensor, rate: float, step: int, number: int
+    ) -> None: ...
+
+    def forget_undos(self, floor: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,9 +193,14 @@ class LazyAdam(RowOptimizer):
 class TableOptimizer(torch.optim.Optimizer):
     """Applies a RowOptimizer to tables with sparse gradients. Each is [rows, dim], float32."""
 
-    def __init__(self, params: Sequence[torch.Tensor], rule: RowOptimizer) -> None:
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        rule: RowOptimizer,
+        keyed: Mapping[torch.Tensor, KeyedRows] | None = None,
+    ) -> None:
         super().__init__(params, {"lr": rule.lr})
-        self._rule = rule
+        self._rule, self._keyed = rule, keyed or {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -199,6 +216,11 @@ class TableOptimizer(torch.optim.Optimizer):
         assert grad is not None, "a table without a gradient"
         state["step"] += 1
         step = int(state["step"])
+        if param in self._keyed:
+            keys, values = rows_of(param)
+            self._keyed[param].update(keys, values, lr, step, step)
+            self._keyed[param].forget_undos(step)
+            return
         slots = {name: state[name] for name in self._rule.slots(param.shape[1])}
         if grad.is_sparse:
             grad = grad.coalesce()
@@ -210,7 +232,19 @@ class TableOptimizer(torch.optim.Optimizer):
     def _begin(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Make the state of a table that has not been updated yet, and return it."""
         state = {"step": torch.zeros((), dtype=torch.int64)}
-        for name, (width, first) in self._rule.slots(param.shape[1]).items():
+        slots = {} if param in self._keyed else self._rule.slots(param.shape[1])
+        for name, (width, first) in slots.items():
             state[name] = param.new_full((len(param), width), first)
         self.state[param] = state
         return state
+
+
+def rows_of(param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the places or keys [n] and rows [n, dim] of a table's committed gradient."""
+    keyed, grad = find_keyed_gradient(param), param.grad
+    if keyed is not None:
+        none = (torch.empty(0, dtype=torch.int64), torch.empty(0, param.shape[1]))
+        return next(iter(keyed.take()), none)
+    assert grad is not None, "a table without a gradient"
+    grad = grad.coalesce()
+    return grad.indices()[0], grad.values()

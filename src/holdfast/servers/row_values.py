@@ -23,6 +23,11 @@ def seed_of_table(seed: int, name: str) -> int:
     return int.from_bytes(found, "little")
 
 
+def hash_keys(keys: torch.Tensor) -> np.ndarray:
+    """Return 64 well mixed bits [n] uint64 for each key [n] int64 (the finalizer of SplitMix64)."""
+    return _mix_bits(keys.numpy().view(np.uint64))
+
+
 def fill_rows(rows: torch.Tensor, keys: np.ndarray, seed: int, low: float, high: float) -> None:
     """Fill the rows [rows, dim] of these keys with uniform numbers from `low` up to `high`.
 
@@ -44,7 +49,10 @@ def fill_rows(rows: torch.Tensor, keys: np.ndarray, seed: int, low: float, high:
 
 def _mix(x: np.ndarray) -> np.ndarray:
     """Return numbers from 0 up to 1 as float32, from the states of SplitMix64."""
+    return (_mix_bits(x) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def _mix_bits(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX1)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX2)
-    x ^= x >> np.uint64(31)
-    return (x >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    return x ^ (x >> np.uint64(31))

@@ -6,7 +6,7 @@ that it needs, once each, and its gradient is sparse, as that of torch's modules
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,12 @@ import torch
 
 from holdfast.core.errors import UserError
 from holdfast.servers.row_client import RowClient
-from holdfast.servers.row_optimizers import RowOptimizer
+from holdfast.servers.row_optimizers import RowOptimizer, rows_of
 from holdfast.servers.server_group import RowUpdate
-from holdfast.servers.server_rows import TableShape
 from holdfast.servers.server_wire import TableGroup, describe_rule
+from holdfast.servers.table_shape import TableShape
 from holdfast.train.script.row_updates import ServerAccess
+from holdfast.train.step.keyed_gradient import find_keyed_gradient
 
 READ_AT_ONCE = 1 << 18  # rows
 
@@ -43,6 +44,12 @@ class FoundRows:
         return int(found[0, 0]) if len(found) else None
 
 
+def find_rows(ids: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]) -> FoundRows:
+    """Return the rows of ids; `read`: returns the rows [n, dim] of keys [n], each once."""
+    keys, index = torch.unique(ids.detach().cpu(), return_inverse=True)
+    return FoundRows(index.to(ids.device), read(keys).to(ids.device), keys.to(ids.device))
+
+
 class _Served(torch.autograd.Function):
     """Passes rows on, and their gradient to the table's parameter as rows of it."""
 
@@ -51,12 +58,17 @@ class _Served(torch.autograd.Function):
         ctx: Any, weight: torch.Tensor, rows: torch.Tensor, unique: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(unique)
-        ctx.shape = weight.shape
+        ctx.shape, ctx.keyed = weight.shape, find_keyed_gradient(weight)
         return rows
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (unique,) = ctx.saved_tensors
+        if ctx.keyed is not None:
+            grad = grad.coalesce() if grad.is_sparse else grad
+            places = unique[grad.indices()[0]] if grad.is_sparse else unique
+            ctx.keyed.add(places.cpu(), (grad.values() if grad.is_sparse else grad).cpu())
+            return torch.zeros(ctx.shape), None, None
         if grad.is_sparse:
             places, values = unique[grad._indices()[0]], grad._values()
         else:
@@ -109,14 +121,10 @@ class ServedOptimizer(torch.optim.Optimizer):
 
         `newest`: as all committed updates have left them, whatever the job's staleness.
         """
-        if self._client is None:
-            raise UserError(
-                f"tables {self._group.name} were looked up before the job's first step: call "
-                "job.protect(...) first, and look rows up within job.steps or job.evaluate"
-            )
+        client = self._connected()
         pairs = [torch.unique(each.detach().cpu(), return_inverse=True) for each in ids]
         version = self.param_groups[0]["updates"] - (0 if newest else self._staleness)
-        found = self._client.read(max(version, 0), [keys for keys, _ in pairs])
+        found = client.read(max(version, 0), [keys for keys, _ in pairs])
         return [
             FoundRows(index.to(given.device), rows.to(given.device), keys.to(given.device))
             for given, rows, (keys, index) in zip(ids, found, pairs, strict=True)
@@ -132,6 +140,19 @@ class ServedOptimizer(torch.optim.Optimizer):
             blocks.append(found.rows[found.index])
         return torch.cat(blocks) if blocks else torch.empty(0, table.dim)
 
+    def read_keys(self, table: TableShape) -> torch.Tensor:
+        """Return the keys [n] of a table that have rows after all committed updates."""
+        client = self._connected()
+        return client.read_keys(self.param_groups[0]["updates"], self._group.tables.index(table))
+
+    def _connected(self) -> RowClient:
+        if self._client is None:
+            raise UserError(
+                f"tables {self._group.name} were looked up before the job's first step: call "
+                "job.protect(...) first, and look rows up within job.steps or job.evaluate"
+            )
+        return self._client
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Send the committed sums to the servers."""
@@ -146,9 +167,9 @@ class ServedOptimizer(torch.optim.Optimizer):
                 grads.append(torch.empty(0, shape.dim))
                 continue
             steps[i] += 1
-            grad = grad.coalesce()
-            keys.append(grad.indices()[0].cpu())
-            grads.append(grad.values().cpu())
+            found_keys, values = rows_of(param)
+            keys.append(found_keys.cpu())
+            grads.append(values.cpu())
         state["updates"], state["steps"] = state["updates"] + 1, steps
         rates = [state["lr"]] * len(steps)
         client.push(state["updates"], RowUpdate(keys=keys, grads=grads, steps=steps, rates=rates))

@@ -29,7 +29,8 @@ from holdfast.core.servers.holdings import (
     ShardStanding,
     UpdateArrived,
 )
-from holdfast.servers.server_rows import ServerTable, are_in
+from holdfast.servers.keyed_rows import KeyedTable
+from holdfast.servers.server_rows import ServerTable
 from holdfast.servers.server_wire import TABLES_MAX, TableGroup
 
 EARLY_S = 0.05  # a read waits for an update on its way up to this long
@@ -53,7 +54,7 @@ class ServerGroup:
             raise WireError(f"{len(group.tables)} tables in one group: {TABLES_MAX} are the most")
         self.group = group
         self.shards = tuple(shards)
-        self._tables: list[ServerTable] = []
+        self._tables: list[ServerTable | KeyedTable] = []
         self._holdings = Holdings(shards, WINDOW + group.staleness)
         self._updates: dict[int, RowUpdate] = {}  # early updates by token
         self._copies: dict[int, list[list[torch.Tensor]]] = {}  # by shard: arrays of each table
@@ -64,7 +65,9 @@ class ServerGroup:
     def begin(self) -> None:
         """Make the rows, with their first values. UserError, WireError."""
         rule = self.group.make_rule()
-        self._tables = [ServerTable(shape, self.shards, rule) for shape in self.group.tables]
+        kinds = [KeyedTable if shape.keyed else ServerTable for shape in self.group.tables]
+        pairs = zip(kinds, self.group.tables, strict=True)
+        self._tables = [kind(shape, self.shards, rule) for kind, shape in pairs]
 
     def check_same(self, group: TableGroup) -> None:
         """Raise UserError if workers describe the group in another way."""
@@ -141,7 +144,7 @@ class ServerGroup:
 
     def array_names(self, table: int) -> list[str]:
         """Return the names of the arrays of one table."""
-        return self._tables[table].arrays
+        return self._tables[table].array_names
 
     def copy(self, shard: int) -> tuple[int, list[torch.Tensor]]:
         """Return a shard's version, and copies of its arrays, table by table. WireError."""
@@ -151,9 +154,26 @@ class ServerGroup:
             version = self._holdings.version(shard)
             return version, [part.clone() for table in self._tables for part in table.parts(shard)]
 
-    def sizes(self, shard: int) -> list[list[tuple[int, ...]]]:
-        """Return the shapes of a shard's arrays, by table."""
-        return [[tuple(part.shape) for part in table.parts(shard)] for table in self._tables]
+    def make_room(self, shard: int) -> list[list[torch.Tensor]]:
+        """Return arrays to be filled with those of a shard, by table."""
+        return [[torch.empty_like(part) for part in table.parts(shard)] for table in self._tables]
+
+    def sizes(self, shard: int, table: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shapes and types of a shard's arrays of one table."""
+        return [(tuple(part.shape), part.dtype) for part in self._tables[table].parts(shard)]
+
+    def keys_as_of(
+        self, version: int, shards: Sequence[int], table: int
+    ) -> torch.Tensor | ShardStanding:
+        """Return the keys of a table that have rows, or how far the shards are. WireError."""
+        kept = self._tables[table]
+        if not isinstance(kept, KeyedTable) or not set(shards) <= set(self.shards):
+            raise WireError(f"the keys of table {table} in shards {shards} are not here")
+        with self._changed:
+            standing = self._holdings.judge(version, shards)
+            if not standing.can_serve:
+                return standing
+            return torch.cat([kept.keys_of(shard, version) for shard in shards])
 
     def adopt(self, arrived: CopyArrived, arrays: list[list[torch.Tensor]]) -> None:
         """Take in a copy of a shard."""
@@ -189,7 +209,7 @@ class ServerGroup:
     def _apply(self, number: int, shards: Sequence[int], update: RowUpdate) -> None:
         for i, table in enumerate(self._tables):
             keys, grads = update.keys[i], update.grads[i]
-            mine = are_in(shards, keys)
+            mine = table.shape.are_in(shards, keys)
             if not bool(mine.all()):
                 keys, grads = keys[mine], grads[mine]
             if len(keys):
@@ -203,7 +223,8 @@ class ServerGroup:
             if not len(each):
                 continue
             least, most = (int(k) for k in torch.aminmax(each))
-            if least < 0 or most >= shape.count or not bool(are_in(shards, each).all()):
+            known = shape.keyed is not None or (least >= 0 and most < shape.count)
+            if not known or not bool(shape.are_in(shards, each).all()):
                 raise WireError(f"table {shape.name}: keys from {least} to {most} are not here")
 
 

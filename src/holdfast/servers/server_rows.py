@@ -15,25 +15,9 @@ import torch
 from holdfast.core.servers.placement import SHARDS
 from holdfast.servers.row_optimizers import RowOptimizer
 from holdfast.servers.row_values import fill_rows
+from holdfast.servers.table_shape import TableShape
 
 FILLED_AT_ONCE = 1 << 16  # rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableShape:
-    """Describes a table to a server. `seed`: of its rows' first values, uniform in `limits`."""
-
-    name: str
-    count: int
-    dim: int
-    seed: int
-    limits: tuple[float, float]
-    padding: int = -1  # the row that begins with zeros; -1: none
-
-    @property
-    def shard_rows(self) -> int:
-        """Return how many rows each shard has room for."""
-        return -(-self.count // SHARDS)
 
 
 @dataclass(slots=True)
@@ -53,13 +37,6 @@ class Undo:
         keep = (self.places < places.start) | (self.places >= places.stop)
         slots = {name: each[keep] for name, each in self.slots.items()}
         return Undo(self.number, self.places[keep], self.rows[keep], slots)
-
-
-def are_in(shards: Sequence[int], keys: torch.Tensor) -> torch.Tensor:
-    """Return for each key [n] whether it is in one of these shards."""
-    chosen = torch.zeros(SHARDS, dtype=torch.bool)
-    chosen[list(shards)] = True
-    return chosen[keys % SHARDS]
 
 
 class ServerTable:
@@ -90,7 +67,7 @@ class ServerTable:
             first = np.uint64(shard + start * SHARDS)
             keys = np.arange(len(part), dtype=np.uint64) * np.uint64(SHARDS) + first
             fill_rows(self._rows[part.start : part.stop], keys, shape.seed, *shape.limits)
-        if shape.padding >= 0 and shape.padding % SHARDS == shard:
+        if shape.padding is not None and shape.padding % SHARDS == shard:
             self._rows[places.start + shape.padding // SHARDS] = 0.0
         for name, (_, first_value) in self._rule.slots(shape.dim).items():
             self._slots[name][places.start : places.stop] = first_value
@@ -138,7 +115,7 @@ class ServerTable:
         return found
 
     @property
-    def arrays(self) -> list[str]:
+    def array_names(self) -> list[str]:
         """Return the names of a shard's arrays."""
         return ["rows", *self._slots]
 

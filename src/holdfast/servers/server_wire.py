@@ -18,7 +18,7 @@ from holdfast.core.errors import UserError, WireError
 from holdfast.core.servers.holdings import ShardStanding
 from holdfast.net import peer_stream
 from holdfast.servers.row_optimizers import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
-from holdfast.servers.server_rows import TableShape
+from holdfast.servers.table_shape import TableShape
 
 MAGIC = b"htable\0\1"
 ARRAY_BYTES_MAX = 1 << 32  # the most in a message
@@ -95,6 +95,15 @@ class FetchShards(msgspec.Struct, frozen=True, array_like=True, tag=True):
     shards: tuple[int, ...]
 
 
+class ListKeys(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Asks for the keys of one table that have rows as of a version; they follow the answer."""
+
+    group: str
+    version: int
+    shards: tuple[int, ...]
+    table: int
+
+
 class CopyShard(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Asks for all rows of a shard, as they are now; the arrays follow the answer."""
 
@@ -136,6 +145,7 @@ Request: TypeAlias = (
     | ReadRows
     | GiveUpdate
     | FetchShards
+    | ListKeys
     | CopyShard
     | ResetRows
     | SaveShards
@@ -147,7 +157,8 @@ Order: TypeAlias = FetchShards | ResetRows | SaveShards | LoadShards
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """Answers a request. `problem`: one sentence, or empty. `sizes`: of the float32 after it.
+    """Answers a request. `problem`: one sentence, or empty. `sizes`: how many numbers of each
+    array after it.
 
     `unknown`: the server does not know the group, so BeginGroup must come first. `version`: of the
     shard that was asked for. The others are those of ShardStanding.
@@ -178,7 +189,11 @@ def receive_array(
 ) -> torch.Tensor:
     """Receive an array. OSError; WireError for sizes that no message has."""
     check_size(shape, dtype)
-    array = torch.empty(*shape, dtype=dtype)
+    return fill_array(channel, torch.empty(*shape, dtype=dtype))
+
+
+def fill_array(channel: socket.socket, array: torch.Tensor) -> torch.Tensor:
+    """Receive the bytes of a contiguous array, and return it. OSError."""
     if array.numel():
         peer_stream.fill(channel, _bytes_of(array))
     return array

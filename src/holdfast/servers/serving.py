@@ -75,6 +75,8 @@ class RowServer:
                 self._read(channel, group, request)
             case wire.GiveUpdate():
                 self._update(channel, group, request)
+            case wire.ListKeys():
+                self._list_keys(channel, group, request)
             case wire.CopyShard():
                 self._copy(channel, group, request.shard)
             case wire.FetchShards(_, source, shards):
@@ -151,6 +153,21 @@ class RowServer:
         count = len(group.group.tables)
         if any(len(each) != count for each in given):
             raise WireError(f"a request for other tables than the {count} of {group.group.name}")
+
+    def _list_keys(
+        self, channel: socket.socket, group: ServerGroup | None, request: wire.ListKeys
+    ) -> None:
+        if group is None:
+            peer_stream.send_message(channel, wire.Answer(unknown=True))
+            return
+        if not 0 <= request.table < len(group.group.tables):
+            raise WireError(f"there is no table {request.table}")
+        keys = group.keys_as_of(request.version, request.shards, request.table)
+        if isinstance(keys, ShardStanding):
+            peer_stream.send_message(channel, _told(keys))
+            return
+        peer_stream.send_message(channel, wire.Answer(sizes=(len(keys),)))
+        wire.send_array(channel, keys)
 
     def _copy(self, channel: socket.socket, group: ServerGroup | None, shard: int) -> None:
         if group is None:
@@ -232,12 +249,13 @@ def _fetch_shard(
     answer = peer_stream.receive_message(channel, wire.Answer)
     if answer.unknown:
         raise WireError("the other server does not know these tables")
-    arrays = [
-        [wire.receive_array(channel, shape) for shape in shapes] for shapes in group.sizes(shard)
-    ]
+    arrays = group.make_room(shard)
     sizes = tuple(array.numel() for table in arrays for array in table)
     if answer.sizes != sizes:
         raise WireError(f"shard {shard} has other sizes there")
+    for table in arrays:
+        for array in table:
+            wire.fill_array(channel, array)
     return answer.version, arrays
 
 

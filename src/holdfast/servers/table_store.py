@@ -50,7 +50,7 @@ class _ShardItem:
 
     @property
     def dtype(self) -> str:
-        return "float32"
+        return str(self._size[1]).removeprefix("torch.")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,8 +63,12 @@ class _ShardItem:
 
     @property
     def whole(self) -> tuple[int, ...]:
-        places, width = self.group.sizes(self.shard)[self.table][self.array]
+        places, width = self._size[0]
         return places, SHARDS, width
+
+    @property
+    def _size(self) -> tuple[tuple[int, ...], torch.dtype]:
+        return self.group.sizes(self.shard, self.table)[self.array]
 
 
 class TableStore:
@@ -109,7 +113,7 @@ class TableStore:
             if entry.name.startswith(TABLES)
         }
         for shard in shards:
-            found = [[torch.empty(shape) for shape in shapes] for shapes in group.sizes(shard)]
+            found = group.make_room(shard)
             targets = []
             for table, arrays in enumerate(found):
                 for i, array in enumerate(arrays):

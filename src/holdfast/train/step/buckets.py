@@ -208,6 +208,8 @@ class Gradients:
             handle.remove()
         for _, p in self._named:
             p.grad = None
+        for table in self.tables:
+            table.drop_gradient()
         for each in (self._handles, self._hooks, self.buckets, self.tables, self._named):
             each.clear()
         self.sit_out()
@@ -254,6 +256,8 @@ class Gradients:
         """Begin a task; gradients of audited and speculative ones are not added to the sums."""
         self._vrank, self._purpose, self._holds = vrank, purpose, False
         self._reached.clear()
+        for table in self.tables:
+            table.begin_task()
         for bucket in self.buckets:
             bucket.missing = len(bucket.params)
 
@@ -314,7 +318,7 @@ class Gradients:
             for param, view, place in whole:
                 param.grad = placed_as(param, view) if flags[place] else None
         for table in self.tables:
-            table.param.grad = None
+            table.drop_gradient()
         for table in self.active_tables:
             if flags[table.place]:
                 table.param.grad = table.result.times(scale, weight).gradient(table.param)

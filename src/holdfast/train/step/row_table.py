@@ -14,13 +14,15 @@ import torch
 from holdfast.core import tree
 from holdfast.core.errors import UserError
 from holdfast.train.exchange.tensor_bytes import as_bytes
+from holdfast.train.step.keyed_gradient import find_keyed_gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
     """Holds some rows of a parameter's gradient; the others are 0.
 
-    `places`: [rows] int64, each once and in growing order. `values`: [rows, *shape of a row].
+    `places`: [rows] int64, each once and in growing order: numbers of rows, or any keys. `values`:
+    [rows, *shape of a row].
     `dense`: one of the tasks had a dense gradient, so that all rows are here.
     """
 
@@ -81,6 +83,11 @@ class Rows:
         """Return them as what is put into `.grad`."""
         if self.dense:
             return self.values
+        keyed = find_keyed_gradient(param)
+        if keyed is not None:
+            keyed.take()
+            keyed.add(self.places, self.values)
+            return torch.zeros_like(param)
         shape = tuple(param.shape)
         return torch.sparse_coo_tensor(
             self.places[None], self.values, shape, is_coalesced=True, check_invariants=False
@@ -98,13 +105,24 @@ class RowTable:
         self.param = param
         self.place = place  # in the model's own order
         self.owners = owners
+        self._keyed = find_keyed_gradient(param)
         self.partials: dict[tree.Node, Rows] = {}
         self.result = Rows.none(param)
+
+    def begin_task(self) -> None:
+        """Forget the rows that a task has left behind whose pass was broken off."""
+        if self._keyed is not None and self.param.grad is None:
+            self._keyed.take()
 
     def leaf(self) -> Rows:
         """Move the gradient now in `.grad` out of it; none counts as no rows."""
         grad, self.param.grad = self.param.grad, None
-        return Rows.none(self.param) if grad is None else Rows.of(grad, self.name)
+        if self._keyed is None:
+            return Rows.none(self.param) if grad is None else Rows.of(grad, self.name)
+        found = Rows.none(self.param)
+        for keys, values in self._keyed.take():
+            found = found.plus(Rows(places=keys, values=values))
+        return found
 
     def contribute(self, vrank: int, leaf: Rows, vranks: int) -> None:
         tree.merge(self.partials, (vrank, 1), leaf, vranks, Rows.plus)
@@ -112,3 +130,10 @@ class RowTable:
     def reset(self) -> None:
         """Forget the step's partial sums."""
         self.partials.clear()
+        self.drop_gradient()
+
+    def drop_gradient(self) -> None:
+        """Forget the gradient that is in `.grad`, or that a pass has left before it failed."""
+        self.param.grad = None
+        if self._keyed is not None:
+            self._keyed.take()

@@ -1,0 +1,319 @@
+"""Keeps rows for any 64-bit keys, in some shards of a table: those of the keys that are in use.
+
+A key gets a place at the first update that uses its row, or after several (`admit_after`). If a
+shard has no place left, the keys that were used least recently or least often lose theirs. A key
+without a place has its first value. All of this is decided shard by shard, from the updates alone,
+so it does not depend on who holds the shards. Must not know connections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from holdfast.core.servers.placement import SHARDS
+from holdfast.servers.key_index import KeyIndex
+from holdfast.servers.row_optimizers import RowOptimizer
+from holdfast.servers.row_values import fill_rows, hash_keys
+from holdfast.servers.table_shape import FREQUENCY, TableShape
+
+GIVEN_UP_SHARE = 16  # a full shard gives up this share of its places at once, at least
+FORGET_AFTER = 1000  # updates; uses that are further apart do not add up to an admission
+USES, LAST = 0, 1  # columns of the arrays "used" and "seen"
+
+
+@dataclass(slots=True)
+class _Undo:
+    """Keeps the places that an update has changed as they were before it.
+
+    `places`: [n]; `old`: by array, [n, width]. `added`: keys that had no row. `cells`: of `seen`.
+    """
+
+    number: int
+    places: torch.Tensor
+    old: Mapping[str, torch.Tensor]
+    added: torch.Tensor
+    cells: torch.Tensor
+    old_cells: torch.Tensor
+    _before: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def before(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys that were there, in growing order, and where in `old` these are."""
+        if self._before is None:  # few updates are ever undone
+            had = (self.old["used"][:, USES] > 0).nonzero().flatten()
+            keys, order = self.old["keys"][had, 0].sort()
+            self._before = keys, had[order]
+        return self._before
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """Says which keys get which places, and which places their keys lose."""
+
+    keys: torch.Tensor
+    places: torch.Tensor
+    emptied: torch.Tensor
+
+
+class KeyedTable:
+    """Keeps the rows of one table by key, in some shards: what ServerTable is for numbered rows.
+
+    Arrays, each with `shard_rows` places for each shard: `keys` [places, 1] int64, `used`
+    [places, 2] int64 (how many updates have used the key, 0 for a free place; the last of these),
+    `rows` [places, dim], and the slots of the optimizer. `seen` [cells, 2] int64 does for keys
+    without a row as `used` does, but several keys share a cell.
+    """
+
+    def __init__(self, shape: TableShape, shards: Sequence[int], rule: RowOptimizer) -> None:
+        assert shape.keyed is not None, "a table of keys"
+        self.shape, self._rules, self._rule = shape, shape.keyed, rule
+        self._order = {shard: i for i, shard in enumerate(shards)}
+        size = len(shards) * shape.shard_rows
+        self.arrays: dict[str, torch.Tensor] = {
+            "rows": torch.zeros(size, shape.dim),
+            "keys": torch.zeros(size, 1, dtype=torch.int64),
+            "used": torch.zeros(size, 2, dtype=torch.int64),
+        }
+        slots = rule.slots(shape.dim)
+        for name, (width, first) in slots.items():
+            self.arrays[name] = torch.full((size, width), first)
+        self._first_slots = {name: first for name, (_, first) in slots.items()}
+        self._cells = shape.shard_rows if self._rules.admit_after > 1 else 0
+        self._seen = torch.zeros(len(shards) * self._cells, 2, dtype=torch.int64)
+        if self._cells:
+            self.arrays["seen"] = self._seen
+        self._undos: list[_Undo] = []
+        self.index()
+
+    @property
+    def array_names(self) -> list[str]:
+        """Return the names of a shard's arrays, in the order of `parts`."""
+        return list(self.arrays)
+
+    def index(self) -> None:
+        """Find all keys again, after others have written to the arrays."""
+        taken = self.arrays["used"][:, USES] > 0
+        self._taken = taken
+        self._index = KeyIndex(self.arrays["keys"][:, 0], taken)
+        self._free = {shard: self._find_free(shard) for shard in self._order}
+
+    def begin(self, shard: int) -> None:
+        """Empty a shard: all keys have their first values."""
+        for name, part in zip(self.array_names, self.parts(shard), strict=True):
+            part.fill_(self._first_slots.get(name, 0))
+        self._forget_undos(shard)
+        self.index()
+
+    def first_values(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return the first values [n, dim] of the rows of these keys."""
+        shape = self.shape
+        rows = torch.empty(len(keys), shape.dim)
+        fill_rows(rows, hash_keys(keys), shape.seed, *shape.limits)
+        if shape.padding is not None:
+            rows[keys == shape.padding] = 0.0
+        return rows
+
+    def read(self, keys: torch.Tensor, version: int) -> torch.Tensor:
+        """Return rows [keys, dim] as they were after `version` updates."""
+        places = self._index.find(keys)
+        there = places >= 0
+        if bool(there.all()):
+            found = self.arrays["rows"].index_select(0, places)
+        else:
+            found = self.first_values(keys)
+            found[there] = self.arrays["rows"].index_select(0, places[there])
+        for undo in reversed(self._undos):
+            if undo.number > version:
+                added = torch.isin(keys, undo.added)
+                if bool(added.any()):
+                    found[added] = self.first_values(keys[added])
+                before, order = undo.before
+                if len(before):
+                    at = torch.searchsorted(before, keys).clamp_(max=len(before) - 1)
+                    had = before[at] == keys
+                    found[had] = undo.old["rows"][order[at[had]]]
+        return found
+
+    def update(
+        self, keys: torch.Tensor, grads: torch.Tensor, rate: float, step: int, number: int
+    ) -> None:
+        """Apply update `number` to the rows of these keys [n], each once.
+
+        `step`: the table's own count of updates.
+        """
+        if not bool((keys[1:] > keys[:-1]).all()):
+            keys, order = keys.sort()
+            grads = grads[order]
+        places = self._index.find(keys)
+        lacks = places < 0
+        admitted, cells, counts = self._admit(keys[lacks], number)
+        moves = self._place(admitted, places[~lacks])
+        self._remember(number, places[~lacks], moves, cells)
+        self._seen[cells] = counts
+        self._carry_out(moves)
+        if len(moves.keys):
+            places[lacks] = self._index.find(keys[lacks])
+        stored = places >= 0
+        if not bool(stored.all()):
+            places, grads = places[stored], grads[stored]
+        used = self.arrays["used"]
+        used[places, USES] += 1
+        used[places, LAST] = number
+        slots = {name: self.arrays[name] for name in self._first_slots}
+        self._rule.update_at(places, self.arrays["rows"], slots, grads, lr=rate, step=step)
+
+    def forget_undos(self, floor: int) -> None:
+        """Drop what undoes updates up to `floor`."""
+        self._undos = [undo for undo in self._undos if undo.number > floor]
+
+    def parts(self, shard: int) -> Iterator[torch.Tensor]:
+        """Yield the arrays of a shard."""
+        for name, array in self.arrays.items():
+            yield array[slice(*self._range_of(shard, name))]
+
+    def copy(self, shard: int, version: int, array: int) -> torch.Tensor:
+        """Return a copy of a shard's `array`th array as it was after `version` updates."""
+        name = self.array_names[array]
+        start, stop = self._range_of(shard, name)
+        found = self.arrays[name][start:stop].clone()
+        for undo in reversed(self._undos):
+            if undo.number > version:
+                is_count = name == "seen"
+                places = undo.cells if is_count else undo.places
+                old = undo.old_cells if is_count else undo.old[name]
+                here = (places >= start) & (places < stop)
+                found[places[here] - start] = old[here]
+        return found
+
+    def keys_of(self, shard: int, version: int) -> torch.Tensor:
+        """Return the keys [n] of a shard that had rows after `version` updates."""
+        names = self.array_names
+        keys, used = (self.copy(shard, version, names.index(n)) for n in ("keys", "used"))
+        return keys[used[:, USES] > 0, 0]
+
+    def adopt(self, shard: int, arrays: Sequence[torch.Tensor]) -> None:
+        """Take over the arrays of a shard, as `parts` yields them."""
+        for mine, other in zip(self.parts(shard), arrays, strict=True):
+            mine.copy_(other)
+        self._forget_undos(shard)
+        self.index()
+
+    # ------------------------------------------------------------ one update
+
+    def _admit(
+        self, keys: torch.Tensor, number: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the keys without a row that get one, and cells of `seen` with new counts."""
+        if not self._cells:
+            return keys, torch.empty(0, dtype=torch.int64), self._seen[:0].clone()
+        hashes = (hash_keys(keys) >> np.uint64(8)) % np.uint64(self._cells)
+        at = self._firsts("seen")[self.shape.shards_of(keys)]
+        at += torch.from_numpy(hashes.astype(np.int64))
+        cells, inverse, uses = at.unique(return_inverse=True, return_counts=True)
+        old = self._seen[cells]
+        counts = torch.where(old[:, LAST] + FORGET_AFTER >= number, old[:, USES], 0) + uses
+        admitted = keys[counts[inverse] >= self._rules.admit_after]
+        return admitted, cells, torch.stack([counts, torch.full_like(counts, number)], dim=1)
+
+    def _place(self, keys: torch.Tensor, busy: torch.Tensor) -> _Moves:
+        """Find places for new keys [n], in growing order; those at `busy` keep theirs."""
+        found, places, emptied = [], [], []
+        shards = self.shape.shards_of(keys)
+        for shard in shards.unique().tolist():
+            mine = keys[shards == shard]
+            free = self._free[shard]
+            if len(mine) > len(free):
+                given_up = self._choose_given_up(shard, len(mine) - len(free), busy)
+                emptied.append(given_up)
+                free = torch.cat([free, given_up]).sort().values
+            count = min(len(mine), len(free))
+            found.append(mine[:count])
+            places.append(free[:count])
+            self._free[shard] = free[count:]
+        none = keys.new_empty(0)
+        return _Moves(*(torch.cat([none, *each]) for each in (found, places, emptied)))
+
+    def _choose_given_up(self, shard: int, needed: int, busy: torch.Tensor) -> torch.Tensor:
+        """Return the places whose keys lose them, `needed` or more if there are so many."""
+        start, stop = self._range_of(shard, "used")
+        may_go = torch.ones(stop - start, dtype=torch.bool)
+        may_go[busy[(busy >= start) & (busy < stop)] - start] = False
+        may_go &= self._taken[start:stop]
+        places = may_go.nonzero().flatten() + start
+        used, keys = self.arrays["used"][places].numpy(), self.arrays["keys"][places, 0].numpy()
+        by_age = (keys, used[:, LAST])
+        order = np.lexsort((*by_age, used[:, USES]) if self._rules.evict == FREQUENCY else by_age)
+        count = max(needed, self.shape.shard_rows // GIVEN_UP_SHARE)
+        return places[torch.from_numpy(order[:count].copy())]
+
+    def _remember(
+        self, number: int, busy: torch.Tensor, moves: _Moves, cells: torch.Tensor
+    ) -> None:
+        """Keep what the update is about to change."""
+        places = torch.cat([busy, moves.places, moves.emptied]).unique()
+        old = {n: a[places] for n, a in self.arrays.items() if n != "seen"}
+        self._undos.append(
+            _Undo(
+                number=number,
+                places=places,
+                old=old,
+                added=moves.keys,
+                cells=cells,
+                old_cells=self._seen[cells],
+            )
+        )
+
+    def _carry_out(self, moves: _Moves) -> None:
+        arrays = self.arrays
+        arrays["used"][moves.emptied] = 0
+        self._taken[moves.emptied] = False
+        if not len(moves.keys):
+            return
+        arrays["keys"][moves.places, 0] = moves.keys
+        arrays["rows"][moves.places] = self.first_values(moves.keys)
+        for name, first in self._first_slots.items():
+            arrays[name][moves.places] = first
+        arrays["used"][moves.places] = 0
+        self._taken[moves.places] = True
+        self._index.add(moves.keys, moves.places)
+
+    # ------------------------------------------------------------ places
+
+    def _range_of(self, shard: int, name: str) -> tuple[int, int]:
+        """Return where an array has the places of a shard: from, to."""
+        size = self._cells if name == "seen" else self.shape.shard_rows
+        return self._order[shard] * size, (self._order[shard] + 1) * size
+
+    def _firsts(self, name: str) -> torch.Tensor:
+        """Return where an array has the first place of each shard, 0 if it is not here."""
+        return torch.tensor(
+            [self._range_of(s, name)[0] if s in self._order else 0 for s in range(SHARDS)]
+        )
+
+    def _find_free(self, shard: int) -> torch.Tensor:
+        start, stop = self._range_of(shard, "used")
+        return (~self._taken[start:stop]).nonzero().flatten() + start
+
+    def _forget_undos(self, shard: int) -> None:
+        """Drop what undoes updates of a shard."""
+        self._undos = [self._without(undo, shard) for undo in self._undos]
+
+    def _without(self, undo: _Undo, shard: int) -> _Undo:
+        start, stop = self._range_of(shard, "used")
+        stays = (undo.places < start) | (undo.places >= stop)
+        old = {name: each[stays] for name, each in undo.old.items()}
+        first, last = self._range_of(shard, "seen")
+        counted = (undo.cells < first) | (undo.cells >= last)
+        return replace(
+            undo,
+            places=undo.places[stays],
+            old=old,
+            _before=None,
+            added=undo.added[self.shape.shards_of(undo.added) != shard],
+            cells=undo.cells[counted],
+            old_cells=undo.old_cells[counted],
+        )

@@ -1,0 +1,43 @@
+"""Carries a gradient whose rows are named by any 64-bit keys, beside a parameter without rows.
+
+A sparse tensor of torch needs a size, and 2^64 rows are too many for it. So the parameter is empty,
+with the width of the rows. Its gradient in torch is empty, too, and says only that there is one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+ATTRIBUTE = "keyed_gradient"
+
+
+class KeyedGradient:
+    """Collects the rows of one parameter's gradient, as backward passes come to them."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def add(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Add rows [n, dim] of keys [n], each once and in growing order."""
+        self._parts.append((keys, values))
+
+    def take(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return all that was added, and forget it."""
+        taken, self._parts = self._parts, []
+        return taken
+
+
+def make_keyed_parameter(dim: int) -> nn.Parameter:
+    """Return a parameter for rows of `dim` numbers, by key."""
+    made = nn.Parameter(torch.empty(0, dim))
+    setattr(made, ATTRIBUTE, KeyedGradient())
+    return made
+
+
+def find_keyed_gradient(param: Any) -> KeyedGradient | None:
+    """Return what collects the rows of a parameter's gradient, None for other parameters."""
+    found: KeyedGradient | None = getattr(param, ATTRIBUTE, None)
+    return found
