@@ -1,4 +1,4 @@
-"""Tables of any keys: which keys have rows, and that it does not matter who holds these."""
+"""Tables of any keys: the keys that have rows are the same on any servers."""
 
 from __future__ import annotations
 

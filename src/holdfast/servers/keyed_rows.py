@@ -2,8 +2,8 @@
 
 A key gets a place at the first update that uses its row, or after several (`admit_after`). If a
 shard has no place left, the keys that were used least recently or least often lose theirs. A key
-without a place has its first value. All of this is decided shard by shard, from the updates alone,
-so it does not depend on who holds the shards. Must not know connections.
+without a place has its first value. All of this follows from a shard's updates alone,
+and not from the servers that hold the shards. Must not know connections.
 """
 
 from __future__ import annotations
@@ -52,11 +52,40 @@ class _Undo:
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
-    """Says which keys get which places, and which places their keys lose."""
+    """Lists keys with their new places, and the places whose keys lose them."""
 
     keys: torch.Tensor
     places: torch.Tensor
     emptied: torch.Tensor
+
+
+class KeyCounts:
+    """Counts the uses of keys that have no row yet, if a key needs several of them.
+
+    `cells` for each shard; `order`: the place of each shard. `seen`: [shards * cells, 2] int64.
+    """
+
+    def __init__(self, shape: TableShape, order: Mapping[int, int]) -> None:
+        assert shape.keyed is not None, "a table of keys"
+        self._shape, self._admit_after = shape, shape.keyed.admit_after
+        self.cells = shape.shard_rows if self._admit_after > 1 else 0
+        self.seen = torch.zeros(len(order) * self.cells, 2, dtype=torch.int64)
+        self._firsts = torch.tensor([order.get(s, 0) * self.cells for s in range(SHARDS)])
+
+    def admit(
+        self, keys: torch.Tensor, number: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the keys that get a row at an update, and cells [n] with new counts [n, 2]."""
+        if not self.cells:
+            return keys, torch.empty(0, dtype=torch.int64), self.seen[:0].clone()
+        hashes = (hash_keys(keys) >> np.uint64(8)) % np.uint64(self.cells)
+        at = self._firsts[self._shape.shards_of(keys)]
+        at += torch.from_numpy(hashes.astype(np.int64))
+        cells, inverse, uses = at.unique(return_inverse=True, return_counts=True)
+        old = self.seen[cells]
+        counts = torch.where(old[:, LAST] + FORGET_AFTER >= number, old[:, USES], 0) + uses
+        admitted = keys[counts[inverse] >= self._admit_after]
+        return admitted, cells, torch.stack([counts, torch.full_like(counts, number)], dim=1)
 
 
 class KeyedTable:
@@ -82,10 +111,9 @@ class KeyedTable:
         for name, (width, first) in slots.items():
             self.arrays[name] = torch.full((size, width), first)
         self._first_slots = {name: first for name, (_, first) in slots.items()}
-        self._cells = shape.shard_rows if self._rules.admit_after > 1 else 0
-        self._seen = torch.zeros(len(shards) * self._cells, 2, dtype=torch.int64)
-        if self._cells:
-            self.arrays["seen"] = self._seen
+        self._counts = KeyCounts(shape, self._order)
+        if self._counts.cells:
+            self.arrays["seen"] = self._counts.seen
         self._undos: list[_Undo] = []
         self.index()
 
@@ -150,10 +178,10 @@ class KeyedTable:
             grads = grads[order]
         places = self._index.find(keys)
         lacks = places < 0
-        admitted, cells, counts = self._admit(keys[lacks], number)
+        admitted, cells, counts = self._counts.admit(keys[lacks], number)
         moves = self._place(admitted, places[~lacks])
         self._remember(number, places[~lacks], moves, cells)
-        self._seen[cells] = counts
+        self._counts.seen[cells] = counts
         self._carry_out(moves)
         if len(moves.keys):
             places[lacks] = self._index.find(keys[lacks])
@@ -204,21 +232,6 @@ class KeyedTable:
 
     # ------------------------------------------------------------ one update
 
-    def _admit(
-        self, keys: torch.Tensor, number: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the keys without a row that get one, and cells of `seen` with new counts."""
-        if not self._cells:
-            return keys, torch.empty(0, dtype=torch.int64), self._seen[:0].clone()
-        hashes = (hash_keys(keys) >> np.uint64(8)) % np.uint64(self._cells)
-        at = self._firsts("seen")[self.shape.shards_of(keys)]
-        at += torch.from_numpy(hashes.astype(np.int64))
-        cells, inverse, uses = at.unique(return_inverse=True, return_counts=True)
-        old = self._seen[cells]
-        counts = torch.where(old[:, LAST] + FORGET_AFTER >= number, old[:, USES], 0) + uses
-        admitted = keys[counts[inverse] >= self._rules.admit_after]
-        return admitted, cells, torch.stack([counts, torch.full_like(counts, number)], dim=1)
-
     def _place(self, keys: torch.Tensor, busy: torch.Tensor) -> _Moves:
         """Find places for new keys [n], in growing order; those at `busy` keep theirs."""
         found, places, emptied = [], [], []
@@ -238,7 +251,7 @@ class KeyedTable:
         return _Moves(*(torch.cat([none, *each]) for each in (found, places, emptied)))
 
     def _choose_given_up(self, shard: int, needed: int, busy: torch.Tensor) -> torch.Tensor:
-        """Return the places whose keys lose them, `needed` or more if there are so many."""
+        """Return the places whose keys lose them: `needed` or more of them, if there are any."""
         start, stop = self._range_of(shard, "used")
         may_go = torch.ones(stop - start, dtype=torch.bool)
         may_go[busy[(busy >= start) & (busy < stop)] - start] = False
@@ -263,7 +276,7 @@ class KeyedTable:
                 old=old,
                 added=moves.keys,
                 cells=cells,
-                old_cells=self._seen[cells],
+                old_cells=self._counts.seen[cells],
             )
         )
 
@@ -285,14 +298,8 @@ class KeyedTable:
 
     def _range_of(self, shard: int, name: str) -> tuple[int, int]:
         """Return where an array has the places of a shard: from, to."""
-        size = self._cells if name == "seen" else self.shape.shard_rows
+        size = self._counts.cells if name == "seen" else self.shape.shard_rows
         return self._order[shard] * size, (self._order[shard] + 1) * size
-
-    def _firsts(self, name: str) -> torch.Tensor:
-        """Return where an array has the first place of each shard, 0 if it is not here."""
-        return torch.tensor(
-            [self._range_of(s, name)[0] if s in self._order else 0 for s in range(SHARDS)]
-        )
 
     def _find_free(self, shard: int) -> torch.Tensor:
         start, stop = self._range_of(shard, "used")

@@ -1,4 +1,4 @@
-"""Keeps what one read asks servers for, and what has come: rows by key, or keys that have rows."""
+"""Describes a read of rows, or of the keys that have rows, and keeps the answers of servers."""
 
 from __future__ import annotations
 

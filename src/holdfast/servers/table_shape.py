@@ -10,12 +10,13 @@ import torch
 from holdfast.core.servers.placement import SHARDS
 from holdfast.servers.row_values import hash_keys
 
-AGE, FREQUENCY = "age", "frequency"  # which keys of a full table lose their rows
+# A full table takes the rows from the keys that were used least recently, or least often.
+AGE, FREQUENCY = "age", "frequency"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRules:
-    """Says which keys of a table have rows.
+    """Describes how keys of a table get rows of their own, and lose them.
 
     `capacity`: how many keys have one at a time, about. `admit_after`: how many updates use a key
     before it gets one. `evict`: AGE or FREQUENCY.

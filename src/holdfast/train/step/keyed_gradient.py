@@ -15,7 +15,7 @@ ATTRIBUTE = "keyed_gradient"
 
 
 class KeyedGradient:
-    """Collects the rows of one parameter's gradient, as backward passes come to them."""
+    """Collects the rows of one parameter's gradient that backward passes compute."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -25,7 +25,7 @@ class KeyedGradient:
         self._parts.append((keys, values))
 
     def take(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return all that was added, and forget it."""
+        """Return the added rows, and forget them."""
         taken, self._parts = self._parts, []
         return taken
 
