@@ -27,11 +27,12 @@ def results(
     settings: dict[str, Any] | None = None,
     *,
     all_return: bool = True,
+    waits: bool = False,
 ) -> list[Any]:
     """Run a script; returns its results on the workers that have finished it.
 
     `settings`: of the job, beside the number of workers. `all_return`: without deaths all workers
-    have to come to the end.
+    have to come to the end. `waits`: for those that died, until they have joined again.
     """
     found: dict[WorkerId, Any] = {}
 
@@ -44,7 +45,7 @@ def results(
     given = {"workers.nproc": workers, "workers.virtual": 4, **(settings or {})}
     spec = with_settings(SPEC, given)
     at = {WorkerId(worker): number for worker, number in (kill_at or {}).items()}
-    cluster = ThreadCluster(spec, run, at)
+    cluster = ThreadCluster(spec, run, at, waits=waits)
     outcome = cluster.run()
     assert not cluster.errors, cluster.errors
     assert outcome == ""

@@ -56,7 +56,7 @@ def calls_of(
 
     settings = {"workers.nproc": workers, "workers.virtual": 4}
     at = {WorkerId(worker): number for worker, number in (kill_at or {}).items()}
-    cluster = ThreadCluster(with_settings(SPEC, settings), run, at)
+    cluster = ThreadCluster(with_settings(SPEC, settings), run, at, waits=True)
     assert cluster.run() == ""
     assert not cluster.errors
     return calls, cluster

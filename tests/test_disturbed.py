@@ -351,15 +351,27 @@ def with_a_store(
     return run, digest
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["parameter", "optimizer"])
+@pytest.mark.parametrize(
+    ("what", "step", "steps", "cycle"),
+    [
+        ("parameter", 7, 20, 4),
+        pytest.param("parameter", 27, 50, 8, marks=pytest.mark.slow),
+        pytest.param("optimizer", 27, 50, 8, marks=pytest.mark.slow),
+    ],
+)
 def test_a_state_that_has_become_another_is_found_without_audits_and_the_job_goes_back(
-    what: str, start: Start, reference: Reference, tmp_path: Path
+    what: str,
+    step: int,
+    steps: int,
+    cycle: int,
+    start: Start,
+    reference: Reference,
+    tmp_path: Path,
 ) -> None:
     """Its gradients have been used meanwhile: all of that is done again."""
-    faults = f"worker 1 step 27 flip {what}"
-    run, digest = with_a_store(start, tmp_path, faults, "--fingerprint-steps", "8")
-    assert digest == reference(50)
+    faults, compared = f"worker 1 step {step} flip {what}", ("--fingerprint-steps", str(cycle))
+    run, digest = with_a_store(start, tmp_path, faults, *compared, steps=steps)
+    assert digest == reference(steps)
     texts = wrong(run)
     assert any("the state of worker 1 is not that of the others in step" in t for t in texts)
     assert any("the job goes back" in text for text in texts)

@@ -219,7 +219,7 @@ def test_who_joins_runs_no_line_of_the_epochs_that_are_over() -> None:
 
     (expected,) = results(script, 1)
     entered.clear()
-    assert set(results(script, 2, {1: 10_000})) == {expected}
+    assert set(results(script, 2, {1: 10_000}, waits=True)) == {expected}
     assert entered[1, 1] == [0, 1, 2, 3]
     assert entered[1, 2] in ([3, 4, 5], [4, 5])
 

@@ -179,7 +179,7 @@ def outcome(script: Script, workers: int, kill_at: dict[int, int] | None = None)
         job._end_open_loop()
         job._wait_for_others()
 
-    return ThreadCluster(spec, run, at).run()
+    return ThreadCluster(spec, run, at, waits=True).run()
 
 
 def grows(job: Job, me: ThreadWorker) -> Any:

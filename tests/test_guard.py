@@ -33,7 +33,7 @@ def told(
     given = {"workers.nproc": workers, "workers.virtual": 4, "silent_errors.fingerprint_steps": 4}
     spec = with_settings(SPEC, given | settings)
     at = {WorkerId(worker): number for worker, number in (kill_at or {}).items()}
-    cluster = ThreadCluster(spec, script, at)
+    cluster = ThreadCluster(spec, script, at, waits=True)
     outcome = cluster.run()
     assert outcome, "the job came to its end"
     found = {str(error) for error in cluster.errors if isinstance(error, UserError)}
@@ -464,7 +464,7 @@ def with_deaths(script: Any, workers: int, kill_at: dict[int, int]) -> tuple[str
         job._wait_for_others()
         found.append(returned)
 
-    cluster = ThreadCluster(spec, run, at)
+    cluster = ThreadCluster(spec, run, at, waits=True)
     return cluster.run() or found[0], cluster
 
 
@@ -498,7 +498,8 @@ class LostCoordinator(ThreadCluster):
 
 def test_two_refused_joiners_end_the_job_while_the_coordinator_is_away() -> None:
     spec = with_settings(SPEC, {"workers.nproc": 4, "workers.virtual": 4})
-    cluster = LostCoordinator(spec, keeps_a_variable, {WorkerId(1): 16, WorkerId(2): 24})
+    deaths = {WorkerId(1): 16, WorkerId(2): 24}
+    cluster = LostCoordinator(spec, keeps_a_variable, deaths, waits=True)
     outcome = cluster.run()
     assert "as another machine does: the script keeps something" in outcome
     assert cluster.term == 2, cluster.events  # the outcome is of one that was not there

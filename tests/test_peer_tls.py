@@ -78,10 +78,10 @@ def test_the_contract_over_tls(case: Callable[[GroupMember], None], ours: Path) 
     assert run_contract_in_threads(case, partial(transport, ours), size=3) == []
 
 
-def of_rank(folder: Path, other: Path, rank: int) -> MakeTransport:
+def of_rank(folder: Path, other: Path, rank: int, build_s: float = 2.0) -> MakeTransport:
     """Return what makes the transport of one process; the last of three uses `other`."""
     listener = TcpListener(HOST, PeerIdentity.of(KEY, other if rank == 2 else folder))
-    return lambda: TcpTransport(listener, build_s=2.0, ended_s=0.5)
+    return lambda: TcpTransport(listener, build_s=build_s, ended_s=0.5)
 
 
 @pytest.mark.slow
@@ -116,6 +116,19 @@ def leaves_a_frozen_peer(member: GroupMember) -> None:
 @pytest.mark.slow
 def test_a_peer_that_freezes_in_the_handshake_is_left_in_time(ours: Path) -> None:
     assert run_contract(leaves_a_frozen_peer, partial(of_rank, ours, ours), size=2) == []
+
+
+def test_a_peer_that_never_shakes_hands_is_left_in_time(ours: Path) -> None:
+    """As one that is frozen: its kernel takes connections in, and nothing answers them."""
+    with socket.create_server((HOST, 0)) as silent:
+        number = b"\0" * 8
+        addresses = {"silent/1": number + f"{HOST}:{silent.getsockname()[1]}/{HOST}".encode()}
+        rendezvous = SharedRendezvous(addresses, "silent", 0, threading.Event())
+        transport, began = of_rank(ours, ours, 0, build_s=0.3)(), time.monotonic()
+        with pytest.raises(Aborted, match=r"^rank 1 cannot be reached: .*the handshake in time"):
+            transport.open(0, 2, rendezvous)
+        assert time.monotonic() - began < PATIENCE_S
+        transport.close()
 
 
 def names_the_untrusted(member: GroupMember) -> None:

@@ -18,8 +18,8 @@ from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.exchange.tensor_bytes import as_bytes
 from holdfast.train.exchange.waits import Waits
 from holdfast.train.job import Job
-from support import SPEC
-from thread_cluster import HANG_S, Killed, ThreadCluster, ThreadWorker
+from support import SPEC, until
+from thread_cluster import Killed, ThreadCluster, ThreadWorker
 
 STEPS = 6
 EXCHANGES = 60  # more than a worker begins in a run
@@ -104,11 +104,16 @@ class Run:
 
         def computes(step: int) -> None:
             if me.worker == self._late:
-                assert self.committed[step].wait(HANG_S), "the others wait for it"
+                until(lambda: self.committed[step].is_set() or self._lost_one, "a commit")
 
         losses = self.losses[me.worker] = []
         width = 41 if me.worker == self._wide else 40
         self.digests[me.worker] = train(job, dies, width, computes, losses)
+
+    @property
+    def _lost_one(self) -> bool:
+        """Return whether a worker has died: then a late one may be needed."""
+        return not all(w.alive and w.incarnation == 1 for w in self.cluster.workers.values())
 
     @property
     def counts(self) -> list[int]:
@@ -204,6 +209,16 @@ def test_a_backup_worker_is_not_waited_for_and_replicas_stay_alike(late: int) ->
     assert (run.outcome, run.cluster.errors) == ("", [])
     assert len(run.digests) == 3
     assert len(set(run.digests.values())) == 1
+
+
+@pytest.mark.parametrize("number", range(16, 23))
+def test_a_death_while_it_is_settled_who_counts_leaves_replicas_alike(number: int) -> None:
+    """Worker 0 settles that, and dies at any exchange of a step: the step counts, or is redone."""
+    run = Run(4, {0: number}, late=2, settings={"stragglers.backup": 1})
+    assert (run.outcome, run.cluster.errors) == ("", [])
+    assert len(run.digests) >= 3
+    assert len(set(run.digests.values())) == 1
+    assert [text for text in run.cluster.told("lost") if "worker 0 " in text]
 
 
 @pytest.mark.parametrize("number", range(2, 34, 3))

@@ -259,7 +259,7 @@ def test_a_node_is_lost_and_comes_back(tmp_path: Path) -> None:
         with further_node(run) as other:
             run.until(lambda: "world 2 " in "".join(run.out), RUN_S, "a group of two nodes")
             other.signal(9)  # its launcher, and so all of that node
-            run.until(lambda: "world 1 " in run.out[-2] + run.out[-1], RUN_S, "a group of one")
+            run.until(lambda: "world 1 " in "".join(run.out[-2:]), RUN_S, "a group of one")
         with further_node(run):
             newer = len(run.out)
             run.until(lambda: "world 2 " in "".join(run.out[newer:]), RUN_S, "a group of two")

@@ -23,10 +23,12 @@ from holdfast.core.membership import coordinator_events as ce
 from holdfast.core.step import events as ev
 from holdfast.core.types import (
     AgentId,
+    FollowOrder,
     Incarnation,
     JobRecord,
     Peer,
     Tick,
+    View,
     WorkerId,
     WorkerStatus,
 )
@@ -38,11 +40,14 @@ from holdfast.train.job import Job
 from holdfast.train.script.environment import WorkerEnvironment
 from holdfast.train.step.driver import Driver
 from holdfast.train.step.monitor import Monitor
+from holdfast.train.step.probe import current
+from joiner_gate import JoinerGate
 
 HANG_S = 60.0
 ROUNDS_TO_FAIL = 20  # of the control plane: a process that fails takes a while to say so
 LOOK_S = 0.01  # between two looks at the clock
 BEAT_S = 0.2
+SOON_S = 5.0  # back-offs are shorter, and quarantines longer
 NODE = AgentId("node0")
 
 
@@ -87,9 +92,10 @@ class ThreadWorker:
         self.incarnation = incarnation
         self.alive = True
         self.exchanges = 0
+        self.thread: threading.Thread | None = None  # runs its script
         self.transports: list[MortalTransport] = []
-        machine = WorkerMachine(worker, incarnation, step_policy(spec, 0, writes=False))
-        self.driver = MortalDriver(machine, self, Monitor())
+        self._machine = WorkerMachine(worker, incarnation, step_policy(spec, 0, writes=False))
+        self.driver = MortalDriver(self._machine, self, Monitor())
         self.driver.mortal = self
         environment = WorkerEnvironment(spec=spec, worker=worker, incarnation=incarnation)
         self.control = Control(
@@ -99,6 +105,11 @@ class ThreadWorker:
             link=self,
             make_transport=self.transport,
         )
+
+    @property
+    def expects_change(self) -> bool:
+        """Return whether it knows that its view is about to be left as planned."""
+        return self._machine._standing.is_change_pending
 
     def transport(self) -> MortalTransport:
         number = b"%d.%d.%d" % (self.worker, self.incarnation, len(self.transports))
@@ -119,10 +130,12 @@ class ThreadWorker:
     def die(self) -> None:
         """End it as SIGKILL does; a thread of its own that calls this must raise Killed."""
         if self.alive:
+            self.cluster.ended.add(self.worker)
             self.driver.fail(Killed())
             self._end(-9, "killed")
 
     def run(self, script: Callable[[Job, ThreadWorker], None]) -> None:
+        self.thread = threading.current_thread()
         torch.set_num_threads(1)  # a number of the calling thread; sums in kernels depend on it
         try:
             script(Job(self.control), self)
@@ -149,6 +162,7 @@ class ThreadCluster:
     """See the module's docstring. `kill_at`: worker and number of its exchange at which it dies.
 
     `damage_at`: a worker, and the number of its exchange in which a bit of a message is flipped.
+    `waits`: the others wait for a worker that died, so that it joins however late it comes back.
     """
 
     def __init__(
@@ -157,10 +171,13 @@ class ThreadCluster:
         script: Callable[[Job, ThreadWorker], None],
         kill_at: dict[WorkerId, int] | None = None,
         damage_at: tuple[int, int] = (-1, -1),
+        *,
+        waits: bool = False,
     ) -> None:
         self.network = MemoryNetwork()
         self.workers: dict[WorkerId, ThreadWorker] = {}  # the newest of each
         self.errors: list[BaseException] = []
+        self.ended: set[WorkerId] = set()  # before the end of their script
         self.damaging: list[MortalTransport] = []  # told to flip a bit
         self.views: list[str] = []  # what the coordinator said of each
         self.events: list[tuple[str, str]] = []  # of the job: kind and text
@@ -168,6 +185,7 @@ class ThreadCluster:
         self._script = script
         self._kill_at = dict(kill_at or {})
         self._damage_at = damage_at
+        self._probe = JoinerGate(self) if waits else current.probe
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._addresses: dict[int, dict[Peer, bytes]] = {}
         self._outcome: str | None = None
@@ -184,6 +202,30 @@ class ThreadCluster:
 
     def run(self) -> str:
         """Run the job; returns its outcome, empty for success."""
+        before, current.probe = current.probe, self._probe
+        try:
+            return self._run()
+        finally:
+            current.probe = before
+
+    @property
+    def view(self) -> View | None:
+        """Return the newest view."""
+        return self._coordinator.view
+
+    @property
+    def feed(self) -> FollowOrder | None:
+        """Return the order to feed workers that holds now."""
+        return self._coordinator._followers.order
+
+    def comes_back(self, worker: WorkerId) -> bool:
+        """Return whether a worker that ended is soon started again; one in quarantine is not."""
+        slot = self._coordinator._roster.slots.get(worker)
+        if slot is None:
+            return False
+        return slot.respawn_at is None or slot.respawn_at < time.monotonic() + SOON_S
+
+    def _run(self) -> str:
         deadline = time.monotonic() + HANG_S
         beat_at = 0.0
         self.tell_coordinator(Tick())
@@ -236,6 +278,11 @@ class ThreadCluster:
         with self._round:
             until = self._rounds + count
             self._round.wait_for(lambda: self._rounds >= until, HANG_S)
+
+    def await_round(self, is_ready: Callable[[], bool]) -> None:
+        """Wait until something holds; look again in each round of the control plane."""
+        with self._round:
+            assert self._round.wait_for(is_ready, HANG_S), "a worker waits for another in vain"
 
     def at_exchange(self, worker: ThreadWorker, tag: int) -> None:
         """Count an exchange; the worker dies if its time has come."""
