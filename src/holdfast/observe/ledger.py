@@ -11,6 +11,7 @@ import contextlib
 import enum
 import errno
 import os
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ import msgspec
 
 from holdfast.core.errors import UserError, WorldError
 from holdfast.core.release import written_by_newer
+from holdfast.observe.ledger_chain import CHAIN_BEGIN, add_chain, find_last_chain
 from holdfast.store.regular_files import append_regular
 
 LEDGER_DIR = "ledger"
@@ -76,7 +78,9 @@ class LedgerEntry:
 
     A task that was dropped has count and digest 0. `bad`: by virtual rank, the records that a task
     left out by itself, from the beginning of the script's step on. `handed`: by virtual rank, 63
-    bits of the values and states that a task has handed over to all members.
+    bits of the values and states that a task has handed over to all members. `losses`: of each
+    virtual rank, as its task has computed it. `state`: 63 bits of a part of the state with which
+    the step began, another part in each step; 0: not taken.
     """
 
     place: Place
@@ -87,6 +91,8 @@ class LedgerEntry:
     loss: float
     bad: Mapping[int, Sequence[int]] = field(default_factory=dict)
     handed: Mapping[int, int] = field(default_factory=dict)
+    losses: Sequence[float] = ()
+    state: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +105,9 @@ class LedgerDoubt:
     step: int
     view: int
     again: bool
+
+
+NOT_TAKEN = f"{0:016x}"
 
 
 class HeaderLine(
@@ -116,7 +125,8 @@ class HeaderLine(
     backup: _Natural = 0
     dataset: _Natural = 0
     quarantined: tuple[_Natural, ...] = ()
-    format: Literal[1] = 1  # omitted, as in the first ledgers, which had none
+    format: Literal[1, 2] = 1  # omitted, as in the first ledgers, which had none
+    chain: _Hex64 | None = None
 
 
 class _AnyHeader(msgspec.Struct, tag="header", tag_field="kind"):
@@ -137,6 +147,9 @@ class StepLine(
     told: str = ""
     bad: dict[int, tuple[_Natural, ...]] = {}
     handed: dict[int, _Hex64] = {}
+    losses: tuple[_Hex64, ...] = ()  # the bits of each
+    state: _Hex64 = NOT_TAKEN
+    chain: _Hex64 | None = None  # of all lines of the file up to this one, doubts left out
 
     @property
     def place(self) -> Place:
@@ -154,7 +167,7 @@ Line = HeaderLine | StepLine | DoubtLine
 _encode = msgspec.json.Encoder().encode
 decode_line = msgspec.json.Decoder(Line).decode
 _decode_any_header = msgspec.json.Decoder(_AnyHeader).decode
-FORMAT = 1
+FORMAT: Literal[2] = 2  # 1 had no chain, no losses of tasks and no digests of the state
 
 
 def newer_format_in(line: bytes) -> str:
@@ -182,6 +195,7 @@ class LedgerWriter:
         self.path = Path(path)
         self._file: int | None = None
         self._size = 0
+        self._chain = CHAIN_BEGIN
 
     def begin(self, header: LedgerHeader) -> None:
         """Open the file if it is not open, and write the header of the entries that follow."""
@@ -195,8 +209,9 @@ class LedgerWriter:
             backup=header.backup,
             dataset=header.dataset,
             quarantined=tuple(header.quarantined),
+            format=FORMAT,
         )
-        self._write(_encode(line))
+        self._append(line)
 
     def append(self, entry: LedgerEntry) -> None:
         step, index, uses = entry.place.step, entry.place.index, entry.place.uses
@@ -212,13 +227,21 @@ class LedgerWriter:
             told=entry.place.told,
             bad={vrank: tuple(records) for vrank, records in entry.bad.items()},
             handed={vrank: f"{digest:016x}" for vrank, digest in entry.handed.items()},
+            losses=tuple(f"{bits:016x}" for bits in _bits_of(entry.losses)),
+            state=f"{entry.state:016x}",
         )
-        self._write(_encode(line))
+        self._append(line)
 
     def doubt(self, doubt: LedgerDoubt) -> None:
         """Record a doubt, which also covers what other workers have written."""
         self._open()
         self._write(_encode(DoubtLine(step=doubt.step, view=doubt.view, again=doubt.again)))
+
+    def _append(self, line: HeaderLine | StepLine) -> None:
+        """Write a line with the digest of all lines up to it."""
+        whole, chain = add_chain(_encode(line), self._chain)
+        self._write(whole)
+        self._chain = chain
 
     def _open(self) -> None:
         if self._file is None:
@@ -226,6 +249,7 @@ class LedgerWriter:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = append_regular(self.path)
                 self._size = os.fstat(self._file).st_size
+                self._chain = find_last_chain(self.path) if self._size else CHAIN_BEGIN
             except OSError as error:
                 raise _disk_error(self.path, error) from error
 
@@ -246,6 +270,16 @@ class LedgerWriter:
                 os.ftruncate(self._file, self._size)
             raise _disk_error(self.path, error) from error
         self._size += len(line) + 1
+
+
+def _bits_of(values: Sequence[float]) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(values)}Q", struct.pack(f"<{len(values)}d", *values))
+
+
+def value_of(bits: str) -> float:
+    """Return the number whose bits a line names."""
+    found: float = struct.unpack("<d", struct.pack("<Q", int(bits, 16)))[0]
+    return found
 
 
 def _disk_error(path: Path, error: OSError) -> Exception:

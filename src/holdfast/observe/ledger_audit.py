@@ -34,6 +34,7 @@ from holdfast.observe.ledger import (
     decode_line,
     newer_format_in,
 )
+from holdfast.observe.ledger_chain import ChainCheck
 from holdfast.observe.ledger_claims import Claim, claim_of_result
 from holdfast.observe.left_out_audit import LeftOut
 from holdfast.store.regular_files import regular_stream
@@ -193,7 +194,7 @@ def _doubts(paths: Sequence[Path]) -> list[DoubtLine]:
 
 # What all copies of a step must agree on. Hashed, so that a million steps fit in memory. Of a step
 # that only tells values `place` has not the value that was agreed on: see `_check_told`.
-_CONTENT = ("plan", "place", "counts", "digests", "loss", "bad", "handed")
+_CONTENT = ("plan", "place", "counts", "digests", "loss", "bad", "handed", "losses", "state")
 
 
 @dataclass(slots=True)
@@ -239,7 +240,7 @@ class _Audit:
     def read(self, path: Path) -> None:
         """Read a file's lines. A last line without newline was cut short by a death: no finding."""
         header: HeaderLine | None = None
-        plan = -1
+        plan, chain = -1, ChainCheck()
         try:
             with regular_stream(path) as file:
                 for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES_MAX), b""), 1):
@@ -250,7 +251,10 @@ class _Audit:
                         else:
                             self.torn += 1
                         return
-                    match self._parse(where, line):
+                    value = self._parse(where, line)
+                    if not isinstance(value, DoubtLine) and (wrong := chain.find_problem(line)):
+                        self.find(f"{where}: {wrong}")
+                    match value:
                         case HeaderLine() as found:
                             header, plan = found, self._adopt(where, found)
                         case StepLine() as entry if not self.withdrawn(entry):
@@ -316,7 +320,14 @@ class _Audit:
         place = entry.place
         if place.uses is Uses.NO_SAMPLES:
             place = replace(place, told="")
-        content = (plan, place, *marks, entry.loss, bad, tuple(sorted(entry.handed.items())))
+        handed = tuple(sorted(entry.handed.items()))
+        more: tuple[int | None, str | None] = (
+            None,
+            None,
+        )  # a copy that an older release has written
+        if header.format > 1:
+            more = (_hash(entry.losses), entry.state)
+        content = (plan, place, *marks, entry.loss, bad, handed, *more)
         commit = entry.hosts if header.backup else ()  # done again, other tasks may be dropped
         step = self.steps.get(entry.step)
         if step is None:
@@ -338,11 +349,11 @@ class _Audit:
             differing = [
                 name
                 for name, ours, theirs in zip(_CONTENT, known, content, strict=True)
-                if ours != theirs
+                if ours != theirs and ours is not None and theirs is not None
             ]
-            self.find(
-                f"{where}: step {entry.step} differs from {step.where} in {', '.join(differing)}"
-            )
+            if differing:
+                what = ", ".join(differing)
+                self.find(f"{where}: step {entry.step} differs from {step.where} in {what}")
         writer = (header.worker, header.incarnation)
         if any(writer == other for _, _, other in step.commits):
             self.find(f"{where}: step {entry.step} is written twice by incarnation {writer}")

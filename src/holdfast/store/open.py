@@ -11,11 +11,13 @@ from urllib.parse import urlsplit
 
 from holdfast.core.errors import UserError, WorldError
 from holdfast.store.files import FileStorage
+from holdfast.store.forked import ForkedStorage
 from holdfast.store.manifest import PARTS
 from holdfast.store.storage import Storage
 from holdfast.store.volumes import VolumeStorage
 
 FORM = "DIR, s3://BUCKET/PREFIX, or ec:K+M:STORE,STORE,... (K + M of them)"
+_FORKED = re.compile(r"fork:(\d{1,18}):([^=]+)=(.+)", re.DOTALL)
 _CODED = re.compile(r"ec:(\d{1,3})\+(\d{1,3}):(.+)")
 
 
@@ -24,6 +26,10 @@ def open_storage(text: str, say: Callable[[str], None] = lambda line: None) -> S
 
     Nothing is read or written yet. `say` is told what volumes have lost.
     """
+    forked = _FORKED.fullmatch(text)
+    if forked is not None:
+        own = FileStorage(Path(forked[2]))
+        return ForkedStorage(open_storage(forked[3], say), own, int(forked[1]))
     coded = _CODED.fullmatch(text)
     if coded is not None:
         k, m, places = int(coded[1]), int(coded[2]), coded[3].split(",")
@@ -33,6 +39,16 @@ def open_storage(text: str, say: Callable[[str], None] = lambda line: None) -> S
     if text.startswith("ec:"):
         raise UserError(f"--store {text}: the form is {FORM}")
     return _open_one(text)
+
+
+def fork_store(text: str, step: int, path: Path) -> str:
+    """Return the name of a store that holds one checkpoint of another, and keeps its own at `path`.
+
+    UserError for a path that has a "=".
+    """
+    if "=" in str(path):
+        raise UserError(f"{path} has a '=': set TMPDIR to a folder without one")
+    return f"fork:{step}:{path.absolute()}={absolute_store(text)}"
 
 
 def check_writable(storage: Storage, text: str) -> None:

@@ -54,10 +54,12 @@ class LedgerRecorder:
         loss: float,
         dropped: int,
         handed: Mapping[int, int],
+        state: int,
     ) -> None:
         """Record a step, whose gradient became complete in `view` without `dropped` samples.
 
-        `handed`: digests of what its tasks have handed over, by virtual rank.
+        `handed`: digests of values that its tasks have handed over, by virtual rank. `state`: 63
+        bits of a part of the state with which it began.
         """
         if dropped:
             self._note_dropped(place.index, table, dropped)
@@ -78,6 +80,8 @@ class LedgerRecorder:
                 loss=loss,
                 bad={} if left_out is None else {v: r for v, r in left_out.turn.items() if r},
                 handed=handed,
+                losses=() if place.uses is Uses.NO_SAMPLES else table.losses(),
+                state=state,
             )
         )
 

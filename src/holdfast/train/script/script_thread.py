@@ -505,8 +505,9 @@ class ScriptThread:
         self.progress.stopped |= self.runner.any(self._data.table.stops)
         place = Place(self._at - 1, self.progress.steps, uses, told)
         handed = {v: report.digest for v, report in self.reports.items() if report.digest}
-        table = self._data.table
-        self._recorder.commit(place, self._data.reduced_in, table, loss, dropped, handed)
+        data = self._data
+        view, state = data.reduced_in, data.prints[0]
+        self._recorder.commit(place, view, data.table, loss, dropped, handed, state)
 
     def _total(self, values: dict[tree.Node, float]) -> float:
         return tree.fold(values, self._plan.virtual_ranks, lambda a, b: a + b)

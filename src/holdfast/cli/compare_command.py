@@ -1,0 +1,58 @@
+"""`holdfast compare A B` finds the first step at which two runs differ, and what differs there.
+
+It reads and prints; it decides nothing. Exit status: 0 no difference, 1 a difference, 2 the runs
+cannot be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.observe.run_comparison import Comparison, compare_runs
+from holdfast.observe.step_records import read_steps
+from holdfast.runtime.rundir import RunDir
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; `argv` follows `holdfast compare`."""
+    options = parser().parse_args(argv)
+    ours, theirs = (read_steps(each) for each in (options.first, options.second))
+    cycle = RunDir(Path(options.first)).spec().silent_errors.fingerprint_steps
+    found = compare_runs(ours, theirs, cycle)
+    print(json.dumps(found.to_dict(), indent=2) if options.json else render(found))
+    return 0 if found.first is None else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="holdfast compare",
+        description="Find the first step at which two runs of one job differ, and what differs: "
+        "the samples, the state that the step began with, or what a task computed from them. "
+        "Nothing is computed again; the ledgers are read.",
+    )
+    found.add_argument("first", metavar="RUN_A", help="directory of a run")
+    found.add_argument("second", metavar="RUN_B", help="directory of another run of the same job")
+    found.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    return found
+
+
+def render(found: Comparison) -> str:
+    """Return the result for people."""
+    lines = []
+    if found.first is None:
+        lines.append(f"the runs do not differ in their {found.steps} common steps")
+    else:
+        lines.append(f"the first difference: {found.first.text}")
+        if found.first.kind == "state" and found.cycle > 1:
+            lines.append(
+                f"a part of the state is compared in each step, and all of it in {found.cycle} "
+                "steps: the sum or the update of one of these steps was the first to differ"
+            )
+    if found.lengths[0] != found.lengths[1]:
+        lines.append(f"one run has {found.lengths[0]} steps, the other one {found.lengths[1]}")
+    if not found.has_losses:
+        lines.append("one of the ledgers has no losses of tasks: an older release has written it")
+    return "\n".join(lines)

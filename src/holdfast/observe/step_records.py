@@ -1,0 +1,148 @@
+"""Reads what a run's ledger says of each step, and finds what two records of a step differ in.
+
+Of several copies of a step the one of the newest view counts. Steps that were withdrawn because
+something wrong may have been used in them do not. Must not know torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from holdfast.core.errors import UserError
+from holdfast.observe.ledger import (
+    LEDGER_DIR,
+    LINE_BYTES_MAX,
+    NOT_TAKEN,
+    DoubtLine,
+    HeaderLine,
+    Line,
+    StepLine,
+    Uses,
+    decode_line,
+    value_of,
+)
+from holdfast.store.regular_files import regular_stream
+
+
+@dataclass(slots=True)
+class RunSteps:
+    """Lists the steps of one run; `header`: the first one of its ledger."""
+
+    name: str
+    header: HeaderLine | None = None
+    steps: dict[int, StepLine] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDifference:
+    """Says in what two records of a step differ: `kind`, and a sentence on each difference.
+
+    `kind`: "samples", "state", "task", "values" or "step". `vranks`: the virtual ranks that differ.
+    """
+
+    step: int
+    kind: str
+    text: str
+    vranks: tuple[int, ...] = ()
+
+
+def read_steps(run_dir: str | os.PathLike[str]) -> RunSteps:
+    """Read all steps of a run. UserError if it has no ledger."""
+    directory = Path(run_dir) / LEDGER_DIR
+    paths = sorted(directory.glob("*.jsonl"))
+    if not os.path.isdir(run_dir):
+        raise UserError(
+            f"there is no run directory {run_dir}: `holdfast run` prints its own at start"
+        )
+    if not paths:
+        raise UserError(f"{directory} has no *.jsonl files: name the directory of a run")
+    lines = [(path, line) for path in paths for line in _read_lines(path)]
+    doubts = [line for _, line in lines if isinstance(line, DoubtLine) and line.again]
+    found = RunSteps(str(run_dir))
+    for _, line in lines:
+        if isinstance(line, HeaderLine):
+            found.header = found.header or line
+        elif isinstance(line, StepLine) and not _is_withdrawn(line, doubts):
+            known = found.steps.get(line.step)
+            if known is None or line.view > known.view:
+                found.steps[line.step] = line
+    return found
+
+
+def find_difference(
+    ours: StepLine, theirs: StepLine, names: tuple[str, str]
+) -> StepDifference | None:
+    """Return the first cause for which two records of one step differ, or None.
+
+    `names`: of the two runs. Samples come first, then the state that the step began with, then the
+    losses of its tasks, then values that tasks have handed over. It does not count which worker
+    computed a task.
+    """
+    step = ours.step
+    if len(ours.counts) != len(theirs.counts) or ours.place != theirs.place:
+        text = f"step {step} is another step of the script, or has other virtual ranks"
+        return StepDifference(step=step, kind="step", text=text)
+    marks = [zip(each.counts, each.digests, strict=True) for each in (ours, theirs)]
+    if vranks := _unlike(*map(list, marks)):
+        hosts = _hosts(ours, theirs, vranks, names)
+        text = f"step {step}: {_ranks(vranks)} used other samples; {hosts}"
+        return StepDifference(step=step, kind="samples", text=text, vranks=vranks)
+    if ours.state != theirs.state and NOT_TAKEN not in (ours.state, theirs.state):
+        text = f"step {step} began with another state"
+        return StepDifference(step=step, kind="state", text=text)
+    both = ours.losses and theirs.losses
+    if both and (vranks := _unlike(ours.losses, theirs.losses)):
+        pair = [value_of(each.losses[vranks[0]]) for each in (ours, theirs)]
+        text = (
+            f"step {step}: the loss of virtual rank {vranks[0]} is {pair[0]!r} in {names[0]} and "
+            f"{pair[1]!r} in {names[1]}, from the same samples; "
+            f"{_hosts(ours, theirs, vranks, names)}"
+        )
+        return StepDifference(step=step, kind="task", text=text, vranks=vranks)
+    if ours.handed != theirs.handed:
+        every = sorted({*ours.handed, *theirs.handed})
+        vranks = tuple(v for v in every if ours.handed.get(v) != theirs.handed.get(v))
+        text = f"step {step}: {_ranks(vranks)} handed over other values"
+        return StepDifference(step=step, kind="values", text=text, vranks=vranks)
+    if ours.loss != theirs.loss and ours.place.uses is not Uses.NO_SAMPLES:
+        pair = [float.fromhex(each.loss) for each in (ours, theirs)]
+        text = f"step {step}: the loss is {pair[0]!r} in {names[0]} and {pair[1]!r} in {names[1]}"
+        return StepDifference(step=step, kind="step", text=text)
+    return None
+
+
+def _read_lines(path: Path) -> list[Line]:
+    """Return the whole lines of a file that can be read."""
+    found: list[Line] = []
+    with contextlib.suppress(OSError), regular_stream(path) as file:
+        for line in iter(lambda: file.readline(LINE_BYTES_MAX), b""):
+            if line.endswith(b"\n"):
+                with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                    found.append(decode_line(line))
+    return found
+
+
+def _is_withdrawn(line: StepLine, doubts: Sequence[DoubtLine]) -> bool:
+    return any(line.step >= doubt.step and line.view <= doubt.view for doubt in doubts)
+
+
+def _unlike(ours: Sequence[object], theirs: Sequence[object]) -> tuple[int, ...]:
+    """Return where two lists differ."""
+    return tuple(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+
+
+def _ranks(vranks: Sequence[int]) -> str:
+    some = ", ".join(map(str, vranks[:5])) + (" and more" if len(vranks) > 5 else "")
+    return f"virtual rank{'s' if len(vranks) > 1 else ''} {some}"
+
+
+def _hosts(ours: StepLine, theirs: StepLine, vranks: Sequence[int], names: tuple[str, str]) -> str:
+    """Return which worker computed the first of these virtual ranks in each run."""
+    workers = [each.hosts[vranks[0]][0] for each in (ours, theirs)]
+    return f"worker {workers[0]} computed it in {names[0]}, worker {workers[1]} in {names[1]}"
