@@ -74,8 +74,8 @@ def test_an_altered_step_is_found(copy: Path, capsys: pytest.CaptureFixture[str]
         if b'"step":26,' in line
     ]
     losses = line["losses"]
-    losses[1] = f"{int(losses[1], 16) ^ 1:016x}"
-    rewrite(copy, 26, {"losses": losses})
+    flipped = f"{int(losses[16:32], 16) ^ 1:016x}"
+    rewrite(copy, 26, {"losses": losses[:16] + flipped + losses[32:]})
     assert main(["replay", str(copy), "--step", "28", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["steps"] == [24, 25]

@@ -1,4 +1,4 @@
-"""`holdfast replay RUN --step N` computes steps of a run again, and compares what it recorded.
+"""`holdfast replay RUN --step N` computes steps again, and compares them with the run's records.
 
 Exit status: 0 all wanted steps are the same, 1 one of them differs, 2 they cannot be computed.
 """
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from holdfast.core.errors import UserError
-from holdfast.observe.ledger import StepLine, Uses, value_of
+from holdfast.observe.ledger import StepLine, Uses
 from holdfast.observe.step_records import (
     RunSteps,
     StepDifference,
@@ -203,7 +203,7 @@ def describe_task(line: StepLine | None, vrank: int) -> str:
     """Return what a virtual rank's task of a step computed, in one line."""
     if line is None:
         return f"virtual rank {vrank} was not computed"
-    loss = repr(value_of(line.losses[vrank])) if line.losses else "unknown"
+    loss = repr(line.all_losses()[vrank]) if line.losses else "unknown"
     return (
         f"step {line.step}, virtual rank {vrank}: {line.counts[vrank]} samples (digest "
         f"{line.digests[vrank]}), loss {loss}"

@@ -29,12 +29,13 @@ LINE_BYTES_MAX = 1 << 26
 
 Host = tuple[int, int]  # (worker, incarnation)
 _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+_HexList = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{16})*$")]
 _Hex64 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerHeader:
-    """Says who writes, and for which job. A later header in the same file names the next plan.
+    """Names the writer and the job. A later header in the same file names the next plan.
 
     `backup`: how many workers' results a step may drop. `dataset`: a number for each dataset of
     which records may be quarantined, from 1 on; `quarantined`: those that are at this place.
@@ -147,9 +148,14 @@ class StepLine(
     told: str = ""
     bad: dict[int, tuple[_Natural, ...]] = {}
     handed: dict[int, _Hex64] = {}
-    losses: tuple[_Hex64, ...] = ()  # the bits of each
+    losses: _HexList = ""  # the bits of one after the other
     state: _Hex64 = NOT_TAKEN
     chain: _Hex64 | None = None  # of all lines of the file up to this one, doubts left out
+
+    def all_losses(self) -> tuple[float, ...]:
+        """Return the losses of all virtual ranks; none if an older release has written the line."""
+        data = bytes.fromhex(self.losses)
+        return struct.unpack(f">{len(data) // 8}d", data)
 
     @property
     def place(self) -> Place:
@@ -227,7 +233,7 @@ class LedgerWriter:
             told=entry.place.told,
             bad={vrank: tuple(records) for vrank, records in entry.bad.items()},
             handed={vrank: f"{digest:016x}" for vrank, digest in entry.handed.items()},
-            losses=tuple(f"{bits:016x}" for bits in _bits_of(entry.losses)),
+            losses=struct.pack(f">{len(entry.losses)}d", *entry.losses).hex(),
             state=f"{entry.state:016x}",
         )
         self._append(line)
@@ -270,16 +276,6 @@ class LedgerWriter:
                 os.ftruncate(self._file, self._size)
             raise _disk_error(self.path, error) from error
         self._size += len(line) + 1
-
-
-def _bits_of(values: Sequence[float]) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(values)}Q", struct.pack(f"<{len(values)}d", *values))
-
-
-def value_of(bits: str) -> float:
-    """Return the number whose bits a line names."""
-    found: float = struct.unpack("<d", struct.pack("<Q", int(bits, 16)))[0]
-    return found
 
 
 def _disk_error(path: Path, error: OSError) -> Exception:

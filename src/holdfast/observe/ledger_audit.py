@@ -326,7 +326,7 @@ class _Audit:
             None,
         )  # a copy that an older release has written
         if header.format > 1:
-            more = (_hash(entry.losses), entry.state)
+            more = (_hash((entry.losses,)), entry.state)
         content = (plan, place, *marks, entry.loss, bad, handed, *more)
         commit = entry.hosts if header.backup else ()  # done again, other tasks may be dropped
         step = self.steps.get(entry.step)

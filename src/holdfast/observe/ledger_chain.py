@@ -1,7 +1,7 @@
 """Chains the lines of a ledger's file: each has a digest of itself and of all lines before it.
 
-So a line that was changed, left out or put in is found. Somebody who changes a file on purpose can
-compute all digests again, but the copies of the other workers have to agree with it.
+So a line that was changed, left out or put in is found. A forger can compute all
+digests again, but the copies of the other workers have to agree with them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ChainCheck:
         self._chain = CHAIN_BEGIN
 
     def find_problem(self, line: bytes) -> str:
-        """Return what is wrong with a line's chain; "" if nothing is.
+        """Return a problem of a line's chain, or "".
 
         The lines that follow are compared with the chain that this one has.
         """

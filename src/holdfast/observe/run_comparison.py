@@ -14,7 +14,7 @@ from holdfast.observe.step_records import RunSteps, StepDifference, find_differe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Says how many steps both runs have, and the first difference.
+    """Describes two runs: how many steps both have, and the first difference.
 
     `cycle`: how many steps it takes to compare all of the state; 0: it is not compared.
     `has_losses`: both ledgers have the losses of tasks, which those of older releases have not.

@@ -25,7 +25,6 @@ from holdfast.observe.ledger import (
     StepLine,
     Uses,
     decode_line,
-    value_of,
 )
 from holdfast.store.regular_files import regular_stream
 
@@ -41,7 +40,7 @@ class RunSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDifference:
-    """Says in what two records of a step differ: `kind`, and a sentence on each difference.
+    """Describes the difference between two records of a step: its kind, and a sentence on it.
 
     `kind`: "samples", "state", "task", "values" or "step". `vranks`: the virtual ranks that differ.
     """
@@ -97,8 +96,8 @@ def find_difference(
         text = f"step {step} began with another state"
         return StepDifference(step=step, kind="state", text=text)
     both = ours.losses and theirs.losses
-    if both and (vranks := _unlike(ours.losses, theirs.losses)):
-        pair = [value_of(each.losses[vranks[0]]) for each in (ours, theirs)]
+    if both and (vranks := _unlike(*map(_bits_of, (ours, theirs)))):
+        pair = [each.all_losses()[vranks[0]] for each in (ours, theirs)]
         text = (
             f"step {step}: the loss of virtual rank {vranks[0]} is {pair[0]!r} in {names[0]} and "
             f"{pair[1]!r} in {names[1]}, from the same samples; "
@@ -135,6 +134,11 @@ def _is_withdrawn(line: StepLine, doubts: Sequence[DoubtLine]) -> bool:
 def _unlike(ours: Sequence[object], theirs: Sequence[object]) -> tuple[int, ...]:
     """Return where two lists differ."""
     return tuple(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+
+
+def _bits_of(line: StepLine) -> list[str]:
+    """Return the bits of each loss: two that are no numbers may differ, or be the same."""
+    return [line.losses[i : i + 16] for i in range(0, len(line.losses), 16)]
 
 
 def _ranks(vranks: Sequence[int]) -> str:

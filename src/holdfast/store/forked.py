@@ -45,5 +45,5 @@ class ForkedStorage:
     def _hides(self, name: str) -> bool:
         """Return whether an object of the original is not seen here."""
         if name.startswith(INVALIDATION):
-            return True  # what was invalidated there is not used here anyway
+            return True  # the checkpoint that is seen was not invalidated
         return name.startswith(MANIFESTS) and name != self._manifest
