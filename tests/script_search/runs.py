@@ -65,8 +65,9 @@ class Result:
     runs: tuple[Run, ...]
 
 
-EXACT, NAMED, VAGUE, BLAMED, SILENT, FALSE, CRASH = (
+EXACT, TOLD, NAMED, VAGUE, BLAMED, SILENT, FALSE, CRASH = (
     "exact",
+    "other bits, an event names the habit",
     "refused, names the habit",
     "refused, but vaguely",
     "refused, blames a machine",
@@ -74,13 +75,22 @@ EXACT, NAMED, VAGUE, BLAMED, SILENT, FALSE, CRASH = (
     "FALSE REFUSAL",
     "ended otherwise",
 )
-VERDICTS = (EXACT, NAMED, VAGUE, BLAMED, SILENT, FALSE, CRASH)
+VERDICTS = (EXACT, TOLD, NAMED, VAGUE, BLAMED, SILENT, FALSE, CRASH)
+_DEPENDS = "the result depends on the workers"
 _REFUSALS = ("UserError", "StateMismatch", "WorldError")
 _BLAME = ("wrongly", "its machine computes wrongly, or", "is not that of the others")
 
 
 def judge(script: Script, runs: tuple[Run, ...]) -> str:
     """Return the class that a script is counted in."""
+    verdict = _judge_ends(script, runs)
+    told = [text for run in runs for text in run.events if _DEPENDS in text]
+    if verdict == SILENT and any(name in text for name in script.names for text in told):
+        return TOLD
+    return verdict
+
+
+def _judge_ends(script: Script, runs: tuple[Run, ...]) -> str:
     refused = [run for run in runs if run.refused]
     digests = {run.digest for run in runs if not run.refused}
     if any(" and " in digest for digest in digests):

@@ -78,6 +78,7 @@ from holdfast.train.step.step_data import StepData
 from holdfast.train.step.step_table import Buffers, StepTable
 from holdfast.train.step.task_clock import TaskClock
 from holdfast.train.step.task_digest import TaskDigest
+from holdfast.train.step.task_files import TaskFiles
 from holdfast.train.step.trained import Named
 
 CHANGED = (
@@ -225,6 +226,7 @@ def compose_guard(
         loaded=LoadedState(protected, sharding),
         modules=modules,
         parameters=ParameterWatch(modules, cycle),
+        files=TaskFiles(note) if cycle else None,
         cycle=cycle,
         others=UnprotectedModules(own_objects, progress.scratch) if owns_process else None,
         is_alone=isinstance(control.link, SoloLink),
@@ -483,7 +485,7 @@ def compose_worker(
     mover = StateMover(sources, sinks, loaded, missed, receiver.follow, receiver.settled, loading)
     engine = Engine(driver, control.link, data, filled, mover, exchange)
     driver.serve(StepHands(data, engine, mover, from_store, recorder, protector))
-    runner = TaskRunner(driver, data, backs_up, control.inner)
+    runner = TaskRunner(driver, data, backs_up, control.inner, guard.files)
     engine.start()
     if isinstance(control.link, SoloLink):
         control.link.start(driver)

@@ -30,6 +30,7 @@ from holdfast.train.script.unprotected_modules import UnprotectedModules
 from holdfast.train.step.driver import Driver, ScriptOrder
 from holdfast.train.step.module_attributes import ModuleAttributes
 from holdfast.train.step.reduction import Prints
+from holdfast.train.step.task_files import TaskFiles
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +47,7 @@ class ScriptGuard:
     memory: ScriptMemory
     suspects: Suspects
     cycle: int
+    files: TaskFiles | None = None
     others: UnprotectedModules | None = None  # None: modules of this process may be others'
     is_alone: bool = False  # no agent watches this process
     joined: bool = False  # workers have joined before the next step

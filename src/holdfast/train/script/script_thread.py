@@ -36,6 +36,7 @@ from holdfast.train.step.mover import StateMover
 from holdfast.train.step.probe import current
 from holdfast.train.step.speculative import FinishedTask
 from holdfast.train.step.step_data import StepData
+from holdfast.train.step.task_files import TaskFiles
 from holdfast.train.step.task_report import TaskReport, read_report
 from holdfast.train.step.values import PROPOSAL
 
@@ -51,7 +52,9 @@ class TaskRunner:
         data: StepData,
         keeps_all_buffers: bool,
         inner: InnerGroup | None = None,
+        files: TaskFiles | None = None,
     ) -> None:
+        self._files = files  # None: nobody looks at them
         self.inner = inner  # the other processes of this worker
         self._driver = driver
         self._data = data
@@ -74,14 +77,21 @@ class TaskRunner:
     def end_repeat(self) -> tuple[int, Sketch]:
         """End such a task; returns 63 bits of the gradient, and its sketch if it was wanted."""
         data = self._data
-        data.gradients.end_task()
-        data.attributes.end_task()
+        self._finish()
         return data.digest.bits, data.digest.sketch
 
     def _start(self, *, bits: bool, sketch: bool) -> None:
         self._data.buffers.restore()
         self._data.attributes.begin_task()
         self._data.digest.begin(bits=bits, sketch=sketch)
+        if self._files is not None:
+            self._files.begin_task()
+
+    def _finish(self) -> None:
+        self._data.gradients.end_task()
+        self._data.attributes.end_task()
+        if self._files is not None:
+            self._files.end_task()
 
     def backward_pass(self, *, last: bool) -> AbstractContextManager[None]:
         """Return a context that takes in one backward pass; `last`: the last one of its task."""
@@ -90,8 +100,7 @@ class TaskRunner:
     def end(self, task: ef.Compute, finished: FinishedTask) -> FinishedTask:
         """Note that the script has computed its task; returns all that it leaves."""
         data, vrank = self._data, task.vrank
-        data.gradients.end_task()
-        data.attributes.end_task()
+        self._finish()
         if task.purpose is Purpose.HOSTED:
             current.probe.task(task.step, vrank)
             data.clock.end()
