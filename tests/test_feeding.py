@@ -36,8 +36,6 @@ def run(
     script: Script,
     workers: int,
     kill_at: dict[int, int] | None = None,
-    *,
-    waits: bool = True,
     **settings: Any,
 ) -> tuple[set[str], ThreadCluster]:
     """Run a job whose workers are fed; returns what its scripts return, and the cluster."""
@@ -52,7 +50,7 @@ def run(
     given = {"workers.nproc": workers, "workers.virtual": 4, **FED}
     spec = with_settings(SPEC, given | {k.replace("__", "."): v for k, v in settings.items()})
     at = {WorkerId(worker): number for worker, number in (kill_at or {}).items()}
-    cluster = ThreadCluster(spec, runs, at, waits=waits)
+    cluster = ThreadCluster(spec, runs, at, waits=True)
     outcome = cluster.run()
     assert not cluster.errors, cluster.errors
     assert outcome == ""
@@ -172,7 +170,7 @@ def test_a_member_dies_while_it_feeds() -> None:
     """What was fed is of no use, and who was fed joins all the same, by another order."""
     expected, _ = run(plain, 1)
     for death in (60, 75, 90):
-        found, _ = run(plain, 3, {1: 30, 2: death}, waits=False)
+        found, _ = run(plain, 3, {1: 30, 2: death})
         assert found == expected
 
 

@@ -296,6 +296,21 @@ def test_a_state_that_is_fed_no_further_is_of_no_use() -> None:
     assert early.standing.status.state is StateCopy.INITIAL, "nothing was loaded"
 
 
+def test_a_worker_that_was_fed_in_vain_says_that_the_next_order_cannot_feed_it() -> None:
+    """The next order may name it all the same: the coordinator had not heard of its state."""
+    loading = Joiner()
+    loading.ordered(ORDER)
+    loading.follows(ev.StateFed(4, 7))
+    loaded = Joiner()
+    loaded.load()
+    for joiner in (loading, loaded):
+        assert joiner.ordered(NEXT) == [ef.Follow(None)]
+        assert joiner.standing.status.unfed == NEXT.number
+        seq = joiner.standing.status.seq
+        assert joiner.ordered(NEXT) == joiner.ordered(None) == []
+        assert joiner.standing.status.seq == seq, "it says so once"
+
+
 def test_a_member_that_was_fed_forgets_the_feed_and_keeps_its_script_running() -> None:
     joiner = Joiner()
     joiner.load()

@@ -34,20 +34,27 @@ class Following:
         self._last = 0  # the number of the newest order that was begun
 
     def heed(self, order: FollowOrder | None) -> None:
-        """Begin to follow an order that names this worker, and end an older one."""
+        """Begin to follow an order that names this worker, and end an older one.
+
+        A worker that was fed in vain holds a state that nothing leads on from. An order that was
+        made before the coordinator heard so cannot feed it, and is told to have failed.
+        """
         status, mine = self._standing.status, self.order
         ended = mine is not None and (order is None or order.number != mine.number)
         if ended:
             self.end()
             status = self._standing.status
         named = order is not None and order.names(status.worker, status.incarnation)
-        fresh = status.stage is Stage.READY and status.state is StateCopy.INITIAL
-        acts = self._standing.acts
-        begins = order is not None and named and fresh and not acts and order.number > self._last
-        if begins and order is not None:
-            self.order, self._last = order, order.number
-            self._standing.order(Follow(order))
-        if ended or begins:
+        ready = status.stage is Stage.READY and not self._standing.acts
+        is_new = order is not None and named and ready and order.number > self._last
+        if is_new and order is not None:
+            self._last = order.number
+            if status.state is StateCopy.INITIAL:
+                self.order = order
+                self._standing.order(Follow(order))
+            else:
+                self._standing.change(unfed=max(status.unfed, order.number))
+        if ended or is_new:
             self._standing.tell()
 
     def end(self) -> None:
