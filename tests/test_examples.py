@@ -26,7 +26,7 @@ ARGS = {
     "word_lm.py": ["--epochs", "2", "--words", "4000", "--width", "24", "--columns", "2"],
     "finetune_transformers.py": ["--steps", "4", "--width", "16", "--batch-size", "4"],
     "lightning_module.py": ["--epochs", "1", "--samples", "100"],
-    "recommender.py": ["--steps", "6", "--batch-size", "16", "--rows", "50", "--samples", "600"],
+    "recommender.py": ["--steps", "12", "--batch-size", "16", "--rows", "50", "--samples", "600"],
     "stream.py": ["--steps", "12", "--batch-size", "2", "--width", "16", "--length", "16"],
 }
 

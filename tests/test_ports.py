@@ -53,10 +53,11 @@ def path_of(name: str, kind: str = "train") -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7 * RUN_S)
 def test_ports_run() -> None:
     commands = [[path_of(name), *ARGS[name]] for name in NAMES]
     command = [sys.executable, "-c", ALL.format(commands=commands)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=6 * RUN_S, check=False)
     assert done.returncode == 0, done.stderr
     digests = re.findall("^[0-9a-f]{64}$", done.stdout, re.MULTILINE)
     assert len(set(digests)) == len(NAMES) == len(ARGS), done.stdout
