@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.core.routine_lines import RoutineLines
 from holdfast.store.regular_files import append_regular
 
 FAILED = "failed"  # kind of the event that tells the outcome of a failed job
@@ -30,18 +31,23 @@ class LoggedEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class EventSink:
-    """Writes each event to the log, and for people to standard error."""
+    """Writes each event to the log, and for people to standard error.
+
+    Routine lines repeat themselves: people see ever fewer of them, the log has all.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lines = RoutineLines()
 
     def write(self, event: LoggedEvent) -> None:
         """Append one line. A log that cannot be written does not stop the job."""
         line = json.dumps(msgspec.to_builtins(event))
         with contextlib.suppress(OSError), open(append_regular(self._path), "a") as file:
             file.write(line + "\n")
-        if event.kind != FAILED:  # the launcher shows the outcome, once
-            print(f"holdfast: {event.text}", file=sys.stderr, flush=True)
+        shown = self._lines.show(event.kind, event.text, event.time)
+        if shown and event.kind != FAILED:  # the launcher shows the outcome, once
+            print(f"holdfast: {shown}", file=sys.stderr, flush=True)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from holdfast.train.data.quarantine import over_budget
 from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.sources import LoopData, Plan, Source
+from holdfast.train.script.carried_variables import join_names
 from holdfast.train.script.epoch_start import EpochStart
 from holdfast.train.script.ledger_recorder import LedgerRecorder
 from holdfast.train.script.loop_ends import LoopEnd
@@ -38,8 +39,14 @@ from holdfast.train.step.speculative import FinishedTask
 from holdfast.train.step.step_data import StepData
 from holdfast.train.step.task_files import TaskFiles
 from holdfast.train.step.task_report import TaskReport, read_report
+from holdfast.train.step.trained import SHOWN
 from holdfast.train.step.values import PROPOSAL
 
+ADDED = (
+    "the script has added {names} after its first step: a worker that joins runs the script from "
+    "its first line and lacks them, so the job ends at its next join; build all layers before the "
+    "first step, and freeze those that are trained later"
+)
 TOLD_CHARS_MAX = 1000  # of an agreed value, in the ledger
 
 
@@ -382,6 +389,7 @@ class ScriptThread:
             if (found := trained.look(of)) is not None:
                 data.replan(found, trained.by_row())
                 guard.prints.forget()
+            _tell_new_names(self._driver, trained.find_new_names(looks=found is not None))
             data.gradients.begin_step(of)
         else:
             data.gradients.sit_out()
@@ -520,6 +528,12 @@ class ScriptThread:
 
     def _total(self, values: dict[tree.Node, float]) -> float:
         return tree.fold(values, self._plan.virtual_ranks, lambda a, b: a + b)
+
+
+def _tell_new_names(driver: Driver, names: Sequence[str]) -> None:
+    """Name the added parameters and buffers in the event log."""
+    if names and driver.leads:
+        driver.post(ev.EventNoted("script", ADDED.format(names=join_names(names, SHOWN))))
 
 
 def agreed(proposal: bytes | None) -> str:

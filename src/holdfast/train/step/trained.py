@@ -32,6 +32,7 @@ class TrainedParameters:
         self._seen: dict[str, _Content] = {}
         self._gathers: list[Any] = []  # modules that hold whole parameters while they compute
         self._planned: list[str] = []  # names of those whose gradients are summed
+        self._known: set[str] | None = None  # names in the first step, and later ones
         self._taken = False  # they have come with the job's state
 
     def watch(self, modules: Mapping[str, nn.Module]) -> list[Named]:
@@ -64,6 +65,19 @@ class TrainedParameters:
             self._taken, every = False, dict(self._every())
             return [(name, every[name]) for name in self._planned if name in every]
         return None
+
+    def find_new_names(self, *, looks: bool) -> list[str]:
+        """Return the parameters and buffers that were added since the last call, by name.
+
+        The first call, at the first step, returns none. `looks`: modules have changed since.
+        """
+        if self._known is not None and not looks:
+            return []
+        names = [name for name, _ in self._every()] + [
+            f"{name}.{path}" for name, m in self._modules.items() for path, _ in m.named_buffers()
+        ]
+        known, self._known = self._known, {*names, *(self._known or ())}
+        return [] if known is None else [name for name in names if name not in known]
 
     def scatter(self) -> None:
         """Let go of whole parameters that modules of FSDP still hold after a forward pass."""
