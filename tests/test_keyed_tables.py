@@ -267,3 +267,10 @@ def test_rules_that_make_no_sense_are_refused(
     count, dim, keys = given
     with pytest.raises(UserError, match=told):
         kind(count, dim, keys=keys)
+
+
+def test_a_table_that_does_not_fit_is_named() -> None:
+    with pytest.raises(UserError, match=r"table words: 4000000000 GB .* num_embeddings=1000000000"):
+        Embedding(10**15, 1000, name="words")
+    with pytest.raises(UserError, match="make max_capacity=1000000000000000 smaller"):
+        Embedding(None, 1000, keys=KeyRules(capacity=10**15))

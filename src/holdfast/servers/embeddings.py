@@ -6,7 +6,8 @@ Their gradients are sparse, and the job updates the used rows itself as a step i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,7 +81,8 @@ class TableSpec:
             return make_keyed_parameter(self.dim)
         if self.is_served:
             return empty_weight(self.count, self.dim, device)
-        return torch.empty(self.count, self.dim, device=device)
+        with self._making_room():
+            return torch.empty(self.count, self.dim, device=device)
 
     def begin(
         self, table: Embedding | EmbeddingBag, seed: int | None, rule: RowOptimizer | None
@@ -106,8 +108,22 @@ class TableSpec:
 
     def keep(self, rule: RowOptimizer) -> dict[str, torch.Tensor]:
         """Make room for rows by key in this process; returns the arrays, by name."""
-        self.keyed = KeyedTable(self.shape, range(SHARDS), rule)
+        with self._making_room():
+            self.keyed = KeyedTable(self.shape, range(SHARDS), rule)
         return self.keyed.arrays
+
+    @contextmanager
+    def _making_room(self) -> Iterator[None]:
+        """Name the table if it does not fit. UserError."""
+        try:
+            yield
+        except (RuntimeError, MemoryError):  # torch says so when memory has run out
+            rows = self.count if self.rules is None else self.rules.capacity
+            named = "num_embeddings" if self.rules is None else "max_capacity"
+            raise UserError(
+                f"table {self.name}: {rows * self.dim * 4 / 1e9:.0f} GB for its rows are more than "
+                f"this worker has: make {named}={rows} smaller, or start servers (--servers)"
+            ) from None
 
     @torch.no_grad()
     def _fill(self, weight: torch.Tensor) -> None:
