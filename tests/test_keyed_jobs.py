@@ -33,7 +33,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("workers", "options"),
     [
-        (2, ()),
+        pytest.param(2, (), marks=pytest.mark.slow),
         (2, flags(3, 2)),
         pytest.param(4, flags(1), marks=pytest.mark.slow),
         pytest.param(1, flags(2, 2), marks=pytest.mark.slow),
@@ -56,6 +56,7 @@ def test_a_worker_that_holds_rows_comes_back(start: Start, expected: str) -> Non
         assert finish(run) == expected
 
 
+@pytest.mark.slow
 def test_servers_and_workers_are_lost(start: Start, expected: str) -> None:
     with start(*PACE, nproc=2, script="tables.py", options=flags(3, 2)) as run:
         pids = servers_of(run, 3)

@@ -111,7 +111,7 @@ KEYS = st.sampled_from([0, 5, -1, 1 << 62, -(1 << 63), *range(100, 180)])
 UPDATES = st.lists(st.lists(KEYS, min_size=1, max_size=30, unique=True), min_size=1, max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     updates=UPDATES,
     capacity=st.sampled_from([1, 16, 40, 64]),
@@ -143,7 +143,7 @@ def test_a_table_of_keys_is_what_dictionaries_say(
     assert torch.equal(table.read(torch.tensor(every), half), reads[half])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(updates=UPDATES, begin=st.integers(0, 5), admit_after=st.sampled_from([1, 2]))
 def test_a_copy_of_a_shard_goes_on_like_the_original(
     updates: list[list[int]], begin: int, admit_after: int

@@ -83,6 +83,7 @@ def test_an_altered_step_is_found(copy: Path, capsys: pytest.CaptureFixture[str]
     assert (difference["step"], difference["kind"], difference["vranks"]) == (26, "task", [1])
 
 
+@pytest.mark.slow
 def test_a_random_share_of_steps_is_audited(
     disturbed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
