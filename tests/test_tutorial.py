@@ -14,6 +14,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "tutorial.md"
 RUN_S = 120.0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_the_tutorial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
