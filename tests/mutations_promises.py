@@ -19,6 +19,7 @@ from holdfast.core.membership.agent import (
 )
 from holdfast.core.membership.changes import AddSlot, Change
 from holdfast.core.membership.durable import Durable
+from holdfast.core.membership.event_chain import EventChain
 from holdfast.core.membership.facts import Facts
 from holdfast.core.membership.liveness import FreezeDetector, ProcessSample
 from holdfast.core.membership.own_job import OwnJob
@@ -32,6 +33,27 @@ from holdfast.core.worker.machine import WorkerMachine
 from holdfast.core.worker.standing import Standing
 from holdfast.sim.world import Machines
 from mutation_kit import mutation
+
+# ---------------------------------------------------------------- the event log
+
+
+@mutation
+def the_first_commit_after_a_fault_is_not_told(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(EventChain, "hear", lambda self, report, now: None)
+    return Machines()
+
+
+@mutation
+def a_view_names_no_fault_as_its_cause(patch: pytest.MonkeyPatch) -> Machines:
+    plain = EventChain._enter
+
+    def enter(self: EventChain, view: View, name: str) -> tuple[str, ...]:
+        plain(self, view, name)
+        return ()
+
+    patch.setattr(EventChain, "_enter", enter)
+    return Machines()
+
 
 # ---------------------------------------------------------------- ends
 

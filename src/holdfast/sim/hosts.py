@@ -105,6 +105,8 @@ class CoordinatorHost:
             world.truth.newest_lost = world.truth.newest
         forgotten = world.truth.forgotten
         world.truth.promises.listens(world.now)
+        known = record.view if record is not None and not forgotten else None
+        world.truth.event_checks.listens(known)
         self.machine = world.machines.coordinator(
             world.coordinator_policy,
             self.term,
@@ -162,6 +164,8 @@ class CoordinatorHost:
             if world.faults.strikes_coordinator():
                 return
             self._carry_out(effect)
+        if isinstance(event, ce.ReportArrived):
+            world.truth.event_checks.heard(event.report)
         self._sleep()
 
     def _carry_out(self, effect: ce.CoordinatorEffect) -> None:
@@ -175,6 +179,8 @@ class CoordinatorHost:
                 world.truth.read(directive)
                 world.transmit(host.name, False, host.hear, directive)
             case ce.Announce(kind, _, worker):
+                disk = world.truth.disk
+                world.truth.event_checks.told(effect, disk.view if disk is not None else None)
                 if kind == "replaced" and "hung" in effect.text and worker is not None:
                     world.truth.replaced(worker)
             case ce.Finish(outcome):

@@ -46,8 +46,8 @@ class Attendance:
         silent = tuple(sorted(name for name in facts.silent if name in facts.roster.nodes))
         new = [name for name in silent if name not in self.silent]
         back = [name for name in self.silent if name not in silent]
-        lines = [Announce("silent", f"node {name} is silent") for name in new]
-        lines += [Announce("node", f"node {name} is heard again") for name in back]
+        lines = [Announce("silent", f"node {name} is silent", node=name) for name in new]
+        lines += [Announce("node", f"node {name} is heard again", node=name) for name in back]
         return dataclasses.replace(self, silent=silent), lines
 
     def tell_not_drained(self, why: str) -> tuple[Attendance, list[Announce]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from holdfast.core.membership.roster import NodeSnapshot
 from holdfast.core.types import (
+    AgentId,
     AgentReport,
     Directive,
     JobRecord,
@@ -56,14 +57,31 @@ class SendDirective:
 
 
 @dataclass(frozen=True, slots=True)
+class Cost:
+    """Tells what an incident has cost until the first step that was committed afterwards."""
+
+    pause_s: float  # from the first sign of the fault until the commit was reported
+    tasks: int  # tasks of workers that were left out: others compute them again
+    steps: int  # committed steps that are computed again
+    missing: int  # workers fewer than before
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
-    """Write one line of the job's event log, for people and for events.jsonl."""
+    """Write one line of the job's event log, for people and for events.jsonl.
+
+    `id` and `causes`, ids of earlier lines, are added last (core/membership/event_chain.py).
+    """
 
     kind: str
     text: str
     worker: WorkerId | None = None
     view: ViewNumber | None = None
     step: int | None = None
+    node: AgentId | None = None
+    id: str = ""
+    causes: tuple[str, ...] = ()
+    cost: Cost | None = None
 
 
 @dataclass(frozen=True, slots=True)

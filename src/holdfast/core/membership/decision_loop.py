@@ -28,6 +28,7 @@ from holdfast.core.membership.coordinator_events import (
     SendDirective,
     StopRequested,
 )
+from holdfast.core.membership.event_chain import EventChain
 from holdfast.core.membership.facts import Facts
 from holdfast.core.membership.job_changes import Memory, Remember
 from holdfast.core.membership.lease import LeasePolicy
@@ -81,6 +82,7 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
         self._persisted = record
         self._learn_until: float | None = None
         self._attendance = Attendance()
+        self._chain = EventChain(term, self._view)
         self._seq = 0
         self._sent: dict[AgentId, _Sent] = {}
         self._finished = False
@@ -90,6 +92,16 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorEffect]:
         """Apply one event at time `now` (seconds); return effects in order."""
+        effects = self._take_in(event, now)
+        if isinstance(event, ReportArrived):
+            resumed = self._chain.hear(event.report, now)
+            effects = [resumed, *effects] if resumed else effects
+        return [
+            self._chain.number(effect, self._view, now) if isinstance(effect, Announce) else effect
+            for effect in effects
+        ]
+
+    def _take_in(self, event: CoordinatorEvent, now: float) -> list[CoordinatorEffect]:
         effects: list[CoordinatorEffect] = []
         reply_to: AgentId | None = None
         match event:
@@ -234,6 +246,10 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
     @property
     def view(self) -> View | None:
         return self._view
+
+    @property
+    def term(self) -> int:
+        return self._term
 
     @property
     def outcome(self) -> str | None:

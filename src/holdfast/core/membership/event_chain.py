@@ -1,0 +1,140 @@
+"""Gives every line of the event log an id and its causes, and remembers which incidents are open.
+
+An incident begins with a fault, goes on with a view that leaves somebody out, and ends with the
+first step that a member commits in that view. The machine of the job decides; this object only
+links what is told. Must not know texts: it reads kinds, workers, nodes and views.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from holdfast.core.membership.coordinator_events import Announce, Cost
+from holdfast.core.types import AgentId, AgentReport, View, WorkerId
+
+FAULTS = ("lost", "replaced", "quarantined", "stop_view", "restart", "back")  # may begin incidents
+PLANS = ("join", "drain", "wait")  # the next view is formed on purpose
+ENDS = ("failed", "stop")
+RESUMED = "resumed"
+CAUSES_MAX = 64  # a larger outage names the newest
+
+
+@dataclasses.dataclass(slots=True)
+class _Incident:
+    """Holds what is known of the faults since the last commit."""
+
+    seen_at: float
+    workers: int  # members of the view before
+    faults: list[str] = dataclasses.field(default_factory=list)  # ids
+    view_event: str = ""  # id of the newest view since
+    tasks: int = 0  # virtual ranks of members that views have left out since
+    steps: int = 0  # steps to be computed again
+
+
+class EventChain:
+    """Links the lines of one term: `number` for each line in order, `hear` for each report."""
+
+    def __init__(self, term: int, view: View | None) -> None:
+        self._term = term
+        self._view = view
+        self._count = 0
+        self._reached = view.resume_step if view else 0  # the newest step as members have told
+        self._open: _Incident | None = None
+        self._planned = ""  # id of the last plan to change the view
+        self._silent: dict[AgentId, str] = {}  # ids of what was told of silent nodes
+        self._accusations: list[str] = []  # ids of what workers told of wrong results
+        self._left_out: dict[WorkerId, str] = {}  # the id of the view that left a worker out
+
+    def hear(self, report: AgentReport, now: float) -> Announce | None:
+        """Take in how far members are; return the end of the open incident, if this ends it."""
+        view = self._view
+        if view is None:
+            return None
+        for status in report.workers:
+            if view.includes(status.worker, status.incarnation) and status.view == view.number:
+                self._reached = max(self._reached, status.committed)
+        found = self._open
+        if found is None or not found.view_event or self._reached <= view.resume_step:
+            return None
+        self._open = None
+        pause_s = max(now - found.seen_at, 0.0)
+        missing = max(found.workers - len(view.members), 0)
+        text = f"step {view.resume_step} is committed, {pause_s:.2f} s after the fault was seen"
+        return Announce(
+            RESUMED,
+            text,
+            None,
+            view.number,
+            view.resume_step,
+            causes=(found.view_event,),
+            cost=Cost(pause_s, found.tasks, found.steps, missing),
+        )
+
+    def number(self, line: Announce, view: View | None, now: float) -> Announce:
+        """Return the line with its id and causes. `view`: the present one, after all decisions."""
+        self._count += 1
+        name = f"{self._term}.{self._count}"
+        causes = line.causes
+        if line.kind == "silent" and line.node is not None:
+            self._silent[line.node] = name
+        elif line.kind == "node" and line.node is not None:
+            heard = self._silent.pop(line.node, "")
+            causes = (heard,) if heard else ()
+        elif line.kind == "wrong":
+            self._accusations.append(name)
+        elif line.kind in FAULTS:
+            causes = self._add_fault(line, name, now)
+        elif line.kind in PLANS:
+            self._planned = name
+            if line.kind == "drain":
+                self._begin(name, now)
+        elif line.kind == "view" and view is not None:
+            causes = self._enter(view, name)
+        elif line.kind in ENDS and self._open is not None:
+            causes = tuple(self._open.faults)
+        return dataclasses.replace(line, id=name, causes=causes[-CAUSES_MAX:])
+
+    def _begin(self, name: str, now: float) -> None:
+        if self._open is None:
+            members = len(self._view.members) if self._view else 0
+            self._open = _Incident(seen_at=now, workers=members)
+        self._open.faults.append(name)
+
+    def _add_fault(self, line: Announce, name: str, now: float) -> tuple[str, ...]:
+        """Begin an incident or add to it; a fault of somebody left out belongs to that view."""
+        view, worker = self._view, line.worker
+        member = view.member(worker) if view and worker is not None else None
+        if worker is not None and member is None:
+            left_out_by = self._left_out.get(worker, "")
+            return (left_out_by,) if left_out_by else ()
+        nodes = {m.agent: True for m in (view.members if view else ())}
+        if member is not None:
+            nodes = {member.agent: True}
+        causes = [told for node, told in self._silent.items() if node in nodes]
+        if line.kind in ("quarantined", "back"):
+            causes += self._accusations
+        if line.kind == "stop_view" and self._open is not None:
+            causes += self._open.faults
+        self._begin(name, now)
+        return tuple(causes)
+
+    def _enter(self, view: View, name: str) -> tuple[str, ...]:
+        """Link a view with what has led to it."""
+        before, self._view = self._view, view
+        causes, self._planned = ([self._planned] if self._planned else []), ""
+        found, staying = self._open, frozenset(view.workers)
+        for member in before.members if before else ():
+            if member.worker not in staying:
+                self._left_out[member.worker] = name
+        for worker in view.workers:
+            self._left_out.pop(worker, None)
+        if found is not None and before is not None:
+            causes = [*found.faults, *(c for c in causes if c not in found.faults)]
+            found.view_event = name
+            found.tasks += sum(owner not in staying for owner in before.owners)
+            found.steps += max(self._reached - view.resume_step, 0)
+        elif before is None:
+            self._open = None  # what went wrong before the job began has cost no step
+        self._accusations.clear()
+        self._reached = view.resume_step
+        return tuple(causes)
