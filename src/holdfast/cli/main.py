@@ -13,6 +13,8 @@ COMMANDS = {
     "resume": "go on with a run that ended before its time",
     "agent": "add this machine to a running job",
     "status": "show a running job: view, step, processes",
+    "events": "print the event log of a run",
+    "explain": "list the incidents of a run, or tell the story and the cost of one",
     "drain": "empty a node of a running job, which goes on without it",
     "migrate": "move a worker of a running job to another node, while it trains",
     "coordinator": "stand by as another coordinator of a job, on any machine",

@@ -43,6 +43,12 @@ class EventSink:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lines = RoutineLines()
+        self._own_lines = 0
+
+    def next_own_id(self, term: int) -> str:
+        """Return an id for a line that the core knows nothing of."""
+        self._own_lines += 1
+        return f"{term}.s{self._own_lines}"
 
     def write(self, event: LoggedEvent) -> None:
         """Append one line. A log that cannot be written does not stop the job."""
@@ -55,7 +61,15 @@ class EventSink:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the events so far as they stand in the log; none if there is no log yet."""
+    """Return the events so far as they stand in the log; none if there is no log yet.
+
+    A line that is only half written, because its writer is at work or was killed, is left out.
+    """
+    found: list[dict[str, Any]] = []
     with contextlib.suppress(FileNotFoundError):
-        return [json.loads(line) for line in path.read_text().splitlines()]
-    return []
+        for line in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                event = json.loads(line)
+                if isinstance(event, dict) and {"time", "kind", "text"} <= event.keys():
+                    found.append(event)
+    return found

@@ -15,6 +15,7 @@ from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import JobRecord
 from holdfast.net.secret import read_run_dir, write_run_dir
 from holdfast.runtime.coordinate.journal import read_record
+from holdfast.runtime.job_events import read_events
 from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, read_regular
 from holdfast.wire.job_document import JOB_FILE, decode_job, encode_job
 
@@ -182,3 +183,13 @@ def _replace(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_bytes(data)
     os.replace(temporary, path)
+
+
+def read_run_events(run: RunDir) -> list[dict[str, Any]]:
+    """Return the events so far. UserError: there is no run here, or its log is no log."""
+    if not run.job.exists():
+        raise UserError(f"{run.path} holds no run: name the directory given as --run-dir")
+    try:
+        return read_events(run.events)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{run.events} cannot be read: {error}") from None

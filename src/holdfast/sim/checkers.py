@@ -35,7 +35,6 @@ from holdfast.sim.arithmetic import (
     task,
 )
 from holdfast.sim.endings import Endings, out_of_time
-from holdfast.sim.event_checks import EventChecks
 from holdfast.sim.memories import Memories
 from holdfast.sim.promises import Promises
 from holdfast.sim.proofs import Proofs
@@ -60,7 +59,6 @@ class Truth:
         self.sums: list[int] = []
         self.errors = Errors(self, options)
         self.promises = Promises(options)
-        self.event_checks = EventChecks()
         self.spare_rules = SpareRules(options)
         self.memories = Memories(options.redundancy)
         self.quiet_times = QuietTimes(options, self.spare_rules)

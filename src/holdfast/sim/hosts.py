@@ -106,7 +106,7 @@ class CoordinatorHost:
         forgotten = world.truth.forgotten
         world.truth.promises.listens(world.now)
         known = record.view if record is not None and not forgotten else None
-        world.truth.event_checks.listens(known)
+        world.truth.promises.events.listens(known)
         self.machine = world.machines.coordinator(
             world.coordinator_policy,
             self.term,
@@ -165,7 +165,7 @@ class CoordinatorHost:
                 return
             self._carry_out(effect)
         if isinstance(event, ce.ReportArrived):
-            world.truth.event_checks.heard(event.report)
+            world.truth.promises.events.heard(event.report)
         self._sleep()
 
     def _carry_out(self, effect: ce.CoordinatorEffect) -> None:
@@ -180,7 +180,7 @@ class CoordinatorHost:
                 world.transmit(host.name, False, host.hear, directive)
             case ce.Announce(kind, _, worker):
                 disk = world.truth.disk
-                world.truth.event_checks.told(effect, disk.view if disk is not None else None)
+                world.truth.promises.events.told(effect, disk.view if disk is not None else None)
                 if kind == "replaced" and "hung" in effect.text and worker is not None:
                     world.truth.replaced(worker)
             case ce.Finish(outcome):

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from holdfast.core.membership.durable import KNOWN_MAX
 from holdfast.core.types import AgentId, AgentReport, JobRecord, View
+from holdfast.sim.event_checks import EventChecks
 from holdfast.sim.run_options import Options
 from holdfast.sim.seams import Actor
 from holdfast.sim.wrong_bits import Violation
@@ -20,6 +21,7 @@ class Promises:
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        self.events = EventChecks()
         self._fence_s = options.lease_s + options.lease_margin_s
         self._started_at = 0.0  # the present coordinator
         self._heard: dict[AgentId, tuple[float, AgentReport]] = {}  # by it: the newest of each

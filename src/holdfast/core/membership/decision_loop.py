@@ -92,16 +92,6 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[CoordinatorEffect]:
         """Apply one event at time `now` (seconds); return effects in order."""
-        effects = self._take_in(event, now)
-        if isinstance(event, ReportArrived):
-            resumed = self._chain.hear(event.report, now)
-            effects = [resumed, *effects] if resumed else effects
-        return [
-            self._chain.number(effect, self._view, now) if isinstance(effect, Announce) else effect
-            for effect in effects
-        ]
-
-    def _take_in(self, event: CoordinatorEvent, now: float) -> list[CoordinatorEffect]:
         effects: list[CoordinatorEffect] = []
         reply_to: AgentId | None = None
         match event:
@@ -116,8 +106,10 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
             case _:
                 assert_never(event)
         if self._is_due(now):
-            return [*effects, *self._review(reply_to, now)]
-        return [*effects, self._answer(reply_to)] if reply_to else effects
+            effects += self._review(reply_to, now)
+        elif reply_to:
+            effects.append(self._answer(reply_to))
+        return self._chain.link(event, effects, self._view, now)
 
     @abc.abstractmethod
     def _hear(self, report: AgentReport, now: float) -> bool:
@@ -246,10 +238,6 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
     @property
     def view(self) -> View | None:
         return self._view
-
-    @property
-    def term(self) -> int:
-        return self._term
 
     @property
     def outcome(self) -> str | None:

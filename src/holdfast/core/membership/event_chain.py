@@ -9,7 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from holdfast.core.membership.coordinator_events import Announce, Cost
+from holdfast.core.membership.coordinator_events import (
+    Announce,
+    CoordinatorEffect,
+    CoordinatorEvent,
+    Cost,
+    ReportArrived,
+)
 from holdfast.core.types import AgentId, AgentReport, View, WorkerId
 
 FAULTS = ("lost", "replaced", "quarantined", "stop_view", "restart", "back")  # may begin incidents
@@ -32,7 +38,7 @@ class _Incident:
 
 
 class EventChain:
-    """Links the lines of one term: `number` for each line in order, `hear` for each report."""
+    """Links the lines of one term; `link` is the only mutator that others call."""
 
     def __init__(self, term: int, view: View | None) -> None:
         self._term = term
@@ -44,6 +50,22 @@ class EventChain:
         self._silent: dict[AgentId, str] = {}  # ids of what was told of silent nodes
         self._accusations: list[str] = []  # ids of what workers told of wrong results
         self._left_out: dict[WorkerId, str] = {}  # the id of the view that left a worker out
+
+    def link(
+        self,
+        event: CoordinatorEvent,
+        effects: list[CoordinatorEffect],
+        view: View | None,
+        now: float,
+    ) -> list[CoordinatorEffect]:
+        """Return the effects of an event, where each line has its id and causes."""
+        if isinstance(event, ReportArrived):
+            resumed = self.hear(event.report, now)
+            effects = [resumed, *effects] if resumed else effects
+        return [
+            self.number(effect, view, now) if isinstance(effect, Announce) else effect
+            for effect in effects
+        ]
 
     def hear(self, report: AgentReport, now: float) -> Announce | None:
         """Take in how far members are; return the end of the open incident, if this ends it."""

@@ -143,7 +143,6 @@ class CoordinatorServer:
         self._events = EventSink(setup.run_dir.events)
         self._spec = spec
         self._core = core
-        self._own_lines = 0
         self._journal = journal
         self._check = check
         self._agents: dict[AgentId, Channel] = {}
@@ -327,14 +326,10 @@ class CoordinatorServer:
         for each in self._agents.values() if known < len(self._addresses) else [channel]:
             each.send(book)
 
-    def _number(self, line: ce.Announce) -> ce.Announce:
-        """Give an id to a line that the core knows nothing of."""
-        self._own_lines += 1
-        return dataclasses.replace(line, id=f"{self._core.term}.s{self._own_lines}")
-
     def say(self, kind: str, text: str, announced: ce.Announce | None = None) -> None:
         """Write one line of the job's event log, for people and for events.jsonl."""
-        found = announced or self._number(ce.Announce(kind, text))
+        found = announced or ce.Announce(kind, text)
+        term = self._core.snapshot().record.term if announced is None else 0
         self._events.write(
             LoggedEvent(
                 time=time.time(),
@@ -344,7 +339,7 @@ class CoordinatorServer:
                 view=found.view,
                 step=found.step,
                 node=found.node,
-                id=found.id,
+                id=found.id or self._events.next_own_id(term),
                 causes=found.causes,
                 cost=None if found.cost is None else dataclasses.asdict(found.cost),
             )

@@ -1,0 +1,49 @@
+"""`holdfast explain RUN [EVENT]` lists the incidents of a run, or tells the story of one.
+
+It reads the event log and prints; it decides nothing. It works for crashed runs, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.observe.incidents import describe_cost, find_incident, find_incidents, tell_story
+from holdfast.runtime.rundir import RunDir, read_run_events
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; `argv` follows `holdfast explain`."""
+    options = parser().parse_args(argv)
+    events = read_run_events(RunDir(Path(options.run_dir)))
+    incidents = find_incidents(events)
+    if options.event is not None:
+        found = find_incident(incidents, options.event)
+        print(
+            json.dumps(found.to_dict(), indent=2) if options.json else "\n".join(tell_story(found))
+        )
+        return 0
+    if options.json:
+        print(json.dumps([each.to_dict() for each in incidents], indent=2))
+        return 0
+    for each in incidents:
+        at = time.strftime("%H:%M:%S", time.localtime(each.began_at))
+        print(f"{each.name:<8} {at}  {each.title}; {describe_cost(each.cost)}")
+    if not incidents:
+        print(f"no incidents in {len(events)} events")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="holdfast explain",
+        description="List the incidents of a run, newest last, or tell the story of one: the "
+        "fault, what was done, and what it cost. It reads the run's event log.",
+    )
+    found.add_argument("run_dir", metavar="RUN", help="directory of the run")
+    found.add_argument("event", metavar="EVENT", nargs="?", help="id of an event of an incident")
+    found.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    return found

@@ -1,0 +1,106 @@
+"""Finds the incidents of a run in its event log, and tells each in plain sentences.
+
+It reads lines as dictionaries, also those of older releases, which have no ids. Must not know
+files or processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.core.errors import UserError
+
+Event = Mapping[str, Any]
+ROOTS = ("lost", "replaced", "quarantined", "stop_view", "restart", "back", "drain")
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """Holds the events of one incident in order. `cost`: empty until it has ended."""
+
+    events: tuple[Event, ...]
+    cost: Mapping[str, float]
+
+    @property
+    def began_at(self) -> float:
+        return float(self.events[0]["time"])
+
+    @property
+    def name(self) -> str:
+        return str(self.events[0]["id"])
+
+    @property
+    def title(self) -> str:
+        """Return the line that says most: the loss of a worker, if there was one."""
+        order = ("lost", "quarantined", "back", "drain", "replaced", "restart", "stop_view")
+        found = (e for kind in order for e in self.events if e["kind"] == kind)
+        return str(next(found, self.events[0])["text"]).partition("\n")[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"id": self.name, "title": self.title, "cost": self.cost, "events": self.events}
+
+
+def find_incidents(events: Sequence[Event]) -> list[Incident]:
+    """Return the incidents, oldest first: events that are linked by their causes."""
+    group: dict[str, list[Event]] = {}  # by id: all events of its incident, shared
+    place: dict[str, int] = {}
+    for number, event in enumerate(events):
+        name = event.get("id", "")
+        causes = [c for c in event.get("causes", ()) if c in group]
+        begins = event["kind"] in (*ROOTS, "silent", "wrong")
+        if not name or not (causes or begins):
+            continue
+        place[name] = number
+        merged: list[Event] = []
+        for each in {id(group[c]): group[c] for c in causes}.values():
+            merged += each
+        merged = [*sorted(merged, key=lambda e: place[e["id"]]), event]
+        for member in merged:
+            group[member["id"]] = merged
+    found = {id(each): each for each in group.values()}.values()
+    real = [each for each in found if any(e["kind"] in ROOTS for e in each)]
+    return [Incident(tuple(each), _cost_of(each)) for each in real]
+
+
+def _cost_of(events: Iterable[Event]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for event in events:
+        for name, value in (event.get("cost") or {}).items():
+            total[name] = total.get(name, 0) + value
+    return total
+
+
+def find_incident(incidents: Sequence[Incident], name: str) -> Incident:
+    """Return the incident with an event of this id. UserError: there is none."""
+    for each in incidents:
+        if any(event["id"] == name for event in each.events):
+            return each
+    known = ", ".join(each.name for each in incidents[-8:]) or "the run has none"
+    raise UserError(f"no incident has the event {name!r}; the newest incidents: {known}")
+
+
+def describe_cost(cost: Mapping[str, float]) -> str:
+    """Return what an incident has cost, in one phrase."""
+    if not cost:
+        return "no step was committed after it"
+    parts = [f"{cost.get('pause_s', 0.0):.2f} s until the next step"]
+    for name, one, many in (
+        ("tasks", "task was computed by others", "tasks were computed by others"),
+        ("steps", "step was computed again", "steps were computed again"),
+        ("missing", "worker fewer", "workers fewer"),
+    ):
+        count = int(cost.get(name, 0))
+        if count:
+            parts.append(f"{count} {one if count == 1 else many}")
+    return ", ".join(parts)
+
+
+def tell_story(incident: Incident) -> list[str]:
+    """Return the incident as lines: seconds since it began, then what happened."""
+    lines = [f"Incident {incident.name}: {incident.title}."]
+    for event in incident.events:
+        after_s = float(event["time"]) - incident.began_at
+        lines.append(f"  {after_s:+8.2f} s  {event['text']}  [{event['id']}]")
+    return [*lines, f"Cost: {describe_cost(incident.cost)}."]

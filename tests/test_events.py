@@ -1,0 +1,95 @@
+"""Tests of the event log's schema, of its readers, and of incidents in a real run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import Start, finish
+from holdfast.cli.main import main
+from holdfast.core.errors import UserError
+from holdfast.observe.incidents import describe_cost, find_incident, find_incidents, tell_story
+from holdfast.runtime.job_events import read_events
+
+ROOT = Path(__file__).parents[1]
+TOLD = re.compile(r'(?:Announce|EventNoted|\.say|\.note)\(\s*f?"([a-z_]+)",')
+
+
+def event(kind: str, name: str, *causes: str, **more: Any) -> dict[str, Any]:
+    text = f"{kind} {name}"
+    return {"time": float(name), "kind": kind, "text": text, "id": name, "causes": causes, **more}
+
+
+def test_every_kind_of_event_is_on_its_page() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    page = (ROOT / "docs" / "events.md").read_text()
+    documented = set(re.findall(r"^\| `([a-z_]+)` \|", page.split("## Kinds")[1], re.MULTILINE))
+    assert documented == {*TOLD.findall(source), "drain", "wait", "resumed"}
+
+
+def test_incidents_are_events_linked_by_causes() -> None:
+    cost = {"pause_s": 1.5, "tasks": 1, "steps": 0, "missing": 2}
+    found = find_incidents(
+        [
+            event("view", "1"),
+            event("lost", "2"),
+            event("stop_view", "3", "2"),
+            event("lost", "4"),
+            event("view", "5", "2", "3", "4"),
+            event("resumed", "6", "5", cost=cost),
+            event("join", "7"),
+            event("view", "8", "7"),
+            event("lost", "9"),
+        ]
+    )
+    assert [[e["id"] for e in each.events] for each in found] == [list("23456"), ["9"]]
+    assert found[0].title == "lost 2"
+    assert find_incident(found, "5") is found[0]
+    assert tell_story(found[0])[-1] == (
+        "Cost: 1.50 s until the next step, 1 task was computed by others, 2 workers fewer."
+    )
+    assert describe_cost(found[1].cost) == "no step was committed after it"
+    with pytest.raises(UserError, match=r"'8'; the newest incidents: 2, 9$"):
+        find_incident(found, "8")
+
+
+def test_lines_of_older_releases_and_half_lines_are_no_error(tmp_path: Path) -> None:
+    log, old = tmp_path / "events.jsonl", {"time": 1.0, "kind": "lost", "text": "gone"}
+    log.write_text(json.dumps(old) + '\n{"time": 2.0, "ki')
+    assert read_events(log) == [old]
+    assert find_incidents(read_events(log)) == []
+
+
+@pytest.mark.parametrize("command", ["events", "explain"])
+def test_a_directory_without_a_run_is_refused_in_one_sentence(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"holdfast: {tmp_path} holds no run: name the directory given as --run-dir\n"
+    )
+
+
+def test_a_killed_worker_is_one_incident_with_its_cost(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with start("--steps", "12", "--fault", "SIGKILL:gather:4:2") as run:
+        finish(run)
+    path = str(run.run_dir.path)
+    (incident,) = find_incidents(run.events())
+    assert {"lost", "view", "resumed"} <= {e["kind"] for e in incident.events}
+    assert incident.title.startswith("worker 2 was lost")
+    assert incident.cost["missing"] == 1
+    assert incident.cost["tasks"] > 0
+    ids = [e["id"] for e in run.events()]
+    assert len(set(ids)) == len(ids)
+    assert main(["explain", path]) == 0
+    assert capsys.readouterr().out.count("worker 2 was lost") == 1
+    assert main(["explain", path, incident.name]) == 0
+    assert "Cost: " in capsys.readouterr().out
+    assert main(["events", path, "--follow", "--kind", "lost", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["worker"] == 2
