@@ -1,6 +1,6 @@
 """Checks that the event log tells each incident as one chain: fault, view, first step afterwards.
 
-It compares what is told with the views that the journal holds, and with the workers in them.
+It compares the lines with the views that the journal holds, and with the workers in them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class EventChecks:
     def __init__(self) -> None:
         self._kinds: dict[str, str] = {}  # by id
         self._causes: dict[str, tuple[str, ...]] = {}
-        self._view: View | None = None  # that the present coordinator has told of, or began with
+        self._view: View | None = None  # the newest one in a line of the present coordinator
         self._owed: dict[str, int] = {}  # views after a fault, without their end: their numbers
 
     def listens(self, view: View | None) -> None:

@@ -58,7 +58,7 @@ class SendDirective:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Tells what an incident has cost until the first step that was committed afterwards."""
+    """Describes the cost of an incident until the first step that was committed afterwards."""
 
     pause_s: float  # from the first sign of the fault until the commit was reported
     tasks: int  # tasks of workers that were left out: others compute them again

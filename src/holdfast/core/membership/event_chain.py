@@ -18,7 +18,14 @@ from holdfast.core.membership.coordinator_events import (
 )
 from holdfast.core.types import AgentId, AgentReport, View, WorkerId
 
-FAULTS = ("lost", "replaced", "quarantined", "stop_view", "restart", "back")  # may begin incidents
+FAULTS = (
+    "lost",
+    "replaced",
+    "quarantined",
+    "stop_view",
+    "restart",
+    "back",
+)  # kinds of lines that begin incidents
 PLANS = ("join", "drain", "wait")  # the next view is formed on purpose
 ENDS = ("failed", "stop")
 RESUMED = "resumed"
@@ -27,13 +34,13 @@ CAUSES_MAX = 64  # a larger outage names the newest
 
 @dataclasses.dataclass(slots=True)
 class _Incident:
-    """Holds what is known of the faults since the last commit."""
+    """Collects the faults since the last commit."""
 
     seen_at: float
     workers: int  # members of the view before
     faults: list[str] = dataclasses.field(default_factory=list)  # ids
     view_event: str = ""  # id of the newest view since
-    tasks: int = 0  # virtual ranks of members that views have left out since
+    tasks: int = 0  # virtual ranks of members left out by views since
     steps: int = 0  # steps to be computed again
 
 
@@ -47,8 +54,8 @@ class EventChain:
         self._reached = view.resume_step if view else 0  # the newest step as members have told
         self._open: _Incident | None = None
         self._planned = ""  # id of the last plan to change the view
-        self._silent: dict[AgentId, str] = {}  # ids of what was told of silent nodes
-        self._accusations: list[str] = []  # ids of what workers told of wrong results
+        self._silent: dict[AgentId, str] = {}  # ids of the lines on silent nodes
+        self._accusations: list[str] = []  # ids of the lines on wrong results
         self._left_out: dict[WorkerId, str] = {}  # the id of the view that left a worker out
 
     def link(
@@ -68,7 +75,7 @@ class EventChain:
         ]
 
     def hear(self, report: AgentReport, now: float) -> Announce | None:
-        """Take in how far members are; return the end of the open incident, if this ends it."""
+        """Take in how far members are; return the last line of an incident that ends."""
         view = self._view
         if view is None:
             return None
@@ -141,7 +148,7 @@ class EventChain:
         return tuple(causes)
 
     def _enter(self, view: View, name: str) -> tuple[str, ...]:
-        """Link a view with what has led to it."""
+        """Link a view with its causes."""
         before, self._view = self._view, view
         causes, self._planned = ([self._planned] if self._planned else []), ""
         found, staying = self._open, frozenset(view.workers)
@@ -156,7 +163,7 @@ class EventChain:
             found.tasks += sum(owner not in staying for owner in before.owners)
             found.steps += max(self._reached - view.resume_step, 0)
         elif before is None:
-            self._open = None  # what went wrong before the job began has cost no step
+            self._open = None  # faults before the job began have cost no step
         self._accusations.clear()
         self._reached = view.resume_step
         return tuple(causes)
