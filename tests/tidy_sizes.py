@@ -22,7 +22,7 @@ SHORT_FILE_LINES = 40
 
 LONG_FILES = {  # lines at most
     "src/holdfast/core/membership/agent.py": 610,
-    "src/holdfast/core/membership/coordinator.py": 608,
+    "src/holdfast/core/membership/coordinator.py": 601,
     "src/holdfast/core/step/step_machine.py": 606,
 }
 LARGE_CLASSES: dict[str, tuple[int, int]] = {  # methods and attributes at most

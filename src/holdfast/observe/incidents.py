@@ -13,7 +13,9 @@ from typing import Any
 from holdfast.core.errors import UserError
 
 Event = Mapping[str, Any]
-ROOTS = ("lost", "replaced", "quarantined", "stop_view", "restart", "back", "drain")
+# The kinds of lines that say most of an incident, best first.
+TELLING = ("lost", "quarantined", "back", "drain", "leave", "replaced", "restart", "stop_view")
+ROOTS = ("lost", "replaced", "quarantined", "stop_view", "restart", "back", "drain", "leave")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,16 @@ class Incident:
     @property
     def title(self) -> str:
         """Return the line that says most: the loss of a worker, if there was one."""
-        order = ("lost", "quarantined", "back", "drain", "replaced", "restart", "stop_view")
+        order = (
+            "lost",
+            "quarantined",
+            "back",
+            "drain",
+            "leave",
+            "replaced",
+            "restart",
+            "stop_view",
+        )
         found = (e for kind in order for e in self.events if e["kind"] == kind)
         return str(next(found, self.events[0])["text"]).partition("\n")[0]
 

@@ -45,6 +45,7 @@ from holdfast.core.membership.formation import (
     last_view,
     next_view,
     present_nodes,
+    replace_left_out,
     room_beside_drained,
     spans,
     surely_newest,
@@ -454,20 +455,12 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
     def _install(self, facts: Facts, proposal: Proposal, *, begins: bool = False) -> Plan:
         """Make the proposed view the present one; replace the workers that it leaves out."""
         old, roster, number = facts.view, facts.roster, self._next_number
-        staying = frozenset([*proposal.workers, *(lag.worker for lag in proposal.suspended)])
-        plan: Plan = []
-        for member in facts.members:
-            if member.worker not in staying and roster.wants(member.worker, member.incarnation):
-                plan.append(OrderNext(member.worker))  # only a new incarnation may come back
-        for lag in old.suspended if old is not None else ():
-            if lag not in proposal.catching_up and roster.wants(lag.worker, lag.incarnation):
-                plan.append(OrderNext(lag.worker))  # the steps that it missed are dropped
         view = make_view(proposal, number, old, roster, self._policy.procs)
         protection, view = self._protection.protect(view, old, roster)
         view = dataclasses.replace(view, invalidations=self._durable.invalidations)
         text = f"view {number}: workers {spans(proposal.workers)}; {view.reason}"
         return [
-            *plan,
+            *replace_left_out(facts, proposal),
             Remember(protection),
             InstallView(view, proposal.redone, begins),
             Announce("view", text, None, number, proposal.resume_step),

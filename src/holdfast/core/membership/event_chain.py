@@ -25,6 +25,7 @@ FAULTS = (
     "stop_view",
     "restart",
     "back",
+    "leave",
 )  # kinds of lines that begin incidents
 PLANS = ("join", "drain", "wait")  # the next view is formed on purpose
 ENDS = ("failed", "stop")
@@ -53,6 +54,7 @@ class EventChain:
         self._count = 0
         self._reached = view.resume_step if view else 0  # the newest step as members have told
         self._open: _Incident | None = None
+        self._next: _Incident | None = None  # faults in the view that answers the open one
         self._planned = ""  # id of the last plan to change the view
         self._silent: dict[AgentId, str] = {}  # ids of the lines on silent nodes
         self._accusations: list[str] = []  # ids of the lines on wrong results
@@ -85,7 +87,7 @@ class EventChain:
         found = self._open
         if found is None or not found.view_event or self._reached <= view.resume_step:
             return None
-        self._open = None
+        self._open, self._next = self._next, None
         pause_s = max(now - found.seen_at, 0.0)
         missing = max(found.workers - len(view.members), 0)
         text = f"step {view.resume_step} is committed, {pause_s:.2f} s after the fault was seen"
@@ -120,14 +122,24 @@ class EventChain:
         elif line.kind == "view" and view is not None:
             causes = self._enter(view, name)
         elif line.kind in ENDS and self._open is not None:
-            causes = tuple(self._open.faults)
+            causes = tuple(self._faults)
         return dataclasses.replace(line, id=name, causes=causes[-CAUSES_MAX:])
 
     def _begin(self, name: str, now: float) -> None:
-        if self._open is None:
+        found = self._open if self._open is None or not self._open.view_event else self._next
+        if found is None:
             members = len(self._view.members) if self._view else 0
-            self._open = _Incident(seen_at=now, workers=members)
-        self._open.faults.append(name)
+            found = _Incident(seen_at=now, workers=members)
+            if self._open is None:
+                self._open = found
+            else:
+                self._next = found
+        found.faults.append(name)
+
+    @property
+    def _faults(self) -> list[str]:
+        """Return the ids of all faults that no commit has followed yet."""
+        return [name for each in (self._open, self._next) if each for name in each.faults]
 
     def _add_fault(self, line: Announce, name: str, now: float) -> tuple[str, ...]:
         """Begin an incident or add to it; a fault of somebody left out belongs to that view."""
@@ -140,10 +152,12 @@ class EventChain:
         if member is not None:
             nodes = {member.agent: True}
         causes = [told for node, told in self._silent.items() if node in nodes]
+        if line.kind == "leave" and self._planned:
+            causes.append(self._planned)
         if line.kind in ("quarantined", "back"):
             causes += self._accusations
         if line.kind == "stop_view" and self._open is not None:
-            causes += self._open.faults
+            causes += self._faults
         self._begin(name, now)
         return tuple(causes)
 
@@ -151,6 +165,8 @@ class EventChain:
         """Link a view with its causes."""
         before, self._view = self._view, view
         causes, self._planned = ([self._planned] if self._planned else []), ""
+        if self._open is not None:  # without a commit in between all is one incident
+            self._open.faults, self._next = self._faults, None
         found, staying = self._open, frozenset(view.workers)
         for member in before.members if before else ():
             if member.worker not in staying:

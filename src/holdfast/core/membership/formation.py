@@ -9,6 +9,8 @@ import enum
 from collections.abc import Callable, Sequence
 
 from holdfast.core.assignment import assign_at_boundary, assign_mid_step
+from holdfast.core.membership.changes import OrderNext
+from holdfast.core.membership.coordinator_events import Announce
 from holdfast.core.membership.facts import Facts
 from holdfast.core.membership.resume import resume_step
 from holdfast.core.membership.view_making import Proposal, choose_hosts
@@ -491,3 +493,20 @@ def last_view(facts: Facts, survivors: Sequence[WorkerStatus]) -> Proposal:
         spares=tuple(worker for worker in staying if worker not in hosts),
         why=why,
     )
+
+
+def replace_left_out(facts: Facts, proposal: Proposal) -> list[OrderNext | Announce]:
+    """Return what follows for members and suspended members that the proposed view leaves out."""
+    roster, old = facts.roster, facts.view
+    staying = frozenset([*proposal.workers, *(lag.worker for lag in proposal.suspended)])
+    plan: list[OrderNext | Announce] = []
+    for member in facts.members:
+        if member.worker not in staying and roster.wants(member.worker, member.incarnation):
+            if reason := roster.leaves(member.worker):
+                text = f"worker {member.worker} leaves: {reason}"
+                plan.append(Announce("leave", text, member.worker))
+            plan.append(OrderNext(member.worker))  # only a new incarnation may come back
+    for lag in old.suspended if old is not None else ():
+        if lag not in proposal.catching_up and roster.wants(lag.worker, lag.incarnation):
+            plan.append(OrderNext(lag.worker))  # the steps that it missed are dropped
+    return plan
