@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from holdfast.core.errors import UserError
 from holdfast.observe.ledger import LedgerDoubt, LedgerWriter, ledger_path
 from holdfast.observe.ledger_chain import ChainCheck
 from test_ledger import STEPS, audit, entry, header, write_run
@@ -85,3 +88,25 @@ def test_copies_of_an_older_release_are_compared_in_what_they_have(tmp_path: Pat
     found = [json.loads(line) for line in new.read_bytes().splitlines()]
     assert len(found) == STEPS + 1
     assert found[0]["format"] == 2
+
+
+def test_the_chain_goes_on_after_a_line_that_the_disk_had_no_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = ledger_path(tmp_path, 0, 1)
+    writer, write = LedgerWriter(path), os.write
+    writer.begin(header())
+    writer.append(entry(0))
+
+    def half(descriptor: int, data: memoryview) -> int:
+        write(descriptor, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", half)
+        with pytest.raises(UserError, match="cannot grow"):
+            writer.append(entry(1))
+    writer.append(entry(1))
+    writer.close()
+    assert audit(tmp_path).findings == ()
+    assert audit(tmp_path).steps == 2

@@ -6,12 +6,11 @@ Exit status: 0 all of them are the same, 1 one differs, 2 they cannot be compute
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.cli.replay_command import add_common, render, replay, to_dict
+from holdfast.cli.replay_command import add_common, conclude, replay
 from holdfast.core.errors import UserError
 from holdfast.observe.step_records import read_steps
 
@@ -28,12 +27,8 @@ def main(argv: Sequence[str]) -> int:
     count = max(round(options.share * len(steps)), 1)
     chosen = sorted(random.Random(options.seed).sample(steps, count))
     found = replay(options.run_dir, recorded, chosen, options.timeout, quiet=options.json)
-    if options.json:
-        print(json.dumps({"chosen": chosen, **to_dict(found)}, indent=2))
-    else:
-        print(f"{count} of {len(steps)} steps chosen: {', '.join(map(str, chosen))}")
-        print(render(found))
-    return 1 if found.differences else 0
+    line = f"{count} of {len(steps)} steps chosen: {', '.join(map(str, chosen))}"
+    return conclude(found, as_json=options.json, about={"chosen": chosen}, before=[line])
 
 
 def parser() -> argparse.ArgumentParser:

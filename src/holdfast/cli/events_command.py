@@ -16,20 +16,29 @@ POLL_S = 0.2
 def main(argv: Sequence[str]) -> int:
     """Run the command; `argv` follows `holdfast events`."""
     options = parser().parse_args(argv)
-    run, shown = RunDir(Path(options.run_dir)), 0
+    run, shown, size = RunDir(Path(options.run_dir)), 0, -1
     while True:
-        over = run.result.exists()
-        events = read_run_events(run)
-        for event in events[shown:]:
-            if options.kind in (None, event["kind"]):
-                print(json.dumps(event) if options.json else render(event), flush=True)
-        shown = len(events)
+        over, now = run.result.exists(), _size_of(run.events)
+        if now != size:
+            size, events = now, read_run_events(run)
+            for event in events[shown:]:
+                if options.kind in (None, event["kind"]):
+                    print(json.dumps(event) if options.json else render(event), flush=True)
+            shown = len(events)
         if not options.follow or over:
             return 0
         try:
             time.sleep(POLL_S)
         except KeyboardInterrupt:
             return 130
+
+
+def _size_of(path: Path) -> int:
+    """Return the size of a file in bytes, 0 if it is not there yet."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def render(event: dict[str, object]) -> str:

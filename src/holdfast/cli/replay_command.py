@@ -10,15 +10,16 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from holdfast.core.errors import UserError
+from holdfast.core.errors import HoldfastError, UserError
 from holdfast.observe.ledger import StepLine, Uses
 from holdfast.observe.step_records import (
     RunSteps,
@@ -53,14 +54,10 @@ def main(argv: Sequence[str]) -> int:
     if vrank is not None and not 0 <= vrank < ranks:
         raise UserError(f"--vrank {vrank}: the job has virtual ranks 0 to {ranks - 1}")
     found = replay(options.run_dir, recorded, options.step, options.timeout, quiet=options.json)
-    if options.json:
-        print(json.dumps(to_dict(found), indent=2))
-    else:
-        print(render(found))
-        if vrank is not None:
-            for step in options.step:
-                print(describe_task(found.entries.get(step), vrank))
-    return 1 if found.differences else 0
+    tasks = []
+    if vrank is not None:
+        tasks = [describe_task(found.entries.get(step), vrank) for step in options.step]
+    return conclude(found, as_json=options.json, after=tasks)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,6 +76,25 @@ def parser() -> argparse.ArgumentParser:
     )
     add_common(found)
     return found
+
+
+def conclude(
+    found: Replayed,
+    *,
+    as_json: bool,
+    about: Mapping[str, object] = MappingProxyType({}),
+    before: Sequence[str] = (),
+    after: Sequence[str] = (),
+) -> int:
+    """Print the result; returns the exit status.
+
+    `about`: more for JSON. `before`, `after`: more lines for people.
+    """
+    if as_json:
+        print(json.dumps({**about, **to_dict(found)}, indent=2))
+    else:
+        print("\n".join([*before, render(found), *after]))
+    return 1 if found.differences else 0
 
 
 def add_common(found: argparse.ArgumentParser) -> None:
@@ -130,20 +146,28 @@ def _run(path: Path, end: int, until: float) -> RunSteps:
     """Run a prepared job until it has committed step `end`; returns its steps. UserError."""
     with LocalRun(path, [], [], command=["resume", str(path)], bound=True) as run:
         while True:
-            ended = not run.running()
-            found = _steps_so_far(path)
-            if end in found.steps:
-                return found
+            ended, at = not run.running(), _step_of(run)
+            if ended or at >= end:  # the ledger is long: it is not read before
+                found = _steps_so_far(path)
+                if end in found.steps:
+                    return found
             if ended:
                 told = "\n".join(run.err[-5:])
                 raise UserError(f"the replay ended before step {end}:\n{told}")
             if time.monotonic() > until:
-                at = max(found.steps, default=None)
                 raise UserError(
                     f"the replay was at step {at} of {end} when the time was over: give a longer "
                     "--timeout"
                 )
             time.sleep(POLL_S)
+
+
+def _step_of(run: LocalRun) -> int:
+    """Return how far a job is, as it says; -1 while nobody answers."""
+    try:
+        return int(run.status()["step"])
+    except HoldfastError:
+        return -1
 
 
 def _steps_so_far(path: Path) -> RunSteps:
@@ -181,11 +205,10 @@ def _was_dropped(line: StepLine) -> bool:
 
 def to_dict(found: Replayed) -> dict[str, Any]:
     """Return the result for JSON."""
-    names = StepDifference.__slots__
     return {
         "equal": not found.differences,
         "steps": found.steps,
-        "differences": [{n: getattr(each, n) for n in names} for each in found.differences],
+        "differences": [asdict(each) for each in found.differences],
     }
 
 

@@ -13,9 +13,8 @@ from typing import Any
 from holdfast.core.errors import UserError
 
 Event = Mapping[str, Any]
-# The kinds of lines that say most of an incident, best first.
+# The kinds of lines that make an incident, those that say most of it first.
 TELLING = ("lost", "quarantined", "back", "drain", "leave", "replaced", "restart", "stop_view")
-ROOTS = ("lost", "replaced", "quarantined", "stop_view", "restart", "back", "drain", "leave")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +35,7 @@ class Incident:
     @property
     def title(self) -> str:
         """Return the line that says most: the loss of a worker, if there was one."""
-        order = (
-            "lost",
-            "quarantined",
-            "back",
-            "drain",
-            "leave",
-            "replaced",
-            "restart",
-            "stop_view",
-        )
-        found = (e for kind in order for e in self.events if e["kind"] == kind)
+        found = (e for kind in TELLING for e in self.events if e["kind"] == kind)
         return str(next(found, self.events[0])["text"]).partition("\n")[0]
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,7 +49,7 @@ def find_incidents(events: Sequence[Event]) -> list[Incident]:
     for number, event in enumerate(events):
         name = event.get("id", "")
         causes = [c for c in event.get("causes", ()) if c in group]
-        begins = event["kind"] in (*ROOTS, "silent", "wrong")
+        begins = event["kind"] in (*TELLING, "silent", "wrong")
         if not name or not (causes or begins):
             continue
         place[name] = number
@@ -71,7 +60,7 @@ def find_incidents(events: Sequence[Event]) -> list[Incident]:
         for member in merged:
             group[member["id"]] = merged
     found = {id(each): each for each in group.values()}.values()
-    real = [each for each in found if any(e["kind"] in ROOTS for e in each)]
+    real = [each for each in found if any(e["kind"] in TELLING for e in each)]
     return [Incident(tuple(each), _cost_of(each)) for each in real]
 
 

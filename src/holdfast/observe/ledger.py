@@ -12,7 +12,7 @@ import enum
 import errno
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,11 +21,16 @@ import msgspec
 
 from holdfast.core.errors import UserError, WorldError
 from holdfast.core.release import written_by_newer
-from holdfast.observe.ledger_chain import CHAIN_BEGIN, add_chain, find_last_chain
-from holdfast.store.regular_files import append_regular
+from holdfast.observe.ledger_chain import (
+    CHAIN_BEGIN,
+    LINE_BYTES_MAX,
+    add_chain,
+    find_last_chain,
+)
+from holdfast.store.regular_files import append_regular, regular_stream
 
 LEDGER_DIR = "ledger"
-LINE_BYTES_MAX = 1 << 26
+_DOUBT = b'"doubt"'  # occurs in each line that holds a doubt
 
 Host = tuple[int, int]  # (worker, incarnation)
 _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
@@ -52,7 +57,7 @@ class LedgerHeader:
 
 
 class Uses(enum.Enum):
-    """Says what a step uses of the dataset."""
+    """Names the samples that a step uses."""
 
     SAMPLES = "samples"
     SAME_SAMPLES = "same samples"  # as the step before it, in the script's same step
@@ -168,6 +173,10 @@ class DoubtLine(msgspec.Struct, tag="doubt", tag_field="kind", forbid_unknown_fi
     view: _Natural
     again: bool
 
+    def withdraws(self, line: StepLine) -> bool:
+        """Return whether a step was done again because something wrong may have been used in it."""
+        return self.again and line.step >= self.step and line.view <= self.view
+
 
 Line = HeaderLine | StepLine | DoubtLine
 _encode = msgspec.json.Encoder().encode
@@ -190,6 +199,36 @@ def ledger_path(run_dir: str | os.PathLike[str], worker: int, incarnation: int) 
     return Path(run_dir) / LEDGER_DIR / f"worker-{worker:05d}-{incarnation:05d}.jsonl"
 
 
+def find_ledger_files(run_dir: str | os.PathLike[str]) -> list[Path]:
+    """Return the files of a run's ledger, in order. UserError if there is none."""
+    directory = Path(run_dir) / LEDGER_DIR
+    if not os.path.isdir(run_dir):
+        raise UserError(
+            f"there is no run directory {run_dir}: `holdfast run` prints its own at start"
+        )
+    if not (paths := sorted(directory.glob("*.jsonl"))):
+        raise UserError(f"{directory} has no *.jsonl files: name the directory of a run")
+    return paths
+
+
+def read_lines(path: Path, *, having: Sequence[bytes] = ()) -> Iterator[Line]:
+    """Yield the whole lines of a file that can be read, and no others.
+
+    `having`: only lines that contain one of these; by default all.
+    """
+    with contextlib.suppress(OSError), regular_stream(path) as file:
+        for line in iter(lambda: file.readline(LINE_BYTES_MAX), b""):
+            if line.endswith(b"\n") and (not having or any(mark in line for mark in having)):
+                with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                    yield decode_line(line)
+
+
+def read_doubts(paths: Sequence[Path]) -> list[DoubtLine]:
+    """Collect the doubts of all files: a worker may doubt the lines of others."""
+    every = (line for path in paths for line in read_lines(path, having=(_DOUBT,)))
+    return [line for line in every if isinstance(line, DoubtLine)]
+
+
 class LedgerWriter:
     """Appends to one file, with one write per line.
 
@@ -201,7 +240,7 @@ class LedgerWriter:
         self.path = Path(path)
         self._file: int | None = None
         self._size = 0
-        self._chain = CHAIN_BEGIN
+        self._chain: str | None = None  # of the last line; None: not looked up yet
 
     def begin(self, header: LedgerHeader) -> None:
         """Open the file if it is not open, and write the header of the entries that follow."""
@@ -245,9 +284,18 @@ class LedgerWriter:
 
     def _append(self, line: HeaderLine | StepLine) -> None:
         """Write a line with the digest of all lines up to it."""
-        whole, chain = add_chain(_encode(line), self._chain)
+        whole, chain = add_chain(_encode(line), self._find_chain())
         self._write(whole)
         self._chain = chain
+
+    def _find_chain(self) -> str:
+        """Return the chain of the file's last line. WorldError."""
+        if self._chain is None:
+            try:
+                self._chain = find_last_chain(self.path) if self._size else CHAIN_BEGIN
+            except OSError as error:
+                raise _disk_error(self.path, error) from error
+        return self._chain
 
     def _open(self) -> None:
         if self._file is None:
@@ -255,7 +303,6 @@ class LedgerWriter:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = append_regular(self.path)
                 self._size = os.fstat(self._file).st_size
-                self._chain = find_last_chain(self.path) if self._size else CHAIN_BEGIN
             except OSError as error:
                 raise _disk_error(self.path, error) from error
 

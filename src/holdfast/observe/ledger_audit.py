@@ -7,7 +7,6 @@ whatever is wrong with it becomes a finding that names file and line.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,7 +21,6 @@ from numpy.typing import NDArray
 
 from holdfast.core.errors import UserError
 from holdfast.observe.ledger import (
-    LEDGER_DIR,
     LINE_BYTES_MAX,
     DoubtLine,
     HeaderLine,
@@ -32,7 +30,9 @@ from holdfast.observe.ledger import (
     StepLine,
     Uses,
     decode_line,
+    find_ledger_files,
     newer_format_in,
+    read_doubts,
 )
 from holdfast.observe.ledger_chain import ChainCheck
 from holdfast.observe.ledger_claims import Claim, claim_of_result
@@ -42,7 +42,6 @@ from holdfast.store.regular_files import regular_stream
 FINDINGS_MAX = 1000
 FINDING_CHARS_MAX = 1000  # it may quote what the file says
 STEP_SAMPLES_MAX = 1 << 26  # a plan that claims more for one step is not recomputed
-_DOUBT = b'"doubt"'  # occurs in each line that holds a doubt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,15 +140,8 @@ def verify(
     here. It takes memory for a small record per step, and for the indices of one epoch. UserError
     when the run has no ledger.
     """
-    directory = Path(run_dir) / LEDGER_DIR
-    paths = sorted(directory.glob("*.jsonl"))
-    if not os.path.isdir(run_dir):
-        raise UserError(
-            f"there is no run directory {run_dir}: `holdfast run` prints its own at start"
-        )
-    if not paths:
-        raise UserError(f"{directory} has no *.jsonl files: name the directory of a run")
-    audit = _Audit(plan_of, _doubts(paths))
+    paths = find_ledger_files(run_dir)
+    audit = _Audit(plan_of, read_doubts(paths))
     audit.left_out.read(paths, audit.withdrawn)
     for path in paths:
         audit.read(path)
@@ -177,19 +169,6 @@ def verify(
         replaced=sum(step.replaced for step in audit.steps.values()),
         job_steps=max((claim.steps for claim in claims), default=None),
     )
-
-
-def _doubts(paths: Sequence[Path]) -> list[DoubtLine]:
-    """Collect the doubts of all files: a worker may doubt what others have written."""
-    found = []
-    for path in paths:
-        with contextlib.suppress(OSError), regular_stream(path) as file:
-            for line in iter(lambda: file.readline(LINE_BYTES_MAX), b""):
-                if _DOUBT in line and line.endswith(b"\n"):
-                    with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
-                        value = decode_line(line)
-                        found += [value] if isinstance(value, DoubtLine) else []
-    return found
 
 
 # What all copies of a step must agree on. Hashed, so that a million steps fit in memory. Of a step
@@ -264,7 +243,7 @@ class _Audit:
 
     def withdrawn(self, entry: StepLine) -> bool:
         """Tell whether the step was done again because something wrong may have been used in it."""
-        return any(d.again and entry.step >= d.step and entry.view <= d.view for d in self.doubts)
+        return any(doubt.withdraws(entry) for doubt in self.doubts)
 
     def _parse(self, where: str, line: bytes) -> Line | None:
         try:

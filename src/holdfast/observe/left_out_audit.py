@@ -7,18 +7,15 @@ take the place of a planned record: whoever uses another one without having told
 from __future__ import annotations
 
 import bisect
-import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.core.errors import UserError
-from holdfast.observe.ledger import LINE_BYTES_MAX, HeaderLine, StepLine, Uses, decode_line
-from holdfast.store.regular_files import regular_stream
+from holdfast.observe.ledger import HeaderLine, StepLine, Uses, read_lines
 
 _BAD, _HEADER = b'"bad"', b'"header"'  # one occurs in each line that matters here
 
@@ -46,16 +43,12 @@ class LeftOut:
         """Collect what all files tell, but for steps that do not count."""
         for path in paths:
             dataset = 0
-            with contextlib.suppress(OSError), regular_stream(path) as file:
-                for line in iter(lambda: file.readline(LINE_BYTES_MAX), b""):
-                    if not (_BAD in line or _HEADER in line) or not line.endswith(b"\n"):
-                        continue
-                    with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
-                        match decode_line(line):
-                            case HeaderLine() as header:
-                                dataset = header.dataset
-                            case StepLine() as entry if not withdrawn(entry):
-                                self._note(dataset, entry)
+            for line in read_lines(path, having=(_BAD, _HEADER)):
+                match line:
+                    case HeaderLine() as header:
+                        dataset = header.dataset
+                    case StepLine() as entry if not withdrawn(entry):
+                        self._note(dataset, entry)
 
     def _note(self, dataset: int, entry: StepLine) -> None:
         if entry.bad and dataset and entry.uses is not Uses.NO_SAMPLES:

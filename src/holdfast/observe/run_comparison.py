@@ -5,7 +5,7 @@ It reads both ledgers and computes nothing again. Must not know torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from holdfast.core.errors import UserError
@@ -28,15 +28,11 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        first = None
-        if self.first is not None:
-            names = StepDifference.__slots__
-            first = {name: getattr(self.first, name) for name in names}
         return {
             "equal": self.first is None,
             "steps": self.steps,
             "lengths": list(self.lengths),
-            "first_difference": first,
+            "first_difference": None if self.first is None else asdict(self.first),
         }
 
 

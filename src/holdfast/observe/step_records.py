@@ -6,27 +6,19 @@ something wrong may have been used in them do not. Must not know torch.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import msgspec
-
-from holdfast.core.errors import UserError
 from holdfast.observe.ledger import (
-    LEDGER_DIR,
-    LINE_BYTES_MAX,
     NOT_TAKEN,
-    DoubtLine,
     HeaderLine,
-    Line,
     StepLine,
     Uses,
-    decode_line,
+    find_ledger_files,
+    read_doubts,
+    read_lines,
 )
-from holdfast.store.regular_files import regular_stream
 
 
 @dataclass(slots=True)
@@ -53,21 +45,12 @@ class StepDifference:
 
 def read_steps(run_dir: str | os.PathLike[str]) -> RunSteps:
     """Read all steps of a run. UserError if it has no ledger."""
-    directory = Path(run_dir) / LEDGER_DIR
-    paths = sorted(directory.glob("*.jsonl"))
-    if not os.path.isdir(run_dir):
-        raise UserError(
-            f"there is no run directory {run_dir}: `holdfast run` prints its own at start"
-        )
-    if not paths:
-        raise UserError(f"{directory} has no *.jsonl files: name the directory of a run")
-    lines = [(path, line) for path in paths for line in _read_lines(path)]
-    doubts = [line for _, line in lines if isinstance(line, DoubtLine) and line.again]
-    found = RunSteps(str(run_dir))
-    for _, line in lines:
+    paths = find_ledger_files(run_dir)
+    doubts, found = read_doubts(paths), RunSteps(str(run_dir))
+    for line in (line for path in paths for line in read_lines(path)):
         if isinstance(line, HeaderLine):
             found.header = found.header or line
-        elif isinstance(line, StepLine) and not _is_withdrawn(line, doubts):
+        elif isinstance(line, StepLine) and not any(doubt.withdraws(line) for doubt in doubts):
             known = found.steps.get(line.step)
             if known is None or line.view > known.view:
                 found.steps[line.step] = line
@@ -114,21 +97,6 @@ def find_difference(
         text = f"step {step}: the loss is {pair[0]!r} in {names[0]} and {pair[1]!r} in {names[1]}"
         return StepDifference(step=step, kind="step", text=text)
     return None
-
-
-def _read_lines(path: Path) -> list[Line]:
-    """Return the whole lines of a file that can be read."""
-    found: list[Line] = []
-    with contextlib.suppress(OSError), regular_stream(path) as file:
-        for line in iter(lambda: file.readline(LINE_BYTES_MAX), b""):
-            if line.endswith(b"\n"):
-                with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
-                    found.append(decode_line(line))
-    return found
-
-
-def _is_withdrawn(line: StepLine, doubts: Sequence[DoubtLine]) -> bool:
-    return any(line.step >= doubt.step and line.view <= doubt.view for doubt in doubts)
 
 
 def _unlike(ours: Sequence[object], theirs: Sequence[object]) -> tuple[int, ...]:

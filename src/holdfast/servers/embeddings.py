@@ -109,7 +109,7 @@ class TableSpec:
     def keep(self, rule: RowOptimizer) -> dict[str, torch.Tensor]:
         """Make room for rows by key in this process; returns the arrays, by name."""
         with self._making_room():
-            self.keyed = KeyedTable(self.shape, range(SHARDS), rule)
+            self.keyed = KeyedTable(self.shape, range(SHARDS), rule, undoes=False)
         return self.keyed.arrays
 
     @contextmanager
@@ -191,7 +191,9 @@ class _Rows(nn.Module):
             return found
         if not self._table.is_served:
             kept = self._table.keyed
-            return None if kept is None else find_rows(ids, lambda keys: kept.read(keys, NEWEST))
+            if kept is None:
+                return None
+            return find_rows([ids], lambda keys: [kept.read(keys[0], NEWEST)])[0]
         assert isinstance(self.row_optimizer, ServedOptimizer)
         return self.row_optimizer.find_rows([ids])[0]
 
@@ -243,7 +245,7 @@ class _Rows(nn.Module):
         if not self._table.is_served:
             super()._load_from_state_dict(*args)
         if self._table.keyed is not None:
-            self._table.keyed.index()
+            self._table.keyed.forget_index()
 
     def _apply(self, *args: Any, **named: Any) -> Any:
         """Move or convert the table, unless its rows have keys: these stay where they are."""

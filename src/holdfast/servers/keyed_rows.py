@@ -94,11 +94,20 @@ class KeyedTable:
     Arrays, each with `shard_rows` places for each shard: `keys` [places, 1] int64, `used`
     [places, 2] int64 (how many updates have used the key, 0 for a free place; the last of these),
     `rows` [places, dim], and the slots of the optimizer. `seen` [cells, 2] int64 does for keys
-    without a row as `used` does, but several keys share a cell.
+    without a row as `used` does, but several keys share a cell. `undoes`: earlier versions can be
+    read.
     """
 
-    def __init__(self, shape: TableShape, shards: Sequence[int], rule: RowOptimizer) -> None:
+    def __init__(
+        self,
+        shape: TableShape,
+        shards: Sequence[int],
+        rule: RowOptimizer,
+        *,
+        undoes: bool = True,
+    ) -> None:
         assert shape.keyed is not None, "a table of keys"
+        self._undoes = undoes
         self.shape, self._rules, self._rule = shape, shape.keyed, rule
         self._order = {shard: i for i, shard in enumerate(shards)}
         size = len(shards) * shape.shard_rows
@@ -115,26 +124,34 @@ class KeyedTable:
         if self._counts.cells:
             self.arrays["seen"] = self._counts.seen
         self._undos: list[_Undo] = []
-        self.index()
+        self._index: KeyIndex | None = None
+        self._free: dict[int, torch.Tensor] = {}  # free places of each shard, in growing order
 
     @property
     def array_names(self) -> list[str]:
         """Return the names of a shard's arrays, in the order of `parts`."""
         return list(self.arrays)
 
-    def index(self) -> None:
-        """Find all keys again, after others have written to the arrays."""
-        taken = self.arrays["used"][:, USES] > 0
-        self._taken = taken
-        self._index = KeyIndex(self.arrays["keys"][:, 0], taken)
-        self._free = {shard: self._find_free(shard) for shard in self._order}
+    def forget_index(self) -> None:
+        """Look all keys up again before the next use: the arrays have been written to."""
+        self._index = None
+
+    def _indexed(self) -> KeyIndex:
+        """Return the index of all keys, made again if need be."""
+        if self._index is None:
+            self._taken = self.arrays["used"][:, USES] > 0
+            self._index = KeyIndex(self.arrays["keys"][:, 0], self._taken)
+            for shard in self._order:
+                start, stop = self._range_of(shard, "used")
+                self._free[shard] = (~self._taken[start:stop]).nonzero().flatten() + start
+        return self._index
 
     def begin(self, shard: int) -> None:
         """Empty a shard: all keys have their first values."""
         for name, part in zip(self.array_names, self.parts(shard), strict=True):
             part.fill_(self._first_slots.get(name, 0))
         self._forget_undos(shard)
-        self.index()
+        self.forget_index()
 
     def first_values(self, keys: torch.Tensor) -> torch.Tensor:
         """Return the first values [n, dim] of the rows of these keys."""
@@ -147,7 +164,7 @@ class KeyedTable:
 
     def read(self, keys: torch.Tensor, version: int) -> torch.Tensor:
         """Return rows [keys, dim] as they were after `version` updates."""
-        places = self._index.find(keys)
+        places = self._indexed().find(keys)
         there = places >= 0
         if bool(there.all()):
             found = self.arrays["rows"].index_select(0, places)
@@ -176,15 +193,17 @@ class KeyedTable:
         if not bool((keys[1:] > keys[:-1]).all()):
             keys, order = keys.sort()
             grads = grads[order]
-        places = self._index.find(keys)
+        index = self._indexed()
+        places = index.find(keys)
         lacks = places < 0
         admitted, cells, counts = self._counts.admit(keys[lacks], number)
         moves = self._place(admitted, places[~lacks])
-        self._remember(number, places[~lacks], moves, cells)
+        if self._undoes:
+            self._remember(number, places[~lacks], moves, cells)
         self._counts.seen[cells] = counts
         self._carry_out(moves)
         if len(moves.keys):
-            places[lacks] = self._index.find(keys[lacks])
+            places[lacks] = index.find(keys[lacks])
         stored = places >= 0
         if not bool(stored.all()):
             places, grads = places[stored], grads[stored]
@@ -228,7 +247,7 @@ class KeyedTable:
         for mine, other in zip(self.parts(shard), arrays, strict=True):
             mine.copy_(other)
         self._forget_undos(shard)
-        self.index()
+        self.forget_index()
 
     # ------------------------------------------------------------ one update
 
@@ -292,7 +311,7 @@ class KeyedTable:
             arrays[name][moves.places] = first
         arrays["used"][moves.places] = 0
         self._taken[moves.places] = True
-        self._index.add(moves.keys, moves.places)
+        self._indexed().add(moves.keys, moves.places)
 
     # ------------------------------------------------------------ places
 
@@ -300,10 +319,6 @@ class KeyedTable:
         """Return where an array has the places of a shard: from, to."""
         size = self._counts.cells if name == "seen" else self.shape.shard_rows
         return self._order[shard] * size, (self._order[shard] + 1) * size
-
-    def _find_free(self, shard: int) -> torch.Tensor:
-        start, stop = self._range_of(shard, "used")
-        return (~self._taken[start:stop]).nonzero().flatten() + start
 
     def _forget_undos(self, shard: int) -> None:
         """Drop what undoes updates of a shard."""

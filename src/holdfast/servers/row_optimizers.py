@@ -28,8 +28,6 @@ class KeyedRows(Protocol):
         self, keys: torch.Tensor, grads: torch.Tensor, rate: float, step: int, number: int
     ) -> None: ...
 
-    def forget_undos(self, floor: int) -> None: ...
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOptimizer(ABC):
@@ -219,7 +217,6 @@ class TableOptimizer(torch.optim.Optimizer):
         if param in self._keyed:
             keys, values = rows_of(param)
             self._keyed[param].update(keys, values, lr, step, step)
-            self._keyed[param].forget_undos(step)
             return
         slots = {name: state[name] for name in self._rule.slots(param.shape[1])}
         if grad.is_sparse:

@@ -44,10 +44,20 @@ class FoundRows:
         return int(found[0, 0]) if len(found) else None
 
 
-def find_rows(ids: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]) -> FoundRows:
-    """Return the rows of ids; `read`: returns the rows [n, dim] of keys [n], each once."""
-    keys, index = torch.unique(ids.detach().cpu(), return_inverse=True)
-    return FoundRows(index.to(ids.device), read(keys).to(ids.device), keys.to(ids.device))
+def find_rows(
+    ids: Sequence[torch.Tensor],
+    read: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+) -> list[FoundRows]:
+    """Return the rows of each table's ids.
+
+    `read`: returns the rows [n, dim] of each table's keys [n], which are there once each.
+    """
+    pairs = [torch.unique(each.detach().cpu(), return_inverse=True) for each in ids]
+    found = read([keys for keys, _ in pairs])
+    return [
+        FoundRows(index.to(given.device), rows.to(given.device), keys.to(given.device))
+        for given, rows, (keys, index) in zip(ids, found, pairs, strict=True)
+    ]
 
 
 class _Served(torch.autograd.Function):
@@ -122,13 +132,8 @@ class ServedOptimizer(torch.optim.Optimizer):
         `newest`: as all committed updates have left them, whatever the job's staleness.
         """
         client = self._connected()
-        pairs = [torch.unique(each.detach().cpu(), return_inverse=True) for each in ids]
         version = self.param_groups[0]["updates"] - (0 if newest else self._staleness)
-        found = client.read(max(version, 0), [keys for keys, _ in pairs])
-        return [
-            FoundRows(index.to(given.device), rows.to(given.device), keys.to(given.device))
-            for given, rows, (keys, index) in zip(ids, found, pairs, strict=True)
-        ]
+        return find_rows(ids, lambda keys: client.read(max(version, 0), keys))
 
     def read_rows(self, table: TableShape, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of one table, in blocks, as the committed updates have left them."""

@@ -112,7 +112,7 @@ class EventChain:
             heard = self._silent.pop(line.node, "")
             causes = (heard,) if heard else ()
         elif line.kind == "wrong":
-            self._accusations.append(name)
+            self._accusations = [*self._accusations, name][-CAUSES_MAX:]
         elif line.kind in FAULTS:
             causes = self._add_fault(line, name, now)
         elif line.kind in PLANS:
@@ -134,7 +134,7 @@ class EventChain:
                 self._open = found
             else:
                 self._next = found
-        found.faults.append(name)
+        found.faults = [*found.faults, name][-CAUSES_MAX:]
 
     @property
     def _faults(self) -> list[str]:
