@@ -108,6 +108,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fail-on-missing-packages", action="store_true", dest="packages_required")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves marked tests out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests in slow_tests.txt. A name there that is no test any more is an error."""
+    lines = (Path(__file__).parent / "slow_tests.txt").read_text().splitlines()
+    slow = {line for line in lines if line and not line.startswith("#")}
+    found, functions = set(), set()
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        functions.add(name.partition("[")[0])
+        if name in slow:
+            found.add(name)
+            item.add_marker(pytest.mark.slow)
+    stale = [name for name in slow - found if name.partition("[")[0] in functions]
+    if stale and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"slow_tests.txt names tests that do not exist: {sorted(stale)}")
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say in one line what was skipped, and which package brings it."""
     reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])]

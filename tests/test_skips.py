@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar, cast
 
 import pytest
 
-from conftest import describe_skips
+from conftest import describe_skips, pytest_collection_modifyitems
 
 ETCD = "`etcd` is not installed (package etcd-server)"
 SKIPPING = f"""
@@ -52,3 +53,27 @@ def test_a_missing_package_fails_on_request(
     )
     assert done.returncode == code, done.stdout + done.stderr
     assert "skipped (" in done.stdout
+
+
+def test_a_stale_name_in_the_list_of_slow_tests_is_an_error(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Item:
+        nodeid = "tests/test_skips.py::test_that_is_parametrized[now]"
+        marks: ClassVar[list[object]] = []
+
+        def add_marker(self, mark: object) -> None:
+            self.marks.append(mark)
+
+    def read(path: Path) -> str:
+        assert path.name == "slow_tests.txt"
+        return "# a comment\ntest_skips.py::test_that_is_parametrized[now]\n" + more
+
+    more = ""
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(pytestconfig, "args", ["tests"])
+    pytest_collection_modifyitems(pytestconfig, cast(list[pytest.Item], [Item()]))
+    assert Item.marks == [pytest.mark.slow]
+    more = "test_skips.py::test_that_is_parametrized[before]\ntest_elsewhere.py::test_other\n"
+    with pytest.raises(pytest.UsageError, match=r"\['test_skips.py::.*before\]'\]$"):
+        pytest_collection_modifyitems(pytestconfig, cast(list[pytest.Item], [Item()]))

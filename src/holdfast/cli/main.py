@@ -15,6 +15,7 @@ COMMANDS = {
     "status": "show a running job: view, step, processes",
     "events": "print the event log of a run",
     "explain": "list the incidents of a run, or tell the story and the cost of one",
+    "report": "write a page about a run: where the time went, and what faults cost",
     "drain": "empty a node of a running job, which goes on without it",
     "migrate": "move a worker of a running job to another node, while it trains",
     "coordinator": "stand by as another coordinator of a job, on any machine",

@@ -30,6 +30,8 @@ from holdfast.core.errors import HoldfastError, UserError, WorldError
 from holdfast.examples import fault_kit
 from holdfast.observe.ledger import LEDGER_DIR
 from holdfast.observe.ledger_audit import LedgerReport, verify
+from holdfast.runtime.run_report import write_report
+from holdfast.runtime.rundir import RunDir
 from holdfast.testing.local_run import ACTIVE, LocalRun
 from holdfast.train.data.sampling import plan_of
 
@@ -474,7 +476,10 @@ def report(proof: Proof, console: Console, *, is_open: bool) -> None:
     for what, path in (("faulty run", faulty.run_dir), ("undisturbed run", calm.run_dir)):
         console.print(f"{what}: {path}", highlight=False, soft_wrap=True)
     plot = proof.plot or "skipped, since matplotlib is not installed"
-    console.print(f"plot: {plot}", highlight=False, soft_wrap=True)
+    page = faulty.run_dir / "report.html"
+    write_report(RunDir(faulty.run_dir), page)
+    for what in (f"plot: {plot}", f"report on the faulty run: {page}"):
+        console.print(what, highlight=False, soft_wrap=True)
     for problem in proof.problems:
         console.print(f"[bold red]{problem}[/bold red]", highlight=False, soft_wrap=True)
     if not proof.problems:

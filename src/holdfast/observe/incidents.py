@@ -29,6 +29,21 @@ class Incident:
         return float(self.events[0]["time"])
 
     @property
+    def ended_at(self) -> float:
+        return float(self.events[-1]["time"])
+
+    @property
+    def workers(self) -> set[int]:
+        """Return the workers that its events are about."""
+        return {event["worker"] for event in self.events if isinstance(event.get("worker"), int)}
+
+    @property
+    def resumes_at(self) -> float:
+        """Return the earliest step at which a view of it went on; infinity if there was none."""
+        steps = [event.get("step") for event in self.events if event["kind"] == "view"]
+        return min((float(step) for step in steps if isinstance(step, int)), default=float("inf"))
+
+    @property
     def name(self) -> str:
         return str(self.events[0]["id"])
 

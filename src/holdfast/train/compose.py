@@ -79,6 +79,7 @@ from holdfast.train.step.step_table import Buffers, StepTable
 from holdfast.train.step.task_clock import TaskClock
 from holdfast.train.step.task_digest import TaskDigest
 from holdfast.train.step.task_files import TaskFiles
+from holdfast.train.step.time_sheet import TimeSheet
 from holdfast.train.step.trained import Named
 
 CHANGED = (
@@ -134,15 +135,16 @@ def compose_control(environment: WorkerEnvironment, seed: int, fd: int | None) -
     channels = [ShardChannel(socket.socket(fileno=each)) for each in me.shard_fds]
     if me.shard:
         return _compose_following(me, seed, channels[0], fd)
+    times = TimeSheet.of_process(me.run_dir, me.worker, me.incarnation)
     policy = step_policy(me.spec, seed, writes=me.orders_fd is not None)
     machine = WorkerMachine(me.worker, me.incarnation, policy)
     if fd is None:
         solo = SoloLink(me.worker, me.spec.virtual_ranks)
-        driver = Driver(machine, solo, Monitor())
+        driver = Driver(machine, solo, Monitor(), times=times)
         return Control(environment=me, seed=seed, driver=driver, link=solo)
     link = AgentLink(socket.socket(fileno=fd), me.worker)
     if not channels:
-        driver = Driver(machine, link, Monitor())
+        driver = Driver(machine, link, Monitor(), times=times)
         link.start(driver)
         return Control(environment=me, seed=seed, driver=driver, link=link)
     host = me.host if me.spec.workers.spread > 1 else LOOPBACK
@@ -150,7 +152,7 @@ def compose_control(environment: WorkerEnvironment, seed: int, fd: int | None) -
     for channel in channels:
         channel.send(Meeting(host, store.port))
     leading = LeadingShard(me.worker, channels, link)
-    driver = Driver(machine, link, Monitor(), leading)
+    driver = Driver(machine, link, Monitor(), leading, times)
     link.start(driver)  # the agent is answered while the processes meet
     inner = InnerGroup(0, len(channels) + 1, store, host)
     leading.start(driver)

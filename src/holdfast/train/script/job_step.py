@@ -164,7 +164,7 @@ class Step:
         repeated = hosted and guard.repeats.is_due(task.step, task.vrank)
         runs = [(yield from self._repeat(task))] if repeated else []
         runner.begin(task, repeated=repeated, sketch=repeated and guard.repeats.wants_sketches)
-        batch = source.batch(self.index, task.vrank)
+        batch = runner.load(lambda: source.batch(self.index, task.vrank))
         batch_print = content_print(batch) if repeated else 0
         finished = runner.end(task, (yield from self._run(task, batch)))
         if repeated:

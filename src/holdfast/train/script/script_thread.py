@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -21,6 +21,7 @@ from holdfast.core.step import events as ev
 from holdfast.core.step.audit import FICKLE, SUBSTITUTED, Sketch
 from holdfast.core.step.events import Digest, Purpose, StepKind
 from holdfast.observe.ledger import Place, Uses
+from holdfast.observe.time_lines import TimeUse
 from holdfast.train.data.quarantine import over_budget
 from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sampling import SamplePlan
@@ -66,6 +67,14 @@ class TaskRunner:
         self._driver = driver
         self._data = data
         self._keeps_all = keeps_all_buffers  # virtual rank 0 may be dropped
+        self._use = TimeUse.TASK  # use of time that goes on after a repeated run
+
+    def load(self, read: Callable[[], Any]) -> Any:
+        """Return the batch that `read` reads; the time is counted as loading of data."""
+        before = self._driver.times.enter(TimeUse.DATA)
+        batch = read()
+        self._driver.times.enter(before)
+        return batch
 
     def begin(self, task: ef.Compute, *, repeated: bool = False, sketch: bool = False) -> None:
         """Begin a task of the script's, which may be `repeated`; `sketch`: one is wanted."""
@@ -78,6 +87,7 @@ class TaskRunner:
 
     def begin_repeat(self, task: ef.Compute, *, sketch: bool) -> None:
         """Note that the script is about to compute a task only to see what it comes to."""
+        self._use = self._driver.times.enter(TimeUse.CHECK)
         self._start(bits=True, sketch=sketch)
         self._data.gradients.begin_task(task.vrank, Purpose.AUDITED)
 
@@ -85,6 +95,7 @@ class TaskRunner:
         """End such a task; returns 63 bits of the gradient, and its sketch if it was wanted."""
         data = self._data
         self._finish()
+        self._driver.times.enter(self._use)
         return data.digest.bits, data.digest.sketch
 
     def _start(self, *, bits: bool, sketch: bool) -> None:
@@ -292,6 +303,7 @@ class ScriptThread:
         if self._passed:
             self._passed = False
             self._wait_for_release()
+        self._driver.times.close()
 
     def _wait_for_release(self) -> None:
         """Wait for others at a loop's end, and for saves that are under way."""
@@ -299,6 +311,7 @@ class ScriptThread:
         view = driver.view
         if self._data.sharding is not None and view is not None:
             self._data.sharding.meet(view.rank(view.leader))
+        driver.times.enter(TimeUse.END)
         driver.post(ev.LoopFinishing())
         self._mover.finish()
         driver.post(ev.LoopEnded())

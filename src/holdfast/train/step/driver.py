@@ -20,10 +20,11 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.speculation import Lateness
 from holdfast.core.types import Peer, Tick, View, WorkerStatus
-from holdfast.net.descriptors import DescriptorWatch
+from holdfast.observe.time_lines import TimeUse
+from holdfast.train.step.link_watch import LinkWatch, ViewGroup
 from holdfast.train.step.monitor import Monitor
+from holdfast.train.step.time_sheet import TimeSheet
 
-LOOK_S = 0.5  # between two looks at a group's links
 READ_S = 0.1  # for the control thread to read messages of the agent
 _SCRIPT = ef.Begin | ef.Compute | ef.CopyState | ef.Adopt | ef.Commit | ef.Release
 _ENGINE = (
@@ -44,14 +45,6 @@ class Link(Protocol):
     def has_unread(self) -> bool:
         """Return whether the agent has sent something that is not read yet."""
         ...
-
-
-class ViewGroup(Protocol):
-    """Offers what any thread may use of a view's process group."""
-
-    def abort(self) -> None: ...
-
-    def lost(self) -> Sequence[int]: ...
 
 
 class Machine(Protocol):
@@ -103,9 +96,15 @@ class Driver:
     """Drives a worker machine, as the module describes. Public attributes need the monitor held."""
 
     def __init__(
-        self, machine: Machine, link: Link, monitor: Monitor, shards: Shards | None = None
+        self,
+        machine: Machine,
+        link: Link,
+        monitor: Monitor,
+        shards: Shards | None = None,
+        times: TimeSheet | None = None,
     ) -> None:
         self.monitor = monitor
+        self.times = times or TimeSheet()  # how the script's thread spends its time
         self.aborted = 0  # views up to this number must not be used
         self.failure: BaseException | None = None
         self.books: dict[int, dict[Peer, bytes]] = {}
@@ -122,9 +121,7 @@ class Driver:
         self._script_until: float | None = None
         self._engine_waits = False
         self._rows_of: tuple[int, int] = (0, -1)  # the view and step whose rows may be exchanged
-        self._group: tuple[int, ViewGroup] | None = None
-        self._look_at = 0.0  # when to look next at the group's links
-        self._descriptors = DescriptorWatch()
+        self._links = LinkWatch()
 
     def serve(self, hands: Hands) -> None:
         """Let views come from now on: the worker has something to train."""
@@ -172,15 +169,10 @@ class Driver:
             now = time.monotonic()
             if deadline is not None and now >= deadline and not self._link.has_unread():
                 self.post(Tick())
-            view, group = self.view, self._group
-            if view is None or group is None or group[0] != view.number or now < self._look_at:
-                return
-            self._look_at = now + LOOK_S
-        if text := self._descriptors.complaint():
-            self.post(ev.EventNoted("descriptors", text))
-        peers = tuple(view.workers[rank] for rank in group[1].lost())
-        if peers:
-            self.post(ev.LinkLost(view.number, peers))
+            view = self.view
+            group = None if view is None else self._links.find_due(view.number, now)
+        for event in self._links.look(view, group) if view and group else ():
+            self.post(event)
 
     def fail(self, error: BaseException) -> None:
         """Let the script's thread raise `error` at its next wait."""
@@ -224,11 +216,14 @@ class Driver:
     def next_for_script(self) -> ScriptOrder:
         """Wait for what the script is to do next. Raises what has failed elsewhere."""
         with self.monitor:
+            if not self._script:
+                self.times.wait(self._machine.snapshot())
             while not self._script:
                 if self.failure is not None:
                     raise self.failure
                 self._wait()
             order = self._script.popleft()
+            self.times.take(order, self._machine.snapshot().view)
             if self._shards is not None:
                 self._shards.order(order, self._machine.snapshot())
             return order
@@ -270,7 +265,7 @@ class Driver:
         """Let an abort of `view` cut `group` from now on. Aborted if that has happened already."""
         with self.monitor:
             self.check_alive(view)
-            self._group = (view, group)
+            self._links.group = (view, group)
 
     def check_alive(self, view: int) -> None:
         """Raise Aborted once a view is given up."""
@@ -300,6 +295,7 @@ class Driver:
                 self.monitor.notify_all()
         elif _is_for_engine(effect):
             self._engine.append(effect)
+            self.times.note_engine(effect)
             # For a sum it is woken by the first bucket that is full, or by the rows.
             if self._engine_waits and not isinstance(effect, ef.Reduce):
                 self.monitor.notify_all()
@@ -312,9 +308,8 @@ class Driver:
                 self._link.tell(status)
             case ef.Abort(view):
                 self.aborted = max(self.aborted, view)
-                if self._group is not None and self._group[0] <= view:
-                    self._group[1].abort()
-                    self._group = None
+                self._links.abort(view)
+                self.times.expect(TimeUse.STALL)
                 self.monitor.notify_all()
             case ef.ShareRows(view, step):
                 self._rows_of = (view, step)

@@ -1,0 +1,178 @@
+"""Counts the seconds that a worker's script thread spends on each use, and writes them down.
+
+The driver tells it why the thread waits and which order the thread carries out. Lines are written
+when something unusual begins or ends, and else at growing distances, so that a file grows with the
+logarithm of the job's length.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.core.step import effects as ef
+from holdfast.core.step.events import Purpose
+from holdfast.core.types import Phase, WorkerStatus
+from holdfast.observe.time_lines import (
+    ProcessHeader,
+    SpentLine,
+    TimesWriter,
+    TimeUse,
+    step_class,
+    times_path,
+)
+
+LINE_S_MIN = 0.1  # between two lines of ordinary steps
+LINE_S_MAX = 10.0
+LINE_SHARE = 2000  # lines are this part of the process's life apart
+_UNUSUAL = frozenset((TimeUse.STARTING, TimeUse.JOINING, TimeUse.TRANSFER, TimeUse.STALL))
+_WAITS = frozenset((TimeUse.WAIT, TimeUse.JOINING, TimeUse.STALL, TimeUse.TRANSFER))
+_TRANSFERS = (ef.ObtainState, ef.ObtainStep, ef.SyncState, ef.SendMissed)
+_NO_TASKS: frozenset[int] = frozenset()
+
+Write = Callable[[SpentLine], bool]
+
+
+def process_age_s() -> float:
+    """Return how long this process has existed, in seconds; its fork counts as the beginning."""
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the machine's start
+    return max(time.clock_gettime(time.CLOCK_BOOTTIME) - began_s, 0.0)
+
+
+class TimeSheet:
+    """Counts seconds by use; exactly one use is counted at any time. Any thread may call it.
+
+    `write`: takes each line, and returns whether it was kept; seconds of a line that was not are
+    in the next one. `age_s`: age of the process. `clock`: in seconds.
+    """
+
+    def __init__(
+        self,
+        write: Write | None = None,
+        age_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._write = write
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._began = self._since = self._wrote = clock() - age_s
+        self._use = TimeUse.STARTING
+        self._waits_for = TimeUse.JOINING
+        self._spent: dict[TimeUse, float] = {}
+        self._steps: dict[int, int] = {}
+        self._committed = 0
+        self._step_began: float | None = None  # None: something unusual came in between
+        self._tasks: tuple[int, int, frozenset[int]] = (-1, 0, _NO_TASKS)  # step, view, computed
+
+    @classmethod
+    def of_process(cls, run_dir: Path | None, worker: int, incarnation: int) -> TimeSheet:
+        """Return the sheet of this process, which is written if there is a run directory."""
+        age_s = process_age_s()
+        if run_dir is None:
+            return cls(age_s=age_s)
+        header = ProcessHeader(worker=worker, incarnation=incarnation, began=time.time() - age_s)
+        return cls(TimesWriter(times_path(run_dir, worker, incarnation), header).append, age_s)
+
+    def enter(self, use: TimeUse) -> TimeUse:
+        """Count the time from now on as this use; return the one before."""
+        with self._lock:
+            return self._turn(use)
+
+    def wait(self, status: WorkerStatus) -> None:
+        """Count the time from now on as waiting."""
+        use = self._waits_for
+        if status.phase is Phase.ENDED:
+            use = TimeUse.END
+        elif use is TimeUse.WAIT and status.in_step and not status.hosted:
+            use = TimeUse.SPARE
+        with self._lock:
+            self._turn(use)
+
+    def expect(self, use: TimeUse) -> None:
+        """Count waits as this use from now on, the present one among them.
+
+        Before its first step a worker is joining, or receives the state.
+        """
+        with self._lock:
+            if self._waits_for is TimeUse.JOINING and use is not TimeUse.TRANSFER:
+                return
+            self._waits_for = use
+            if self._use in _WAITS:
+                self._turn(use)
+
+    def note_engine(self, order: object) -> None:
+        """Take in an order of the engine: it may tell why the script's thread waits."""
+        if isinstance(order, ef.Reduce):
+            self.expect(TimeUse.WAIT)
+        elif isinstance(order, _TRANSFERS):
+            self.expect(TimeUse.TRANSFER)
+
+    def take(self, order: ef.ScriptEffect | ef.Adopt, view: int) -> None:
+        """Count the time from now on as that of an order, which is carried out in this view."""
+        with self._lock:
+            match order:
+                case ef.Begin():
+                    self._waits_for = TimeUse.WAIT
+                    self._turn(TimeUse.UPDATE)
+                case ef.Compute():
+                    self._turn(self._use_of(order, view))
+                case ef.CopyState():
+                    self._turn(TimeUse.SAVE)
+                case ef.Commit(step):
+                    self._commit(step + 1)
+                case ef.Release():
+                    self._turn(TimeUse.UPDATE)
+                    self._write_if_due()
+                case ef.Adopt():
+                    pass
+
+    def close(self) -> None:
+        """Write the last line: the process is about to end."""
+        with self._lock:
+            self._turn(self._use)
+            self._write_line()
+
+    def _use_of(self, task: ef.Compute, view: int) -> TimeUse:
+        """Return whether the task is computed for the first time, again, or for a comparison."""
+        if task.purpose is not Purpose.HOSTED:
+            return TimeUse.CHECK
+        step, first_view, computed = self._tasks
+        if step != task.step:
+            first_view, computed = view, _NO_TASKS
+        self._tasks = (task.step, first_view, computed | {task.vrank})
+        again = view != first_view or task.vrank in computed
+        return TimeUse.AGAIN if again else TimeUse.TASK
+
+    def _commit(self, committed: int) -> None:
+        self._turn(TimeUse.UPDATE)
+        if self._step_began is not None:
+            number = step_class(self._since - self._step_began)
+            self._steps[number] = self._steps.get(number, 0) + 1
+        self._committed, self._step_began = committed, self._since
+        self._write_if_due()
+
+    def _turn(self, use: TimeUse) -> TimeUse:
+        now, before = self._clock(), self._use
+        self._spent[before] = self._spent.get(before, 0.0) + now - self._since
+        self._since, self._use = now, use
+        if use is not before and (use in _UNUSUAL or before in _UNUSUAL):
+            self._step_began = None
+            self._write_line()
+        return before
+
+    def _write_if_due(self) -> None:
+        distance_s = min(max((self._since - self._began) / LINE_SHARE, LINE_S_MIN), LINE_S_MAX)
+        if self._since - self._wrote >= distance_s:
+            self._write_line()
+
+    def _write_line(self) -> None:
+        spent = {use: seconds for use, seconds in self._spent.items() if seconds > 0}
+        line = SpentLine(step=self._committed, spent=spent, steps=self._steps)
+        self._wrote = self._since
+        if self._write is None or self._write(line):
+            self._spent, self._steps = {}, {}
