@@ -22,7 +22,7 @@ def spent(step: int, **uses: float) -> SpentLine:
 
 
 def process(worker: int, incarnation: int, began: float, *lines: SpentLine) -> ProcessTimes:
-    return ProcessTimes(worker, incarnation, T0 + began, list(lines))
+    return ProcessTimes(worker, incarnation, T0 + began, lines=list(lines))
 
 
 def event(time: float, kind: str, **more: object) -> dict[str, object]:
@@ -156,7 +156,7 @@ def lives(draw: st.DrawFn) -> list[ProcessTimes]:
                 step += draw(st.integers(0, 3))
                 uses = draw(st.dictionaries(st.sampled_from(TimeUse), st.floats(0, 9), max_size=3))
                 lines.append(SpentLine(step=step, spent=uses))
-            found.append(ProcessTimes(worker, incarnation, T0 + at, lines))
+            found.append(ProcessTimes(worker, incarnation, T0 + at, lines=lines))
             at += draw(st.floats(0.01, 20))
     return found
 

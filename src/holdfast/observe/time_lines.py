@@ -45,11 +45,12 @@ class TimeUse(enum.Enum):
 class ProcessHeader(
     msgspec.Struct, tag="header", tag_field="kind", forbid_unknown_fields=True, frozen=True
 ):
-    """Names the process. `began`: seconds since the epoch."""
+    """Names the process. `began`: seconds since the epoch. `host`: address of its node."""
 
     worker: _Natural
     incarnation: _Natural
     began: _Seconds
+    host: str = ""
     format: Literal[1] = 1
 
 
@@ -117,6 +118,7 @@ class ProcessTimes:
     worker: int
     incarnation: int
     began: float  # seconds since the epoch
+    host: str = ""
     lines: list[SpentLine] = field(default_factory=list)
 
     @property
@@ -142,7 +144,7 @@ def read_times(run_dir: str | os.PathLike[str]) -> list[ProcessTimes]:
         times: ProcessTimes | None = None
         for line in _read_lines(path):
             if isinstance(line, ProcessHeader):
-                times = times or ProcessTimes(line.worker, line.incarnation, line.began)
+                times = times or ProcessTimes(line.worker, line.incarnation, line.began, line.host)
             elif times is not None:
                 times.lines.append(line)
         if times is not None:

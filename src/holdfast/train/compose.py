@@ -135,7 +135,7 @@ def compose_control(environment: WorkerEnvironment, seed: int, fd: int | None) -
     channels = [ShardChannel(socket.socket(fileno=each)) for each in me.shard_fds]
     if me.shard:
         return _compose_following(me, seed, channels[0], fd)
-    times = TimeSheet.of_process(me.run_dir, me.worker, me.incarnation)
+    times = TimeSheet.of_process(me.run_dir, me.worker, me.incarnation, me.host)
     policy = step_policy(me.spec, seed, writes=me.orders_fd is not None)
     machine = WorkerMachine(me.worker, me.incarnation, policy)
     if fd is None:

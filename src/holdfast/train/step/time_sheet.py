@@ -70,12 +70,15 @@ class TimeSheet:
         self._tasks: tuple[int, int, frozenset[int]] = (-1, 0, _NO_TASKS)  # step, view, computed
 
     @classmethod
-    def of_process(cls, run_dir: Path | None, worker: int, incarnation: int) -> TimeSheet:
+    def of_process(
+        cls, run_dir: Path | None, worker: int, incarnation: int, host: str
+    ) -> TimeSheet:
         """Return the sheet of this process, which is written if there is a run directory."""
         age_s = process_age_s()
         if run_dir is None:
             return cls(age_s=age_s)
-        header = ProcessHeader(worker=worker, incarnation=incarnation, began=time.time() - age_s)
+        began = time.time() - age_s
+        header = ProcessHeader(worker=worker, incarnation=incarnation, began=began, host=host)
         return cls(TimesWriter(times_path(run_dir, worker, incarnation), header).append, age_s)
 
     def enter(self, use: TimeUse) -> TimeUse:

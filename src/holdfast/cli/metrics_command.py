@@ -1,0 +1,88 @@
+"""`holdfast metrics RUN` serves a run's metrics to Prometheus, or prints them once.
+
+It asks the coordinator and reads the run's files; it decides nothing and slows nothing down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.cli.shared_options import add_tls
+from holdfast.core.errors import HoldfastError, UserError
+from holdfast.net.tls import client_of
+from holdfast.runtime.contact import job_status
+from holdfast.runtime.job_status import NodeStatus
+from holdfast.runtime.rundir import RunDir, read_run_events
+
+MISSING = "metrics need the Python package prometheus_client: pip install 'holdfast[metrics]'"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; `argv` follows `holdfast metrics`."""
+    options = parser().parse_args(argv)
+    run_dir = RunDir(options.run_dir)
+    read_run_events(run_dir)  # UserError: there is no run
+    try:
+        import prometheus_client
+
+        from holdfast.observe.run_metrics import JobNumbers, RunCollector
+    except ImportError:
+        raise UserError(MISSING) from None
+    tls = client_of(options.tls)
+
+    def ask() -> JobNumbers | None:
+        try:
+            status = job_status(run_dir, tls)
+        except HoldfastError:
+            return None
+        return JobNumbers(
+            step=status.step,
+            view=status.view,
+            workers=Counter(worker.state.value for worker in status.workers),
+            nodes=Counter(map(_state_of, status.agents)),
+        )
+
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(RunCollector(run_dir.path, ask))
+    if options.once:
+        print(prometheus_client.generate_latest(registry).decode(), end="")
+        return 0
+    try:
+        server, _ = prometheus_client.start_http_server(options.port, options.host, registry)
+    except OSError as error:
+        where = f"{options.host}:{options.port}"
+        raise UserError(f"{where} cannot be listened at: {error.strerror}") from None
+    print(f"metrics: http://{options.host}:{server.server_port}/metrics", flush=True)
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        server.shutdown()
+    return 130
+
+
+def _state_of(node: NodeStatus) -> str:
+    if node.silent:
+        return "silent"
+    return "draining" if node.draining else "heard"
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="holdfast metrics",
+        description="Serve the metrics of a run to Prometheus until Ctrl-C, also after the run's "
+        "end. They are made from the run's files and the coordinator's status at each scrape.",
+    )
+    found.add_argument("run_dir", metavar="RUN", type=Path, help="directory of the run")
+    found.add_argument("--port", type=int, default=0, help="listen here (default: a free port)")
+    found.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="listen on this address (default: 127.0.0.1, this machine only)",
+    )
+    found.add_argument("--once", action="store_true", help="print the metrics once instead")
+    add_tls(found)
+    return found

@@ -1,0 +1,115 @@
+"""Turns the state of a run into Prometheus metrics, by the official client, at each scrape.
+
+Needs `prometheus_client`, an extra. It reads the run's files; the caller asks the coordinator.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from holdfast.observe.goodput import Goodput, share_out
+from holdfast.observe.run_tail import RunTail
+from holdfast.observe.time_lines import CLASSES_PER_OCTAVE, SHORTEST_STEP_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobNumbers:
+    """Describes a job as its coordinator tells; `workers` and `nodes`: how many by state."""
+
+    step: int
+    view: int
+    workers: Mapping[str, int]
+    nodes: Mapping[str, int]
+
+
+class RunCollector(Collector):
+    """Collects the metrics of one run. `ask` returns None if no coordinator answers."""
+
+    def __init__(self, run_dir: Path, ask: Callable[[], JobNumbers | None]) -> None:
+        self._run_dir = run_dir
+        self._ask = ask
+        self._tail = RunTail(run_dir)
+
+    def describe(self) -> Iterator[Metric]:
+        """Return nothing: names need not be looked up before the first scrape."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        tail = self._tail
+        tail.look()
+        numbers = self._ask()
+        text = "Whether a coordinator answers."
+        yield GaugeMetricFamily("holdfast_up", text, float(numbers is not None))
+        if numbers is not None:
+            tail.note_step(numbers.step, time.monotonic())
+            yield from _of_job(numbers)
+        if tail.steps_per_s is not None:
+            text = "Steps committed a second, over the last scrapes."
+            yield GaugeMetricFamily("holdfast_steps_per_second", text, tail.steps_per_s)
+        if tail.loss is not None:
+            yield GaugeMetricFamily("holdfast_loss", "Loss of the newest step.", tail.loss)
+        yield from self._of_events()
+        goodput = share_out(self._run_dir, tail.events)
+        if goodput is not None:
+            yield from _of_times(goodput)
+
+    def _of_events(self) -> Iterator[Metric]:
+        events = CounterMetricFamily("holdfast_events", "Lines of the event log.", labels=["kind"])
+        for kind, count in collections.Counter(e["kind"] for e in self._tail.events).items():
+            events.add_metric([str(kind)], count)
+        yield events
+        incidents = self._tail.incidents
+        text = "Faults, and what followed until a step was committed again."
+        yield CounterMetricFamily("holdfast_incidents", text, len(incidents))
+        pauses_s = sum(each.cost.get("pause_s", 0.0) for each in incidents)
+        text = "Seconds from the first sign of a fault to the next committed step."
+        yield CounterMetricFamily("holdfast_incident_pause_seconds", text, pauses_s)
+
+
+def _of_job(numbers: JobNumbers) -> Iterator[Metric]:
+    yield GaugeMetricFamily("holdfast_step", "Steps committed.", numbers.step)
+    yield GaugeMetricFamily("holdfast_view", "Number of the present view.", numbers.view)
+    for name, text, counts in (
+        ("holdfast_workers", "Workers by state.", numbers.workers),
+        ("holdfast_nodes", "Nodes by state.", numbers.nodes),
+    ):
+        family = GaugeMetricFamily(name, text, labels=["state"])
+        for state, count in counts.items():
+            family.add_metric([state], count)
+        yield family
+
+
+def _of_times(goodput: Goodput) -> Iterator[Metric]:
+    text = "Seconds of workers by what they were spent on; the parts sum up to all time."
+    times = CounterMetricFamily("holdfast_worker_time_seconds", text, labels=["part"])
+    for part, seconds in goodput.parts().items():
+        times.add_metric([part.value], seconds)
+    yield times
+    text = "Productive share of all workers' time."
+    yield GaugeMetricFamily("holdfast_goodput_ratio", text, goodput.share)
+    text = "Share of wall time in which steps that count were under way."
+    yield GaugeMetricFamily("holdfast_ettr_ratio", text, goodput.ettr)
+    text = "How long steps took, counted by each worker."
+    yield HistogramMetricFamily("holdfast_step_duration_seconds", text, *_histogram(goodput))
+
+
+def _histogram(goodput: Goodput) -> tuple[list[tuple[str, float]], float]:
+    """Return cumulative buckets, a factor of two apart, and about the sum of all steps."""
+    counts, buckets, seen = goodput.step_counts, [], 0
+    for octave in range(max(counts, default=0) // CLASSES_PER_OCTAVE + 1):
+        first = octave * CLASSES_PER_OCTAVE
+        seen += sum(counts.get(first + k, 0) for k in range(CLASSES_PER_OCTAVE))
+        buckets.append((f"{SHORTEST_STEP_S * 2 ** (octave + 1):g}", float(seen)))
+    return [*buckets, ("+Inf", float(seen))], goodput.step_seconds

@@ -1,0 +1,90 @@
+"""Follows the files of a run as they grow: its events, its newest loss, and how fast steps come.
+
+A reader asks now and then; nothing is read twice. Must not know processes or sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.observe.incidents import Incident, find_incidents
+from holdfast.observe.ledger import LEDGER_DIR, StepLine, decode_line
+from holdfast.store.regular_files import regular_stream
+
+RATE_S = 10.0  # the rate of steps is that of this many last seconds
+TAIL_BYTES = 256 << 10
+
+
+class RunTail:
+    """Follows one run. `look` reads what is new; the rest returns what was read."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir
+        self._offset = 0
+        self._rest = b""
+        self._reached: deque[tuple[float, int]] = deque()
+        self.events: list[dict[str, Any]] = []
+        self.loss: float | None = None
+        self.loss_step = -1
+
+    def look(self) -> Sequence[dict[str, Any]]:
+        """Read on; return the events that have come since the last look."""
+        self._read_loss()
+        found = []
+        with contextlib.suppress(OSError), regular_stream(self._path / "events.jsonl") as file:
+            file.seek(self._offset)
+            data = file.read()
+            self._offset += len(data)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                with contextlib.suppress(ValueError):
+                    event = json.loads(line)
+                    if isinstance(event, dict) and {"time", "kind", "text"} <= event.keys():
+                        found.append(event)
+        self.events += found
+        return found
+
+    def note_step(self, step: int, now: float) -> None:
+        """Take in how many steps are committed at the time `now`, in seconds."""
+        self._reached.append((now, step))
+        while len(self._reached) > 2 and self._reached[1][0] < now - RATE_S:
+            self._reached.popleft()
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """Return how many steps a second are committed; None as long as nothing is known."""
+        if len(self._reached) < 2:
+            return None
+        (began, first), (ended, last) = self._reached[0], self._reached[-1]
+        return max(last - first, 0) / (ended - began) if ended > began else None
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """Return all incidents so far, oldest first."""
+        return find_incidents(self.events)
+
+    def _read_loss(self) -> None:
+        """Take the newest loss from the end of the ledger's newest file."""
+        try:
+            paths = list((self._path / LEDGER_DIR).glob("*.jsonl"))
+            newest = max(paths, key=lambda path: path.stat().st_mtime_ns, default=None)
+            if newest is None:
+                return
+            with regular_stream(newest) as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(size - TAIL_BYTES, 0))
+                lines = file.read(TAIL_BYTES).split(b"\n")
+        except OSError:
+            return
+        for data in reversed(lines[:-1]):
+            with contextlib.suppress(ValueError):  # a line that is cut off at the front, too
+                line = decode_line(data)
+                if isinstance(line, StepLine) and line.losses:
+                    self.loss, self.loss_step = float.fromhex(line.loss), line.step
+                    return

@@ -1,0 +1,166 @@
+"""Readers of a run beside the report: the live picture, metrics for Prometheus, and the trace."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from conftest import Start, finish
+from holdfast.cli.main import main
+from holdfast.observe.goodput import share_out
+from holdfast.observe.incidents import find_incidents
+from holdfast.observe.run_tail import RunTail
+from holdfast.observe.time_lines import ProcessTimes, SpentLine, TimeUse
+from holdfast.observe.trace import trace_entries
+from holdfast.testing.local_run import LocalRun
+
+ROOT = Path(__file__).parents[1]
+
+
+def metrics_in(text: str) -> dict[str, float]:
+    """Return the samples of a scrape by name and labels."""
+    lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in lines}
+
+
+def scrape(run: LocalRun, capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
+    assert main(["metrics", str(run.run_dir.path), "--once"]) == 0
+    return metrics_in(capsys.readouterr().out)
+
+
+def test_a_disturbed_run_while_it_works_and_after_its_end(
+    start: Start, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("prometheus_client")
+    steps, gate = 14, tmp_path / "gate"
+    options = ("--steps", str(steps), "--fault", "SIGKILL:gather:4:2", "--hold", "8", str(gate))
+    with start(*options) as run:
+        path = str(run.run_dir.path)
+        run.until(lambda: run.events("resumed"), 60, "the fault is over")
+        run.until(lambda: run.status()["step"] >= 8, 60, "step 8 is reached")
+        found = scrape(run, capsys)
+        assert main(["top", path, "--once"]) == 0
+        picture = capsys.readouterr().out
+        gate.touch()
+        finish(run)
+    assert found["holdfast_up"] == 1
+    assert 8 <= found["holdfast_step"] < steps
+    assert sum(v for name, v in found.items() if name.startswith("holdfast_workers{")) >= 3
+    assert found['holdfast_nodes{state="heard"}'] == 1
+    assert "training" in picture
+    assert "worker 2 was lost" in picture
+    assert re.search(r"goodput \d+\.\d%", picture)
+    assert re.search(r"loss \d", picture)
+
+    goodput = share_out(path, run.events())
+    assert goodput is not None
+    found = scrape(run, capsys)
+    assert found["holdfast_up"] == 0
+    assert "holdfast_step" not in found  # unknown is not zero
+    incidents = find_incidents(run.events())  # a busy machine may add one
+    assert found["holdfast_incidents_total"] == len(incidents) >= 1
+    assert found['holdfast_events_total{kind="lost"}'] == len(run.events("lost"))
+    for part, seconds in goodput.parts().items():
+        name = f'holdfast_worker_time_seconds_total{{part="{part.value}"}}'
+        assert found[name] == pytest.approx(seconds)
+    assert found["holdfast_goodput_ratio"] == pytest.approx(goodput.share)
+    assert found['holdfast_step_duration_seconds_bucket{le="+Inf"}'] == sum(
+        goodput.step_counts.values()
+    )
+    check_dashboard(found)
+
+    assert main(["trace", path]) == 0
+    entries = json.loads((Path(path) / "trace.json").read_text())["traceEvents"]
+    spans = [e for e in entries if e["ph"] == "X" and e["cat"] == "worker"]
+    times_s = sum(e["dur"] for e in spans) / 1e6
+    assert times_s <= goodput.total_s
+    assert times_s == pytest.approx(goodput.total_s, rel=0.5)
+    assert [e["name"] for e in entries if e["ph"] == "b"] == [each.title for each in incidents]
+    starts = {e["id"]: e["ts"] for e in entries if e["ph"] == "s"}
+    ends = {e["id"]: e["ts"] for e in entries if e["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert all(starts[each] <= ends[each] for each in starts)
+
+
+def check_dashboard(found: dict[str, float]) -> None:
+    """Check that Grafana's dashboard shows the metrics that there are, and no others."""
+    dashboard = (ROOT / "contrib" / "grafana" / "holdfast.json").read_text()
+    shown = set(re.findall(r"holdfast_[a-z_]+", dashboard))
+    told = {name.partition("{")[0] for name in found}
+    live = {"holdfast_step", "holdfast_view", "holdfast_workers", "holdfast_nodes"}
+    live |= {"holdfast_steps_per_second", "holdfast_loss"}
+    assert shown <= told | live
+    counted = {f"holdfast_step_duration_seconds_{end}" for end in ("count", "sum")}
+    assert told <= shown | counted
+
+
+def test_metrics_are_served_to_whoever_asks(start: Start) -> None:
+    pytest.importorskip("prometheus_client")
+    with start("--steps", "2", nproc=1) as run:
+        finish(run)
+    command = [sys.executable, "-m", "holdfast.cli.main", "metrics", str(run.run_dir.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[-1]
+            assert address.startswith("http://127.0.0.1:")
+            with urllib.request.urlopen(address, timeout=30) as answer:
+                found = metrics_in(answer.read().decode())
+        finally:
+            process.kill()
+    assert found["holdfast_up"] == 0
+    assert found["holdfast_loss"] > 0
+
+
+@pytest.mark.parametrize("command", ["top", "metrics", "trace"])
+def test_a_directory_without_a_run_is_refused_in_one_sentence(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"holdfast: {tmp_path} holds no run: name the directory given as --run-dir\n"
+    )
+
+
+def test_a_tail_reads_nothing_twice_and_no_half_lines(tmp_path: Path) -> None:
+    log, tail = tmp_path / "events.jsonl", RunTail(tmp_path)
+    assert tail.look() == []
+    one = json.dumps({"time": 1.0, "kind": "lost", "text": "gone"})
+    log.write_text(one + "\n" + one[:10])
+    assert [e["kind"] for e in tail.look()] == ["lost"]
+    with open(log, "a") as file:
+        file.write(one[10:] + "\nnonsense\n[]\n")
+    assert len(tail.look()) == 1
+    assert tail.look() == []
+    assert len(tail.events) == 2
+
+
+def test_the_rate_is_that_of_the_last_seconds() -> None:
+    tail = RunTail(Path())
+    assert tail.steps_per_s is None
+    for second in range(40):
+        tail.note_step(10 * min(second, 20) + 2 * max(second - 20, 0), float(second))
+    assert tail.steps_per_s == pytest.approx(2.0)
+
+
+def test_spans_of_a_trace_follow_each_other_without_gaps() -> None:
+    lines = [
+        SpentLine(step=1, spent={TimeUse.TASK: 1.0, TimeUse.WAIT: 0.5}),
+        SpentLine(step=2, spent={TimeUse.STALL: 2.0}),
+    ]
+    process = ProcessTimes(3, 2, 100.0, "10.0.0.1", lines)
+    entries = list(trace_entries([process], [{"time": 99.0, "kind": "node", "text": "came"}]))
+    spans = [e for e in entries if e.get("cat") == "worker"]
+    assert [(e["name"], e["ts"], e["dur"]) for e in spans] == [
+        ("task", 1e6, 1e6),
+        ("wait", 2e6, 0.5e6),
+        ("stall", 2.5e6, 2e6),
+    ]
+    names = [e["args"]["name"] for e in entries if e["ph"] == "M"]
+    assert names == ["job", "events", "incidents", "node 10.0.0.1", "worker 3"]
