@@ -1,4 +1,4 @@
-"""The report of a real run: its figures agree with what was seen from outside, and sum up."""
+"""The report of a real run: its figures agree with those seen from outside, and sum up."""
 
 from __future__ import annotations
 

@@ -164,3 +164,13 @@ def test_spans_of_a_trace_follow_each_other_without_gaps() -> None:
     ]
     names = [e["args"]["name"] for e in entries if e["ph"] == "M"]
     assert names == ["job", "events", "incidents", "node 10.0.0.1", "worker 3"]
+
+
+def test_the_rate_does_not_count_the_time_before_the_first_step() -> None:
+    tail = RunTail(Path())
+    for second in range(10):
+        tail.note_step(5 * max(second - 6, 0), float(second))
+    assert tail.steps_per_s == pytest.approx(5.0)
+    for second in range(10, 30):
+        tail.note_step(15, float(second))
+    assert tail.steps_per_s == 0.0

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from holdfast.cli import launch_command
-from holdfast.cli.shared_options import add_tls
+from holdfast.cli.run_command import choose_show
+from holdfast.cli.shared_options import add_plain, add_tls
 from holdfast.core.errors import UserError
 from holdfast.launch.fleet_plan import PLAN_FILE
 from holdfast.net.secret import VARIABLE
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
         run_dir.reopen()
         print(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
         site = CoordinatorSite(run_dir=run_dir, listener=listener, host=options.host, tls=tls)
-        return launch_job(site, spec, resume=True)
+        return launch_job(site, spec, resume=True, show=choose_show(plain=options.plain))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,4 +66,5 @@ def parser() -> argparse.ArgumentParser:
         "--port", type=int, default=0, help="port to listen on (default: a free one)"
     )
     add_tls(found)
+    add_plain(found)
     return found

@@ -12,7 +12,14 @@ from pathlib import Path
 
 from holdfast.cli.job_config import JobConfig, read_config, write_config
 from holdfast.cli.job_options import add_settings, given_settings
-from holdfast.cli.shared_options import add_checks, add_domains, add_notices, add_secret, add_tls
+from holdfast.cli.shared_options import (
+    add_checks,
+    add_domains,
+    add_notices,
+    add_plain,
+    add_secret,
+    add_tls,
+)
 from holdfast.core.domains import read_domains
 from holdfast.core.errors import UserError, WorldError
 from holdfast.core.job_problems import JOB_BYTES_MAX, as_flag, as_key, find_problem, find_unheeded
@@ -23,7 +30,7 @@ from holdfast.net.secret import SECRET_BYTES_MIN, VARIABLE, load_secret
 from holdfast.net.tcp import listen
 from holdfast.net.tls import peer_tls_of
 from holdfast.runtime.coordinate.election import parse_election
-from holdfast.runtime.launcher import FIRST_NODE, CoordinatorSite, launch_job
+from holdfast.runtime.launcher import FIRST_NODE, CoordinatorSite, Show, hide_nothing, launch_job
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import absolute_store, check_writable, open_storage
@@ -96,6 +103,7 @@ def _add_launch(found: argparse.ArgumentParser) -> None:
     add_tls(group)
     add_notices(group)
     add_domains(group)
+    add_plain(group)
     add_checks(found)
     group.add_argument(
         "--faults",
@@ -125,7 +133,17 @@ def main(argv: list[str]) -> int:
         site = CoordinatorSite(
             run_dir=run_dir, listener=listener, host=options.host, tls=options.tls
         )
-        return launch_job(site, spec, notices=options.notices, domains=domains)
+        show = choose_show(plain=options.plain)
+        return launch_job(site, spec, notices=options.notices, domains=domains, show=show)
+
+
+def choose_show(*, plain: bool) -> Show:
+    """Return what shows a job on standard error: a live line if that is a terminal."""
+    if plain or not sys.stderr.isatty():
+        return hide_nothing
+    from holdfast.cli.live_terminal import live_terminal  # it takes a while to import
+
+    return live_terminal
 
 
 def write_new(path: Path, text: str) -> None:

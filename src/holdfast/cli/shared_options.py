@@ -31,6 +31,15 @@ def add_tls(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_plain(parser: argparse._ActionsContainer) -> None:
+    """Add the option --plain, for people who want no line that changes."""
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="print lines only, without the status line at the bottom of a terminal",
+    )
+
+
 def add_notices(parser: argparse._ActionsContainer) -> None:
     """Add the option --notices, which says whom to ask whether this machine is taken away."""
     parser.add_argument(

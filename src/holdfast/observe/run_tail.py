@@ -17,12 +17,12 @@ from holdfast.observe.incidents import Incident, find_incidents
 from holdfast.observe.ledger import LEDGER_DIR, StepLine, decode_line
 from holdfast.store.regular_files import regular_stream
 
-RATE_S = 10.0  # the rate of steps is that of this many last seconds
+RATE_S = 10.0  # over which the rate of steps is taken
 TAIL_BYTES = 256 << 10
 
 
 class RunTail:
-    """Follows one run. `look` reads what is new; the rest returns what was read."""
+    """Follows one run. `look` reads on, and the rest returns the newest values."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir
@@ -52,9 +52,10 @@ class RunTail:
 
     def note_step(self, step: int, now: float) -> None:
         """Take in how many steps are committed at the time `now`, in seconds."""
-        self._reached.append((now, step))
-        while len(self._reached) > 2 and self._reached[1][0] < now - RATE_S:
-            self._reached.popleft()
+        reached = self._reached
+        reached.append((now, step))
+        while len(reached) > 2 and (reached[1][0] < now - RATE_S or reached[1][1] == reached[0][1]):
+            reached.popleft()  # it is too old, or nothing went on until the next look
 
     @property
     def steps_per_s(self) -> float | None:

@@ -6,12 +6,14 @@ same address.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +26,18 @@ from holdfast.runtime.contact import ENDED_ALONE
 from holdfast.runtime.coordinate.coordinator_server import DEPOSED
 from holdfast.runtime.job_events import read_events
 from holdfast.runtime.rundir import RunDir
-from holdfast.runtime.supervise import Kept, Supervisor
+from holdfast.runtime.supervise import Kept, Streams, Supervisor
 
 FIRST_NODE = AgentId("node0")
 INTERRUPTED = 130
+
+
+Show = Callable[[RunDir, Path | None], AbstractContextManager[Streams | None]]
+
+
+def hide_nothing(run_dir: RunDir, tls: Path | None) -> AbstractContextManager[None]:
+    """Let processes write to our own output."""
+    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,11 +158,13 @@ def launch_job(
     resume: bool = False,
     notices: str = "",
     domains: Domains = (),
+    show: Show = hide_nothing,
 ) -> int:
     """Run a job to its end. Returns the exit status: 0 success, 1 failure, 130 after Ctrl-C.
 
     `resume`: it has run before; how it ended then does not count. `notices`: whom to ask whether
-    this machine is to be taken away. `domains`: failure domains that it is in.
+    this machine is to be taken away. `domains`: failure domains that it is in. `show`: a context
+    for the time in which the job runs; it may take the output of its processes.
     """
     host = f"[{site.host}]" if ":" in site.host else site.host
     join = spec.nodes.election or f"{host}:{site.listener.getsockname()[1]}"
@@ -175,7 +187,8 @@ def launch_job(
     )
     election = ["--election", spec.nodes.election] if spec.nodes.election else []
     coordinator = site.coordinator(election, ["--resume"] if resume else [])
-    interrupted = Supervisor([coordinator, *node.processes(spec)]).run()
+    with show(site.run_dir, site.tls) as streams:
+        interrupted = Supervisor([coordinator, *node.processes(spec)], streams).run()
     outcome = site.run_dir.outcome()
     if outcome and not interrupted:  # else the coordinator has said so
         print(f"holdfast: {outcome}", file=sys.stderr, flush=True)

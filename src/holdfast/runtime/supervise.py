@@ -50,14 +50,23 @@ class Kept:
     code: int | None = None  # exit status of its last end
 
 
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Names the descriptors to which processes write their output instead of ours."""
+
+    out: int
+    err: int
+
+
 class Supervisor:
     """Runs processes until the first one ends in order, and receives the signals.
 
     Another one that ends in order is not started again. After a signal any end is final.
     """
 
-    def __init__(self, kept: Sequence[Kept]) -> None:
+    def __init__(self, kept: Sequence[Kept], streams: Streams | None = None) -> None:
         self._kept = kept
+        self._streams = streams
         self._signals: list[int] = []
 
     def run(self) -> int:
@@ -143,6 +152,8 @@ class Supervisor:
         popen = subprocess.Popen(
             kept.command(kept.starts),
             stdin=subprocess.DEVNULL,
+            stdout=self._streams.out if self._streams else None,
+            stderr=self._streams.err if self._streams else None,
             pass_fds=kept.pass_fds,
             start_new_session=True,
         )

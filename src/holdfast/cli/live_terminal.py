@@ -1,0 +1,134 @@
+"""Shows one line on a running job at the bottom of a terminal; all other output scrolls above it.
+
+The job's processes write to pipes then, which are copied here. It reads the run's files and asks
+the coordinator, in a thread of its own; nothing waits for it but the terminal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from holdfast.core.errors import HoldfastError
+from holdfast.net.tls import client_of
+from holdfast.observe.run_tail import RunTail
+from holdfast.runtime.contact import job_status
+from holdfast.runtime.job_status import JobStatus
+from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.supervise import Streams
+
+LOOK_S = 1.0
+END_S = 5.0  # for the copying of the last lines
+CHUNK_BYTES = 64 << 10
+
+
+@contextlib.contextmanager
+def live_terminal(run_dir: RunDir, tls: Path | None) -> Iterator[Streams | None]:
+    """Yield the streams for a job's processes; None if standard error is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    with Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False) as live:
+        line = StatusLine(run_dir, client_of(tls))
+        over = threading.Event()
+        looking = threading.Thread(target=_keep_up, args=(live, line, over), daemon=True)
+        looking.start()
+        out, err = _Copy(console, sys.stdout.isatty()), _Copy(console, shown=True)
+        try:
+            yield Streams(out.fd, err.fd)
+        finally:
+            over.set()
+            out.close()
+            err.close()
+            looking.join()
+
+
+class StatusLine:
+    """Makes the line. A coordinator that does not answer leaves it as it is."""
+
+    def __init__(self, run_dir: RunDir, tls: ssl.SSLContext | None) -> None:
+        self._run_dir = run_dir
+        self._tls = tls
+        self._tail = RunTail(run_dir.path)
+        self._status: JobStatus | None = None
+
+    def draw(self) -> Text:
+        """Return the line as it is now."""
+        self._tail.look()
+        with contextlib.suppress(HoldfastError):
+            self._status = job_status(self._run_dir, self._tls)
+            self._tail.note_step(self._status.step, time.monotonic())
+        return Text(self._describe(), style="bold cyan", no_wrap=True, overflow="ellipsis")
+
+    def _describe(self) -> str:
+        status, tail = self._status, self._tail
+        if status is None:
+            return "starting"
+        rate, loss = tail.steps_per_s, tail.loss
+        members = sum(worker.state.hosts for worker in status.workers)
+        parts = [
+            f"{status.state.value}: step {status.step}",
+            "" if rate is None else f"{rate:.3g} steps/s",
+            "" if loss is None else f"loss {loss:.4g}",
+            "1 worker" if members == 1 else f"{members} workers",
+        ]
+        if incidents := tail.incidents:
+            ago_s = max(time.time() - incidents[-1].began_at, 0.0)
+            parts.append(f"{incidents[-1].title} ({ago_s:.0f} s ago)")
+        return ", ".join(part for part in parts if part)
+
+
+def _keep_up(live: Live, line: StatusLine, over: threading.Event) -> None:
+    while not over.wait(LOOK_S):
+        live.update(line.draw(), refresh=True)
+
+
+class _Copy:
+    """Copies a pipe to the terminal above the line, or to standard output if that is a file."""
+
+    def __init__(self, console: Console, shown: bool) -> None:
+        read_fd, self.fd = os.pipe2(os.O_CLOEXEC)
+        self._console = console if shown else None
+        self._thread = threading.Thread(target=self._run, args=(read_fd,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait until all that was written is copied: the job's processes have ended."""
+        os.close(self.fd)
+        self._thread.join(END_S)
+
+    def _run(self, read_fd: int) -> None:
+        rest = b""
+        while data := os.read(read_fd, CHUNK_BYTES):
+            if self._console is None:
+                _write_all(data)
+                continue
+            *lines, rest = (rest + data).replace(b"\r", b"\n").split(b"\n")
+            for each in lines:
+                self._show(each)
+        if rest and self._console is not None:
+            self._show(rest)
+        os.close(read_fd)
+
+    def _show(self, line: bytes) -> None:
+        assert self._console is not None
+        text = Text.from_ansi(line.decode(errors="replace"))
+        self._console.print(text, soft_wrap=True, highlight=False)
+
+
+def _write_all(data: bytes) -> None:
+    view = memoryview(data)
+    with contextlib.suppress(OSError):  # nobody reads standard output any more
+        while view:
+            view = view[os.write(sys.stdout.fileno(), view) :]
