@@ -52,9 +52,28 @@ def test_incidents_are_events_linked_by_causes() -> None:
     assert tell_story(found[0])[-1] == (
         "Cost: 1.50 s until the next step, 1 task was computed by others, 2 workers fewer."
     )
-    assert describe_cost(found[1].cost) == "no step was committed after it"
+    assert describe_cost(found[1].cost) == "its end was not recorded"
     with pytest.raises(UserError, match=r"'8'; the newest incidents: 2, 9$"):
         find_incident(found, "8")
+
+
+def test_an_incident_goes_on_under_the_next_coordinator() -> None:
+    cost = {"pause_s": 1.5, "tasks": 1, "steps": 0, "missing": 1}
+    found = find_incidents(
+        [
+            event("lost", "1.1", worker=2),
+            event("lost", "1.2", worker=3),
+            event("resumed", "1.3", "1.2", cost=cost),
+            event("elected", "2.1"),
+            event("lost", "2.2", worker=2),
+            event("view", "2.3", "2.2"),
+            event("resumed", "2.4", "2.3", cost=cost),
+            event("lost", "3.1", worker=3),
+        ]
+    )
+    ids = [[e["id"] for e in each.events] for each in found]
+    assert sorted(ids) == [["1.1", "2.2", "2.3", "2.4"], ["1.2", "1.3"], ["3.1"]]
+    assert len(found[0].cost) == len(cost)
 
 
 def test_lines_of_older_releases_and_half_lines_are_no_error(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ class _Copy:
         self._thread.start()
 
     def close(self) -> None:
-        """Wait until all that was written is copied: the job's processes have ended."""
+        """Wait until the last lines are copied: the job's processes have ended."""
         os.close(self.fd)
         self._thread.join(END_S)
 

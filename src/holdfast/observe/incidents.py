@@ -61,9 +61,12 @@ def find_incidents(events: Sequence[Event]) -> list[Incident]:
     """Return the incidents, oldest first: events that are linked by their causes."""
     group: dict[str, list[Event]] = {}  # by id: all events of its incident, shared
     place: dict[str, int] = {}
+    first_term = min((_term_of(event) for event in events if event.get("id")), default=0)
     for number, event in enumerate(events):
         name = event.get("id", "")
         causes = [c for c in event.get("causes", ()) if c in group]
+        if _term_of(event) > first_term:
+            causes += _left_open(event, group)
         begins = event["kind"] in (*TELLING, "silent", "wrong")
         if not name or not (causes or begins):
             continue
@@ -77,6 +80,29 @@ def find_incidents(events: Sequence[Event]) -> list[Incident]:
     found = {id(each): each for each in group.values()}.values()
     real = [each for each in found if any(e["kind"] in TELLING for e in each)]
     return [Incident(tuple(each), _cost_of(each)) for each in real]
+
+
+def _left_open(event: Event, group: Mapping[str, list[Event]]) -> list[str]:
+    """Return the last event of each incident that this one goes on with under a new coordinator.
+
+    A coordinator that takes over knows nothing of open incidents, and tells of a lost worker again.
+    """
+    worker, term = event.get("worker"), _term_of(event)
+    if worker is None or event["kind"] not in TELLING:
+        return []
+    found = {id(each): each for each in group.values()}.values()
+    return [
+        str(each[-1]["id"])
+        for each in found
+        if _term_of(each[-1]) < term
+        and all(e["kind"] != "resumed" for e in each)
+        and any(e.get("worker") == worker for e in each)
+    ]
+
+
+def _term_of(event: Event) -> int:
+    text = str(event.get("id", "")).partition(".")[0]
+    return int(text) if text.isascii() and text.isdecimal() else 0
 
 
 def _cost_of(events: Iterable[Event]) -> dict[str, float]:
@@ -99,7 +125,7 @@ def find_incident(incidents: Sequence[Incident], name: str) -> Incident:
 def describe_cost(cost: Mapping[str, float]) -> str:
     """Return what an incident has cost, in one phrase."""
     if not cost:
-        return "no step was committed after it"
+        return "its end was not recorded"
     parts = [f"{cost.get('pause_s', 0.0):.2f} s until the next step"]
     for name, one, many in (
         ("tasks", "task was computed by others", "tasks were computed by others"),
