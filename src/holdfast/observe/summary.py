@@ -34,10 +34,8 @@ def _summarize_incidents(goodput: Goodput) -> str:
     again = f", {steps} steps computed again" if steps else ""
     lost_s = sum(cost.seconds for cost in costs)
     many = "1 incident" if len(costs) == 1 else f"{len(costs)} incidents"
-    return (
-        f"{many}: pauses of {describe_seconds(pause_s)} in all{again}, "
-        f"{describe_seconds(lost_s)} of workers' time lost"
-    )
+    pauses = f"pauses of {describe_seconds(pause_s)} in all{again}, " if pause_s else ""
+    return f"{many}: {pauses}{describe_seconds(lost_s)} of workers' time lost"
 
 
 def describe_seconds(seconds: float) -> str:

@@ -24,7 +24,7 @@ _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e10)]
 
 
-class TimeUse(enum.Enum):
+class TimeUse(str, enum.Enum):  # a string: those are hashed quickly
     """Names what a worker's script thread can be at."""
 
     STARTING = "starting"  # the process has begun, and the script has not joined the job yet

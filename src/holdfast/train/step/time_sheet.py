@@ -28,10 +28,11 @@ from holdfast.observe.time_lines import (
 LINE_S_MIN = 0.1  # between two lines of ordinary steps
 LINE_S_MAX = 10.0
 LINE_SHARE = 2000  # lines are this part of the process's life apart
-_UNUSUAL = frozenset((TimeUse.STARTING, TimeUse.JOINING, TimeUse.TRANSFER, TimeUse.STALL))
+_USUAL = frozenset(TimeUse) - {
+    *(TimeUse.STARTING, TimeUse.JOINING, TimeUse.TRANSFER, TimeUse.STALL),
+}
 _WAITS = frozenset((TimeUse.WAIT, TimeUse.JOINING, TimeUse.STALL, TimeUse.TRANSFER))
 _TRANSFERS = (ef.ObtainState, ef.ObtainStep, ef.SyncState, ef.SendMissed)
-_NO_TASKS: frozenset[int] = frozenset()
 
 Write = Callable[[SpentLine], bool]
 
@@ -67,7 +68,7 @@ class TimeSheet:
         self._steps: dict[int, int] = {}
         self._committed = 0
         self._step_began: float | None = None  # None: something unusual came in between
-        self._tasks: tuple[int, int, frozenset[int]] = (-1, 0, _NO_TASKS)  # step, view, computed
+        self._tasks: tuple[int, int, set[int]] = (-1, 0, set())  # step, view, computed
 
     @classmethod
     def of_process(
@@ -146,9 +147,10 @@ class TimeSheet:
             return TimeUse.CHECK
         step, first_view, computed = self._tasks
         if step != task.step:
-            first_view, computed = view, _NO_TASKS
-        self._tasks = (task.step, first_view, computed | {task.vrank})
+            first_view, computed = view, set()
+            self._tasks = (task.step, view, computed)
         again = view != first_view or task.vrank in computed
+        computed.add(task.vrank)
         return TimeUse.AGAIN if again else TimeUse.TASK
 
     def _commit(self, committed: int) -> None:
@@ -163,7 +165,7 @@ class TimeSheet:
         now, before = self._clock(), self._use
         self._spent[before] = self._spent.get(before, 0.0) + now - self._since
         self._since, self._use = now, use
-        if use is not before and (use in _UNUSUAL or before in _UNUSUAL):
+        if use is not before and not (use in _USUAL and before in _USUAL):
             self._step_began = None
             self._write_line()
         return before
