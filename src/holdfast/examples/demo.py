@@ -476,9 +476,7 @@ def report(proof: Proof, console: Console, *, is_open: bool) -> None:
     for what, path in (("faulty run", faulty.run_dir), ("undisturbed run", calm.run_dir)):
         console.print(f"{what}: {path}", highlight=False, soft_wrap=True)
     plot = proof.plot or "skipped, since matplotlib is not installed"
-    page = faulty.run_dir / "report.html"
-    write_report(RunDir(faulty.run_dir), page)
-    for what in (f"plot: {plot}", f"report on the faulty run: {page}"):
+    for what in (f"plot: {plot}", f"report on the faulty run: {page_on(faulty)}"):
         console.print(what, highlight=False, soft_wrap=True)
     for problem in proof.problems:
         console.print(f"[bold red]{problem}[/bold red]", highlight=False, soft_wrap=True)
@@ -486,6 +484,16 @@ def report(proof: Proof, console: Console, *, is_open: bool) -> None:
         lost = sum(len(r.strike.victims) for r in proof.recoveries)
         text = f"{lost} workers were lost during the run, and the model is the same, bit for bit."
         console.print(f"[bold green]{text}[/bold green]")
+
+
+def page_on(run: Trained) -> str:
+    """Write the page on a run; return where it is, or why there is none."""
+    page = run.run_dir / "report.html"
+    try:
+        write_report(RunDir(run.run_dir), page)
+    except UserError as error:
+        return str(error)
+    return str(page)
 
 
 def comparison(proof: Proof) -> Table:

@@ -33,7 +33,7 @@ class Tracker(abc.ABC):
         self._job = job
         self._tail = RunTail(job.run_dir) if job.run_dir is not None else None
         self._known = 0  # incidents that need not be logged any more
-        self._size = 0  # of the event log when it was last read
+        self._size = 0  # bytes of the event log that were read
         job.on_step_end(self)
 
     def __call__(self, step: Step) -> None:
