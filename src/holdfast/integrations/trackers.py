@@ -16,7 +16,8 @@ from typing import Any
 from holdfast.core.errors import UserError
 from holdfast.observe.incidents import Incident, describe_cost
 from holdfast.observe.run_tail import RunTail
-from holdfast.train.job import Job, name_of
+from holdfast.runtime.rundir import RunDir
+from holdfast.train.job import Job
 from holdfast.train.script.job_step import Step
 
 TAG = "holdfast.job"
@@ -68,6 +69,11 @@ class Tracker(abc.ABC):
 
         A worker that begins to act for the job logs those before it once more.
         """
+
+
+def name_of(job: Job) -> str:
+    """Return the job's random name, the same for as long as it lives; empty without a launcher."""
+    return RunDir(job.run_dir).spec().job if job.run_dir is not None else ""
 
 
 def _tell(incident: Incident) -> str:

@@ -43,7 +43,7 @@ class RunCollector(Collector):
         self._tail = RunTail(run_dir)
 
     def describe(self) -> Iterator[Metric]:
-        """Return nothing: names need not be looked up before the first scrape."""
+        """Return no metrics: their names are not looked up before the first scrape."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:

@@ -79,11 +79,6 @@ def count_servers() -> int:
     return _jobs[-1]._environment.spec.servers.count if _jobs else 0
 
 
-def name_of(job: Job) -> str:
-    """Return the job's random name, the same for as long as it lives; empty without a launcher."""
-    return job._environment.spec.job
-
-
 def end_script() -> None:
     """End the loops that this process's script has left by `break`, since it is over. UserError."""
     for job in _jobs:
