@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-from holdfast.coding.reed_solomon import ReedSolomon
 from holdfast.core.errors import Damaged, UserError, WorldError
 from holdfast.store.manifest import DIGEST_BYTES, digest
 from holdfast.store.storage import Missing, Storage, check_name
@@ -32,6 +32,9 @@ from holdfast.store.stripes import (
     encode_footer,
     shard_of,
 )
+
+if TYPE_CHECKING:
+    from holdfast.coding.reed_solomon import ReedSolomon
 
 Version = tuple[int, int]  # see Footer
 
@@ -68,6 +71,8 @@ class VolumeStorage:
         self.volumes = tuple(volumes)
         self.k = k
         self.m = m
+        from holdfast.coding.reed_solomon import ReedSolomon  # with numpy, which few need
+
         self._code = ReedSolomon(k, m)
         self._say = say
         self._told: set[str] = set()

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.core.domains import joined, read_domains
 from holdfast.core.errors import OtherJob, WorldError, assert_never, first_line
@@ -33,7 +34,6 @@ from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.health.measure.light import light_checks
 from holdfast.health.measure.procfs import sample_process
 from holdfast.memory.free_memory import piece_bytes
-from holdfast.memory.mending import Mending
 from holdfast.memory.node_memory import NodeMemory
 from holdfast.memory.piece_server import PieceServer
 from holdfast.net.channel import Channel
@@ -50,6 +50,9 @@ from holdfast.runtime.node.server_processes import ServerProcesses
 from holdfast.runtime.node.worker_process import SpreadPart, WorkerProcess, WorkerTemplate
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import Address, AddressBook, DrainRequest, LabelRequest, MoveRequest
+
+if TYPE_CHECKING:
+    from holdfast.memory.mending import Mending
 
 FROM_COORDINATOR = (Directive, AddressBook, DrainRequest, MoveRequest, LabelRequest)
 RECONNECT_S = 0.1
@@ -116,6 +119,8 @@ class AgentServer:
             identity = PeerIdentity.of(key, self._template.tls)
             server = PieceServer(self._memory, identity)
             self._pieces_at = server.listen(self._template.host)
+            from holdfast.memory.mending import Mending  # with numpy, which few jobs need here
+
             mending = Mending(self._memory, identity, self._template.spec.redundancy())
             tasks.append(asyncio.ensure_future(self._watch_memory()))
             tasks.append(asyncio.ensure_future(self._mend_memory(mending)))

@@ -22,8 +22,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
-
 from holdfast.core.errors import HoldfastError
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.runtime.node.shard_processes import make_shards, tell_failure
@@ -101,6 +99,8 @@ def _run(script: str) -> None:
     """
     seed = int(os.environ.get("PYTHONHASHSEED") or 0)
     random.seed(seed)
+    import numpy as np  # what only starts workers does without it
+
     np.random.seed(seed)
     try:
         runpy.run_path(script, run_name="__main__")
