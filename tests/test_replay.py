@@ -83,6 +83,38 @@ def test_an_altered_step_is_found(copy: Path, capsys: pytest.CaptureFixture[str]
     assert (difference["step"], difference["kind"], difference["vranks"]) == (26, "task", [1])
 
 
+STOPPED = """
+import sys, torch, holdfast
+from pathlib import Path
+job, mark = holdfast.join(seed=1), Path(sys.argv[1])
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+job.protect(model=model, optimizer=optimizer)
+data = job.batches(torch.utils.data.TensorDataset(torch.arange(64.0).reshape(32, 2)), batch_size=2)
+for step in job.steps(data, until=1000):
+    for (x,) in step:
+        step.backward(model(x / 64).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    if step.index == 9:
+        mark.touch()
+    if mark.exists():
+        job.stop()
+"""
+
+
+def test_a_replay_does_not_stop_where_the_script_would(
+    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(STOPPED)
+    options = ("--virtual", "2")
+    with start(str(tmp_path / "mark"), nproc=1, script=str(script), options=options) as run:
+        finish(run)
+    assert main(["replay", str(run.run_dir.path), "--step", "9"]) == 0
+    assert "10 steps computed again, with the recorded result: 0-9" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_random_share_of_steps_is_audited(
     disturbed: Path, capsys: pytest.CaptureFixture[str]

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -144,7 +147,9 @@ def replay(
 
 def _run(path: Path, end: int, until: float) -> RunSteps:
     """Run a prepared job until it has committed step `end`; returns its steps. UserError."""
-    with LocalRun(path, [], [], command=["resume", str(path)], bound=True) as run:
+    start = partial(subprocess.Popen, env={**os.environ, "HOLDFAST_REPLAY": "1"})
+    command = ["resume", str(path), "--plain"]
+    with LocalRun(path, [], [], popen=start, command=command, bound=True) as run:
         while True:
             ended, at = not run.running(), _step_of(run)
             if ended or at >= end:  # the ledger is long: it is not read before

@@ -466,9 +466,11 @@ class Job:
     def stop(self) -> None:
         """End the loops of all workers after the next step: for early stopping, or a time limit.
 
-        One worker's call is enough. Later loops have no steps.
+        One worker's call is enough. Later loops have no steps. Where steps are computed again
+        (`holdfast replay`) it does nothing: what a script stops for may be outside of the job.
         """
-        (self._script or self._ready()).stop()
+        if not self._environment.replays:
+            (self._script or self._ready()).stop()
 
     # ------------------------------------------------------------ what workers do together
 

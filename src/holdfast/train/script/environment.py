@@ -50,6 +50,7 @@ class WorkerEnvironment:
     shard_fds: tuple[int, ...] = ()  # to the other ones, from shard 0; else to that one
     peer_key: bytes = field(default=b"", repr=False)  # proves to other workers whose we are
     tls: Path | None = None  # directory of the certificates that are shown to them
+    replays: bool = False  # the job computes steps of another one again
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> WorkerEnvironment:
@@ -81,6 +82,7 @@ class WorkerEnvironment:
             shard=_number(environ, "HOLDFAST_SHARD", 0),
             shard_fds=_numbers(environ, "HOLDFAST_SHARD_FDS"),
             peer_key=peer_key,
+            replays=environ.get("HOLDFAST_REPLAY", "") == "1",
             tls=Path(tls) if (tls := environ.get("HOLDFAST_TLS")) else None,
         )
 
