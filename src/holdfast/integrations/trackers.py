@@ -138,7 +138,7 @@ class MLflow(Tracker):
     def __init__(self, job: Job, experiment: str = "holdfast", tracking_uri: str = "") -> None:
         """Check that the package is there. UserError."""
         try:
-            from mlflow.tracking import MlflowClient
+            from mlflow.tracking import MlflowClient  # type: ignore[import-not-found,unused-ignore]
         except ImportError:
             raise _missing("mlflow") from None
         super().__init__(job)
