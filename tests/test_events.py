@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from conftest import Start, finish
 from holdfast.cli.main import main
 from holdfast.core.errors import UserError
 from holdfast.observe.incidents import describe_cost, find_incident, find_incidents, tell_story
+from holdfast.observe.run_tail import RunTail
 from holdfast.runtime.job_events import read_events
 
 ROOT = Path(__file__).parents[1]
@@ -76,6 +78,41 @@ def test_an_incident_goes_on_under_the_next_coordinator() -> None:
     assert len(found[0].cost) == len(cost)
 
 
+def test_a_later_loss_under_the_next_coordinator_is_an_incident_of_its_own() -> None:
+    found = find_incidents(
+        [
+            event("lost", "1.1", worker=2),
+            event("elected", "2.1"),
+            event("view", "2.2"),
+            event("lost", "2.3", worker=2),
+        ]
+    )
+    assert [[e["id"] for e in each.events] for each in found] == [["1.1"], ["2.3"]]
+
+
+def test_lines_with_a_time_that_is_none_are_left_out(tmp_path: Path) -> None:
+    log, good = tmp_path / "events.jsonl", {"time": 1.0, "kind": "lost", "text": "gone"}
+    odd: list[dict[str, Any]] = [{"time": "now"}, {"time": None}, {"kind": 3}, {"text": []}]
+    log.write_text("".join(json.dumps({**good, **each}) + "\n" for each in [*odd, {}]))
+    assert read_events(log) == [good]
+    tail = RunTail(tmp_path)
+    assert tail.look() == [good]
+
+
+def test_a_log_that_is_a_pipe_or_a_folder_is_refused_and_nothing_hangs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "events.jsonl"
+    (tmp_path / "job.json").touch()
+    os.mkfifo(log)
+    assert main(["events", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"holdfast: {log} cannot be read: ")
+    log.unlink()
+    log.mkdir()
+    assert main(["events", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"holdfast: {log} cannot be read: ")
+
+
 def test_lines_of_older_releases_and_half_lines_are_no_error(tmp_path: Path) -> None:
     log, old = tmp_path / "events.jsonl", {"time": 1.0, "kind": "lost", "text": "gone"}
     log.write_text(json.dumps(old) + '\n{"time": 2.0, "ki')
@@ -83,7 +120,7 @@ def test_lines_of_older_releases_and_half_lines_are_no_error(tmp_path: Path) -> 
     assert find_incidents(read_events(log)) == []
 
 
-@pytest.mark.parametrize("command", ["events", "explain"])
+@pytest.mark.parametrize("command", ["events", "explain", "metrics", "report", "top", "trace"])
 def test_a_directory_without_a_run_is_refused_in_one_sentence(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

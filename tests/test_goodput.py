@@ -102,6 +102,15 @@ def test_steps_that_the_job_goes_back_behind_are_lost() -> None:
     assert parts[Part.STARTING] == pytest.approx(3.0)
 
 
+def test_of_many_views_the_earliest_later_one_says_what_is_lost() -> None:
+    resumes = [(4.5, 5), (6.5, 7), (8, 20)]
+    views = [event(t, "view", view=n, step=s) for n, (t, s) in enumerate(resumes, 2)]
+    lines = [spent(2, task=2.0), spent(6, task=2.0), spent(8, task=2.0), spent(12, task=4.0)]
+    found = share([process(0, 1, 0, *lines)], [event(0, "view", view=1, step=0), *views])
+    # The last of four steps, then both of two, which step 5 comes before, then all behind step 7.
+    assert found.parts()[Part.LOST] == pytest.approx(2.0 / 4 + 2.0 + 4.0)
+
+
 def test_workers_that_come_later_or_go_on_purpose() -> None:
     events = [
         FIRST_VIEW,

@@ -69,15 +69,6 @@ def test_a_disturbed_run_is_told_as_it_was(
     assert str(found.steps) in page
 
 
-def test_a_directory_without_times_is_refused_in_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == (
-        f"holdfast: {tmp_path} holds no run: name the directory given as --run-dir\n"
-    )
-
-
 def test_a_page_that_cannot_be_written_is_named(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

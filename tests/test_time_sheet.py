@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -230,6 +231,33 @@ def test_a_full_disk_stops_nobody(tmp_path: Path) -> None:
     )
     assert not writer.append(SpentLine(step=0, spent={}))
     assert read_times(tmp_path) == []
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, write = times_path(tmp_path, 0, 1), os.write
+    writer = TimesWriter(path, ProcessHeader(worker=0, incarnation=1, began=5.0))
+    lines = [SpentLine(step=step, spent={TimeUse.TASK: 1.0}) for step in range(5)]
+    room = 0
+
+    def write_some(file: int, data: bytes) -> int:
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, bytes(data)[:room])
+
+    monkeypatch.setattr(os, "write", write_some)
+    assert not writer.append(lines[0])  # not even the header
+    room = 10
+    assert not writer.append(lines[1])  # half a line
+    room = 1 << 20
+    assert writer.append(lines[2])
+    room = 7
+    assert not writer.append(lines[3])
+    room = 1 << 20
+    assert writer.append(lines[4])
+    (found,) = read_times(tmp_path)
+    assert found.lines == [lines[2], lines[4]]
 
 
 @given(st.floats(1e-4, 1e5))

@@ -118,16 +118,6 @@ def test_metrics_are_served_to_whoever_asks(start: Start) -> None:
     assert found["holdfast_loss"] > 0
 
 
-@pytest.mark.parametrize("command", ["top", "metrics", "trace"])
-def test_a_directory_without_a_run_is_refused_in_one_sentence(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([command, str(tmp_path)]) == 2
-    assert capsys.readouterr().err == (
-        f"holdfast: {tmp_path} holds no run: name the directory given as --run-dir\n"
-    )
-
-
 def test_a_tail_reads_nothing_twice_and_no_half_lines(tmp_path: Path) -> None:
     log, tail = tmp_path / "events.jsonl", RunTail(tmp_path)
     assert tail.look() == []

@@ -22,6 +22,7 @@ from rich.text import Text
 from holdfast.core.errors import HoldfastError
 from holdfast.net.tls import client_of
 from holdfast.observe.run_tail import RunTail
+from holdfast.observe.summary import describe_workers
 from holdfast.runtime.contact import job_status
 from holdfast.runtime.job_status import JobStatus
 from holdfast.runtime.rundir import RunDir
@@ -66,6 +67,7 @@ class StatusLine:
     def draw(self) -> Text:
         """Return the line as it is now."""
         self._tail.look()
+        self._tail.look_at_loss()
         with contextlib.suppress(HoldfastError):
             self._status = job_status(self._run_dir, self._tls)
             self._tail.note_step(self._status.step, time.monotonic())
@@ -76,12 +78,11 @@ class StatusLine:
         if status is None:
             return "starting"
         rate, loss = tail.steps_per_s, tail.loss
-        members = sum(worker.state.hosts for worker in status.workers)
         parts = [
             f"{status.state.value}: step {status.step}",
             "" if rate is None else f"{rate:.3g} steps/s",
             "" if loss is None else f"loss {loss:.4g}",
-            "1 worker" if members == 1 else f"{members} workers",
+            describe_workers(sum(worker.state.hosts for worker in status.workers)),
         ]
         if incidents := tail.incidents:
             ago_s = max(time.time() - incidents[-1].began_at, 0.0)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from holdfast.cli.shared_options import add_tls
 from holdfast.core.errors import HoldfastError, UserError
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import job_status
-from holdfast.runtime.job_status import NodeStatus
-from holdfast.runtime.rundir import RunDir, read_run_events
+from holdfast.runtime.job_status import JobStatus
+from holdfast.runtime.rundir import RunDir, check_run
 
 MISSING = "metrics need the Python package prometheus_client: pip install 'holdfast[metrics]'"
 
@@ -25,26 +24,20 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; `argv` follows `holdfast metrics`."""
     options = parser().parse_args(argv)
     run_dir = RunDir(options.run_dir)
-    read_run_events(run_dir)  # UserError: there is no run
+    check_run(run_dir)
     try:
         import prometheus_client
 
-        from holdfast.observe.run_metrics import JobNumbers, RunCollector
+        from holdfast.runtime.run_metrics import RunCollector
     except ImportError:
         raise UserError(MISSING) from None
     tls = client_of(options.tls)
 
-    def ask() -> JobNumbers | None:
+    def ask() -> JobStatus | None:
         try:
-            status = job_status(run_dir, tls)
+            return job_status(run_dir, tls)
         except HoldfastError:
             return None
-        return JobNumbers(
-            step=status.step,
-            view=status.view,
-            workers=Counter(worker.state.value for worker in status.workers),
-            nodes=Counter(map(_state_of, status.agents)),
-        )
 
     registry = prometheus_client.CollectorRegistry()
     registry.register(RunCollector(run_dir.path, ask))
@@ -62,12 +55,6 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         server.shutdown()
     return 130
-
-
-def _state_of(node: NodeStatus) -> str:
-    if node.silent:
-        return "silent"
-    return "draining" if node.draining else "heard"
 
 
 def parser() -> argparse.ArgumentParser:

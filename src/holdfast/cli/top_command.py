@@ -24,7 +24,7 @@ from holdfast.observe.run_tail import RunTail
 from holdfast.observe.summary import summarize
 from holdfast.runtime.contact import job_status
 from holdfast.runtime.job_status import JobStatus, ProcessPhase
-from holdfast.runtime.rundir import RunDir, read_run_events
+from holdfast.runtime.rundir import RunDir, check_run
 
 LOOK_S = 1.0
 GOODPUT_S = 10.0  # between two looks at all times of workers
@@ -75,7 +75,7 @@ class Picture:
     """Draws the present state of a run."""
 
     def __init__(self, run_dir: RunDir, tls: ssl.SSLContext | None) -> None:
-        read_run_events(run_dir)  # UserError: there is no run
+        check_run(run_dir)
         self._run_dir = run_dir
         self._tls = tls
         self._tail = RunTail(run_dir.path)
@@ -90,6 +90,7 @@ class Picture:
         """Return the picture as it is now. A coordinator that does not answer is a part of it."""
         now, tail = time.monotonic(), self._tail
         tail.look()
+        tail.look_at_loss()
         if now - self._goodput_at >= GOODPUT_S or self.is_over:
             self._goodput, self._goodput_at = share_out(self._run_dir.path, tail.events), now
         parts: list[RenderableType] = []

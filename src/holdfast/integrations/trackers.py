@@ -8,7 +8,6 @@ same run.
 from __future__ import annotations
 
 import abc
-import contextlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -34,30 +33,20 @@ class Tracker(abc.ABC):
         self._job = job
         self._tail = RunTail(job.run_dir) if job.run_dir is not None else None
         self._known = 0  # incidents that need not be logged any more
-        self._size = 0  # bytes of the event log that were read
         job.on_step_end(self)
 
     def __call__(self, step: Step) -> None:
         """Log one step, and the incidents that have ended since the last one."""
         numbers = {k: float(v) for k, v in step.metrics.items() if isinstance(v, (int, float))}
         self.log_step(step.index, {"loss": step.loss, **numbers})
-        size = self._size_of_log()
-        if self._tail is None or size == self._size:
+        if self._tail is None or not self._tail.look():
             return
-        self._size = size
-        self._tail.look()
         incidents = self._tail.incidents
         for number in range(self._known, len(incidents)):
             if not incidents[number].cost:
                 break  # it is still open
             self._known = number + 1
             self.log_incident(step.index, number + 1, incidents[number])
-
-    def _size_of_log(self) -> int:
-        with contextlib.suppress(OSError):
-            if self._job.run_dir is not None:
-                return (self._job.run_dir / "events.jsonl").stat().st_size
-        return 0
 
     @abc.abstractmethod
     def log_step(self, index: int, numbers: Mapping[str, float]) -> None:

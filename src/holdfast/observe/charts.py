@@ -59,7 +59,7 @@ def thin_out(points: Sequence[Point], most: int = POINTS_MAX) -> list[Point]:
 
 
 def draw_line(
-    points: Sequence[tuple[float, float]],
+    points: Sequence[Point],
     marks: Sequence[Mark],
     *,
     label: str,
@@ -112,9 +112,7 @@ def draw_lanes(
     for number, (name, bands) in enumerate(lanes.items()):
         top = 8.0 + row * number
         if row >= 9:
-            shapes.append(
-                f'<text class="name" x="{LEFT - 6}" y="{top + row * 0.7:.1f}">{escape(name)}</text>'
-            )
+            shapes.append(_text("name", LEFT - 6, top + row * 0.7, name))
         for kind, began, ended in _merge(bands, wall / WIDTH):
             left, right = place.x(began), place.x(ended)
             shapes.append(
@@ -130,7 +128,7 @@ def _merge(bands: Sequence[Band], least: float) -> list[tuple[str, float, float]
     """Join equal neighbours; of bands narrower than a pixel the one with most time is shown."""
     found: list[tuple[str, float, float]] = []
     for band in bands:
-        if found and (found[-1][0] == band.kind):
+        if found and found[-1][0] == band.kind:
             found[-1] = (band.kind, found[-1][1], band.ended)
         elif found and found[-1][2] - found[-1][1] < least:
             kind, began, ended = found[-1]
@@ -185,7 +183,7 @@ class _Frame:
             shapes.append(
                 f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}"/>'
             )
-            shapes.append(f'<text class="name" x="{LEFT - 6}" y="{y + 4:.1f}">{tick:g}</text>')
+            shapes.append(_text("name", LEFT - 6, y + 4, f"{tick:g}"))
         if names:
             every = math.ceil(len(names) / 12)
             places = [(i + 0.5, name) for i, name in enumerate(names) if i % every == 0]

@@ -7,6 +7,8 @@ processes wrote; the time in which it had no process is `degraded`. So all parts
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -64,9 +66,7 @@ class Goodput:
 
     began: float
     ended: float
-    stretches: list[Stretch] = field(
-        default_factory=list
-    )  # all workers' times, sorted by worker and time
+    stretches: list[Stretch] = field(default_factory=list)  # sorted by worker and time
     steps: int = 0  # committed
     step_counts: dict[int, int] = field(default_factory=dict)  # by class of length
     costs: list[IncidentCost] = field(default_factory=list)
@@ -87,10 +87,18 @@ class Goodput:
     def parts(self, worker: int | None = None) -> dict[Part, float]:
         """Return the seconds of each part, of one worker or of all."""
         found = dict.fromkeys(Part, 0.0)
+        for each, parts in self.parts_by_worker().items():
+            for part, seconds in parts.items() if worker in (None, each) else ():
+                found[part] += seconds
+        return found
+
+    def parts_by_worker(self) -> dict[int, dict[Part, float]]:
+        """Return the seconds of each part for each worker."""
+        found: dict[int, dict[Part, float]] = {}
         for stretch in self.stretches:
-            if worker is None or stretch.worker == worker:
-                for part, seconds in stretch.parts.items():
-                    found[part] += seconds
+            parts = found.setdefault(stretch.worker, dict.fromkeys(Part, 0.0))
+            for part, seconds in stretch.parts.items():
+                parts[part] += seconds
         return found
 
     @property
@@ -169,13 +177,14 @@ def share_times(processes: Sequence[ProcessTimes], events: Sequence[Event]) -> G
     """Return where the time of these processes went, which are all of one run."""
     if not processes:
         return None
-    views = [(float(e["time"]), int(e["step"])) for e in events if _is_view(e)]
+    pairs = [(float(e["time"]), int(e["step"])) for e in events if _is_view(e)]
+    views = _ViewSteps(pairs)
     times = [float(event["time"]) for event in events]
     found = Goodput(
         began=min([p.began for p in processes] + times[:1]),
         ended=max([p.ended for p in processes] + times[-1:]),
     )
-    formed_at = views[0][0] if views else found.ended
+    formed_at = pairs[0][0] if pairs else found.ended
     of_worker: dict[int, list[ProcessTimes]] = {}
     for each in processes:
         of_worker.setdefault(each.worker, []).append(each)
@@ -191,6 +200,21 @@ def share_times(processes: Sequence[ProcessTimes], events: Sequence[Event]) -> G
         found.stretches += _stretches_of(theirs, begins, ends, views, formed_at)
     found.costs = charge(find_incidents(events), found.stretches)
     return found
+
+
+class _ViewSteps:
+    """Knows the step at which each view went on. `views`: times and steps."""
+
+    def __init__(self, views: Sequence[tuple[float, int]]) -> None:
+        views = sorted(views)
+        self._times = [time for time, _ in views]
+        least = itertools.accumulate((step for _, step in reversed(views)), min)
+        self._least = [*least][::-1]  # of this view and all later ones
+
+    def earliest_after(self, time: float, default: int) -> int:
+        """Return the earliest step at which a view after this time went on."""
+        number = bisect.bisect_right(self._times, time)
+        return self._least[number] if number < len(self._least) else default
 
 
 def _is_view(event: Event) -> bool:
@@ -213,7 +237,7 @@ def _stretches_of(
     processes: Sequence[ProcessTimes],
     begins: float,
     ends: float,
-    views: Sequence[tuple[float, int]],
+    views: _ViewSteps,
     formed_at: float,
 ) -> Iterator[Stretch]:
     """Yield the time of one place without gaps."""
@@ -244,15 +268,13 @@ def _clip(line: SpentLine, began: float, least: float, most: float) -> float | N
     return inside / seconds if seconds > 0 and inside > 0 else None
 
 
-def _parts_of(
-    line: SpentLine, step_before: int, at: float, views: Sequence[tuple[float, int]]
-) -> dict[Part, float]:
+def _parts_of(line: SpentLine, step_before: int, at: float, views: _ViewSteps) -> dict[Part, float]:
     """Return the seconds by part. Steps that a later view goes back behind are lost."""
     parts: dict[Part, float] = {}
     for use, seconds in line.spent.items():
         part = _PARTS[use]
         parts[part] = parts.get(part, 0.0) + seconds
-    kept_step = min([resumed for time, resumed in views if time > at], default=line.step)
+    kept_step = views.earliest_after(at, line.step)
     if line.step > kept_step:
         many = line.step - step_before
         share = min((line.step - kept_step) / many, 1.0) if many > 0 else 1.0

@@ -6,6 +6,7 @@ files or processes.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,21 @@ from typing import Any
 from holdfast.core.errors import UserError
 
 Event = Mapping[str, Any]
+_KINDS: dict[str, type | tuple[type, ...]] = {"time": (int, float), "kind": str, "text": str}
 # The kinds of lines that make an incident, those that say most of it first.
 TELLING = ("lost", "quarantined", "back", "drain", "leave", "replaced", "restart", "stop_view")
+
+
+def parse_event(line: str | bytes) -> dict[str, Any] | None:
+    """Return the event of a line of the log; None if it is none, as a half-written one."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    fits = isinstance(found, dict) and all(
+        isinstance(found.get(name), kind) for name, kind in _KINDS.items()
+    )
+    return found if fits else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +76,14 @@ def find_incidents(events: Sequence[Event]) -> list[Incident]:
     group: dict[str, list[Event]] = {}  # by id: all events of its incident, shared
     place: dict[str, int] = {}
     first_term = min((_term_of(event) for event in events if event.get("id")), default=0)
+    viewed: set[int] = set()  # terms in which a view was formed
     for number, event in enumerate(events):
         name = event.get("id", "")
         causes = [c for c in event.get("causes", ()) if c in group]
-        if _term_of(event) > first_term:
+        term = _term_of(event)
+        if event["kind"] == "view":
+            viewed.add(term)
+        if term > first_term and term not in viewed:
             causes += _left_open(event, group)
         begins = event["kind"] in (*TELLING, "silent", "wrong")
         if not name or not (causes or begins):
@@ -85,7 +103,8 @@ def find_incidents(events: Sequence[Event]) -> list[Incident]:
 def _left_open(event: Event, group: Mapping[str, list[Event]]) -> list[str]:
     """Return the last event of each incident that this one goes on with under a new coordinator.
 
-    A coordinator that takes over knows nothing of open incidents, and tells of a lost worker again.
+    A coordinator that takes over knows nothing of open incidents, and tells of a lost worker again
+    before its first view. An incident that a view has answered is not told of again.
     """
     worker, term = event.get("worker"), _term_of(event)
     if worker is None or event["kind"] not in TELLING:
@@ -95,7 +114,7 @@ def _left_open(event: Event, group: Mapping[str, list[Event]]) -> list[str]:
         str(each[-1]["id"])
         for each in found
         if _term_of(each[-1]) < term
-        and all(e["kind"] != "resumed" for e in each)
+        and all(e["kind"] not in ("view", "resumed") for e in each)
         and any(e.get("worker") == worker for e in each)
     ]
 

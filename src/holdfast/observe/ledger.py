@@ -27,7 +27,7 @@ from holdfast.observe.ledger_chain import (
     add_chain,
     find_last_chain,
 )
-from holdfast.store.regular_files import append_regular, regular_stream
+from holdfast.store.regular_files import append_regular, read_whole_lines
 
 LEDGER_DIR = "ledger"
 _DOUBT = b'"doubt"'  # occurs in each line that holds a doubt
@@ -216,11 +216,10 @@ def read_lines(path: Path, *, having: Sequence[bytes] = ()) -> Iterator[Line]:
 
     `having`: only lines that contain one of these; by default all.
     """
-    with contextlib.suppress(OSError), regular_stream(path) as file:
-        for line in iter(lambda: file.readline(LINE_BYTES_MAX), b""):
-            if line.endswith(b"\n") and (not having or any(mark in line for mark in having)):
-                with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
-                    yield decode_line(line)
+    for line in read_whole_lines(path, LINE_BYTES_MAX):
+        if not having or any(mark in line for mark in having):
+            with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                yield decode_line(line)
 
 
 def read_doubts(paths: Sequence[Path]) -> list[DoubtLine]:

@@ -16,7 +16,7 @@ from holdfast.observe.charts import Band, Mark, draw_bars, draw_lanes, draw_line
 from holdfast.observe.goodput import MEANINGS, QUANTILES, Goodput
 from holdfast.observe.incident_costs import IncidentCost, Part
 from holdfast.observe.incidents import describe_cost, tell_story
-from holdfast.observe.summary import describe_seconds
+from holdfast.observe.summary import describe_seconds, describe_workers
 from holdfast.observe.time_lines import class_seconds
 
 _COLOURS = {  # light, dark
@@ -87,7 +87,7 @@ def _tiles(facts: RunFacts) -> str:
     incidents = len(goodput.costs)
     tiles = [
         (f"{goodput.steps:,}", "steps committed"),
-        (describe_seconds(goodput.wall_s), f"on {len(goodput.workers)} workers"),
+        (describe_seconds(goodput.wall_s), f"on {describe_workers(len(goodput.workers))}"),
         (f"{goodput.share:.1%}", "goodput: productive share of all time"),
         (f"{goodput.ettr:.1%}", "effective training time ratio"),
         (describe_seconds(goodput.step_quantile(0.5)), "median step"),
@@ -194,8 +194,7 @@ def _workers(goodput: Goodput) -> list[str]:
     parts: Sequence[Part] = [p for p, s in goodput.parts().items() if s > 0]
     head = "".join(f'<th class="number">{p.value}</th>' for p in parts)
     rows = []
-    for worker in goodput.workers:
-        own = goodput.parts(worker)
+    for worker, own in sorted(goodput.parts_by_worker().items()):
         cells = "".join(f'<td class="number">{own[p]:.2f}</td>' for p in parts)
         rows.append(f"<tr><td>{worker}</td>{cells}</tr>")
     table = f"<table><tr><th>worker</th>{head}</tr>{''.join(rows)}</table>"

@@ -6,14 +6,13 @@ A reader asks now and then; nothing is read twice. Must not know processes or so
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.observe.incidents import Incident, find_incidents
+from holdfast.observe.incidents import Incident, find_incidents, parse_event
 from holdfast.observe.ledger import LEDGER_DIR, StepLine, decode_line
 from holdfast.store.regular_files import regular_stream
 
@@ -22,7 +21,7 @@ TAIL_BYTES = 256 << 10
 
 
 class RunTail:
-    """Follows one run. `look` reads on, and the rest returns the newest values."""
+    """Follows one run. `look` and `look_at_loss` read on; the rest returns the newest values."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir
@@ -31,22 +30,18 @@ class RunTail:
         self._reached: deque[tuple[float, int]] = deque()
         self.events: list[dict[str, Any]] = []
         self.loss: float | None = None
-        self.loss_step = -1
 
     def look(self) -> Sequence[dict[str, Any]]:
         """Read on; return the events that have come since the last look."""
-        self._read_loss()
-        found = []
-        with contextlib.suppress(OSError), regular_stream(self._path / "events.jsonl") as file:
-            file.seek(self._offset)
-            data = file.read()
-            self._offset += len(data)
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            for line in lines:
-                with contextlib.suppress(ValueError):
-                    event = json.loads(line)
-                    if isinstance(event, dict) and {"time", "kind", "text"} <= event.keys():
-                        found.append(event)
+        path, data = self._path / "events.jsonl", b""
+        with contextlib.suppress(OSError):
+            if path.stat().st_size > self._offset:
+                with regular_stream(path) as file:
+                    file.seek(self._offset)
+                    data = file.read()
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        found = [event for event in map(parse_event, lines) if event is not None]
         self.events += found
         return found
 
@@ -70,7 +65,7 @@ class RunTail:
         """Return all incidents so far, oldest first."""
         return find_incidents(self.events)
 
-    def _read_loss(self) -> None:
+    def look_at_loss(self) -> None:
         """Take the newest loss from the end of the ledger's newest file."""
         try:
             paths = list((self._path / LEDGER_DIR).glob("*.jsonl"))
@@ -87,5 +82,5 @@ class RunTail:
             with contextlib.suppress(ValueError):  # a line that is cut off at the front, too
                 line = decode_line(data)
                 if isinstance(line, StepLine) and line.losses:
-                    self.loss, self.loss_step = float.fromhex(line.loss), line.step
+                    self.loss = float.fromhex(line.loss)
                     return

@@ -10,8 +10,7 @@ PARTS_SHOWN = 4
 
 def summarize(goodput: Goodput) -> list[str]:
     """Return three lines on a run, without a full stop at their ends."""
-    workers = len(goodput.workers)
-    many = f"{workers} worker" if workers == 1 else f"{workers} workers"
+    many = describe_workers(len(goodput.workers))
     median = goodput.step_quantile(0.5)
     each = f", {describe_seconds(median)} a step" if median else ""
     lines = [f"{goodput.steps} steps in {describe_seconds(goodput.wall_s)} on {many}{each}"]
@@ -36,6 +35,11 @@ def _summarize_incidents(goodput: Goodput) -> str:
     many = "1 incident" if len(costs) == 1 else f"{len(costs)} incidents"
     pauses = f"pauses of {describe_seconds(pause_s)} in all{again}, " if pause_s else ""
     return f"{many}: {pauses}{describe_seconds(lost_s)} of workers' time lost"
+
+
+def describe_workers(count: int) -> str:
+    """Return how many workers there are, as words."""
+    return "1 worker" if count == 1 else f"{count} workers"
 
 
 def describe_seconds(seconds: float) -> str:

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from holdfast.store.regular_files import append_regular, regular_stream
+from holdfast.store.regular_files import append_regular, read_whole_lines
 
 TIMES_DIR = "times"
 LINE_BYTES_MAX = 64 << 10
@@ -95,20 +95,24 @@ class TimesWriter:
 
     def __init__(self, path: Path, header: ProcessHeader) -> None:
         self._path = path
-        self._header = header
+        self._before = _encode(header) + b"\n"  # bytes that come before the next line
         self._file: int | None = None
 
     def append(self, line: SpentLine) -> bool:
         """Write a line; return whether it is in the file whole."""
-        data = _encode(line) + b"\n"
+        data = self._before + _encode(line) + b"\n"
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = append_regular(self._path)
-                data = _encode(self._header) + b"\n" + data
-            return os.write(self._file, data) == len(data)
+            size = os.fstat(self._file).st_size
+            if os.write(self._file, data) < len(data):
+                os.ftruncate(self._file, size)  # half a line must not stay in front of later ones
+                return False
         except OSError:
             return False
+        self._before = b""
+        return True
 
 
 @dataclass(slots=True)
@@ -153,10 +157,9 @@ def read_times(run_dir: str | os.PathLike[str]) -> list[ProcessTimes]:
 
 
 def _read_lines(path: Path) -> Iterator[Line]:
-    with contextlib.suppress(OSError), regular_stream(path) as file:
-        for line in iter(lambda: file.readline(LINE_BYTES_MAX), b""):
-            with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
-                yield _decode(line)
+    for line in read_whole_lines(path, LINE_BYTES_MAX):
+        with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+            yield _decode(line)
 
 
 def step_class(seconds: float) -> int:

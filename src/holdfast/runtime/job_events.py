@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from holdfast.core.routine_lines import RoutineLines
-from holdfast.store.regular_files import append_regular
+from holdfast.observe.incidents import parse_event
+from holdfast.store.regular_files import append_regular, regular_stream
 
 FAILED = "failed"  # kind of the event that tells the outcome of a failed job
 
@@ -65,11 +66,9 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
     A line that is only half written, because its writer is at work or was killed, is left out.
     """
-    found: list[dict[str, Any]] = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in path.read_text(errors="replace").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                event = json.loads(line)
-                if isinstance(event, dict) and {"time", "kind", "text"} <= event.keys():
-                    found.append(event)
-    return found
+    try:
+        with regular_stream(path) as file:
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    return [event for event in map(parse_event, lines) if event is not None]

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core.domains import Domains
+from holdfast.core.errors import UserError
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import AgentId, ProcessRole
-from holdfast.observe.goodput import share_out
 from holdfast.observe.summary import summarize
 from holdfast.runtime.contact import ENDED_ALONE
 from holdfast.runtime.coordinate.coordinator_server import DEPOSED
-from holdfast.runtime.job_events import read_events
+from holdfast.runtime.run_report import read_goodput
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.supervise import Kept, Streams, Supervisor
 
@@ -189,10 +189,10 @@ def launch_job(
     coordinator = site.coordinator(election, ["--resume"] if resume else [])
     with show(site.run_dir, site.tls) as streams:
         interrupted = Supervisor([coordinator, *node.processes(spec)], streams).run()
+    _tell_how_it_went(site.run_dir)
     outcome = site.run_dir.outcome()
     if outcome and not interrupted:  # else the coordinator has said so
         print(f"holdfast: {outcome}", file=sys.stderr, flush=True)
-    _tell_how_it_went(site.run_dir)
     if interrupted:
         return INTERRUPTED
     return 0 if outcome == "" else 1
@@ -200,8 +200,9 @@ def launch_job(
 
 def _tell_how_it_went(run_dir: RunDir) -> None:
     """Print three lines on a run that is over, and the command that shows more."""
-    goodput = share_out(run_dir.path, read_events(run_dir.events))
-    if goodput is None:
+    try:
+        goodput = read_goodput(run_dir)
+    except UserError:  # no worker has begun, or the log cannot be read
         return
     for line in [*summarize(goodput), f"for more: holdfast report {run_dir.path}"]:
         print(f"holdfast: {line}", file=sys.stderr, flush=True)

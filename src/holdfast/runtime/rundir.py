@@ -185,10 +185,15 @@ def _replace(path: Path, data: bytes) -> None:
     os.replace(temporary, path)
 
 
-def read_run_events(run: RunDir) -> list[dict[str, Any]]:
-    """Return the events so far. UserError: there is no run here, or its log is no log."""
+def check_run(run: RunDir) -> None:
+    """Raise UserError if there is no run here."""
     if not run.job.exists():
         raise UserError(f"{run.path} holds no run: name the directory given as --run-dir")
+
+
+def read_run_events(run: RunDir) -> list[dict[str, Any]]:
+    """Return the events so far. UserError: there is no run here, or its log is no log."""
+    check_run(run)
     try:
         return read_events(run.events)
     except (OSError, ValueError) as error:

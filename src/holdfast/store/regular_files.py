@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from typing import BinaryIO
 
 DOCUMENT_BYTES_MAX = 16 << 20  # a small file of a run directory
@@ -48,6 +49,17 @@ def create_regular(path: str | os.PathLike[str], mode: int = 0o644) -> int:
 def regular_stream(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
     """Open a file as a stream of bytes. OSError, also if it is not regular."""
     return os.fdopen(open_regular(path), "rb", buffering)
+
+
+def read_whole_lines(path: str | os.PathLike[str], bytes_max: int) -> Iterator[bytes]:
+    """Yield the lines of a file that are whole; none if it cannot be read.
+
+    A line of more than `bytes_max` bytes comes in pieces, of which only the last is whole.
+    """
+    with contextlib.suppress(OSError), regular_stream(path) as file:
+        for line in iter(lambda: file.readline(bytes_max), b""):
+            if line.endswith(b"\n"):
+                yield line
 
 
 def read_regular(path: str | os.PathLike[str], bytes_max: int) -> bytes:

@@ -75,9 +75,9 @@ class TimeSheet:
         cls, run_dir: Path | None, worker: int, incarnation: int, host: str
     ) -> TimeSheet:
         """Return the sheet of this process, which is written if there is a run directory."""
-        age_s = process_age_s()
         if run_dir is None:
-            return cls(age_s=age_s)
+            return cls()
+        age_s = process_age_s()
         began = time.time() - age_s
         header = ProcessHeader(worker=worker, incarnation=incarnation, began=began, host=host)
         return cls(TimesWriter(times_path(run_dir, worker, incarnation), header).append, age_s)

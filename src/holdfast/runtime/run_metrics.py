@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from prometheus_client.core import (
@@ -22,22 +21,13 @@ from prometheus_client.registry import Collector
 from holdfast.observe.goodput import Goodput, share_out
 from holdfast.observe.run_tail import RunTail
 from holdfast.observe.time_lines import CLASSES_PER_OCTAVE, SHORTEST_STEP_S
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobNumbers:
-    """Describes a job as its coordinator tells; `workers` and `nodes`: how many by state."""
-
-    step: int
-    view: int
-    workers: Mapping[str, int]
-    nodes: Mapping[str, int]
+from holdfast.runtime.job_status import JobStatus, NodeStatus
 
 
 class RunCollector(Collector):
     """Collects the metrics of one run. `ask` returns None if no coordinator answers."""
 
-    def __init__(self, run_dir: Path, ask: Callable[[], JobNumbers | None]) -> None:
+    def __init__(self, run_dir: Path, ask: Callable[[], JobStatus | None]) -> None:
         self._run_dir = run_dir
         self._ask = ask
         self._tail = RunTail(run_dir)
@@ -49,12 +39,13 @@ class RunCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         tail = self._tail
         tail.look()
-        numbers = self._ask()
+        tail.look_at_loss()
+        status = self._ask()
         text = "Whether a coordinator answers."
-        yield GaugeMetricFamily("holdfast_up", text, float(numbers is not None))
-        if numbers is not None:
-            tail.note_step(numbers.step, time.monotonic())
-            yield from _of_job(numbers)
+        yield GaugeMetricFamily("holdfast_up", text, float(status is not None))
+        if status is not None:
+            tail.note_step(status.step, time.monotonic())
+            yield from _of_job(status)
         if tail.steps_per_s is not None:
             text = "Steps committed a second, over the last scrapes."
             yield GaugeMetricFamily("holdfast_steps_per_second", text, tail.steps_per_s)
@@ -78,17 +69,24 @@ class RunCollector(Collector):
         yield CounterMetricFamily("holdfast_incident_pause_seconds", text, pauses_s)
 
 
-def _of_job(numbers: JobNumbers) -> Iterator[Metric]:
-    yield GaugeMetricFamily("holdfast_step", "Steps committed.", numbers.step)
-    yield GaugeMetricFamily("holdfast_view", "Number of the present view.", numbers.view)
-    for name, text, counts in (
-        ("holdfast_workers", "Workers by state.", numbers.workers),
-        ("holdfast_nodes", "Nodes by state.", numbers.nodes),
+def _of_job(status: JobStatus) -> Iterator[Metric]:
+    yield GaugeMetricFamily("holdfast_step", "Steps committed.", status.step)
+    yield GaugeMetricFamily("holdfast_view", "Number of the present view.", status.view)
+    workers = [worker.state.value for worker in status.workers]
+    for name, text, states in (
+        ("holdfast_workers", "Workers by state.", workers),
+        ("holdfast_nodes", "Nodes by state.", map(_state_of, status.agents)),
     ):
         family = GaugeMetricFamily(name, text, labels=["state"])
-        for state, count in counts.items():
+        for state, count in collections.Counter(states).items():
             family.add_metric([state], count)
         yield family
+
+
+def _state_of(node: NodeStatus) -> str:
+    if node.silent:
+        return "silent"
+    return "draining" if node.draining else "heard"
 
 
 def _of_times(goodput: Goodput) -> Iterator[Metric]:
