@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from conftest import SCRIPTS
+from holdfast.runtime.rundir import RunDir
 
 STATUS = re.compile(r"training: step \d+.*, [12] workers?")
 
@@ -70,3 +71,40 @@ def test_a_mistake_of_the_script_is_shown_whole(tmp_path: Path) -> None:
     text = "\n".join(whole_lines(output))
     assert "half a line" in text
     assert "ValueError: my [bold] words" in text
+
+
+TALKATIVE = """
+import torch, holdfast
+job = holdfast.join(seed=1)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+job.protect(model=model, optimizer=optimizer)
+data = job.batches(torch.utils.data.TensorDataset(torch.ones(32, 2)), batch_size=2)
+for step in job.steps(data, until=20):
+    for (x,) in step:
+        step.backward(model(x).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    for line in range(1000):
+        print(step.index, line, "x" * 100)
+"""
+
+
+def test_a_job_goes_on_when_its_terminal_is_gone(tmp_path: Path) -> None:
+    script, run_dir = tmp_path / "job.py", tmp_path / "run"
+    script.write_text(TALKATIVE)
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "holdfast.cli.main", "run", "--run-dir", str(run_dir)]
+    with subprocess.Popen(
+        [*command, "--nproc", "1", "--virtual", "2", str(script)],
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+    ) as process:
+        os.close(theirs)
+        found = b""
+        while b"0 0 xxx" not in found:
+            found += os.read(ours, 1 << 12)
+        os.close(ours)
+        assert process.wait(100) == 0
+    assert RunDir(run_dir).outcome() == ""

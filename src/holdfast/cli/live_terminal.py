@@ -40,19 +40,22 @@ def live_terminal(run_dir: RunDir, tls: Path | None) -> Iterator[Streams | None]
     if not console.is_terminal:
         yield None
         return
-    with Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False) as live:
-        line = StatusLine(run_dir, client_of(tls))
-        over = threading.Event()
-        looking = threading.Thread(target=_keep_up, args=(live, line, over), daemon=True)
-        looking.start()
-        out, err = _Copy(console, sys.stdout.isatty()), _Copy(console, shown=True)
-        try:
-            yield Streams(out.fd, err.fd)
-        finally:
-            over.set()
-            out.close()
-            err.close()
-            looking.join()
+    live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
+    live.start()
+    line = StatusLine(run_dir, client_of(tls))
+    over = threading.Event()
+    looking = threading.Thread(target=_keep_up, args=(live, line, over), daemon=True)
+    looking.start()
+    out, err = _Copy(console, sys.stdout.isatty()), _Copy(console, shown=True)
+    try:
+        yield Streams(out.fd, err.fd)
+    finally:
+        over.set()
+        out.close()
+        err.close()
+        looking.join()
+        with contextlib.suppress(OSError):  # the terminal is gone
+            live.stop()
 
 
 class StatusLine:
@@ -91,16 +94,21 @@ class StatusLine:
 
 
 def _keep_up(live: Live, line: StatusLine, over: threading.Event) -> None:
-    while not over.wait(LOOK_S):
-        live.update(line.draw(), refresh=True)
+    with contextlib.suppress(OSError):  # the terminal is gone
+        while not over.wait(LOOK_S):
+            live.update(line.draw(), refresh=True)
 
 
 class _Copy:
-    """Copies a pipe to the terminal above the line, or to standard output if that is a file."""
+    """Copies a pipe to the terminal above the line, or to standard output if that is a file.
+
+    It reads on when nobody can see the output any more: the job's processes would wait for it.
+    """
 
     def __init__(self, console: Console, shown: bool) -> None:
         read_fd, self.fd = os.pipe2(os.O_CLOEXEC)
         self._console = console if shown else None
+        self._rest = b""  # a line that has not ended
         self._thread = threading.Thread(target=self._run, args=(read_fd,), daemon=True)
         self._thread.start()
 
@@ -110,19 +118,23 @@ class _Copy:
         self._thread.join(END_S)
 
     def _run(self, read_fd: int) -> None:
-        rest = b""
+        write = _write_all if self._console is None else self._show
         while data := os.read(read_fd, CHUNK_BYTES):
-            if self._console is None:
-                _write_all(data)
-                continue
-            *lines, rest = (rest + data).replace(b"\r", b"\n").split(b"\n")
-            for each in lines:
-                self._show(each)
-        if rest and self._console is not None:
-            self._show(rest)
+            try:
+                write(data)
+            except OSError:
+                write = _drop
+        with contextlib.suppress(OSError):
+            if self._rest:
+                self._show_line(self._rest)
         os.close(read_fd)
 
-    def _show(self, line: bytes) -> None:
+    def _show(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).replace(b"\r", b"\n").split(b"\n")
+        for each in lines:
+            self._show_line(each)
+
+    def _show_line(self, line: bytes) -> None:
         assert self._console is not None
         text = Text.from_ansi(line.decode(errors="replace"))
         self._console.print(text, soft_wrap=True, highlight=False)
@@ -130,6 +142,9 @@ class _Copy:
 
 def _write_all(data: bytes) -> None:
     view = memoryview(data)
-    with contextlib.suppress(OSError):  # nobody reads standard output any more
-        while view:
-            view = view[os.write(sys.stdout.fileno(), view) :]
+    while view:
+        view = view[os.write(sys.stdout.fileno(), view) :]
+
+
+def _drop(data: bytes) -> None:
+    """Do nothing with the data."""
