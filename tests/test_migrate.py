@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S
-from holdfast.cli.migrate_command import make_order
 from holdfast.core.errors import HoldfastError, UserError
 from holdfast.runtime.job_status import (
     CoordinatorStatus,
@@ -21,6 +20,7 @@ from holdfast.runtime.job_status import (
     ProcessPhase,
     ProcessStatus,
 )
+from holdfast.runtime.operator_orders import make_order
 from holdfast.testing.local_run import LocalRun
 from support import start_etcd
 

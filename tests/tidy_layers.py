@@ -6,7 +6,8 @@ from __future__ import annotations
 # row are strangers to each other. "" is holdfast/__init__.py.
 LAYERS = (
     ("", "__main__", "testing", "integrations", "examples"),  # nothing below imports these
-    ("cli", "dashboard"),
+    ("cli",),
+    ("dashboard",),
     ("launch",),
     ("runtime", "sim"),
     ("servers",),

@@ -19,6 +19,7 @@ COMMANDS = {
     "report": "write a page about a run: where the time went, and what faults cost",
     "trace": "write a run as a trace for Perfetto",
     "metrics": "serve a run's metrics to Prometheus",
+    "dashboard": "show a run in a browser, and drain nodes and move workers there",
     "drain": "empty a node of a running job, which goes on without it",
     "migrate": "move a worker of a running job to another node, while it trains",
     "coordinator": "stand by as another coordinator of a job, on any machine",

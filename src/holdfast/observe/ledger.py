@@ -175,7 +175,11 @@ class DoubtLine(msgspec.Struct, tag="doubt", tag_field="kind", forbid_unknown_fi
 
     def withdraws(self, line: StepLine) -> bool:
         """Return whether a step was done again because something wrong may have been used in it."""
-        return self.again and line.step >= self.step and line.view <= self.view
+        return self.covers(line.step, line.view)
+
+    def covers(self, step: int, view: int) -> bool:
+        """Return whether a step that was committed in this view is withdrawn."""
+        return self.again and step >= self.step and view <= self.view
 
 
 Line = HeaderLine | StepLine | DoubtLine

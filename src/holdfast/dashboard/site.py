@@ -1,0 +1,111 @@
+"""Puts the dashboard's pages together: the page itself, its stream, logs and orders."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from holdfast.core.errors import HoldfastError
+from holdfast.dashboard.access import Access, AccessGuard
+from holdfast.dashboard.feed import QUEUE_MAX, Feed
+from holdfast.dashboard.file_tails import read_log_end
+from holdfast.dashboard.order_desk import OrderDesk
+from holdfast.dashboard.run_watch import RunWatch
+from holdfast.runtime.rundir import RunDir
+
+STATIC = Path(__file__).with_name("static")
+ORDER_BYTES_MAX = 4096
+
+
+class Site:
+    """Answers the requests that the guard lets through."""
+
+    def __init__(
+        self, run_dir: RunDir, tls: ssl.SSLContext | None = None, queue_max: int = QUEUE_MAX
+    ) -> None:
+        self._run_dir = run_dir
+        self.feed = Feed(queue_max)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watch = RunWatch(run_dir, tls, self.feed)
+        self._desk = OrderDesk(run_dir, tls, self._tell_orders)
+
+    def application(self, access: Access) -> ASGIApp:
+        """Return the application with its guard."""
+        routes = [
+            Route("/", self._page),
+            Route("/api/state", self._state),
+            Route("/api/stream", self._stream),
+            Route("/api/log", self._log),
+            Route("/api/orders", self._ask, methods=["POST"]),
+            Route("/api/orders/confirm", self._confirm, methods=["POST"]),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ]
+        return AccessGuard(Starlette(routes=routes, lifespan=self._live), access)
+
+    @contextlib.asynccontextmanager
+    async def _live(self, _: Starlette) -> AsyncIterator[None]:
+        """Watch the run as long as the server works."""
+        self._loop = asyncio.get_running_loop()
+        watching = asyncio.create_task(self._watch.run())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+
+    def _tell_orders(self, orders: list[dict[str, Any]]) -> None:
+        """Publish the orders; called by any thread."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
+                self._loop.call_soon_threadsafe(self.feed.publish, "orders", orders)
+
+    async def _page(self, _: Request) -> Response:
+        return FileResponse(STATIC / "index.html", media_type="text/html")
+
+    async def _state(self, _: Request) -> Response:
+        return JSONResponse(self.feed.state())
+
+    async def _stream(self, _: Request) -> Response:
+        if self.feed.is_full:
+            return _problem("Too many pages follow this dashboard: close one of them.", 503)
+        return StreamingResponse(self.feed.follow(), media_type="text/event-stream")
+
+    async def _log(self, request: Request) -> Response:
+        worker = request.query_params.get("worker", "")
+        if not (worker.isascii() and worker.isdecimal() and len(worker) < 10):
+            return _problem(f"worker={worker} is no number of a worker.", 400)
+        name, lines = await asyncio.to_thread(read_log_end, self._run_dir.logs, int(worker))
+        return JSONResponse({"name": name, "lines": lines})
+
+    async def _ask(self, request: Request) -> Response:
+        return await self._order(request, self._desk.ask)
+
+    async def _confirm(self, request: Request) -> Response:
+        return await self._order(request, self._desk.confirm)
+
+    async def _order(self, request: Request, take: Callable[[bytes], object]) -> Response:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > ORDER_BYTES_MAX:
+                return _problem("The order is too long.", 413)
+        try:
+            return JSONResponse(await asyncio.to_thread(take, body))
+        except (HoldfastError, OSError) as error:
+            return _problem(str(error), 409)
+
+
+def _problem(text: str, status: int) -> Response:
+    return JSONResponse({"problem": text}, status_code=status)
