@@ -27,9 +27,9 @@ LOOK_S = 0.05
 CHUNK_BYTES = 1 << 16
 # Chromium reads orders from descriptor 3, and writes answers to descriptor 4.
 LAUNCH = (
-    "import os, sys\n"
-    "pair = [os.dup(os.dup2(int(fd), 20 + i)) for i, fd in enumerate(sys.argv[1:3])]\n"
-    "[os.dup2(fd, 3 + i) for i, fd in enumerate(pair)]\n"
+    "import fcntl, os, sys\n"
+    "apart = [fcntl.fcntl(int(fd), fcntl.F_DUPFD, 64) for fd in sys.argv[1:3]]\n"
+    "[os.dup2(fd, 3 + i) for i, fd in enumerate(apart)]\n"
     "os.execv(sys.argv[3], sys.argv[3:])\n"
 )
 OPTIONS = (
@@ -61,6 +61,7 @@ class Chromium:
         self._buffer = b""
         self._count = 0
         self._session = ""
+        self.complaints: list[str] = []  # errors of scripts and of the console so far
 
     def __enter__(self) -> Chromium:
         theirs_in, self._orders = os.pipe()
@@ -81,7 +82,8 @@ class Chromium:
         page = next(each["targetId"] for each in targets if each["type"] == "page")
         attached = self._call("Target.attachToTarget", targetId=page, flatten=True)
         self._session = attached["sessionId"]
-        self._call("Page.enable")
+        for domain in ("Page", "Runtime", "Log"):
+            self._call(f"{domain}.enable")
         self.resize(*self._size)
         return self
 
@@ -145,11 +147,18 @@ class Chromium:
         while True:
             answer = self._receive()
             if answer.get("id") != self._count:
-                continue  # an event, which nobody waits for
+                self._note(answer.get("method", ""), answer.get("params", {}))
+                continue
             if "error" in answer:
                 raise WorldError(f"{method} fails: {answer['error']}")
             found: dict[str, Any] = answer["result"]
             return found
+
+    def _note(self, event: str, details: dict[str, Any]) -> None:
+        if event == "Runtime.exceptionThrown":
+            self.complaints.append(json.dumps(details["exceptionDetails"]))
+        elif event == "Log.entryAdded" and details["entry"]["level"] == "error":
+            self.complaints.append(details["entry"]["text"])
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:

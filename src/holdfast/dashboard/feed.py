@@ -33,6 +33,10 @@ class Client:
         self._dropped = 0
         self._filled = asyncio.Event()
 
+    def wake(self) -> None:
+        """End the wait of `take`."""
+        self._filled.set()
+
     def put(self, message: str) -> None:
         """Add a message; a full queue is emptied first."""
         if self._dropped or len(self._queue) >= self._queue_max:
@@ -66,6 +70,7 @@ class Feed:
         self._newest: dict[str, Any] = {}
         self._totals: dict[str, int] = {}  # for a topic that grows: its items since the beginning
         self._clients: set[Client] = set()
+        self._closed = False
 
     @property
     def is_full(self) -> bool:
@@ -100,6 +105,12 @@ class Feed:
         self._newest[topic], self._totals[topic] = [], 0
         self._hand_out(encode_message(topic, self._value_of(topic)))
 
+    def close(self) -> None:
+        """End the streams of all clients."""
+        self._closed = True
+        for client in self._clients:
+            client.wake()
+
     async def follow(self) -> AsyncIterator[str]:
         """Yield the whole state, and then each change, for one client."""
         client = Client(self, self._queue_max)
@@ -108,7 +119,7 @@ class Feed:
             yield "retry: 1000\n\n"
             for message in self.messages():
                 yield message
-            while True:
+            while not self._closed:
                 for message in await client.take() or [": quiet\n\n"]:
                     yield message
         finally:

@@ -19,6 +19,19 @@ BACKLOG = 64
 CONNECTIONS_MAX = 128
 
 
+class DashboardServer(uvicorn.Server):
+    """Ends the streams of pages before it waits for the end of all answers."""
+
+    def __init__(self, config: uvicorn.Config, site: Site) -> None:
+        super().__init__(config)
+        self._site = site
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End as uvicorn does."""
+        self._site.feed.close()
+        await super().shutdown(sockets)
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Open the listening socket; port 0: a free one. UserError."""
     try:
@@ -41,7 +54,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def make_server(
     site: Site, listener: socket.socket, host: str, token: str = ""
-) -> tuple[uvicorn.Server, str]:
+) -> tuple[DashboardServer, str]:
     """Return a server for a listening socket, and the URL with its token."""
     port = listener.getsockname()[1]
     access = Access(host=host, port=port, token=token or secrets.token_urlsafe(32))
@@ -59,7 +72,7 @@ def make_server(
         timeout_graceful_shutdown=1,
     )
     shown = socket.gethostname() if is_any(host) else bracketed(host)
-    return uvicorn.Server(config), f"http://{shown}:{port}/?token={access.token}"
+    return DashboardServer(config, site), f"http://{shown}:{port}/?token={access.token}"
 
 
 def serve(

@@ -59,7 +59,7 @@ function describeState() {
 function showBanner() {
   const { run, link, connected, problem } = now;
   const lines = [];
-  if (!connected) lines.push("The dashboard does not answer; trying again.");
+  if (!connected) lines.push("The dashboard does not answer; trying again. If it was started again, open the URL that it has printed.");
   if (link?.state === "lost") {
     const since = link.answered ? ` It last answered at ${showTime(link.answered)}.` : "";
     lines.push(`The coordinator does not answer, so this is what the files of the run tell.${since} (${link.text})`);
@@ -113,7 +113,10 @@ function showNodes() {
 }
 
 function showWorker(id) {
-  panel.show(id, id === null ? null : workers.get(id), now.status !== null);
+  const found = id === null ? null : workers.get(id);
+  panel.show(id, found, now.status !== null);
+  const said = id === null ? "" : `worker ${id} on ${found?.node ?? "a node not known"}: ${found?.state ?? "not known"}`;
+  if (byId("said").textContent !== said) byId("said").textContent = said;
 }
 
 function askToDrain(node) {
@@ -144,7 +147,7 @@ function showMarks() {
 
 function showSaves() {
   const saved = now.run?.saved ?? [];
-  const head = saved.length ? `The job can begin from the checkpoints of steps ${saved.join(", ")}.` : "";
+  const head = saved.length ? `The job can begin from ${saved.length === 1 ? "step" : "steps"} ${saved.join(", ")}.` : "";
   showNotes("saves", now.saves ?? [], "No checkpoint is known.", head);
 }
 
