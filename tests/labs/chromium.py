@@ -158,7 +158,8 @@ class Chromium:
         if event == "Runtime.exceptionThrown":
             self.complaints.append(json.dumps(details["exceptionDetails"]))
         elif event == "Log.entryAdded" and details["entry"]["level"] == "error":
-            self.complaints.append(details["entry"]["text"])
+            entry = details["entry"]
+            self.complaints.append(f"{entry['text']} {entry.get('url', '')}")
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
