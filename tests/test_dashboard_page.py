@@ -46,8 +46,11 @@ def drain_far(browser: Chromium) -> None:
     browser.until("document.querySelector('button[data-node=far]') !== null", LIMIT_S)
     click(browser, "button[data-node=far]")
     assert browser.run("document.activeElement.id") == "confirm-yes"
-    click(browser, "#confirm-no")
-    assert not browser.run("document.getElementById('confirm').open")
+    for close in (lambda: click(browser, "#confirm-no"), lambda: browser.press("Escape")):
+        close()
+        assert not browser.run("document.getElementById('confirm').open")
+        click(browser, "button[data-node=far]")
+    browser.run("document.getElementById('confirm').close()")
     click(browser, "button[data-node=far]")
     click(browser, "#confirm-yes")
     until_text(browser, "confirm-question", "Drain node far with 1 worker in the job?")

@@ -25,6 +25,16 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 ANSWER_S = 60.0
 LOOK_S = 0.05
 CHUNK_BYTES = 1 << 16
+KEYS = {  # by name: their codes
+    "Enter": 13,
+    "Escape": 27,
+    "End": 35,
+    "Home": 36,
+    "ArrowLeft": 37,
+    "ArrowUp": 38,
+    "ArrowRight": 39,
+    "ArrowDown": 40,
+}
 # Chromium reads orders from descriptor 3, and writes answers to descriptor 4.
 LAUNCH = (
     "import fcntl, os, sys\n"
@@ -129,9 +139,10 @@ class Chromium:
         return found
 
     def press(self, key: str) -> None:
-        """Press and release a key by its name: Escape, ArrowRight."""
+        """Press and release a key by its name in KEYS."""
+        names = dict(key=key, code=key, windowsVirtualKeyCode=KEYS[key])
         for kind in ("rawKeyDown", "keyUp"):
-            self._call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+            self._call("Input.dispatchKeyEvent", type=kind, **names)
 
     def screenshot(self, *, whole: bool = False) -> bytes:
         """Return a picture of the page as PNG. `whole`: also of the parts below the window."""

@@ -1,6 +1,6 @@
 // Draws all workers as cells of one canvas, by node. Only the part that is scrolled to is drawn.
 
-import { colour } from "./dom.js";
+import { DASH, colour } from "./dom.js";
 
 const PAD = 10;
 const LABEL = 17;
@@ -61,7 +61,7 @@ export class Grid {
       const wide = Math.max(Math.min(theirs.length, across) * step, 70) + 12;
       const tall = LABEL + Math.ceil(theirs.length / across) * step + 8;
       if (x > PAD && x + wide > width - PAD) [x, y, tallest] = [PAD, y + tallest, 0];
-      this.labels.push({ text: node ?? "node not known", x, y: y + 12, wide: wide - 12 });
+      this.labels.push({ text: node ?? DASH, x, y: y + 12, wide: wide - 12 });
       theirs.forEach((each, i) => {
         const at = { x: x + (i % across) * step, y: y + LABEL + Math.floor(i / across) * step };
         this.cells.push({ ...each, ...at });
