@@ -21,9 +21,9 @@ from holdfast.cli import dashboard_command
 from holdfast.cli.main import main
 from holdfast.dashboard.access import Access
 from holdfast.dashboard.feed import Client, Feed
-from holdfast.dashboard.file_tails import FileTail, read_log_end
 from holdfast.dashboard.loss_series import LossSeries
 from holdfast.dashboard.step_rates import measure_rates, rate_now
+from holdfast.observe.file_tails import FileTail, read_log_end
 from holdfast.observe.ledger import LedgerDoubt, LedgerWriter, ledger_path
 from holdfast.observe.time_lines import ProcessTimes, SpentLine, TimeUse
 from labs.local_nodes import LocalNodes

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.dashboard.file_tails import FileTail
 from holdfast.observe.charts import thin_out
+from holdfast.observe.file_tails import FileTail
 from holdfast.observe.ledger import LEDGER_DIR, DoubtLine, StepLine, Uses, decode_line
 
 POINTS_MAX = 1500

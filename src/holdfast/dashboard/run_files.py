@@ -11,14 +11,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.core.job_spec import JobSpec
-from holdfast.dashboard.file_tails import FileTail
 from holdfast.dashboard.loss_series import LossSeries
 from holdfast.dashboard.step_rates import measure_rates, rate_now
+from holdfast.observe.file_tails import FileTail
 from holdfast.observe.goodput import MEANINGS, QUANTILES, Goodput, share_times
 from holdfast.observe.incident_costs import IncidentCost, Part
-from holdfast.observe.incidents import Incident, describe_cost, find_incidents, tell_story
+from holdfast.observe.incidents import (
+    Incident,
+    describe_cost,
+    find_incidents,
+    parse_event,
+    tell_story,
+)
 from holdfast.observe.time_lines import ProcessTimes, read_times
-from holdfast.runtime.job_events import parse_event
 from holdfast.runtime.rundir import RunDir
 
 INCIDENTS_MAX = 100

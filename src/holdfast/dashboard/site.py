@@ -19,9 +19,9 @@ from starlette.types import ASGIApp
 from holdfast.core.errors import HoldfastError
 from holdfast.dashboard.access import Access, AccessGuard
 from holdfast.dashboard.feed import QUEUE_MAX, Feed
-from holdfast.dashboard.file_tails import read_log_end
 from holdfast.dashboard.order_desk import OrderDesk
 from holdfast.dashboard.run_watch import RunWatch
+from holdfast.observe.file_tails import read_log_end
 from holdfast.runtime.rundir import RunDir
 
 STATIC = Path(__file__).with_name("static")

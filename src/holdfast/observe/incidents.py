@@ -6,10 +6,11 @@ files or processes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from holdfast.core.errors import UserError
 
@@ -22,8 +23,8 @@ TELLING = ("lost", "quarantined", "back", "drain", "leave", "replaced", "restart
 def parse_event(line: str | bytes) -> dict[str, Any] | None:
     """Return the event of a line of the log; None if it is none, as a half-written one."""
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
+        found = msgspec.json.decode(line)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
     fits = isinstance(found, dict) and all(
         isinstance(found.get(name), kind) for name, kind in _KINDS.items()

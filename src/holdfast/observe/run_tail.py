@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast.observe.file_tails import FileTail
 from holdfast.observe.incidents import Incident, find_incidents, parse_event
 from holdfast.observe.ledger import LEDGER_DIR, StepLine, decode_line
 from holdfast.store.regular_files import regular_stream
@@ -25,23 +26,17 @@ class RunTail:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir
-        self._offset = 0
-        self._rest = b""
+        self._tail = FileTail(run_dir / "events.jsonl")
         self._reached: deque[tuple[float, int]] = deque()
         self.events: list[dict[str, Any]] = []
         self.loss: float | None = None
 
     def look(self) -> Sequence[dict[str, Any]]:
         """Read on; return the events that have come since the last look."""
-        path, data = self._path / "events.jsonl", b""
-        with contextlib.suppress(OSError):
-            if path.stat().st_size > self._offset:
-                with regular_stream(path) as file:
-                    file.seek(self._offset)
-                    data = file.read()
-        self._offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        found = [event for event in map(parse_event, lines) if event is not None]
+        self._tail.cut = False
+        found = [event for line in self._tail.read() if (event := parse_event(line)) is not None]
+        if self._tail.cut:
+            self.events = []
         self.events += found
         return found
 

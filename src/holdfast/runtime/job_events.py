@@ -61,19 +61,6 @@ class EventSink:
             print(f"holdfast: {shown}", file=sys.stderr, flush=True)
 
 
-_decode_event = msgspec.json.Decoder(LoggedEvent).decode
-
-
-def parse_event(line: bytes) -> dict[str, Any] | None:
-    """Return one line of the log with checked types; None if it is no event."""
-    try:
-        found = _decode_event(line)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return None
-    event: dict[str, Any] = msgspec.to_builtins(found)
-    return {**event, "causes": list(found.causes)} if found.causes else event
-
-
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the events so far as they stand in the log; none if there is no log yet.
 
