@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from holdfast.observe.time_lines import ProcessTimes, SpentLine, TimeUse
 from labs.local_nodes import LocalNodes
 
 PAGES = ("/", "/api/state", "/api/stream", "/api/log?worker=0", "/static/main.js")
+URL = re.compile(r"^holdfast: dashboard: (http://127\.0\.0\.1:\S+)$", re.MULTILINE)
 
 
 @pytest.fixture
@@ -305,13 +307,17 @@ def test_the_command_prints_its_url_and_ends_when_asked(crashed: Path, number: i
 def test_a_live_run_is_shown_and_a_node_is_drained(start: Start, tmp_path: Path) -> None:
     go = tmp_path / "go"
     words = ("--steps", "40", "--task-s", "0.01", "--hold", "5", str(go))
+    options = ("--virtual", "4", "--nodes-min", "2", "--dashboard")
     with (
-        start(*words, nproc=1, options=("--virtual", "4", "--nodes-min", "2")) as run,
+        start(*words, nproc=1, options=options) as run,
         LocalNodes(run) as others,
     ):
         run.until(run.run_dir.coordinator.exists, LIMIT_S, "the coordinator listens")
         others.add("far")
         run.until_members(2)
+        printed = run.until(lambda: URL.search(run.log()), LIMIT_S, "the URL is printed")
+        with urlopen(printed[1], timeout=LIMIT_S) as answer:
+            assert b"<title>Holdfast</title>" in answer.read()
         with Dashboard(run.run_dir.path) as dashboard:
             status = next(v for topic, v in dashboard.follow() if topic == "status" and v)
             assert [node["id"] for node in status["nodes"]] == ["far", "node0"]

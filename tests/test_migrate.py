@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S
+from dashboard_kit import Dashboard
 from holdfast.core.errors import HoldfastError, UserError
 from holdfast.runtime.job_status import (
     CoordinatorStatus,
@@ -140,6 +141,23 @@ def test_workers_are_moved_and_a_node_drained_without_a_pause(nodes: Nodes, tmp_
         assert drained.returncode == 0, drained.stderr
         events = [e["text"] for e in nodes.run.events("join")]
         assert sum("receives the state while" in text for text in events) >= 2
+        assert not any(e["kind"] == "lost" for e in nodes.run.events())
+        found = nodes.finish()
+    assert found == undisturbed(tmp_path, found.split()[1])
+
+
+@pytest.mark.slow
+def test_a_worker_is_moved_from_the_dashboard(nodes: Nodes, tmp_path: Path) -> None:
+    with nodes.node("b", 1), Dashboard(nodes.run.run_dir.path) as dashboard:
+        (spare,) = nodes.spares("b", 1)
+        order = {"order": "migrate", "worker": 1, "to": "b"}
+        asked = dashboard.order("/api/orders", order)
+        assert asked["question"].startswith("Move worker 1 to node b?")
+        dashboard.order("/api/orders/confirm", {"confirm": asked["confirm"]})
+        states = (value[0] for topic, value in dashboard.follow() if topic == "orders")
+        told = next(each for each in states if each["state"] != "waiting")
+        assert (told["text"], told["state"]) == ("migrate worker 1 to b", "done"), told
+        assert sorted(nodes.run.members()) == [0, spare]
         assert not any(e["kind"] == "lost" for e in nodes.run.events())
         found = nodes.finish()
     assert found == undisturbed(tmp_path, found.split()[1])

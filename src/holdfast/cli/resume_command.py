@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 from holdfast.cli import launch_command
+from holdfast.cli.dashboard_command import check_packages, keep_beside
 from holdfast.cli.run_command import choose_show
-from holdfast.cli.shared_options import add_plain, add_tls
+from holdfast.cli.shared_options import add_dashboard, add_plain, add_tls
 from holdfast.core.errors import UserError
 from holdfast.launch.fleet_plan import PLAN_FILE
 from holdfast.net.secret import VARIABLE
@@ -23,6 +24,8 @@ from holdfast.store.open import check_writable, open_storage
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
+    if options.dashboard:
+        check_packages()
     run_dir, tls = RunDir(options.run_dir.absolute()), options.tls
     spec = run_dir.spec()
     if run_dir.outcome() == "":
@@ -48,7 +51,9 @@ def main(argv: list[str]) -> int:
         run_dir.reopen()
         print(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
         site = CoordinatorSite(run_dir=run_dir, listener=listener, host=options.host, tls=tls)
-        return launch_job(site, spec, resume=True, show=choose_show(plain=options.plain))
+        beside = [keep_beside(run_dir, tls)] if options.dashboard else []
+        show = choose_show(plain=options.plain)
+        return launch_job(site, spec, resume=True, show=show, beside=beside)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,5 +71,6 @@ def parser() -> argparse.ArgumentParser:
         "--port", type=int, default=0, help="port to listen on (default: a free one)"
     )
     add_tls(found)
+    add_dashboard(found)
     add_plain(found)
     return found

@@ -10,10 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+from holdfast.cli.dashboard_command import check_packages, keep_beside
 from holdfast.cli.job_config import JobConfig, read_config, write_config
 from holdfast.cli.job_options import add_settings, given_settings
 from holdfast.cli.shared_options import (
     add_checks,
+    add_dashboard,
     add_domains,
     add_notices,
     add_plain,
@@ -103,6 +105,7 @@ def _add_launch(found: argparse.ArgumentParser) -> None:
     add_tls(group)
     add_notices(group)
     add_domains(group)
+    add_dashboard(group)
     add_plain(group)
     add_checks(found)
     group.add_argument(
@@ -124,6 +127,8 @@ def main(argv: list[str]) -> int:
     name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
     run_dir = RunDir(options.run_dir or Path("holdfast-runs") / name)
     peer_tls_of(options.tls)  # says what is wrong with it
+    if options.dashboard:
+        check_packages()
     checks = parse_checks(options.check, options.check_limit_s)
     domains = read_domains(options.domain)
     with listen(options.host, options.port) as listener:
@@ -133,8 +138,14 @@ def main(argv: list[str]) -> int:
         site = CoordinatorSite(
             run_dir=run_dir, listener=listener, host=options.host, tls=options.tls
         )
-        show = choose_show(plain=options.plain)
-        return launch_job(site, spec, notices=options.notices, domains=domains, show=show)
+        return launch_job(
+            site,
+            spec,
+            notices=options.notices,
+            domains=domains,
+            show=choose_show(plain=options.plain),
+            beside=[keep_beside(run_dir, options.tls)] if options.dashboard else [],
+        )
 
 
 def choose_show(*, plain: bool) -> Show:

@@ -40,6 +40,16 @@ def add_plain(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_dashboard(parser: argparse._ActionsContainer) -> None:
+    """Add the option --dashboard, for people who watch the job in a browser."""
+    parser.add_argument(
+        "--dashboard",
+        action="store_true",
+        help="show the job in a browser while it runs, at the URL that is printed "
+        "(docs/dashboard.md)",
+    )
+
+
 def add_notices(parser: argparse._ActionsContainer) -> None:
     """Add the option --notices, which says whom to ask whether this machine is taken away."""
     parser.add_argument(

@@ -159,12 +159,14 @@ def launch_job(
     notices: str = "",
     domains: Domains = (),
     show: Show = hide_nothing,
+    beside: Sequence[Kept] = (),
 ) -> int:
     """Run a job to its end. Returns the exit status: 0 success, 1 failure, 130 after Ctrl-C.
 
     `resume`: it has run before; how it ended then does not count. `notices`: whom to ask whether
     this machine is to be taken away. `domains`: failure domains that it is in. `show`: a context
-    for the time in which the job runs; it may take the output of its processes.
+    for the time in which the job runs; it may take the output of its processes. `beside`: processes
+    that serve the job's user as long as it runs.
     """
     host = f"[{site.host}]" if ":" in site.host else site.host
     join = spec.nodes.election or f"{host}:{site.listener.getsockname()[1]}"
@@ -188,7 +190,7 @@ def launch_job(
     election = ["--election", spec.nodes.election] if spec.nodes.election else []
     coordinator = site.coordinator(election, ["--resume"] if resume else [])
     with show(site.run_dir, site.tls) as streams:
-        interrupted = Supervisor([coordinator, *node.processes(spec)], streams).run()
+        interrupted = Supervisor([coordinator, *node.processes(spec), *beside], streams).run()
     _tell_how_it_went(site.run_dir)
     outcome = site.run_dir.outcome()
     if outcome and not interrupted:  # else the coordinator has said so
