@@ -1,10 +1,11 @@
 # Needs only Python 3.10 or newer and make. The first target that runs makes .venv and installs
-# what is pinned in constraints.txt; after that nothing here needs a network.
+# what is pinned in constraints.txt; after that only docs, the first time, needs a network.
 #
 #   make demo                     train, break things, prove that nothing was lost
 #   make check test               what every change must pass
 #   make test-all                 the same, with the slow tests, for an hour
 #   make test-clusters            jobs on real cluster managers, where they are installed
+#   make docs                     these documents as a site, in build/site
 #   make demo PYTHON=python3.12   with another interpreter
 #   make demo TORCH_INDEX=URL     take torch from a second package index as well
 #
@@ -27,7 +28,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: help demo check lint types rules test test-all test-clusters fuzz sim mutants bench clean
+.PHONY: help demo check lint types rules test test-all test-clusters fuzz sim mutants bench docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -78,6 +79,16 @@ mutants: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
+
+# The site asks other servers for nothing, neither while it is built nor where it is read.
+docs: $(VENV)/.installed-docs
+	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet build --strict
+	@echo "built; to read it: $(PYTHON) -m http.server --directory build/site"
+
+# The tools of one target, which the others do not need: an extra of pyproject.toml.
+$(VENV)/.installed-%: $(STAMP)
+	$(PIP) --no-build-isolation -e '.[$*]'
+	@touch $@
 
 # The stamp is written last: an interrupted installation is simply done again. torch comes first,
 # by itself, so that TORCH_INDEX is asked for nothing else; no build isolation, so that a current

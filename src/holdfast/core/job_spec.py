@@ -260,7 +260,7 @@ class CheckpointSettings:
     scrub_rate: float = setting(
         20.0,
         "verify the kept checkpoints once an hour, and pieces in the nodes' memory all the time, "
-        "reading this many megabytes a second, and repair what has parity; 0: never",
+        "reading this many megabytes a second, and repair those that have parity; 0: never",
         metavar="MB",
         least=0,
     )
@@ -313,14 +313,14 @@ class SilentErrors:
     )
     fingerprint_steps: int = setting(
         64,
-        "compare every byte of the model and the optimizer between workers once in so many steps; "
+        "compare every byte of the model and the optimizer between workers once in this many steps; "
         "1: in every step; 0: never",
         metavar="STEPS",
         least=0,
     )
     repeat_steps: int = setting(
         64,
-        "let a worker compute one task of the job twice in so many steps, and its first one, to "
+        "let a worker compute one task of the job twice in this many steps, and its first one, to "
         "see that the script's tasks depend on nothing but their inputs; 0: never",
         metavar="STEPS",
         least=0,
@@ -361,7 +361,7 @@ class MemorySettings:
     )
     budget: int | None = setting(
         None,
-        "megabytes of each node's memory that this may take; auto: half of what is free",
+        "megabytes of each node's memory that this may take; auto: half of the free memory",
         flag="--memory-budget",
         metavar="MB",
         least=1,
