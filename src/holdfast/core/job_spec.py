@@ -313,8 +313,8 @@ class SilentErrors:
     )
     fingerprint_steps: int = setting(
         64,
-        "compare every byte of the model and the optimizer between workers once in this many steps; "
-        "1: in every step; 0: never",
+        "compare every byte of the model and the optimizer between workers once in this many "
+        "steps; 1: in every step; 0: never",
         metavar="STEPS",
         least=0,
     )
