@@ -29,6 +29,8 @@ COMMANDS = {
     "compare": "find the first step at which two runs of one job differ, and what differs",
     "replay": "compute steps of a run again, and compare them with what was recorded",
     "audit": "do so for a random share of a run's steps",
+    "dump": "put into one file what is needed to understand a run elsewhere",
+    "incident": "make a coordinator's decisions again, from what it heard",
     "ledger": "prove from a run's ledger that every sample was used exactly once",
     "data": "write digests of training data, and find what has changed since",
     "doctor": "examine this machine before it joins a job",

@@ -39,6 +39,16 @@ class RunDir:
         return self.path / "logs"
 
     @property
+    def stacks(self) -> Path:
+        """Return the folder in which workers write where their threads are."""
+        return self.path / "stacks"
+
+    @property
+    def bundles(self) -> Path:
+        """Return the folder of what is kept of each incident."""
+        return self.path / "post-mortem"
+
+    @property
     def events(self) -> Path:
         return self.path / "events.jsonl"
 

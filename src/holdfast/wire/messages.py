@@ -106,6 +106,11 @@ class LabelRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StacksRequest:
+    """Asks all nodes to write down where the threads of their workers are, for an operator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OrderReply:
     """Answers whether an order for a node was passed on: empty, or why not."""
 
@@ -156,6 +161,7 @@ KINDS: dict[int, type] = {
     14: OrderReply,
     15: MoveRequest,
     16: LabelRequest,
+    17: StacksRequest,
     20: PeerRequest,
     21: PeerReply,
 }

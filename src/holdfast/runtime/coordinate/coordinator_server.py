@@ -34,7 +34,9 @@ from holdfast.core.types import (
 )
 from holdfast.net.channel import Channel, Gate
 from holdfast.net.tls import server_of
+from holdfast.runtime.coordinate.bundle_keeper import BundleKeeper
 from holdfast.runtime.coordinate.journal import Journal
+from holdfast.runtime.coordinate.recorder import Recorder
 from holdfast.runtime.coordinate.status_making import make_status
 from holdfast.runtime.job_events import EventSink, LoggedEvent
 from holdfast.runtime.job_status import encode_status
@@ -48,6 +50,7 @@ from holdfast.wire.messages import (
     LabelRequest,
     MoveRequest,
     OrderReply,
+    StacksRequest,
     StatusReply,
     StatusRequest,
     StopRequest,
@@ -62,6 +65,7 @@ Incoming = (
     | DrainRequest
     | MoveRequest
     | LabelRequest
+    | StacksRequest
 )
 INCOMING = get_args(Incoming)
 TICK_S_MIN = 0.002
@@ -69,6 +73,7 @@ FAREWELL_S = 2.0  # how long agents may take to hear that the job is over
 JOIN_S = 10.0  # how long a node that has asked what the job is may take to start its agent
 JOINING_MAX = 1024
 CRASHED = 70  # exit status of a coordinator that met a bug of ours
+BUNDLED = ("resumed", "failed")  # events after which a bundle is kept
 DEPOSED = 75  # its term is over: started again, it stands by
 
 
@@ -156,6 +161,12 @@ class CoordinatorServer:
         self._outcome = ""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_for: float | None = None  # the deadline for which the timer is set
+        self._recorder = Recorder(
+            setup.run_dir.path,
+            core.snapshot().record.term,
+            lambda line: self.say("recording", line),
+        )
+        self._bundles = BundleKeeper(setup.run_dir, lambda line: self.say("recording", line))
 
     async def run(self) -> str:
         """Serve until the job is over; return its outcome. UserError for bad certificates."""
@@ -169,12 +180,15 @@ class CoordinatorServer:
         port = setup.listener.getsockname()[1]
         where = {"host": setup.host, "port": port, "pid": os.getpid()}
         write_json(self._run_dir.coordinator, where)
+        self._recorder.begin(self._core, time.monotonic())
         self._feed(Tick())
         await self._finished.wait()
         step = self._core.snapshot().step
         write_json(self._run_dir.result, {"outcome": self._outcome, "step": step})
         await self._agents_gone()
         gate.close()
+        self._recorder.close()
+        await self._bundles.finish()
         return self._outcome
 
     def stop(self, reason: str) -> None:
@@ -226,6 +240,10 @@ class CoordinatorServer:
                         self.stop(message.reason)
                     case DrainRequest() | MoveRequest() | LabelRequest():
                         channel.send(OrderReply(problem=self._pass_on(message)))
+                    case StacksRequest():
+                        for each in self._agents.values():
+                            each.send(message)
+                        channel.send(OrderReply(problem=""))
                     case _:
                         assert_never(message)
         except (WireError, OSError):
@@ -256,7 +274,14 @@ class CoordinatorServer:
 
     def _feed(self, event: ce.CoordinatorEvent) -> None:
         now = time.monotonic()
-        self._carry_out(self._core.handle(event, now))
+        self._recorder.hear(event, now)
+        try:
+            effects = self._core.handle(event, now)
+        except Exception:  # a bug of ours: the recording ends with what has led to it
+            self._recorder.close()
+            raise
+        self._recorder.note(self._core, effects, now)
+        self._carry_out(effects)
         deadline = self._core.deadline()
         if deadline == self._timer_for and not isinstance(event, Tick):
             return
@@ -296,6 +321,8 @@ class CoordinatorServer:
                         channel.send(directive)
                 case ce.Announce():
                     self.say(effect.kind, effect.text, effect)
+                    if effect.kind in BUNDLED:
+                        self._bundles.order(effect.id)
                 case ce.Finish(outcome):
                     self._outcome = outcome
                     self._finished.set()

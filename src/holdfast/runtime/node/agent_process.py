@@ -49,12 +49,19 @@ from holdfast.runtime.node.notices import NoticeSource, notice_source
 from holdfast.runtime.node.server_processes import ServerProcesses
 from holdfast.runtime.node.worker_process import SpreadPart, WorkerProcess, WorkerTemplate
 from holdfast.runtime.rundir import RunDir
-from holdfast.wire.messages import Address, AddressBook, DrainRequest, LabelRequest, MoveRequest
+from holdfast.wire.messages import (
+    Address,
+    AddressBook,
+    DrainRequest,
+    LabelRequest,
+    MoveRequest,
+    StacksRequest,
+)
 
 if TYPE_CHECKING:
     from holdfast.memory.mending import Mending
 
-FROM_COORDINATOR = (Directive, AddressBook, DrainRequest, MoveRequest, LabelRequest)
+FROM_COORDINATOR = (Directive, AddressBook, DrainRequest, MoveRequest, LabelRequest, StacksRequest)
 RECONNECT_S = 0.1
 NOTICE_EVERY_S = 2.0  # interval between two questions for notices of this machine's end
 MEND_S = 5.0  # between two rounds of verifying pieces in memory
@@ -93,6 +100,7 @@ class AgentServer:
         self._group = GroupWatch(template.run_dir) if template.spec.compat.enabled else None
         self._quit = asyncio.Event()
         self._problem = ""  # why it quits
+        self._stopped = 0  # the newest view that ended
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(
@@ -149,6 +157,10 @@ class AgentServer:
             task.cancel()
         return self._problem
 
+    def _dump_stacks(self, reason: str) -> None:
+        for process in self._processes.values():
+            process.dump_stacks(reason)
+
     async def _watch_memory(self) -> None:
         while True:
             self._note_memory()
@@ -203,6 +215,9 @@ class AgentServer:
                 self._feed(machine.CoordinatorReached(contact.job))
                 while (m := await self._coordinator.receive(*FROM_COORDINATOR)) is not None:
                     if isinstance(m, Directive):
+                        if m.stop_view > self._stopped:
+                            self._stopped = m.stop_view
+                            self._dump_stacks(f"view {m.stop_view} ends")
                         self._peers = m.view.pieces_at if m.view else self._peers
                         self._feed(machine.DirectiveArrived(m))
                         if self._servers is not None and not m.undecided:
@@ -210,6 +225,8 @@ class AgentServer:
                     elif isinstance(m, DrainRequest):
                         asked = machine.Drained(m.reason, leave=True, deadline_s=m.deadline_s)
                         self._feed(asked)
+                    elif isinstance(m, StacksRequest):
+                        self._dump_stacks("an operator asks")
                     elif isinstance(m, MoveRequest):
                         self._feed(machine.MoveAsked(m.leaving))
                     elif isinstance(m, LabelRequest):

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from holdfast.wire.messages import Address, decode, encode
 STORY_BYTES_MAX = 16 << 10  # longest part of a traceback that is reported
 LINE_BYTES_MAX = 64 << 10  # a longer line is passed on in pieces
 DRAIN_S = 5.0
+STACKS_BYTES_MAX = 1 << 20  # a file that is longer begins from the start
 STORY_S = 0.2  # to read why a process that a signal has ended gave up, if it told
 
 
@@ -89,6 +91,10 @@ class WorkerTemplate:
             "HOLDFAST_TLS": str(self.tls or ""),
         }
 
+    def stacks_path(self, worker: WorkerId, incarnation: Incarnation) -> Path:
+        """Return the file in which a worker's process writes where its threads are."""
+        return self.run_dir.stacks.resolve() / f"worker-{worker}-{incarnation}.txt"
+
     def environment(
         self,
         worker: WorkerId,
@@ -107,6 +113,7 @@ class WorkerTemplate:
             "HOLDFAST_WORKER": str(worker),
             "HOLDFAST_INCARNATION": str(incarnation),
             "HOLDFAST_ROLE": role.value,
+            bootstrap.STACKS_VARIABLE: str(self.stacks_path(worker, incarnation)),
             "HOLDFAST_PROCS": str(self.spec.workers.procs),
             "HOLDFAST_MEMORY_BYTES": str(self.memory_bytes),
             "HOLDFAST_ORDERS_FD": str(-1 if self.orders_fd is None else self.orders_fd),
@@ -177,6 +184,8 @@ class WorkerProcess:
 
     async def start(self, on_message: OnMessage, on_exit: OnExit) -> None:
         """Raises OSError when no process can be made."""
+        with contextlib.suppress(OSError):
+            self._template.run_dir.stacks.mkdir(exist_ok=True)
         ours, theirs = socket.socketpair()
         failure_read, failure_write = os.pipe()
         try:
@@ -251,6 +260,23 @@ class WorkerProcess:
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
+
+    def dump_stacks(self, reason: str) -> None:
+        """Have the process write where its threads are, even if it hangs.
+
+        Only its first process does, and none of a torchrun script or that ignores the signal.
+        """
+        if not self.running or self.role is not ProcessRole.WORKER:
+            return
+        path = self._template.stacks_path(self.worker, self.incarnation)
+        head = f"\n{time.strftime('%Y-%m-%d %H:%M:%S')}: {reason}\n\n".encode()
+        with contextlib.suppress(OSError):
+            if path.stat().st_size > STACKS_BYTES_MAX:
+                os.truncate(path, 0)
+            descriptor = append_regular(path)
+            with os.fdopen(descriptor, "ab", buffering=0) as file:
+                file.write(head)
+            os.kill(self.pid, bootstrap.STACKS_SIGNAL)
 
     def note(self, text: str) -> None:
         """Write a line of ours to the worker's log."""

@@ -1,0 +1,149 @@
+"""`holdfast incident replay FILE` makes a coordinator's decisions again, from what it heard."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.errors import Damaged, UserError
+from holdfast.observe.decision_replay import Replayed, describe_effect, describe_event, replay
+from holdfast.observe.recordings import (
+    RECORDINGS_DIR,
+    Recording,
+    digest_core,
+    open_recording,
+    read_recording,
+)
+
+SHOWN_MAX = 12  # effects of a decision that differs
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; `argv` follows `holdfast incident`. Status 1: a decision differs."""
+    options = parser().parse_args(argv)
+    results = []
+    for name, recording in sorted(_open(options.source), key=lambda pair: _order(pair[1])):
+        try:
+            results.append((name, recording, replay(recording)))
+        except Damaged as error:
+            raise UserError(f"{name} cannot be replayed: {error}") from None
+    if not results:
+        raise UserError(f"{options.source} holds no recording of a coordinator")
+    if options.json:
+        print(json.dumps([describe(*each) for each in results], indent=2))
+    else:
+        for each in results:
+            for line in tell(*each):
+                print(line)
+    return int(any(found.difference is not None for _, _, found in results))
+
+
+def _order(recording: Recording) -> tuple[float, float]:
+    return recording.header.began, recording.header.clock
+
+
+def _open(source: Path) -> Iterator[tuple[str, Recording]]:
+    """Yield all recordings of a bundle, of a run directory, or the one in a file. UserError."""
+    try:
+        if source.is_dir():
+            for path in (source / RECORDINGS_DIR).glob("*.zst"):
+                yield path.name, open_recording(path)
+        elif zipfile.is_zipfile(source):
+            with zipfile.ZipFile(source) as bundle:
+                for name in bundle.namelist():
+                    if name.startswith(f"{RECORDINGS_DIR}/"):
+                        with bundle.open(name) as stream:
+                            yield name, read_recording(stream)
+        else:
+            yield source.name, open_recording(source)
+    except Damaged as error:
+        raise UserError(f"{source} cannot be used: {error}") from None
+    except (OSError, zipfile.BadZipFile) as error:
+        raise UserError(f"{source} cannot be read: {error}") from None
+
+
+def tell(name: str, recording: Recording, found: Replayed) -> Iterator[str]:
+    """Yield lines on a replay: what was announced, and whether all decisions are the same."""
+    header = recording.header
+    yield f"{name}: term {header.term}, from {_clock(header.began)}, {found.seconds:.1f} s"
+    for told in found.told:
+        yield f"  {_clock(told.at)} {told.announce.kind}: {told.announce.text}"
+    if recording.problem:
+        yield f"  the recording ends early: {recording.problem}"
+    difference = found.difference
+    if difference is None:
+        yield (
+            f"  {found.events} events were told to the coordinator again; all {found.decisions} "
+            "decisions are the recorded ones"
+        )
+        return
+    where = f"event {difference.number}, {describe_event(difference.event)}"
+    if difference.error:
+        yield f"  {_clock(difference.at)} {where}: the coordinator fails: {difference.error}"
+    else:
+        yield f"  {_clock(difference.at)} {where}: another decision than recorded. Now it"
+        for effect in difference.effects[:SHOWN_MAX]:
+            yield f"    {describe_effect(effect)}"
+        if len(difference.effects) > SHOWN_MAX:
+            yield f"    and has {len(difference.effects) - SHOWN_MAX} more effects"
+        if not difference.effects:
+            yield "    does nothing"
+    if header.core != digest_core():
+        yield f"  it was recorded by other code (release {header.release}), which may explain this"
+
+
+def describe(name: str, recording: Recording, found: Replayed) -> dict[str, Any]:
+    """Return the same for scripts."""
+    header, difference = recording.header, found.difference
+    return {
+        "recording": name,
+        "term": header.term,
+        "release": header.release,
+        "same_code": header.core == digest_core(),
+        "began": header.began,
+        "seconds": found.seconds,
+        "events": found.events,
+        "decisions": found.decisions,
+        "problem": recording.problem,
+        "announced": [
+            {"time": told.at, "id": told.announce.id, "kind": told.announce.kind}
+            for told in found.told
+        ],
+        "difference": None
+        if difference is None
+        else {
+            "event": difference.number,
+            "time": difference.at,
+            "what": describe_event(difference.event),
+            "error": difference.error,
+            "effects": [describe_effect(effect) for effect in difference.effects],
+        },
+    }
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at * 10) % 10}"
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="holdfast incident",
+        description="Make a coordinator's decisions again, from what it heard, and compare them "
+        "with those that it made. No process of the job is needed. The exit status is 1 if a "
+        "decision differs, which only other code can cause: so a recording is a test of a change.",
+    )
+    found.add_argument("what", choices=["replay"], help="replay: make the decisions again")
+    found.add_argument(
+        "source",
+        metavar="FILE",
+        type=Path,
+        help="a bundle (RUN/post-mortem/*.zip, or from `holdfast dump`), a file of "
+        "RUN/recordings, or the directory of a run",
+    )
+    found.add_argument("--json", action="store_true", help="print JSON, for scripts")
+    return found

@@ -1,0 +1,169 @@
+"""Describes recordings of a coordinator: its machine at a time, and all that it heard after that.
+
+A recording is a zstd stream of records, each with its length before it: first a header, then what
+the machine was told, and a digest of its decision where it decided anything. The end may be
+missing. One term of a coordinator makes one recording after the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import msgspec
+import xxhash
+import zstandard
+
+import holdfast.core
+from holdfast.core.errors import Damaged
+from holdfast.core.membership.coordinator import CoordinatorMachine
+from holdfast.core.membership.coordinator_events import (
+    CoordinatorEffect,
+    CoordinatorEvent,
+    ReportArrived,
+    StopRequested,
+)
+from holdfast.core.membership.facts import LatestFacts
+from holdfast.core.membership.group import GroupMachine
+from holdfast.core.types import Tick
+from holdfast.store.regular_files import regular_stream
+from holdfast.wire.object_graphs import dump_graph, load_graph
+from holdfast.wire.strict import StrictDecoder
+
+RECORDINGS_DIR = "recordings"
+RECORD_BYTES_MAX = 256 << 20
+_LENGTH = struct.Struct("<I")
+_CACHES = (LatestFacts,)  # what they hold is found again from the rest
+_KINDS: dict[type, str] = {ReportArrived: "report", StopRequested: "stop", Tick: "tick"}
+_DECODERS: dict[str, StrictDecoder[Any]] = {
+    name: StrictDecoder(kind) for kind, name in _KINDS.items()
+}
+_ENCODER = msgspec.msgpack.Encoder()
+_CANONICAL = msgspec.msgpack.Encoder(order="deterministic")
+Machine = CoordinatorMachine | GroupMachine
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
+    """Begins a recording. `clock`: the machine's time, in seconds, at the wall time `began`.
+
+    `core`: digest of the code that decides.
+    """
+
+    release: str
+    core: str
+    term: int
+    began: float
+    clock: float
+    machine: bytes
+    format: Literal[1] = 1
+
+
+class Heard(msgspec.Struct, frozen=True, tag="heard", array_like=True):
+    """Holds one event that the machine was told at the time `at`."""
+
+    at: float
+    kind: str
+    body: bytes
+
+    def event(self) -> CoordinatorEvent:
+        """Return the event. Damaged."""
+        try:
+            found: CoordinatorEvent = _DECODERS[self.kind].decode(self.body)
+        except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, RecursionError) as error:
+            raise Damaged(f"an event cannot be read: {error}") from None
+        return found
+
+
+class Decided(msgspec.Struct, frozen=True, tag="decided", array_like=True):
+    """Holds the digest of the effects of the event before; it is left out if there are none."""
+
+    digest: int
+
+
+_Record = Header | Heard | Decided
+_decode_header = msgspec.msgpack.Decoder(Header).decode
+_decode_record = msgspec.msgpack.Decoder(Heard | Decided).decode
+
+
+def digest_effects(effects: Sequence[CoordinatorEffect]) -> int:
+    """Return 64 bits that differ if the effects do."""
+    return xxhash.xxh64_intdigest(_CANONICAL.encode(effects))
+
+
+def encode_record(record: _Record) -> bytes:
+    """Return a record with its length."""
+    data = _ENCODER.encode(record)
+    return _LENGTH.pack(len(data)) + data
+
+
+def make_heard(event: CoordinatorEvent, at: float) -> Heard:
+    """Return the record of an event."""
+    return Heard(at, _KINDS[type(event)], _ENCODER.encode(event))
+
+
+def freeze(machine: Machine) -> bytes:
+    """Return the whole state of a machine. TypeError if it holds values of other kinds."""
+    return dump_graph(machine, _CACHES)
+
+
+def thaw(data: bytes) -> Machine:
+    """Return the machine that has this state. Damaged."""
+    found = load_graph(data, _CACHES)
+    if not isinstance(found, Machine):
+        raise Damaged("this is the state of no coordinator")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Holds a recording as it was read. `problem`: why it ends early, if it is damaged."""
+
+    header: Header
+    records: tuple[Heard | Decided, ...]
+    problem: str = ""
+
+
+def read_recording(stream: IO[bytes]) -> Recording:
+    """Read a recording as far as it goes. Damaged if not even its beginning can be read."""
+    records, problem = [], ""
+    try:
+        found = _read_records(stream)
+        first = next(found, b"")
+        header = _decode_header(first)
+        for data in found:
+            records.append(_decode_record(data))
+    except (msgspec.MsgspecError, zstandard.ZstdError, RecursionError) as error:
+        problem = f"it is damaged: {error}"
+        if not records:
+            raise Damaged(f"this is no recording of a coordinator, or {problem}") from None
+    return Recording(header, tuple(records), problem)
+
+
+def open_recording(path: Path) -> Recording:
+    """Read the recording in a file. Damaged; OSError."""
+    with regular_stream(path) as stream:
+        return read_recording(stream)
+
+
+def _read_records(stream: IO[bytes]) -> Iterator[bytes]:
+    with zstandard.ZstdDecompressor().stream_reader(stream, closefd=False) as plain:
+        while len(head := plain.read(_LENGTH.size)) == _LENGTH.size:
+            (length,) = _LENGTH.unpack(head)
+            if length > RECORD_BYTES_MAX:
+                raise zstandard.ZstdError(f"a record of {length} bytes cannot be right")
+            data = plain.read(length)
+            if len(data) < length:
+                return  # the process was killed as it wrote
+            yield data
+
+
+def digest_core() -> str:
+    """Return a digest of the code that decides: other code may decide otherwise."""
+    found = hashlib.sha256()
+    for path in sorted(Path(holdfast.core.__path__[0]).rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]

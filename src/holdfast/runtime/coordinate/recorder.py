@@ -1,0 +1,170 @@
+"""Records what a coordinator's machine is told, in a thread that nothing waits for.
+
+A disk that is too slow costs a part of the recording, and never time: what waits is bounded, and
+once it is too much, nothing is recorded until the disk has caught up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.membership.coordinator_events import CoordinatorEffect, CoordinatorEvent
+from holdfast.core.release import RELEASE
+from holdfast.observe.recordings import (
+    RECORDINGS_DIR,
+    Decided,
+    Header,
+    Machine,
+    digest_core,
+    digest_effects,
+    encode_record,
+    freeze,
+    make_heard,
+)
+from holdfast.store.regular_files import create_regular
+
+RECORDING_BYTES = 16 << 20  # before compression; then the next one is begun
+FILES_MAX = 16  # in a run directory, of all terms
+WAITING_BYTES_MAX = 16 << 20
+PACE_S = 0.2  # between two writes
+END_S = 2.0  # for the last write
+
+
+class Recorder:
+    """Records one term. `hear` comes before the machine is told, `note` after it has decided."""
+
+    def __init__(self, run_dir: Path, term: int, say: Callable[[str], None]) -> None:
+        """Begin a term. `say`: takes a sentence on a part that is not recorded."""
+        self._folder = run_dir / RECORDINGS_DIR
+        self._term = term
+        self._say = say
+        self._core = digest_core()
+        self._lock = threading.Lock()
+        self._waiting: list[bytes | Path] = []  # a path: what follows goes to this new file
+        self._waiting_bytes = 0
+        self._recording_bytes = 0
+        self._count = 0
+        self._is_on = False
+        self._is_broken = False
+        self._filled = threading.Event()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._write, daemon=True, name="recorder")
+        self._thread.start()
+
+    def begin(self, machine: Machine, now: float) -> None:
+        """Begin a recording with the machine as it is; not while too much waits for the disk."""
+        if self._is_broken or self._waiting_bytes > WAITING_BYTES_MAX // 2:
+            return
+        try:
+            state = freeze(machine)
+        except TypeError as error:
+            self._is_broken = True
+            self._say(f"what the coordinator hears is not recorded: {error}")
+            return
+        header = Header(
+            release=RELEASE,
+            core=self._core,
+            term=self._term,
+            began=time.time(),
+            clock=now,
+            machine=state,
+        )
+        self._count += 1
+        self._is_on, self._recording_bytes = True, 0
+        self._put(self._folder / f"coordinator-{self._term}-{self._count}.zst")
+        self._put(encode_record(header))
+
+    def hear(self, event: CoordinatorEvent, now: float) -> None:
+        """Record an event that the machine is told next."""
+        if self._is_on:
+            self._put(encode_record(make_heard(event, now)))
+
+    def note(self, machine: Machine, effects: Sequence[CoordinatorEffect], now: float) -> None:
+        """Record the machine's decision; begin the next recording if this one is long enough."""
+        if not self._is_on:
+            self.begin(machine, now)
+            return
+        if effects:
+            self._put(encode_record(Decided(digest_effects(effects))))
+        if self._waiting_bytes > WAITING_BYTES_MAX:
+            self._is_on = False
+            self._say(
+                "the disk is too slow to record what the coordinator hears: a part is left out"
+            )
+        elif self._recording_bytes > RECORDING_BYTES:
+            self.begin(machine, now)
+
+    def close(self) -> None:
+        """Write what waits, for a limited time."""
+        self._over.set()
+        self._filled.set()
+        self._thread.join(END_S)
+
+    def _put(self, part: bytes | Path) -> None:
+        size = len(part) if isinstance(part, bytes) else 0
+        self._recording_bytes += size
+        with self._lock:
+            self._waiting.append(part)
+            self._waiting_bytes += size
+        self._filled.set()
+
+    def _write(self) -> None:
+        output, is_over = _Output(), False
+        while not is_over:
+            self._filled.wait()
+            is_over = self._over.wait(PACE_S)
+            self._filled.clear()
+            with self._lock:
+                parts, self._waiting = self._waiting, []
+            for part in parts:
+                if isinstance(part, Path):
+                    output.begin(part)
+                else:
+                    output.write(part)
+            output.flush()
+            with self._lock:
+                self._waiting_bytes = sum(len(p) for p in self._waiting if isinstance(p, bytes))
+        output.end()
+
+
+class _Output:
+    """Writes one compressed file after the other. One that cannot be written is given up."""
+
+    def __init__(self) -> None:
+        import zstandard  # it takes a while
+
+        self._library = zstandard
+        self._stream: zstandard.ZstdCompressionWriter | None = None
+
+    def begin(self, path: Path) -> None:
+        self.end()
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            kept = sorted(path.parent.glob("coordinator-*.zst"), key=lambda p: p.stat().st_mtime_ns)
+            for each in kept[: len(kept) - FILES_MAX + 1]:
+                each.unlink()
+            file = os.fdopen(create_regular(path), "wb", buffering=0)
+            self._stream = self._library.ZstdCompressor(level=3).stream_writer(file)
+
+    def write(self, data: bytes) -> None:
+        self._try(lambda stream: stream.write(data))
+
+    def flush(self) -> None:
+        self._try(lambda stream: stream.flush(self._library.FLUSH_BLOCK))
+
+    def end(self) -> None:
+        self._try(lambda stream: stream.close())
+        self._stream = None
+
+    def _try(self, use: Callable[[Any], object]) -> None:
+        try:
+            if self._stream is not None:
+                use(self._stream)
+        except OSError:  # the disk is full, for example
+            self._stream = None

@@ -1,0 +1,117 @@
+"""Puts into one file what is needed to understand an incident later, elsewhere.
+
+The file is a zip archive within a budget: most important parts first, of logs only the ends. It is
+made from the files of the run directory alone, so that it can also be made after a crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast.core.errors import UserError
+from holdfast.observe.incidents import Incident, find_incident, find_incidents, tell_story
+from holdfast.observe.recordings import RECORDINGS_DIR
+from holdfast.observe.time_lines import TIMES_DIR
+from holdfast.runtime.job_events import read_events
+from holdfast.runtime.rundir import RunDir
+from holdfast.store.regular_files import regular_stream
+
+BUNDLES_MAX = 32  # in a run directory; older ones are removed
+BUNDLE_BYTES_MAX = 32 << 20
+RECORDINGS_MAX = 3  # newest
+EVENT_BYTES_MAX = 4 << 20
+END_BYTES_MAX = 64 << 10  # of each log and each file of times or stacks
+README = """\
+An incident of a Holdfast job, or its state when `holdfast dump` was called.
+
+{story}
+
+  holdfast incident replay FILE   the coordinator's decisions, made again from what it heard
+  events.jsonl                    the newest events
+  recordings/                     what the coordinator heard
+  stacks/                         where the workers' threads were when views ended
+  logs/, times/                   the ends of these files
+  job.json                        the settings of the job (its secret is not here)
+{left_out}"""
+
+
+def keep_bundle(run_dir: RunDir, event: str) -> Path:
+    """Write the bundle of an event's incident to its place, and remove old ones; return its path.
+
+    OSError; UserError.
+    """
+    run_dir.bundles.mkdir(exist_ok=True)
+    incident = _find(run_dir, event)
+    path = run_dir.bundles / f"{incident.name if incident is not None else event}.zip"
+    write_bundle(run_dir, path, event)
+    kept = sorted(run_dir.bundles.glob("*.zip"), key=lambda path: path.stat().st_mtime_ns)
+    for each in kept[:-BUNDLES_MAX]:
+        each.unlink()
+    return path
+
+
+def write_bundle(run_dir: RunDir, path: Path, event: str = "") -> list[str]:
+    """Write a bundle; return the names of the parts that had no room in it. UserError; OSError.
+
+    `event`: id of an event of the incident with whose story it begins; empty: the newest incident.
+    """
+    run_dir.spec()  # refuses a directory without a run
+    incident = _find(run_dir, event)
+    story = "\n".join(tell_story(incident)) if incident is not None else "There is no incident."
+    draft, room = path.with_name(f".{path.name}.{os.getpid()}"), BUNDLE_BYTES_MAX
+    left_out: list[str] = []
+    try:
+        with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as bundle:
+            for name, data in _parts(run_dir):
+                if len(data) > room:
+                    left_out.append(name)
+                    continue
+                room -= len(data)
+                bundle.writestr(name, data)
+            missing = f"Left out for lack of room: {', '.join(left_out)}\n" if left_out else ""
+            bundle.writestr("README.txt", README.format(story=story, left_out=missing))
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return left_out
+
+
+def _find(run_dir: RunDir, event: str) -> Incident | None:
+    """Return the incident of an event, or the newest one if that has none; None without any."""
+    incidents = find_incidents(read_events(run_dir.events))
+    if event:
+        with contextlib.suppress(UserError):
+            return find_incident(incidents, event)
+    return incidents[-1] if incidents and not event else None
+
+
+def _parts(run_dir: RunDir) -> Iterator[tuple[str, bytes]]:
+    """Yield the parts with their names, those first that matter most."""
+    root = run_dir.path
+    yield "job.json", _end_of(run_dir.job, EVENT_BYTES_MAX)
+    yield "events.jsonl", _end_of(run_dir.events, EVENT_BYTES_MAX)
+    for each in _newest_first(root / RECORDINGS_DIR)[:RECORDINGS_MAX]:
+        yield f"{RECORDINGS_DIR}/{each.name}", _end_of(each, BUNDLE_BYTES_MAX)
+    for folder in (run_dir.stacks, run_dir.logs, root / TIMES_DIR):
+        for each in _newest_first(folder):
+            yield f"{folder.name}/{each.name}", _end_of(each, END_BYTES_MAX)
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    found = []
+    for each in folder.glob("*"):
+        with contextlib.suppress(OSError):
+            found.append((each.stat().st_mtime_ns, each))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _end_of(path: Path, bytes_max: int) -> bytes:
+    with contextlib.suppress(OSError), regular_stream(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(size - bytes_max, 0))
+        return file.read(bytes_max)
+    return b""

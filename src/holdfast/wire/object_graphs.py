@@ -1,0 +1,181 @@
+"""Writes a graph of the core's objects as bytes, and makes it again from them.
+
+It knows plain values, containers, enums, and objects of classes under holdfast.core, whose
+attributes it sets without calling any of their code. An object that stands in several places is one
+object again.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import importlib
+import re
+import types
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from holdfast.core.errors import Damaged
+
+ROOM = "holdfast.core."
+_CLASS = re.compile(r"[a-z_.]+:[A-Za-z_]+", re.ASCII)
+_PLAIN = (type(None), bool, float, str, bytes)
+_INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
+_PROXY, _DICT, _OBJECT, _NAMED_TUPLE, _ENUM, _FRESH, _AGAIN, _LARGE = "pdomenri"
+_SEQUENCES: dict[type, str] = {list: "l", tuple: "t", set: "s", frozenset: "f"}
+_MADE: dict[str, type] = {tag: kind for kind, tag in _SEQUENCES.items()}
+
+
+def dump_graph(root: object, fresh: Collection[type] = ()) -> bytes:
+    """Return the bytes of a graph. `fresh`: classes that are made anew instead, as caches are.
+
+    TypeError if the graph has a value of another kind.
+    """
+    return msgspec.msgpack.encode(_Writer(fresh).write(root))
+
+
+def load_graph(data: bytes, fresh: Collection[type] = ()) -> Any:
+    """Make a graph from its bytes. Damaged says why these describe none."""
+    try:
+        return _Reader(fresh).read(msgspec.msgpack.decode(data))
+    except (msgspec.MsgspecError, TypeError, ValueError, AttributeError, KeyError) as error:
+        raise Damaged(f"no graph of objects: {error}") from None
+    except (IndexError, ImportError, RecursionError) as error:
+        raise Damaged(f"no graph of objects: {error!r}") from None
+
+
+class _Writer:
+    def __init__(self, fresh: Collection[type]) -> None:
+        self._fresh = fresh
+        self._numbers: dict[int, int] = {}
+        self._kept: list[object] = []  # so that no id is used twice
+
+    def write(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is int:
+            return value if _INT_MIN <= value <= _INT_MAX else [_LARGE, str(value)]
+        if isinstance(value, enum.Enum):
+            return [_ENUM, _name_of(kind), value.name]
+        if (number := self._numbers.get(id(value))) is not None:
+            return [_AGAIN, number]
+        self._numbers[id(value)] = len(self._kept)
+        self._kept.append(value)
+        if tag := _SEQUENCES.get(kind):
+            return [tag, *map(self.write, value)]
+        if kind is dict:
+            return [_DICT, *(self.write(each) for pair in value.items() for each in pair)]
+        if kind is types.MappingProxyType:
+            (inner,) = gc.get_referents(value)
+            return [_PROXY, self.write(inner)]
+        name = _name_of(kind)
+        if kind in self._fresh:
+            return [_FRESH, name]
+        if isinstance(value, tuple):
+            return [_NAMED_TUPLE, name, *map(self.write, value)]
+        return [_OBJECT, name, *self._attributes(value)]
+
+    def _attributes(self, value: object) -> list[Any]:
+        names = [
+            name
+            for each in type(value).__mro__
+            for name in _slots_of(each)
+            if not name.startswith("__") and hasattr(value, name)
+        ]
+        names += getattr(value, "__dict__", ())
+        return [part for name in names for part in (name, self.write(getattr(value, name)))]
+
+
+class _Reader:
+    def __init__(self, fresh: Collection[type]) -> None:
+        self._fresh = fresh
+        self._made: list[object] = []
+        self._ready: list[bool] = []
+
+    def read(self, form: Any) -> Any:
+        if not isinstance(form, list):
+            return form
+        tag, *rest = form
+        if tag == _LARGE:
+            return int(rest[0])
+        if tag == _ENUM:
+            return _enum_of(rest[0])[rest[1]]
+        if tag == _AGAIN:
+            if not self._ready[rest[0]]:
+                raise ValueError("a value that cannot change contains itself")
+            return self._made[rest[0]]
+        number = len(self._made)
+        shell = self._shell(tag, rest)
+        self._made.append(shell)
+        self._ready.append(shell is not None)
+        if shell is None:
+            shell = self._made[number] = self._complete(tag, rest)
+            self._ready[number] = True
+        else:
+            self._fill(shell, tag, rest)
+        return shell
+
+    def _shell(self, tag: str, rest: list[Any]) -> Any:
+        """Return an empty object that is filled later; None: it must be made whole."""
+        if tag in (_DICT, "l", "s"):
+            return {} if tag == _DICT else _MADE[tag]()
+        if tag == _OBJECT:
+            return object.__new__(_class_of(rest[0]))
+        if tag == _FRESH:
+            found = _class_of(rest[0])
+            if found not in self._fresh:
+                raise ValueError(f"{rest[0]} is not made anew")
+            return found()
+        return None
+
+    def _fill(self, shell: Any, tag: str, rest: list[Any]) -> None:
+        if tag == _OBJECT:
+            for name, form in zip(rest[1::2], rest[2::2], strict=True):
+                if not isinstance(name, str) or name.startswith("__"):
+                    raise ValueError(f"{name!r} is no attribute")
+                object.__setattr__(shell, name, self.read(form))
+        elif tag == _DICT:
+            for key, form in zip(rest[::2], rest[1::2], strict=True):
+                shell[self.read(key)] = self.read(form)
+        elif tag == "l":
+            shell.extend(map(self.read, rest))
+        elif tag == "s":
+            shell.update(map(self.read, rest))
+
+    def _complete(self, tag: str, rest: list[Any]) -> object:
+        if tag == _PROXY:
+            return types.MappingProxyType(self.read(rest[0]))
+        if tag == _NAMED_TUPLE:
+            return tuple.__new__(_class_of(rest[0], tuple), map(self.read, rest[1:]))
+        return _MADE[tag](map(self.read, rest))
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    found = kind.__dict__.get("__slots__", ())
+    return (found,) if isinstance(found, str) else tuple(found)
+
+
+def _name_of(kind: type) -> str:
+    if not kind.__module__.startswith(ROOM):
+        raise TypeError(f"a {kind.__module__}.{kind.__qualname__} cannot be written")
+    return f"{kind.__module__.removeprefix(ROOM)}:{kind.__qualname__}"
+
+
+def _enum_of(name: str) -> Mapping[str, enum.Enum]:
+    found: Mapping[str, enum.Enum] = vars(_class_of(name, enum.Enum))["_member_map_"]
+    return found
+
+
+def _class_of(name: str, base: type = object) -> type:
+    if _CLASS.fullmatch(name) is None:
+        raise ValueError(f"{name!r} names no class")
+    module, _, title = name.partition(":")
+    found = vars(importlib.import_module(ROOM + module)).get(title)
+    if not isinstance(found, type) or found.__module__ != ROOM + module:
+        raise ValueError(f"{name} is no class of its module")
+    if not issubclass(found, base):
+        raise ValueError(f"{name} is no {base.__name__}")
+    return found
