@@ -13,7 +13,13 @@ import pytest
 from conftest import Start, finish
 from holdfast.cli.main import main
 from holdfast.core.errors import UserError
-from holdfast.observe.incidents import describe_cost, find_incident, find_incidents, tell_story
+from holdfast.observe.incidents import (
+    describe_cost,
+    find_incident,
+    find_incidents,
+    parse_event,
+    tell_story,
+)
 from holdfast.observe.run_tail import RunTail
 from holdfast.runtime.job_events import read_events
 
@@ -118,6 +124,13 @@ def test_lines_of_older_releases_and_half_lines_are_no_error(tmp_path: Path) -> 
     log.write_text(json.dumps(old) + '\n{"time": 2.0, "ki')
     assert read_events(log) == [old]
     assert find_incidents(read_events(log)) == []
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-1e999"])
+def test_lines_with_numbers_that_are_not_finite_are_no_events(number: str) -> None:
+    line = '{"time": 1.0, "kind": "resumed", "text": "x", "cost": {"pause_s": 7}}'
+    assert parse_event(line) is not None
+    assert parse_event(line.replace("7", number)) is None  # no viewer could write it as JSON
 
 
 @pytest.mark.parametrize("command", ["events", "explain", "metrics", "report", "top", "trace"])

@@ -247,8 +247,8 @@ def two_nodes(folder: Path, *words: str, least: int = 1) -> LocalRun:
 
 def test_two_nodes_give_what_one_gives(tmp_path: Path, undisturbed: str) -> None:
     with two_nodes(tmp_path, *ddp(tmp_path, 6), least=2) as run, further_node(run) as other:
+        assert other.wait(RUN_S) == 0  # before the look at processes that name the run
         finish(run)
-        assert other.wait(RUN_S) == 0
     assert digest_of(run.out) == undisturbed
 
 

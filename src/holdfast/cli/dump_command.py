@@ -1,4 +1,4 @@
-"""`holdfast dump RUN` puts into one file what is needed to understand a run elsewhere."""
+"""`holdfast dump RUN` collects files that help to understand a run elsewhere."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ ASKED = StacksRequest()
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="holdfast dump",
-        description="Put into one zip file what is needed to understand a run elsewhere: its "
-        "events, what the coordinator heard, where the workers' threads are, the ends of logs. "
-        "The job's secret is not in it, but its settings and what its script printed are. The "
-        "run works on, is over, or was killed.",
+        description="Collect files that help to understand a run elsewhere in a zip file: its "
+        "events, the recordings of the coordinator, where the workers' threads are, and the ends "
+        "of logs. The job's secret is not in it, but its settings and what its script printed are. "
+        "The run works on, is over, or was killed.",
     )
     found.add_argument("run_dir", metavar="RUN", type=Path, help="directory of the run")
     found.add_argument(

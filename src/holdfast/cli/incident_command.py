@@ -1,4 +1,4 @@
-"""`holdfast incident replay FILE` makes a coordinator's decisions again, from what it heard."""
+"""`holdfast incident replay FILE` makes a coordinator's decisions again, from a recording."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.errors import Damaged, UserError
-from holdfast.observe.decision_replay import Replayed, describe_effect, describe_event, replay
+from holdfast.observe.decision_replay import ReplayResult, describe_effect, describe_event, replay
 from holdfast.observe.recordings import (
     RECORDINGS_DIR,
     Recording,
@@ -67,8 +67,8 @@ def _open(source: Path) -> Iterator[tuple[str, Recording]]:
         raise UserError(f"{source} cannot be read: {error}") from None
 
 
-def tell(name: str, recording: Recording, found: Replayed) -> Iterator[str]:
-    """Yield lines on a replay: what was announced, and whether all decisions are the same."""
+def tell(name: str, recording: Recording, found: ReplayResult) -> Iterator[str]:
+    """Yield lines on a replay: the announcements, and whether all decisions are the same."""
     header = recording.header
     yield f"{name}: term {header.term}, from {_clock(header.began)}, {found.seconds:.1f} s"
     for told in found.told:
@@ -97,7 +97,7 @@ def tell(name: str, recording: Recording, found: Replayed) -> Iterator[str]:
         yield f"  it was recorded by other code (release {header.release}), which may explain this"
 
 
-def describe(name: str, recording: Recording, found: Replayed) -> dict[str, Any]:
+def describe(name: str, recording: Recording, found: ReplayResult) -> dict[str, Any]:
     """Return the same for scripts."""
     header, difference = recording.header, found.difference
     return {
@@ -133,7 +133,7 @@ def _clock(at: float) -> str:
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="holdfast incident",
-        description="Make a coordinator's decisions again, from what it heard, and compare them "
+        description="Make a coordinator's decisions again, from a recording, and compare them "
         "with those that it made. No process of the job is needed. The exit status is 1 if a "
         "decision differs, which only other code can cause: so a recording is a test of a change.",
     )

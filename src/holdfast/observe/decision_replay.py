@@ -1,7 +1,7 @@
-"""Tells a coordinator's machine again what was recorded, and compares its decisions.
+"""Replays the recorded events of a coordinator's machine, and compares its decisions.
 
-The machine is pure, so that the same code decides the same. Changed code can be tried on what has
-happened in earnest.
+The machine is pure, so that the same code decides the same. Changed code can be tried on events
+that have happened in earnest.
 """
 
 from __future__ import annotations
@@ -19,19 +19,26 @@ from holdfast.core.membership.coordinator_events import (
     SendDirective,
     StopRequested,
 )
-from holdfast.observe.recordings import Decided, Heard, Machine, Recording, digest_effects, thaw
+from holdfast.observe.recordings import (
+    DecisionDigest,
+    HeardEvent,
+    Machine,
+    Recording,
+    digest_effects,
+    thaw,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """Holds one line that the machine announces, at a time in seconds since the epoch."""
+class Announced:
+    """Is one line that the machine announces, at a time in seconds since the epoch."""
 
     at: float
     announce: Announce
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class FirstDifference:
     """Describes the first event after which the machine decides otherwise than recorded.
 
     `number`: counts events from 1. `error`: what the machine raised; empty if it decided.
@@ -45,23 +52,23 @@ class Difference:
 
 
 @dataclass(slots=True)
-class Replayed:
-    """Holds what a replay came to. `seconds`: of the recorded time."""
+class ReplayResult:
+    """Is the result of a replay. `seconds`: of recorded time."""
 
     events: int = 0
     decisions: int = 0
     seconds: float = 0.0
-    told: list[Told] = field(default_factory=list)
-    difference: Difference | None = None
+    told: list[Announced] = field(default_factory=list)
+    difference: FirstDifference | None = None
 
 
-def replay(recording: Recording) -> Replayed:
+def replay(recording: Recording) -> ReplayResult:
     """Replay a recording up to its end, or to the first difference. Damaged.
 
     An event without a recorded decision at the very end is the last that was heard before the
     coordinator's process died: the machine is told it too, and any decision is right.
     """
-    header, found = recording.header, Replayed()
+    header, found = recording.header, ReplayResult()
     machine = thaw(header.machine)
     events = list(_pair(recording.records))
     for heard, decided in events:
@@ -74,18 +81,20 @@ def replay(recording: Recording) -> Replayed:
         if error or (digest_effects(effects) if effects else None) != decided:
             if is_last and decided is None and not error:
                 return found
-            found.difference = Difference(found.events, wall, event, tuple(effects), error)
+            found.difference = FirstDifference(found.events, wall, event, tuple(effects), error)
             return found
         found.decisions += bool(effects)
-        found.told += [Told(wall, each) for each in effects if isinstance(each, Announce)]
+        found.told += [Announced(wall, each) for each in effects if isinstance(each, Announce)]
     return found
 
 
-def _pair(records: Sequence[Heard | Decided]) -> Iterator[tuple[Heard, int | None]]:
+def _pair(
+    records: Sequence[HeardEvent | DecisionDigest],
+) -> Iterator[tuple[HeardEvent, int | None]]:
     """Yield each event with the digest of its decision; None: it led to none."""
-    heard: Heard | None = None
+    heard: HeardEvent | None = None
     for each in records:
-        if isinstance(each, Heard):
+        if isinstance(each, HeardEvent):
             if heard is not None:
                 yield heard, None
             heard = each

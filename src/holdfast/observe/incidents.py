@@ -6,11 +6,11 @@ files or processes.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 from holdfast.core.errors import UserError
 
@@ -23,13 +23,21 @@ TELLING = ("lost", "quarantined", "back", "drain", "leave", "replaced", "restart
 def parse_event(line: str | bytes) -> dict[str, Any] | None:
     """Return the event of a line of the log; None if it is none, as a half-written one."""
     try:
-        found = msgspec.json.decode(line)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
+        found = json.loads(line, parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError):
         return None
     fits = isinstance(found, dict) and all(
         isinstance(found.get(name), kind) for name, kind in _KINDS.items()
     )
     return found if fits else None
+
+
+def _finite(text: str) -> float:
+    """Return a number, which others can write as JSON again. ValueError."""
+    found = float(text)
+    if not math.isfinite(found):
+        raise ValueError(f"{text} is no finite number")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

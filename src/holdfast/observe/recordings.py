@@ -1,4 +1,4 @@
-"""Describes recordings of a coordinator: its machine at a time, and all that it heard after that.
+"""Describes recordings of a coordinator: the state of its machine, and the events after that.
 
 A recording is a zstd stream of records, each with its length before it: first a header, then what
 the machine was told, and a digest of its decision where it decided anything. The end may be
@@ -37,7 +37,7 @@ from holdfast.wire.strict import StrictDecoder
 RECORDINGS_DIR = "recordings"
 RECORD_BYTES_MAX = 256 << 20
 _LENGTH = struct.Struct("<I")
-_CACHES = (LatestFacts,)  # what they hold is found again from the rest
+_CACHES = (LatestFacts,)  # their values are found again from the rest
 _KINDS: dict[type, str] = {ReportArrived: "report", StopRequested: "stop", Tick: "tick"}
 _DECODERS: dict[str, StrictDecoder[Any]] = {
     name: StrictDecoder(kind) for kind, name in _KINDS.items()
@@ -62,8 +62,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     format: Literal[1] = 1
 
 
-class Heard(msgspec.Struct, frozen=True, tag="heard", array_like=True):
-    """Holds one event that the machine was told at the time `at`."""
+class HeardEvent(msgspec.Struct, frozen=True, tag="heard", array_like=True):
+    """Is one event. `at`: the time at which the machine was told of it."""
 
     at: float
     kind: str
@@ -78,15 +78,15 @@ class Heard(msgspec.Struct, frozen=True, tag="heard", array_like=True):
         return found
 
 
-class Decided(msgspec.Struct, frozen=True, tag="decided", array_like=True):
-    """Holds the digest of the effects of the event before; it is left out if there are none."""
+class DecisionDigest(msgspec.Struct, frozen=True, tag="decided", array_like=True):
+    """Is the digest of the effects of the event before it; left out if there are none."""
 
     digest: int
 
 
-_Record = Header | Heard | Decided
+_Record = Header | HeardEvent | DecisionDigest
 _decode_header = msgspec.msgpack.Decoder(Header).decode
-_decode_record = msgspec.msgpack.Decoder(Heard | Decided).decode
+_decode_record = msgspec.msgpack.Decoder(HeardEvent | DecisionDigest).decode
 
 
 def digest_effects(effects: Sequence[CoordinatorEffect]) -> int:
@@ -100,9 +100,9 @@ def encode_record(record: _Record) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
-def make_heard(event: CoordinatorEvent, at: float) -> Heard:
+def make_heard(event: CoordinatorEvent, at: float) -> HeardEvent:
     """Return the record of an event."""
-    return Heard(at, _KINDS[type(event)], _ENCODER.encode(event))
+    return HeardEvent(at, _KINDS[type(event)], _ENCODER.encode(event))
 
 
 def freeze(machine: Machine) -> bytes:
@@ -120,26 +120,26 @@ def thaw(data: bytes) -> Machine:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Holds a recording as it was read. `problem`: why it ends early, if it is damaged."""
+    """Is a recording as it was read. `problem`: why it ends early, if it is damaged."""
 
     header: Header
-    records: tuple[Heard | Decided, ...]
+    records: tuple[HeardEvent | DecisionDigest, ...]
     problem: str = ""
 
 
 def read_recording(stream: IO[bytes]) -> Recording:
     """Read a recording as far as it goes. Damaged if not even its beginning can be read."""
+    header: Header | None = None
     records, problem = [], ""
     try:
         found = _read_records(stream)
-        first = next(found, b"")
-        header = _decode_header(first)
+        header = _decode_header(next(found, b""))
         for data in found:
             records.append(_decode_record(data))
-    except (msgspec.MsgspecError, zstandard.ZstdError, RecursionError) as error:
+    except (msgspec.MsgspecError, zstandard.ZstdError, ValueError, RecursionError) as error:
         problem = f"it is damaged: {error}"
-        if not records:
-            raise Damaged(f"this is no recording of a coordinator, or {problem}") from None
+    if header is None:
+        raise Damaged(f"this is no recording of a coordinator, or {problem}")
     return Recording(header, tuple(records), problem)
 
 

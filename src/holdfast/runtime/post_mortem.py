@@ -1,6 +1,6 @@
-"""Puts into one file what is needed to understand an incident later, elsewhere.
+"""Collects files that help to understand an incident, later and elsewhere, in one archive.
 
-The file is a zip archive within a budget: most important parts first, of logs only the ends. It is
+It is a zip archive within a budget: most important parts first, of logs only the ends. It is
 made from the files of the run directory alone, so that it can also be made after a crash.
 """
 
@@ -17,14 +17,14 @@ from holdfast.observe.incidents import Incident, find_incident, find_incidents, 
 from holdfast.observe.recordings import RECORDINGS_DIR
 from holdfast.observe.time_lines import TIMES_DIR
 from holdfast.runtime.job_events import read_events
-from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.rundir import BUNDLES_DIR, STACKS_DIR, RunDir
 from holdfast.store.regular_files import regular_stream
 
 BUNDLES_MAX = 32  # in a run directory; older ones are removed
 BUNDLE_BYTES_MAX = 32 << 20
 RECORDINGS_MAX = 3  # newest
 EVENT_BYTES_MAX = 4 << 20
-END_BYTES_MAX = 64 << 10  # of each log and each file of times or stacks
+END_BYTES_MAX = 64 << 10  # for each log and each file of times or stacks
 README = """\
 An incident of a Holdfast job, or its state when `holdfast dump` was called.
 
@@ -44,11 +44,12 @@ def keep_bundle(run_dir: RunDir, event: str) -> Path:
 
     OSError; UserError.
     """
-    run_dir.bundles.mkdir(exist_ok=True)
+    folder = run_dir.path / BUNDLES_DIR
+    folder.mkdir(exist_ok=True)
     incident = _find(run_dir, event)
-    path = run_dir.bundles / f"{incident.name if incident is not None else event}.zip"
+    path = folder / f"{incident.name if incident is not None else event}.zip"
     write_bundle(run_dir, path, event)
-    kept = sorted(run_dir.bundles.glob("*.zip"), key=lambda path: path.stat().st_mtime_ns)
+    kept = sorted(folder.glob("*.zip"), key=lambda path: path.stat().st_mtime_ns)
     for each in kept[:-BUNDLES_MAX]:
         each.unlink()
     return path
@@ -60,8 +61,7 @@ def write_bundle(run_dir: RunDir, path: Path, event: str = "") -> list[str]:
     `event`: id of an event of the incident with whose story it begins; empty: the newest incident.
     """
     run_dir.spec()  # refuses a directory without a run
-    incident = _find(run_dir, event)
-    story = "\n".join(tell_story(incident)) if incident is not None else "There is no incident."
+    story = _tell_story(run_dir, event)
     draft, room = path.with_name(f".{path.name}.{os.getpid()}"), BUNDLE_BYTES_MAX
     left_out: list[str] = []
     try:
@@ -89,6 +89,15 @@ def _find(run_dir: RunDir, event: str) -> Incident | None:
     return incidents[-1] if incidents and not event else None
 
 
+def _tell_story(run_dir: RunDir, event: str) -> str:
+    """Return the story of the event's incident, or what the event says if it has none."""
+    incident = _find(run_dir, event)
+    if incident is not None:
+        return "\n".join(tell_story(incident))
+    said = (each["text"] for each in read_events(run_dir.events) if each.get("id") == event)
+    return str(next(said, "There is no incident."))
+
+
 def _parts(run_dir: RunDir) -> Iterator[tuple[str, bytes]]:
     """Yield the parts with their names, those first that matter most."""
     root = run_dir.path
@@ -96,7 +105,7 @@ def _parts(run_dir: RunDir) -> Iterator[tuple[str, bytes]]:
     yield "events.jsonl", _end_of(run_dir.events, EVENT_BYTES_MAX)
     for each in _newest_first(root / RECORDINGS_DIR)[:RECORDINGS_MAX]:
         yield f"{RECORDINGS_DIR}/{each.name}", _end_of(each, BUNDLE_BYTES_MAX)
-    for folder in (run_dir.stacks, run_dir.logs, root / TIMES_DIR):
+    for folder in (root / STACKS_DIR, run_dir.logs, root / TIMES_DIR):
         for each in _newest_first(folder):
             yield f"{folder.name}/{each.name}", _end_of(each, END_BYTES_MAX)
 

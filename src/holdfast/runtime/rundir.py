@@ -19,6 +19,9 @@ from holdfast.runtime.job_events import read_events
 from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, read_regular
 from holdfast.wire.job_document import JOB_FILE, decode_job, encode_job
 
+STACKS_DIR = "stacks"  # workers write there where their threads are
+BUNDLES_DIR = "post-mortem"  # a file for each incident
+
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
@@ -37,16 +40,6 @@ class RunDir:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
-
-    @property
-    def stacks(self) -> Path:
-        """Return the folder in which workers write where their threads are."""
-        return self.path / "stacks"
-
-    @property
-    def bundles(self) -> Path:
-        """Return the folder of what is kept of each incident."""
-        return self.path / "post-mortem"
 
     @property
     def events(self) -> Path:

@@ -29,8 +29,9 @@ _MADE: dict[str, type] = {tag: kind for kind, tag in _SEQUENCES.items()}
 
 
 def dump_graph(root: object, fresh: Collection[type] = ()) -> bytes:
-    """Return the bytes of a graph. `fresh`: classes that are made anew instead, as caches are.
+    """Return the bytes of a graph.
 
+    `fresh`: classes, such as caches, whose objects are replaced by new ones.
     TypeError if the graph has a value of another kind.
     """
     return msgspec.msgpack.encode(_Writer(fresh).write(root))
@@ -123,7 +124,10 @@ class _Reader:
         if tag in (_DICT, "l", "s"):
             return {} if tag == _DICT else _MADE[tag]()
         if tag == _OBJECT:
-            return object.__new__(_class_of(rest[0]))
+            found = _class_of(rest[0])
+            if issubclass(found, enum.Enum):
+                raise ValueError(f"no {rest[0]} can be made")
+            return object.__new__(found)
         if tag == _FRESH:
             found = _class_of(rest[0])
             if found not in self._fresh:
@@ -139,7 +143,8 @@ class _Reader:
                 object.__setattr__(shell, name, self.read(form))
         elif tag == _DICT:
             for key, form in zip(rest[::2], rest[1::2], strict=True):
-                shell[self.read(key)] = self.read(form)
+                found = self.read(key)  # first: values are numbered in the order of their writing
+                shell[found] = self.read(form)
         elif tag == "l":
             shell.extend(map(self.read, rest))
         elif tag == "s":
@@ -159,7 +164,7 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 
 def _name_of(kind: type) -> str:
-    if not kind.__module__.startswith(ROOM):
+    if not kind.__module__.startswith(ROOM) or issubclass(kind, BaseException):
         raise TypeError(f"a {kind.__module__}.{kind.__qualname__} cannot be written")
     return f"{kind.__module__.removeprefix(ROOM)}:{kind.__qualname__}"
 

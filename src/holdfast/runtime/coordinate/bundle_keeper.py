@@ -30,7 +30,7 @@ class BundleKeeper:
             self._task = asyncio.ensure_future(self._work())
 
     async def finish(self) -> None:
-        """Write what is ordered, for a limited time."""
+        """Write the last bundle, if one is ordered, for a limited time."""
         self._is_ending.set()
         if self._task is not None:
             await asyncio.wait([self._task], timeout=FINISH_S)

@@ -26,17 +26,18 @@ from holdfast.core.membership import coordinator as machine
 from holdfast.core.membership import coordinator_events as ce
 from holdfast.core.membership.group import GroupMachine
 from holdfast.core.types import (
+    NO_VIEW,
     AgentId,
     AgentReport,
     JobRecord,
     Peer,
     Tick,
+    View,
 )
 from holdfast.net.channel import Channel, Gate
 from holdfast.net.tls import server_of
-from holdfast.runtime.coordinate.bundle_keeper import BundleKeeper
+from holdfast.runtime.coordinate.black_box import BlackBox
 from holdfast.runtime.coordinate.journal import Journal
-from holdfast.runtime.coordinate.recorder import Recorder
 from holdfast.runtime.coordinate.status_making import make_status
 from holdfast.runtime.job_events import EventSink, LoggedEvent
 from holdfast.runtime.job_status import encode_status
@@ -73,7 +74,6 @@ FAREWELL_S = 2.0  # how long agents may take to hear that the job is over
 JOIN_S = 10.0  # how long a node that has asked what the job is may take to start its agent
 JOINING_MAX = 1024
 CRASHED = 70  # exit status of a coordinator that met a bug of ours
-BUNDLED = ("resumed", "failed")  # events after which a bundle is kept
 DEPOSED = 75  # its term is over: started again, it stands by
 
 
@@ -110,6 +110,25 @@ class EffectPipe:
             for key in later:
                 effect = self._waiting.pop(key)
         return effect
+
+
+class AddressRoll:
+    """Collects the addresses of the processes of one view."""
+
+    def __init__(self) -> None:
+        self._view = NO_VIEW
+        self._addresses: dict[Peer, bytes] = {}
+
+    def take(self, view: View, message: Address) -> tuple[bool, AddressBook | None]:
+        """Return whether an address is new, and all of them; None until all are there."""
+        if self._view != view.number:
+            self._view, self._addresses = view.number, {}
+        is_new = message.peer not in self._addresses
+        self._addresses[message.peer] = message.address
+        if any(peer not in self._addresses for peer in view.peers):
+            return is_new, None
+        found = tuple(sorted(self._addresses.items()))
+        return is_new, AddressBook(view=view.number, addresses=found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,20 +172,14 @@ class CoordinatorServer:
         self._agents: dict[AgentId, Channel] = {}
         self._seen: set[AgentId] = set()  # agents that have reported
         self._joining: list[float] = []  # until when nodes that have asked to join are expected
-        self._addresses: dict[Peer, bytes] = {}  # addresses of `_addressed`'s members
-        self._addressed = 0
+        self._addresses = AddressRoll()
         self._pipe = EffectPipe()
         self._saving: asyncio.Task[None] | None = None
         self._finished = asyncio.Event()
         self._outcome = ""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_for: float | None = None  # the deadline for which the timer is set
-        self._recorder = Recorder(
-            setup.run_dir.path,
-            core.snapshot().record.term,
-            lambda line: self.say("recording", line),
-        )
-        self._bundles = BundleKeeper(setup.run_dir, lambda line: self.say("recording", line))
+        self._black_box = BlackBox(setup.run_dir, core, lambda line: self.say("recording", line))
 
     async def run(self) -> str:
         """Serve until the job is over; return its outcome. UserError for bad certificates."""
@@ -180,15 +193,14 @@ class CoordinatorServer:
         port = setup.listener.getsockname()[1]
         where = {"host": setup.host, "port": port, "pid": os.getpid()}
         write_json(self._run_dir.coordinator, where)
-        self._recorder.begin(self._core, time.monotonic())
+        self._black_box.begin()
         self._feed(Tick())
         await self._finished.wait()
         step = self._core.snapshot().step
         write_json(self._run_dir.result, {"outcome": self._outcome, "step": step})
         await self._agents_gone()
         gate.close()
-        self._recorder.close()
-        await self._bundles.finish()
+        await self._black_box.close()
         return self._outcome
 
     def stop(self, reason: str) -> None:
@@ -274,14 +286,7 @@ class CoordinatorServer:
 
     def _feed(self, event: ce.CoordinatorEvent) -> None:
         now = time.monotonic()
-        self._recorder.hear(event, now)
-        try:
-            effects = self._core.handle(event, now)
-        except Exception:  # a bug of ours: the recording ends with what has led to it
-            self._recorder.close()
-            raise
-        self._recorder.note(self._core, effects, now)
-        self._carry_out(effects)
+        self._carry_out(self._black_box.handle(event, now))
         deadline = self._core.deadline()
         if deadline == self._timer_for and not isinstance(event, Tick):
             return
@@ -321,8 +326,6 @@ class CoordinatorServer:
                         channel.send(directive)
                 case ce.Announce():
                     self.say(effect.kind, effect.text, effect)
-                    if effect.kind in BUNDLED:
-                        self._bundles.order(effect.id)
                 case ce.Finish(outcome):
                     self._outcome = outcome
                     self._finished.set()
@@ -343,15 +346,10 @@ class CoordinatorServer:
         view = self._core.view
         if view is None or message.view != view.number:
             return
-        if self._addressed != view.number:
-            self._addressed, self._addresses = view.number, {}
-        known = len(self._addresses)
-        self._addresses[message.peer] = message.address
-        if any(peer not in self._addresses for peer in view.peers):
-            return
-        book = AddressBook(view=view.number, addresses=tuple(sorted(self._addresses.items())))
-        for each in self._agents.values() if known < len(self._addresses) else [channel]:
-            each.send(book)
+        is_new, book = self._addresses.take(view, message)
+        if book is not None:
+            for each in self._agents.values() if is_new else [channel]:
+                each.send(book)
 
     def say(self, kind: str, text: str, announced: ce.Announce | None = None) -> None:
         """Write one line of the job's event log, for people and for events.jsonl."""

@@ -1,7 +1,7 @@
-"""Records what a coordinator's machine is told, in a thread that nothing waits for.
+"""Records the events of a coordinator's machine, in a thread that nothing waits for.
 
-A disk that is too slow costs a part of the recording, and never time: what waits is bounded, and
-once it is too much, nothing is recorded until the disk has caught up.
+A disk that is too slow costs a part of the recording, and never time: the waiting part is bounded,
+and once it is too much, nothing is recorded until the disk has caught up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.core.membership.coordinator_events import CoordinatorEffect, Coord
 from holdfast.core.release import RELEASE
 from holdfast.observe.recordings import (
     RECORDINGS_DIR,
-    Decided,
+    DecisionDigest,
     Header,
     Machine,
     digest_core,
@@ -91,17 +91,15 @@ class Recorder:
             self.begin(machine, now)
             return
         if effects:
-            self._put(encode_record(Decided(digest_effects(effects))))
+            self._put(encode_record(DecisionDigest(digest_effects(effects))))
         if self._waiting_bytes > WAITING_BYTES_MAX:
             self._is_on = False
-            self._say(
-                "the disk is too slow to record what the coordinator hears: a part is left out"
-            )
+            self._say("the disk is slow: a part of what the coordinator hears is not recorded")
         elif self._recording_bytes > RECORDING_BYTES:
             self.begin(machine, now)
 
     def close(self) -> None:
-        """Write what waits, for a limited time."""
+        """Write the rest, for a limited time."""
         self._over.set()
         self._filled.set()
         self._thread.join(END_S)

@@ -47,7 +47,12 @@ from holdfast.runtime.node.gpu_shares import free_place
 from holdfast.runtime.node.group_watch import GroupWatch, forking
 from holdfast.runtime.node.notices import NoticeSource, notice_source
 from holdfast.runtime.node.server_processes import ServerProcesses
-from holdfast.runtime.node.worker_process import SpreadPart, WorkerProcess, WorkerTemplate
+from holdfast.runtime.node.worker_process import (
+    SpreadPart,
+    StackDumps,
+    WorkerProcess,
+    WorkerTemplate,
+)
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import (
     Address,
@@ -100,7 +105,6 @@ class AgentServer:
         self._group = GroupWatch(template.run_dir) if template.spec.compat.enabled else None
         self._quit = asyncio.Event()
         self._problem = ""  # why it quits
-        self._stopped = 0  # the newest view that ended
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(
@@ -157,10 +161,6 @@ class AgentServer:
             task.cancel()
         return self._problem
 
-    def _dump_stacks(self, reason: str) -> None:
-        for process in self._processes.values():
-            process.dump_stacks(reason)
-
     async def _watch_memory(self) -> None:
         while True:
             self._note_memory()
@@ -208,6 +208,7 @@ class AgentServer:
     async def _talk(self, contact: Contact, secret: bytes) -> None:
         """Keep a connection to the coordinator, for ever: it may be restarted at any time."""
         refused, has_met, began_at = "", False, time.monotonic()
+        stacks = StackDumps(self._processes)
         while True:
             try:
                 self._coordinator = await contact.connect(secret)
@@ -215,9 +216,7 @@ class AgentServer:
                 self._feed(machine.CoordinatorReached(contact.job))
                 while (m := await self._coordinator.receive(*FROM_COORDINATOR)) is not None:
                     if isinstance(m, Directive):
-                        if m.stop_view > self._stopped:
-                            self._stopped = m.stop_view
-                            self._dump_stacks(f"view {m.stop_view} ends")
+                        stacks.follow(m)
                         self._peers = m.view.pieces_at if m.view else self._peers
                         self._feed(machine.DirectiveArrived(m))
                         if self._servers is not None and not m.undecided:
@@ -226,7 +225,7 @@ class AgentServer:
                         asked = machine.Drained(m.reason, leave=True, deadline_s=m.deadline_s)
                         self._feed(asked)
                     elif isinstance(m, StacksRequest):
-                        self._dump_stacks("an operator asks")
+                        stacks.write("an operator asks")
                     elif isinstance(m, MoveRequest):
                         self._feed(machine.MoveAsked(m.leaving))
                     elif isinstance(m, LabelRequest):

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -22,14 +22,21 @@ from typing import IO
 from holdfast.core.domains import Domains
 from holdfast.core.errors import WireError, assert_never
 from holdfast.core.job_spec import JobSpec
-from holdfast.core.types import Incarnation, ProcessRole, WorkerId, WorkerStatus
+from holdfast.core.types import (
+    NO_VIEW,
+    Directive,
+    Incarnation,
+    ProcessRole,
+    WorkerId,
+    WorkerStatus,
+)
 from holdfast.net import secret
 from holdfast.runtime.node import bootstrap, fork_server, group_member, group_store
 from holdfast.runtime.node.fork_server import ForkedProcess
 from holdfast.runtime.node.gpu_shares import VARIABLE, share_of_gpus, visible_gpus
 from holdfast.runtime.node.local_process import LocalProcess, read_chunks, until_ended
 from holdfast.runtime.node.spread_processes import DONE
-from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.rundir import STACKS_DIR, RunDir
 from holdfast.store.regular_files import append_regular
 from holdfast.wire.frames import Opener, Sealer
 from holdfast.wire.messages import Address, decode, encode
@@ -93,7 +100,7 @@ class WorkerTemplate:
 
     def stacks_path(self, worker: WorkerId, incarnation: Incarnation) -> Path:
         """Return the file in which a worker's process writes where its threads are."""
-        return self.run_dir.stacks.resolve() / f"worker-{worker}-{incarnation}.txt"
+        return self.run_dir.path.resolve() / STACKS_DIR / f"worker-{worker}-{incarnation}.txt"
 
     def environment(
         self,
@@ -185,7 +192,7 @@ class WorkerProcess:
     async def start(self, on_message: OnMessage, on_exit: OnExit) -> None:
         """Raises OSError when no process can be made."""
         with contextlib.suppress(OSError):
-            self._template.run_dir.stacks.mkdir(exist_ok=True)
+            (self._template.run_dir.path / STACKS_DIR).mkdir(exist_ok=True)
         ours, theirs = socket.socketpair()
         failure_read, failure_write = os.pipe()
         try:
@@ -377,6 +384,28 @@ class WorkerProcess:
             )
             self._log.close()
             self._log = None
+
+
+class StackDumps:
+    """Has the workers of a node write where their threads are: as a view ends, or when asked.
+
+    `processes`: those of this node, as they are now.
+    """
+
+    def __init__(self, processes: Mapping[WorkerId, WorkerProcess]) -> None:
+        self._processes = processes
+        self._ended = NO_VIEW
+
+    def follow(self, directive: Directive) -> None:
+        """Have stacks written if the directive ends a view."""
+        if directive.stop_view > self._ended:
+            self._ended = directive.stop_view
+            self.write(f"view {directive.stop_view} ends")
+
+    def write(self, reason: str) -> None:
+        """Have stacks written now, below a line with the reason."""
+        for process in self._processes.values():
+            process.dump_stacks(reason)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

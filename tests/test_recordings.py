@@ -1,0 +1,292 @@
+"""A coordinator's events are recorded, and its decisions are made again from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zstandard
+
+from holdfast.cli.main import main
+from holdfast.core.errors import Damaged
+from holdfast.core.membership import decision_loop
+from holdfast.core.membership.coordinator import CoordinatorMachine
+from holdfast.core.membership.coordinator_events import (
+    Announce,
+    CoordinatorEffect,
+    CoordinatorEvent,
+    ReportArrived,
+    StopRequested,
+)
+from holdfast.core.types import AgentId, AgentReport, Incarnation, Tick
+from holdfast.observe.decision_replay import replay
+from holdfast.observe.recordings import (
+    DecisionDigest,
+    Recording,
+    digest_effects,
+    encode_record,
+    freeze,
+    make_heard,
+    open_recording,
+    read_recording,
+    thaw,
+)
+from holdfast.runtime.coordinate import recorder
+from holdfast.runtime.coordinate.recorder import Recorder
+from holdfast.sim.swarm import run_seed
+from mutation_kit import COMBINED
+from support import SPEC
+
+handle = decision_loop.DecisionLoop.handle
+
+
+class Shadows:
+    """Follows each simulated coordinator with a copy that was made from bytes now and then."""
+
+    def __init__(self) -> None:
+        self.copies = 0
+        self._random = random.Random(1)
+        self._shadows: dict[int, tuple[Any, Any]] = {}
+        self._is_busy = False
+
+    def handle(
+        self, machine: Any, event: CoordinatorEvent, now: float
+    ) -> Sequence[CoordinatorEffect]:
+        if self._is_busy:
+            return handle(machine, event, now)
+        self._is_busy = True
+        try:
+            known, shadow = self._shadows.get(id(machine), (None, None))
+            if known is not machine or self._random.random() < 0.03:
+                self.copies += 1
+                shadow = thaw(freeze(machine))
+                self._shadows[id(machine)] = machine, shadow
+            theirs = handle(shadow, event, now)
+            ours = handle(machine, event, now)
+            assert digest_effects(ours) == digest_effects(theirs), (ours, theirs)
+            assert machine.deadline() == shadow.deadline()
+            return ours
+        finally:
+            self._is_busy = False
+
+
+def follow(monkeypatch: pytest.MonkeyPatch) -> Shadows:
+    """Follow all coordinators from now on."""
+    found = Shadows()
+
+    def handle_both(machine: Any, event: CoordinatorEvent, now: float) -> Any:
+        return found.handle(machine, event, now)
+
+    monkeypatch.setattr(decision_loop.DecisionLoop, "handle", handle_both)
+    return found
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_a_copy_of_a_coordinator_decides_as_it_does(
+    small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shadows = follow(monkeypatch)
+    for seed in range(4 if small else 2):
+        result = run_seed(seed, small=small)
+        assert not result.failure, result.failure
+    assert shadows.copies > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("swarm", COMBINED)
+def test_copies_decide_the_same_in_all_kinds_of_jobs(
+    swarm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shadows = follow(monkeypatch)
+    for seed in range(10):
+        result = run_seed(seed, small=True, tuned=COMBINED[swarm])
+        assert not result.failure, result.failure
+    assert shadows.copies > 10
+
+
+def report(seq: int) -> ReportArrived:
+    return ReportArrived(
+        AgentReport(agent=AgentId("a"), incarnation=Incarnation(1), seq=seq, slots=0)
+    )
+
+
+def record(folder: Path, events: int = 5, term: int = 3) -> CoordinatorMachine:
+    """Record what a coordinator hears of one node without workers."""
+    machine = CoordinatorMachine(SPEC.policy(), term, None, 10.0)
+    it = Recorder(folder, term, pytest.fail)
+    it.begin(machine, 10.0)
+    now = 10.0
+    for event in [Tick(), *map(report, range(1, events - 1)), StopRequested("enough")]:
+        it.hear(event, now)
+        it.note(machine, handle(machine, event, now), now)
+        now += 0.25
+    it.close()
+    return machine
+
+
+def recorded(folder: Path) -> Path:
+    (path,) = (folder / "recordings").iterdir()
+    return path
+
+
+def test_a_recording_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path)
+    recording = open_recording(recorded(tmp_path))
+    assert recording.header.term == 3
+    found = replay(recording)
+    assert (found.events, found.seconds, found.difference) == (5, 1.0, None)
+    assert [told.announce.kind for told in found.told][-1] == "stop"
+    assert main(["incident", "replay", str(tmp_path)]) == 0
+    assert "5 events were told to the coordinator again; all" in capsys.readouterr().out
+    assert main(["incident", "replay", str(recorded(tmp_path)), "--json"]) == 0
+    assert '"difference": null' in capsys.readouterr().out
+
+
+def test_another_decision_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path)
+
+    def stop(machine: Any, request: StopRequested, now: float) -> Announce:
+        return Announce("stop", "changed code says this")
+
+    monkeypatch.setattr(CoordinatorMachine, "_stop", stop)
+    assert main(["incident", "replay", str(tmp_path)]) == 1
+    told = capsys.readouterr().out
+    assert "event 5, a request to stop (enough): another decision than recorded" in told
+    assert "says (stop): changed code says this" in told
+
+    def fail(machine: Any, request: StopRequested, now: float) -> Announce:
+        raise KeyError(7)
+
+    monkeypatch.setattr(CoordinatorMachine, "_stop", fail)
+    assert main(["incident", "replay", str(tmp_path), "--json"]) == 1
+    assert '"error": "KeyError: 7"' in capsys.readouterr().out
+
+
+def test_a_decision_that_was_altered_is_found(tmp_path: Path) -> None:
+    record(tmp_path)
+    whole = open_recording(recorded(tmp_path))
+    for at, each in enumerate(whole.records):
+        if isinstance(each, DecisionDigest):
+            before, after = whole.records[:at], whole.records[at + 1 :]
+            altered = (*before, DecisionDigest(each.digest ^ 1), *after)
+            found = replay(Recording(whole.header, altered)).difference
+            assert found is not None
+            assert not found.error
+            left_out = Recording(whole.header, (*before, *after))
+            assert not after or replay(left_out).difference is not None
+
+
+def test_the_last_event_of_a_killed_coordinator_may_have_no_decision(tmp_path: Path) -> None:
+    record(tmp_path)
+    whole = open_recording(recorded(tmp_path))
+    assert isinstance(whole.records[-1], DecisionDigest)
+    assert replay(Recording(whole.header, whole.records[:-1])).difference is None
+
+
+def test_a_recording_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    record(tmp_path, 40)
+    data = recorded(tmp_path).read_bytes()
+    whole = read_recording(io.BytesIO(data))
+    lengths = set()
+    for size in range(len(data)):
+        try:
+            found = read_recording(io.BytesIO(data[:size]))
+        except Damaged:
+            continue
+        assert found.records == whole.records[: len(found.records)]
+        assert replay(found).difference is None
+        lengths.add(len(found.records))
+    assert lengths
+    for at in range(0, len(data), 7):
+        flipped = bytearray(data)
+        flipped[at] ^= 0x10
+        try:
+            found = read_recording(io.BytesIO(bytes(flipped)))
+            replay(found)
+        except Damaged:
+            continue
+
+
+@pytest.mark.parametrize("data", [b"", b"x", *map(zstandard.compress, (b"", b"ab" * 9))])
+def test_other_files_are_refused_in_one_sentence(
+    data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "odd.zst"
+    path.write_bytes(data)
+    assert main(["incident", "replay", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert str(path) in told
+    assert told.count("\n") == 1
+
+
+def test_a_directory_without_recordings_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["incident", "replay", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"holdfast: {tmp_path} holds no recording of a coordinator\n"
+    assert main(["incident", "replay", str(tmp_path / "none")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_a_long_term_makes_several_recordings_and_old_ones_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "RECORDING_BYTES", 300)
+    monkeypatch.setattr(recorder, "FILES_MAX", 3)
+    record(tmp_path, 60)
+    paths = sorted(
+        (tmp_path / "recordings").iterdir(), key=lambda path: int(path.stem.rpartition("-")[2])
+    )
+    assert len(paths) == 3
+    found = [replay(open_recording(path)) for path in paths]
+    assert all(each.difference is None for each in found)
+    assert "stop" in [told.announce.kind for each in found for told in each.told]
+    clocks = [open_recording(path).header.clock for path in paths]
+    assert clocks == sorted(clocks)
+
+
+def test_a_disk_that_is_too_slow_costs_a_part_of_the_recording_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "WAITING_BYTES_MAX", 0)
+    told: list[str] = []
+    machine = CoordinatorMachine(SPEC.policy(), 3, None, 10.0)
+    it = Recorder(tmp_path, 3, told.append)
+    it.begin(machine, 10.0)
+    for seq in range(1, 4):
+        it.hear(report(seq), 10.0)
+        it.note(machine, handle(machine, report(seq), 10.0), 10.0)
+    it.close()
+    assert told == ["the disk is slow: a part of what the coordinator hears is not recorded"]
+
+
+def test_a_directory_that_cannot_be_written_costs_the_recording_only(tmp_path: Path) -> None:
+    (tmp_path / "recordings").write_text("a file")
+    record(tmp_path)
+
+
+def test_records_of_other_lengths_are_damage(tmp_path: Path) -> None:
+    record(tmp_path)
+    whole = open_recording(recorded(tmp_path))
+    data = encode_record(whole.header) + b"\xff\xff\xff\xff" + b"x" * 100
+    found = read_recording(io.BytesIO(zstandard.compress(data)))
+    assert found.records == ()
+    assert "cannot be right" in found.problem
+
+
+def test_an_event_of_an_unknown_kind_is_damage(tmp_path: Path) -> None:
+    record(tmp_path)
+    whole = open_recording(recorded(tmp_path))
+    odd = dataclasses.replace(whole, records=(make_heard(Tick(), 10.0),))
+    assert replay(odd).events == 1
+    changed = msgspec.structs.replace(make_heard(Tick(), 10.0), kind="poke")
+    with pytest.raises(Damaged):
+        replay(dataclasses.replace(whole, records=(changed,)))
