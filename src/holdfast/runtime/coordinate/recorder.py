@@ -29,7 +29,7 @@ from holdfast.observe.recordings import (
 )
 from holdfast.store.regular_files import create_regular
 
-RECORDING_BYTES = 16 << 20  # before compression; then the next one is begun
+RECORDING_BYTES = 64 << 20  # before compression; then the next one is begun
 FILES_MAX = 16  # in a run directory, of all terms
 WAITING_BYTES_MAX = 16 << 20
 PACE_S = 0.2  # between two writes
