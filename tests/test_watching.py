@@ -67,7 +67,7 @@ def test_a_disturbed_run_while_it_works_and_after_its_end(
     assert found["holdfast_incidents_total"] == len(incidents) >= 1
     assert found['holdfast_events_total{kind="lost"}'] == len(run.events("lost"))
     for part, seconds in goodput.parts().items():
-        name = f'holdfast_worker_time_seconds_total{{part="{part.value}"}}'
+        name = f'holdfast_worker_time_seconds{{part="{part.value}"}}'
         assert found[name] == pytest.approx(seconds)
     assert found["holdfast_goodput_ratio"] == pytest.approx(goodput.share)
     assert found['holdfast_step_duration_seconds_bucket{le="+Inf"}'] == sum(

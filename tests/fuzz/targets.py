@@ -61,6 +61,7 @@ from holdfast.wire.messages import (
     OrderReply,
     PeerReply,
     PeerRequest,
+    StacksRequest,
     StatusReply,
     StatusRequest,
     StopRequest,
@@ -103,6 +104,7 @@ MESSAGES: list[object] = [
     StatusReply(text="{}"),
     StopRequest(reason="enough"),
     DrainRequest(agent=AgentId("node1"), reason="a new fan"),
+    StacksRequest(),
     LabelRequest(agent=AgentId("node1"), domains=("rack=r7",)),
     OrderReply(problem=""),
     MoveRequest(

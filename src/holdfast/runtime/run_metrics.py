@@ -91,7 +91,7 @@ def _state_of(node: NodeStatus) -> str:
 
 def _of_times(goodput: Goodput) -> Iterator[Metric]:
     text = "Seconds of workers by what they were spent on; the parts sum up to all time."
-    times = CounterMetricFamily("holdfast_worker_time_seconds", text, labels=["part"])
+    times = GaugeMetricFamily("holdfast_worker_time_seconds", text, labels=["part"])
     for part, seconds in goodput.parts().items():
         times.add_metric([part.value], seconds)
     yield times
