@@ -104,7 +104,7 @@ MESSAGES: list[object] = [
     StatusReply(text="{}"),
     StopRequest(reason="enough"),
     DrainRequest(agent=AgentId("node1"), reason="a new fan"),
-    StacksRequest(),
+    StacksRequest(reason="an operator asks"),
     LabelRequest(agent=AgentId("node1"), domains=("rack=r7",)),
     OrderReply(problem=""),
     MoveRequest(

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-ASKED = StacksRequest()
+ASKED = StacksRequest(reason="an operator asks")
 
 
 def parser() -> argparse.ArgumentParser:

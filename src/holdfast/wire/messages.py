@@ -107,7 +107,9 @@ class LabelRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StacksRequest:
-    """Asks all nodes to write down where the threads of their workers are, for an operator."""
+    """Asks that workers write where their threads are; the coordinator and agents pass it on."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -225,7 +225,7 @@ class AgentServer:
                         asked = machine.Drained(m.reason, leave=True, deadline_s=m.deadline_s)
                         self._feed(asked)
                     elif isinstance(m, StacksRequest):
-                        stacks.write("an operator asks")
+                        stacks.write(m)
                     elif isinstance(m, MoveRequest):
                         self._feed(machine.MoveAsked(m.leaving))
                     elif isinstance(m, LabelRequest):

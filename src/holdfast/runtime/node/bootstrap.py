@@ -16,7 +16,6 @@ import os
 import pkgutil
 import random
 import runpy
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -29,8 +28,6 @@ from holdfast.runtime.node.shard_processes import make_shards, tell_failure
 from holdfast.runtime.node.spread_processes import DONE
 
 MODULE = "holdfast.runtime.node.bootstrap"
-STACKS_VARIABLE = "HOLDFAST_STACKS"  # the file to which stacks are written
-STACKS_SIGNAL = signal.SIGURG  # a process that has not asked for it ignores it
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by PyTorch as it allocates for the first time
 PACKAGE = os.path.join(Path(__file__).parents[2], "")
 SCRIPTS = os.path.join(PACKAGE, "testing", "")
@@ -59,10 +56,6 @@ def attach() -> int:
     """Tie this process to its agent; return the descriptor to which a failure is written."""
     die_with_parent(int(os.environ["HOLDFAST_PARENT"]))
     faulthandler.enable()  # a script that dies by a signal leaves its stack in the log
-    if path := os.environ.get(STACKS_VARIABLE):
-        with contextlib.suppress(OSError):  # a full disk must not stop training
-            stacks = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     failure_fd = int(os.environ.pop("HOLDFAST_FAILURE_FD"))
     os.set_inheritable(failure_fd, False)
     os.set_inheritable(int(os.environ["HOLDFAST_FD"]), False)

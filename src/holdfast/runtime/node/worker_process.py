@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,12 +38,11 @@ from holdfast.runtime.node.spread_processes import DONE
 from holdfast.runtime.rundir import STACKS_DIR, RunDir
 from holdfast.store.regular_files import append_regular
 from holdfast.wire.frames import Opener, Sealer
-from holdfast.wire.messages import Address, decode, encode
+from holdfast.wire.messages import Address, StacksRequest, decode, encode
 
 STORY_BYTES_MAX = 16 << 10  # longest part of a traceback that is reported
 LINE_BYTES_MAX = 64 << 10  # a longer line is passed on in pieces
 DRAIN_S = 5.0
-STACKS_BYTES_MAX = 1 << 20  # a file that is longer begins from the start
 STORY_S = 0.2  # to read why a process that a signal has ended gave up, if it told
 
 
@@ -120,7 +118,7 @@ class WorkerTemplate:
             "HOLDFAST_WORKER": str(worker),
             "HOLDFAST_INCARNATION": str(incarnation),
             "HOLDFAST_ROLE": role.value,
-            bootstrap.STACKS_VARIABLE: str(self.stacks_path(worker, incarnation)),
+            "HOLDFAST_STACKS": str(self.stacks_path(worker, incarnation)),
             "HOLDFAST_PROCS": str(self.spec.workers.procs),
             "HOLDFAST_MEMORY_BYTES": str(self.memory_bytes),
             "HOLDFAST_ORDERS_FD": str(-1 if self.orders_fd is None else self.orders_fd),
@@ -268,22 +266,10 @@ class WorkerProcess:
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
-    def dump_stacks(self, reason: str) -> None:
-        """Have the process write where its threads are, even if it hangs.
-
-        Only its first process does, and none of a torchrun script or that ignores the signal.
-        """
-        if not self.running or self.role is not ProcessRole.WORKER:
-            return
-        path = self._template.stacks_path(self.worker, self.incarnation)
-        head = f"\n{time.strftime('%Y-%m-%d %H:%M:%S')}: {reason}\n\n".encode()
-        with contextlib.suppress(OSError):
-            if path.stat().st_size > STACKS_BYTES_MAX:
-                os.truncate(path, 0)
-            descriptor = append_regular(path)
-            with os.fdopen(descriptor, "ab", buffering=0) as file:
-                file.write(head)
-            os.kill(self.pid, bootstrap.STACKS_SIGNAL)
+    def ask_for_stacks(self, request: StacksRequest) -> None:
+        """Have the process write where its threads are; a script for torchrun cannot."""
+        if self.role is ProcessRole.WORKER and not self._template.spec.compat.enabled:
+            self.send(request)
 
     def note(self, text: str) -> None:
         """Write a line of ours to the worker's log."""
@@ -400,12 +386,12 @@ class StackDumps:
         """Have stacks written if the directive ends a view."""
         if directive.stop_view > self._ended:
             self._ended = directive.stop_view
-            self.write(f"view {directive.stop_view} ends")
+            self.write(StacksRequest(reason=f"view {directive.stop_view} ends"))
 
-    def write(self, reason: str) -> None:
-        """Have stacks written now, below a line with the reason."""
+    def write(self, request: StacksRequest) -> None:
+        """Have stacks written now."""
         for process in self._processes.values():
-            process.dump_stacks(reason)
+            process.ask_for_stacks(request)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

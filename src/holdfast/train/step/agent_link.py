@@ -27,11 +27,13 @@ from holdfast.core.types import (
     WorkerStatus,
 )
 from holdfast.train.step.driver import Driver
+from holdfast.train.step.stack_file import write_stacks
 from holdfast.wire.frames import Opener, Sealer
-from holdfast.wire.messages import Address, AddressBook, decode, encode
+from holdfast.wire.messages import Address, AddressBook, StacksRequest, decode, encode
 
 HEARTBEAT_S = 0.5
 POLL_S = 0.1
+ACCEPTED = (WorkerDirective, AddressBook, StacksRequest)
 
 
 class AgentLink:
@@ -94,8 +96,10 @@ class AgentLink:
                 driver.fail(error)
 
     def _receive(self, driver: Driver, payload: bytes) -> None:
-        message: WorkerDirective | AddressBook = decode(payload, WorkerDirective, AddressBook)
-        if isinstance(message, AddressBook):
+        message: WorkerDirective | AddressBook | StacksRequest = decode(payload, *ACCEPTED)
+        if isinstance(message, StacksRequest):
+            write_stacks(message.reason)
+        elif isinstance(message, AddressBook):
             if any(told.view == message.view for told in self._addresses.values()):
                 with self._lock:
                     self._addresses = {}

@@ -1,0 +1,47 @@
+"""Writes where the threads of this process are, for people who ask why it does not go on.
+
+It is done by a thread of Python, which has the interpreter's lock: faulthandler reads the frames of
+threads that run meanwhile, and sending a thousand signals to a busy process ended it by SIGSEGV.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+
+from holdfast.store.regular_files import append_regular
+
+VARIABLE = "HOLDFAST_STACKS"  # names the file; without it nothing is written
+BYTES_MAX = 1 << 20  # a file that is longer begins from the start
+
+
+def write_stacks(reason: str) -> None:
+    """Append the stacks of all threads but this one to the file, below a line with the reason."""
+    path = os.environ.get(VARIABLE, "")
+    if not path:
+        return
+    text = "".join(describe_stacks(reason))
+    with contextlib.suppress(OSError):  # a full disk must not stop training
+        file = os.fdopen(append_regular(path), "ab", buffering=0)
+        with file:
+            if os.fstat(file.fileno()).st_size > BYTES_MAX:
+                os.ftruncate(file.fileno(), 0)
+            file.write(text.encode(errors="replace"))
+
+
+def describe_stacks(reason: str) -> list[str]:
+    """Return lines on each thread, innermost call first. No source file is read for them."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    found = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {reason}\n"]
+    for number, frame in sys._current_frames().items():
+        if number == threading.get_ident():
+            continue
+        found.append(f"\nThread {names.get(number, number)}:\n")
+        for each, line in traceback.walk_stack(frame):
+            code = each.f_code
+            found.append(f'  File "{code.co_filename}", line {line}, in {code.co_name}\n')
+    return [*found, "\n"]

@@ -1,0 +1,61 @@
+"""Stacks of a busy process are written, and do it no harm."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from holdfast.train.step import stack_file
+from holdfast.train.step.stack_file import VARIABLE, write_stacks
+
+
+def call_deep(depth: int) -> int:
+    return 0 if depth == 0 else 1 + call_deep(depth - 1)
+
+
+def test_stacks_of_busy_threads_are_written_a_thousand_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, over = tmp_path / "stacks.txt", threading.Event()
+    monkeypatch.setenv(VARIABLE, str(path))
+
+    def keep_busy() -> None:
+        while not over.is_set():
+            call_deep(30)
+
+    threads = [threading.Thread(target=keep_busy, name=f"busy-{n}") for n in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(1000):  # a signal to faulthandler ended such a process earlier
+            write_stacks(f"look {number}")
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    text = path.read_text()
+    assert ": look 999\n" in text
+    assert "\nThread busy-2:\n" in text
+    assert ", in keep_busy\n" in text
+    assert "write_stacks" not in text  # the thread that looks is no news
+
+
+def test_a_long_file_begins_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "stacks.txt"
+    monkeypatch.setenv(VARIABLE, str(path))
+    monkeypatch.setattr(stack_file, "BYTES_MAX", 10)
+    for number in range(3):
+        write_stacks(f"look {number}")
+    assert path.read_text().count(": look ") == 1
+
+
+def test_a_place_that_cannot_be_written_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "missing" / "stacks.txt"))
+    write_stacks("nobody sees this")
+    monkeypatch.delenv(VARIABLE)
+    write_stacks("nobody sees this")
+    assert list(tmp_path.iterdir()) == []
