@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import random
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,24 @@ def test_other_files_are_refused_in_one_sentence(
     told = capsys.readouterr().err
     assert str(path) in told
     assert told.count("\n") == 1
+
+
+def test_a_damaged_bundle_is_refused_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path)
+    path = tmp_path / "bundle.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as bundle:
+        bundle.write(recorded(tmp_path), "recordings/coordinator-3-1.zst")
+    data = path.read_bytes()
+    statuses = set()
+    for at in range(0, len(data), 3):
+        flipped = bytearray(data)
+        flipped[at] ^= 0x21
+        path.write_bytes(flipped)
+        statuses.add(main(["incident", "replay", str(path)]))
+        assert capsys.readouterr().err.count("\n") <= 1
+    assert 2 in statuses
 
 
 def test_a_directory_without_recordings_is_refused(

@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def _open(source: Path) -> Iterator[tuple[str, Recording]]:
             yield source.name, open_recording(source)
     except Damaged as error:
         raise UserError(f"{source} cannot be used: {error}") from None
-    except (OSError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{source} cannot be read: {error}") from None
 
 

@@ -13,16 +13,15 @@ from typing import Any
 from holdfast.core.job_spec import JobSpec
 from holdfast.dashboard.loss_series import LossSeries
 from holdfast.dashboard.step_rates import measure_rates, rate_now
-from holdfast.observe.file_tails import FileTail
 from holdfast.observe.goodput import MEANINGS, QUANTILES, Goodput, share_times
 from holdfast.observe.incident_costs import IncidentCost, Part
 from holdfast.observe.incidents import (
     Incident,
     describe_cost,
     find_incidents,
-    parse_event,
     tell_story,
 )
+from holdfast.observe.run_tail import RunTail
 from holdfast.observe.time_lines import ProcessTimes, read_times
 from holdfast.runtime.rundir import RunDir
 
@@ -44,8 +43,7 @@ class RunFiles:
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
-        self._tail = FileTail(run_dir.events)
-        self._events: list[dict[str, Any]] = []
+        self._tail = RunTail(run_dir.path, EVENTS_KEPT_MAX)
         self._loss = LossSeries(run_dir.path)
         self._times_next = 0.0  # monotonic
         self._times_mark: tuple[object, ...] = ()
@@ -60,24 +58,20 @@ class RunFiles:
                 "script": " ".join([spec.script, *spec.args]),
                 "virtual_ranks": spec.virtual_ranks,
                 "outcome": self._run_dir.outcome(),
-                "began": self._events[0]["time"] if self._events else None,
+                "began": self._tail.events[0]["time"] if self._tail.events else None,
                 "saved": list(record.saved) if record is not None else [],
             },
         }
 
-    def read_events(self) -> tuple[bool, list[dict[str, Any]]]:
+    def read_events(self) -> tuple[bool, Sequence[dict[str, Any]]]:
         """Return whether the log was replaced, and its new events."""
-        self._tail.cut = False
-        fresh = [event for line in self._tail.read() if (event := parse_event(line))]
-        if self._tail.cut:
-            self._events = []
-        self._events = [*self._events, *fresh][-EVENTS_KEPT_MAX:]
-        return self._tail.cut, fresh
+        fresh = self._tail.look()
+        return self._tail.was_replaced, fresh
 
     def read_notes(self) -> Topics:
         """Return the events about checkpoints, and those about troubles."""
-        saves = [e for e in self._events if e["kind"] in SAVES]
-        troubles = [e for e in self._events if e["kind"] in TROUBLES]
+        saves = [e for e in self._tail.events if e["kind"] in SAVES]
+        troubles = [e for e in self._tail.events if e["kind"] in TROUBLES]
         return {"saves": saves[-SAVES_MAX:], "troubles": troubles[-TROUBLES_MAX:]}
 
     def read_losses(self) -> Topics:
@@ -98,11 +92,11 @@ class RunFiles:
         began = time.monotonic()
         folder = self._run_dir.path / "times"
         sizes = sorted((p.name, p.stat().st_size) for p in folder.glob("*.jsonl"))
-        mark = (*sizes, len(self._events), self._events[-1:])
+        mark = (*sizes, len(self._tail.events), self._tail.events[-1:])
         if began < self._times_next or mark == self._times_mark:
             return {}
         processes = read_times(self._run_dir.path)
-        goodput = share_times(processes, self._events)
+        goodput = share_times(processes, self._tail.events)
         found = {
             **self._incidents(goodput),
             "rates": {
@@ -125,7 +119,7 @@ class RunFiles:
     def _incidents(self, goodput: Goodput | None) -> Topics:
         costs = goodput.costs if goodput is not None else []
         seconds = {cost.incident.name: cost for cost in costs}
-        incidents = find_incidents(self._events)
+        incidents = find_incidents(self._tail.events)
         shown = incidents[-INCIDENTS_MAX:]
         items = [describe_incident(each, seconds.get(each.name)) for each in shown]
         return {"incidents": {"total": len(incidents), "items": items}}

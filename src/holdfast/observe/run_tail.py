@@ -24,20 +24,25 @@ TAIL_BYTES = 256 << 10
 class RunTail:
     """Follows one run. `look` and `look_at_loss` read on; the rest returns the newest values."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, events_max: int | None = None) -> None:
+        """Follow the run in a directory. `events_max`: how many of the newest are kept."""
+        self._events_max = events_max
         self._path = run_dir
         self._tail = FileTail(run_dir / "events.jsonl")
         self._reached: deque[tuple[float, int]] = deque()
         self.events: list[dict[str, Any]] = []
+        self.was_replaced = False  # the log of events, before the last look
         self.loss: float | None = None
 
     def look(self) -> Sequence[dict[str, Any]]:
         """Read on; return the events that have come since the last look."""
-        self._tail.cut = False
+        self._tail.cut = self.was_replaced = False
         found = [event for line in self._tail.read() if (event := parse_event(line)) is not None]
         if self._tail.cut:
-            self.events = []
+            self.was_replaced, self.events = True, []
         self.events += found
+        if self._events_max is not None:
+            del self.events[: -self._events_max]
         return found
 
     def note_step(self, step: int, now: float) -> None:

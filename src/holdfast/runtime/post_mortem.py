@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from holdfast.core.errors import UserError
-from holdfast.observe.incidents import Incident, find_incident, find_incidents, tell_story
+from holdfast.observe.incidents import Event, Incident, find_incident, find_incidents, tell_story
 from holdfast.observe.recordings import RECORDINGS_DIR
 from holdfast.observe.time_lines import TIMES_DIR
 from holdfast.runtime.job_events import read_events
@@ -46,7 +46,7 @@ def keep_bundle(run_dir: RunDir, event: str) -> Path:
     """
     folder = run_dir.path / BUNDLES_DIR
     folder.mkdir(exist_ok=True)
-    incident = _find(run_dir, event)
+    incident = _find(read_events(run_dir.events), event)
     path = folder / f"{incident.name if incident is not None else event}.zip"
     write_bundle(run_dir, path, event)
     kept = sorted(folder.glob("*.zip"), key=lambda path: path.stat().st_mtime_ns)
@@ -80,21 +80,23 @@ def write_bundle(run_dir: RunDir, path: Path, event: str = "") -> list[str]:
     return left_out
 
 
-def _find(run_dir: RunDir, event: str) -> Incident | None:
-    """Return the incident of an event, or the newest one if that has none; None without any."""
-    incidents = find_incidents(read_events(run_dir.events))
-    if event:
-        with contextlib.suppress(UserError):
-            return find_incident(incidents, event)
-    return incidents[-1] if incidents and not event else None
+def _find(events: Sequence[Event], event: str) -> Incident | None:
+    """Return the incident of an event, or the newest one if none is named; None without any."""
+    incidents = find_incidents(events)
+    if not event:
+        return incidents[-1] if incidents else None
+    with contextlib.suppress(UserError):
+        return find_incident(incidents, event)
+    return None
 
 
 def _tell_story(run_dir: RunDir, event: str) -> str:
     """Return the story of the event's incident, or what the event says if it has none."""
-    incident = _find(run_dir, event)
+    events = read_events(run_dir.events)
+    incident = _find(events, event)
     if incident is not None:
         return "\n".join(tell_story(incident))
-    said = (each["text"] for each in read_events(run_dir.events) if each.get("id") == event)
+    said = (each["text"] for each in events if each.get("id") == event)
     return str(next(said, "There is no incident."))
 
 

@@ -1,6 +1,6 @@
 // Draws a line through points, with gaps where a value is null, and marks for faults.
 
-import { colour, make, showNumber } from "./dom.js";
+import { colour, make, oncePerFrame, showNumber } from "./dom.js";
 
 const [LEFT, RIGHT, TOP, BOTTOM] = [58, 14, 14, 28];
 
@@ -16,6 +16,7 @@ export class Chart {
     this.tip = make("div", { class: "tip", role: "status", hidden: true });
     this.nothing = make("div", { class: "nothing" }, nothing);
     this.name = name;
+    this.draw = oncePerFrame(() => this.paint());
     box.append(this.canvas, this.tip, this.nothing);
     this.canvas.addEventListener("pointermove", (event) => this.point(this.value(event.offsetX)));
     this.canvas.addEventListener("pointerleave", () => this.point(null));
@@ -52,15 +53,6 @@ export class Chart {
     span.x = (v) => LEFT + ((v - span.first) / (span.last - span.first)) * (span.width - LEFT - RIGHT);
     span.y = (v) => span.height - BOTTOM - ((v - span.low) / (span.high - span.low)) * (span.height - TOP - BOTTOM);
     return span;
-  }
-
-  draw() {
-    if (this.due) return;
-    this.due = true;
-    requestAnimationFrame(() => {
-      this.due = false;
-      this.paint();
-    });
   }
 
   paint() {

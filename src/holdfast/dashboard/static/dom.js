@@ -22,6 +22,19 @@ export function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
+// Returns a function that has `paint` called with the next frame, however often it is called itself.
+export function oncePerFrame(paint) {
+  let due = false;
+  return () => {
+    if (due) return;
+    due = true;
+    requestAnimationFrame(() => {
+      due = false;
+      paint();
+    });
+  };
+}
+
 // Colours come as styles set by script, which the page's policy allows; style attributes it does not.
 export function swatch(name) {
   const found = make("span", { class: "swatch" });

@@ -1,6 +1,6 @@
 // Draws all workers as cells of one canvas, by node. Only the part that is scrolled to is drawn.
 
-import { DASH, colour } from "./dom.js";
+import { DASH, colour, oncePerFrame } from "./dom.js";
 
 const PAD = 10;
 const LABEL = 17;
@@ -18,7 +18,7 @@ export class Grid {
     this.labels = []; // {text, x, y}
     this.size = 26;
     this.cursor = null; // number of a worker
-    this.due = false;
+    this.draw = oncePerFrame(() => this.paint());
     box.addEventListener("scroll", () => this.draw());
     box.addEventListener("keydown", (event) => this.onKey(event));
     this.canvas.addEventListener("click", (event) => this.onClick(event));
@@ -74,15 +74,6 @@ export class Grid {
     this.cells.sort((a, b) => order.get(a.id) - order.get(b.id));
     this.room.style.height = `${y + tallest + PAD}px`;
     this.draw();
-  }
-
-  draw() {
-    if (this.due) return;
-    this.due = true;
-    requestAnimationFrame(() => {
-      this.due = false;
-      this.paint();
-    });
   }
 
   paint() {

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import zstandard
+
 from holdfast.core.membership.coordinator_events import CoordinatorEffect, CoordinatorEvent
 from holdfast.core.release import RELEASE
 from holdfast.observe.recordings import (
@@ -116,8 +118,8 @@ class Recorder:
         output, is_over = _Output(), False
         while not is_over:
             self._filled.wait()
+            self._filled.clear()  # before the look at `over`, which may come at any moment
             is_over = self._over.wait(PACE_S)
-            self._filled.clear()
             with self._lock:
                 parts, self._waiting = self._waiting, []
             for part in parts:
@@ -135,9 +137,6 @@ class _Output:
     """Writes one compressed file after the other. One that cannot be written is given up."""
 
     def __init__(self) -> None:
-        import zstandard  # it takes a while
-
-        self._library = zstandard
         self._stream: zstandard.ZstdCompressionWriter | None = None
 
     def begin(self, path: Path) -> None:
@@ -148,13 +147,13 @@ class _Output:
             for each in kept[: len(kept) - FILES_MAX + 1]:
                 each.unlink()
             file = os.fdopen(create_regular(path), "wb", buffering=0)
-            self._stream = self._library.ZstdCompressor(level=3).stream_writer(file)
+            self._stream = zstandard.ZstdCompressor(level=3).stream_writer(file)
 
     def write(self, data: bytes) -> None:
         self._try(lambda stream: stream.write(data))
 
     def flush(self) -> None:
-        self._try(lambda stream: stream.flush(self._library.FLUSH_BLOCK))
+        self._try(lambda stream: stream.flush(zstandard.FLUSH_BLOCK))
 
     def end(self) -> None:
         self._try(lambda stream: stream.close())
