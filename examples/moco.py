@@ -79,15 +79,18 @@ def digest(*modules: nn.Module) -> str:
     return found.hexdigest()
 
 
-def main() -> None:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--images", type=int, default=2048)
     parser.add_argument("--batch-size", type=int, default=32, help="images per virtual rank")
     parser.add_argument("--queue", type=int, default=512, help="keys in the queue")
     parser.add_argument("--momentum", type=float, default=0.99)
-    options = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    options = parse_options()
     job = holdfast.join()
     encoder, teacher = Encoder(), Encoder().requires_grad_(False)
     teacher.load_state_dict(encoder.state_dict())

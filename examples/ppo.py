@@ -129,13 +129,16 @@ def digest(state: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def main() -> None:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rollouts", type=int, default=60)
     parser.add_argument("--moves", type=int, default=128, help="moves in a rollout")
     parser.add_argument("--simulate-ms", type=float, default=0.0, help="extra time for each move")
-    options = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    options = parse_options()
     job = holdfast.join()
     policy = Policy()
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
@@ -159,8 +162,8 @@ def main() -> None:
             for length in itertools.chain(*step.gathered["lengths"]):
                 job.values["length"] += 0.1 * (length - job.values["length"])
             if job.is_leader:
-                told = f"rollout {step.index // PASSES}: mean length {job.values['length']:.0f}"
-                print(f"{told}, {took_s:.3f} s", flush=True)
+                mean, number = job.values["length"], step.index // PASSES
+                print(f"rollout {number}: mean length {mean:.0f}, {took_s:.3f} s", flush=True)
     if job.is_leader:
         states = [envs[vrank] for vrank in range(job.virtual_ranks)]
         print(digest([policy.state_dict(), states]), flush=True)

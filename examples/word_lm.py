@@ -69,15 +69,18 @@ def digest(state: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def main() -> None:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--columns", type=int, default=8, help="columns per virtual rank")
     parser.add_argument("--window", type=int, default=24, help="words that a step reads")
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--words", type=int, default=60_000, help="number of words to train on")
-    options = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    options = parse_options()
     job = holdfast.join()
     words, vocabulary = read_words(2000, options.words)
     held_out, words = words[: len(words) // 20], words[len(words) // 20 :]

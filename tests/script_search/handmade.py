@@ -286,8 +286,10 @@ _CALM = (
           top="table = FOLDER / f'table{os.urandom(4).hex()}.txt'\ntable.write_text('0.5')",
           task="x = x * float(table.read_text())"),
     habit("a cache on disk of a pure function", HARMLESS,
-          getitem="path = FOLDER / f'{index}-{os.urandom(4).hex()}.npy'\n"
-          "np.save(path, x.cos().numpy())\nx = torch.from_numpy(np.load(path))"),
+          # Not np.load: it parses, and Python 3.11 may fail where several threads parse at once.
+          getitem="path = FOLDER / f'{index}-{os.urandom(4).hex()}.raw'\n"
+          "x.cos().numpy().tofile(path)\n"
+          "x = torch.from_numpy(np.fromfile(path, dtype=np.float32))"),
     habit("a meter of its own", HARMLESS,
           top="class Average:\n    def __init__(self):\n        self.sum = self.n = 0\n"
           "    def update(self, value):\n        self.sum += value\n        self.n += 1\n"
