@@ -211,6 +211,12 @@ def compose_guard(
     given = progress.values
     memory = ScriptMemory(lambda: _tensors_of(modules), lambda: {"job.values": dict(given)})
     suspects = Suspects(memory)
+
+    def look_at_source() -> None:
+        classes = {type(part) for _, each in modules for part in each.modules()}
+        if driver.leads and (found := suspects.describe_task_sources(classes)):
+            note(found)
+
     return ScriptGuard(
         prints=prints,
         comparison=StateComparison(PlainState(protected, attributes), prints),
@@ -224,6 +230,7 @@ def compose_guard(
         ),
         memory=memory,
         suspects=suspects,
+        look_at_source=look_at_source,
         attributes=attributes,
         loaded=LoadedState(protected, sharding),
         modules=modules,

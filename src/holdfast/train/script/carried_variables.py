@@ -68,6 +68,13 @@ def names_of_batch() -> set[str]:
     return stored - set(_set_late(loop))
 
 
+def find_loop(path: str) -> ast.For | None:
+    """Return the calling script's loop over batches, if it stands in this file."""
+    frame = _script_frame()
+    is_there = frame is not None and frame.f_code.co_filename == path
+    return _loop_at(frame) if frame is not None and is_there else None
+
+
 def _stores(name: ast.Name) -> bool:
     return isinstance(name.ctx, ast.Store)
 

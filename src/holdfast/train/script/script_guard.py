@@ -6,7 +6,7 @@ tensor of the state, and samples of the dataset, and sees that no task writes to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,7 @@ class ScriptGuard:
     memory: ScriptMemory
     suspects: Suspects
     cycle: int
+    look_at_source: Callable[[], None] | None = None  # once, at the first step
     files: TaskFiles | None = None
     others: UnprotectedModules | None = None  # None: modules of this process may be others'
     is_alone: bool = False  # no agent watches this process
@@ -70,6 +71,9 @@ class ScriptGuard:
         self.loaded.forget()
         if self.cycle:
             self.memory.begin()
+            if self.look_at_source is not None:
+                self.look_at_source()
+                self.look_at_source = None
         looks = bool(self.cycle) and (self.joined or step % self.cycle == 0)
         self.attributes.begin_step(anew=looks)
         early = step < EARLY_STEPS

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 
-from holdfast.train.script.carried_variables import describe_carried, join_names, names_of_batch
-from holdfast.train.script.script_memory import ScriptMemory, script_frames
+from holdfast.train.script.carried_variables import (
+    describe_carried,
+    find_loop,
+    join_names,
+    names_of_batch,
+    parse_file,
+)
+from holdfast.train.script.script_memory import ScriptMemory, is_script, script_frames
 from holdfast.train.script.script_sources import SOURCES_MAX, find_sources
+from holdfast.train.script.task_sources import find_task_sources
 
 NAMES_MAX = 4
+COMPUTES = (
+    "tasks compute with {names}: if a gradient follows from it, the result depends on the workers "
+    "or on the time, which comparing tasks may not show; draw from the global random generators, "
+    "which are keyed by the task, or keep the value in job.values"
+)
 
 
 class Suspects:
@@ -34,6 +47,21 @@ class Suspects:
         )
         changes = f"; tasks change {join_names(moving, NAMES_MAX)}" if moving else ""
         return f"{since}{changes}{_describe_sources()}"
+
+    @staticmethod
+    def describe_task_sources(classes: Iterable[type]) -> str:
+        """Describe clocks and coins that tasks seem to compute with; empty: none is found.
+
+        Looks at the files of the script, and at those of these classes, as far as they are its own.
+        """
+        files = [frame.f_code.co_filename for frame in script_frames()]
+        modules = (sys.modules.get(each.__module__) for each in classes)
+        files += [path for each in modules if (path := getattr(each, "__file__", None))]
+        found: list[str] = []
+        for path in dict.fromkeys(filter(is_script, files)):
+            if (module := parse_file(path)) is not None:
+                found += find_task_sources(module, find_loop(path))
+        return COMPUTES.format(names=join_names(found, NAMES_MAX)) if found else ""
 
     def _find_changes(self) -> tuple[list[str], list[str]]:
         """Return the names that tasks change, and settled ones, without variables of the loop."""

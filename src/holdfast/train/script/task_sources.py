@@ -1,0 +1,147 @@
+"""Finds in a script's source where its tasks compute with a clock or with a coin of their own.
+
+A clock that is read twice within a millisecond nearly always has the same effect, and two workers
+may have drawn the same coin. So repeated tasks agree, and so do workers, though another run of the
+job would come to other bits. The result is a hint: only what looks like arithmetic counts, and a
+timer, a file name or a line of a log does not.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Sequence
+
+TEXT_CHARS_MAX = 60
+COINS = frozenset(
+    {"os.urandom", "os.getpid", "socket.gethostname", "uuid.uuid1", "uuid.uuid4"}
+    | {"random.SystemRandom", "secrets.randbelow", "secrets.randbits", "secrets.choice"}
+)
+CLOCKS = frozenset(
+    {f"time.{name}{suffix}" for name in ("time", "monotonic", "perf_counter", "process_time")
+     for suffix in ("", "_ns")}
+    | {"datetime.now", "datetime.datetime.now"}
+)  # fmt: skip
+TASK_FUNCTIONS = frozenset({"forward", "__getitem__", "collate", "collate_fn", "training_step"})
+_TEXTS = frozenset({"str", "repr", "format", "print", "hex", "info", "debug", "strftime"})
+_CALCULATES = (ast.Mult, ast.Mod, ast.Pow, ast.FloorDiv)
+
+
+def find_task_sources(module: ast.Module, loop: ast.For | None) -> list[str]:
+    """Return the expressions by which tasks may depend on a clock or a coin, each with its line.
+
+    `loop`: the script's loop over batches, if it is in this file.
+    """
+    coins = _coins_of(module)
+    smallest: dict[int, str] = {}  # the smallest expression around each use
+    for body, in_loop in _task_bodies(module, loop):
+        for source, around in _uses(body, set(coins), in_loop=in_loop):
+            name = source.id if isinstance(source, ast.Name) else ""
+            smallest[id(source)] = coins.get(name) or _describe(around)
+    return list(dict.fromkeys(smallest.values()))
+
+
+def _describe(node: ast.expr) -> str:
+    return f"{ast.unparse(node)[:TEXT_CHARS_MAX]} in line {node.lineno}"
+
+
+def _coins_of(module: ast.Module) -> dict[str, str]:
+    """Return the variables that are set from a coin, each with a description."""
+    found = {}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name, parts = node.targets[0].id, list(_numbers(node.value))
+            if name not in map(_dotted, parts) and any(_dotted(each) in COINS for each in parts):
+                found[name] = f"{name} = {_describe(node.value)}"
+    return found
+
+
+def _task_bodies(
+    module: ast.Module, loop: ast.For | None
+) -> Iterator[tuple[Sequence[ast.stmt], bool]]:
+    """Yield what tasks run: the loop's body (with True), and functions that they call."""
+    functions = {n.name: n for n in ast.walk(module) if isinstance(n, ast.FunctionDef)}
+    wanted = [name for name in functions if name in TASK_FUNCTIONS]
+    if loop is not None:
+        yield loop.body, True
+        wanted += _called(loop.body)
+    seen: set[str] = set()
+    while wanted:
+        name = wanted.pop()
+        if name in functions and name not in seen:
+            seen.add(name)
+            yield functions[name].body, False
+            wanted += _called(functions[name].body)
+
+
+def _called(body: Iterable[ast.stmt]) -> list[str]:
+    calls = (n.func for each in body for n in ast.walk(each) if isinstance(n, ast.Call))
+    return [_name(func) for func in calls]
+
+
+def _uses(
+    body: Iterable[ast.stmt], coins: set[str], *, in_loop: bool
+) -> Iterator[tuple[ast.AST, ast.expr]]:
+    """Yield clocks and coins that tasks compute with, and the operand in which each stands.
+
+    Larger expressions come first.
+    """
+    for node in (part for each in body for part in _numbers(each)):
+        for operand in _operands(node):
+            for part in _numbers(operand):
+                if (isinstance(part, ast.Name) and part.id in coins) or _dotted(part) in COINS:
+                    yield part, operand
+        for operand in _operands_of_clocks(node, in_loop=in_loop):
+            for part in _numbers(operand):
+                if _dotted(part) in CLOCKS:
+                    yield part, operand
+
+
+def _operands(node: ast.AST) -> Iterator[ast.expr]:
+    """Yield the parts of an expression that its value, or what is done next, follows from."""
+    match node:
+        case ast.BinOp(left=left, right=right):
+            yield from (left, right)
+        case ast.Compare(left=left, comparators=comparators):
+            yield from (left, *comparators)
+        case ast.IfExp(test=test) | ast.If(test=test):
+            yield test
+
+
+def _operands_of_clocks(node: ast.AST, *, in_loop: bool) -> Iterator[ast.expr]:
+    """Yield operands that are more than a time that somebody looks at."""
+    match node:
+        case ast.BinOp(left=left, op=op, right=right) if isinstance(op, _CALCULATES):
+            is_unit = isinstance(right, ast.Constant) or isinstance(left, ast.Constant)
+            if isinstance(op, ast.Mod) or not is_unit:
+                yield from (left, right)
+        case ast.IfExp(test=test):
+            yield test
+        case ast.If(test=test) if not in_loop:
+            yield test
+
+
+def _numbers(node: ast.AST) -> Iterator[ast.AST]:
+    """Walk over an expression or a statement, without texts that are made there."""
+    match node:
+        case ast.JoinedStr() | ast.BinOp(left=ast.Constant(value=str())):
+            return
+        case ast.Attribute(attr="hex"):
+            return
+        case ast.Call(func=func) if _name(func) in _TEXTS:
+            return
+    yield node
+    for each in ast.iter_child_nodes(node):
+        yield from _numbers(each)
+
+
+def _name(func: ast.expr) -> str:
+    """Return the last part of a function's name."""
+    return func.attr if isinstance(func, ast.Attribute) else _dotted(func)
+
+
+def _dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (inner := _dotted(node.value)):
+        return f"{inner}.{node.attr}"
+    return ""
