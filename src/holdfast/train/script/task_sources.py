@@ -2,7 +2,7 @@
 
 A clock that is read twice within a millisecond nearly always has the same effect, and two workers
 may have drawn the same coin. So repeated tasks agree, and so do workers, though another run of the
-job would come to other bits. The result is a hint: only what looks like arithmetic counts, and a
+job would give other bits. The result is a hint: only what looks like arithmetic counts, and a
 timer, a file name or a line of a log does not.
 """
 
@@ -97,7 +97,7 @@ def _uses(
 
 
 def _operands(node: ast.AST) -> Iterator[ast.expr]:
-    """Yield the parts of an expression that its value, or what is done next, follows from."""
+    """Yield the parts on which the value of an expression, or the next statement, depends."""
     match node:
         case ast.BinOp(left=left, right=right):
             yield from (left, right)
