@@ -1,4 +1,4 @@
-"""Tests that a script is told of clocks and coins with which its tasks seem to compute."""
+"""Tests that a script is told of clocks and coins with which its steps seem to compute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from script_search.habit import Truth
 from script_search.runs import NAMED, TOLD, examine, quiet
 
 ROOT = Path(__file__).resolve().parent.parent
-CLOCK_IN_FORWARD, COIN_AT_START = 239, 67  # seeds that were silently wrong, 239 nearly always
+SEEDS = {  # scripts that were silently wrong, 239 nearly always
+    239: "time.monotonic() - began in line 36",
+    67: "dice = os.urandom(1)[0] / 256 in line 19",
+    328: "dice = os.urandom(1)[0] / 256 in line 19",
+    485: "dice = time.time_ns() % 1000 / 1000 in line 19",
+}
 
 
 def find(text: str) -> list[str]:
@@ -52,6 +57,28 @@ def test_a_coin_that_is_drawn_at_the_start_is_named_where_it_is_drawn() -> None:
     assert in_forward("return x if dice > 0.3 else 0.5 * x", top=top) == named
     assert in_loop("loss = loss * dice", top=top) == named
     assert in_loop("loss = loss * 2", top=top) == []
+
+
+def test_digits_of_a_time_are_a_coin() -> None:
+    top = "dice = time.time_ns() % 1000 / 1000"
+    assert in_loop("if dice > 0.8:", "    loss = 2 * loss", top=top) == [f"{top} in line 1"]
+    assert in_loop("if time.time() - dice > 60:", "    stop()", top="dice = time.time()") == []
+
+
+def test_what_follows_the_batches_of_a_step_is_looked_at() -> None:
+    text = """
+dice = os.urandom(1)[0]
+for epoch in range(3):
+    began = time.time() % dice
+    for step in job.steps(data):
+        for x, y in step:
+            step.backward(loss)
+        scale(weight)
+        print(time.time() - began)
+def scale(weight):
+    weight.grad.mul_(1 + dice)
+"""
+    assert find(text) == ["dice = os.urandom(1)[0] in line 2"]
 
 
 def test_a_branch_on_a_clock_counts_in_forward_only() -> None:
@@ -96,16 +123,14 @@ def test_no_harmless_script_of_ours_is_told_of_any() -> None:
     assert {name: found for name, text in texts.items() if (found := find(text))} == {}
 
 
-@pytest.mark.parametrize("seed", [CLOCK_IN_FORWARD, COIN_AT_START])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_slow_clock_and_a_coin_that_workers_share_are_told_in_the_event_log(
     seed: int, tmp_path: Path
 ) -> None:
     with quiet():
         found = examine(compose(seed), tmp_path)
     alone = found.runs[0]
-    texts = [text for text in alone.events if text.startswith("tasks compute with ")]
+    texts = [text for text in alone.events if text.startswith("steps compute with ")]
     assert len(texts) == 1, alone
-    assert {"time.monotonic() - began in line 36", "dice = os.urandom(1)[0] / 256 in line 19"} & {
-        texts[0].removeprefix("tasks compute with ").partition(":")[0]
-    }
+    assert texts[0].removeprefix("steps compute with ").partition(":")[0] == SEEDS[seed]
     assert found.verdict in (TOLD, NAMED, "exact"), found

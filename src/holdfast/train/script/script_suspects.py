@@ -19,7 +19,7 @@ from holdfast.train.script.task_sources import find_task_sources
 
 NAMES_MAX = 4
 COMPUTES = (
-    "tasks compute with {names}: if a gradient follows from it, the result depends on the workers "
+    "steps compute with {names}: if a weight follows from it, the result depends on the workers "
     "or on the time, which comparing tasks may not show; draw from the global random generators, "
     "which are keyed by the task, or keep the value in job.values"
 )
@@ -50,7 +50,7 @@ class Suspects:
 
     @staticmethod
     def describe_task_sources(classes: Iterable[type]) -> str:
-        """Describe clocks and coins that tasks seem to compute with; empty: none is found.
+        """Describe clocks and coins that steps seem to compute with; empty: none is found.
 
         Looks at the files of the script, and at those of these classes, as far as they are its own.
         """

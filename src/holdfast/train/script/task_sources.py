@@ -1,4 +1,4 @@
-"""Finds in a script's source where its tasks compute with a clock or with a coin of their own.
+"""Finds in a script's source where its steps compute with a clock or with a coin of their own.
 
 A clock that is read twice within a millisecond nearly always has the same effect, and two workers
 may have drawn the same coin. So repeated tasks agree, and so do workers, though another run of the
@@ -27,14 +27,14 @@ _CALCULATES = (ast.Mult, ast.Mod, ast.Pow, ast.FloorDiv)
 
 
 def find_task_sources(module: ast.Module, loop: ast.For | None) -> list[str]:
-    """Return the expressions by which tasks may depend on a clock or a coin, each with its line.
+    """Return the expressions by which steps may depend on a clock or a coin, each with its line.
 
     `loop`: the script's loop over batches, if it is in this file.
     """
     coins = _coins_of(module)
     smallest: dict[int, str] = {}  # the smallest expression around each use
-    for body, in_loop in _task_bodies(module, loop):
-        for source, around in _uses(body, set(coins), in_loop=in_loop):
+    for body, is_timed in _step_bodies(module, loop):
+        for source, around in _uses(body, set(coins), is_timed=is_timed):
             name = source.id if isinstance(source, ast.Name) else ""
             smallest[id(source)] = coins.get(name) or _describe(around)
     return list(dict.fromkeys(smallest.values()))
@@ -45,32 +45,54 @@ def _describe(node: ast.expr) -> str:
 
 
 def _coins_of(module: ast.Module) -> dict[str, str]:
-    """Return the variables that are set from a coin, each with a description."""
+    """Return the variables that are set from a coin, each with a description.
+
+    Digits of a time are one as well: `time.time_ns() % 1000`.
+    """
     found = {}
     for node in ast.walk(module):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name, parts = node.targets[0].id, list(_numbers(node.value))
-            if name not in map(_dotted, parts) and any(_dotted(each) in COINS for each in parts):
+            if name not in map(_dotted, parts) and any(map(_is_drawn, parts)):
                 found[name] = f"{name} = {_describe(node.value)}"
     return found
 
 
-def _task_bodies(
+def _is_drawn(part: ast.AST) -> bool:
+    if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod):
+        return any(_dotted(each) in CLOCKS for each in _numbers(part.left))
+    return _dotted(part) in COINS
+
+
+def _step_bodies(
     module: ast.Module, loop: ast.For | None
 ) -> Iterator[tuple[Sequence[ast.stmt], bool]]:
-    """Yield what tasks run: the loop's body (with True), and functions that they call."""
+    """Yield what steps run: their loop's body, and functions; with True: people look at its clocks.
+
+    A timer and a line that is printed now and then stand in the loop, or in a function that it
+    calls after the batches.
+    """
     functions = {n.name: n for n in ast.walk(module) if isinstance(n, ast.FunctionDef)}
+    around = [] if loop is None else (_loop_around(module, loop) or loop).body
+    yield around, True
     wanted = [name for name in functions if name in TASK_FUNCTIONS]
-    if loop is not None:
-        yield loop.body, True
-        wanted += _called(loop.body)
+    wanted += _called([] if loop is None else loop.body)
     seen: set[str] = set()
-    while wanted:
-        name = wanted.pop()
-        if name in functions and name not in seen:
-            seen.add(name)
-            yield functions[name].body, False
-            wanted += _called(functions[name].body)
+    for names, is_timed in ((wanted, False), (_called(around), True)):
+        while names:
+            name = names.pop()
+            if name in functions and name not in seen:
+                seen.add(name)
+                yield functions[name].body, is_timed
+                names += _called(functions[name].body)
+
+
+def _loop_around(module: ast.Module, loop: ast.For) -> ast.For | None:
+    """Return the loop over steps, in which the one over batches stands."""
+    loops = (each for each in ast.walk(module) if isinstance(each, ast.For))
+    first, last = loop.lineno, loop.end_lineno or loop.lineno
+    inner = [n for n in loops if n.lineno < first and last <= (n.end_lineno or 0)]
+    return inner[-1] if inner else None  # outer ones come first
 
 
 def _called(body: Iterable[ast.stmt]) -> list[str]:
@@ -79,9 +101,9 @@ def _called(body: Iterable[ast.stmt]) -> list[str]:
 
 
 def _uses(
-    body: Iterable[ast.stmt], coins: set[str], *, in_loop: bool
+    body: Iterable[ast.stmt], coins: set[str], *, is_timed: bool
 ) -> Iterator[tuple[ast.AST, ast.expr]]:
-    """Yield clocks and coins that tasks compute with, and the operand in which each stands.
+    """Yield clocks and coins that steps compute with, and the operand in which each stands.
 
     Larger expressions come first.
     """
@@ -90,7 +112,7 @@ def _uses(
             for part in _numbers(operand):
                 if (isinstance(part, ast.Name) and part.id in coins) or _dotted(part) in COINS:
                     yield part, operand
-        for operand in _operands_of_clocks(node, in_loop=in_loop):
+        for operand in _operands_of_clocks(node, is_timed=is_timed):
             for part in _numbers(operand):
                 if _dotted(part) in CLOCKS:
                     yield part, operand
@@ -107,7 +129,7 @@ def _operands(node: ast.AST) -> Iterator[ast.expr]:
             yield test
 
 
-def _operands_of_clocks(node: ast.AST, *, in_loop: bool) -> Iterator[ast.expr]:
+def _operands_of_clocks(node: ast.AST, *, is_timed: bool) -> Iterator[ast.expr]:
     """Yield operands that are more than a time that somebody looks at."""
     match node:
         case ast.BinOp(left=left, op=op, right=right) if isinstance(op, _CALCULATES):
@@ -116,7 +138,7 @@ def _operands_of_clocks(node: ast.AST, *, in_loop: bool) -> Iterator[ast.expr]:
                 yield from (left, right)
         case ast.IfExp(test=test):
             yield test
-        case ast.If(test=test) if not in_loop:
+        case ast.If(test=test) if not is_timed:
             yield test
 
 
