@@ -16,7 +16,9 @@ import pytest
 from conftest import RUN_S, SCRIPTS, finish
 from holdfast.testing.local_run import LocalRun, strike
 
-DDP, FSDP, ODD = (SCRIPTS / f"torchrun_{name}.py" for name in ("ddp", "fsdp", "odd"))
+DDP, FSDP, LEAVES, ODD = (
+    SCRIPTS / f"torchrun_{name}.py" for name in ("ddp", "fsdp", "leaves", "odd")
+)
 
 
 def compat(folder: Path, *words: str, nproc: int = 2, options: tuple[str, ...] = ()) -> LocalRun:
@@ -274,3 +276,10 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
         run.signal(2)
         assert run.wait(RUN_S) == 130
     assert run.leftovers() == []
+
+
+def test_a_model_that_outlives_its_group_lets_the_script_end(tmp_path: Path) -> None:
+    """PyTorch alone ends here in a deadlock in one run of two."""
+    for attempt in range(3):
+        with compat(tmp_path / str(attempt), str(LEAVES)) as run:
+            finish(run)
