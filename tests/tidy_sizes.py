@@ -87,11 +87,12 @@ SHORT_FILES = frozenset(
         "src/holdfast/testing/for_life.py",
         "src/holdfast/train/checkpoint/room.py",
         "src/holdfast/train/data/map_style.py",
-        "src/holdfast/train/host_memory.py",
+        "src/holdfast/train/exchange/destroyed_groups.py",
         "src/holdfast/train/exchange/tensor_bytes.py",
-        "src/holdfast/train/step/monitor.py",
+        "src/holdfast/train/host_memory.py",
         "src/holdfast/train/preload.py",
         "src/holdfast/train/rendezvous_store.py",
+        "src/holdfast/train/step/monitor.py",
     )
 )
 

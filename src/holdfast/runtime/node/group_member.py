@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import importlib
 import os
 import runpy
@@ -46,7 +45,8 @@ def main(argv: list[str]) -> int:
             del os.environ[name]
         os.environ.update(variables)
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
-        keep_destroyed_groups()
+        with contextlib.suppress(ImportError):  # a PyTorch without torch.distributed
+            importlib.import_module("holdfast.train.exchange.destroyed_groups").keep_last()
         try:
             runpy.run_path(argv[0], run_name="__main__")
         finally:
@@ -138,29 +138,6 @@ def torchrun_variables(view: View, worker: WorkerId, store: str, spec: JobSpec) 
         "HOLDFAST_GROUP": view.number,
     }
     return {name: str(value) for name, value in found.items()}
-
-
-def keep_destroyed_groups() -> None:
-    """Keep the last process group that the script destroys until this process ends.
-
-    Otherwise DistributedDataParallel may be the last to let go of it, at the end of the script's
-    function. It then waits for gloo's thread with the interpreter lock held, while that thread
-    waits for the lock to drop a tensor: https://github.com/pytorch/pytorch/issues/56297
-    """
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        return
-    destroy = dist.destroy_process_group
-    kept: list[dist.ProcessGroup | None] = []
-
-    @functools.wraps(destroy)
-    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-        kept[:] = [dist.group.WORLD, group]
-        destroy(group)
-
-    for module in (dist, dist.distributed_c10d):
-        setattr(module, destroy.__name__, destroy_process_group)
 
 
 def _join_threads() -> None:
