@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conftest import Start, finish
+from holdfast.cli import events_command
+from holdfast.cli.events_command import GONE_S, QUIET_S, CoordinatorWatch
 from holdfast.cli.main import main
-from holdfast.core.errors import UserError
+from holdfast.core.errors import NoAnswer, UserError
 from holdfast.observe.incidents import (
     describe_cost,
     find_incident,
@@ -22,6 +25,8 @@ from holdfast.observe.incidents import (
 )
 from holdfast.observe.run_tail import RunTail
 from holdfast.runtime.job_events import read_events
+from holdfast.testing.local_run import LocalRun, strike
+from support import until
 
 ROOT = Path(__file__).parents[1]
 TOLD = re.compile(r'(?:Announce|EventNoted|\.say|\.note)\(\s*f?"([a-z_]+)",')
@@ -162,3 +167,78 @@ def test_a_killed_worker_is_one_incident_with_its_cost(
     assert "Cost: " in capsys.readouterr().out
     assert main(["events", path, "--follow", "--kind", "lost", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["worker"] == 2
+
+
+class Asked:
+    """Stands for a coordinator: raises `problem`, and counts the questions."""
+
+    def __init__(self) -> None:
+        self.problem: Exception | None = None
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+        if self.problem is not None:
+            raise self.problem
+
+
+def look_from(watch: CoordinatorWatch, begin: float, seconds: float) -> list[tuple[float, str]]:
+    """Look five times a second; return the times and sentences of all news."""
+    times = [begin + n / 5 for n in range(round(5 * seconds))]
+    return [(now, news) for now in times if (news := watch.look(now))]
+
+
+def test_a_coordinator_that_stays_away_is_told_of_once_and_its_return_as_well() -> None:
+    asked = Asked()
+    watch = CoordinatorWatch(asked, waits=True)
+    assert look_from(watch, 0.0, 3 * QUIET_S) == []
+    assert asked.count == 3  # not at each look
+    asked.problem = NoAnswer("nobody is there: is the job running?")
+    ((at, news),) = look_from(watch, 15.0, 60.0)
+    assert at == pytest.approx(15.0 + GONE_S, abs=QUIET_S)
+    assert news.startswith("the run has no end and no live coordinator: nobody is there; ")
+    assert watch.is_gone
+    asked.problem = None
+    assert [news for _, news in look_from(watch, 75.0, 60.0)] == ["a coordinator answers again"]
+    assert not watch.is_gone
+
+
+def test_a_coordinator_that_is_replaced_or_cannot_be_asked_is_not_given_up() -> None:
+    asked = Asked()
+    watch = CoordinatorWatch(asked, waits=False)
+    asked.problem = NoAnswer("nobody is there")
+    assert look_from(watch, 0.0, GONE_S) == []
+    watch.note_event(GONE_S)  # its successor has written one
+    assert look_from(watch, GONE_S, QUIET_S + GONE_S) == []
+    asked.problem = UserError("--tls is missing")
+    assert look_from(watch, 100.0, 10 * GONE_S) == []
+    assert not watch.is_gone
+
+
+def test_who_follows_a_run_learns_that_it_has_crashed(
+    start: Start,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(events_command, "QUIET_S", 0.5)
+    monkeypatch.setattr(events_command, "GONE_S", 0.5)
+    gate = tmp_path / "gate"
+    with start("--steps", "4", "--hold", "2", str(gate), nproc=1) as run:
+        run.until_members(1)
+        strike(run.pid)
+        until(lambda: not run.leftovers(), "the end of all processes")
+        path = str(run.run_dir.path)
+        assert main(["events", path, "--follow"]) == 3
+        told = capsys.readouterr()
+        assert len(told.out.splitlines()) == len(run.events())
+        (line,) = told.err.splitlines()
+        assert line.startswith("holdfast: the run has no end and no live coordinator: ")
+
+        with ThreadPoolExecutor() as threads:
+            follower = threads.submit(main, ["events", path, "--follow", "--wait"])
+            until(lambda: "no live coordinator" in capsys.readouterr().err, "the news")
+            gate.touch()
+            with LocalRun(run.run_dir.path, [], [], command=("resume", path)) as again:
+                finish(again)
+            assert follower.result(60) == 0

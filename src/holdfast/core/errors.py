@@ -2,6 +2,7 @@
 
 HoldfastError
 |-- UserError           the user can mend it: the message names the offending value and what to do
+|   |-- NoAnswer        no coordinator answers a command: it ended, or is out of reach
 |   |-- StateMismatch   a protected object cannot take the job's state
 |   `-- ScriptFault     the script makes workers compute different results
 |-- WorldError          a machine, network or disk failed; normally survived, never a bug
@@ -27,6 +28,10 @@ class HoldfastError(Exception):
 
 class UserError(HoldfastError):
     """Reports bad input, in one sentence with the offending value and the next action."""
+
+
+class NoAnswer(UserError):
+    """Reports a run whose coordinator does not answer."""
 
 
 class StateMismatch(UserError):

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TypeVar
 
-from holdfast.core.errors import UserError, WorldError
+from holdfast.core.errors import NoAnswer, UserError, WorldError
 from holdfast.net.channel import Channel, connect
 from holdfast.runtime.coordinate.election import SCHEMES, locate, parse_election, read_outcome
 from holdfast.runtime.job_status import JobStatus, parse_status
@@ -120,7 +120,7 @@ async def exchange(contact: Contact, secret: bytes, question: object, answer: ty
 def ask(
     contact: Contact, secret: bytes, question: object, answer: type[T], patience_s: float = 0.0
 ) -> T:
-    """Ask the coordinator one question and return its answer. UserError if none comes.
+    """Ask the coordinator one question and return its answer. NoAnswer if none comes; UserError.
 
     `patience_s`: how long to try again while nobody answers.
     """
@@ -139,7 +139,7 @@ def ask(
                 return reply
             problem = f"the coordinator at {contact} closed the connection"
         if time.monotonic() >= deadline:
-            raise UserError(f"{problem}: is the job running?")
+            raise NoAnswer(f"{problem}: is the job running?")
         if not told:
             told = True
             print(f"holdfast: {problem}; trying for {patience_s:g} s", file=sys.stderr, flush=True)
@@ -147,7 +147,7 @@ def ask(
 
 
 def job_status(run_dir: RunDir, tls: ssl.SSLContext | None = None) -> JobStatus:
-    """Ask the coordinator for the job's status. UserError if it is over or cannot be reached."""
+    """Ask the coordinator for the job's status. NoAnswer; UserError, also if the job is over."""
     secret = run_dir.secret()
     outcome = run_dir.outcome()
     if outcome is not None:
