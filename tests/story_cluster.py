@@ -135,7 +135,8 @@ class Cluster:
         self.hosts: dict[AgentId, Host] = {}
         places, more = divmod(setting.workers, setting.nodes)
         for i in range(setting.nodes):
-            self.hosts[AgentId(f"node{i}")] = Host(AgentId(f"node{i}"), places + (i < more))
+            slots = places + (i < more) + (setting.coordinator.spares or 0)
+            self.hosts[AgentId(f"node{i}")] = Host(AgentId(f"node{i}"), slots)
 
     # ------------------------------------------------------------ the coordinator and the agents
 
@@ -174,7 +175,8 @@ class Cluster:
         host.inbox.clear()
         host.local.clear()
         number = Incarnation(host.incarnation)
-        host.machine = self._machines.agent(host.name, number, host.slots, AgentPolicy())
+        policy = AgentPolicy(spares=self.setting.coordinator.spares or 0)
+        host.machine = self._machines.agent(host.name, number, host.slots, policy)
         self.tell_agent(host, ag.Tick())
 
     def tell_agent(self, host: Host, event: ag.AgentEvent) -> None:

@@ -93,6 +93,8 @@ OPTIONS = {
     r"backup (?P<n>\d+)": "backup",
     r"minding who is late": "late",
     r"feeding": "feed",
+    r"(?P<n>\d+) spares? on each node": "spares",
+    r"(?P<n>\d+) hot spares? on each node": "hot",
 }
 
 
@@ -144,6 +146,8 @@ def _setting(workers: int, virtual: int, options: dict[str, int]) -> Setting:
         workers_min=least,
         speculation=1.0 if late else 0.0,
         feeds="feed" in options,
+        spares=options.get("spares", options.get("hot", 0)),
+        hot_spares="hot" in options,
     )
     return Setting(
         workers=workers,

@@ -7,7 +7,7 @@ from holdfast.core.membership import coordinator_events as ce
 from holdfast.core.membership.liveness import ProcessSample
 from holdfast.core.replica.ends import SourceKind
 from holdfast.core.step import events as ev
-from holdfast.core.types import AgentId, WorkerId
+from holdfast.core.types import AgentId, Leaving, WorkerId
 from story_cluster import Cluster, Host, Process, StoryError
 from story_commands import (
     COMMANDS,
@@ -200,6 +200,15 @@ def cut_off(cluster: Cluster, node: str, how: str) -> None:
 def drained(cluster: Cluster, node: str, why: str) -> None:
     """An operator wants a node to be left."""
     cluster.tell_agent(host_of(cluster, node), ag.Drained(why))
+
+
+@command(rf"{WORKER} is to move(?: to {NODE})?: (?P<why>.+)")
+def moved(cluster: Cluster, worker: str, node: str | None, why: str) -> None:
+    """An operator wants a worker to compute on another node."""
+    process = process_of(cluster, worker)
+    to = AgentId(node or "")
+    leaving = Leaving(worker=process.worker, to=to, reason=why)
+    cluster.tell_agent(process.host, ag.MoveAsked(leaving))
 
 
 @command(rf"{NODE} is well again")

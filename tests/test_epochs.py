@@ -379,5 +379,5 @@ def test_a_killed_process_comes_back_in_a_later_epoch(form: str, tmp_path: Path)
         report = verify(job.run_dir.path, plan_of)
         assert report.ok, report.findings
         if kills:
-            assert any(e["text"].endswith("joins") for e in job.events("view")[1:])
+            assert any(e["text"].endswith((" joins", " join")) for e in job.events("view")[1:])
     assert len(set(digests)) == 1, digests

@@ -492,7 +492,7 @@ class LostCoordinator(ThreadCluster):
     """Has no coordinator from the view on in which the second joiner is to be refused."""
 
     def on_view(self, text: str) -> None:
-        if "joins" in text and (self.told("wrong") or "worker 1, 2" in text):
+        if "join" in text and (self.told("wrong") or "workers 1, 2 join" in text):
             self.lose_coordinator()
 
 

@@ -18,6 +18,8 @@ from holdfast.core.membership.coordinator_events import (
     CoordinatorEvent,
     Persist,
 )
+from holdfast.core.membership.reserve import Reserve
+from holdfast.core.membership.view_making import Room
 from holdfast.core.replica.saves import Saves
 from holdfast.core.step import audit, step_machine
 from holdfast.core.step.effects import Abort, Commit, Tell, WorkerEffect
@@ -217,6 +219,9 @@ def test_a_planted_mistake_changes_the_story(name: str, machines: Machines) -> N
         ("not_finite", step_machine.Audits, "all_twice", lambda *_: ()),
         ("late_suspended", formation, "late_workers", lambda _: []),
         ("saving", Saves, "compared", lambda *_: []),
+        ("spare", Reserve, "room", lambda self: Room(hosts=4)),
+        ("hot_spare", Reserve, "room", lambda self: Room(hosts=4)),
+        ("move", formation, "leaving", lambda *_: {}),
     ],
 )
 def test_a_planted_change_of_a_decision_changes_the_story(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from holdfast.core.membership.coordinator_events import Announce
 from holdfast.core.membership.facts import Facts
-from holdfast.core.membership.formation import candidates, spans
+from holdfast.core.membership.formation import candidates, say_of_workers
 from holdfast.core.types import Follower, FollowOrder, Incarnation, Stage, WorkerId, WorkerStatus
 
 ORDERS_PER_TERM = 1 << 20
@@ -63,8 +63,9 @@ class Followers:
             order, found = found.order, found._refuse(facts)
             failed = any(status.unfed >= order.number for status in facts.known)
             if failed or not found._left(facts):
-                names = spans([f.worker for f in order.followers])
-                lines.append(Announce("join", f"worker {names} cannot be fed any more"))
+                names = [follower.worker for follower in order.followers]
+                who = say_of_workers(names, "cannot", "cannot")
+                lines.append(Announce("join", f"{who} be fed any more"))
                 found = dataclasses.replace(found, order=None)
         if found.order is not None or view is None or not may_order or room <= 0:
             return found, lines
@@ -79,8 +80,8 @@ class Followers:
                 for s in chosen
             ),
         )
-        names = spans([status.worker for status in chosen])
-        lines.append(Announce("join", f"worker {names} receives the state while the others train"))
+        who = say_of_workers([status.worker for status in chosen], "receives", "receive")
+        lines.append(Announce("join", f"{who} the state while the others train"))
         return dataclasses.replace(found, order=order, newest=order.number), lines
 
     def _left(self, facts: Facts) -> list[tuple[Follower, WorkerStatus]]:

@@ -127,6 +127,12 @@ def spans(workers: Sequence[WorkerId]) -> str:
     return ", ".join(parts)
 
 
+def say_of_workers(workers: Sequence[WorkerId], one: str, several: str) -> str:
+    """Say what one worker does, or several: worker 2 joins, workers 2, 3 join."""
+    is_one = len(workers) == 1
+    return f"worker{'' if is_one else 's'} {spans(workers)} {one if is_one else several}"
+
+
 def surely_newest(facts: Facts) -> bool:
     """Tell whether no later view than this one can exist, as far as its members say.
 
@@ -221,7 +227,7 @@ def why_change(facts: Facts, workers_min: int, step: int) -> tuple[str, str] | N
     joining = _names(joiners, back, fed)
     left = leaving(facts, workers_min)
     if joining:
-        return "join", f"worker {spans(joining)} joins"
+        return "join", say_of_workers(joining, "joins", "join")
     if left:
         who, why = min(left.items())
         return "drain", f"{who} is left ({why})"
@@ -335,14 +341,16 @@ def next_view(
         now = [worker for worker in hosts if worker not in arriving]
         owners = assign_at_boundary(len(view.owners), now, owners_now)
         if joining:
-            why = f"worker {spans(joining)} joins"
+            why = say_of_workers(joining, "joins", "join")
         elif len(kept) < len(survivors):
-            why = f"worker {spans(drained)} leaves"
+            why = say_of_workers(drained, "leaves", "leave")
     else:
         hosts = choose_hosts(kept, owners_now, facts.room)
         owners = assign_mid_step(hosts, owners_now)
     if late:
-        why = f"worker {spans([s.worker for s in late])} is late in step {step} and is suspended"
+        names = [status.worker for status in late]
+        one, several = f"is late in step {step} and is", f"are late in step {step} and are"
+        why = f"{say_of_workers(names, one, several)} suspended"
     return Proposal(
         workers=tuple(members),
         owners=owners,
