@@ -67,6 +67,7 @@ def test_ports_run() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(4 * RUN_S)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_port_ends_with_the_same_bits_on_any_workers_and_after_a_death(
     name: str, tmp_path: Path

@@ -25,7 +25,7 @@ from holdfast.core.types import (
 )
 
 QUARANTINED_S = 10.0  # workers quarantined for longer are not waited for
-LEAVE_RESERVE_S = 2.0  # before a node is gone, in which it is left whoever is being fed
+LEAVE_RESERVE_S = 2.0  # a node that is gone so soon is left although a worker is still being fed
 STEPS_MISSED_MAX = 64  # steps that a worker may miss and still catch up
 
 
@@ -61,7 +61,7 @@ def _find_candidates(facts: Facts) -> Sequence[WorkerStatus]:
         if not silent and not roster.drained_of(worker) and not status.committed:
             found += [status] if roster.complete(status) else []
     moves = any(node.report.leaving for node in roster.nodes.values())
-    if moves:  # whoever is on a node to which another is to be moved comes first
+    if moves:  # a worker on a node to which another one is to be moved comes first
         found.sort(key=lambda s: not roster.awaits_worker(roster.slots[s.worker].agent))
     return found
 
@@ -106,7 +106,7 @@ def too_far_behind(facts: Facts, step: int) -> list[WorkerStatus]:
 
 
 def late_workers(survivors: Sequence[WorkerStatus]) -> list[WorkerStatus]:
-    """Choose whom to suspend: in the middle of a task, while as many others or more wait."""
+    """Return the workers to suspend: those within a task, if no fewer others wait."""
     newest = max(s.committed for s in survivors)
     waiting = [s for s in survivors if s.waiting or s.reduced]
     found = [s for s in survivors if s.in_step and not (s.waiting or s.reduced)]
@@ -131,6 +131,12 @@ def say_of_workers(workers: Sequence[WorkerId], one: str, several: str) -> str:
     """Say what one worker does, or several: worker 2 joins, workers 2, 3 join."""
     is_one = len(workers) == 1
     return f"worker{'' if is_one else 's'} {spans(workers)} {one if is_one else several}"
+
+
+def say_who_is_late(late: Sequence[WorkerStatus], step: int) -> str:
+    """Say that these workers are suspended, and why."""
+    one, several = f"is late in step {step} and is", f"are late in step {step} and are"
+    return f"{say_of_workers([status.worker for status in late], one, several)} suspended"
 
 
 def surely_newest(facts: Facts) -> bool:
@@ -348,9 +354,7 @@ def next_view(
         hosts = choose_hosts(kept, owners_now, facts.room)
         owners = assign_mid_step(hosts, owners_now)
     if late:
-        names = [status.worker for status in late]
-        one, several = f"is late in step {step} and is", f"are late in step {step} and are"
-        why = f"{say_of_workers(names, one, several)} suspended"
+        why = say_who_is_late(late, step)
     return Proposal(
         workers=tuple(members),
         owners=owners,
