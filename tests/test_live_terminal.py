@@ -48,6 +48,7 @@ def test_a_terminal_has_a_status_line_below_all_other_lines(tmp_path: Path) -> N
     code, output = run_on_terminal([*options, *SCRIPT], tmp_path / "run")
     assert code == 0, output
     assert STATUS.search(output)
+    assert re.search(r"about \d[^,]* left", output)
     lines = whole_lines(output)
     assert any(re.fullmatch("[0-9a-f]{64}", line) for line in lines)  # the script's own last line
     assert any(re.match(r"holdfast: view 1: workers 0, 1; ", line) for line in lines)

@@ -26,7 +26,15 @@ from holdfast.observe.time_lines import (
     step_class,
     times_path,
 )
-from holdfast.train.step.time_sheet import LINE_S_MAX, LINE_S_MIN, TimeSheet, process_age_s
+from holdfast.train.data.sources import NoDataset
+from holdfast.train.script.loop_ends import EndsAtStep, EndsWithEpoch
+from holdfast.train.step.time_sheet import (
+    LEFT_MAX,
+    LINE_S_MAX,
+    LINE_S_MIN,
+    TimeSheet,
+    process_age_s,
+)
 
 
 class Clock:
@@ -286,3 +294,18 @@ def test_the_age_of_a_process_counts_from_its_start() -> None:
     assert 0 <= grown < age
     assert process_age_s() > 0
     assert os.getpid() != process.pid
+
+
+def test_lines_have_the_number_of_steps_that_the_loop_still_has() -> None:
+    sheet, clock, lines = make()
+    for left in (7, 6, 1 << 60, 0):
+        sheet.note_left(left)
+        clock.after(LINE_S_MAX)
+        sheet.take(ef.Release(0), 1)
+    assert [line.left for line in lines[-4:]] == [7, 6, LEFT_MAX, 0]
+
+
+def test_the_steps_left_of_a_loop_over_epochs() -> None:
+    ends = EndsWithEpoch(NoDataset(2, 0), 3, 10)
+    assert [ends.count_left(step) for step in (0, 9, 10, 29)] == [30, 21, 20, 1]
+    assert EndsAtStep(12).count_left(5) == 7

@@ -13,11 +13,21 @@ import pytest
 
 from conftest import Start, finish
 from holdfast.cli.main import main
+from holdfast.dashboard.run_files import RunFiles
 from holdfast.observe.goodput import share_out
 from holdfast.observe.incidents import find_incidents
 from holdfast.observe.run_tail import RunTail
-from holdfast.observe.time_lines import ProcessTimes, SpentLine, TimeUse
+from holdfast.observe.time_left import STEPS_MIN, describe_left, estimate_left_s
+from holdfast.observe.time_lines import (
+    ProcessHeader,
+    ProcessTimes,
+    SpentLine,
+    TimesWriter,
+    TimeUse,
+    times_path,
+)
 from holdfast.observe.trace import trace_entries
+from holdfast.runtime.rundir import RunDir
 from holdfast.testing.local_run import LocalRun
 
 ROOT = Path(__file__).parents[1]
@@ -54,6 +64,7 @@ def test_a_disturbed_run_while_it_works_and_after_its_end(
     assert sum(v for name, v in found.items() if name.startswith("holdfast_workers{")) >= 3
     assert found['holdfast_nodes{state="heard"}'] == 1
     assert "training" in picture
+    assert re.search(r"time left -|about .* left", picture)
     assert "worker 2 was lost" in picture
     assert re.search(r"goodput \d+\.\d%", picture)
     assert re.search(r"loss \d", picture)
@@ -164,3 +175,39 @@ def test_the_rate_does_not_count_the_time_before_the_first_step() -> None:
     for second in range(10, 30):
         tail.note_step(15, float(second))
     assert tail.steps_per_s == 0.0
+
+
+def spent(left: int, **uses: float) -> SpentLine:
+    return SpentLine(0, {TimeUse(use): s for use, s in uses.items()}, left=left)
+
+
+def test_the_time_left_follows_from_the_pace_of_steps_without_first_ones_and_pauses() -> None:
+    first = [spent(0, starting=9.0), spent(100, joining=3.0, task=40.0)]
+    steady = [spent(100 - n, task=1.5, wait=0.5) for n in range(1, 11)]
+    assert estimate_left_s([first + steady[: STEPS_MIN - 1]]) is None
+    assert estimate_left_s([first + steady]) == pytest.approx(90 * 2.0)
+    pause = [spent(90, stall=60.0, wait=1.0), spent(89, transfer=5.0, task=1.0)]
+    assert estimate_left_s([first + steady + pause]) == pytest.approx(89 * 22.0 / 11)
+    fresh = [spent(0, starting=9.0), spent(80, task=30.0)]  # a process that was just started
+    assert estimate_left_s([fresh, first + steady]) == pytest.approx(80 * 2.0)
+
+
+def test_the_time_left_is_unknown_after_a_loop_and_when_the_job_went_back() -> None:
+    steady = [spent(100 - n, task=1.0) for n in range(20)]
+    assert estimate_left_s([]) is None
+    assert estimate_left_s([[*steady, spent(0, end=1.0)]]) is None
+    back = [spent(95, task=1.0), spent(94, task=1.0)]
+    assert estimate_left_s([[*steady, *back]]) is None
+    assert describe_left(0.2) == "about 1 s left"
+    assert describe_left(754.4) == "about 12 min 34 s left"
+
+
+def test_all_views_have_the_same_time_left(tmp_path: Path) -> None:
+    writer = TimesWriter(times_path(tmp_path, 0, 1), ProcessHeader(0, 1, 100.0))
+    assert RunTail(tmp_path).estimate_left_s() is None
+    for n in range(2000):  # more than is read
+        writer.append(spent(5000 - n, task=0.5))
+    assert RunTail(tmp_path).estimate_left_s() == pytest.approx(3001 * 0.5)
+    assert RunFiles(RunDir(tmp_path)).read_time_left() == {"left": pytest.approx(3001 * 0.5)}
+    (tmp_path / "result.json").write_text('{"outcome": ""}')
+    assert RunFiles(RunDir(tmp_path)).read_time_left() == {"left": None}

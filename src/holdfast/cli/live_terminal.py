@@ -23,6 +23,7 @@ from holdfast.core.errors import HoldfastError
 from holdfast.net.tls import client_of
 from holdfast.observe.run_tail import RunTail
 from holdfast.observe.summary import describe_workers
+from holdfast.observe.time_left import describe_left
 from holdfast.runtime.contact import job_status
 from holdfast.runtime.job_status import JobStatus
 from holdfast.runtime.rundir import RunDir
@@ -87,6 +88,8 @@ class StatusLine:
             "" if loss is None else f"loss {loss:.4g}",
             describe_workers(sum(worker.state.hosts for worker in status.workers)),
         ]
+        if (left_s := tail.estimate_left_s()) is not None:
+            parts.append(describe_left(left_s))
         if incidents := tail.incidents:
             ago_s = max(time.time() - incidents[-1].began_at, 0.0)
             parts.append(f"{incidents[-1].title} ({ago_s:.0f} s ago)")

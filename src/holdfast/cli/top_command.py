@@ -22,6 +22,7 @@ from holdfast.observe.goodput import Goodput, share_out
 from holdfast.observe.incidents import describe_cost
 from holdfast.observe.run_tail import RunTail
 from holdfast.observe.summary import summarize
+from holdfast.observe.time_left import describe_left
 from holdfast.runtime.contact import job_status
 from holdfast.runtime.job_status import JobStatus, ProcessPhase
 from holdfast.runtime.rundir import RunDir, check_run
@@ -110,11 +111,13 @@ class Picture:
 
     def _head(self, status: JobStatus) -> Text:
         rate, loss = self._tail.steps_per_s, self._tail.loss
+        left_s = self._tail.estimate_left_s()
         parts = [
             f"step {status.step}",
             "- steps/s" if rate is None else f"{rate:.3g} steps/s",
             "loss -" if loss is None else f"loss {loss:.6g}",
             f"view {status.view}",
+            "time left -" if left_s is None else describe_left(left_s),
             ", ".join(node.id + (" (silent)" if node.silent else "") for node in status.agents),
         ]
         return Text.assemble((status.state.value, "bold"), "  ", "  ".join(parts))

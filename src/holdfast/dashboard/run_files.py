@@ -74,6 +74,11 @@ class RunFiles:
         troubles = [e for e in self._tail.events if e["kind"] in TROUBLES]
         return {"saves": saves[-SAVES_MAX:], "troubles": troubles[-TROUBLES_MAX:]}
 
+    def read_time_left(self) -> Topics:
+        """Return the estimate of the time that the script's loop still takes."""
+        over = self._run_dir.outcome() is not None
+        return {"left": None if over else self._tail.estimate_left_s()}
+
     def read_losses(self) -> Topics:
         """Return the losses, if new ones have come."""
         if not self._loss.refresh():

@@ -50,6 +50,7 @@ class RunWatch:
                 await asyncio.to_thread(files.read_run, spec),
                 files.read_notes(),
                 await asyncio.to_thread(files.read_losses),
+                await asyncio.to_thread(files.read_time_left),
                 await asyncio.to_thread(files.read_times),
             ):
                 for topic, value in topics.items():

@@ -15,6 +15,8 @@ from typing import Any
 from holdfast.observe.file_tails import FileTail
 from holdfast.observe.incidents import Incident, find_incidents, parse_event
 from holdfast.observe.ledger import LEDGER_DIR, StepLine, decode_line
+from holdfast.observe.time_left import estimate_left_s
+from holdfast.observe.time_lines import read_last_times
 from holdfast.store.regular_files import regular_stream
 
 RATE_S = 10.0  # over which the rate of steps is taken
@@ -64,6 +66,10 @@ class RunTail:
     def incidents(self) -> list[Incident]:
         """Return all incidents so far, oldest first."""
         return find_incidents(self.events)
+
+    def estimate_left_s(self) -> float | None:
+        """Return the seconds that the script's present loop still takes; None if unknown."""
+        return estimate_left_s(read_last_times(self._path))
 
     def look_at_loss(self) -> None:
         """Take the newest loss from the end of the ledger's newest file."""

@@ -16,10 +16,12 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from holdfast.store.regular_files import append_regular, read_whole_lines
+from holdfast.store.regular_files import append_regular, read_whole_lines, regular_stream
 
 TIMES_DIR = "times"
 LINE_BYTES_MAX = 64 << 10
+LAST_BYTES = 32 << 10  # read from the end of a file for an estimate
+LAST_FILES = 4
 _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e10)]
 
@@ -65,12 +67,14 @@ class SpentLine(
     """Describes how the time since the line before was spent.
 
     `step`: steps committed so far; `steps`: those among them whose end came since the line before,
-    counted by how long they took (see `step_class`).
+    counted by how long they took (see `step_class`). `left`: steps that the script's loop has
+    until its planned end; 0: not known, or there is no loop.
     """
 
     step: _Natural
     spent: dict[TimeUse, _Seconds]
     steps: dict[int, _Natural] = {}
+    left: _Natural = 0
 
     @property
     def seconds(self) -> float:
@@ -154,6 +158,30 @@ def read_times(run_dir: str | os.PathLike[str]) -> list[ProcessTimes]:
         if times is not None:
             found.append(times)
     return found
+
+
+def read_last_times(run_dir: str | os.PathLike[str]) -> list[list[SpentLine]]:
+    """Return the last lines of the files that were written last, beginning with the newest file."""
+    try:
+        ages = {p: p.stat().st_mtime_ns for p in (Path(run_dir) / TIMES_DIR).glob("*.jsonl")}
+    except OSError:  # one has gone meanwhile
+        return []
+    newest = sorted(ages, key=ages.__getitem__, reverse=True)[:LAST_FILES]
+    return [list(_read_last_lines(path)) for path in newest]
+
+
+def _read_last_lines(path: Path) -> Iterator[SpentLine]:
+    try:
+        with regular_stream(path) as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - LAST_BYTES, 0))
+            lines = file.read(LAST_BYTES).split(b"\n")[:-1]
+    except OSError:
+        return
+    for data in lines:
+        with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+            line = _decode(data)  # the first one may lack its beginning
+            if isinstance(line, SpentLine):
+                yield line
 
 
 def _read_lines(path: Path) -> Iterator[Line]:

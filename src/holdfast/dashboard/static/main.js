@@ -10,7 +10,7 @@ import { WorkerPanel } from "./worker_panel.js";
 
 const HOSTS = new Set(["computing", "waiting", "ended", "changing view", "stopped", "joining"]);
 const EVENTS_KEPT = 500;
-const now = { run: null, link: null, status: null, goodput: null, loss: null, rates: null, known: [], connected: false, problem: "" };
+const now = { run: null, link: null, status: null, goodput: null, loss: null, rates: null, left: null, known: [], connected: false, problem: "" };
 let workers = new Map(); // by number
 let events = [];
 let eventsSeen = 0;
@@ -24,7 +24,7 @@ const loss = new Chart(byId("loss"), { name: "Loss by step", nothing: "No loss i
 const rates = new Chart(byId("rates"), { name: "Steps per second", nothing: "No rate is known yet.", label: (x) => (x < 120 ? `${Math.round(x * 10) / 10} s` : showSeconds(x)) });
 
 function showHead() {
-  const { run, link, status, goodput, rates: rate, loss: last } = now;
+  const { run, link, status, goodput, left, rates: rate, loss: last } = now;
   const [text, kind] = describeState();
   byId("state").textContent = text;
   byId("state").className = `chip ${kind}`;
@@ -38,6 +38,7 @@ function showHead() {
     ["step", showCount(step)],
     [live ? "steps per second" : "steps / s at the end", showNumber(rate?.now, 3)],
     ["loss", showNumber(last?.last)],
+    ["time left, about", live && left ? showSeconds(left) : "–"],
     ["goodput", showShare(goodput?.share)],
     ["ETTR", showShare(goodput?.ettr)],
     ["workers that train", showCount(hosting)],
@@ -165,6 +166,7 @@ follow(
     goodput: keep("goodput", showHead, () => showGoodput(now.goodput)),
     loss: keep("loss", showHead, () => loss.show(now.loss.points, null)),
     rates: keep("rates", showHead, showMarks),
+    left: keep("left", showHead),
     saves: keep("saves", showSaves),
     troubles: (value) => showNotes("troubles", value, "None so far."),
     incidents: keep("incidents", showMarks, () => showIncidents(now.incidents)),

@@ -23,6 +23,10 @@ class LoopEnd(Protocol):
         """Return the step up to which batches may be loaded ahead."""
         ...
 
+    def count_left(self, step: int) -> int:
+        """Return how many steps the loop has from this one on."""
+        ...
+
     def place(self, step: int) -> tuple[int, int] | None:
         """Return (epoch, step within it); None: as the data's plan says."""
         ...
@@ -45,6 +49,10 @@ class EndsAtStep:
     def loads_until(self, step: int) -> int:
         """Return the loop's end."""
         return self._until
+
+    def count_left(self, step: int) -> int:
+        """Return how many steps the loop has from this one on."""
+        return self._until - step
 
     def place(self, step: int) -> None:
         """Leave that to the data's plan."""
@@ -103,6 +111,11 @@ class EndsWithEpoch:
         if 2 * within >= length and epoch + 1 < self._until:
             end += self._length(epoch + 1)
         return end
+
+    def count_left(self, step: int) -> int:
+        """Return how many steps the loop has from this one on, if later epochs are as long."""
+        epoch, within = self.epoch_of(step)
+        return (self._until - epoch) * self._length(epoch) - within
 
     def place(self, step: int) -> tuple[int, int]:
         """Return what `epoch_of` does."""

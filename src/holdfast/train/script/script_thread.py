@@ -251,12 +251,14 @@ class ScriptThread:
         progress = self.progress
         while self._next_step(lambda: progress.stopped or ends.is_over(progress.steps)):
             self._whole |= ends.is_last(progress.steps)
+            self._driver.times.note_left(ends.count_left(progress.steps))
             self.is_yielding = True
             try:
                 yield progress.steps, self._plan
             finally:
                 self.is_yielding = False
             self.end_turn()
+        self._driver.times.note_left(0)
         self.leave_loop()
 
     def end_turn(self) -> None:

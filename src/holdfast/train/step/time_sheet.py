@@ -27,6 +27,7 @@ from holdfast.observe.time_lines import (
 
 LINE_S_MIN = 0.1  # between two lines of ordinary steps
 LINE_S_MAX = 10.0
+LEFT_MAX = 1 << 40  # of steps; a loop without a real end may have any number
 LINE_SHARE = 2000  # lines are this part of the process's life apart
 _USUAL = frozenset(TimeUse) - {
     *(TimeUse.STARTING, TimeUse.JOINING, TimeUse.TRANSFER, TimeUse.STALL),
@@ -67,6 +68,7 @@ class TimeSheet:
         self._spent: dict[TimeUse, float] = {}
         self._steps: dict[int, int] = {}
         self._committed = 0
+        self._left = 0  # steps of the script's loop; 0: unknown
         self._step_began: float | None = None  # None: something unusual came in between
         self._tasks: tuple[int, int, set[int]] = (-1, 0, set())  # step, view, computed
 
@@ -108,6 +110,11 @@ class TimeSheet:
             self._waits_for = use
             if self._use in _WAITS:
                 self._turn(use)
+
+    def note_left(self, steps: int) -> None:
+        """Record how many steps the script's loop still has; 0: unknown."""
+        with self._lock:
+            self._left = min(max(steps, 0), LEFT_MAX)
 
     def note_engine(self, order: object) -> None:
         """Take in an order of the engine: it may tell why the script's thread waits."""
@@ -177,7 +184,7 @@ class TimeSheet:
 
     def _write_line(self) -> None:
         spent = {use: seconds for use, seconds in self._spent.items() if seconds > 0}
-        line = SpentLine(step=self._committed, spent=spent, steps=self._steps)
+        line = SpentLine(step=self._committed, spent=spent, steps=self._steps, left=self._left)
         self._wrote = self._since
         if self._write is None or self._write(line):
             self._spent, self._steps = {}, {}
