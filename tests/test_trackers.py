@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import http.server
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,3 +69,87 @@ def test_no_step_is_logged_twice_and_incidents_are(
     numbers = {int(value) for name, _, value in points if name == "holdfast/incidents"}
     assert numbers
     assert numbers <= set(range(1, len(find_incidents(run.events())) + 1))
+
+
+class Collector(http.server.ThreadingHTTPServer):
+    """Takes OTLP requests as a collector does, and keeps their bodies by path."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Receiver)
+        self.bodies: dict[str, list[bytes]] = {}
+
+    def decode(self, path: str, make: Callable[[], Any]) -> list[Any]:
+        """Return the requests that came to this path."""
+        found = []
+        for body in self.bodies.get(path, []):
+            request = make()
+            request.ParseFromString(body)
+            found.append(request)
+        return found
+
+
+class Receiver(http.server.BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        assert isinstance(self.server, Collector)
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        self.server.bodies.setdefault(self.path, []).append(body)
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Stay silent."""
+
+
+def test_a_collector_receives_steps_incidents_and_numbers(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    spans_pb2 = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    metrics_pb2 = pytest.importorskip(
+        "opentelemetry.proto.collector.metrics.v1.metrics_service_pb2"
+    )
+    where = tmp_path / "logs"
+    where.mkdir()
+    with Collector() as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{collector.server_port}"
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
+        with start("otel", str(where), str(STEPS), nproc=2, script="tracked.py") as run:
+            finish(run)
+        name = run.run_dir.spec().job
+        requests = collector.decode("/v1/traces", spans_pb2.ExportTraceServiceRequest)
+        measures = collector.decode("/v1/metrics", metrics_pb2.ExportMetricsServiceRequest)
+        collector.shutdown()
+    groups = [group for request in requests for group in request.resource_spans]
+    resources = {a.key: a.value.string_value for g in groups for a in g.resource.attributes}
+    assert resources["holdfast.job"] == name
+    spans = [span for g in groups for scope in g.scope_spans for span in scope.spans]
+    steps = Counter(
+        attribute.value.int_value
+        for span in spans
+        if span.name == "step"
+        for attribute in span.attributes
+        if attribute.key == "holdfast.step"
+    )
+    assert set(steps.values()) == {1}
+    assert set(range(STEPS // 2 + 1, STEPS)) <= steps.keys()  # a leader that dies may lose its own
+    assert all(0 < span.start_time_unix_nano <= span.end_time_unix_nano for span in spans)
+    told = [
+        attribute.value.string_value
+        for span in spans
+        if span.name == "incident"
+        for attribute in span.attributes
+        if attribute.key == "holdfast.incident"
+    ]
+    assert any("was lost" in text for text in told)
+    numbers = {
+        metric.name
+        for request in measures
+        for group in request.resource_metrics
+        for scope in group.scope_metrics
+        for metric in scope.metrics
+    }
+    assert {"holdfast.loss", "holdfast.step", "holdfast.rate", "holdfast.incidents"} <= numbers

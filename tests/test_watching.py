@@ -14,6 +14,7 @@ import pytest
 from conftest import Start, finish
 from holdfast.cli.main import main
 from holdfast.dashboard.run_files import RunFiles
+from holdfast.observe.clocks import measure, read_clocks, write_clock
 from holdfast.observe.goodput import share_out
 from holdfast.observe.incidents import find_incidents
 from holdfast.observe.run_tail import RunTail
@@ -86,6 +87,8 @@ def test_a_disturbed_run_while_it_works_and_after_its_end(
     )
     check_dashboard(found)
 
+    (clock,) = read_clocks(path).values()
+    assert abs(clock.ahead_s) <= clock.error_s  # one machine has one clock
     assert main(["trace", path]) == 0
     entries = json.loads((Path(path) / "trace.json").read_text())["traceEvents"]
     spans = [e for e in entries if e["ph"] == "X" and e["cat"] == "worker"]
@@ -211,3 +214,33 @@ def test_all_views_have_the_same_time_left(tmp_path: Path) -> None:
     assert RunFiles(RunDir(tmp_path)).read_time_left() == {"left": pytest.approx(3001 * 0.5)}
     (tmp_path / "result.json").write_text('{"outcome": ""}')
     assert RunFiles(RunDir(tmp_path)).read_time_left() == {"left": None}
+
+
+def test_a_clock_that_is_three_seconds_ahead_is_corrected_and_named(tmp_path: Path) -> None:
+    ahead_s, began = 3.0, 1000.0
+    for node, skew in (("one", 0.0), ("two", ahead_s)):
+        for at, there_s, back_s in ((began, 0.4, 0.1), (began + 1, 0.001, 0.005)):
+            asked, heard = at + skew, at + there_s + back_s + skew
+            line = measure(f"host-{node}", asked, at + there_s, heard)
+            assert line is not None
+            assert abs(line.ahead_s - skew) <= line.error_s
+            write_clock(tmp_path, node, line)
+    assert measure("x", 5.0, 5.0, 4.9) is None
+    with open(tmp_path / "clocks" / "one.jsonl", "a") as file:
+        file.write('{"host": 3}\nhalf')
+    for worker, (host, skew) in enumerate((("host-one", 0.0), ("host-two", ahead_s))):
+        header = ProcessHeader(worker, 1, began + skew, host)
+        TimesWriter(times_path(tmp_path, worker, 1), header).append(spent(1, task=2.0))
+    (tmp_path / "job.json").touch()
+    event = json.dumps({"time": began, "kind": "node", "text": "came"})
+    (tmp_path / "events.jsonl").write_text(event + "\n")
+    assert main(["trace", str(tmp_path)]) == 0
+    entries = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    starts = [e["ts"] for e in entries if e.get("cat") == "worker"]
+    assert starts == pytest.approx([0.0, 0.0], abs=4000)  # microseconds
+    names = [e["args"]["name"] for e in entries if e["name"] == "process_name"]
+    assert names == [
+        "job",
+        "node host-one",
+        "node host-two (clock 3.002 s ahead, corrected to 0.003 s)",
+    ]

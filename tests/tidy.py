@@ -42,6 +42,7 @@ ENTRY_POINTS = (
     "holdfast.integrations.accelerate",
     "holdfast.integrations.lightning",
     "holdfast.integrations.lightning_loggers",
+    "holdfast.integrations.otel",
     "holdfast.integrations.trackers",
     "holdfast.integrations.transformers",
     "holdfast.launch.fleet_process",

@@ -53,6 +53,8 @@ from holdfast.wire.messages import (
     KINDS,
     Address,
     AddressBook,
+    ClockReply,
+    ClockRequest,
     DrainRequest,
     JoinReply,
     JoinRequest,
@@ -105,6 +107,8 @@ MESSAGES: list[object] = [
     StopRequest(reason="enough"),
     DrainRequest(agent=AgentId("node1"), reason="a new fan"),
     StacksRequest(reason="an operator asks"),
+    ClockRequest(asked=1.7e9),
+    ClockReply(asked=1.7e9, told=1.8e9),
     LabelRequest(agent=AgentId("node1"), domains=("rack=r7",)),
     OrderReply(problem=""),
     MoveRequest(

@@ -11,6 +11,7 @@ import torch
 
 import holdfast
 from holdfast.integrations import trackers
+from holdfast.integrations.otel import OpenTelemetry
 
 kind, where, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 job = holdfast.join(seed=3)
@@ -21,6 +22,8 @@ if kind == "tensorboard":
     trackers.TensorBoard(job, where)
 elif kind == "mlflow":
     trackers.MLflow(job, tracking_uri=f"file://{where}/mlruns")
+elif kind == "otel":
+    OpenTelemetry(job)
 else:
     trackers.WandB(job, mode="offline", dir=where, project="tests")
 x = torch.arange(192.0).reshape(64, 3) / 64

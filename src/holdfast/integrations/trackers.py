@@ -65,7 +65,8 @@ def name_of(job: Job) -> str:
     return RunDir(job.run_dir).spec().job if job.run_dir is not None else ""
 
 
-def _tell(incident: Incident) -> str:
+def describe_ended(incident: Incident) -> str:
+    """Return the title of an incident with its cost."""
     return f"{incident.title}; {describe_cost(incident.cost)}"
 
 
@@ -90,7 +91,7 @@ class TensorBoard(Tracker):
 
     def log_incident(self, index: int, number: int, incident: Incident) -> None:
         self._writer.add_scalar("holdfast/incidents", number, index)
-        self._writer.add_text("holdfast/incident", _tell(incident), index)
+        self._writer.add_text("holdfast/incident", describe_ended(incident), index)
         self._writer.flush()
 
 
@@ -118,7 +119,7 @@ class WandB(Tracker):
 
     def log_incident(self, index: int, number: int, incident: Incident) -> None:
         self._run.log({"step": index, "holdfast/incidents": number})
-        self._run.summary["holdfast/last_incident"] = _tell(incident)
+        self._run.summary["holdfast/last_incident"] = describe_ended(incident)
 
 
 class MLflow(Tracker):
@@ -145,7 +146,7 @@ class MLflow(Tracker):
 
     def log_incident(self, index: int, number: int, incident: Incident) -> None:
         self._client.log_metric(self._run_id, "holdfast/incidents", number, step=index)
-        self._client.set_tag(self._run_id, f"holdfast.incident.{number}", _tell(incident))
+        self._client.set_tag(self._run_id, f"holdfast.incident.{number}", describe_ended(incident))
 
     def _find_run(self) -> str:
         """Return the id of the job's run, which is made if there is none."""

@@ -1,6 +1,6 @@
 """Estimates how long the present loop of a run still takes, by the times that its workers write.
 
-The pace is that of productive time: pauses after faults, starts and transfers do not slow it down.
+The pace is measured over productive time: pauses after faults, starts and transfers do not count.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from holdfast.observe.summary import describe_seconds
 from holdfast.observe.time_lines import SpentLine, TimeUse
 
 STEPS_MIN = 5  # fewer measured steps give no estimate
-WINDOW_S = 120.0  # of productive time over which the pace is measured
+WINDOW_S = 120.0  # length of the productive time that is measured
 _STEADY = (
     *(TimeUse.DATA, TimeUse.TASK, TimeUse.CHECK, TimeUse.UPDATE),
     *(TimeUse.SAVE, TimeUse.WAIT, TimeUse.SPARE),

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from holdfast.observe.clocks import ClockLine, read_clocks
 from holdfast.store.regular_files import append_regular, read_whole_lines, regular_stream
 
 TIMES_DIR = "times"
@@ -128,6 +129,7 @@ class ProcessTimes:
     began: float  # seconds since the epoch
     host: str = ""
     lines: list[SpentLine] = field(default_factory=list)
+    clock: ClockLine | None = None  # of its node, as far as it was measured
 
     @property
     def ended(self) -> float:
@@ -145,9 +147,10 @@ class ProcessTimes:
 def read_times(run_dir: str | os.PathLike[str]) -> list[ProcessTimes]:
     """Return the times of all processes, by worker and incarnation; none if there are none.
 
-    A line that cannot be read is left out.
+    They are those of the coordinator's clock, where the clocks were compared. A line that cannot be
+    read is left out.
     """
-    found = []
+    found, clocks = [], read_clocks(run_dir)
     for path in sorted((Path(run_dir) / TIMES_DIR).glob("*.jsonl")):
         times: ProcessTimes | None = None
         for line in _read_lines(path):
@@ -156,6 +159,9 @@ def read_times(run_dir: str | os.PathLike[str]) -> list[ProcessTimes]:
             elif times is not None:
                 times.lines.append(line)
         if times is not None:
+            times.clock = clocks.get(times.host)
+            if times.clock is not None:
+                times.began -= times.clock.correction_s
             found.append(times)
     return found
 

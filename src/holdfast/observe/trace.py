@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from holdfast.observe.clocks import ClockLine
 from holdfast.observe.incidents import Event, find_incidents
 from holdfast.observe.time_lines import ProcessTimes, TimeUse
 
@@ -28,14 +29,23 @@ def trace_entries(processes: Sequence[ProcessTimes], events: Sequence[Event]) ->
     yield _name("process_name", JOB, 0, "job")
     yield _name("thread_name", JOB, 0, "events")
     yield _name("thread_name", JOB, 1, "incidents")
+    clocks = {process.host: _describe_clock(process.clock) for process in processes}
     for host, number in numbers.items():
-        yield _name("process_name", number, 0, f"node {host or 'unknown'}")
+        yield _name("process_name", number, 0, f"node {host or 'unknown'}{clocks[host]}")
     for process in processes:
         node = numbers[process.host]
         yield _name("thread_name", node, process.worker, f"worker {process.worker}")
         yield from _spans(process, node, began)
     yield from _events(events, began)
     yield from _incidents(events, began)
+
+
+def _describe_clock(clock: ClockLine | None) -> str:
+    """Return how far the clock of a node was corrected; nothing if it was not."""
+    if clock is None or not clock.correction_s:
+        return ""
+    way = "ahead" if clock.ahead_s > 0 else "behind"
+    return f" (clock {abs(clock.ahead_s):.3f} s {way}, corrected to {clock.error_s:.3f} s)"
 
 
 def _spans(process: ProcessTimes, node: int, began: float) -> Iterator[Entry]:

@@ -113,6 +113,21 @@ class StacksRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClockRequest:
+    """Asks for the coordinator's time. `asked`: the agent's own, in seconds since the epoch."""
+
+    asked: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockReply:
+    """Answers a ClockRequest with the time of the coordinator's clock."""
+
+    asked: float
+    told: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OrderReply:
     """Answers whether an order for a node was passed on: empty, or why not."""
 
@@ -164,6 +179,8 @@ KINDS: dict[int, type] = {
     15: MoveRequest,
     16: LabelRequest,
     17: StacksRequest,
+    18: ClockRequest,
+    19: ClockReply,
     20: PeerRequest,
     21: PeerReply,
 }

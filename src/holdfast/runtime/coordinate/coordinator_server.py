@@ -45,6 +45,8 @@ from holdfast.runtime.rundir import RunDir, write_json
 from holdfast.wire.messages import (
     Address,
     AddressBook,
+    ClockReply,
+    ClockRequest,
     DrainRequest,
     JoinReply,
     JoinRequest,
@@ -67,6 +69,7 @@ Incoming = (
     | MoveRequest
     | LabelRequest
     | StacksRequest
+    | ClockRequest
 )
 INCOMING = get_args(Incoming)
 TICK_S_MIN = 0.002
@@ -250,6 +253,8 @@ class CoordinatorServer:
                         channel.send(StatusReply(text=encode_status(status)))
                     case StopRequest():
                         self.stop(message.reason)
+                    case ClockRequest(asked=asked):
+                        channel.send(ClockReply(asked=asked, told=time.time()))
                     case DrainRequest() | MoveRequest() | LabelRequest():
                         channel.send(OrderReply(problem=self._pass_on(message)))
                     case StacksRequest():

@@ -42,6 +42,7 @@ from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_listener import open_listener
 from holdfast.net.secret import derive_peer_key, read_run_dir
 from holdfast.net.tls import client_of
+from holdfast.observe.clocks import measure, write_clock
 from holdfast.runtime.contact import ENDED_ALONE, Contact, contact_by
 from holdfast.runtime.node.gpu_shares import free_place
 from holdfast.runtime.node.group_watch import GroupWatch, forking
@@ -57,6 +58,8 @@ from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import (
     Address,
     AddressBook,
+    ClockReply,
+    ClockRequest,
     DrainRequest,
     LabelRequest,
     MoveRequest,
@@ -66,7 +69,12 @@ from holdfast.wire.messages import (
 if TYPE_CHECKING:
     from holdfast.memory.mending import Mending
 
-FROM_COORDINATOR = (Directive, AddressBook, DrainRequest, MoveRequest, LabelRequest, StacksRequest)
+FROM_COORDINATOR = (
+    *(Directive, AddressBook, DrainRequest, MoveRequest, LabelRequest, StacksRequest, ClockReply),
+)
+CLOCK_S = 30.0  # between two measurements of this node's clock
+CLOCK_FIRST_S = 1.0  # the same, for the first ones
+CLOCK_FIRST = 5
 RECONNECT_S = 0.1
 NOTICE_EVERY_S = 2.0  # interval between two questions for notices of this machine's end
 MEND_S = 5.0  # between two rounds of verifying pieces in memory
@@ -122,6 +130,7 @@ class AgentServer:
         tasks = [
             asyncio.ensure_future(self._talk(contact, secret)),
             asyncio.ensure_future(self._watch()),
+            asyncio.ensure_future(self._ask_time()),
         ]
         if self._template.spec.redundancy().data:
             found_damage = partial(loop.call_soon_threadsafe, self._note_memory)
@@ -224,6 +233,8 @@ class AgentServer:
                     elif isinstance(m, DrainRequest):
                         asked = machine.Drained(m.reason, leave=True, deadline_s=m.deadline_s)
                         self._feed(asked)
+                    elif isinstance(m, ClockReply):
+                        self._note_time(m)
                     elif isinstance(m, StacksRequest):
                         stacks.write(m)
                     elif isinstance(m, MoveRequest):
@@ -253,6 +264,20 @@ class AgentServer:
                 self._quit.set()
                 return
             await asyncio.sleep(RECONNECT_S)
+
+    async def _ask_time(self) -> None:
+        """Ask the coordinator for its time now and then, to compare it with this node's clock."""
+        count = 0
+        while True:
+            if self._coordinator is not None:
+                self._coordinator.send(ClockRequest(asked=time.time()))
+                count += 1
+            await asyncio.sleep(CLOCK_FIRST_S if count < CLOCK_FIRST else CLOCK_S)
+
+    def _note_time(self, reply: ClockReply) -> None:
+        line = measure(self._template.host, reply.asked, reply.told, time.time())
+        if line is not None:
+            write_clock(self._template.run_dir.path, self._core.snapshot().agent, line)
 
     async def _watch(self) -> None:
         while True:
