@@ -86,6 +86,9 @@ def test_a_page_follows_a_run_through_faults(start: Start, browser: Chromium) ->
         assert text_of(browser, "name") == run.run_dir.path.name
         step = browser.until(f"{STEP} > 0 ? {STEP} : 0", LIMIT_S)
         browser.until(f"{STEP} > {step + 5}", LIMIT_S)
+        browser.until(
+            f"document.querySelectorAll('#tiles dd')[6].textContent !== {DASH!r}", LIMIT_S
+        )
 
         victim = max(run.members().items())
         strike(victim[1])

@@ -38,10 +38,10 @@ function showHead() {
     ["step", showCount(step)],
     [live ? "steps per second" : "steps / s at the end", showNumber(rate?.now, 3)],
     ["loss", showNumber(last?.last)],
-    ["time left, about", live && left ? showSeconds(left) : "–"],
     ["goodput", showShare(goodput?.share)],
     ["ETTR", showShare(goodput?.ettr)],
     ["workers that train", showCount(hosting)],
+    ["time left, about", live && left ? showSeconds(left) : "–"],
   ];
   const parts = tiles.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
   byId("tiles").replaceChildren(...parts);
