@@ -1,11 +1,12 @@
 # Needs only Python 3.10 or newer and make. The first target that runs makes .venv and installs
-# what is pinned in constraints.txt; after that only docs, the first time, needs a network.
+# what is pinned in constraints.txt; after that only release needs a network, and docs, the first time.
 #
 #   make demo                     train, break things, prove that nothing was lost
 #   make check test               what every change must pass
 #   make test-all                 the same, with the slow tests, for an hour
 #   make test-clusters            jobs on real cluster managers, where they are installed
 #   make docs                     these documents as a site, in build/site
+#   make release                  the packages of a release, in dist, built and tried out
 #   make demo PYTHON=python3.12   with another interpreter
 #   make demo TORCH_INDEX=URL     take torch from a second package index as well
 #
@@ -28,7 +29,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: help demo check lint types rules test test-all test-clusters fuzz sim mutants bench docs clean
+.PHONY: help demo check lint types rules test test-all test-clusters fuzz sim mutants bench docs release clean
 .DELETE_ON_ERROR:
 
 help:
@@ -85,6 +86,10 @@ docs: $(VENV)/.installed-docs
 	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet build --strict
 	@echo "built; to read it: $(PYTHON) -m http.server --directory build/site"
 
+# CONTRIBUTING.md says how a release is made. The interpreter is that of the empty environment, too.
+release: $(VENV)/.installed-release
+	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) .ci/release $(BIN)/python
+
 # The tools of one target, which the others do not need: an extra of pyproject.toml.
 $(VENV)/.installed-%: $(STAMP)
 	$(PIP) --no-build-isolation -e '.[$*]'
@@ -93,7 +98,7 @@ $(VENV)/.installed-%: $(STAMP)
 # The stamp is written last: an interrupted installation is simply done again. torch comes first,
 # by itself, so that TORCH_INDEX is asked for nothing else; no build isolation, so that a current
 # environment is brought up to date without a network.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt src/holdfast/core/release.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "Holdfast needs Python 3.10 or newer: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -143,7 +142,5 @@ def test_proofs_bind_the_role_both_nonces_and_both_jobs() -> None:
     assert len(keys | {good}) == 3
 
 
-def test_the_release_is_that_of_the_package() -> None:
-    pyproject = Path(__file__).parents[1] / "pyproject.toml"
-    assert f'version = "{RELEASE}"' in pyproject.read_text()
+def test_the_release_fits_into_a_greeting() -> None:
     assert len(RELEASE) <= frames.RELEASE_BYTES

@@ -6,7 +6,7 @@ changes, its files keep the magic word's name and the digest of this release.
 
 from __future__ import annotations
 
-RELEASE = "0.1.0"
+RELEASE = "0.2.0"  # the only place: pyproject.toml reads it from here
 
 
 def newer_format(data: bytes, magic: bytes) -> str:
