@@ -10,13 +10,16 @@ import pytest
 from holdfast.train.step import stack_file
 from holdfast.train.step.stack_file import VARIABLE, write_stacks
 
+SLOW = (pytest.mark.slow, pytest.mark.timeout(400))
+
 
 def call_deep(depth: int) -> int:
     return 0 if depth == 0 else 1 + call_deep(depth - 1)
 
 
-def test_stacks_of_busy_threads_are_written_a_thousand_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("looks", [100, pytest.param(1000, marks=SLOW)])
+def test_stacks_of_busy_threads_are_written_again_and_again(
+    looks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, over = tmp_path / "stacks.txt", threading.Event()
     monkeypatch.setenv(VARIABLE, str(path))
@@ -29,14 +32,14 @@ def test_stacks_of_busy_threads_are_written_a_thousand_times(
     for thread in threads:
         thread.start()
     try:
-        for number in range(1000):  # a signal to faulthandler ended such a process earlier
+        for number in range(looks):  # a signal to faulthandler ended such a process earlier
             write_stacks(f"look {number}")
     finally:
         over.set()
         for thread in threads:
             thread.join()
     text = path.read_text()
-    assert ": look 999\n" in text
+    assert f": look {looks - 1}\n" in text
     assert "\nThread busy-2:\n" in text
     assert ", in keep_busy\n" in text
     assert "write_stacks" not in text  # the thread that looks is no news
