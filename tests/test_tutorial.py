@@ -1,43 +1,66 @@
-"""The tutorial's script and commands do what the page says."""
+"""The tutorial's files and commands do what the page says."""
 
 from __future__ import annotations
 
+import ast
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from holdfast.cli.main import main
-from holdfast.testing.local_run import LocalRun, strike
+import tutorial_page
+from holdfast.cli.main import COMMANDS
+from tutorial_page import ROOT, Reader, blocks, blur, lacking
 
-PAGE = Path(__file__).parent.parent / "docs" / "tutorial.md"
-RUN_S = 120.0
+FILES = ROOT / "examples" / "tutorial"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_the_tutorial(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (script,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    (tmp_path / "train.py").write_text(script)
-    monkeypatch.chdir(tmp_path)
-    with LocalRun(Path("one"), ["--nproc", "1", "--virtual", "4"], ["train.py"]) as run:
-        assert run.wait(RUN_S) == 0, run.log()
-        model = run.out[-1]
-    assert re.fullmatch(r"model [0-9a-f]{16}", model)
-    with LocalRun(Path("killed"), ["--nproc", "4"], ["train.py"]) as run:
-        members = run.until_members(4)
-        run.until(lambda: run.status()["step"] >= 1, RUN_S, "a step")
-        assert strike(members[2])
-        assert run.wait(RUN_S) == 0, run.log()
-        assert run.out[-1] == model
-    assert any("worker 2 was lost: ended by SIGKILL" in line for line in run.err)
-    for words, told in (
-        (["ledger", "verify", "killed"], "every sample was used exactly once"),
-        (["compare", "one", "killed"], "the runs do not differ in their 1500 common steps"),
-        (["replay", "killed", "--step", "70"], "computed again, with the recorded result: 0-70"),
-    ):
-        assert f"holdfast {' '.join(words[:2])}" in PAGE.read_text()
-        assert main(words) == 0
-        assert told in capsys.readouterr().out
+@pytest.mark.timeout(900)
+def test_the_tutorial_prints_what_it_shows(tmp_path: Path) -> None:
+    reader = Reader(tmp_path)
+    reader.follow()
+    digests = [line for line in reader.printed if line.startswith("model ")]
+    plain, *jobs = digests
+    assert len(jobs) == 3  # on one worker; on four, of which one is killed; resumed
+    assert set(jobs) == {jobs[0]}
+    assert plain != jobs[0]  # its batches have another order
+    text = "\n".join(reader.printed)
+    assert "2016 steps, 128000 samples" in text
+    assert "the runs do not differ in their 2016 common steps" in text
+
+
+def test_the_files_of_the_tutorial_are_kept_as_they_are_shown() -> None:
+    shown = {each.title: each.text for each in blocks() if each.kind == "python"}
+    assert set(shown) == {path.name for path in FILES.glob("*.py")}
+    for name, text in shown.items():
+        ast.parse(text)
+        assert (FILES / name).read_text() == text, f"{name} is another one on the page"
+
+
+def test_the_commands_of_the_tutorial_exist() -> None:
+    commands = [c for each in blocks() if each.kind == "console" for c, _ in each.commands()]
+    assert len(commands) > 10
+    for command in commands:
+        first, *rest = shlex.split(command)
+        assert first in ("python", "holdfast", "kill"), command
+        if first == "holdfast":
+            assert rest[0] in COMMANDS, command
+
+
+def test_a_line_that_was_not_printed_is_found() -> None:
+    printed = ["step 7 after 0.3 s", "model 0123456789abcdef", "2 tasks were lost"]
+    shown = ["step 70 after 20 ms", "...", "1 task was lost"]
+    assert lacking(shown, printed) == ""
+    assert lacking(shown[::-1], printed) == shown[0]
+    assert lacking(["step 70 before 20 ms"], printed) == "step 70 before 20 ms"
+    assert lacking(["model " + "f" * 16], printed) == ""
+    assert lacking(["model none"], printed) == "model none"
+    assert blur("a  12 b 3.4 s") == "a N b N s"
+
+
+def test_every_block_of_the_tutorial_is_run() -> None:
+    text = tutorial_page.PAGE.read_text()
+    assert len(blocks()) == len(re.findall(r"^```\w", text, re.MULTILINE))
+    assert {each.kind for each in blocks()} == {"python", "console", "text"}

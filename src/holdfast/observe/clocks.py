@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -16,6 +17,7 @@ import msgspec
 from holdfast.store.regular_files import append_regular, read_whole_lines
 
 CLOCKS_DIR = "clocks"
+NEAR_S = 600.0
 _LINE_BYTES_MAX = 4096
 
 
@@ -61,13 +63,23 @@ def write_clock(run_dir: str | os.PathLike[str], node: str, line: ClockLine) -> 
             os.close(file)
 
 
-def read_clocks(run_dir: str | os.PathLike[str]) -> dict[str, ClockLine]:
-    """Return the best measurement of each host's clock."""
-    best: dict[str, ClockLine] = {}
+def read_clocks(run_dir: str | os.PathLike[str]) -> dict[str, list[ClockLine]]:
+    """Return the measurements of each host's clock."""
+    found: dict[str, list[ClockLine]] = {}
     for path in sorted((Path(run_dir) / CLOCKS_DIR).glob("*.jsonl")):
         for data in read_whole_lines(path, _LINE_BYTES_MAX):
             with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
                 line = _decode(data)
-                if line.host not in best or line.error_s < best[line.host].error_s:
-                    best[line.host] = line
-    return best
+                found.setdefault(line.host, []).append(line)
+    return found
+
+
+def choose_clock(lines: Sequence[ClockLine], at: float) -> ClockLine | None:
+    """Return the best measurement made around a time of the node's clock, else the nearest one.
+
+    Clocks drift, and are set, so one that is much older or newer says little.
+    """
+    near = [line for line in lines if abs(line.at - at) <= NEAR_S]
+    if near:
+        return min(near, key=lambda line: line.error_s)
+    return min(lines, key=lambda line: abs(line.at - at), default=None)

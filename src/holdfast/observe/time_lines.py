@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from holdfast.observe.clocks import ClockLine, read_clocks
+from holdfast.observe.clocks import ClockLine, choose_clock, read_clocks
 from holdfast.store.regular_files import append_regular, read_whole_lines, regular_stream
 
 TIMES_DIR = "times"
@@ -159,7 +159,7 @@ def read_times(run_dir: str | os.PathLike[str]) -> list[ProcessTimes]:
             elif times is not None:
                 times.lines.append(line)
         if times is not None:
-            times.clock = clocks.get(times.host)
+            times.clock = choose_clock(clocks.get(times.host, ()), times.began)
             if times.clock is not None:
                 times.began -= times.clock.correction_s
             found.append(times)

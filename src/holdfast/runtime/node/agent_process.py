@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 FROM_COORDINATOR = (
     *(Directive, AddressBook, DrainRequest, MoveRequest, LabelRequest, StacksRequest, ClockReply),
 )
-CLOCK_S = 30.0  # between two measurements of this node's clock
+CLOCK_S = 300.0  # between two measurements of this node's clock
 CLOCK_FIRST_S = 1.0  # the same, for the first ones
 CLOCK_FIRST = 5
 RECONNECT_S = 0.1
