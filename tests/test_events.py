@@ -193,7 +193,7 @@ def test_a_coordinator_that_stays_away_is_told_of_once_and_its_return_as_well() 
     watch = CoordinatorWatch(asked, waits=True)
     assert look_from(watch, 0.0, 3 * QUIET_S) == []
     assert asked.count == 3  # not at each look
-    asked.problem = NoAnswer("nobody is there: is the job running?")
+    asked.problem = NoAnswer("nobody is there")
     ((at, news),) = look_from(watch, 15.0, 60.0)
     assert at == pytest.approx(15.0 + GONE_S, abs=QUIET_S)
     assert news.startswith("the run has no end and no live coordinator: nobody is there; ")

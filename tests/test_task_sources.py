@@ -81,6 +81,19 @@ def scale(weight):
     assert find(text) == ["dice = os.urandom(1)[0] in line 2"]
 
 
+@pytest.mark.parametrize("terms", [100, 2000])
+def test_a_long_sum_is_looked_through_at_once(terms: int) -> None:
+    """As code has it that a program wrote; Python itself compiles it."""
+    total = " + ".join(["x"] * terms)
+    compile(total, "made.py", "eval")
+    assert in_forward(f"return {total}") == []
+    assert in_forward(f"return {total} + os.urandom(1)[0]") == ["os.urandom(1)[0] in line 3"]
+    top = f"dice = os.urandom(1)[0] + {total}"
+    (found,) = in_loop("loss = loss * dice", top=top)
+    assert found.startswith("dice = ")
+    assert found.endswith(" in line 1")
+
+
 def test_a_branch_on_a_clock_counts_in_forward_only() -> None:
     """In the loop it is nearly always a line that is printed now and then."""
     lines = "if time.time() - last > 30:", "    x = 2 * x"

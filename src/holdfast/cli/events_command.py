@@ -75,7 +75,7 @@ class CoordinatorWatch:
         try:
             self._ask()
         except NoAnswer as error:
-            return self._miss(now, str(error).removesuffix(": is the job running?"))
+            return self._miss(now, error.problem)
         except UserError:
             pass
         self.note_event(now)

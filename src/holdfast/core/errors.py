@@ -31,7 +31,11 @@ class UserError(HoldfastError):
 
 
 class NoAnswer(UserError):
-    """Reports a run whose coordinator does not answer."""
+    """Reports a run whose coordinator does not answer. `problem`: why, as a sentence."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}: is the job running?")
+        self.problem = problem
 
 
 class StateMismatch(UserError):

@@ -42,10 +42,10 @@ class OpenTelemetry(Tracker):
 
     def log_step(self, index: int, numbers: Mapping[str, float]) -> None:
         sender, now = self._open(), time.time_ns()
-        attributes = {"holdfast.step": index, **{f"holdfast.{k}": v for k, v in numbers.items()}}
-        sender.span("step", str(index), self._before or now, now, attributes)
+        named = {"holdfast.step": index, **{f"holdfast.{k}": v for k, v in numbers.items()}}
+        sender.span("step", str(index), self._before or now, now, named)
         self._before = now
-        sender.measure({"holdfast.step": index, **{f"holdfast.{k}": v for k, v in numbers.items()}})
+        sender.measure(named)
 
     def log_incident(self, index: int, number: int, incident: Incident) -> None:
         began, ended = (round(at * _NS) for at in (incident.began_at, incident.ended_at))

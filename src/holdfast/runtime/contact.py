@@ -139,7 +139,7 @@ def ask(
                 return reply
             problem = f"the coordinator at {contact} closed the connection"
         if time.monotonic() >= deadline:
-            raise NoAnswer(f"{problem}: is the job running?")
+            raise NoAnswer(problem)
         if not told:
             told = True
             print(f"holdfast: {problem}; trying for {patience_s:g} s", file=sys.stderr, flush=True)

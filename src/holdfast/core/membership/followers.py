@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from holdfast.core.membership.coordinator_events import Announce
 from holdfast.core.membership.facts import Facts
-from holdfast.core.membership.formation import candidates, say_of_workers
+from holdfast.core.membership.formation import candidates, name_workers, say_of_workers
 from holdfast.core.types import Follower, FollowOrder, Incarnation, Stage, WorkerId, WorkerStatus
 
 ORDERS_PER_TERM = 1 << 20
@@ -63,9 +63,8 @@ class Followers:
             order, found = found.order, found._refuse(facts)
             failed = any(status.unfed >= order.number for status in facts.known)
             if failed or not found._left(facts):
-                names = [follower.worker for follower in order.followers]
-                who = say_of_workers(names, "cannot", "cannot")
-                lines.append(Announce("join", f"{who} be fed any more"))
+                who = name_workers([follower.worker for follower in order.followers])
+                lines.append(Announce("join", f"{who} cannot be fed any more"))
                 found = dataclasses.replace(found, order=None)
         if found.order is not None or view is None or not may_order or room <= 0:
             return found, lines

@@ -127,10 +127,14 @@ def spans(workers: Sequence[WorkerId]) -> str:
     return ", ".join(parts)
 
 
+def name_workers(workers: Sequence[WorkerId]) -> str:
+    """Name workers for people: worker 2, or workers 2, 3."""
+    return f"worker{'' if len(workers) == 1 else 's'} {spans(workers)}"
+
+
 def say_of_workers(workers: Sequence[WorkerId], one: str, several: str) -> str:
     """Say what one worker does, or several: worker 2 joins, workers 2, 3 join."""
-    is_one = len(workers) == 1
-    return f"worker{'' if is_one else 's'} {spans(workers)} {one if is_one else several}"
+    return f"{name_workers(workers)} {one if len(workers) == 1 else several}"
 
 
 def say_who_is_late(late: Sequence[WorkerStatus], step: int) -> str:

@@ -15,6 +15,7 @@ import dataclasses
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -277,7 +278,9 @@ class AgentServer:
     def _note_time(self, reply: ClockReply) -> None:
         line = measure(self._template.host, reply.asked, reply.told, time.time())
         if line is not None:
-            write_clock(self._template.run_dir.path, self._core.snapshot().agent, line)
+            words = self._template.run_dir.path, self._core.snapshot().agent, line
+            # A disk that hangs must not hold up the agent, nor its end.
+            threading.Thread(target=write_clock, args=words, daemon=True).start()
 
     async def _watch(self) -> None:
         while True:

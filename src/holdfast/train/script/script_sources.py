@@ -46,7 +46,7 @@ def _uses(module: ast.Module) -> Iterator[tuple[str, int, str]]:
                 targets[id(part)] = f"{node.targets[0].id} = "
     for node in ast.walk(module):
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
-            name = _dotted(node)
+            name = dotted_name(node)
             root = name.partition(".")[0]
             if (name in _ALWAYS or (root in _MODULES and "." in name)) and name not in _CALM:
                 text = ast.unparse(calls.get(id(node), node))[:TEXT_CHARS_MAX]
@@ -55,9 +55,10 @@ def _uses(module: ast.Module) -> Iterator[tuple[str, int, str]]:
             yield repr(node.value), node.lineno, targets.get(id(node), "")
 
 
-def _dotted(node: ast.AST) -> str:
+def dotted_name(node: ast.AST) -> str:
+    """Return a variable or attribute as it is written: `os.urandom`; empty for anything else."""
     if isinstance(node, ast.Name):
         return node.id
-    if isinstance(node, ast.Attribute) and (inner := _dotted(node.value)):
+    if isinstance(node, ast.Attribute) and (inner := dotted_name(node.value)):
         return f"{inner}.{node.attr}"
     return ""

@@ -9,7 +9,9 @@ timer, a file name or a line of a log does not.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+
+from holdfast.train.script.script_sources import dotted_name
 
 TEXT_CHARS_MAX = 60
 COINS = frozenset(
@@ -31,17 +33,19 @@ def find_task_sources(module: ast.Module, loop: ast.For | None) -> list[str]:
 
     `loop`: the script's loop over batches, if it is in this file.
     """
-    coins = _coins_of(module)
-    smallest: dict[int, str] = {}  # the smallest expression around each use
+    coins, found = _coins_of(module), list[str]()
     for body, is_timed in _step_bodies(module, loop):
-        for source, around in _uses(body, set(coins), is_timed=is_timed):
-            name = source.id if isinstance(source, ast.Name) else ""
-            smallest[id(source)] = coins.get(name) or _describe(around)
-    return list(dict.fromkeys(smallest.values()))
+        for source, around in _uses(body, coins, is_timed=is_timed):
+            found.append(coins.get(dotted_name(source)) or _describe(around))
+    return list(dict.fromkeys(found))
 
 
 def _describe(node: ast.expr) -> str:
-    return f"{ast.unparse(node)[:TEXT_CHARS_MAX]} in line {node.lineno}"
+    try:
+        text = ast.unparse(node)[:TEXT_CHARS_MAX]
+    except RecursionError:
+        text = "a long expression"
+    return f"{text} in line {node.lineno}"
 
 
 def _coins_of(module: ast.Module) -> dict[str, str]:
@@ -53,15 +57,15 @@ def _coins_of(module: ast.Module) -> dict[str, str]:
     for node in ast.walk(module):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name, parts = node.targets[0].id, list(_numbers(node.value))
-            if name not in map(_dotted, parts) and any(map(_is_drawn, parts)):
+            if name not in map(dotted_name, parts) and any(map(_is_drawn, parts)):
                 found[name] = f"{name} = {_describe(node.value)}"
     return found
 
 
 def _is_drawn(part: ast.AST) -> bool:
     if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod):
-        return any(_dotted(each) in CLOCKS for each in _numbers(part.left))
-    return _dotted(part) in COINS
+        return any(dotted_name(each) in CLOCKS for each in _numbers(part.left))
+    return dotted_name(part) in COINS
 
 
 def _step_bodies(
@@ -101,21 +105,26 @@ def _called(body: Iterable[ast.stmt]) -> list[str]:
 
 
 def _uses(
-    body: Iterable[ast.stmt], coins: set[str], *, is_timed: bool
+    body: Sequence[ast.stmt], coins: Container[str], *, is_timed: bool
 ) -> Iterator[tuple[ast.AST, ast.expr]]:
-    """Yield clocks and coins that steps compute with, and the operand in which each stands.
-
-    Larger expressions come first.
-    """
-    for node in (part for each in body for part in _numbers(each)):
-        for operand in _operands(node):
-            for part in _numbers(operand):
-                if (isinstance(part, ast.Name) and part.id in coins) or _dotted(part) in COINS:
-                    yield part, operand
-        for operand in _operands_of_clocks(node, is_timed=is_timed):
-            for part in _numbers(operand):
-                if _dotted(part) in CLOCKS:
-                    yield part, operand
+    """Yield clocks and coins that steps compute with, and the smallest operand around each."""
+    waiting: list[tuple[ast.AST, ast.expr | None, ast.expr | None]]
+    waiting = [(each, None, None) for each in reversed(body)]
+    while waiting:
+        node, near_coin, near_clock = waiting.pop()
+        if _is_text(node):
+            continue
+        name = dotted_name(node)
+        if near_coin is not None and (name in COINS or name in coins):
+            yield node, near_coin
+        if near_clock is not None and name in CLOCKS:
+            yield node, near_clock
+        of_coins = list(_operands(node))
+        of_clocks = list(_operands_of_clocks(node, is_timed=is_timed))
+        for part in reversed(list(ast.iter_child_nodes(node))):
+            coin = part if part in of_coins else near_coin
+            clock = part if part in of_clocks else near_clock
+            waiting.append((part, coin, clock))
 
 
 def _operands(node: ast.AST) -> Iterator[ast.expr]:
@@ -143,27 +152,26 @@ def _operands_of_clocks(node: ast.AST, *, is_timed: bool) -> Iterator[ast.expr]:
 
 
 def _numbers(node: ast.AST) -> Iterator[ast.AST]:
-    """Walk over an expression or a statement, without texts that are made there."""
+    """Walk over an expression, without texts that are made there."""
+    waiting = [node]
+    while waiting:
+        part = waiting.pop()
+        if not _is_text(part):
+            yield part
+            waiting += reversed(list(ast.iter_child_nodes(part)))
+
+
+def _is_text(node: ast.AST) -> bool:
     match node:
         case ast.JoinedStr() | ast.BinOp(left=ast.Constant(value=str())):
-            return
+            return True
         case ast.Attribute(attr="hex"):
-            return
-        case ast.Call(func=func) if _name(func) in _TEXTS:
-            return
-    yield node
-    for each in ast.iter_child_nodes(node):
-        yield from _numbers(each)
+            return True
+        case ast.Call(func=func):
+            return _name(func) in _TEXTS
+    return False
 
 
 def _name(func: ast.expr) -> str:
     """Return the last part of a function's name."""
-    return func.attr if isinstance(func, ast.Attribute) else _dotted(func)
-
-
-def _dotted(node: ast.AST) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute) and (inner := _dotted(node.value)):
-        return f"{inner}.{node.attr}"
-    return ""
+    return func.attr if isinstance(func, ast.Attribute) else dotted_name(func)
