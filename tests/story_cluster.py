@@ -1,8 +1,8 @@
 """A tiny cluster around the machines of the core: nothing moves unless a story says so.
 
 What machines send each other waits until it is delivered; tasks, sums and copies are done when the
-story says that they are. There is no chance, and the clock only moves with what is delivered, or by
-a story's word.
+story says that they are. There is no chance, and the clock only moves as messages are delivered, or
+by a story's word.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ from holdfast.core.types import (
 from holdfast.core.worker.machine import WorkerMachine
 from story_data import Group, Work
 from story_feeding import Feeds
+from story_memory import NodeMemories
+from story_shards import Further, FurtherNodes, Shards
 from story_text import Block, Scribe
 
 HEARTBEAT_S = 0.5  # between two statuses that a worker sends anyhow
 INSTANT_S = 0.001  # by so much the clock moves with each event
-ROUNDS_MAX = 400  # of deliveries, until a story counts as stuck
+ROUNDS_MAX = 400  # of deliveries; a story that takes more is stuck
 
 
 class StoryError(Exception):
@@ -48,7 +50,7 @@ class StoryError(Exception):
 
 @dataclass(frozen=True)
 class Machines:
-    """What is built; a test puts faulty ones in their places."""
+    """The classes of the machines; a test puts faulty ones in their places."""
 
     coordinator: Callable[..., CoordinatorMachine] = CoordinatorMachine
     agent: Callable[..., AgentMachine] = AgentMachine
@@ -82,15 +84,16 @@ class Host:
 
     @property
     def runs(self) -> bool:
-        """Whether its agent is there and handles what comes."""
+        """Whether its agent is there and handles events."""
         return self.machine is not None and not self.frozen
 
 
 class Process:
     """One process of a worker: its machine, and what its script and its exchanges wait for."""
 
-    def __init__(self, host: Host, machine: WorkerMachine, until: int) -> None:
+    def __init__(self, host: Host, machine: WorkerMachine, until: int, procs: int = 1) -> None:
         status = machine.snapshot()
+        self.shards = Shards(procs)
         self.host = host
         self.machine = machine
         self.worker = status.worker
@@ -109,7 +112,7 @@ class Process:
 
     @property
     def runs(self) -> bool:
-        """Whether it is there and handles what comes."""
+        """Whether it is there and handles events."""
         return self.alive and not self.paused and not self.frozen
 
 
@@ -125,6 +128,8 @@ class Cluster:
         self.shares: dict[tuple[int, int], set[int]] = {}  # written, by step and view: ranks
         self.processes: dict[WorkerId, Process] = {}  # the newest of each
         self.feeds = Feeds()
+        self.further = FurtherNodes()
+        self.memories = NodeMemories(setting.coordinator.redundancy)
         self.coordinator: CoordinatorMachine | None = None
         self.reports: deque[AgentReport] = deque()
         self.record: JobRecord | None = None  # in the journal
@@ -133,7 +138,7 @@ class Cluster:
         self._machines = machines
         self._scribe = Scribe()
         self.hosts: dict[AgentId, Host] = {}
-        places, more = divmod(setting.workers, setting.nodes)
+        places, more = divmod(setting.workers * setting.coordinator.spread, setting.nodes)
         for i in range(setting.nodes):
             slots = places + (i < more) + (setting.coordinator.spares or 0)
             self.hosts[AgentId(f"node{i}")] = Host(AgentId(f"node{i}"), slots)
@@ -177,6 +182,7 @@ class Cluster:
         number = Incarnation(host.incarnation)
         policy = AgentPolicy(spares=self.setting.coordinator.spares or 0)
         host.machine = self._machines.agent(host.name, number, host.slots, policy)
+        self.memories.add(host.name)
         self.tell_agent(host, ag.Tick())
 
     def tell_agent(self, host: Host, event: ag.AgentEvent) -> None:
@@ -195,18 +201,31 @@ class Cluster:
             case ag.SendReport(report):
                 if not host.cut_off and self.coordinator is not None:
                     self.reports.append(report)
-            case ag.Spawn(worker, incarnation):
+            case ag.Spawn(worker, incarnation, place=0):
+                policy = self.setting.coordinator
                 machine = self._machines.worker(worker, incarnation, self.setting.step)
-                process = Process(host, machine, self.setting.until)
+                process = Process(host, machine, self.setting.until, policy.procs)
                 self.processes[worker] = process
+                if policy.spread > 1:
+                    host.local.append(ag.Spawned(worker, incarnation, 1, "here"))
+            case ag.Spawn(worker, incarnation, place=place):
+                self.further.add(Further(worker, incarnation, host.name, place))
+                host.local.append(ag.Spawned(worker, incarnation, 1))
             case ag.Quit():
                 host.machine = None
             case _:
-                self._agent_acts_on(effect)
+                self._agent_acts_on(host, effect)
 
-    def _agent_acts_on(self, effect: ag.SendWorker | ag.Kill | ag.Pause | ag.Resume) -> None:
+    def _agent_acts_on(
+        self, host: Host, effect: ag.SendWorker | ag.Kill | ag.Pause | ag.Resume
+    ) -> None:
         process = self.processes[effect.worker]
         if process.incarnation != effect.incarnation or not process.alive:
+            return
+        if process.host is not host:
+            for further in self.further.on(host.name) if isinstance(effect, ag.Kill) else ():
+                if further.worker == effect.worker:
+                    self.end_further(further, effect.reason)
             return
         match effect:
             case ag.SendWorker(_, _, directive):
@@ -231,22 +250,43 @@ class Cluster:
             group.closed.add(process.worker)
         event = ag.ProcessExited(process.worker, process.incarnation, code, detail, not code)
         process.host.local.append(event)
+        for further in self.further.of(process.worker, process.incarnation):
+            self.end_further(further, "its worker has ended", well=not code)
+
+    def end_further(self, further: Further, why: str, *, well: bool = False) -> None:
+        """The processes of a worker on one of its further nodes end."""
+        further.alive = False
+        event = ag.ProcessExited(further.worker, further.incarnation, 0 if well else -9, why, well)
+        self.hosts[further.node].local.append(event)
 
     def feed(self, process: Process, event: ev.WorkerEvent) -> None:
         """Hand a worker an event and carry out what follows, and what follows from that."""
-        events, lines = deque([event]), list[str]()
+        self.feed_told(process, process.shards.hear(event))
+
+    def feed_told(self, process: Process, told: Iterable[ev.WorkerEvent]) -> None:
+        """Hand events to a worker's machine, and carry out its effects and theirs."""
+        events, lines = deque[ev.WorkerEvent](), list[str]()
+        for event in told:
+            events.extend(self._tell_worker(process, event, lines))
         while events and process.alive:
-            effects = process.machine.handle(events.popleft(), self._tick())
-            process.machine.check()
-            view = process.machine.view
-            lines += self._scribe.worker(effects, len(view.members) if view else 0)
-            for effect in effects:
-                events.extend(self._worker_does(process, effect))
-            events.extend(self._script_goes_on(process))
+            for event in process.shards.hear(events.popleft()):
+                events.extend(self._tell_worker(process, event, lines))
         self.blocks.append((process.name, ("; ".join(lines),) if lines else ()))
 
+    def _tell_worker(
+        self, process: Process, event: ev.WorkerEvent, lines: list[str]
+    ) -> Iterator[ev.WorkerEvent]:
+        """Hand a worker's machine one event; add its lines, and yield the events that follow."""
+        effects = process.machine.handle(event, self._tick())
+        process.machine.check()
+        view = process.machine.view
+        lines += self._scribe.worker(effects, len(view.members) if view else 0)
+        for effect in effects:
+            yield from self._worker_does(process, effect)
+        yield from self._script_goes_on(process)
+
     def go_on(self, process: Process) -> None:
-        """A script is done with something of which its machine does not hear."""
+        """A script is done with something, and its machine hears nothing of it."""
         for event in list(self._script_goes_on(process)):
             self.feed(process, event)
 
@@ -261,6 +301,8 @@ class Cluster:
             case ef.Install(view):
                 self.groups.setdefault(view.number, Group(view)).here.add(process.worker)
                 work.install(view)
+                process.shards.begin(view.number)
+                self.memories.installed(process.worker, view)
             case ef.Exit():
                 self.end(process, -9, "computes wrongly")
             case ef.GiveUp(reason):
@@ -277,10 +319,22 @@ class Cluster:
                 yield from self.feeds.attend(process.worker, effect)
             case ef.ObtainState(SourceKind.FEED) | ef.ObtainStep(SourceKind.FEED):
                 yield from self.feeds.attend(process.worker, effect)
+            case (
+                ef.MarkCommitted()
+                | ef.Forget(SinkKind.MEMORY)
+                | ef.KeepStep(SinkKind.MEMORY)
+                | ef.ObtainState(SourceKind.MEMORY)
+                | ef.ObtainStep(SourceKind.MEMORY)
+            ):
+                self.memories.attend(process.worker, self._nodes_of(process), effect)
             case _:
                 group = self.groups.get(work.view)
                 if group is not None and process.worker not in group.closed:
                     group.said(process.worker, work, effect)
+
+    def _nodes_of(self, process: Process) -> tuple[AgentId, ...]:
+        further = self.further.of(process.worker, process.incarnation)
+        return (process.host.name, *(each.node for each in further))
 
     def _script_goes_on(self, process: Process) -> Iterator[ev.WorkerEvent]:
         """The script begins what takes time; what takes none it does at once."""
@@ -319,6 +373,8 @@ class Cluster:
         """An agent hears what its workers have said, and which processes have ended."""
         if not host.runs or not host.local:
             return False
+        if held := self.memories.news(host.name):
+            self.tell_agent(host, held)
         while host.local:
             self.tell_agent(host, host.local.popleft())
         return True
@@ -373,7 +429,7 @@ class Cluster:
         self.now = max(self.now, until)
 
     def _beat(self) -> None:
-        """Workers repeat what they have said, which tells how far they have come."""
+        """Workers repeat their statuses, which show how far they have come."""
         if self.now >= self._beat_at:
             self._beat_at = self.now + HEARTBEAT_S
             for process in self.newest():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from holdfast.core.job_spec import CoordinatorPolicy
+from holdfast.core.redundancy import Redundancy
 from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.replica.saves import SavePolicy
 from holdfast.core.step import effects as ef
@@ -93,6 +94,9 @@ OPTIONS = {
     r"backup (?P<n>\d+)": "backup",
     r"minding who is late": "late",
     r"feeding": "feed",
+    r"protecting every (?P<n>\d+)": "protect",
+    r"(?P<n>\d+) processes each": "procs",
+    r"spread over (?P<n>\d+) nodes": "spread",
     r"(?P<n>\d+) spares? on each node": "spares",
     r"(?P<n>\d+) hot spares? on each node": "hot",
 }
@@ -138,6 +142,7 @@ def _setting(workers: int, virtual: int, options: dict[str, int]) -> Setting:
         backup=BackupPolicy(workers=options.get("backup", 0)),
         patience=Patience(steps=2, copies=1.0) if late else Patience(steps=1 << 30),
         saves=SavePolicy(enabled=save > 0, every=save, compared=compares),
+        protect_every=options.get("protect", 0),
     )
     least = options.get("least", 1)
     coordinator = CoordinatorPolicy(
@@ -148,6 +153,9 @@ def _setting(workers: int, virtual: int, options: dict[str, int]) -> Setting:
         feeds="feed" in options,
         spares=options.get("spares", options.get("hot", 0)),
         hot_spares="hot" in options,
+        procs=options.get("procs", 1),
+        spread=options.get("spread", 1),
+        redundancy=Redundancy(data=1, parity=1) if "protect" in options else Redundancy(),
     )
     return Setting(
         workers=workers,
@@ -160,7 +168,7 @@ def _setting(workers: int, virtual: int, options: dict[str, int]) -> Setting:
 
 
 def _run(cluster: Cluster, target: int) -> None:
-    """Let all go well until so many steps are committed, and tell only what that comes to."""
+    """Let all go well until that number of steps is committed, and show only the result."""
     for _ in range(ROUNDS_MAX):
         cluster.settle()
         if not sum(_goes_on(cluster, process, target) for process in cluster.newest()):
@@ -185,25 +193,27 @@ def _goes_on(cluster: Cluster, process: Process, target: int) -> bool:
         return _enter(cluster, process)
     if any(deliver(cluster, process) for deliver in _EXCHANGES.values()):
         return True
-    if any(act(cluster, process) for act in (_apply, _copy, _write)):
+    if any(act(cluster, process) for act in (_keep, _apply, _copy, _write, _protect, _recall)):
         return True
     return process.machine.snapshot().committed < target and _compute(cluster, process)
 
 
 @command("show")
 def show(cluster: Cluster) -> None:
-    """Tell where all stand."""
+    """Show where everybody stands."""
     view = cluster.view()
     if view is not None:
         cluster.blocks.append(("now", (view_text(view),)))
     for process in cluster.newest():
         state = "dead" if not process.alive else status_text(process.machine.snapshot())
         cluster.blocks.append((process.name, (state,)))
+    for node, held in cluster.memories.held():
+        cluster.blocks.append((node, (held,)))
 
 
 @command(r"steps pass until (?P<target>\d+)")
 def steps_pass(cluster: Cluster, target: str) -> None:
-    """Let all go well until so many steps are committed."""
+    """Let all go well until that number of steps is committed."""
     _run(cluster, int(target))
 
 
@@ -425,11 +435,36 @@ def _copy(cluster: Cluster, process: Process) -> bool:
     if save.sink is SinkKind.FOLLOWERS:
         cluster.feeds.copied(process.worker, save)
         process.work.copied = save.step
+    elif save.sink is SinkKind.MEMORY:
+        cluster.memories.copied(process.worker, save)
     else:
         process.work.saving.append((save.step, save.view))
     order = save.order.number if save.order is not None else 0
     cluster.feed(process, ev.StateCopied(save.sink, save.step, order=order))
     return True
+
+
+def _keep(cluster: Cluster, process: Process) -> bool:
+    view = process.machine.view
+    event = cluster.memories.keep_step(process.worker, view) if view is not None else None
+    if event is not None:
+        cluster.feed(process, event)
+    return event is not None
+
+
+def _protect(cluster: Cluster, process: Process) -> bool:
+    event = cluster.memories.keep_state(process.worker, process.work.flipped)
+    if event is not None:
+        cluster.feed(process, event)
+    return event is not None
+
+
+def _recall(cluster: Cluster, process: Process) -> bool:
+    view = process.machine.view
+    events = cluster.memories.read(process.worker, view) if view is not None else []
+    for event in events:
+        cluster.feed(process, event)
+    return bool(events)
 
 
 def _be_fed(cluster: Cluster, process: Process) -> bool:
@@ -478,8 +513,26 @@ def task_done(cluster: Cluster, worker: str, vrank: str) -> None:
 
 @command(WHO + "tasks are done")
 def tasks_done(cluster: Cluster, who: str) -> None:
-    """Scripts have computed all that they had to."""
+    """Scripts have computed all their tasks."""
     each_of(cluster, who, lambda process: _compute(cluster, process), "computes nothing")
+
+
+@command(WHO + "pieces of the step are kept")
+def step_kept(cluster: Cluster, who: str) -> None:
+    """Pieces of the reduced gradient are in the nodes' memory."""
+    each_of(cluster, who, lambda process: _keep(cluster, process), "keeps no step")
+
+
+@command(WHO + "pieces of the state are kept")
+def state_kept(cluster: Cluster, who: str) -> None:
+    """Pieces of the state are in the nodes' memory."""
+    each_of(cluster, who, lambda process: _protect(cluster, process), "keeps no state")
+
+
+@command(WHO + "pieces are read")
+def pieces_read(cluster: Cluster, who: str) -> None:
+    """The state, or the gradient of a step, is put together from the nodes' memory."""
+    each_of(cluster, who, lambda process: _recall(cluster, process), "reads nothing")
 
 
 @command(WHO + "(?:is|are) fed")
@@ -516,7 +569,7 @@ def written(cluster: Cluster, who: str) -> None:
 
 @command(WHO + "leaves? the loop")
 def left(cluster: Cluster, who: str) -> None:
-    """Scripts that were released go on with what comes after."""
+    """Scripts that were released go on behind it."""
 
     def leave(process: Process) -> bool:
         if not isinstance(process.work.doing, ef.Release):

@@ -30,6 +30,30 @@ def dies(cluster: Cluster, worker: str) -> None:
     cluster.end(process_of(cluster, worker), -9)
 
 
+@command(rf"{WORKER} notices that its processes on {NODE} are gone")
+def misses(cluster: Cluster, worker: str, node: str) -> None:
+    """The first process of a worker that is spread over nodes has lost the others of a node."""
+    cluster.end(process_of(cluster, worker), -9, f"its process on {node} is gone")
+
+
+@command(rf"shard (?P<shard>\d+) of {WORKER} (?P<how>falls behind|catches up)")
+def shard_behind(cluster: Cluster, shard: str, worker: str, how: str) -> None:
+    """One process of a worker falls behind, or is level with the others again."""
+    process = process_of(cluster, worker)
+    if how == "falls behind":
+        process.shards.hold_back(int(shard))
+    else:
+        cluster.feed_told(process, process.shards.catch_up(int(shard)))
+
+
+@command(rf"shard (?P<shard>\d+) of {WORKER} loses a connection")
+def shard_breaks(cluster: Cluster, shard: str, worker: str) -> None:
+    """One process of a worker cannot reach the same shard of another one any more."""
+    process = process_of(cluster, worker)
+    view = process.machine.snapshot().view
+    cluster.feed_told(process, process.shards.lose_connection(int(shard), view))
+
+
 @command(rf"{WORKER} (?P<how>freezes|thaws)")
 def freezes(cluster: Cluster, worker: str, how: str) -> None:
     """A process does nothing, or does again."""
@@ -148,9 +172,12 @@ def unreadable(cluster: Cluster, worker: str, step: str, older: str) -> None:
 
 @command(rf"{NODE} dies")
 def node_dies(cluster: Cluster, node: str) -> None:
-    """A machine is gone with all that runs on it."""
+    """A machine is lost, and its processes and memory with it."""
     host = host_of(cluster, node)
     host.machine = None
+    cluster.memories.lose(host.name)
+    for further in cluster.further.on(host.name):
+        further.alive = False
     for process in cluster.newest():
         if process.host is host:
             cluster.end(process, -9)
@@ -186,7 +213,7 @@ def node_freezes(cluster: Cluster, node: str, how: str) -> None:
 
 @command(rf"{NODE} is (?P<how>cut off|reached again)")
 def cut_off(cluster: Cluster, node: str, how: str) -> None:
-    """The control network loses a node, with all that is under way, or finds it again."""
+    """The control network loses a node and the messages under way, or finds it again."""
     host = host_of(cluster, node)
     host.cut_off = how == "cut off"
     if host.cut_off:
@@ -219,7 +246,7 @@ def well_again(cluster: Cluster, node: str) -> None:
 
 @command("the coordinator dies")
 def coordinator_dies(cluster: Cluster) -> None:
-    """What was under way to it is lost; what it has sent arrives."""
+    """Messages under way to it are lost; those that it has sent arrive."""
     cluster.coordinator = None
     cluster.reports.clear()
 

@@ -13,6 +13,7 @@ from typing import Any
 from holdfast.core.membership import agent as ag
 from holdfast.core.membership import coordinator_events as ce
 from holdfast.core.membership.formation import spans
+from holdfast.core.redundancy import Recall
 from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.step import effects as ef
 from holdfast.core.step.events import FINITE, NOBODYS, RIGHTLY, SOMEBODYS, Purpose, Topic
@@ -31,7 +32,7 @@ from holdfast.core.types import (
 )
 
 COLUMNS_MAX = 100
-Block = tuple[str, tuple[str, ...]]  # who, and the lines of what it did
+Block = tuple[str, tuple[str, ...]]  # an actor, and a line for each of its effects
 
 
 # ---------------------------------------------------------------- names and lists
@@ -99,11 +100,22 @@ def view_text(view: View) -> str:
         words.append(f"joining: {several(joiners)}" if view.donors else "all begin")
     if late:
         words.append(f"catching up: {several(late)}")
+    if view.recall is not None:
+        words.append(f"recalled: {recall_text(view.recall)}")
     if view.suspended:
         words.append(f"suspended: {several([lag.worker for lag in view.suspended])}")
     if view.invalidations:
         words.append(", ".join(invalidation_text(each) for each in view.invalidations))
     return "; ".join(words)
+
+
+def recall_text(recall: Recall) -> str:
+    """Write from what the state is made again."""
+    base = f"the state of step {recall.base}"
+    if not recall.view:
+        base = f"the checkpoint of step {recall.base}" if recall.base else "the initial state"
+    found = [f"{several(range(s.first, s.end))} of view {s.view}" for s in recall.sources]
+    return ", ".join([base, *(f"gradients {each}" for each in found)])
 
 
 def invalidation_text(each: Invalidation) -> str:
@@ -332,8 +344,14 @@ _STEPS = {
     SourceKind.MEMORY: "recall",
     SourceKind.FEED: "take the fed",
 }
+_FORGOTTEN = {
+    SinkKind.LATE: "",
+    SinkKind.FOLLOWERS: "forget what followers do not need",
+    SinkKind.MEMORY: "forget what is older in the nodes' memory",
+}
 _WORKER_WORDS: dict[type, Callable[[Any], str]] = {
     ef.Abort: lambda e: f"abort view {e.view}",
+    ef.MarkCommitted: lambda e: f"mark step {e.step} committed",
     ef.Redo: lambda e: f"forget what was computed of step {e.step}",
     ef.Adopt: lambda e: f"take its copy of task {e.vrank} for its own",
     ef.KeepStep: lambda e: f"keep step {e.step} for {_KEPT_FOR[e.sink]}",
@@ -357,9 +375,7 @@ _WORKER_WORDS: dict[type, Callable[[Any], str]] = {
     ef.ObtainStep: lambda e: f"{_STEPS[e.source]} step {e.step}",
     ef.Follow: lambda e: "follow no more" if e.order is None else "follow the members",
     ef.SyncState: lambda e: "compare states",
-    ef.Forget: lambda e: (
-        "" if e.sink is SinkKind.LATE else f"forget what {e.sink.value} do not need"
-    ),
+    ef.Forget: lambda e: _FORGOTTEN[e.sink],
     ef.Gather: gather_text,
     ef.ShareRows: lambda e: f"its part of step {e.step} is complete",
     ef.CheckSum: lambda e: f"check the sum of bucket {e.bucket}{', again' if e.run else ''}",

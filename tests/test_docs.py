@@ -97,6 +97,14 @@ def test_the_protocol_page_is_drawn_from_this_code() -> None:
     assert draw.drawn(planted) != planted
 
 
+def test_the_protocol_page_names_what_the_core_has() -> None:
+    core = "".join(p.read_text() for p in sorted((ROOT / "src/holdfast/core").rglob("*.py")))
+    page = (ROOT / "docs" / "protocol.md").read_text()
+    named = set(re.findall(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)+)`", page))
+    assert len(named) > 50
+    assert [name for name in sorted(named) if f"class {name}" not in core] == []
+
+
 def test_the_public_surface() -> None:
     assert sorted(holdfast.__all__) == [
         "Batches",

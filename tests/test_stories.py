@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import story_kit
-from holdfast.core.membership import coordinator, facts, formation
+from holdfast.core.membership import coordinator, facts, formation, protection, teams
 from holdfast.core.membership.agent import AgentEffect, AgentEvent, AgentMachine
 from holdfast.core.membership.coordinator import CoordinatorMachine
 from holdfast.core.membership.coordinator_events import (
@@ -20,10 +20,12 @@ from holdfast.core.membership.coordinator_events import (
 )
 from holdfast.core.membership.reserve import Reserve
 from holdfast.core.membership.view_making import Room
+from holdfast.core.redundancy import Recall
 from holdfast.core.replica.saves import Saves
 from holdfast.core.step import audit, step_machine
 from holdfast.core.step.effects import Abort, Commit, Tell, WorkerEffect
 from holdfast.core.step.events import WorkerEvent
+from holdfast.core.step.shards import ShardEvents
 from holdfast.core.types import (
     NO_VIEW,
     AgentId,
@@ -222,6 +224,9 @@ def test_a_planted_mistake_changes_the_story(name: str, machines: Machines) -> N
         ("spare", Reserve, "room", lambda self: Room(hosts=4)),
         ("hot_spare", Reserve, "room", lambda self: Room(hosts=4)),
         ("move", formation, "leaving", lambda *_: {}),
+        ("memory", protection, "find_recall", lambda *_: Recall(base=0, view=0, sources=())),
+        ("shards", ShardEvents, "hear", lambda _, shard, event: [] if shard else [event]),
+        ("spread", teams, "_is_lost", lambda *_: False),
     ],
 )
 def test_a_planted_change_of_a_decision_changes_the_story(

@@ -101,9 +101,10 @@ class HostMemory:
         return found
 
     def _tell(self) -> None:
-        self._changed(tuple(self._kept()))
+        self._changed(tuple(self.contents()))
 
-    def _kept(self) -> list[KeptPieces]:
+    def contents(self) -> list[KeptPieces]:
+        """Return what is kept here, by view and worker."""
         found = []
         for (view, worker, _), shelf in sorted(self.shelves.items()):
             first = end = max(shelf.sums, default=-1) + 1

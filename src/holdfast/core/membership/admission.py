@@ -34,9 +34,16 @@ class Attendance:
     silent: tuple[AgentId, ...] = ()
     not_drained: str = ""  # why nodes that fail their checks are used on
 
-    def tell_waiting(self, waiting: tuple[AgentId, ...]) -> tuple[Attendance, list[Announce]]:
-        """Return this with the nodes that wait now, and lines on the new ones."""
+    def tell_waiting(
+        self, waiting: tuple[AgentId, ...], spread: int = 1
+    ) -> tuple[Attendance, list[Announce]]:
+        """Return this with the nodes that wait now, and lines on the new ones.
+
+        `spread`: nodes over which each worker is spread.
+        """
         why = "waits: the job has all the nodes it may have or can use"
+        if len(waiting) < spread:
+            why = f"waits for further nodes: each worker is spread over {spread}"
         new = [name for name in waiting if name not in self.waiting]
         lines = [Announce("node", f"node {name} {why}") for name in new]
         return dataclasses.replace(self, waiting=waiting), lines

@@ -321,7 +321,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
 
     def _plan_admission(self, facts: Facts) -> Plan:
         waiting, plan = admit(facts, self._policy)
-        attendance, lines = self._attendance.tell_waiting(waiting)
+        attendance, lines = self._attendance.tell_waiting(waiting, self._policy.spread)
         return [*plan, Remember(attendance), *lines]
 
     def _plan_servers(self, facts: Facts) -> Plan:

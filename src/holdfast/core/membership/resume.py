@@ -33,4 +33,5 @@ def resume_step(survivors: Sequence[WorkerStatus], lost: bool) -> tuple[int, str
         return newest, f"step {newest - 1} was committed by a survivor: all commit it"
     if all(s.reduced for s in survivors) and not lost:
         return newest + 1, f"all members hold the gradient of step {newest}: all commit it"
-    return newest, f"step {newest} is redone for the lost virtual ranks"
+    why = "for the lost virtual ranks" if lost else "since not all members have its gradient"
+    return newest, f"step {newest} is redone {why}"

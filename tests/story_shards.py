@@ -1,0 +1,110 @@
+"""Workers of several processes in a story: each process does what the first one does.
+
+A story may hold one process back, so that the others wait for it, and may break its connections.
+Those on further nodes of a worker that is spread over several live and end by themselves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from holdfast.core.step import events as ev
+from holdfast.core.step.shards import FollowerProofs, ShardEvents
+from holdfast.core.types import (
+    AgentId,
+    Incarnation,
+    Stage,
+    Tick,
+    ViewNumber,
+    WorkerId,
+    WorkerStatus,
+)
+
+OF_THE_WORKER = (ev.Directed, Tick, ev.LinkLost, ev.StillAwaited)  # heard by the first one alone
+
+
+class Shards:
+    """The processes of one worker, by the shards that they hold."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._events = ShardEvents(count)
+        self._behind: dict[int, deque[ev.WorkerEvent]] = {}  # by shard that is held back
+
+    def hear(self, event: ev.WorkerEvent) -> Iterator[ev.WorkerEvent]:
+        """All processes do this; yields what the worker's machine is told by now."""
+        if self.count == 1 or isinstance(event, OF_THE_WORKER):
+            yield event
+            return
+        for shard in range(self.count):
+            if shard in self._behind:
+                self._behind[shard].append(event)
+            else:
+                yield from self._events.hear(shard, event)
+
+    def hold_back(self, shard: int) -> None:
+        """A process falls behind: the machine hears nothing of it from now on."""
+        self._behind.setdefault(shard, deque())
+
+    def catch_up(self, shard: int) -> Iterator[ev.WorkerEvent]:
+        """A process has done everything that it was late with."""
+        for event in self._behind.pop(shard, ()):
+            yield from self._events.hear(shard, event)
+
+    def lose_connection(self, shard: int, view: ViewNumber) -> Iterator[ev.WorkerEvent]:
+        """A process has lost a connection to the same shard of another worker."""
+        reason = f"shard {shard} has lost a connection"
+        yield from self._events.hear(shard, ev.GroupBroken(view, reason))
+
+    def begin(self, view: ViewNumber) -> None:
+        """A view begins: what only some have done before is not waited for."""
+        self._events.begin(view)
+
+
+@dataclass
+class Further:
+    """The processes of a worker on one of its further nodes."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    node: AgentId
+    place: int
+    alive: bool = True
+    said: int = 0
+    proofs: FollowerProofs = field(default_factory=FollowerProofs)
+
+    def committed(self, now: float, *, voted: bool) -> WorkerStatus | None:
+        """Apply a step; return the status by which its agent learns that all members have acted, if they have."""
+        proved_at = self.proofs.committed(now, voted=voted)
+        if proved_at is None or not self.alive:
+            return None
+        self.said += 1
+        return WorkerStatus(
+            worker=self.worker,
+            incarnation=self.incarnation,
+            seq=self.said,
+            stage=Stage.READY,
+            proved_at=proved_at,
+        )
+
+
+class FurtherNodes:
+    """The processes on further nodes of all workers."""
+
+    def __init__(self) -> None:
+        self._all: list[Further] = []
+
+    def add(self, further: Further) -> None:
+        """A node starts its processes of a worker."""
+        self._all.append(further)
+
+    def of(self, worker: WorkerId, incarnation: Incarnation) -> list[Further]:
+        """Those of one worker that live, by place."""
+        key = (worker, incarnation)
+        return [f for f in self._all if f.alive and (f.worker, f.incarnation) == key]
+
+    def on(self, node: AgentId) -> Iterable[Further]:
+        """Those that live on a node."""
+        return [each for each in self._all if each.alive and each.node == node]
