@@ -1,4 +1,4 @@
-"""Measures what the observation of a job costs each step: the ledger and the times of workers.
+"""Measures what the observation of a job costs each step: ledger, digests and times of workers.
 
 One job switches both off and on again in turn, a block of steps each, so that the two blocks of a
 pair run one after the other in the same processes. At the end the calls themselves are timed, which
@@ -27,6 +27,7 @@ from whole_batches import as_is
 import holdfast
 from holdfast.testing.local_run import LocalRun
 from holdfast.train.script.ledger_recorder import LedgerRecorder
+from holdfast.train.step.part_digest import PartDigest
 from holdfast.train.step.time_sheet import TimeSheet
 
 RUN_S = 900.0
@@ -36,34 +37,39 @@ OBSERVERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (TimeSheet, ("enter", "wait", "expect", "note_engine", "note_left", "take")),
     (LedgerRecorder, ("commit",)),
 )
+DIGESTS: tuple[Any, tuple[str, ...]] = (PartDigest, ("begin", "note", "take"))
 
 
-def do_nothing(*_: object, **__: object) -> None:
-    """Stand in for a method that observes."""
+def do_nothing(*_: object, **__: object) -> int:
+    """Stand in for a method that observes; returns the digest that was not taken."""
+    return 0
 
 
 class Switch:
     """Replaces the methods that observe by ones that do nothing, and puts them back."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds: dict[Any, float] = {}  # of the calls, by their class
         self._kept: list[tuple[Any, str, Callable[..., Any]]] = [
-            (owner, name, getattr(owner, name)) for owner, names in OBSERVERS for name in names
+            (owner, name, getattr(owner, name))
+            for owner, names in (*OBSERVERS, DIGESTS)
+            for name in names
         ]
 
     def time_calls(self) -> None:
         """Add up the CPU seconds of all calls in `seconds`, those of the clock's readings too."""
         for owner, name, method in self._kept:
-            setattr(owner, name, self._timed(method))
+            self.seconds[owner] = 0.0
+            setattr(owner, name, self._timed(owner, method))
 
-    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, owner: Any, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(*words: Any, **named: Any) -> Any:
             began = time.thread_time()
             try:
                 return method(*words, **named)
             finally:
-                self.seconds += time.thread_time() - began
+                self.seconds[owner] += time.thread_time() - began
 
         return call
 
@@ -98,16 +104,24 @@ def train(model_name: str, pairs: int, out: Path) -> None:
         else:
             switch.turn(on=number % 4 in (0, 3))  # on, off, off, on: a drift cancels out
         began = (time.process_time(), time.perf_counter())
-    found = {"blocks": blocks[:-1], "calls": switch.seconds / size, "timed": blocks[-1][0]}
+    digests = switch.seconds.pop(PartDigest) / size
+    calls = sum(switch.seconds.values()) / size
+    timed = {"calls": calls, "digests": digests, "timed": blocks[-1][0]}
+    found = {"blocks": blocks[:-1], **timed}
     (out / f"{job.worker}.json").write_text(json.dumps(found))
 
 
-def measure(model: str, pairs: int, workers: int) -> tuple[list[float], list[tuple[float, float]]]:
-    """Return the shares of the timed calls, and the ratios of CPU and wall time by pair."""
+def measure(
+    model: str, pairs: int, workers: int, digest_steps: int
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Return the shares of the timed calls (digests apart), and of each pair the ratios of times.
+
+    These are of CPU time and of wall time.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words = ["--worker", str(folder), "--model", model, "--pairs", str(pairs)]
-        options = ["--nproc", str(workers), *STEADY]
+        options = ["--nproc", str(workers), "--digest-steps", str(digest_steps), *STEADY]
         with LocalRun(folder / "run", options, [str(Path(__file__)), *words]) as run:
             if run.wait(RUN_S) != 0:
                 raise RuntimeError(run.log())
@@ -120,10 +134,12 @@ def measure(model: str, pairs: int, workers: int) -> tuple[list[float], list[tup
             ratios.append((on[0] / off[0], on[1] / off[1]))
     for each in every:
         print(
-            f"{model}: {1e6 * each['calls']:.0f} us of {1e3 * each['timed']:.2f} ms CPU a step",
+            f"{model}: {1e6 * each['calls']:.0f} us, and {1e6 * each['digests']:.0f} us for "
+            f"digests, of {1e3 * each['timed']:.2f} ms CPU a step",
             file=sys.stderr,
         )
-    return [each["calls"] / each["timed"] for each in every], ratios
+    shares = [(each["calls"] / each["timed"], each["digests"] / each["timed"]) for each in every]
+    return shares, ratios
 
 
 def describe(values: list[float]) -> str:
@@ -138,18 +154,21 @@ def main() -> None:
     parser.add_argument("--model", choices=BLOCKS)
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--digest-steps", type=int, default=64)
     options = parser.parse_args()
     if options.worker is not None:
         train(options.model, options.pairs, options.worker)
         return
     print(
-        "| model | calls, share of CPU | pairs | CPU, median | quartiles | | wall | quartiles | |"
+        "| model | calls, share of CPU | digests | pairs | CPU, median | quartiles | | wall | "
+        "quartiles | |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for model in [options.model] if options.model else BLOCKS:
-        shares, ratios = measure(model, options.pairs, options.workers)
+        shares, ratios = measure(model, options.pairs, options.workers, options.digest_steps)
         cells = " | ".join(describe([each[k] for each in ratios]) for k in (0, 1))
-        print(f"| {model} | {max(shares):.2%} | {len(ratios)} | {cells} |")
+        calls, digests = map(max, zip(*shares, strict=True))
+        print(f"| {model} | {calls:.2%} | {digests:.2%} | {len(ratios)} | {cells} |")
         sys.stdout.flush()
 
 

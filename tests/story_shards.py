@@ -76,7 +76,7 @@ class Further:
     proofs: FollowerProofs = field(default_factory=FollowerProofs)
 
     def committed(self, now: float, *, voted: bool) -> WorkerStatus | None:
-        """Apply a step; return the status by which its agent learns that all members have acted, if they have."""
+        """Apply a step; return the status that proves that all members have acted, if any."""
         proved_at = self.proofs.committed(now, voted=voted)
         if proved_at is None or not self.alive:
             return None

@@ -408,7 +408,7 @@ def test_a_copy_is_adopted_with_all_it_has_left_and_is_none_after_that() -> None
     noted: Any = Recorder()
     tasks = SpeculativeTasks(noted, noted, noted)
     left: Any = object()
-    tasks.keep(4, FinishedTask(loss=0.5, count=3, digest=9, weight=1.5, left=left))
+    tasks.keep(4, FinishedTask(loss=0.5, count=3, digest=9, weight=1.5, left=left, part=6))
     tasks.keep(2, FinishedTask(loss=0.25, count=2, digest=8))
     sums: Any = [Sum(2), Sum(4)]
     assert tasks.contradicted(sums, {}) == (2, 4)
@@ -417,10 +417,10 @@ def test_a_copy_is_adopted_with_all_it_has_left_and_is_none_after_that() -> None
     tasks.adopt(4, (1, 7))
     tasks.adopt(2, (1, 7))
     assert noted.told == [
-        ("put", 4, 0.5, 3, 9, (1, 7), 1.5),
+        ("put", 4, 0.5, 3, 9, (1, 7), 1.5, 6),
         ("keep", 4, left),
         ("adopt", 4),
-        ("put", 2, 0.25, 2, 8, (1, 7), UNWEIGHTED),
+        ("put", 2, 0.25, 2, 8, (1, 7), UNWEIGHTED, 0),
         ("adopt", 2),
     ]
     assert tasks.contradicted(sums, {}) == ()

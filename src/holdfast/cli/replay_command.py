@@ -68,7 +68,8 @@ def parser() -> argparse.ArgumentParser:
         prog="holdfast replay",
         description="Compute committed steps of a run again, on one worker of this machine, from "
         "the newest checkpoint before them or from the beginning. Compare samples, losses, values "
-        "and digests of the state with those that the run has recorded. The run is only read.",
+        "and digests of the state, of gradients and of their sum with those that the run has "
+        "recorded. The run is only read.",
     )
     found.add_argument("run_dir", type=Path, metavar="RUN", help="directory of the run")
     found.add_argument(
@@ -232,9 +233,11 @@ def describe_task(line: StepLine | None, vrank: int) -> str:
     if line is None:
         return f"virtual rank {vrank} was not computed"
     loss = repr(line.all_losses()[vrank]) if line.losses else "unknown"
+    gradients = line.all_gradients()
+    gradient = f", gradient (digest {gradients[vrank]})" if gradients else ""
     return (
         f"step {line.step}, virtual rank {vrank}: {line.counts[vrank]} samples (digest "
-        f"{line.digests[vrank]}), loss {loss}"
+        f"{line.digests[vrank]}), loss {loss}{gradient}"
     )
 
 

@@ -325,6 +325,13 @@ class SilentErrors:
         metavar="STEPS",
         least=0,
     )
+    digest_steps: int = setting(
+        64,
+        "record digests of each task's gradient and of their sum that cover every byte once in "
+        "this many steps, for `holdfast compare` and `replay`; 1: in every step; 0: never",
+        metavar="STEPS",
+        least=0,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,8 +42,10 @@ _Hex64 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 class LedgerHeader:
     """Names the writer and the job. A later header in the same file names the next plan.
 
-    `backup`: how many workers' results a step may drop. `dataset`: a number for each dataset of
-    which records may be quarantined, from 1 on; `quarantined`: those that are at this place.
+    `backup`: how many workers' results a step may drop. `dataset`: a number for each dataset with
+    records that may be quarantined, from 1 on; `quarantined`: those that are at this place.
+    `digest_steps`: digests of gradients and sums cover every byte in this number of steps; 0: there
+    are none.
     """
 
     seed: int
@@ -54,6 +56,7 @@ class LedgerHeader:
     backup: int = 0
     dataset: int = 0
     quarantined: Sequence[int] = ()
+    digest_steps: int = 0
 
 
 class Uses(enum.Enum):
@@ -79,14 +82,26 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepDigests:
+    """Keeps digests of 63 bits of a step's parts, other parts in each step; 0: not taken.
+
+    `state`: of that with which it began. `gradients`: of each virtual rank's. `sum`: of the sum of
+    these, as the optimizer has received it, but for its scale.
+    """
+
+    state: int = 0
+    gradients: Sequence[int] = ()
+    sum: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEntry:
     """Describes one committed step; `hosts`, `counts` and `digests` have one item per virtual rank.
 
     A task that was dropped has count and digest 0. `bad`: by virtual rank, the records that a task
     left out by itself, from the beginning of the script's step on. `handed`: by virtual rank, 63
     bits of the values and states that a task has handed over to all members. `losses`: of each
-    virtual rank, as its task has computed it. `state`: 63 bits of a part of the state with which
-    the step began, another part in each step; 0: not taken.
+    virtual rank, as its task has computed it. `of`: digests of what the step has computed.
     """
 
     place: Place
@@ -98,7 +113,7 @@ class LedgerEntry:
     bad: Mapping[int, Sequence[int]] = field(default_factory=dict)
     handed: Mapping[int, int] = field(default_factory=dict)
     losses: Sequence[float] = ()
-    state: int = 0
+    of: StepDigests = StepDigests()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +146,8 @@ class HeaderLine(
     backup: _Natural = 0
     dataset: _Natural = 0
     quarantined: tuple[_Natural, ...] = ()
-    format: Literal[1, 2] = 1  # omitted, as in the first ledgers, which had none
+    digest_steps: _Natural = 0
+    format: Literal[1, 2, 3] = 1  # omitted, as in the first ledgers, which had none
     chain: _Hex64 | None = None
 
 
@@ -155,12 +171,19 @@ class StepLine(
     handed: dict[int, _Hex64] = {}
     losses: _HexList = ""  # the bits of one after the other
     state: _Hex64 = NOT_TAKEN
+    gradients: _HexList = ""  # the digest of one after the other
+    sum: _Hex64 = NOT_TAKEN
     chain: _Hex64 | None = None  # of all lines of the file up to this one, doubts left out
 
     def all_losses(self) -> tuple[float, ...]:
         """Return the losses of all virtual ranks; none if an older release has written the line."""
         data = bytes.fromhex(self.losses)
         return struct.unpack(f">{len(data) // 8}d", data)
+
+    def all_gradients(self) -> tuple[str, ...]:
+        """Return the digests of all virtual ranks' gradients; none if none was taken."""
+        found = self.gradients
+        return tuple(found[i : i + 16] for i in range(0, len(found), 16))
 
     @property
     def place(self) -> Place:
@@ -186,7 +209,8 @@ Line = HeaderLine | StepLine | DoubtLine
 _encode = msgspec.json.Encoder().encode
 decode_line = msgspec.json.Decoder(Line).decode
 _decode_any_header = msgspec.json.Decoder(_AnyHeader).decode
-FORMAT: Literal[2] = 2  # 1 had no chain, no losses of tasks and no digests of the state
+# 1 had no chain, no losses of tasks and no digests of the state; 2 had no digests of gradients
+FORMAT: Literal[3] = 3
 
 
 def newer_format_in(line: bytes) -> str:
@@ -257,12 +281,14 @@ class LedgerWriter:
             backup=header.backup,
             dataset=header.dataset,
             quarantined=tuple(header.quarantined),
+            digest_steps=header.digest_steps,
             format=FORMAT,
         )
         self._append(line)
 
     def append(self, entry: LedgerEntry) -> None:
         step, index, uses = entry.place.step, entry.place.index, entry.place.uses
+        gradients = entry.of.gradients if any(entry.of.gradients) else ()
         line = StepLine(
             step=step,
             view=entry.view,
@@ -276,7 +302,9 @@ class LedgerWriter:
             bad={vrank: tuple(records) for vrank, records in entry.bad.items()},
             handed={vrank: f"{digest:016x}" for vrank, digest in entry.handed.items()},
             losses=struct.pack(f">{len(entry.losses)}d", *entry.losses).hex(),
-            state=f"{entry.state:016x}",
+            state=f"{entry.of.state:016x}",
+            gradients="".join(f"{digest:016x}" for digest in gradients),
+            sum=f"{entry.of.sum:016x}",
         )
         self._append(line)
 

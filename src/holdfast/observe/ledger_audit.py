@@ -173,7 +173,10 @@ def verify(
 
 # What all copies of a step must agree on. Hashed, so that a million steps fit in memory. Of a step
 # that only tells values `place` has not the value that was agreed on: see `_check_told`.
-_CONTENT = ("plan", "place", "counts", "digests", "loss", "bad", "handed", "losses", "state")
+_CONTENT = (
+    *("plan", "place", "counts", "digests", "loss", "bad", "handed", "losses", "state"),
+    *("gradients", "sum"),
+)
 
 
 @dataclass(slots=True)
@@ -283,11 +286,12 @@ class _Audit:
             self.find(f"{where}: step {entry.step} comes before any header")
             return
         vranks = header.virtual_ranks
-        for name in ("hosts", "counts", "digests"):
-            if len(getattr(entry, name)) != vranks:
+        lengths = {name: len(getattr(entry, name)) for name in ("hosts", "counts", "digests")}
+        lengths["gradients"] = len(entry.all_gradients()) or vranks  # either all or none
+        for name, length in lengths.items():
+            if length != vranks:
                 self.find(
-                    f"{where}: step {entry.step} has {len(getattr(entry, name))} {name} "
-                    f"for {vranks} virtual ranks"
+                    f"{where}: step {entry.step} has {length} {name} for {vranks} virtual ranks"
                 )
                 return
         if wrong := self.left_out.foreign(header, entry.bad):
@@ -300,12 +304,11 @@ class _Audit:
         if place.uses is Uses.NO_SAMPLES:
             place = replace(place, told="")
         handed = tuple(sorted(entry.handed.items()))
-        more: tuple[int | None, str | None] = (
-            None,
-            None,
-        )  # a copy that an older release has written
+        more: list[int | str | None] = [None] * 4  # older releases lack these
         if header.format > 1:
-            more = (_hash((entry.losses,)), entry.state)
+            more[:2] = _hash((entry.losses,)), entry.state
+        if header.format > 2:
+            more[2:] = _hash((entry.gradients,)), entry.sum
         content = (plan, place, *marks, entry.loss, bad, handed, *more)
         commit = entry.hosts if header.backup else ()  # done again, other tasks may be dropped
         step = self.steps.get(entry.step)

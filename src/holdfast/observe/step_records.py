@@ -34,13 +34,25 @@ class RunSteps:
 class StepDifference:
     """Describes the difference between two records of a step: its kind, and a sentence on it.
 
-    `kind`: "samples", "state", "task", "values" or "step". `vranks`: the virtual ranks that differ.
+    `kind`: "samples", "state", "update", "task", "gradient", "values", "step" or "sum".
+    `vranks`: the virtual ranks that differ.
     """
 
     step: int
     kind: str
     text: str
     vranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparable:
+    """Marks the digests of two runs that cover the same bytes in the same step."""
+
+    states: bool = True
+    gradients: bool = True
+
+
+ALL = Comparable()
 
 
 def read_steps(run_dir: str | os.PathLike[str]) -> RunSteps:
@@ -58,13 +70,14 @@ def read_steps(run_dir: str | os.PathLike[str]) -> RunSteps:
 
 
 def find_difference(
-    ours: StepLine, theirs: StepLine, names: tuple[str, str]
+    ours: StepLine, theirs: StepLine, names: tuple[str, str], alike: Comparable = ALL
 ) -> StepDifference | None:
     """Return the first cause for which two records of one step differ, or None.
 
     `names`: of the two runs. Samples come first, then the state that the step began with, then the
-    losses of its tasks, then values that tasks have handed over. It does not count which worker
-    computed a task.
+    losses of its tasks, then their gradients, then values that tasks have handed over, then the sum
+    of the gradients. It does not count which worker computed a task. `alike`: which digests are of
+    the same parts.
     """
     step = ours.step
     if len(ours.counts) != len(theirs.counts) or ours.place != theirs.place:
@@ -75,7 +88,7 @@ def find_difference(
         hosts = _hosts(ours, theirs, vranks, names)
         text = f"step {step}: {_ranks(vranks)} used other samples; {hosts}"
         return StepDifference(step=step, kind="samples", text=text, vranks=vranks)
-    if ours.state != theirs.state and NOT_TAKEN not in (ours.state, theirs.state):
+    if alike.states and ours.state != theirs.state and NOT_TAKEN not in (ours.state, theirs.state):
         text = f"step {step} began with another state"
         return StepDifference(step=step, kind="state", text=text)
     both = ours.losses and theirs.losses
@@ -87,6 +100,8 @@ def find_difference(
             f"{_hosts(ours, theirs, vranks, names)}"
         )
         return StepDifference(step=step, kind="task", text=text, vranks=vranks)
+    if alike.gradients and (difference := _find_gradient(ours, theirs, names)) is not None:
+        return difference
     if ours.handed != theirs.handed:
         every = sorted({*ours.handed, *theirs.handed})
         vranks = tuple(v for v in every if ours.handed.get(v) != theirs.handed.get(v))
@@ -96,7 +111,38 @@ def find_difference(
         pair = [float.fromhex(each.loss) for each in (ours, theirs)]
         text = f"step {step}: the loss is {pair[0]!r} in {names[0]} and {pair[1]!r} in {names[1]}"
         return StepDifference(step=step, kind="step", text=text)
+    if alike.gradients and _has_other_sum(ours, theirs):
+        text = f"step {step}: the sum of the gradients differs, and those of all tasks are the same"
+        return StepDifference(step=step, kind="sum", text=text)
     return None
+
+
+def has_digests(line: StepLine) -> bool:
+    """Return whether a step has all digests of its gradients and its sum, or sums nothing."""
+    return line.uses is Uses.NO_SAMPLES or (bool(line.gradients) and line.sum != NOT_TAKEN)
+
+
+def _find_gradient(
+    ours: StepLine, theirs: StepLine, names: tuple[str, str]
+) -> StepDifference | None:
+    """Return the difference between the gradients of two records of a step, or None."""
+    pairs = zip(ours.all_gradients(), theirs.all_gradients(), strict=False)
+    vranks = tuple(
+        v for v, pair in enumerate(pairs) if NOT_TAKEN not in pair and pair[0] != pair[1]
+    )
+    if not vranks:
+        return None
+    differ = "gradient of {} differs" if len(vranks) == 1 else "gradients of {} differ"
+    same = "" if _has_other_sum(ours, theirs) else ", and the sum of all is the same"
+    text = (
+        f"step {ours.step}: the {differ.format(_ranks(vranks))}, from the same samples{same}; "
+        f"{_hosts(ours, theirs, vranks, names)}"
+    )
+    return StepDifference(step=ours.step, kind="gradient", text=text, vranks=vranks)
+
+
+def _has_other_sum(ours: StepLine, theirs: StepLine) -> bool:
+    return ours.sum != theirs.sum and NOT_TAKEN not in (ours.sum, theirs.sum)
 
 
 def _unlike(ours: Sequence[object], theirs: Sequence[object]) -> tuple[int, ...]:

@@ -381,7 +381,8 @@ def _step_data(
 ) -> tuple[StepData, FilledBuckets]:
     """Return what a step consists of, and what tells the engine of buckets that are full."""
     monitor, count = control.driver.monitor, control.environment.spec.virtual_ranks
-    filled, digest = FilledBuckets(monitor), TaskDigest()
+    cycle = control.environment.spec.silent_errors.digest_steps
+    filled, digest = FilledBuckets(monitor), TaskDigest(cycle)
     by_row = progress.trained.by_row()
     gradients = Gradients(trained, count, monitor, filled.note, digest.note, by_row)
     gradients.attach()

@@ -14,12 +14,11 @@ import torch
 import xxhash
 
 from holdfast.train.checkpoint.local_tensors import local_of
-from holdfast.train.exchange.tensor_bytes import NUMPY_HAS, as_bytes
+from holdfast.train.exchange.tensor_bytes import NUMPY_HAS, as_bytes, sum_of_bits
 from holdfast.train.script.rank_states import RankStates
 from holdfast.train.script.script_state import ScriptState
 
 CHUNK = 1 << 16  # elements of a tensor that are never parted
-_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Chunk = tuple[torch.Tensor, int, int]
 
 
@@ -116,7 +115,7 @@ class Fingerprints:
                 if alike and stop - start < numel:
                     part = part.reshape(-1)[start:stop]
                 if part.is_cuda:
-                    sums.append(_sum_of_bits(part.reshape(-1)))
+                    sums.append(sum_of_bits(part.reshape(-1)))
                 elif part.dtype in NUMPY_HAS and part.is_contiguous():
                     digest.update(part.numpy().data)  # the same bytes, with a tenth of the calls
                 else:
@@ -141,10 +140,3 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[Chunk]:
         numel = local_of(tensor).numel()
         for start in range(0, numel, CHUNK):
             yield tensor, start, min(start + CHUNK, numel)
-
-
-def _sum_of_bits(flat: torch.Tensor) -> torch.Tensor:
-    """Sum the elements as whole numbers: one flipped bit changes the sum. Stays on the device."""
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    return flat.view(_WHOLE_NUMBERS[flat.element_size()]).sum(dtype=torch.int64)

@@ -16,6 +16,7 @@ from holdfast.observe.ledger import (
     LedgerHeader,
     LedgerWriter,
     Place,
+    StepDigests,
     Uses,
     ledger_path,
 )
@@ -54,12 +55,11 @@ class LedgerRecorder:
         loss: float,
         dropped: int,
         handed: Mapping[int, int],
-        state: int,
+        of: StepDigests,
     ) -> None:
         """Record a step, whose gradient became complete in `view` without `dropped` samples.
 
-        `handed`: digests of values that its tasks have handed over, by virtual rank. `state`: 63
-        bits of a part of the state with which it began.
+        `handed`: digests of values that its tasks have handed over, by virtual rank.
         """
         if dropped:
             self._note_dropped(place.index, table, dropped)
@@ -81,7 +81,7 @@ class LedgerRecorder:
                 bad={} if left_out is None else {v: r for v, r in left_out.turn.items() if r},
                 handed=handed,
                 losses=() if place.uses is Uses.NO_SAMPLES else table.losses(),
-                state=state,
+                of=of,
             )
         )
 
@@ -151,4 +151,5 @@ class LedgerRecorder:
             backup=me.spec.stragglers.backup,
             dataset=0 if self._quarantine is None else self._quarantine.number,
             quarantined=() if self._quarantine is None else sorted(self._quarantine.records),
+            digest_steps=me.spec.silent_errors.digest_steps,
         )

@@ -20,7 +20,7 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.audit import FICKLE, SUBSTITUTED, Sketch
 from holdfast.core.step.events import Digest, Purpose, StepKind
-from holdfast.observe.ledger import Place, Uses
+from holdfast.observe.ledger import Place, StepDigests, Uses
 from holdfast.observe.time_lines import TimeUse
 from holdfast.train.data.quarantine import over_budget
 from holdfast.train.data.random_streams import enter_stream
@@ -82,13 +82,14 @@ class TaskRunner:
         if task.purpose is Purpose.HOSTED:
             data.clock.begin()
         wanted = task.digest and task.near
-        self._start(sketch=sketch or wanted, bits=repeated or (task.digest and not wanted))
+        bits = repeated or (task.digest and not wanted)
+        self._start(task.step, sketch=sketch or wanted, bits=bits)
         data.gradients.begin_task(task.vrank, task.purpose)
 
     def begin_repeat(self, task: ef.Compute, *, sketch: bool) -> None:
         """Note that the script is about to compute a task only to see what it comes to."""
         self._use = self._driver.times.enter(TimeUse.CHECK)
-        self._start(bits=True, sketch=sketch)
+        self._start(task.step, bits=True, sketch=sketch)
         self._data.gradients.begin_task(task.vrank, Purpose.AUDITED)
 
     def end_repeat(self) -> tuple[int, Sketch]:
@@ -98,10 +99,10 @@ class TaskRunner:
         self._driver.times.enter(self._use)
         return data.digest.bits, data.digest.sketch
 
-    def _start(self, *, bits: bool, sketch: bool) -> None:
+    def _start(self, step: int, *, bits: bool, sketch: bool) -> None:
         self._data.buffers.restore()
         self._data.attributes.begin_task()
-        self._data.digest.begin(bits=bits, sketch=sketch)
+        self._data.digest.begin(bits=bits, sketch=sketch, step=step)
         if self._files is not None:
             self._files.begin_task()
 
@@ -125,11 +126,11 @@ class TaskRunner:
         first = vrank == 0 or self._keeps_all
         if first and len(data.buffers) and task.purpose is not Purpose.AUDITED:
             finished = replace(finished, left=data.buffers.changes())
-        bits, sketch = data.digest.bits, data.digest.sketch
+        bits, sketch, part = data.digest.bits, data.digest.sketch, data.digest.part()
         gradient: Digest | None = None
         if task.digest:
             gradient = tuple(sketch) if task.near else bits ^ finished.report.digest
-        return replace(finished, gradient=gradient, bits=bits, sketch=sketch)
+        return replace(finished, gradient=gradient, bits=bits, sketch=sketch, part=part)
 
     def report(self, task: ef.Compute, finished: FinishedTask) -> None:
         """Let the machine know of a task that has ended."""
@@ -157,6 +158,10 @@ class TaskRunner:
         """Tell whether any process of this worker says so."""
         return flag if self.inner is None else self.inner.any(flag)
 
+    def join_digests(self, digests: Sequence[int]) -> list[int]:
+        """Return digests of what the processes of this worker hold together; 0 where none was."""
+        return list(digests) if self.inner is None else self.inner.join_digests(digests)
+
     def of_first(self, told: Mapping[int, bytes]) -> dict[int, bytes]:
         """Return what the process of shard 0 was told."""
         if self.inner is None:
@@ -183,8 +188,8 @@ class TaskRunner:
         host = me.worker, me.incarnation
         if data.kind is StepKind.GRADIENTS:
             data.values.put_report(vrank, finished.report.encoded())
-        row = finished.loss, finished.count, finished.digest
-        data.own.put(vrank, *row, host, finished.weight)
+        row = finished.loss, finished.count, finished.digest, host, finished.weight, finished.part
+        data.own.put(vrank, *row)
         if finished.left is not None:
             data.buffers.keep(vrank, finished.left)
 
@@ -461,7 +466,7 @@ class ScriptThread:
         samples = plan.step_samples(index) if isinstance(plan, SamplePlan) else counted
         if not counted:
             raise UserError(f"no shard of the stream has any sample for step {index}")
-        told = ""
+        told, total = "", data.digest_sum(self._at - 1)
         if first:
             self._marks = counts, table.digests()
             told = self._loop_data.check(index, *self._marks)
@@ -491,7 +496,7 @@ class ScriptThread:
         self.progress.row_updates.apply()
         enter_stream(plan.seed, index, vranks, "job" if first else f"job {self._at}")
         uses = Uses.SAMPLES if first else Uses.SAME_SAMPLES
-        self._record(uses, loss, samples - counted, told)
+        self._record(uses, loss, samples - counted, told, total)
         return loss
 
     def told(self) -> dict[int, bytes]:
@@ -533,13 +538,20 @@ class ScriptThread:
             bad = [each for told in news.values() for each in told.items()]
             raise UserError(over_budget(bad, total, quarantine.most))
 
-    def _record(self, uses: Uses, loss: float, dropped: int, told: str = "") -> None:
+    def _record(
+        self, uses: Uses, loss: float, dropped: int, told: str = "", total: int = 0
+    ) -> None:
+        """Write the step's line of the ledger; `total`: digest of its sum, if it has one."""
         self.progress.stopped |= self.runner.any(self._data.table.stops)
         place = Place(self._at - 1, self.progress.steps, uses, told)
         handed = {v: report.digest for v, report in self.reports.items() if report.digest}
         data = self._data
-        view, state = data.reduced_in, data.prints[0]
-        self._recorder.commit(place, view, data.table, loss, dropped, handed, state)
+        digests = StepDigests(state=data.prints[0])
+        if total:
+            *gradients, total = self.runner.join_digests([*data.table.gradients(), total])
+            digests = replace(digests, gradients=gradients, sum=total)
+        view = data.reduced_in
+        self._recorder.commit(place, view, data.table, loss, dropped, handed, digests)
 
     def _total(self, values: dict[tree.Node, float]) -> float:
         return tree.fold(values, self._plan.virtual_ranks, lambda a, b: a + b)

@@ -26,8 +26,9 @@ class FinishedTask:
     """Holds what a task leaves besides its gradient.
 
     `weight`: by which its loss, a sum, is to be divided; UNWEIGHTED if it is a mean. `left`: the
-    buffers, for virtual rank 0. `gradient`: its digest, if an audit wants one; `bits` and `sketch`
-    of a repeated task. `report`: what it hands over to all members.
+    buffers, for virtual rank 0. `part`: 63 bits of a part of its gradient, for the ledger.
+    `gradient`: its digest, if an audit wants one; `bits` and `sketch` of a repeated task. `report`:
+    what it hands over to all members.
     """
 
     loss: float
@@ -35,6 +36,7 @@ class FinishedTask:
     digest: int
     weight: float = UNWEIGHTED
     left: torch.Tensor | None = None
+    part: int = 0
     gradient: Digest | None = None
     bits: int = 0
     sketch: Sketch = ()
@@ -64,7 +66,8 @@ class SpeculativeTasks:
         Returns its report, encoded.
         """
         task = self._done.pop(vrank)
-        self._table.put(vrank, task.loss, task.count, task.digest, host, task.weight)
+        row = task.loss, task.count, task.digest, host, task.weight, task.part
+        self._table.put(vrank, *row)
         if task.left is not None:
             self._buffers.keep(vrank, task.left)
         self._gradients.adopt(vrank)

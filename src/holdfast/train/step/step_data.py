@@ -71,6 +71,16 @@ class StepData:
         self.table.used.zero_()
         self.table.stops = self._stops
 
+    def digest_sum(self, step: int) -> int:
+        """Return 63 bits of a part of the step's sum, which the script has not touched yet.
+
+        Of step number `step` of the job. 0: not taken.
+        """
+        parts = [(bucket.index, bucket.result.data) for bucket in self.gradients.active]
+        for table in self.gradients.active_tables:
+            parts += [(table.index, table.result.places), (table.index, table.result.values)]
+        return self.digest.part_of(step, parts)
+
     def became_reduced(self, view: int, *, leads: bool = False) -> None:
         """Note that the step's gradient is complete, by an exchange in this view.
 

@@ -1,9 +1,9 @@
 """Keeps what a step leaves besides gradients: one row per virtual rank, and module buffers.
 
-Rows hold each task's loss, weight, sample count, sample digest and host; with them travels which
-parameters were used, and whether a script wants the loop to end. Module buffers (BatchNorm's
-statistics) are defined as those left by virtual rank 0: every task starts from the buffers of the
-step's start, so a task stays a pure function.
+Rows hold each task's loss, weight, sample count, host, and digests of its samples and of a part of
+its gradient; with them travels which parameters were used, and whether a script wants the loop to
+end. Module buffers (BatchNorm's statistics) are defined as those left by virtual rank 0: every task
+starts from the buffers of the step's start, so a task stays a pure function.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from holdfast.core.errors import UserError
 from holdfast.train.exchange.tensor_bytes import as_bytes
 
-LOSS, COUNT, DIGEST, WORKER, INCARNATION, WEIGHT, COLUMNS = 0, 1, 2, 3, 4, 5, 6
+LOSS, COUNT, DIGEST, WORKER, INCARNATION, WEIGHT, GRADIENT, COLUMNS = 0, 1, 2, 3, 4, 5, 6, 7
 UNWEIGHTED = -1.0  # the weight of a task whose loss is a mean
 
 
@@ -44,11 +44,15 @@ class StepTable:
         digest: int,
         host: tuple[int, int],
         weight: float = UNWEIGHTED,
+        gradient: int = 0,
     ) -> None:
-        """Write one task's row; `host` is the (worker, incarnation) that computed it."""
+        """Write one task's row; `host` is the (worker, incarnation) that computed it.
+
+        `gradient`: 63 bits of a part of its gradient; 0: not taken.
+        """
         bits, weight_bits = struct.unpack("<2q", struct.pack("<2d", loss, weight))
         signed = digest - (1 << 64) if digest >= 1 << 63 else digest
-        self._rows[vrank] = (bits, count, signed, *host, weight_bits)
+        self._rows[vrank] = (bits, count, signed, *host, weight_bits, gradient)
 
     def take(self, vranks: Iterable[int], own: StepTable) -> None:
         """Take these rows from the table of the worker that hosts them."""
@@ -74,6 +78,9 @@ class StepTable:
 
     def digests(self) -> list[int]:
         return self._rows[:, DIGEST].view(np.uint64).tolist()
+
+    def gradients(self) -> list[int]:
+        return self._rows[:, GRADIENT].tolist()
 
     def pack(self, head: Sequence[int], vranks: Iterable[int], used: torch.Tensor) -> torch.Tensor:
         """Pack `head`, the rows of `vranks` and this worker's used flags into an int64 message."""

@@ -6,28 +6,40 @@ sketch (Charikar, Chen and Farach-Colton 2002): sums with random signs, near for
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import xxhash
 
 from holdfast.core.step.audit import Sketch
 from holdfast.core.step.audits import SKETCH_WORDS
 from holdfast.train.exchange.tensor_bytes import as_bytes
+from holdfast.train.step.part_digest import PartDigest
 
 
 class TaskDigest:
-    """Digests the task that is being computed; buckets may come in any order."""
+    """Digests the task that is being computed; buckets may come in any order.
 
-    def __init__(self) -> None:
+    `cycle`: steps in which the ledger's digests of parts cover all of a gradient; 0: none is taken.
+    """
+
+    def __init__(self, cycle: int = 0) -> None:
+        self._part = PartDigest(cycle)
         self._bits: int | None = None
         self._sketch: torch.Tensor | None = None
 
-    def begin(self, *, bits: bool, sketch: bool) -> None:
-        """Begin a task, and take the bits of its gradient, its sketch, both or neither."""
+    def begin(self, *, bits: bool, sketch: bool, step: int = 0) -> None:
+        """Begin a task, and take the bits of its gradient, its sketch, both or neither.
+
+        `step`: of the job; it says which part the ledger's digest is of.
+        """
+        self._part.begin(step)
         self._bits = 0 if bits else None
         self._sketch = torch.zeros(SKETCH_WORDS, dtype=torch.float64) if sketch else None
 
     def note(self, bucket: int, flat: torch.Tensor) -> None:
         """Take in one bucket of the task's gradient, or the places or values of a table."""
+        self._part.note(bucket, flat)
         if self._sketch is not None:
             if flat.numel() and (flat.is_floating_point() or flat.is_complex()):
                 self._sketch = self._sketch + sketch(flat.reshape(-1), bucket)
@@ -39,6 +51,14 @@ class TaskDigest:
     def bits(self) -> int:
         """Return 63 bits of the task's gradient; 0 if they were not wanted."""
         return self._bits or 0
+
+    def part(self) -> int:
+        """Return 63 bits of a part of the task's gradient, for the ledger; 0: not taken."""
+        return self._part.take()
+
+    def part_of(self, step: int, parts: Iterable[tuple[int, torch.Tensor]]) -> int:
+        """Return 63 bits of a part of a whole gradient, between two tasks; 0: not taken."""
+        return self._part.of(step, parts)
 
     @property
     def sketch(self) -> Sketch:
