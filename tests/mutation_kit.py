@@ -337,6 +337,7 @@ TUNED: dict[str, dict[str, object]] = {
     "hot_spares_are_not_brought_up_to_date": SPARES
     | {"faults": ("worker_crash",), "loops": (400,), "faults_end_s": 2.0},
     "the_first_step_is_not_fed": FED | {"loops": (400,), "faults_end_s": 8.0},
+    "a_follower_that_is_too_slow_is_fed_on": FED | {"data_s": 0.1, "feed_fails": 0.5},
     "members_copy_at_different_boundaries": FED,
     "who_is_fed_joins_before_it_has_every_step": FED | {"data_s": 0.1},
     "who_is_fed_is_not_waited_for_until_all_was_compared": FED_WRONG,

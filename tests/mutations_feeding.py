@@ -39,6 +39,12 @@ def the_first_step_is_not_fed(patch: pytest.MonkeyPatch) -> Machines:
 
 
 @mutation
+def a_follower_that_is_too_slow_is_fed_on(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(Feeding, "fall_behind", lambda self, event: [])
+    return Machines()
+
+
+@mutation
 def members_copy_at_different_boundaries(patch: pytest.MonkeyPatch) -> Machines:
     plain = Replica.copy_next
 

@@ -15,9 +15,9 @@ from holdfast.train.step.step_table import Buffers, StepTable
 VRANKS = 4
 
 
-def make_step() -> StepData:
-    """Return what a worker shares of a step, with nothing in it."""
-    model = nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30))
+def make_step(features: int = 40) -> StepData:
+    """Return the empty data of a step; the model has a layer with that number of inputs."""
+    model = nn.Sequential(nn.Linear(features, 30), nn.BatchNorm1d(30))
     gradients = Gradients(model.named_parameters(), VRANKS, Monitor())
     gradients.attach()
     buffers = Buffers([("model", model)])

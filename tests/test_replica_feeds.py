@@ -26,19 +26,20 @@ from roster_kit import THREE, view_of
 
 VIEW = view_of(0, 1)
 ME = Follower(worker=WorkerId(2), incarnation=Incarnation(5), address="127.0.0.1:9")
+OTHER = Follower(worker=WorkerId(3), incarnation=Incarnation(1), address="127.0.0.1:10")
 ORDER = FollowOrder(number=4, view=THREE, followers=(ME,))
 NEXT = dataclasses.replace(ORDER, number=5)
 EFFECTS_MAX = 10
 FOLLOWERS, FEED = SinkKind.FOLLOWERS, SourceKind.FEED
 
 
-def feeding(base: int = 7) -> Feeding:
+def feeding(base: int = 7, order: FollowOrder = ORDER) -> Feeding:
     """Return the part of a member that has copied the state after `base` steps."""
     found = Feeding()
-    assert found.told(ORDER, VIEW) == []
+    assert found.told(order, VIEW) == []
     found.agree(4, base)
     assert found.at_boundary(base, VIEW, within=True) == [
-        ef.CopyState(FOLLOWERS, base, VIEW, ORDER)
+        ef.CopyState(FOLLOWERS, base, VIEW, order)
     ]
     return found
 
@@ -132,6 +133,36 @@ def test_copies_count_as_compared_once_all_members_show_one() -> None:
     early.agree(4, 7)
     early.at_boundary(7, VIEW, within=True)
     assert early.committed(7) == [ef.KeepStep(FOLLOWERS, THREE, 7, compared=False)]
+
+
+def test_a_follower_that_is_too_slow_is_dropped_once_and_the_others_are_fed() -> None:
+    order = dataclasses.replace(ORDER, followers=(ME, OTHER))
+    found = feeding(7, order)
+    slow = ev.FollowerBehind(4, ME.worker, 3 << 20)
+    note, dropped = found.fall_behind(slow)
+    assert isinstance(note, ev.EventNoted)
+    assert note.text == (
+        "worker 2 is too slow to be fed while others train: 3 MiB of steps wait to be sent to it"
+    )
+    assert dropped == ef.Forget(FOLLOWERS, THREE, follower=ME.worker)
+    assert found.fall_behind(slow) == [], "once"
+    assert len(found.committed(7)) == 1, "the other one is fed"
+    _, dropped = found.fall_behind(ev.FollowerBehind(4, OTHER.worker, 1))
+    assert dropped == ef.Forget(FOLLOWERS, THREE), "nobody is left"
+    assert found.committed(8) == []
+
+
+def test_a_follower_is_dropped_by_the_present_order_only() -> None:
+    found = Feeding()
+    slow = ev.FollowerBehind(4, ME.worker, 1)
+    assert found.fall_behind(slow) == [], "nobody is fed"
+    found = feeding(7)
+    assert found.fall_behind(ev.FollowerBehind(3, ME.worker, 1)) == []
+    assert len(found.fall_behind(slow)) == 2
+    found.told(NEXT, VIEW)
+    found.agree(5, 9)
+    found.at_boundary(9, VIEW, within=True)
+    assert len(found.fall_behind(ev.FollowerBehind(5, ME.worker, 1))) == 2, "another order"
 
 
 @pytest.mark.parametrize("order", [None, NEXT, dataclasses.replace(ORDER, view=ViewNumber(9))])

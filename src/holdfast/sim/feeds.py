@@ -7,6 +7,7 @@ is loaded and when a step is applied.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,13 +15,15 @@ from typing import Protocol
 from holdfast.core.replica.ends import SourceKind
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
-from holdfast.core.types import NO_VIEW, FollowOrder, ViewNumber
+from holdfast.core.types import NO_VIEW, FollowOrder, ViewNumber, WorkerId
 from holdfast.sim.arithmetic import Key, Share
 from holdfast.sim.checkers import Truth
 from holdfast.sim.data_network import DataNetwork
 from holdfast.sim.exchanges import LACKS
 from holdfast.sim.seams import Actor, Clock
 from holdfast.sim.wrong_bits import Violation
+
+BEHIND = 0.1  # how much rarer than failing copies it is that a follower is too slow for a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class Feeds:
         self._world = world
         self._order: FollowOrder | None = None  # by which it feeds
         self._place = (0, 1)  # its rank in the view of that, and the members
+        self._full: set[tuple[int, Key]] = set()  # by order: followers that take too much memory
         self._free_at: dict[Key, float] = {}  # by follower: arrival time of the last message
         self._number = 0  # number of the order that it follows; 0: none
         self._heard: dict[int, dict[int, StagedCopy]] = {}  # by order and rank
@@ -106,6 +110,27 @@ class Feeds:
         """Send this process's piece of a sum that is committed."""
         share = Share(*self._place, self._process.total or 0)
         self._send((step, share), compared=compared)
+        order, world = self._order, self._world
+        for key in self._followers(order):
+            if order is not None and world.rng.random() < world.options.feed_fails * BEHIND:
+                delay_s = world.delay(world.options.channel_s)
+                self._process.post(delay_s, self._run_out_of_memory, order.number, key)
+
+    def _run_out_of_memory(self, number: int, key: Key) -> None:
+        """Report that no further step for a follower fits into the memory."""
+        self._full.add((number, key))
+        self._process.feed(ev.FollowerBehind(number, WorkerId(key[0]), 1 << 20))
+
+    def drop(self, follower: WorkerId) -> None:
+        """Send no more to one follower, which is too slow."""
+        order = self._order
+        if order is None:
+            return
+        self._world.truth.count["followers dropped"] += 1
+        slow = tuple(each for each in order.followers if each.worker == follower)
+        self._break(dataclasses.replace(order, followers=slow))
+        left = tuple(each for each in order.followers if each.worker != follower)
+        self._order = dataclasses.replace(order, followers=left)
 
     def end(self, *, finish: bool) -> None:
         """Send no more. Without `finish`, messages under way may be lost."""
@@ -129,6 +154,8 @@ class Feeds:
             at = world.now + world.delay(world.options.data_s) + extra_s
             at = self._free_at[key] = max(at, self._free_at.get(key, 0.0))
             assert order is not None
+            if (order.number, key) in self._full:
+                raise Violation(f"worker {self._process.key} feeds {key}: no memory is left for it")
             message = FedMessage(order.number, content, compared)
             world.at(at - world.now, self._arrive, key, message)
 

@@ -279,8 +279,10 @@ class Process(Running):
                 self.spread.everywhere(partial(self._forget, number, step))
             case ef.KeepStep(SinkKind.FOLLOWERS, _, step, compared):
                 self.feeds.send_step(step, compared=compared)
-            case ef.Forget(SinkKind.FOLLOWERS):
+            case ef.Forget(SinkKind.FOLLOWERS, follower=None):
                 self.feeds.end(finish=effect.finish)
+            case ef.Forget(SinkKind.FOLLOWERS, follower=int() as follower):
+                self.feeds.drop(follower)
             case ef.Follow(order):
                 self.feeds.follow(order)
             case ef.ObtainState(SourceKind.FEED):

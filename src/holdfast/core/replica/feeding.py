@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from holdfast.core.replica.ends import SinkKind
 from holdfast.core.step.effects import CopyState, Forget, KeepStep, Outcome
-from holdfast.core.types import NO_VIEW, FollowOrder, View
+from holdfast.core.step.events import EventNoted, FollowerBehind
+from holdfast.core.types import NO_VIEW, FollowOrder, View, WorkerId
 
 SKIPPED_MAX = 2  # boundaries between loops, at which nothing is copied
 
@@ -28,17 +29,17 @@ class Feeding:
         self._skipped = 0
         self._base: int | None = None  # the first step that is fed
         self._is_compared = False  # the copies of all members are equal
+        self._dropped: set[WorkerId] = set()  # followers that are too slow for this order
 
     def told(self, order: FollowOrder | None, view: View | None) -> list[Outcome]:
         """Take the order by which this member of `view` feeds others, or None."""
         if order is None or view is None or order.view != view.number:
             return self._end(finish=False)
-        if self._order is not None and order.number != self._order.number:
+        ended: list[Outcome] = []
+        if self._order is None or order.number != self._order.number:
             ended = self._end(finish=False)
-            self._order = order
-            return ended
         self._order = order
-        return []
+        return ended
 
     def enter(self, view: View) -> list[Outcome]:
         """Begin another view, in which followers may be members."""
@@ -82,6 +83,26 @@ class Feeding:
         if number == self._agreed:
             self._base = None
 
+    def fall_behind(self, event: FollowerBehind) -> list[Outcome]:
+        """Return the order to drop a follower that is too slow, and why.
+
+        It hears that its connection has ended, and joins as the state is sent while all wait. If no
+        other one is left, nobody is fed any more.
+        """
+        order = self._order
+        if order is None or order.number != event.order or self._base is None:
+            return []
+        if event.worker in self._dropped:
+            return []
+        self._dropped.add(event.worker)
+        waiting = f"{event.waiting_bytes / (1 << 20):,.0f} MiB of steps wait to be sent to it"
+        why = f"worker {event.worker} is too slow to be fed while others train: {waiting}"
+        if self._dropped.issuperset(follower.worker for follower in order.followers):
+            self._base = None
+            return [EventNoted("join", why), Forget(SinkKind.FOLLOWERS, order.view)]
+        dropped = Forget(SinkKind.FOLLOWERS, order.view, follower=event.worker)
+        return [EventNoted("join", why), dropped]
+
     def copies_agree(self, copies: Sequence[int]) -> None:
         """Record fingerprints of the members' copies, which do not contradict each other.
 
@@ -100,5 +121,6 @@ class Feeding:
     def _end(self, *, finish: bool) -> list[Outcome]:
         order, fed = self._order, self._base is not None
         self._order = self._due = self._base = None
+        self._dropped.clear()
         view = NO_VIEW if order is None else order.view
         return [Forget(SinkKind.FOLLOWERS, view, finish=finish)] if fed else []

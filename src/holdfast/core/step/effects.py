@@ -208,13 +208,15 @@ class Forget:
     """Drop states or steps that a sink does not need any more.
 
     LATE: every step. MEMORY: states and steps older than the state after `step` steps, which `view`
-    has protected. FOLLOWERS: feed nobody; `finish`: steps kept so far are still sent.
+    has protected. FOLLOWERS: feed nobody, or not that `follower`; `finish`: steps kept so far
+    are still sent.
     """
 
     sink: SinkKind
     view: ViewNumber
     step: int = 0
     finish: bool = False
+    follower: WorkerId | None = None
 
 
 @dataclass(frozen=True, slots=True)

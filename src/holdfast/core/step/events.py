@@ -220,6 +220,18 @@ class StepFed:
 
 
 @dataclass(frozen=True, slots=True)
+class FollowerBehind:
+    """Steps wait to be sent to a follower, and there is no memory for more of them.
+
+    `order`: the number of the order by which it is fed. `waiting_bytes`: size of those steps.
+    """
+
+    order: int
+    worker: WorkerId
+    waiting_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class EventNoted:
     """The driver has noticed what belongs in the job's event log."""
 
@@ -364,6 +376,7 @@ WorkerEvent = (
     | StepFed
     | StateCopied
     | StateProtected
+    | FollowerBehind
     | EventNoted
     | Tick
     | GroupBroken

@@ -44,6 +44,7 @@ ReplicaEvent = (
     | ev.Loading
     | ev.StateFed
     | ev.StepFed
+    | ev.FollowerBehind
     | ev.Reachable
 )
 
@@ -194,6 +195,8 @@ class WorkerMachine:
                 replica.save_ended(event)
             case ev.Loading():
                 replica.loading()
+            case ev.FollowerBehind():
+                self._standing.carry(replica.feeding.fall_behind(event))
             case ev.StateFed() | ev.StepFed():
                 replica.hear_fed(event)
                 self._follow()

@@ -15,7 +15,7 @@ import torch
 from holdfast.core.errors import WireError, first_line
 from holdfast.core.replica.ends import SourceKind
 from holdfast.core.step import events as ev
-from holdfast.core.types import NO_VIEW, FollowOrder, View, WorkerId
+from holdfast.core.types import NO_VIEW, Follower, FollowOrder, View, WorkerId
 from holdfast.memory.free_memory import free_bytes
 from holdfast.net import peer_stream
 from holdfast.net.peer_identity import PeerIdentity
@@ -84,7 +84,7 @@ class Feeder:
         first = [memoryview(skeleton)] if self._rank == 0 else []
         budget = max(int((free - needed) * MARGIN / 2), 1 << 20)
         for follower in order.followers:
-            sender = _Sender(follower.address, budget, self._staged, self._sent)
+            sender = _Sender(follower, budget, self._staged, self._sent)
             sender.put(_Message(head, first))
             self._senders.append(sender)
         for sender in self._senders:
@@ -127,7 +127,17 @@ class Feeder:
         sent = [bytes_of(as_bytes(each)) for each in buffers]
         message = _Message(head, sent, [*kept.pieces], len(self._senders))
         for sender in self._senders:
-            sender.put(message)
+            waiting = sender.put(message)
+            if waiting > sender.budget:
+                worker = sender.follower.worker
+                self._tell(ev.FollowerBehind(self._number, worker, waiting))
+
+    def drop(self, worker: WorkerId) -> None:
+        """Send no more to one follower, which is too slow; its connection ends at once."""
+        for sender in self._senders:
+            if sender.follower.worker == worker:
+                sender.end(finish=False)
+        self._senders = [each for each in self._senders if each.follower.worker != worker]
 
     def end(self, *, finish: bool) -> None:
         """Feed nobody any more; unless it is to `finish`, connections end at once."""
@@ -148,7 +158,7 @@ class Feeder:
             sender.run(state_parts, identity, (number, rank, size), SendRate(self._rate))
         except (OSError, WireError, ValueError, RuntimeError) as error:
             if not sender.ended:
-                text = f"sending to {sender.address} has failed: {first_line(error)}"
+                text = f"sending to {sender.follower.address} has failed: {first_line(error)}"
                 self._tell(ev.EventNoted("join", text))
 
     def _sent(self, message: _Message) -> None:
@@ -185,36 +195,36 @@ class _Sender:
 
     def __init__(
         self,
-        address: str,
+        follower: Follower,
         budget: int,
         staged: StagedState,
         sent: Callable[[_Message], None],
     ) -> None:
-        self.address = address
+        self.follower = follower
+        self.budget = budget  # bytes that may wait
         self.ended = False
-        self._budget = budget  # bytes that may wait
         self._waiting = 0
         self._staged = staged
         self._sent = sent  # is told of each message that was sent
         self._queue: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._channel: Any = None
+        self._is_cut = False  # nothing more is to be sent
 
-    def put(self, message: _Message) -> None:
-        """Send a message later; a follower that is too slow is fed no more."""
+    def put(self, message: _Message) -> int:
+        """Send a message later; return how many bytes wait now."""
         size = sum(map(len, message.buffers))
         with self._lock:
             self._waiting += size
-            too_much = self._waiting > self._budget
-        if too_much:
-            self.end(finish=False)
-        else:
-            self._queue.put(message)
+            waiting = self._waiting
+        self._queue.put(message)
+        return waiting
 
     def end(self, *, finish: bool) -> None:
         """Send nothing more; what waits is still sent if it is to `finish`."""
         with self._lock:
             self.ended = True
+            self._is_cut = not finish
             if not finish and self._channel is not None:
                 peer_stream.shut(self._channel)  # the sending thread closes it
         self._queue.put(None)
@@ -227,9 +237,11 @@ class _Sender:
         rate: SendRate,
     ) -> None:
         """Connect, and send until it is ended. OSError, WireError."""
-        channel = feed_frames.connect(self.address, identity, *who)
+        channel = feed_frames.connect(self.follower.address, identity, *who)
         with self._lock:
             self._channel = channel
+            if self._is_cut:
+                peer_stream.shut(channel)
         with channel:
             self._send(channel, self._queue.get())
             for number, data in parts:  # each as soon as it is copied

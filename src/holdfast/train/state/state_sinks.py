@@ -98,8 +98,11 @@ class FollowersSink(PlainSink):
         return ()
 
     def forget(self, order: ef.Forget) -> None:
-        """Feed nobody any more."""
-        self._feeder.end(finish=order.finish)
+        """Feed nobody any more, or not one follower."""
+        if order.follower is None:
+            self._feeder.end(finish=order.finish)
+        else:
+            self._feeder.drop(order.follower)
 
     def before_update(self) -> None:
         """Wait until the copy is made."""
