@@ -18,6 +18,7 @@ from holdfast.observe.run_comparison import compare_runs
 from holdfast.observe.step_records import RunSteps, has_digests, read_steps
 from holdfast.testing.local_run import LocalRun
 from holdfast.train.data.sampling import plan_of
+from holdfast.train.shards.inner_group import InnerGroup
 from holdfast.train.step.part_digest import ALWAYS_BYTES, AT_ONCE_BYTES, PartDigest
 from test_ledger import audit, entry, write
 
@@ -318,6 +319,33 @@ def test_states_of_which_other_parts_were_digested_are_not_compared(
     told = capsys.readouterr().out
     assert "states were not compared: the runs differ in --fingerprint-steps or" in told
     assert "gradients and sums were not compared" not in told
+    assert main(["compare", str(clean), str(other), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["states_compared"], found["digest_steps"]) == (False, [1, 1])
+
+
+class Joined(InnerGroup):
+    """Stands for a worker's process, beside others that have these digests."""
+
+    def __init__(self, *others: list[int]) -> None:
+        self._others = others
+
+    def _all(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        return [mine, *map(torch.tensor, self._others)]
+
+
+def test_a_joint_digest_depends_on_each_process_and_is_0_where_none_has_one() -> None:
+    found = Joined([5, 7, 0]).join_digests([1, 2, 0])
+    others = [Joined([5, 8, 0]), Joined([7, 5, 0]), Joined([5, 7, 1]), Joined([5, 7, 0], [0, 0, 0])]
+    for k, other in enumerate(other.join_digests([1, 2, 0]) for other in others):
+        assert [a == b for a, b in zip(found, other, strict=True)] == [
+            [True, False, True],
+            [False, False, True],
+            [True, True, False],
+            [False, False, True],
+        ][k]
+    assert found[2] == 0
+    assert all(0 < each < 1 << 63 for each in found[:2])
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ MANAGERS = {
     "slurm": "holdfast.launch.slurm_manager",
     "kubernetes": "holdfast.launch.kubernetes_manager",
     "ray": "holdfast.launch.ray_manager",
+    "yarn": "holdfast.launch.yarn_manager",
     "fake": "holdfast.testing.fake_cluster",  # for tests
 }
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"

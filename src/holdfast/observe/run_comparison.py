@@ -42,6 +42,8 @@ class Comparison:
             "equal": self.first is None,
             "steps": self.steps,
             "lengths": list(self.lengths),
+            "states_compared": self.has_states and bool(self.cycle),
+            "digest_steps": list(self.digest_steps),
             "first_difference": None if self.first is None else asdict(self.first),
         }
 

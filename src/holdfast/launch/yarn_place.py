@@ -1,0 +1,41 @@
+"""Carries out one order for a node in a container of YARN, which does not know of orders.
+
+    python -m holdfast.launch.yarn_place RUN_DIR
+
+YARN starts one of these for each node of the job, and others in place of those that end. Each
+claims an order that does not avoid its host, and ends with the ordered agent; until there is such
+an order it keeps its host, so that YARN gives the next container another one.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from pathlib import Path
+
+from holdfast.launch.order_book import ORDERS, OrderBook
+from holdfast.launch.ray_place import start
+
+LOOK_S = 0.5
+
+
+def main(argv: list[str]) -> int:
+    """Claim an order and carry it out. Exit status 1: this container has done so before."""
+    run_dir = Path(argv[0])
+    book = OrderBook(run_dir / ORDERS)
+    container, host = os.environ["CONTAINER_ID"], os.environ["NM_HOST"]
+    if any(entry.holder == container for entry in book.entries()):
+        return 1  # started again in place: only another container may be another node
+    while (order := book.take(container, host)) is None:
+        time.sleep(LOOK_S)
+    print(f"holdfast: {container} on {host} is node {order.id}", flush=True)
+    given = {**order.environment, "HOLDFAST_PLACEMENT": order.id}
+    keeper = start(order.command, given, run_dir / "logs" / f"{order.id}.txt")
+    select.select([os.pidfd_open(keeper)], [], [])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

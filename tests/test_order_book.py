@@ -1,0 +1,82 @@
+"""Each order for a node is claimed once, by whoever is first; the book is closed to others."""
+
+from __future__ import annotations
+
+import dataclasses
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from holdfast.core.errors import Damaged
+from holdfast.core.fleet.placements import PlacementId
+from holdfast.launch.order_book import NOBODY, OrderBook
+from holdfast.testing.cluster_contract import order
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> OrderBook:
+    return OrderBook(tmp_path / "orders")
+
+
+def test_an_order_is_claimed_once_and_kept(book: OrderBook) -> None:
+    wanted = order(1)
+    assert book.entries() == []
+    assert book.find(wanted.id) is None
+    book.add(wanted)
+    entry = book.find(wanted.id)
+    assert entry is not None
+    assert (entry.order, entry.waits) == (wanted, True)
+    assert book.take("c1", "a") == wanted
+    assert book.take("c2", "a") is None
+    (entry,) = book.entries()
+    assert (entry.holder, entry.host, entry.waits) == ("c1", "a", False)
+    assert not book.withdraw(wanted.id)
+
+
+def test_of_many_who_claim_an_order_one_gets_it(book: OrderBook) -> None:
+    wanted = [order(number) for number in range(20)]
+    for each in wanted:
+        book.add(each)
+    with ThreadPoolExecutor(8) as pool:
+        taken = list(pool.map(lambda name: book.take(f"c{name}", "a"), range(40)))
+    assert sorted(each.id for each in taken if each) == sorted(each.id for each in wanted)
+
+
+def test_a_withdrawn_order_is_not_taken(book: OrderBook) -> None:
+    wanted = order(1)
+    book.add(wanted)
+    assert book.withdraw(wanted.id)
+    assert book.withdraw(wanted.id)  # the answer to the first one may have been lost
+    assert book.take("c1", "a") is None
+    assert [entry.holder for entry in book.entries()] == [NOBODY]
+
+
+def test_an_order_avoids_what_it_was_last_told(book: OrderBook) -> None:
+    wanted = order(1, avoid=["a", "b"])
+    book.add(wanted)
+    assert book.take("c1", "a") is None
+    book.add(dataclasses.replace(wanted, avoid=("b",)))
+    assert book.take("c2", "b") is None
+    assert book.take("c1", "a") is not None
+
+
+def test_nobody_else_can_read_the_book(book: OrderBook, tmp_path: Path) -> None:
+    book.add(order(1))
+    book.take("c1", "a")
+    folder = tmp_path / "orders"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"command": ["x"]}'])
+def test_what_cannot_be_read_is_said(book: OrderBook, tmp_path: Path, text: str) -> None:
+    book.add(order(1))
+    (path,) = (tmp_path / "orders").iterdir()
+    path.write_text(text)
+    with pytest.raises(Damaged, match="orders"):
+        book.entries()
+    with pytest.raises(Damaged):
+        book.find(PlacementId(path.stem))

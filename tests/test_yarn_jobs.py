@@ -1,0 +1,228 @@
+"""Jobs on YARN survive what happens to hosts, containers and launchers: on a fake, and a real one.
+
+A real ResourceManager is one that HOLDFAST_YARN_RM names, whose nodes are processes of this machine
+(docs/yarn.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import SCRIPTS, finish
+from holdfast.core.errors import HoldfastError
+from holdfast.core.fleet.placements import Holding, Placement, PlacementId
+from holdfast.launch.fleet_plan import read_plan
+from holdfast.launch.yarn_manager import YarnManager, open_manager
+from holdfast.testing.cluster_contract import (
+    CLUSTER_CASES,
+    a_drained_host_is_announced,
+    a_killed_host_loses_its_placement_only,
+    a_manager_that_is_away_is_an_error,
+    assert_survives,
+    run_cluster_case,
+    serving_nodes,
+    two_placements_have_hosts_of_their_own,
+)
+from holdfast.testing.local_run import LocalRun, strike
+from labs.fake_yarn import FakeYarn
+from labs.slurm_cluster import our_processes
+from labs.yarn_cluster import RM_VARIABLE, YarnCluster
+
+SCRIPT, STEPS = str(SCRIPTS / "paced.py"), "600"
+OPTIONS = ["--nproc", "1", "--virtual", "4"]
+JOB_S = 240.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+needs_rm = pytest.mark.skipif(
+    RM_VARIABLE not in os.environ, reason=f"{RM_VARIABLE} names no ResourceManager"
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "go").touch()
+    with LocalRun(folder / "run", OPTIONS, [SCRIPT, str(folder / "go"), STEPS]) as run:
+        return finish(run)
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[FakeYarn]:
+    with FakeYarn(tmp_path, hosts=6) as made:
+        yield made
+
+
+class YarnRun:
+    """A job on YARN that goes on slowly until it is let go; the contract's harness for it."""
+
+    def __init__(self, tmp_path: Path, url: str, *options: str) -> None:
+        self.go, self.folder = tmp_path / "go", tmp_path / "run"
+        command = ("launch", "yarn", "--rm", url, "--host", "127.0.0.1", "--memory", "1024")
+        command += ("--run-dir", str(self.folder), *options)
+        script = [SCRIPT, str(self.go), STEPS]
+        self.run = LocalRun(self.folder, OPTIONS, script, command=command)
+
+    def manager(self, job: str = "") -> YarnManager:
+        return open_manager(read_plan(self.run.run_dir), self.run.run_dir.spec())
+
+    def placements(self) -> dict[str, Placement]:
+        found: Sequence[Placement] = asyncio.run(_await(self.manager().observe))
+        return {str(p.id): p for p in found if p.holding is not Holding.ENDED}
+
+    def serving(self, number: int, without: Sequence[str] = ()) -> list[str]:
+        """Wait until that number of agents train, and none in `without`; return their names."""
+
+        def complete() -> list[str]:
+            with contextlib.suppress(HoldfastError, OSError):
+                found = serving_nodes(self.run.status())
+                return found if len(found) == number and not set(without) & set(found) else []
+            return []
+
+        found: list[str] = self.until(complete, f"{number} nodes without {without}")
+        return found
+
+    def until(self, ready: Callable[[], Any], what: str) -> Any:
+        try:
+            return self.run.until(ready, JOB_S, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.written()}") from None
+
+    def written(self) -> str:
+        """Return what agents and workers have printed."""
+        return "\n".join(path.read_text() for path in self.folder.glob("logs/hf-*.txt"))
+
+    def digest(self) -> str:
+        """Let the job go on to its end, and return its digest; nothing is left."""
+        self.go.touch()
+        finish(self.run)
+        (found,) = re.findall("^[0-9a-f]{64}$", self.written(), re.MULTILINE)
+        return str(found)
+
+
+async def _await(ask: Callable[[], Awaitable[Any]]) -> Any:
+    return await ask()
+
+
+class JobHarness:
+    """Is the harness of the contract suite for one job on a fake."""
+
+    def __init__(self, job: YarnRun, fake: FakeYarn) -> None:
+        self.hosts, self.domains, self.manager = fake.hosts, fake.domains, job.manager
+        self.kill, self.drain, self.away = fake.kill, fake.drain, fake.away
+        self.processes = fake.processes
+
+
+def test_a_job_survives_a_killed_and_a_drained_host(
+    tmp_path: Path, fake: FakeYarn, undisturbed: str
+) -> None:
+    job = YarnRun(tmp_path, fake.url, "--nodes", "3")
+    with job.run:
+        job.serving(3)
+        harness: Any = JobHarness(job, fake)
+        assert_survives(job.run, harness, job.go.touch)
+        assert job.digest() == undisturbed
+    assert not fake.services
+    assert len(job.run.events("drain")) == 1
+
+
+def test_a_job_survives_a_lost_container_a_master_that_starts_again_and_its_fleets_death(
+    tmp_path: Path, fake: FakeYarn, undisturbed: str
+) -> None:
+    job = YarnRun(tmp_path, fake.url, "--nodes", "3")
+    with job.run:
+        first = job.serving(3)
+        lose(job, first[0])
+        second = job.serving(3, without=first[:1])
+        (service,) = fake.services.values()
+        fake.restart_master(service, within_s=2.0)
+        fleet = job.until(lambda: fleet_of(job.run), "the fleet's process")
+        strike(fleet)
+        lose(job, second[0])
+        job.serving(3, without=[*first[:1], *second[:1]])
+        assert job.digest() == undisturbed
+    assert not fake.services
+
+
+def lose(job: YarnRun, name: str) -> None:
+    """Kill all processes of a node's agent, and its container with them."""
+    for pid in our_processes(f"HOLDFAST_PLACEMENT={name}"):
+        strike(pid)
+
+
+def fleet_of(run: LocalRun) -> int:
+    for pid in run.leftovers():
+        with contextlib.suppress(OSError):
+            if b"holdfast.launch.fleet_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+    return 0
+
+
+def test_a_launcher_that_is_killed_is_resumed(
+    tmp_path: Path, fake: FakeYarn, undisturbed: str
+) -> None:
+    store = ("--store", str(tmp_path / "store"), "--save-every", "10", "--abandon-s", "8")
+    job = YarnRun(tmp_path, fake.url, "--nodes", "3", *store)
+    with job.run:
+        before = job.serving(3)
+        job.until(lambda: any("is saved" in line for line in job.run.err), "a checkpoint")
+        os.kill(job.run.pid, signal.SIGKILL)
+    job.run = LocalRun(job.folder, [], [], command=("resume", str(job.folder)))
+    with job.run:
+        assert not set(job.serving(3, without=before)) & set(before)
+        assert job.digest() == undisturbed
+    assert not fake.services
+    begun = [event["text"] for event in job.run.events("view")]
+    assert any("from the checkpoint of step" in text for text in begun), begun
+
+
+def test_an_interrupted_job_gives_all_back(tmp_path: Path, fake: FakeYarn) -> None:
+    job = YarnRun(tmp_path, fake.url, "--nodes", "2")
+    with job.run:
+        names = job.serving(2)
+        job.run.signal(signal.SIGINT)
+        assert job.run.wait(JOB_S) == 130
+    assert not fake.services
+    assert not [pid for name in names for pid in fake.processes(PlacementId(name))]
+
+
+# ---------------------------------------------------------------- a real ResourceManager
+
+
+NEEDS_AN_OPERATOR = (
+    a_manager_that_is_away_is_an_error,
+    a_drained_host_is_announced,
+    a_killed_host_loses_its_placement_only,
+)
+
+
+@pytest.mark.clusters
+@needs_rm
+def test_a_real_resource_manager_keeps_the_contract() -> None:
+    with YarnCluster() as cluster:
+        for case in CLUSTER_CASES:
+            one_host = len(cluster.hosts) == 1 and case is two_placements_have_hosts_of_their_own
+            if case not in NEEDS_AN_OPERATOR and not one_host:
+                run_cluster_case(case, cluster)
+
+
+@pytest.mark.clusters
+@needs_rm
+def test_a_job_survives_a_lost_container_on_a_real_resource_manager(undisturbed: str) -> None:
+    with YarnCluster() as cluster:
+        job = YarnRun(cluster.folder, cluster.url, "--nodes", "2", "--wait-for-nodes")
+        with job.run:
+            first = job.serving(2)
+            lose(job, first[0])
+            job.serving(2, without=first[:1])
+            assert job.digest() == undisturbed
+    shutil.rmtree(cluster.folder)
