@@ -127,7 +127,7 @@ def test_a_run_whose_journal_is_of_a_newer_release_is_not_resumed(
 
 def test_a_ledger_of_a_newer_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ledger").mkdir()
-    header = {"kind": "header", "format": 3, "everything": "else"}
+    header = {"kind": "header", "format": 4, "everything": "else"}
     (tmp_path / "ledger" / "worker-00000-00001.jsonl").write_text(json.dumps(header) + "\n")
     assert main(["ledger", "verify", str(tmp_path)]) == 2
-    assert "a newer Holdfast (format 3); this one reads format 2" in capsys.readouterr().err
+    assert "a newer Holdfast (format 4); this one reads format 3" in capsys.readouterr().err

@@ -111,8 +111,9 @@ class Feeds:
         share = Share(*self._place, self._process.total or 0)
         self._send((step, share), compared=compared)
         order, world = self._order, self._world
-        for key in self._followers(order):
-            if order is not None and world.rng.random() < world.options.feed_fails * BEHIND:
+        chance = world.options.feed_fails * BEHIND
+        for key in self._followers(order) if chance else ():
+            if order is not None and world.rng.random() < chance:
                 delay_s = world.delay(world.options.channel_s)
                 self._process.post(delay_s, self._run_out_of_memory, order.number, key)
 
