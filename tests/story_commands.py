@@ -496,6 +496,33 @@ def _write(cluster: Cluster, process: Process) -> bool:
     return True
 
 
+_DOINGS: dict[str, tuple[Callable[[Cluster, Process], bool], str]] = {
+    "tasks are done": (_compute, "computes nothing"),
+    "pieces of the step are kept": (_keep, "keeps no step"),  # in the nodes' memory
+    "pieces of the state are kept": (_protect, "keeps no state"),
+    "pieces are read": (_recall, "reads nothing"),  # the state, or a gradient, is put together
+    "(?:is|are) fed": (_be_fed, "is sent nothing yet"),  # all shares of the state, or of a step
+    "the state is loaded": (_load, "loads no state"),  # the fed one
+    "step is applied": (_apply, "applies nothing"),
+    "shares are copied": (_copy, "copies nothing"),
+}
+
+
+def _register_doings() -> None:
+    """Register a command for each thing that scripts and their helpers do when a story says so."""
+    for phrase, (act, complaint) in _DOINGS.items():
+
+        def carry_out(
+            cluster: Cluster, who: str, act: Any = act, complaint: str = complaint
+        ) -> None:
+            each_of(cluster, who, lambda process: act(cluster, process), complaint)
+
+        command(WHO + phrase)(carry_out)
+
+
+_register_doings()
+
+
 @command(WHO + "enters? (?:its|their) loops?(?: until (?P<until>\\d+))?")
 def entered(cluster: Cluster, who: str, until: str | None) -> None:
     """Scripts ask for steps."""
@@ -509,54 +536,6 @@ def task_done(cluster: Cluster, worker: str, vrank: str) -> None:
     """A worker's script has computed a task."""
     if not _compute(cluster, process_of(cluster, worker), int(vrank)):
         raise StoryError(f"worker {worker} does not compute that")
-
-
-@command(WHO + "tasks are done")
-def tasks_done(cluster: Cluster, who: str) -> None:
-    """Scripts have computed all their tasks."""
-    each_of(cluster, who, lambda process: _compute(cluster, process), "computes nothing")
-
-
-@command(WHO + "pieces of the step are kept")
-def step_kept(cluster: Cluster, who: str) -> None:
-    """Pieces of the reduced gradient are in the nodes' memory."""
-    each_of(cluster, who, lambda process: _keep(cluster, process), "keeps no step")
-
-
-@command(WHO + "pieces of the state are kept")
-def state_kept(cluster: Cluster, who: str) -> None:
-    """Pieces of the state are in the nodes' memory."""
-    each_of(cluster, who, lambda process: _protect(cluster, process), "keeps no state")
-
-
-@command(WHO + "pieces are read")
-def pieces_read(cluster: Cluster, who: str) -> None:
-    """The state, or the gradient of a step, is put together from the nodes' memory."""
-    each_of(cluster, who, lambda process: _recall(cluster, process), "reads nothing")
-
-
-@command(WHO + "(?:is|are) fed")
-def is_fed(cluster: Cluster, who: str) -> None:
-    """All shares of the state have arrived at a follower, or all pieces of the next step."""
-    each_of(cluster, who, lambda process: _be_fed(cluster, process), "is sent nothing yet")
-
-
-@command(WHO + "the state is loaded")
-def state_loaded(cluster: Cluster, who: str) -> None:
-    """The state that was fed is in its place."""
-    each_of(cluster, who, lambda process: _load(cluster, process), "loads no state")
-
-
-@command(WHO + "step is applied")
-def applied(cluster: Cluster, who: str) -> None:
-    """Scripts have updated their state and ask for the next step."""
-    each_of(cluster, who, lambda process: _apply(cluster, process), "applies nothing")
-
-
-@command(WHO + "shares are copied")
-def copied(cluster: Cluster, who: str) -> None:
-    """Scripts have copied their shares of the state."""
-    each_of(cluster, who, lambda process: _copy(cluster, process), "copies nothing")
 
 
 @command(WHO + "shares are written")

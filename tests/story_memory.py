@@ -63,7 +63,7 @@ class NodeMemories:
     # ------------------------------------------------------------ what a worker's machine decides
 
     def attend(self, worker: WorkerId, nodes: tuple[AgentId, ...], effect: ef.WorkerEffect) -> None:
-        """Take in what concerns the nodes' memory."""
+        """Carry out an order for the nodes' memory."""
         keeper = self._keepers.setdefault(worker, Keeper())
         match effect:
             case ef.MarkCommitted(view, step):

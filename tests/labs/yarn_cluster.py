@@ -29,7 +29,7 @@ RM_VARIABLE = "HOLDFAST_YARN_RM"
 class YarnCluster:
     """Opens managers of services on a real YARN; at the end it destroys the services.
 
-    `folder` is a new one, which is left to whoever looks for the reason of a failure.
+    `folder` is a new one; it stays after a failure, to look for the reason.
     """
 
     def __init__(self) -> None:

@@ -20,6 +20,10 @@ from holdfast.net.tcp import check_endpoint
 from holdfast.net.tls import peer_tls_of
 from holdfast.runtime.rundir import RunDir
 
+HERE = "127.0.0.1"  # the host that `holdfast resume` gives unless it is told another one
+WAIT = "--wait-for-nodes"
+# Where `holdfast resume` gives all nodes of the time before back, and then begins.
+ABANDON_S = 60.0
 DRAIN_S = 60.0
 DRAIN_MAX_S = 65535.0  # Slurm signals a job that long before its end at most
 

@@ -7,7 +7,15 @@ import contextlib
 import socket
 from typing import Any
 
-from holdfast.cli.launch_options import check_launch, launch_parser, make_run_dir, prefer
+from holdfast.cli.launch_options import (
+    ABANDON_S,
+    HERE,
+    WAIT,
+    check_launch,
+    launch_parser,
+    make_run_dir,
+    prefer,
+)
 from holdfast.core.errors import UserError, WorldError, first_line
 from holdfast.launch.cluster_job import launch_cluster_job
 from holdfast.launch.fleet_plan import read_plan
@@ -18,9 +26,6 @@ from holdfast.runtime.rundir import RunDir
 
 CONNECT_S = 5.0
 SHARE_MAX = 100_000  # cores or GPUs of one machine
-ABANDON_S = 60.0  # whoever resumes a job has given all nodes back before
-HERE = "127.0.0.1"  # what `holdfast resume` gives unless it is told
-WAIT = "--wait-for-nodes"
 DOMAIN_LABEL = "ray.io/availability-zone"
 
 

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from holdfast.cli.launch_options import check_launch, launch_parser, make_run_dir, prefer
+from holdfast.cli.launch_options import (
+    ABANDON_S,
+    HERE,
+    WAIT,
+    check_launch,
+    launch_parser,
+    make_run_dir,
+    prefer,
+)
 from holdfast.core.errors import Refused, UserError, WorldError, first_line
 from holdfast.launch.cluster_job import launch_cluster_job
 from holdfast.launch.fleet_plan import read_plan
@@ -30,9 +38,6 @@ from holdfast.runtime.rundir import RunDir
 EXAMPLE = "http://HOST:8088, its ResourceManager's web address"
 SERVICE_NAME = r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?"
 LIMITS = {"cpus": (1, 10_000), "memory": (1, 1 << 30), "gpus": (0, 10_000)}
-ABANDON_S = 60.0  # whoever resumes a job has given all nodes back before
-HERE = "127.0.0.1"  # what `holdfast resume` gives unless it is told
-WAIT = "--wait-for-nodes"
 RUNNING = "RUNNING"
 
 
@@ -64,7 +69,7 @@ def main(argv: list[str]) -> int:
     asyncio.run(create(run_dir))
     try:
         return go_on(run_dir, settings["listen"], options.port)
-    except BaseException:  # ours is the service, and nobody else would end it
+    except BaseException:  # the service would outlive this command
         destroy(run_dir)
         raise
 
@@ -159,7 +164,7 @@ async def check_cluster(link: RestLink, options: argparse.Namespace) -> None:
 
 
 def has_room(node: Mapping[str, Any], options: argparse.Namespace) -> bool:
-    """Return whether a node could ever hold one of the containers."""
+    """Return whether a node is large enough for one of the containers."""
     memory = node.get("usedMemoryMB", 0) + node.get("availMemoryMB", 0)
     cores = node.get("usedVirtualCores", 0) + node.get("availableVirtualCores", 0)
     enough = memory >= options.memory and cores >= options.cpus

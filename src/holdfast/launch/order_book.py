@@ -62,7 +62,7 @@ class OrderBook:
         return self._entry(id_) if self._path(id_, ORDER).exists() else None
 
     def claim(self, id_: PlacementId, holder: str, host: str = "") -> bool:
-        """Claim an order; return whether nobody else has before."""
+        """Claim an order; return False if another process has claimed it before."""
         wanted = {"holder": holder, "host": host}
         draft = self._draft(id_, wanted)
         try:
@@ -83,7 +83,7 @@ class OrderBook:
         return None
 
     def withdraw(self, id_: PlacementId) -> bool:
-        """Withdraw an order; return whether nobody has claimed it."""
+        """Withdraw an order; return False if a container has claimed it before."""
         return self.claim(id_, NOBODY)
 
     def _read_all(self) -> Iterator[BookEntry]:

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from holdfast.launch import local_place
 from holdfast.store.regular_files import append_regular
@@ -49,7 +50,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], output: Path) 
     return int(starter.stdout)
 
 
-def end_with(pid: int) -> None:
+def end_with(pid: int) -> NoReturn:
     """End this process when another one has ended."""
     with contextlib.suppress(ProcessLookupError):
         select.select([os.pidfd_open(pid)], [], [])

@@ -54,7 +54,7 @@ class RestAnswer:
 
     @property
     def problem(self) -> str:
-        """Return what the manager says of a request that it does not accept."""
+        """Return the manager's reason for not accepting a request."""
         found = self.document
         if isinstance(found, dict):  # YARN's services API, and its other ones
             found = found.get("diagnostics") or found.get("RemoteException", {}).get("message")
@@ -137,12 +137,12 @@ def _parse(text: bytes) -> Any:
 
 
 def make_context(ca: str) -> ssl.SSLContext:
-    """Return what checks a manager's certificate."""
+    """Return the TLS settings by which a manager's certificate is checked."""
     return ssl.create_default_context(cafile=ca or None)
 
 
 def make_token(host: str) -> str:
-    """Return what proves the user's Kerberos ticket to a web server (SPNEGO). Refused."""
+    """Return a token that proves the user's Kerberos ticket to a web server (SPNEGO). Refused."""
     gssapi = importlib.import_module("gssapi")
     try:
         name = gssapi.Name(f"HTTP@{host}", gssapi.NameType.hostbased_service)
@@ -155,7 +155,7 @@ def make_token(host: str) -> str:
 
 
 def check_access(access: RestAccess, option: str, example: str) -> None:
-    """Raise UserError for what cannot be used: an address, certificates, a missing package."""
+    """Raise UserError for a bad address, bad certificates, or a package that is missing."""
     given = access.address
     try:
         parts = urlsplit(given)

@@ -31,7 +31,7 @@ COMPONENT = "node"
 OVER = ("STOPPED", "FAILED", "SUCCEEDED")  # states of a service, and of a container
 NO_RACK = "/default-rack"  # for nodes on a rack unknown to YARN
 DECOMMISSIONED = "YARN decommissions its node"
-IDLE_S = 30.0  # a container that nobody wants is kept for so long
+IDLE_S = 30.0  # a container without an order is given back after this time
 NEVER = "1000000"
 # A long job must not end for failures that it survives; nor may YARN start a node again in place.
 PROPERTIES = {
@@ -103,9 +103,8 @@ class YarnManager:
 
     async def observe(self) -> Sequence[Placement]:
         async with self._alone:
-            entries = (
-                self._book.entries()
-            )  # read before the service: holders are listed in that afterwards
+            # The book first: a container that has claimed an order by now is in the later answer.
+            entries = self._book.entries()
             found = await self._find()
             await self._settle(found, entries)
             live, nodes = _containers(found), await self._nodes()
@@ -138,7 +137,7 @@ class YarnManager:
     # ------------------------------------------------------------ the service
 
     async def create(self, containers: int) -> None:
-        """Have YARN start the service. Refused: it says why not."""
+        """Have YARN start the service. Refused, with the reason that YARN gives."""
         answer = await self._link.ask("POST", SERVICES, self._service.definition(containers))
         if not answer.accepted:
             raise Refused(str(self._link.failure(answer)))  # also by status 500
@@ -149,7 +148,7 @@ class YarnManager:
             await self._link.must("DELETE", self._service.path)
 
     async def _find(self) -> dict[str, Any] | None:
-        """Return what YARN tells of the service; None if there is none."""
+        """Return YARN's description of the service; None if there is no service."""
         answer = await self._link.ask("GET", self._service.path)
         if answer.status == UNKNOWN and answer.document is not NOT_JSON:
             return None
@@ -167,7 +166,7 @@ class YarnManager:
                 await self.create(len(waiting))
             return
         if not _has_master(found):
-            return  # whoever looks next asks for more
+            return  # the next look asks for more
         live, holders = _containers(found), {entry.holder for entry in entries}
         idle = [each for id_, each in live.items() if id_ not in holders]
         left = list(waiting)
@@ -196,7 +195,7 @@ class YarnManager:
         await self._link.must("PUT", self._service.path, {"components": [component]})
 
     async def _nodes(self) -> dict[str, Mapping[str, Any]]:
-        """Return what YARN tells of its nodes, by their host."""
+        """Return YARN's descriptions of its nodes, by host."""
         return {each["nodeHostName"]: each for each in await list_nodes(self._link)}
 
 

@@ -10,32 +10,32 @@ an order it keeps its host, so that YARN gives the next container another one.
 from __future__ import annotations
 
 import os
-import select
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from holdfast.launch.order_book import ORDERS, OrderBook
-from holdfast.launch.ray_place import start
+from holdfast.launch.ray_place import end_with, start
 
 LOOK_S = 0.5
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> NoReturn:
     """Claim an order and carry it out. Exit status 1: this container has done so before."""
     run_dir = Path(argv[0])
     book = OrderBook(run_dir / ORDERS)
     container, host = os.environ["CONTAINER_ID"], os.environ["NM_HOST"]
     if any(entry.holder == container for entry in book.entries()):
-        return 1  # started again in place: only another container may be another node
+        # YARN has started this container again, and only another container may be another node.
+        sys.exit(1)
     while (order := book.take(container, host)) is None:
         time.sleep(LOOK_S)
     print(f"holdfast: {container} on {host} is node {order.id}", flush=True)
     given = {**order.environment, "HOLDFAST_PLACEMENT": order.id}
-    keeper = start(order.command, given, run_dir / "logs" / f"{order.id}.txt")
-    select.select([os.pidfd_open(keeper)], [], [])
-    return 0
+    # The agent may have ended by now, or be killed with all else: this container ends in any case.
+    end_with(start(order.command, given, run_dir / "logs" / f"{order.id}.txt"))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -25,7 +25,7 @@ class Comparison:
     `cycle`: how many steps it takes to compare all of the state; 0: it is not compared.
     `digest_steps`: of each run, how many steps it takes to compare all of its gradients; 0: they
     are not compared. `has_states`: the digests of states were compared. `has_losses`: both ledgers
-    have the losses of tasks, which those of older releases have not.
+    have the losses of tasks; ledgers of older releases lack them.
     """
 
     steps: int

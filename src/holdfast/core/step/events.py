@@ -221,9 +221,9 @@ class StepFed:
 
 @dataclass(frozen=True, slots=True)
 class FollowerBehind:
-    """Steps wait to be sent to a follower, and there is no memory for more of them.
+    """A follower is so slow that no memory is left for further steps to send to it.
 
-    `order`: the number of the order by which it is fed. `waiting_bytes`: size of those steps.
+    `order`: number of its order. `waiting_bytes`: size of the steps that are not sent yet.
     """
 
     order: int

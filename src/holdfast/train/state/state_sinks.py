@@ -98,7 +98,7 @@ class FollowersSink(PlainSink):
         return ()
 
     def forget(self, order: ef.Forget) -> None:
-        """Feed nobody any more, or not one follower."""
+        """Stop feeding one follower, or all of them."""
         if order.follower is None:
             self._feeder.end(finish=order.finish)
         else:

@@ -73,7 +73,7 @@ class PartDigest:
         return self.take()
 
     def _turn_of(self, bucket: int, size: int) -> tuple[int, int] | None:
-        """Return which of how many parts of a bucket is digested in this step; None: none is.
+        """Return the part of a bucket to digest in this step, and the number of its parts, or None.
 
         All parts have their turn in at most `cycle` steps, and few buckets in one step.
         """
