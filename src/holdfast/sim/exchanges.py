@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from holdfast.core import tree
-from holdfast.core.redundancy import Recall
-from holdfast.core.replica.ends import SinkKind, SourceKind
-from holdfast.core.replica.saves import order_instead
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.effects import WorkerEffect
 from holdfast.core.step.events import FINITE, SOMEBODYS, StepKind, Topic
-from holdfast.core.types import AgentId, View, ViewNumber, WorkerId
-from holdfast.sim.arithmetic import DROPPED, Key, Parts, Share, add, is_not_finite
+from holdfast.core.types import View
+from holdfast.sim.arithmetic import DROPPED, Key, Parts, add, is_not_finite
 from holdfast.sim.checkers import Truth
 from holdfast.sim.crowd import CROWD
 from holdfast.sim.data_network import DataNetwork
@@ -50,17 +47,10 @@ class Sums:
 
 
 MEETINGS = "update", "end"  # members with shares of the state meet after each step and each loop
-LACKS = 7919  # a number that no token differs by from another
 
 
 class ExchangeWorld(Clock, Protocol):
     """Is the world around a process's exchanges."""
-
-    store_silent: bool
-
-    def reaches(self, agent: AgentId) -> bool:
-        """Return whether a node can be asked for its memory's contents."""
-        ...
 
     @property
     def data(self) -> DataNetwork: ...
@@ -78,11 +68,8 @@ class Exchanges:
         self.view: View | None = None
         self._met: dict[str, Callable[[], None]] = {}  # what follows once all members have come
         self.looked = (-1, -1)  # view and step of its last search for late members
-        self._kept: dict[int, Share] = {}  # sums of steps that others may have missed
         self._reduce: ef.Reduce | None = None
         self._check: ef.CheckSum | None = None
-        self._receiving: ef.ObtainStep | None = None
-        self._syncing = ""  # what of a comparison of states is under way
         self.parts: Parts = ()  # contributions to the newest sum
         self.summed_in: View | None = None  # the view of that
         self._true_total = 0  # the right total of the newest sum
@@ -96,11 +83,8 @@ class Exchanges:
     def enter(self, view: View) -> None:
         """A view is installed."""
         self.view = view
-        self._reduce = self._check = self._receiving = None
-        self._syncing = ""
+        self._reduce = self._check = None
         self._met.clear()
-        if not view.catching_up:
-            self._kept.clear()
 
     def carry_out(self, effect: WorkerEffect, group: Group) -> None:
         """Begin what the machine wants of the group."""
@@ -124,9 +108,6 @@ class Exchanges:
                 self.told(group.present("piece"), group)
             case ef.PutRight():
                 process.total = self._true_total
-            case ef.KeepStep(SinkKind.LATE, _, step):
-                rank, size = group.view.rank(process.worker), len(group.keys)
-                self._kept[step] = Share(rank, size, process.total or 0)
             case ef.SendDone(_, step, samples):
                 data.send(process, group, group.keys[0], ("done", step), samples)
             case ef.SendCounted(_, step, ranks):
@@ -136,8 +117,6 @@ class Exchanges:
                 late = self._awaited(group)
                 self.looked = (group.view.number, step)
                 process.feed(ev.StillAwaited(group.view.number, step, late))
-            case _:
-                self._bring_up_to_date(effect, group)
 
     def meet(self, kind: str, met: Callable[[], None]) -> None:
         """Announce that this member has reached a place; call `met` once all have.
@@ -162,10 +141,6 @@ class Exchanges:
             case "counted":
                 for ranks in group.heard.pop(what).values():
                     process.feed(ev.CountSettled(view, number, ranks))
-            case "missed":
-                self._receive_missed(group)
-            case "print" | "state" | "digest":
-                self._compare(group)
             case "part":
                 self._sum(group)
             case _:
@@ -272,181 +247,3 @@ class Exchanges:
         here = group.heard.get(group.present("part"), {})
         mine = self._process.key
         return tuple(r for r, key in enumerate(group.keys) if key not in here and key != mine)
-
-    # ------------------------------------------------------------ states
-
-    def _bring_up_to_date(self, effect: WorkerEffect, group: Group) -> None:
-        process, view = self._process, group.view
-        data = self._world.data
-        match effect:
-            case ef.ObtainState(SourceKind.STORE, _, step):
-                self._restore(step, group)
-            case ef.ObtainState(SourceKind.MEMORY):
-                recall = view.recall
-                assert recall is not None, "nothing is recalled in this view"
-                process.feed(ev.Loading())
-                process.state = None
-                delay_s = self._world.delay(self._world.options.load_s)
-                process.post(delay_s, self._recalled, group.number, recall)
-            case ef.ObtainStep(SourceKind.MEMORY, _, step):
-                self._recall_step(step, group)
-            case ef.KeepStep(SinkKind.MEMORY, _, step):
-                delay_s = self._world.delay(self._world.options.channel_s)
-                process.post(delay_s, self._keep_sum, view, step)
-            case ef.SendMissed(_, lag):
-                key = (int(lag.worker), int(lag.incarnation))
-                for step in range(lag.committed, view.resume_step):
-                    share = self._kept.get(step, Share(-1, 0, 0))
-                    data.send(process, group, key, ("missed", step), share)
-            case ef.ObtainStep(SourceKind.MEMBERS):
-                self._receiving = effect
-                self._receive_missed(group)
-            case ef.SyncState():
-                self._syncing = "print"
-                data.tell_all(process, group, ("print", 0), self._digest())
-                self._compare(group)
-            case ef.Forget(SinkKind.LATE):
-                self._kept.clear()
-
-    def _digest(self) -> tuple[int | None, int | None]:
-        return self._process.state, self._process.spoiling.flipped
-
-    def _receive_missed(self, group: Group) -> None:
-        """Apply the next missed step, once all shares of it are here and the script waits."""
-        process, receiving = self._process, self._receiving
-        if receiving is None:
-            return
-        shares = group.heard.get(("missed", receiving.step), {})
-        if len(shares) == len(group.view.donors):
-            self._receiving = None
-            kept = [shares[key] for key in sorted(shares)]
-            self._world.truth.put_together(process, receiving.step, kept)
-            process.total, process.total_step = kept[0].total, receiving.step
-            self.parts = ()
-            process.feed(ev.StepObtained(SourceKind.MEMBERS, group.view.number, receiving.step))
-
-    def _restore(self, step: int, group: Group) -> None:
-        """Begin from a checkpoint: each member reads a share, and one finds any damage."""
-        process, view, world = self._process, group.view, self._world
-        if world.store_silent:
-            pause_s, number = 1.0, view.number
-            reason = f"the checkpoint of step {step} cannot be read just now"
-            event = ev.ObtainFailed(SourceKind.STORE, number, reason)
-            process.post(pause_s, process.feed, event)
-            return
-        truth = world.truth
-        reader = group.keys[view.number % len(group.keys)]
-        if process.key == reader and (step not in truth.saved or step in truth.rotten):
-            stored: dict[int, ViewNumber | None] = dict(sorted(truth.durable))
-            others = order_instead(stored, step, view.invalidations)
-            other = next((each for each in others if each not in truth.rotten), 0)
-            truth.count["checkpoints instead of damaged ones"] += bool(other)
-            reason, number = "the checkpoint is damaged", view.number
-            process.feed(ev.ObtainFailed(SourceKind.STORE, number, reason, step, other))
-            return
-        process.feed(ev.Loading())
-        process.state = None
-        delay_s = world.delay(world.options.load_s)
-        process.post(delay_s, self._restored, group.number)
-
-    def _restored(self, number: int) -> None:
-        process, group = self._process, self._process.open_group(number)
-        if group is not None:
-            process.step = group.view.base
-            process.state, process.spoiling.flipped = self._world.truth.restored(process.step)
-            process.feed(ev.StateObtained(SourceKind.STORE, group.view.number))
-
-    def _keep_sum(self, view: View, step: int) -> None:
-        """Put its pieces of a sum into its node's memory, unless the view has ended meanwhile."""
-        process = self._process
-        if process.open_group(view.number) is not None and process.total_step == step:
-            total = process.total
-            process.spread.everywhere(
-                lambda memory, _, place: memory.keep_sum(view, process.worker, step, total, place)
-            )
-            full = self._world.rng.random() < self._world.options.feed_fails
-            process.feed(ev.StepKept(view.number, step, full))
-
-    def _recalled(self, number: int, recall: Recall) -> None:
-        process, group = self._process, self._process.open_group(number)
-        if group is None:
-            return
-        copy = self._world.truth.memories.state(recall.view, recall.base, self._world.reaches)
-        if copy is None:
-            process.feed(_not_recalled(group, "the state"))
-            return
-        process.step = recall.base
-        process.state, process.spoiling.flipped = copy
-        self._world.truth.count["states recalled"] += 1
-        process.feed(ev.StateObtained(SourceKind.MEMORY, group.view.number))
-
-    def _recall_step(self, step: int, group: Group) -> None:
-        process, recall = self._process, group.view.recall
-        assert recall is not None, "nothing is recalled in this view"
-        view = next(s.view for s in recall.sources if s.first <= step < s.end)
-        total = self._world.truth.memories.total(view, step, self._world.reaches)
-        if total is None:
-            process.feed(_not_recalled(group, "a gradient"))
-            return
-        process.total, process.total_step, self.parts = total, step, ()
-        self._world.truth.count["steps recalled"] += 1
-        process.feed(ev.StepObtained(SourceKind.MEMORY, group.view.number, step))
-
-    def _compare(self, group: Group) -> None:
-        """Compare the state among its holders; then send it to joiners, and compare among all."""
-        process, view, data = self._process, group.view, self._world.data
-        if self._syncing == "print" and (prints := group.all_heard(("print", 0))) is not None:
-            back = frozenset(lag.worker for lag in view.catching_up)
-            held = data.held(group, prints)
-            if len(set(held.values())) > 1:
-                self._syncing = ""
-                process.feed(ev.StatesCompared(view.number, tuple(sorted(held.items()))))
-                return
-            self._syncing = "state"
-            self._donate(group, back)
-        if self._syncing == "state":
-            joins = process.worker in view.joiners and view.late_worker(process.worker) is None
-            states = group.heard.get(("state", 0), {})
-            if not joins or not view.donors:
-                self._show(group)
-            elif len(states) == len(view.donors):
-                self._syncing = "storing"
-                process.post(
-                    self._world.delay(self._world.options.load_s), self._store, group.number
-                )
-        if self._syncing == "digest" and (digests := group.all_heard(("digest", 0))) is not None:
-            self._syncing = ""
-            self._world.truth.synced(process, view, data.by_worker(digests))
-            process.feed(ev.StatesCompared(view.number))
-
-    def _donate(self, group: Group, back: frozenset[WorkerId]) -> None:
-        process, view, world = self._process, group.view, self._world
-        if process.worker not in view.joiners:
-            world.truth.donated(process, view)
-            body = (process.state, process.step, process.spoiling.flipped)
-            for key in group.keys:
-                if key[0] in view.joiners and key[0] not in back:
-                    load_s = world.options.load_s
-                    world.data.send(process, group, key, ("state", 0), body, load_s)
-        elif view.donors and process.worker not in back:
-            process.feed(ev.Loading())
-            process.state = None
-
-    def _store(self, number: int) -> None:
-        process, group = self._process, self._process.open_group(number)
-        if group is not None:
-            states = group.heard["state", 0]
-            _, (process.state, process.step, process.spoiling.flipped) = min(states.items())
-            process.spoiling.lacks = LACKS * self._world.options.forgetful
-            self._show(group)
-            self._compare(group)
-
-    def _show(self, group: Group) -> None:
-        """Send all members the digest of this worker's state."""
-        self._syncing = "digest"
-        data = self._world.data
-        data.tell_all(self._process, group, ("digest", 0), self._digest())
-
-
-def _not_recalled(group: Group, what: str) -> ev.ObtainFailed:
-    return ev.ObtainFailed(SourceKind.MEMORY, group.view.number, f"pieces of {what} are missing")

@@ -15,12 +15,14 @@ from typing import Protocol
 from holdfast.core.replica.ends import SourceKind
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
-from holdfast.core.types import NO_VIEW, FollowOrder, ViewNumber, WorkerId
+from holdfast.core.types import NO_VIEW, FollowOrder, WorkerId
 from holdfast.sim.arithmetic import Key, Share
 from holdfast.sim.checkers import Truth
 from holdfast.sim.data_network import DataNetwork
-from holdfast.sim.exchanges import LACKS
+from holdfast.sim.groups import Group
 from holdfast.sim.seams import Actor, Clock
+from holdfast.sim.spoiling import LACKS
+from holdfast.sim.state_ends import SimulatedEnd
 from holdfast.sim.wrong_bits import Violation
 
 BEHIND = 0.1  # how much rarer than failing copies it is that a follower is too slow for a step
@@ -64,7 +66,7 @@ class FeedWorld(Clock, Protocol):
     def processes(self) -> Mapping[Key, Actor]: ...
 
 
-class Feeds:
+class Feeds(SimulatedEnd):
     """Carries out the decisions of one process's machine on feeding others and being fed."""
 
     def __init__(self, process: Actor, world: FeedWorld) -> None:
@@ -84,8 +86,14 @@ class Feeds:
 
     # ------------------------------------------------------------ feeding
 
-    def staged(self, effect: ef.CopyState) -> str:
-        """Send this process's copy of the state; returns why it cannot be, or ""."""
+    def copied(self, order: ef.CopyState, began: float) -> ev.StateCopied:
+        """Send this process's copy of the state."""
+        assert order.order is not None, "followers are fed by an order"
+        number, problem = order.order.number, self._stage(order)
+        return ev.StateCopied(order.sink, order.step, problem=problem, order=number)
+
+    def _stage(self, effect: ef.CopyState) -> str:
+        """Send the copy; returns why it cannot be sent, or ""."""
         process, world = self._process, self._world
         if world.rng.random() < world.options.feed_fails:
             world.truth.count["not staged"] += 1
@@ -106,24 +114,30 @@ class Feeds:
             return 0
         return hash((copy.state, -1 if copy.flipped is None else copy.flipped)) or 1
 
-    def send_step(self, step: int, *, compared: bool) -> None:
+    def keep(self, order: ef.KeepStep, group: Group | None) -> None:
         """Send this process's piece of a sum that is committed."""
         share = Share(*self._place, self._process.total or 0)
-        self._send((step, share), compared=compared)
-        order, world = self._order, self._world
+        self._send((order.step, share), compared=order.compared)
+        feed, world = self._order, self._world
         chance = world.options.feed_fails * BEHIND
-        for key in self._followers(order) if chance else ():
-            if order is not None and world.rng.random() < chance:
+        for key in self._followers(feed) if chance else ():
+            if feed is not None and world.rng.random() < chance:
                 delay_s = world.delay(world.options.channel_s)
-                self._process.post(delay_s, self._run_out_of_memory, order.number, key)
+                self._process.post(delay_s, self._run_out_of_memory, feed.number, key)
 
     def _run_out_of_memory(self, number: int, key: Key) -> None:
         """Report that no further step for a follower fits into the memory."""
         self._full.add((number, key))
         self._process.feed(ev.FollowerBehind(number, WorkerId(key[0]), 1 << 20))
 
-    def drop(self, follower: WorkerId) -> None:
-        """Send no more to one follower, which is too slow."""
+    def forget(self, order: ef.Forget) -> None:
+        """Send no more to one follower, which is too slow, or to any."""
+        if order.follower is None:
+            self._end(finish=order.finish)
+        else:
+            self._drop(order.follower)
+
+    def _drop(self, follower: WorkerId) -> None:
         order = self._order
         if order is None:
             return
@@ -133,7 +147,7 @@ class Feeds:
         left = tuple(each for each in order.followers if each.worker != follower)
         self._order = dataclasses.replace(order, followers=left)
 
-    def end(self, *, finish: bool) -> None:
+    def _end(self, *, finish: bool) -> None:
         """Send no more. Without `finish`, messages under way may be lost."""
         if self._order is not None and not finish:
             self._break(self._order)
@@ -141,7 +155,7 @@ class Feeds:
 
     def died(self) -> None:
         """Break off whatever this process sends."""
-        self.end(finish=False)
+        self._end(finish=False)
 
     def _send(
         self,
@@ -216,11 +230,11 @@ class Feeds:
             reason = "a member feeds it no more"
             process.feed(ev.ObtainFailed(SourceKind.FEED, NO_VIEW, reason, order=number))
 
-    def load(self, number: int) -> None:
+    def load_state(self, order: ef.ObtainState, group: Group | None) -> None:
         """Load the state, which takes a while."""
         process, world = self._process, self._world
         process.state = None
-        process.post(world.delay(world.options.load_s), self._loaded, number)
+        process.post(world.delay(world.options.load_s), self._loaded, order.order)
 
     def _loaded(self, number: int) -> None:
         process = self._process
@@ -238,13 +252,14 @@ class Feeds:
         process.spoiling.lacks = LACKS * self._world.options.forgetful
         process.feed(ev.StateObtained(SourceKind.FEED, NO_VIEW, number))
 
-    def take(self, view: ViewNumber, step: int) -> None:
+    def take_step(self, order: ef.ObtainStep, group: Group | None) -> None:
         """Put a sum that was fed where the script applies it."""
-        process, shares = self._process, sorted(self._steps[self._number].pop(step))
+        process, step = self._process, order.step
+        shares = sorted(self._steps[self._number].pop(step))
         self._world.truth.put_together(process, step, shares)
         process.total, process.total_step = shares[0].total, step
         self._world.truth.count["steps fed"] += 1
-        process.feed(ev.StepObtained(SourceKind.FEED, view, step))
+        process.feed(ev.StepObtained(SourceKind.FEED, order.view, step))
 
 
 def _heard(receiver: Actor, message: FedMessage) -> None:

@@ -7,6 +7,8 @@ from random import Random
 
 from holdfast.sim.arithmetic import not_finite, task
 
+LACKS = 7919  # a number that no token differs by from another
+
 
 class Spoiling:
     """Holds the ways in which one process's bits are wrong; set by faults."""

@@ -7,10 +7,8 @@ point, also between two effects.
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
 from typing import Any, Protocol
 
-from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.audit import FICKLE, RUNS_DISPUTED
@@ -25,16 +23,17 @@ from holdfast.core.types import (
     WorkerStatus,
 )
 from holdfast.core.worker.machine import WorkerMachine
-from holdfast.sim.arithmetic import INITIAL_STATE, Copy, Key, apply
+from holdfast.sim.arithmetic import INITIAL_STATE, Key, apply
 from holdfast.sim.arithmetic import task as right
 from holdfast.sim.endings import SCRIPT_FAILED
 from holdfast.sim.exchanges import Exchanges, ExchangeWorld
-from holdfast.sim.feeds import Feeds, FeedWorld
+from holdfast.sim.feeds import Feeds
 from holdfast.sim.groups import Group, What
 from holdfast.sim.other_shards import OtherShards
 from holdfast.sim.running import Running
 from holdfast.sim.script_checks import check_script
-from holdfast.sim.seams import Memory, ProcessNode
+from holdfast.sim.seams import ProcessNode
+from holdfast.sim.simulated_mover import MESSAGES, MovingWorld, SimulatedMover, StateOrder
 from holdfast.sim.spoiling import Spoiling
 from holdfast.sim.spread import Spread, SpreadWorld
 from holdfast.sim.writers import WriterHost
@@ -56,7 +55,7 @@ class WorkerMaker(Protocol):
     def worker(self) -> type[WorkerMachine]: ...
 
 
-class WorkerWorld(ExchangeWorld, FeedWorld, SpreadWorld, Protocol):
+class WorkerWorld(ExchangeWorld, MovingWorld, SpreadWorld, Protocol):
     """Is the world around a process."""
 
     @property
@@ -114,7 +113,7 @@ class Process(Running):
         self.step = 0  # steps applied to `state`
         self.spoiling = Spoiling(world.rng, world.truth.count)
         self.exchanges = Exchanges(self, world)
-        self.feeds = Feeds(self, world)
+        self.mover = SimulatedMover(self, world, host.writer)
         self.tokens: dict[int, int] = {}  # results of the tasks that it hosts
         self.copies: dict[int, int] = {}  # results of its speculative tasks
         self.compute_us = 0  # compute time of the step's tasks so far
@@ -169,6 +168,11 @@ class Process(Running):
         if self.group is not None:
             self.world.data.close(self, self.group, "peer died")
         self.host.process_ended(self, code, detail, reported)
+
+    @property
+    def feeds(self) -> Feeds:
+        """Return what feeds others and is fed."""
+        return self.mover.feeds
 
     def open_group(self, number: int) -> Group | None:
         """Return its end of the group of a view, while that is open."""
@@ -243,6 +247,7 @@ class Process(Running):
                 self.is_connected = False
                 self._shards.enter(view.number)
                 self.exchanges.enter(view)
+                self.mover.enter(view)
                 world.data.install(self, view)
             case ef.Exit():
                 world.truth.errors.noticed([self.key])
@@ -275,20 +280,6 @@ class Process(Running):
                 self._script_next()
             case ef.MarkCommitted(number, step):
                 self.spread.everywhere(lambda memory, _, __: memory.mark(number, self.worker, step))
-            case ef.Forget(SinkKind.MEMORY, number, step):
-                self.spread.everywhere(partial(self._forget, number, step))
-            case ef.KeepStep(SinkKind.FOLLOWERS, _, step, compared):
-                self.feeds.send_step(step, compared=compared)
-            case ef.Forget(SinkKind.FOLLOWERS, follower=None):
-                self.feeds.end(finish=effect.finish)
-            case ef.Forget(SinkKind.FOLLOWERS, follower=int() as follower):
-                self.feeds.drop(follower)
-            case ef.Follow(order):
-                self.feeds.follow(order)
-            case ef.ObtainState(SourceKind.FEED):
-                self.feeds.load(effect.order)
-            case ef.ObtainStep(SourceKind.FEED, view_number, step):
-                self.feeds.take(view_number, step)
             case _ if isinstance(effect, ef.ScriptEffect):
                 if isinstance(effect, ef.Release):
                     world.truth.released(self, effect.loop)
@@ -297,8 +288,14 @@ class Process(Running):
                 self._script.append(effect)
                 self._script_next()
             case _:
-                if self.group is not None and self.group.open:
-                    self.exchanges.carry_out(effect, self.group)
+                self._carry_out_in_view(effect)
+
+    def _carry_out_in_view(self, effect: WorkerEffect) -> None:
+        group = self.group if self.group is not None and self.group.open else None
+        if isinstance(effect, StateOrder):
+            self.mover.carry_out(effect, group)
+        elif group is not None:
+            self.exchanges.carry_out(effect, group)
 
     def connected(self, number: int) -> None:
         """Record that all members of the view's group are connected."""
@@ -310,7 +307,8 @@ class Process(Running):
     def told(self, what: What) -> None:
         """Take in something that other members said."""
         if self.group is not None and self.group.open:
-            self.exchanges.told(what, self.group)
+            part = self.mover if what[0] in MESSAGES else self.exchanges
+            part.told(what, self.group)
 
     def directed(self, directive: WorkerDirective) -> None:
         """Take in a directive that the agent passes on."""
@@ -483,38 +481,8 @@ class Process(Running):
     def _copied(self, order: ef.CopyState, began: float) -> None:
         """Go on once the state is copied, for whichever sink it is."""
         self._busy = False
-        match order.sink:
-            case SinkKind.STORE:
-                self.host.writer.save(self, order)
-                event = ev.StateCopied(order.sink, order.step, self.world.now - began)
-            case SinkKind.FOLLOWERS:
-                assert order.order is not None, "followers are fed by an order"
-                number, problem = order.order.number, self.feeds.staged(order)
-                event = ev.StateCopied(order.sink, order.step, problem=problem, order=number)
-            case _:
-                self.world.truth.copied(order.step)
-                copy = (self.state, self.spoiling.flipped)
-                self.post(self.world.delay(self.world.options.load_s), self._protected, order, copy)
-                event = ev.StateCopied(order.sink, order.step)
-        self.feed(event)
+        self.feed(self.mover.copied(order, began))
         self._script_next()
-
-    def _protected(self, effect: ef.CopyState, copy: Copy) -> None:
-        problem = ""
-        if self.world.rng.random() < self.world.options.feed_fails:
-            problem = "there is no memory for it"
-        else:
-            self.spread.everywhere(partial(self._keep_state, effect, copy))
-        self.feed(ev.StateProtected(effect.step, problem))
-
-    def _keep_state(
-        self, effect: ef.CopyState, copy: Copy, memory: Memory, _: AgentId, place: int
-    ) -> None:
-        memory.keep_state(effect.view, self.worker, effect.step, copy, place)
-
-    def _forget(self, view: int, step: int, memory: Memory, agent: AgentId, _: int) -> None:
-        self.world.truth.memories.forgot(agent, view, step)
-        memory.forget(view, step)
 
     def _released(self) -> None:
         self.world.truth.promises.left_loop(self.loop)
