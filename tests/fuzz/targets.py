@@ -56,6 +56,9 @@ from holdfast.wire.messages import (
     ClockReply,
     ClockRequest,
     DrainRequest,
+    FilePart,
+    FilesReply,
+    FilesRequest,
     JoinReply,
     JoinRequest,
     LabelRequest,
@@ -111,6 +114,8 @@ MESSAGES: list[object] = [
     ClockReply(asked=1.7e9, told=1.8e9),
     LabelRequest(agent=AgentId("node1"), domains=("rack=r7",)),
     OrderReply(problem=""),
+    FilesRequest(held=(("events.jsonl", 100),)),
+    FilesReply(parts=(FilePart(name="journal", data=b"x", held=1, replaces=True),), more=False),
     MoveRequest(
         agent=AgentId("node1"),
         leaving=Leaving(worker=WorkerId(3), incarnation=Incarnation(2), to=AgentId("node2")),

@@ -1,18 +1,26 @@
-"""`holdfast dashboard RUN_DIR` shows a run in a browser, while it works and after its end."""
+"""`holdfast dashboard RUN` shows a run in a browser, while it works and after its end."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from holdfast.cli.shared_options import add_tls
+from holdfast.cli.shared_options import add_secret, add_tls
 from holdfast.core.errors import UserError
 from holdfast.health.measure.lifetime import die_with_parent
+from holdfast.net.secret import VARIABLE, load_secret
 from holdfast.net.tls import client_of
+from holdfast.runtime.contact import contact_by, parse_address
+from holdfast.runtime.coordinate.election import SCHEMES
+from holdfast.runtime.run_mirror import RunMirror
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.supervise import Kept
 
@@ -26,10 +34,7 @@ def main(argv: Sequence[str]) -> int:
         die_with_parent(options.parent)
     check_packages()
     from holdfast.dashboard.access import is_loopback
-    from holdfast.dashboard.web_server import serve
 
-    run_dir = RunDir(options.run_dir)
-    run_dir.spec()  # refuses a directory without a run
     if not is_loopback(options.host):
         text = "without encryption: whoever can read this network can read the token"
         print(f"holdfast: the dashboard listens on {options.host} {text}", file=sys.stderr)
@@ -40,8 +45,52 @@ def main(argv: Sequence[str]) -> int:
         else:  # standard output belongs to the job's script
             print(f"holdfast: dashboard: {url}", file=sys.stderr, flush=True)
 
-    serve(run_dir, client_of(options.tls), host=options.host, port=options.port, tell=tell)
+    with tempfile.TemporaryDirectory(prefix="holdfast-dashboard-") as folder:
+        if is_address(options.run):
+            _serve_from_afar(options, Path(folder), tell)
+        else:
+            run_dir = RunDir(Path(options.run))
+            run_dir.spec()  # refuses a directory without a run
+            _serve(options, run_dir, tell)
     return 0
+
+
+def is_address(run: str) -> bool:
+    """Return whether a job's address is meant, and not a directory that is there."""
+    if run.startswith(SCHEMES):
+        return True
+    with contextlib.suppress(ValueError):
+        return bool(parse_address(run)) and not Path(run).exists()
+    return False
+
+
+def _serve_from_afar(
+    options: argparse.Namespace, folder: Path, tell: Callable[[str], None]
+) -> None:
+    """Serve what the coordinator sends of its run directory."""
+    contact = contact_by(options.run, client_of(options.tls))
+    secret = load_secret(os.environ, file=options.secret_file)
+    signal.signal(signal.SIGTERM, _end)
+    mirror = RunMirror(contact, secret, folder / options.run.replace("/", "_"))
+    mirror.update()
+    _serve(options, mirror.run_dir, tell, mirror.update)
+
+
+def _end(number: int, _: object) -> NoReturn:
+    """End so that the temporary directory, which holds the secret, is removed."""
+    raise SystemExit(128 + number)
+
+
+def _serve(
+    options: argparse.Namespace,
+    run_dir: RunDir,
+    tell: Callable[[str], None],
+    update: Callable[[], None] | None = None,
+) -> None:
+    from holdfast.dashboard.web_server import serve
+
+    tls = client_of(options.tls)
+    serve(run_dir, tls, host=options.host, port=options.port, tell=tell, update=update)
 
 
 def check_packages() -> None:
@@ -72,7 +121,13 @@ def parser() -> argparse.ArgumentParser:
         "their cost, and buttons to drain nodes and to move workers. It reads the run's files, "
         "also after a crash, and asks the coordinator while that answers. Ctrl-C ends it.",
     )
-    found.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="directory of the run")
+    found.add_argument(
+        "run",
+        metavar="RUN",
+        help="directory of the run; or, where it is not at hand, HOST:PORT of the job's "
+        "coordinator, or the URL of its --election",
+    )
+    add_secret(found, f"${VARIABLE}; only for an address, as a directory has its own")
     found.add_argument(
         "--host",
         default="127.0.0.1",

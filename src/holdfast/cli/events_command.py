@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from holdfast.cli.shared_options import add_tls
 from holdfast.core.errors import NoAnswer, UserError
 from holdfast.net.tls import client_of
+from holdfast.observe.run_tail import RunTail
 from holdfast.runtime.contact import job_status
 from holdfast.runtime.rundir import RunDir, read_run_events
 
@@ -25,28 +27,40 @@ CRASHED = 3  # exit status: the run has neither an end nor a coordinator
 def main(argv: Sequence[str]) -> int:
     """Run the command; `argv` follows `holdfast events`."""
     options = parser().parse_args(argv)
-    run, shown, size = RunDir(Path(options.run_dir)), 0, -1
-    tls = client_of(options.tls)
-    watch = CoordinatorWatch(lambda: job_status(run, tls), options.wait)
+    run = RunDir(Path(options.run_dir))
     try:
-        while True:
-            over, now = run.result.exists(), _size_of(run.events)
-            if now != size:
-                size, events = now, read_run_events(run)
-                for event in events[shown:]:
-                    if options.kind in (None, event["kind"]):
-                        print(json.dumps(event) if options.json else render(event), flush=True)
-                shown = len(events)
-                watch.note_event(time.monotonic())
-            if not options.follow or over:
-                return 0
-            if news := watch.look(time.monotonic()):
-                print(f"holdfast: {news}", file=sys.stderr, flush=True)
-            if watch.is_gone and not options.wait:
-                return CRASHED
-            time.sleep(POLL_S)
+        if options.follow:
+            return _follow(run, options)
+        _show(read_run_events(run), options)
+        return 0
     except KeyboardInterrupt:
         return 130
+
+
+def _follow(run: RunDir, options: argparse.Namespace) -> int:
+    """Print the events as they come, until the run has ended or its coordinator is gone."""
+    tls = client_of(options.tls)
+    watch = CoordinatorWatch(lambda: job_status(run, tls), options.wait)
+    read_run_events(run)  # refuses what is no log
+    tail = RunTail(run.path, events_max=0)
+    while True:
+        over = run.result.exists()
+        if fresh := tail.look():
+            _show(fresh, options)
+            watch.note_event(time.monotonic())
+        if over:
+            return 0
+        if news := watch.look(time.monotonic()):
+            print(f"holdfast: {news}", file=sys.stderr, flush=True)
+        if watch.is_gone and not options.wait:
+            return CRASHED
+        time.sleep(POLL_S)
+
+
+def _show(events: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+    for event in events:
+        if options.kind in (None, event["kind"]):
+            print(json.dumps(event) if options.json else render(event), flush=True)
 
 
 class CoordinatorWatch:
@@ -90,14 +104,6 @@ class CoordinatorWatch:
         self.is_gone = True
         then = "waiting until somebody resumes it" if self._waits else "--wait goes on following"
         return f"the run has no end and no live coordinator: {problem}; {then}"
-
-
-def _size_of(path: Path) -> int:
-    """Return the size of a file in bytes, 0 if it is not there yet."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def render(event: dict[str, object]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
+from collections.abc import Callable
 from typing import Any
 
 from holdfast.core.errors import HoldfastError
@@ -25,7 +26,15 @@ OVER_S = 5.0  # the same, once the run is over: it may be resumed
 class RunWatch:
     """Watches one run. `run` ends only when it is cancelled."""
 
-    def __init__(self, run_dir: RunDir, tls: ssl.SSLContext | None, feed: Feed) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        tls: ssl.SSLContext | None,
+        feed: Feed,
+        update: Callable[[], None] | None = None,
+    ) -> None:
+        """`update` brings the files up to date, if they are copies of those elsewhere."""
+        self._update = update
         self._run_dir = run_dir
         self._tls = tls
         self._feed = feed
@@ -55,6 +64,8 @@ class RunWatch:
             ):
                 for topic, value in topics.items():
                     self._feed.publish(topic, value)
+            if self._update is not None:
+                await asyncio.to_thread(self._update)
         except (HoldfastError, OSError) as error:
             self._feed.publish("files", {"problem": str(error)})
         else:

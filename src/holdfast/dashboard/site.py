@@ -32,12 +32,17 @@ class Site:
     """Answers the requests that the guard lets through."""
 
     def __init__(
-        self, run_dir: RunDir, tls: ssl.SSLContext | None = None, queue_max: int = QUEUE_MAX
+        self,
+        run_dir: RunDir,
+        tls: ssl.SSLContext | None = None,
+        queue_max: int = QUEUE_MAX,
+        update: Callable[[], None] | None = None,
     ) -> None:
+        """`update` brings the files up to date, if they are copies of those elsewhere."""
         self._run_dir = run_dir
         self.feed = Feed(queue_max)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._watch = RunWatch(run_dir, tls, self.feed)
+        self._watch = RunWatch(run_dir, tls, self.feed, update)
         self._desk = OrderDesk(run_dir, tls, self._tell_orders)
 
     def application(self, access: Access) -> ASGIApp:

@@ -82,10 +82,14 @@ def serve(
     host: str,
     port: int,
     tell: Callable[[str], None],
+    update: Callable[[], None] | None = None,
 ) -> None:
-    """Serve the dashboard of a run until Ctrl-C. `tell`: takes the URL. UserError."""
+    """Serve the dashboard of a run until Ctrl-C. `tell` takes the URL. UserError.
+
+    `update` brings the run's files up to date, if they are copies of those elsewhere.
+    """
     with contextlib.closing(listen(host, port)) as listener:
-        server, url = make_server(Site(run_dir, tls), listener, host)
+        server, url = make_server(Site(run_dir, tls, update=update), listener, host)
         tell(url)
         with contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=[listener])

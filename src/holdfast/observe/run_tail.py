@@ -44,7 +44,7 @@ class RunTail:
             self.was_replaced, self.events = True, []
         self.events += found
         if self._events_max is not None:
-            del self.events[: -self._events_max]
+            del self.events[: max(len(self.events) - self._events_max, 0)]
         return found
 
     def note_step(self, step: int, now: float) -> None:

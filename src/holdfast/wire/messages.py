@@ -154,6 +154,37 @@ class PeerReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FilesRequest:
+    """Asks what files of the run have gained, for a viewer on another machine.
+
+    `held`: file by file how far the viewer is, as the parts said that it has received.
+    """
+
+    held: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePart:
+    """Carries a file's new content, to be appended; `replaces`: to take the place of the old one.
+
+    `held` is to be sent back in the next request.
+    """
+
+    name: str
+    data: bytes
+    held: int
+    replaces: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilesReply:
+    """Answers a FilesRequest. `more`: there is more than fits into one reply."""
+
+    parts: tuple[FilePart, ...]
+    more: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ViewedDirective:
     """Holds a Directive with its view, which is the same for all agents, as encoded once."""
 
@@ -183,6 +214,8 @@ KINDS: dict[int, type] = {
     19: ClockReply,
     20: PeerRequest,
     21: PeerReply,
+    22: FilesRequest,
+    23: FilesReply,
 }
 _KIND_OF = {cls: kind for kind, cls in KINDS.items()}
 _ENCODER = msgspec.msgpack.Encoder()

@@ -41,6 +41,7 @@ from holdfast.runtime.coordinate.journal import Journal
 from holdfast.runtime.coordinate.status_making import make_status
 from holdfast.runtime.job_events import EventSink, LoggedEvent
 from holdfast.runtime.job_status import encode_status
+from holdfast.runtime.run_mirror import read_parts
 from holdfast.runtime.rundir import RunDir, write_json
 from holdfast.wire.messages import (
     Address,
@@ -48,6 +49,7 @@ from holdfast.wire.messages import (
     ClockReply,
     ClockRequest,
     DrainRequest,
+    FilesRequest,
     JoinReply,
     JoinRequest,
     LabelRequest,
@@ -70,6 +72,7 @@ Incoming = (
     | LabelRequest
     | StacksRequest
     | ClockRequest
+    | FilesRequest
 )
 INCOMING = get_args(Incoming)
 TICK_S_MIN = 0.002
@@ -255,6 +258,9 @@ class CoordinatorServer:
                         self.stop(message.reason)
                     case ClockRequest(asked=asked):
                         channel.send(ClockReply(asked=asked, told=time.time()))
+                    case FilesRequest(held=held):
+                        path = self._run_dir.path
+                        channel.send(await asyncio.to_thread(read_parts, path, dict(held)))
                     case DrainRequest() | MoveRequest() | LabelRequest():
                         channel.send(OrderReply(problem=self._pass_on(message)))
                     case StacksRequest():

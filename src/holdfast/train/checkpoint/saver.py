@@ -182,10 +182,8 @@ class Saver:
         if answer.problem:
             if order.rank > 0:  # the job's event log has those of the first share
                 self._complain(order.step, answer.problem)
-        elif answer.durable:
-            say(f"step {order.step} is saved, in {took_s:.2f} s{self._failures.succeeded()}")
-        else:
-            self._failures.succeeded()
+        elif (text := self._failures.succeeded()) and answer.durable:
+            say(f"step {order.step} is saved{text}")
         view = ViewNumber(order.view)
         first = order.rank == 0
         self._tell(SaveEnded(order.step, view, answer.durable, answer.problem, took_s, first))

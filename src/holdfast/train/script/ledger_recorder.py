@@ -108,7 +108,8 @@ class LedgerRecorder:
         self._tell_of_dropped()
         copied, self._copied = self._driver.copied - self._copied, self._driver.copied
         if copied:
-            what = f"has copied {copied} tasks that others were late with"
+            tasks = "a task" if copied == 1 else f"{copied} tasks"
+            what = f"has copied {tasks} that others were late with"
             self._tell("copy", f"worker {self._environment.worker} {what}")
 
     def _note_dropped(self, index: int, table: StepTable, samples: int) -> None:
