@@ -533,3 +533,28 @@ def test_complaints_are_told_or_counted() -> None:
     log.add("c8", 132.0)
     log.flush(133.0, force=True)
     assert said[5:] == ["c7", "and 1 more in 10 s, the last: c8"]
+
+
+@pytest.mark.parametrize("unread", [False, True], ids=["read all", "left some unread"])
+def test_the_last_words_of_a_peer_are_read_though_it_cannot_be_answered(unread: bool) -> None:
+    """As by an agent that was frozen while its job ended, and reports as it wakes."""
+
+    async def scene() -> None:
+        with socket.create_server((HOST, 0)) as listener:
+            ours = socket.create_connection(listener.getsockname()[:2])
+            theirs = listener.accept()[0]
+        key = b"k" * 32
+        reader, writer = await asyncio.open_connection(sock=ours)
+        channel = Channel(reader, writer, frames.Sealer(key), frames.Opener(key))
+        channel.send(StatusRequest())
+        if not unread:
+            assert theirs.recv(1 << 16)
+        theirs.sendall(frames.Sealer(key).seal(encode(StatusReply(text="it is over"))))
+        theirs.close()
+        for _ in range(3):  # before anything can be read
+            channel.send(StatusRequest())
+        assert await channel.receive(StatusReply) == StatusReply(text="it is over")
+        assert await channel.receive(StatusReply) is None
+        channel.close()
+
+    play(scene)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import select
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
@@ -31,6 +32,7 @@ BACKLOG_BYTES_MAX = 64 << 20
 READ_BYTES = 1 << 16
 ACCEPTS_AT_ONCE = 64
 EXHAUSTED_S = 0.2  # pause in accepting when descriptors or memory have run out
+HUNG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)  # Linux has the former
 TLS_RECORD_START = b"\x16\x03"
 
 
@@ -58,15 +60,24 @@ class Channel:
         self._backlog_bytes_max = backlog_bytes_max
         self._payloads: Iterator[bytes] = iter(())
         self._cut_off = ""  # why we closed the connection ourselves
+        self._hang_up = select.poll()
+        self._hang_up.register(writer.get_extra_info("socket"), HUNG_UP)
 
     def send(self, message: object) -> None:
-        """Queue a message; a peer that does not read is disconnected rather than waited for."""
+        """Queue a message; a peer that does not read is disconnected rather than waited for.
+
+        A message to a peer that has hung up is dropped. asyncio would close the connection when
+        that cannot be written, and with it lose what the peer has said before.
+        """
         waiting = self._writer.transport.get_write_buffer_size()
         if waiting > self._backlog_bytes_max and not self._cut_off:
             self._cut_off = f"it has left {waiting} bytes unread"
             self._writer.transport.abort()  # a close would wait for the peer to read what is left
-        if not self._writer.is_closing():
+        if not self._writer.is_closing() and not self._has_hung_up():
             self._writer.write(self._sealer.seal(encode(message)))
+
+    def _has_hung_up(self) -> bool:
+        return bool(self._hang_up.poll(0))
 
     async def receive(self, *accepted: type) -> Any:
         """Return the next message, of one of the accepted types; None at the end. WireError."""
