@@ -61,7 +61,7 @@ def go(path: Path) -> None:
 
 def teams(run: LabRun) -> list[list[int]]:
     """The hosts of each worker: those that have joined first."""
-    told = [event["text"] for event in run.events("node") if "spread over" in event["text"]]
+    told = [event["text"] for event in run.events("node") if "are spread over" in event["text"]]
     names = [text.split(" nodes ")[1].split(", ") for text in told]
     return [[int(name.removeprefix("node")) for name in team] for team in names]
 

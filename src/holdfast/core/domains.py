@@ -38,6 +38,6 @@ def joined(theirs: Domains, own: Domains) -> Domains:
 
 
 def lacking(known: Domains, told: Domains) -> bool:
-    """Tell whether `told` has a key that `known` has not."""
+    """Return whether `told` has a key that `known` has not."""
     keys = {label.partition("=")[0] for label in known}
     return any(label.partition("=")[0] not in keys for label in told)

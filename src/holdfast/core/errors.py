@@ -9,10 +9,10 @@ HoldfastError
 |   |-- Aborted         the process group of a view was broken or given up
 |   |-- WireError       a frame that is malformed, too large, unauthenticated or of another version
 |   |   `-- OtherJob    whoever was met knows the secret and is of another job
-|   |-- Damaged         stored bytes are not what was written
+|   |-- Damaged         stored bytes differ from those written
 |   |   `-- OtherRelease   they are whole, but written by another release of Holdfast
 |   |-- Unreachable     no server of a service carried out a request in time
-|   |-- Refused         a service is there and will not do what it was asked
+|   |-- Refused         a service is there and declines a request
 |   `-- Deposed         this coordinator's term is over: another may lead
 `-- InvariantError      our own bug: carries what was expected and what was found
 """
@@ -39,7 +39,7 @@ class NoAnswer(UserError):
 
 
 class StateMismatch(UserError):
-    """Says that a protected object's shapes, names or types differ from the job's."""
+    """A protected object's shapes, names or types differ from the job's."""
 
 
 class ScriptFault(UserError):
@@ -47,11 +47,11 @@ class ScriptFault(UserError):
 
 
 class WorldError(HoldfastError):
-    """Says that a machine, network or disk failed."""
+    """A machine, network or disk failed."""
 
 
 class Aborted(WorldError):
-    """Says that the process group of a view cannot be used any more."""
+    """The process group of a view cannot be used any more."""
 
 
 class WireError(WorldError):
@@ -59,7 +59,7 @@ class WireError(WorldError):
 
 
 class OtherJob(WireError):
-    """Says that the other side has proved to belong to another job, `met`."""
+    """The other side has proved to belong to another job, `met`."""
 
     def __init__(self, message: str, met: str) -> None:
         super().__init__(message)
@@ -67,19 +67,19 @@ class OtherJob(WireError):
 
 
 class Damaged(WorldError):
-    """Says what is wrong with stored bytes that must not be trusted."""
+    """Stored bytes must not be trusted; the message says why."""
 
 
 class OtherRelease(Damaged):
-    """Says that stored bytes are whole, but written by another release of Holdfast."""
+    """Stored bytes are whole, but written by another release of Holdfast."""
 
 
 class Unreachable(WorldError):
-    """Says that every server was tried in vain; the request may have been carried out."""
+    """Every server was tried in vain; the request may have been carried out."""
 
 
 class Refused(WorldError):
-    """Says that the service declined; asking again changes nothing by itself."""
+    """The service declined; asking again changes nothing by itself."""
 
 
 class Deposed(WorldError):
@@ -87,7 +87,7 @@ class Deposed(WorldError):
 
 
 class InvariantError(HoldfastError):
-    """Says that Holdfast broke its own rules: please report it with the message."""
+    """Holdfast broke its own rules: please report it with the message."""
 
 
 def assert_never(value: NoReturn) -> NoReturn:

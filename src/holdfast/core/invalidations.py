@@ -27,14 +27,14 @@ def merge(known: Invalidations, more: Iterable[Invalidation]) -> Invalidations:
 
 
 def is_covered(invalidation: Invalidation, by: Iterable[Invalidation]) -> bool:
-    """Tell whether one of the others covers every copy of the state that this one covers."""
+    """Return whether one of the others covers every copy of the state that this one covers."""
     return any(
         other.after <= invalidation.after and other.view >= invalidation.view for other in by
     )
 
 
 def is_invalidated(invalidations: Invalidations, step: int, view: ViewNumber) -> bool:
-    """Tell whether this covers a copy of the state after `step` steps, made in a view."""
+    """Return whether this covers a copy of the state after `step` steps, made in a view."""
     return any(
         step > invalidation.after and view <= invalidation.view for invalidation in invalidations
     )

@@ -1,9 +1,9 @@
-"""Defines how nodes protect a job's state in their memory, as values: pieces, and who keeps which.
+"""Defines how nodes protect a job's state in their memory, as values: pieces, and their places.
 
-Everything that is protected is cut into as many **parts** as nodes of the view's ring hold it. Each
-part is coded into `data + parity` **pieces**, of which any `data` give the part. A part's first
-piece is kept on one of the nodes that hold it, and its others on those that follow in the ring,
-again and again if there are fewer nodes than pieces.
+A protected state is cut into as many **parts** as nodes of the view's ring hold it. Each part is
+coded into `data + parity` **pieces**, and any `data` of them give the part. A part's first piece is
+kept on one of the nodes that hold it, and its others on those that follow in the ring, again and
+again if there are fewer nodes than pieces.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PIECES_MAX = 255
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redundancy:
-    """Says into how many pieces a part is coded; `data` 0: nothing is protected."""
+    """Sets the numbers of pieces of a part; `data` 0: nothing is protected."""
 
     data: int = 0
     parity: int = 0
@@ -28,11 +28,11 @@ class Redundancy:
         return self.data + self.parity
 
     def pieces_on(self, nodes: int) -> int:
-        """Return how many pieces of a part so many nodes keep: a copy beside another is no use."""
+        """Return the pieces of a part on `nodes` nodes: a copy beside another is no use."""
         return min(self.pieces, nodes) if self.data == 1 else self.pieces
 
     def nodes_to_lose(self, nodes: int) -> int:
-        """Return how many of so many nodes may be lost with what they keep."""
+        """Return how many of `nodes` nodes may be lost, with the pieces that they keep."""
         pieces = self.pieces_on(nodes)
         return (pieces - self.data) // -(-pieces // nodes)
 
@@ -63,7 +63,7 @@ def read_redundancy(text: str) -> Redundancy:
 
 
 class Piece(NamedTuple):
-    """Names one piece: of which part, and its number there, data first."""
+    """Names one piece by its part and its number there, data first."""
 
     part: int
     number: int
@@ -71,11 +71,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptPieces:
-    """Says what a node's memory holds of what one worker put there as a member of one view.
+    """Lists the pieces in a node's memory that one worker put there as a member of one view.
 
-    `parts`: of that view. `states`: after so many steps each. `first`, `end`: it holds the reduced
-    gradients of the steps from `first` to before `end`. `committed`: that the worker has, in the
-    view. `shards`: of which shards it holds this; empty: of all.
+    `parts`: the number of parts in that view. `states`: the number of steps before each state.
+    `first`, `end`: it holds the reduced gradients of the steps from `first` to before `end`.
+    `committed`: the worker has committed the steps before it in the view. `shards`: the shards that
+    these are of; empty: all.
     """
 
     view: int
@@ -90,7 +91,7 @@ class KeptPieces:
 
 
 class GradientSource(NamedTuple):
-    """Says that the gradients of the steps from `first` to before `end` are those of `view`."""
+    """Names `view` as the source of the gradients of the steps from `first` to before `end`."""
 
     view: int
     first: int
@@ -99,9 +100,9 @@ class GradientSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recall:
-    """Says from what the state after `step` steps is made again, where nobody holds it.
+    """Names the sources of the state after `step` steps, where nobody holds it.
 
-    That is the state after `base` steps, which view `view` has put into the nodes' memory (0: it is
+    They are the state after `base` steps, which view `view` has put into nodes' memory (0: it is
     the initial state, or a checkpoint's), and the gradients of the steps since. `nodes`: HOST:PORT
     of those that hold pieces.
     """

@@ -46,7 +46,7 @@ class Description:
         return f"at least {self.least:g}" if self.least is not None else "a finite number"
 
     def allows(self, number: float) -> bool:
-        """Tell whether one number is within the limits; infinities and NaN never are."""
+        """Return whether one number is within the limits; infinities and NaN never are."""
         return (
             math.isfinite(number)
             and (self.least is None or number >= self.least)

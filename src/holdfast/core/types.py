@@ -1,8 +1,8 @@
 """Defines the words of the protocol as values: ids, statuses, views and records that travel.
 
-Everything here is immutable. Both control protocols are level-triggered: each record says what its
-sender's whole state is, never what has just changed, so that a lost, repeated or late record does
-no harm (an older one is recognised by its sequence number and dropped).
+Everything here is immutable. Both control protocols are level-triggered: each record carries the
+whole state of its sender, never a change alone, so that a lost, repeated or late record does no
+harm (an older one is recognised by its sequence number and dropped).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Peer(NamedTuple):
 
 
 class ProcessRole(enum.Enum):
-    """Says what a process that an agent starts does for the job."""
+    """Names the jobs that an agent's process may have."""
 
     WORKER = "worker"  # runs the user's script and hosts virtual ranks
     STORE = "store"  # serves torch.distributed's store to a group (core/membership/group.py)
 
 
 class Stage(enum.Enum):
-    """Says where a worker process is in its life."""
+    """Names the stages in the life of a worker's process."""
 
     BOOTING = "booting"  # started; its script has not asked for steps yet
     READY = "ready"  # wants to be, or is, a member of views
@@ -61,7 +61,7 @@ class Stage(enum.Enum):
 
 
 class StateCopy(enum.Enum):
-    """Says what a worker process holds of the job's state."""
+    """Describes the state that a worker's process holds."""
 
     INITIAL = "initial"  # as the script made it
     DIRTY = "dirty"  # neither initial nor the job's: a load has begun and is not verified
@@ -70,7 +70,7 @@ class StateCopy(enum.Enum):
 
 
 class Phase(enum.Enum):
-    """Says what a worker's script is doing, as far as steps are concerned."""
+    """Names the places where a worker's script may be in a step."""
 
     SCRIPT = "script"  # its own code: before, between or after steps
     BOUNDARY = "boundary"  # held between two steps, its state at rest
@@ -91,9 +91,9 @@ class JobEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invalidation:
-    """Copies of the state are not to be believed: of steps beyond `after`, made up to `view`.
+    """Declares copies of the state untrue: of steps beyond `after`, made in views up to `view`.
 
-    `wrong`: who has computed wrongly in that view, again and again.
+    `wrong`: the workers that have computed wrongly in that view again and again.
     """
 
     after: int
@@ -122,16 +122,16 @@ class FollowOrder:
     followers: tuple[Follower, ...]
 
     def names(self, worker: WorkerId, incarnation: Incarnation) -> bool:
-        """Tell whether this process is one of the followers."""
+        """Return whether this process is one of the followers."""
         return any((f.worker, f.incarnation) == (worker, incarnation) for f in self.followers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """Holds all that the control plane knows of one incarnation of a worker.
+    """Describes one incarnation of a worker to the control plane.
 
     `promised` is the heart of every view change: the worker will never again act in a view numbered
-    `promised` or less, so what it says of `committed` and `reduced` only changes in a later view.
+    `promised` or less, so its `committed` and `reduced` only change in a later view.
     """
 
     worker: WorkerId
@@ -150,32 +150,32 @@ class WorkerStatus:
     proved_at: float = 0.0  # its node's clock: every member of `view` acted in it since then
     saved: int = 0  # the step of the newest checkpoint that it knows to be durable
     unreadable: int = 0  # the step of one that it could not read
-    unrecalled: ViewNumber = NO_VIEW  # the newest view whose state was not to be recalled
-    invalidations: tuple[Invalidation, ...] = ()  # that it knows of
+    unrecalled: ViewNumber = NO_VIEW  # the newest view whose state could not be recalled
+    invalidations: tuple[Invalidation, ...] = ()  # those known to the worker
     events: tuple[JobEvent, ...] = ()  # the newest few
     detail: str = ""  # why it was lost, or the traceback of a failure
-    activity: int = 0  # of a group's process: how often its node has seen it at work
+    activity: int = 0  # in a group: the times that its node has seen the process at work
     pid: int = 0
     address: str = ""  # where it can be fed, before it is a member
     meets_at: str = ""  # HOST:PORT where its processes on further nodes find it
-    place: int = 0  # on which of its nodes this is: what is told there is of its processes alone
+    place: int = 0  # the number of the node among the worker's nodes; it tells of its own processes
     abreast: int = 0  # the number of the order by which it was fed until nothing was missing
     unproven: bool = False  # it has joined, and none of its tasks has been committed yet
-    unfed: int = 0  # of the newest one that cannot be carried out here
+    unfed: int = 0  # number of the newest order to follow that failed here
 
     @property
     def has_state(self) -> bool:
-        """Tell whether it holds the job's state after `committed` steps."""
+        """Return whether it holds the job's state after `committed` steps."""
         return self.state is StateCopy.CURRENT
 
     @property
     def dirty(self) -> bool:
-        """Tell whether what it holds is neither the initial state nor the job's."""
+        """Return whether its state is neither the initial one nor the job's."""
         return self.state in (StateCopy.DIRTY, StateCopy.DISCARDED)
 
     @property
     def discarded(self) -> bool:
-        """Tell whether it has given its state up, since something wrong was used."""
+        """Return whether it has given its state up, since something wrong was used."""
         return self.state is StateCopy.DISCARDED
 
     @property
@@ -190,22 +190,22 @@ class WorkerStatus:
 
     @property
     def in_step(self) -> bool:
-        """Tell whether its script is in the middle of a step."""
+        """Return whether its script is in the middle of a step."""
         return self.phase in (Phase.COMPUTING, Phase.WAITING, Phase.OVERDUE)
 
     @property
     def waiting(self) -> bool:
-        """Tell whether its own tasks of the step are done, and it waits for others."""
+        """Return whether its own tasks of the step are done, and it waits for others."""
         return self.phase in (Phase.WAITING, Phase.OVERDUE)
 
     @property
     def late(self) -> bool:
-        """Tell whether it has waited for others for longer than steps take."""
+        """Return whether it has waited for others for longer than steps take."""
         return self.phase is Phase.OVERDUE
 
     @property
     def ended(self) -> bool:
-        """Tell whether its current loop has run all its steps."""
+        """Return whether its current loop has run all its steps."""
         return self.phase is Phase.ENDED
 
 
@@ -260,18 +260,18 @@ class View:
     resume_step: int
     leader: WorkerId  # stays the same as long as it survives
     joiners: tuple[WorkerId, ...] = ()
-    unproven: tuple[WorkerId, ...] = ()  # who has joined, and committed no step with others yet
-    suspended: tuple[LateWorker, ...] = ()  # no members; these keep what is needed to catch up
+    unproven: tuple[WorkerId, ...] = ()  # joined, but have committed no step with others yet
+    suspended: tuple[LateWorker, ...] = ()  # no members: members keep the steps that they miss
     catching_up: tuple[LateWorker, ...] = ()  # joiners that catch up
     fed: tuple[Follower, ...] = ()  # joiners that were fed, and may still wait for the last step
-    spares: tuple[WorkerId, ...] = ()  # who hosts nothing as long as no other member is lost
-    invalidations: tuple[Invalidation, ...] = ()  # that are known
+    spares: tuple[WorkerId, ...] = ()  # host nothing as long as no other member is lost
+    invalidations: tuple[Invalidation, ...] = ()  # all that are known
     ring: tuple[AgentId, ...] = ()  # nodes that keep pieces of the state; none: nothing is kept
     pieces_at: tuple[str, ...] = ()  # HOST:PORT where they serve these
     recall: Recall | None = None  # from what the members make the state again
     abandoned: tuple[Invalidation, ...] = ()  # what nodes keep of it that was never built on
     reason: str = ""
-    restarts: int = 0  # of a group of processes (core/membership/group.py): faults before it
+    restarts: int = 0  # faults before a group of processes (core/membership/group.py)
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:
@@ -301,11 +301,11 @@ class View:
         return next((each for each in self.catching_up if each.worker == worker), None)
 
     def is_late(self, worker: WorkerId) -> bool:
-        """Tell whether a member may still have to apply steps before that of the view."""
+        """Return whether a member may still have to apply steps before that of the view."""
         return self.late_worker(worker) is not None or self.feeds(worker)
 
     def feeds(self, worker: WorkerId) -> bool:
-        """Tell whether this worker joins by what it was fed, while the others go on."""
+        """Return whether this worker joins with a state that it was fed, while the others go on."""
         return any(each.worker == worker for each in self.fed)
 
     def hosted(self) -> dict[WorkerId, tuple[int, ...]]:
@@ -325,7 +325,7 @@ class View:
         return bisect.bisect_left(self.members, worker, key=lambda m: m.worker)
 
     def includes(self, worker: WorkerId, incarnation: Incarnation) -> bool:
-        """Tell whether this very process is a member."""
+        """Return whether this very process is a member."""
         member = self.member(worker)
         return member is not None and member.incarnation == incarnation
 
@@ -367,7 +367,7 @@ class AgentReport:
     incarnation: Incarnation
     seq: int
     slots: int
-    spares: int = 0  # so many of them are for workers that are held back
+    spares: int = 0  # slots among them for workers that are held back
     pid: int = 0
     draining: str = ""  # why this node asks to be left at a step boundary, if it does
     failing: str = ""  # the check that it fails, if that is why
@@ -376,7 +376,7 @@ class AgentReport:
     domains: Domains = ()  # failure domains that this node is in
     kept: tuple[KeptPieces, ...] = ()  # what its memory holds of the job's state
     pieces_at: str = ""  # HOST:PORT where it serves that
-    pieces_bytes: int = 0  # that it takes
+    pieces_bytes: int = 0  # bytes used by those pieces
     servers: tuple[RunningServer, ...] = ()  # processes that hold tables
     view_known: ViewNumber = NO_VIEW
     view: View | None = None  # only for a coordinator that has forgotten it
@@ -413,7 +413,7 @@ class Directive:
     stop_view: ViewNumber = NO_VIEW
     pending_view: ViewNumber = NO_VIEW
     view_number: ViewNumber = NO_VIEW  # the newest view formed
-    view: View | None = None  # that view, for agents that may not know it
+    view: View | None = None  # the newest view, for agents that may not know it
     release_loop: int = 0
     undecided: bool = False  # the coordinator still learns what there is: go on as before
     shutdown: bool = False
@@ -452,14 +452,14 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """Holds what the coordinator must never forget: journalled before anyone is told."""
+    """Keeps the facts that a coordinator must never forget: journalled before anyone is told."""
 
     term: int
     view: View | None = None
     views_used: ViewNumber = NO_VIEW  # no number up to this may be given to another view
     slots: tuple[Slot, ...] = ()
     workers_named: int = 0  # ids below this have been given to slots
-    forgotten: int = 0  # greater with each record that was lost; numbers begin anew from it
+    forgotten: int = 0  # grows with each record that is lost; numbers continue from it
     release_loop: int = 0
     saved: tuple[int, ...] = ()  # the steps of checkpoints that can be begun from
     servers: tuple[ServerPlace, ...] = ()  # all servers of tables

@@ -245,7 +245,7 @@ class _Audit:
             self.find(f"{path.name}: cannot be read: {error}")
 
     def withdrawn(self, entry: StepLine) -> bool:
-        """Tell whether the step was done again because something wrong may have been used in it."""
+        """Return whether the step was redone because it may have used something wrong."""
         return any(doubt.withdraws(entry) for doubt in self.doubts)
 
     def _parse(self, where: str, line: bytes) -> Line | None:
@@ -389,7 +389,7 @@ class _Audit:
     def _compare(
         self, where: str, plan: Plan, entry: StepLine, step: _Step, before: frozenset[int]
     ) -> None:
-        """Note the vranks whose counts or digests are not the plan's, except dropped ones.
+        """Record the vranks whose counts or digests are not the plan's, except dropped ones.
 
         `before`: the records that were quarantined in earlier steps.
         """

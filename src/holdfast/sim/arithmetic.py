@@ -30,7 +30,7 @@ def not_finite(place: int) -> int:
 
 
 def is_not_finite(token: int) -> bool:
-    """Tell whether a gradient or a sum is not finite."""
+    """Return whether a gradient or a sum is not finite."""
     return token <= _NOT_FINITE
 
 

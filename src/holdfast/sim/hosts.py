@@ -384,7 +384,7 @@ class AgentHost:
             self._watched.pop(process.worker, None)
 
     def _samples_paused(self, event: ag.AgentEvent) -> bool:
-        """Tell whether an event is about a paused process: then no deadline changes."""
+        """Return whether an event is about a paused process: then no deadline changes."""
         process = self.processes.get(event.worker) if isinstance(event, ag.Sampled) else None
         return process is not None and process.paused
 

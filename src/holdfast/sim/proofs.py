@@ -19,16 +19,16 @@ class Proofs:
         self._promised: dict[Key, list[tuple[int, float]]] = {}  # up to which view, and when
 
     def ended(self, key: Key, now: float) -> None:
-        """Note that a process ends."""
+        """Record that a process ends."""
         self._ended[key] = now
 
     def said(self, key: Key, before: WorkerStatus, status: WorkerStatus, now: float) -> None:
-        """Note that a process promises not to act any more in some views."""
+        """Record that a process promises not to act any more in some views."""
         if status.promised > before.promised:
             self._promised.setdefault(key, []).append((status.promised, now))
 
     def voted(self, number: int, step: int) -> None:
-        """Note that a worker has heard the votes of all members of a view for a step."""
+        """Record that a worker has heard the votes of all members of a view for a step."""
         self._voted.add((number, step))
 
     def proved(self, key: Key, number: int, step: int, proved_at: float) -> None:

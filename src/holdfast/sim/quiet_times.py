@@ -27,7 +27,7 @@ class QuietTimes:
         self._idle: dict[Key, float] = {}  # since when
 
     def moved(self, now: float) -> None:
-        """Note that a step is committed."""
+        """Record that a step is committed."""
         self._moved_at = now
 
     def look(

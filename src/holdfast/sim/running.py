@@ -39,7 +39,7 @@ class Running:
 
     @property
     def running(self) -> bool:
-        """Tell whether the process is neither stopped nor silent nor paused."""
+        """Return whether the process is neither stopped nor silent nor paused."""
         return not (self.stopped or self.silent or self.paused)
 
     def resume(self) -> None:

@@ -43,7 +43,7 @@ class SpareRules:
                 raise Violation(f"view {view.number} has lost workers, and its spares are not used")
 
     def room_for(self, view: View, nodes: int) -> bool:
-        """Tell whether more should be members of a view, of those that `nodes` nodes run."""
+        """Return whether more should be members of a view, of those that `nodes` nodes run."""
         if not self._kept:
             return len(view.members) < self._most
         return self._hot or len(view.members) < min(self._most, self._per_node * nodes)

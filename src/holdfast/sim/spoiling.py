@@ -27,7 +27,7 @@ class Spoiling:
 
     @property
     def spoiled(self) -> bool:
-        """Tell whether anything is wrong with it."""
+        """Return whether anything is wrong with it."""
         wrong = self.lies or self.lies_once or self.poisons_once or self.sums_wrongly
         return self.flipped is not None or bool(wrong)
 

@@ -169,7 +169,7 @@ class Spread:
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether processes live on all nodes."""
+        """Return whether processes live on all nodes."""
         return len(self.further) == self._nodes - 1 and all(
             each.alive for each in self.further.values()
         )
@@ -236,7 +236,7 @@ class Spread:
             held.popleft()
 
     def _is_heard(self, agent: AgentId) -> bool:
-        """Tell whether the end of a connection between two nodes is heard."""
+        """Return whether the end of a connection between two nodes is heard."""
         world, ours = self._world, self._first.agent
         if world.are_apart(ours, agent):
             return False

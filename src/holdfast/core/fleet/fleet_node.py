@@ -49,7 +49,7 @@ class FleetNode:
 
     @property
     def alive(self) -> bool:
-        """Tell whether the job hears its agent."""
+        """Return whether the job hears its agent."""
         return self.seen is not None and not self.seen.silent
 
     @property
@@ -62,24 +62,24 @@ class FleetNode:
 
     @property
     def exists(self) -> bool:
-        """Tell whether the manager has given it, or may, and it is not to be given back."""
+        """Return whether the manager has given it, or may, and it is not to be given back."""
         return not self.over and self.ended_since is None
 
     @property
     def counts(self) -> bool:
-        """Tell whether it is one of the nodes that the job should have."""
+        """Return whether it is one of the nodes that the job should have."""
         return self.exists and not self.leaving
 
     @property
     def disturbed(self) -> bool:
-        """Tell whether the job is just losing it, by choice or not."""
+        """Return whether the job is just losing it, by choice or not."""
         if self.members == 0 or self.seen is None:
             return False
         return self.seen.silent or bool(self.seen.draining) or self.drain_at is not None
 
     @property
     def asked(self) -> bool:
-        """Tell whether a request for it may still be carried out."""
+        """Return whether a request for it may still be carried out."""
         return self.answer_until is not None or self.missing_at < self.tried_at
 
     def list(self, listed: Sequence[Placement], asked_at: float, now: float) -> None:

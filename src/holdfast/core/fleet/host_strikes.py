@@ -27,7 +27,7 @@ class HostStrikes:
         self._hosts: dict[str, _Host] = {}
 
     def strike(self, host: str, now: float) -> float:
-        """Note a failure; return for how long the host is avoided."""
+        """Record a failure; return for how long the host is avoided."""
         found = self._hosts.setdefault(host, _Host(0, now))
         found.strikes += 1
         found.serves_since = None
@@ -37,7 +37,7 @@ class HostStrikes:
         return wait_s
 
     def note_serving(self, serving: Collection[str], now: float) -> None:
-        """Note which hosts serve the job just now; forget those whose probation is over."""
+        """Record which hosts serve the job just now; forget those whose probation is over."""
         for name, host in list(self._hosts.items()):
             if name not in serving:
                 host.serves_since = None

@@ -539,7 +539,7 @@ class AgentMachine:
         return acting_until(answered_at, proved_at, self._policy.lease)
 
     def _alone(self) -> bool:
-        """Tell whether all members of the view run here and act in it, as reported so far.
+        """Return whether all members of the view run here and act in it, as reported so far.
 
         One that runs on other nodes as well does not: the coordinator may have given those up.
         """
@@ -591,7 +591,7 @@ class AgentMachine:
         )
 
     def _move(self, leaving: Leaving) -> bool:
-        """Note that the process that runs as this worker is to be moved; tell if that is news."""
+        """Record that the process that runs as this worker is to be moved; tell if that is news."""
         process = self._processes.get(leaving.worker)
         if process is None:
             return False

@@ -133,18 +133,18 @@ def name_workers(workers: Sequence[WorkerId]) -> str:
 
 
 def say_of_workers(workers: Sequence[WorkerId], one: str, several: str) -> str:
-    """Say what one worker does, or several: worker 2 joins, workers 2, 3 join."""
+    """Return a sentence on one worker, or several: worker 2 joins, workers 2, 3 join."""
     return f"{name_workers(workers)} {one if len(workers) == 1 else several}"
 
 
 def say_who_is_late(late: Sequence[WorkerStatus], step: int) -> str:
-    """Say that these workers are suspended, and why."""
+    """Return the text that these workers are suspended, and why."""
     one, several = f"is late in step {step} and is", f"are late in step {step} and are"
     return f"{say_of_workers([status.worker for status in late], one, several)} suspended"
 
 
 def surely_newest(facts: Facts) -> bool:
-    """Tell whether no later view than this one can exist, as far as its members say.
+    """Return whether no later view than this one can exist, as far as its members say.
 
     A later one would need a member of this one that takes part in it, or has died since.
     """
@@ -156,7 +156,8 @@ def surely_newest(facts: Facts) -> bool:
 def who_leaves(facts: Facts, workers: Sequence[WorkerId], workers_min: int) -> dict[WorkerId, str]:
     """Find which of these members should leave, and why.
 
-    A node that is drained is left in any case; who is only moved stays while too few would go on.
+    All members on a drained node leave in any case; a member that only moves stays while too few
+    others would go on.
     """
     roster = facts.roster
     if not any(node.draining or node.report.leaving for node in roster.nodes.values()):
@@ -169,10 +170,10 @@ def who_leaves(facts: Facts, workers: Sequence[WorkerId], workers_min: int) -> d
 
 
 def leaving(facts: Facts, workers_min: int) -> dict[str, str]:
-    """Find whom members should leave at the next boundary, and why, if others can go on.
+    """Find workers and nodes to be left at the next boundary, with reasons, if others can go on.
 
-    Those who are being fed are waited for: they take the places of those who leave, if these have
-    the time.
+    Workers that are being fed are waited for: they take the places of those that leave, if these
+    have the time.
     """
     roster, workers = facts.roster, [m.worker for m in facts.members]
     found = who_leaves(facts, workers, workers_min)
@@ -191,7 +192,7 @@ def leaving(facts: Facts, workers_min: int) -> dict[str, str]:
 def why_broken(
     facts: Facts, waited_s: float, patience_s: float, minds_late: bool = False
 ) -> str | None:
-    """Tell why the present view must be stopped, if it must.
+    """Return why the present view must be stopped, if it must.
 
     `waited_s`: for how long nothing has moved while a member waits for others. `minds_late`: others
     may compute the tasks of late workers.
@@ -217,7 +218,7 @@ def why_broken(
             if status.late and minds_late:
                 reason = reason or f"worker {member.worker} waits for one that is late"
         elif status.at_boundary and status.committed > view.resume_step:
-            stopped = True  # at rest after a vote: as planned, if the others come to rest too
+            stopped = True  # a planned change, if the others come to rest too
         else:
             reason = reason or f"worker {member.worker} lost touch with another"
     if silent and len(silent) < len(view.members):
@@ -228,7 +229,7 @@ def why_broken(
 
 
 def why_change(facts: Facts, workers_min: int, step: int) -> tuple[str, str] | None:
-    """Choose a planned change of the view: its kind, and what will happen. None if all is well."""
+    """Choose a planned change of the view: its kind and its text. None if all is well."""
     members = len(facts.members)
     room = members < facts.room.members
     joiners = joiners_in_a_pause(facts) if room else []
@@ -268,7 +269,7 @@ def _find_survivors(facts: Facts) -> Sequence[WorkerStatus] | None:
 
 
 def unreachable(facts: Facts) -> list[WorkerId]:
-    """Choose whom to leave out so that all others reach each other: few, best not the leader.
+    """Choose members to leave out so that all others reach each other: few, best not the leader.
 
     Each member names the members that its network does not reach. Joiners go first, then whoever
     takes part in most of these pairs, then one of a node with fewer members.
@@ -324,7 +325,7 @@ def next_view(
     back = returning(facts, step)[:room] if at_rest and len(kept) == len(survivors) else []
     if not _all_kept(view, kept):
         back = []
-    # Whoever is fed needs all that feed it, and nobody else joins with it, as others do not wait.
+    # A worker that is fed needs all its feeders, and nobody else joins with it: others do not wait.
     # Those that it takes the place of leave in the next view, when it can host their tasks.
     fed = facts.abreast[:room] if at_rest and not back else ()
     if fed and _all_kept(view, everyone):
@@ -345,7 +346,7 @@ def next_view(
     joining = sorted(_names(joiners, back, fed))
     members = sorted([*kept, *joining])
     if at_rest:
-        # Who is fed may still wait for the last step, and hosts nothing until it has voted once.
+        # A fed worker may still wait for the last step, and hosts nothing until it has voted once.
         arriving = [each.worker for each in fed]
         hosts = choose_hosts(members, owners_now, facts.room, arriving)
         now = [worker for worker in hosts if worker not in arriving]
@@ -381,7 +382,7 @@ def _names(
 
 
 def _resume_step(facts: Facts, view: View, survivors: Sequence[WorkerStatus]) -> tuple[int, str]:
-    """Tell at which step the survivors go on, and why there.
+    """Return the step at which the survivors go on, and the reason.
 
     Members that take no part any more count if they have committed what survivors have yet to.
     """
@@ -398,14 +399,14 @@ def _late_worker(status: WorkerStatus) -> LateWorker:
 
 
 def _all_kept(view: View, kept: Sequence[WorkerId]) -> bool:
-    """Tell whether everyone who has kept a share of the steps since is still there."""
+    """Return whether all members that have kept a share of the steps since are still there."""
     return set(view.workers) <= set(kept)
 
 
 def present_owners(view: View, survivors: Sequence[WorkerStatus]) -> tuple[WorkerId, ...]:
-    """Return who hosts what; survivors may have agreed on a change since the view began.
+    """Return the hosts of the virtual ranks; survivors may have changed them since the view began.
 
-    Whoever is a step ahead has agreed last, and may have begun to compute.
+    A survivor that is a step ahead has agreed last, and may have begun to compute.
     """
     owners = list(view.owners)
     for status in sorted(survivors, key=lambda s: (s.committed, s.worker)):
@@ -423,7 +424,7 @@ def interrupted(facts: Facts) -> list[WorkerStatus]:
 
 
 def dirty_candidates(facts: Facts, replicated: bool) -> list[tuple[WorkerStatus, str]]:
-    """Find candidates that must begin anew, and why: their state is not the initial one.
+    """Find candidates that must begin again, and why: their state is not the initial one.
 
     `replicated`: each worker holds the whole state, not only its share.
     """
@@ -437,12 +438,12 @@ def dirty_candidates(facts: Facts, replicated: bool) -> list[tuple[WorkerStatus,
 
 
 def why_again(replicated: bool) -> str:
-    """Tell why a job begins again, when it has begun before."""
+    """Return the reason that a job which has begun before begins again."""
     return "every worker was lost" if replicated else "all workers begin anew, to share the state"
 
 
 def discarded(facts: Facts) -> bool:
-    """Tell whether a worker says that the states which the workers hold are discarded."""
+    """Return whether a worker says that the states which the workers hold are discarded."""
     roster = facts.roster
     return any(s.discarded and roster.ordered(s) for s in roster.newest.values())
 
@@ -473,7 +474,7 @@ def present_nodes(facts: Facts) -> int:
 
 
 def beginners(facts: Facts, nodes_min: int, workers_min: int | None) -> list[WorkerStatus]:
-    """Choose who begins the job, or begins it again: everybody, or, with `workers_min`, so many.
+    """Choose the workers that begin the job, or begin it again: all, or `workers_min` of them.
 
     The result is empty while more are waited for. Silent nodes are not, where `nodes_min` others
     are there or the job begins again: if they come back their workers join, and nobody waits.

@@ -342,14 +342,14 @@ class GroupMachine(DecisionLoop[GroupChange]):
     # ------------------------------------------------------------ knowing
 
     def _running(self) -> bool:
-        """Tell whether there is a group whose processes should all run."""
+        """Return whether there is a group whose processes should all run."""
         view = self._view
         return view is not None and all(
             self._roster.wants(m.worker, m.incarnation) for m in ranks_of(view)
         )
 
     def _gone(self, now: float) -> bool:
-        """Tell whether no process of the last group can act any more, or of one unknown to us."""
+        """Return whether no process of the last group can act any more, or of one unknown to us."""
         ranks = ranks_of(self._view) if self._view is not None else ()
         dead, roster = self._roster.dead, self._roster
         heard = [node for name, node in roster.nodes.items() if not self._node_lost(name, now)]
@@ -364,7 +364,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
         return frozenset(n for n in names if now >= self._heard_at(n) + lease.suspect_s)
 
     def _node_lost(self, name: AgentId, now: float) -> bool:
-        """Tell whether a node's processes surely do not act any more, since its lease is over.
+        """Return whether a node's processes surely do not act any more, since its lease is over.
 
         Only a group that is all on one node goes on there without a coordinator, for `abandon_s`.
         """
@@ -382,7 +382,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
 
 
 def _surely_newest(view: View, report: AgentReport) -> bool:
-    """Tell whether no later group can have been formed, as far as one agent knows.
+    """Return whether no later group can have been formed, as far as one agent knows.
 
     A group that is all on one node acts there unheard for as long as nobody forms another. One on
     several nodes may have been given up for one on a node that is not heard now.

@@ -1,4 +1,4 @@
-"""Decides on which nodes pieces are kept, and what can be made again from those that are. Pure."""
+"""Decides which nodes keep pieces, and which states can be made again from them. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from holdfast.core.types import NO_VIEW, AgentId, Invalidation, Member, View, Vi
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """Says what is kept where, and what of it can be recalled, in a job with some redundancy."""
+    """Decides where pieces are kept, and which can be recalled, in a job with some redundancy."""
 
     redundancy: Redundancy
     shards: int = 1  # shards that nodes report one by one, since none holds all of them
@@ -33,7 +33,7 @@ class Protection:
     failing: tuple[Recall, float] | None = None  # a failing recall, and its first attempt
 
     def protect(self, view: View, old: View | None, roster: Roster) -> tuple[Protection, View]:
-        """Add to a new view which nodes keep pieces, in their order, and what is abandoned."""
+        """Add to a new view the nodes that keep pieces, in order, and the abandoned states."""
         domains = {name: node.report.domains for name, node in roster.nodes.items()}
         ring = make_ring(view.members, domains, self.redundancy)
         weakness = find_weakness(ring, domains, self.redundancy)
@@ -47,10 +47,10 @@ class Protection:
         return dataclasses.replace(self, weakness=weakness), view
 
     def _abandon(self, view: View, old: View | None) -> Invalidations:
-        """Return what must not be recalled any more now that this view begins, after an old one.
+        """Return the states that must not be recalled any more once this view follows an old one.
 
-        If nobody holds the state, the job goes on from what could be made of it. What nodes keep of
-        later steps was not built on, and never may be: those steps are computed again.
+        If nobody holds the state, the job goes on from a state that could be made again. Pieces of
+        later steps were not built on, and never may be: those steps are computed again.
         """
         known = old.abandoned if old is not None else ()
         if not self.redundancy.data or view.donors:
@@ -63,7 +63,7 @@ class Protection:
         return merge(found, [oldest])
 
     def awaits(self, facts: Facts, durable: Durable) -> bool:
-        """Tell whether the job waits for silent members, since they may hold the state.
+        """Return whether the job waits for silent members, since they may hold the state.
 
         It does not if what other nodes keep brings it as far as anybody is known to have come.
         """
@@ -84,11 +84,11 @@ class Protection:
         return recall is not None and recall.step >= max(known, default=0)
 
     def recall(self, facts: Facts, durable: Durable) -> Recall | None:
-        """Find from what the job begins again, when nobody holds the state.
+        """Find the sources from which the job begins again, when nobody holds the state.
 
-        None: nodes that are silent just now may hold what brings it further, or others have yet to
-        tell of what they hold, so it waits for them. What members could not get from nodes that say
-        that they hold it is tried again for as long as silent nodes are waited for.
+        None: nodes that are silent just now may hold pieces of a later state, or others have yet to
+        list theirs, so it waits for them. Pieces that nodes list and members could not get are
+        tried again for as long as silent nodes are waited for.
         """
         view, silent = facts.view, facts.silent
         if not self.redundancy.data:
@@ -148,7 +148,7 @@ class Protection:
 
 
 def _has_more_to_tell(facts: Facts) -> bool:
-    """Tell whether a node has told of a worker's steps, and not yet of what its memory has of them.
+    """Return whether a node has reported a worker's steps, and not yet its own pieces of them.
 
     A worker marks a step there before it says that it has committed it.
     """
@@ -198,7 +198,7 @@ def make_ring(
 def find_weakness(
     ring: Sequence[AgentId], domains: Mapping[AgentId, Domains], redundancy: Redundancy
 ) -> str:
-    """Say from what loss the state is not protected, though it should be; empty: from none."""
+    """Return the text of the loss that the state does not survive, though it should; or empty."""
     if not redundancy.data:
         return ""
     if len(ring) < redundancy.pieces:
@@ -230,12 +230,12 @@ def find_recall(
     invalidations: Invalidations,
     shards: int = 1,
 ) -> Recall:
-    """Find how to come furthest from what nodes keep, best without a checkpoint from the store.
+    """Find the latest state that nodes' pieces give, best without a checkpoint from the store.
 
-    `needed`: pieces that give a part, of each of so many `shards`. `checkpoint`: the step of the
-    newest one in the store; 0: the job can begin from its initial state. `floor`: the last view,
-    and how many steps are known to have been committed before it. A state counts once the next step
-    was committed in its own view, in which all members have compared it.
+    `needed`: the pieces that give a part, in each of the `shards` shards. `checkpoint`: the step of
+    the newest one in the store; 0: the job can begin from its initial state. `floor`: the last
+    view, and the number of steps that are known to be committed before it. A state counts once the
+    next step was committed in its own view, in which all members have compared it.
     """
     by_view: dict[int, list[KeptPieces]] = {}
     for each in kept:
@@ -255,7 +255,7 @@ def find_recall(
     bases = {0: 0, checkpoint: 0}
     for view in reversed(views):
         found = by_view[view]
-        before = floor[1] if view == floor[0] - 1 else 0  # what came later was not of this view
+        before = floor[1] if view == floor[0] - 1 else 0  # later steps were not of this view
         compared = max(before, *(each.committed for each in found))
         for step in sorted({step for each in found for step in each.states}):
             right = not is_invalidated(invalidations, step, ViewNumber(view))
@@ -278,7 +278,7 @@ def find_recall(
 
 
 def _complete(kept: Sequence[KeptPieces], needed: int, shards: int) -> bool:
-    """Tell whether these hold enough pieces of every part of all shards."""
+    """Return whether these hold enough pieces of every part of all shards."""
     for shard in range(shards):
         its = [each for each in kept if not each.shards or shard in each.shards]
         pieces = dict.fromkeys(piece for each in its for piece in each.pieces)

@@ -128,7 +128,7 @@ def _end_probation(
 
 
 def _why_lost(facts: Facts, worker: WorkerId, slot: SlotState) -> str | None:
-    """Tell why the ordered incarnation of `worker` is gone, or None while it is not."""
+    """Return why the ordered incarnation of `worker` is gone, or None while it is not."""
     node = facts.roster.nodes.get(slot.agent)
     member = facts.view.member(worker) if facts.view is not None else None
     if member is not None and member.incarnation != slot.incarnation:
@@ -146,7 +146,7 @@ def _why_lost(facts: Facts, worker: WorkerId, slot: SlotState) -> str | None:
 def _why_lost_elsewhere(
     facts: Facts, worker: WorkerId, slot: SlotState, bridges: Callable[[], bool]
 ) -> str | None:
-    """Tell why a spread worker is gone since some of its processes are, or None while it is not.
+    """Return why a spread worker is gone since some of its processes are, or None while it is not.
 
     Once one of its nodes can act no more it can commit nothing, on whichever side of a cut. A
     silent node is waited for longer if that would cost steps.
@@ -173,7 +173,7 @@ def _why_lost_elsewhere(
 
 
 def _others_hold(facts: Facts, worker: WorkerId) -> bool:
-    """Tell whether other members can go on, with the state that they hold."""
+    """Return whether other members can go on, with the state that they hold."""
     others = [m for m in facts.members if m.worker != worker and facts.sound(m)]
     found = [facts.status(member) for member in others]
     return any(status is not None and status.has_state for status in found)

@@ -43,18 +43,18 @@ class Agenda:
         return max(self._still_since, self._roster.moved_at, self._awake_since)
 
     def stir(self, now: float) -> None:
-        """Note that something moves: the job does not stand still."""
+        """Record that something moves: the job does not stand still."""
         self._still_since = now
 
     def change(self, now: float, *, at_once: bool = False) -> None:
-        """Note what can change a decision. A large job's changes come in floods."""
+        """Record what can change a decision. A large job's changes come in floods."""
         self._changed = True
         pause_s = len(self._roster.slots) * REVIEW_S
         due = now if at_once else max(now, self._reviewed_at + pause_s)
         self.deadline = due if self.deadline is None else min(due, self.deadline)
 
     def due(self, now: float) -> bool:
-        """Tell whether to review now; then `reviewed` must follow."""
+        """Return whether to review now; then `reviewed` must follow."""
         if self.deadline is None or now < self.deadline:
             return False
         if now > self.deadline + self._policy.lease.suspect_s / 2:
@@ -69,7 +69,7 @@ class Agenda:
         return False
 
     def reviewed(self, now: float, alarms: Iterable[float]) -> None:
-        """Note a review. `alarms`: times that change a decision, whatever is heard until then."""
+        """Record a review. `alarms`: times that change a decision, whatever is heard until then."""
         lease, roster = self._policy.lease, self._roster
         unheard = [roster.started_at, *(roster.heard_at(name) for name in sorted(self.silent))]
         fences = [t + lease.fence_s for t in unheard]

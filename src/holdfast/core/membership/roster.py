@@ -50,7 +50,7 @@ class NodeState:
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """Holds a slot for one worker on one node, and the incarnation that should run there."""
+    """Describes a slot for one worker on one node, and the incarnation that should run there."""
 
     agent: AgentId
     incarnation: Incarnation
@@ -134,7 +134,7 @@ class Roster:
         return self._records
 
     def wanted(self, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
-        """Find what should run on a node; a lost process never again as the same incarnation.
+        """Yield processes for a node; a lost one never again as the same incarnation.
 
         On a node that is being drained these are only members of the view: nothing starts there.
         """
@@ -146,7 +146,7 @@ class Roster:
                 yield from self._wanted_as(worker, slot.incarnation, name)
 
     def leaving(self, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
-        """Find what may finish on a node as the job ends: living members of the view.
+        """Yield processes that may finish on a node as the job ends: living members of the view.
 
         A member that promised before it had the state can never get it any more.
         """
@@ -162,7 +162,7 @@ class Roster:
     def _wanted_as(
         self, worker: WorkerId, incarnation: Incarnation, name: AgentId
     ) -> Iterator[WantedProcess]:
-        """Yield what should run of a worker on a node; on further ones, once the first one does."""
+        """Yield a worker's process for a node; for further nodes, once the first one's runs."""
         slot, status = self.slots[worker], self.status(worker, incarnation)
         meets_at = status.meets_at if status is not None and name != slot.agent else ""
         if name == slot.agent or meets_at:
@@ -198,7 +198,7 @@ class Roster:
         return next((each.reason for each in found), "")
 
     def awaits_worker(self, name: AgentId) -> bool:
-        """Tell whether a worker is to be moved to this node."""
+        """Return whether a worker is to be moved to this node."""
         every = (each for node in self.nodes.values() for each in node.report.leaving)
         return any(each.to == name and self.wants(each.worker, each.incarnation) for each in every)
 
@@ -229,23 +229,23 @@ class Roster:
         return None if other else status
 
     def ordered(self, status: WorkerStatus) -> bool:
-        """Tell whether this very process should run; else its agent has been told to end it."""
+        """Return whether this very process should run; else its agent has been told to end it."""
         return self.wants(status.worker, status.incarnation)
 
     def wants(self, worker: WorkerId, incarnation: Incarnation) -> bool:
-        """Tell whether this incarnation is the one that should run."""
+        """Return whether this incarnation is the one that should run."""
         slot = self.slots.get(worker)
         return slot is not None and slot.incarnation == incarnation and slot.respawn_at is None
 
     def dead(self, worker: WorkerId, incarnation: Incarnation) -> bool:
-        """Tell whether the agent has said that the process has ended, or its node is dismissed."""
+        """Return whether the agent has reported the process's end, or its node is dismissed."""
         slot = self.slots.get(worker)
         if slot is None or slot.agent not in self.nodes:
             return slot is None
         return self._ended(self.newest.get(worker), incarnation)
 
     def crippled(self, worker: WorkerId, incarnation: Incarnation) -> bool:
-        """Tell whether processes of a spread member have ended on one of its further nodes.
+        """Return whether processes of a spread member have ended on one of its further nodes.
 
         Then it can commit nothing any more.
         """
@@ -261,7 +261,7 @@ class Roster:
         return status.incarnation == incarnation and not status.stage.alive
 
     def complete(self, status: WorkerStatus) -> bool:
-        """Tell whether the processes of a worker run on all of its nodes, as these have told."""
+        """Return whether the processes of a worker run on all of its nodes, as these have told."""
         nodes = [self.nodes.get(name) for name in self.slots[status.worker].further]
         found = [node.statuses.get(status.worker) if node is not None else None for node in nodes]
         return all(
@@ -269,7 +269,7 @@ class Roster:
         )
 
     def failed(self) -> list[WorkerStatus]:
-        """Return what is told of processes whose script has failed, on whichever node."""
+        """Return the statuses of processes whose script has failed, on any node."""
         found = [status for status in self.newest.values() if status.stage == Stage.FAILED]
         for name, workers in self._beside.items():
             statuses = self.nodes[name].statuses if name in self.nodes else {}
@@ -294,9 +294,10 @@ class Roster:
         )
 
     def over(self, now: float, fence_s: float) -> bool:
-        """Tell whether all that may run has ended; silent nodes end it by themselves.
+        """Return whether no process can run any more; silent nodes end theirs by themselves.
 
-        What a node has been told to start, and has not told of, may run until its agent knows.
+        A process that a node was told to start, and has not reported, may run until its agent
+        knows.
         """
         if now < self.started_at + fence_s:
             if self.unheard():

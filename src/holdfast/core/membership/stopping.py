@@ -14,5 +14,5 @@ class Stopping:
     until: float
 
     def over(self, durable: int, now: float) -> bool:
-        """Tell whether the job may end: `durable` is the step of the newest checkpoint."""
+        """Return whether the job may end: `durable` is the step of the newest checkpoint."""
         return durable >= self.after or now >= self.until

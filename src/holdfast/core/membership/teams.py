@@ -109,7 +109,7 @@ def _choose_waiting(facts: Facts) -> list[AgentId]:
 
 
 def _is_lost(facts: Facts, name: AgentId) -> bool:
-    """Tell whether a node's place may be taken: it can act no more, or is to be left."""
+    """Return whether a node's place may be taken: it can act no more, or is to be left."""
     roster = facts.roster
     heard_at = roster.heard_at(name)
     gone = name in facts.silent and facts.now >= heard_at + facts.lease.fence_s
@@ -117,11 +117,11 @@ def _is_lost(facts: Facts, name: AgentId) -> bool:
 
 
 def _may_change(facts: Facts, team: Team) -> bool:
-    """Tell whether a team has lost nodes, and none of its workers acts any more."""
+    """Return whether a team has lost nodes, and none of its workers acts any more."""
     return any(_is_lost(facts, name) for name in team) and not _acts(facts, team)
 
 
 def _acts(facts: Facts, team: Team) -> bool:
-    """Tell whether a worker of this team may still act as a member of the view."""
+    """Return whether a worker of this team may still act as a member of the view."""
     members = [m for m in facts.members if m.nodes == team]
     return not all(facts.abandoned(member) for member in members)

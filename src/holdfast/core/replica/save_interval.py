@@ -55,12 +55,12 @@ class Pace:
         self._losses = 0
 
     def members(self, workers: Iterable[object]) -> None:
-        """Note the processes of a new view; those that are not in it any more count as lost."""
+        """Record the processes of a new view; those that are not in it any more count as lost."""
         before, self._workers = self._workers, frozenset(workers)
         self._losses += len(before - self._workers)
 
     def step(self, now: float, busy: bool) -> None:
-        """Note that a step has ended, with a save under way or not."""
+        """Record that a step has ended, with a save under way or not."""
         step_s = now - self._step_at
         self._step_at = now
         self._worker_s += step_s * len(self._workers)
@@ -72,7 +72,7 @@ class Pace:
             self._cost_s, self._under_way = self._under_way, None
 
     def began(self, now: float, stall_s: float) -> None:
-        """Note that a save was begun after the newest step; training stood still for it so long."""
+        """Record that a save was begun after the newest step, and how long training stood still."""
         self._saved_at = self._step_at = now
         self._under_way = stall_s
 

@@ -1,7 +1,7 @@
-"""Decides which tasks are computed twice, and who was wrong when the bits differ. Pure.
+"""Decides which tasks are computed twice, and which worker was wrong if the bits differ. Pure.
 
 A task is a pure function, so two workers must come to the same bits. Every member of a view makes
-the same plan for a step; what differs is computed again by everybody, and the majority decides.
+the same plan for a step; tasks that differ are computed again by everybody, and the majority rules.
 Where every worker contradicts itself the hardware is not deterministic: then a few sums of each
 gradient are compared instead, within a tolerance.
 """
@@ -22,12 +22,12 @@ RUNS_DISPUTED = 12  # runs of a task on each worker if workers disagree about it
 FICKLE = -1  # stands for the digest of a task that had several on one worker
 SUBSTITUTED = -2  # stands for a digest if a task has left out records that cannot be read
 
-Digests = Mapping[int, Mapping[WorkerId, int]]  # of tasks, by virtual rank, as each worker has them
-Sketch = Sequence[float]  # of a gradient: its norm, and sums over parts of it with random signs
+Digests = Mapping[int, Mapping[WorkerId, int]]  # tasks' digests, by virtual rank and worker
+Sketch = Sequence[float]  # a gradient's norm, and sums over its parts with random signs
 
 
 class Alike(enum.IntEnum):
-    """Says what audits ask of two runs of the same task. A job's value only ever goes up."""
+    """Sets how alike two runs of the same task must be. A job's value only ever goes up."""
 
     BITS = 0  # the same bits
     NEAR = 1  # numbers within a tolerance
@@ -49,7 +49,7 @@ class Audit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """Holds `right`, the majority's digest (None without a majority), and `wrong`, who differs."""
+    """Holds `right`, the majority's digest or None, and `wrong`, the workers that differ."""
 
     right: int | None
     wrong: tuple[WorkerId, ...] = ()
@@ -124,7 +124,7 @@ def name_machines(view: View, wrong: Collection[WorkerId]) -> frozenset[str]:
 
 
 def near(a: Sketch, b: Sketch, tolerance: float) -> bool:
-    """Tell whether two gradients differ by at most `tolerance` of their norm, by their sketches.
+    """Return whether two gradients differ by at most `tolerance` of their norm, by their sketches.
 
     The distance of two sketches is about that of the gradients (a count sketch: Charikar, Chen and
     Farach-Colton 2002); one element that is off by more shows always.
@@ -155,13 +155,13 @@ class Classes:
 
 
 class Sentence(enum.Enum):
-    """Says what becomes of a step whose audits have been heard."""
+    """Names the fates of a step after its audits."""
 
     USE = "use"  # the sums are right
     AGAIN = "again"  # the step is computed again
-    LEAVE = "leave"  # who is wrong, and not for the first time, leaves before that
+    LEAVE = "leave"  # the same, after workers that were wrong before have left
     UNLIKE = "unlike"  # nothing can be audited here: every worker contradicts itself
-    TIE = "tie"  # as many say one thing as another, again and again
+    TIE = "tie"  # no digest has a majority, again and again
     SCRIPT = "script"  # several machines contradict themselves, and no majority agrees
 
 
@@ -201,7 +201,7 @@ class Court:
         owners: Sequence[WorkerId],
         workers: Sequence[WorkerId],
     ) -> Ruling:
-        """Rule on the next attempt at the step; `digests` are of what was audited in it.
+        """Rule on the next attempt at the step; `digests` are those of its audited tasks.
 
         A task that had to leave out a record on one worker may rightly differ on another.
         """
@@ -230,7 +230,7 @@ class Court:
         return len(fickle if self._view is None else name_machines(self._view, fickle)) > 1
 
     def _wrong(self, attempts: Sequence[Digests]) -> tuple[tuple[WorkerId, int], ...]:
-        """Find who came to other bits in these attempts than the last one's majority, and where."""
+        """Find workers, and tasks, with other bits in these attempts than the last majority's."""
         found = []
         for vrank, each in self._heard[-1].items():
             right = self._judge(each).right
@@ -259,7 +259,7 @@ class Court:
         return Ruling(sentence=Sentence.LEAVE, wrong=fickle)
 
     def _fickle(self) -> tuple[tuple[WorkerId, int], ...]:
-        """Return who has come to several digests of the same task."""
+        """Return workers, and tasks, that have come to several digests of the same task."""
         said: dict[tuple[WorkerId, int], set[int]] = {}
         for attempt in self._heard:
             for vrank, each in attempt.items():

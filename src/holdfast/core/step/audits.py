@@ -81,7 +81,7 @@ class Audits:
         self._newcomers.compare_processors(view, kinds)
 
     def postpone(self, step: int) -> None:
-        """Note that the script did not rest after `step` steps: all is looked at in a later one."""
+        """Record that the script did not rest after `step` steps: a later one has its turn."""
         if self.whole_step == step:
             self.whole_step = step + 1
 
@@ -139,7 +139,7 @@ class Audits:
         return self.plan_again(self._newcomers.audits(view, owners, planned))
 
     def plan_again(self, audits: Sequence[Audit]) -> None:
-        """Note that the step is computed once more, with these audits."""
+        """Record that the step is computed once more, with these audits."""
         self.planned = tuple(audits)
         self._audited = frozenset(audit.vrank for audit in self.planned)
 
@@ -164,7 +164,7 @@ class Audits:
         )
 
     def wants_digest(self, vrank: int) -> bool:
-        """Tell whether a task's digest may be asked for: without a plan yet, any one's may be."""
+        """Return whether a task's digest may be asked for: without a plan yet, any one's may be."""
         if self._planned_in is None:
             return bool(self._share or (self._cycle and self._exact))
         return vrank in self._audited
@@ -218,7 +218,7 @@ class Audits:
         return dataclasses.replace(ruling, sentence=sentence)
 
     def accepted(self) -> None:
-        """Note that the step's sums are used; the next one is judged on its own."""
+        """Record that the step's sums are used; the next one is judged on its own."""
         self._court = Court()
         self._disputed = frozenset()
 

@@ -1,7 +1,7 @@
-"""Decides whose results of a step count, when it does not wait for all. Pure.
+"""Decides which results count in a step that does not wait for all. Pure.
 
-With backup workers a step is complete once all but so many members are done with all their tasks;
-what the others compute of it is dropped (Chen, Monga, Bengio, Jozefowicz, "Revisiting Distributed
+With backup workers a step is complete once all but a few members are done with all their tasks;
+later results are dropped (Chen, Monga, Bengio, Jozefowicz, "Revisiting Distributed
 Synchronous SGD", arXiv:1604.00981, 2016).
 """
 
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 from holdfast.core.types import WorkerId
 
-FIRST = 0  # the rank of the member that hears who is done
+FIRST = 0  # the member of this rank hears which others are done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackupPolicy:
     """Bounds how many members a step may do without: `workers`, none if it is 0.
 
-    `results_min`: a step waits for results of at least so many members, or of all if there are
-    fewer, as after a failure.
+    `results_min`: the fewest members whose results a step waits for, or all if there are fewer, as
+    after a failure.
     """
 
     workers: int = 0
@@ -42,11 +42,11 @@ def who_counts(policy: BackupPolicy, members: int, done: Mapping[int, int]) -> t
 
 
 class DropTally:
-    """Counts what was dropped in a loop, as far as one worker took part, for the event log."""
+    """Counts dropped samples in a loop, in the steps of one worker, for the event log."""
 
     def __init__(self) -> None:
-        self.steps = 0  # in which something was
-        self._first = 0  # of these
+        self.steps = 0  # with something dropped
+        self._first = 0  # the first such step
         self._samples = 0
         self._steps_of: Counter[WorkerId] = Counter()
 
@@ -66,10 +66,10 @@ class DropTally:
 
 
 class Settlement:
-    """Settles in a view, step by step, whose results count, as one of its members sees it.
+    """Settles step by step which members' results count, for one member of a view.
 
-    Whoever is done with all its tasks says so to the member of rank 0, which tells all who counts
-    as soon as enough are done. That must be known before anything is summed.
+    A member that is done with all its tasks says so to the member of rank 0, which names those that
+    count to all as soon as enough are done. That must be known before anything is summed.
     """
 
     def __init__(self, policy: BackupPolicy, rank: int, size: int) -> None:
@@ -77,12 +77,12 @@ class Settlement:
         self._rank = rank
         self._size = size
         self._step = 0  # the one under way
-        self._said = -1  # the newest step of which this member said that it is done
+        self._said = -1  # the newest step that this member has called done
         self._done: dict[int, dict[int, int]] = {}  # by step and rank: samples used
         self._counted: dict[int, tuple[int, ...]] = {}  # by step: the ranks that count
 
     def begin(self, step: int) -> None:
-        """Forget what was settled of earlier steps."""
+        """Forget the settlements of earlier steps."""
         self._step = step
         for table in (self._done, self._counted):
             for old in [s for s in table if s < step]:
@@ -93,17 +93,17 @@ class Settlement:
         return self._counted.get(step)
 
     def drops(self, step: int) -> bool:
-        """Tell whether it is known that this member's results of the step do not count."""
+        """Return whether it is known that this member's results of the step do not count."""
         return step in self._counted and self._rank not in self._counted[step]
 
     def says_done(self, step: int) -> bool:
-        """Note that this member is done with a step; whether that is news."""
+        """Record that this member is done with a step; whether that is news."""
         news = self._said < step and step not in self._counted
         self._said = max(self._said, step)
         return news
 
     def heard(self, rank: int, step: int, samples: int) -> tuple[int, ...]:
-        """Note that a member is done; return who counts if that settles it. At rank 0 only."""
+        """Record that a member is done; return who counts if that settles it. At rank 0 only."""
         if step < self._step or step in self._counted:
             return ()
         done = self._done.setdefault(step, {})

@@ -96,13 +96,13 @@ class Newcomers:
         return refused, Refusal.QUARANTINED if before else Refusal.ANEW
 
     def accepted(self, view: View, audited: Iterable[WorkerId]) -> None:
-        """Note that the sums of a step are used, in which these took part in audits."""
+        """Record that the sums of a step are used, in which these took part in audits."""
         self._accepted = self.watched(view) & frozenset(audited)
         if self._accepted:
             self._refused = frozenset()
 
     def committed(self, me: WorkerId) -> bool:
-        """Note that the step is committed; tell whether `me` has proved itself in this view."""
+        """Record that the step is committed; tell whether `me` has proved itself in this view."""
         self._proved |= self._accepted
         return me in self._proved or not self._looks
 

@@ -1,6 +1,6 @@
-"""Rules on who is wrong, and what follows, from one member's record of all in its view. Pure.
+"""Finds wrong workers, and the consequences, from one member's record of all in its view. Pure.
 
-All members hear the same, so all come to the same ruling. Who is wrong leaves the job; and where
+All members hear the same, so all come to the same ruling. A wrong worker leaves the job; and where
 something wrong may have been used already, all discard their state and begin from a checkpoint.
 """
 
@@ -27,12 +27,12 @@ KEEPS = (
     "sets, a counter, the time of a start, an address): let a task depend on nothing but the "
     "parameters, its batch and the global random generators"
 )
-MISTAKES_MAX = 1  # that are forgiven a worker
+MISTAKES_MAX = 1  # a worker is forgiven for this many
 CALM_STEPS = 64  # after a sum that is rightly not finite, in which others are not doubted
 
 
 class Rulings:
-    """Keeps what one worker knows of wrong results. `cycle`: steps in which all is compared.
+    """Keeps one worker's record of wrong results. `cycle`: steps to compare a whole state in.
 
     `keeps`: the job has checkpoints, from which it can begin anew. `looks`: something is compared.
     """
@@ -43,30 +43,30 @@ class Rulings:
         self._looks = looks
         self._trust = Trust(cycle)
         self._view: View
-        self._mistakes = 0  # of this worker
+        self._mistakes = 0  # this worker's own
         self._not_finite_at = -CALM_STEPS  # the last step that was rightly so
         self._doubted = -1  # the step that is computed again because its sum was not finite
         self._bits: list[int] = []  # digests of its sums, attempt by attempt
-        self._suspects: tuple[WorkerId, ...] = ()  # whose parts of it were not
-        self._wrong: tuple[WorkerId, ...] = ()  # who leaves
+        self._suspects: tuple[WorkerId, ...] = ()  # workers with parts of it that were not finite
+        self._wrong: tuple[WorkerId, ...] = ()  # workers that leave
         self._diverged = False  # it is their states that are wrong
         self._is_steady = False  # the wrong workers agree with themselves
         self.script = ScriptBlame(cycle, keeps=keeps)
         self._confessed: Row = ()  # what this worker tells of it
 
     def enter(self, view: View) -> None:
-        """Note that a view begins."""
+        """Record that a view begins."""
         self._view = view
         self._doubted = -1
         self._is_steady = False
 
     def synced(self, *, compared: bool) -> None:
-        """Note that all members hold the state; `compared`: their fingerprints say so."""
+        """Record that all members hold the state; `compared`: their fingerprints say so."""
         if self._looks:
             self._trust.enter(self._view, compared=compared)
 
     def summed(self, step: int, owners: Sequence[WorkerId], audited: Iterable[int]) -> None:
-        """Note that a step's sums are used from here on; these virtual ranks were audited."""
+        """Record that a step's sums are used from here on; these virtual ranks were audited."""
         if self._looks:
             self._trust.summed(step, owners, audited)
 
@@ -92,7 +92,7 @@ class Rulings:
         self._doubted, self._suspects = step, tuple(sorted(set(suspects)))
 
     def settled(self, step: int, *, rightly: bool) -> list[Outcome]:
-        """Note that no member doubts the sums any more; `rightly`: though they are not finite."""
+        """Record that no member doubts the sums any more; `rightly`: though they are not finite."""
         out: list[Outcome] = []
         if rightly:
             if self._doubted == step:
@@ -130,7 +130,7 @@ class Rulings:
         return out
 
     def refuse(self, step: int, workers: Sequence[WorkerId], refusal: Refusal) -> list[Outcome]:
-        """Note that these workers, which have joined, compute otherwise than the others do."""
+        """Record that these workers, which have joined, come to other results than the others."""
         named = ", ".join(f"worker {worker}" for worker in workers)
         text = (
             f"{named} joined before step {step}, and computes its tasks otherwise than others, "
@@ -154,7 +154,7 @@ class Rulings:
         return [GiveUp(f"{text}: {KEEPS}", by_script=True)]
 
     def summed_wrongly(self, step: int, wrong: Iterable[WorkerId]) -> list[Outcome]:
-        """Note that these workers have summed a bucket wrongly, which was put right."""
+        """Record that these workers have summed a bucket wrongly; the sum was put right."""
         out: list[Outcome] = []
         for worker in wrong:
             out += self.tell(
@@ -176,7 +176,7 @@ class Rulings:
     def differ(
         self, step: int, prints: Mapping[WorkerId, int]
     ) -> tuple[tuple[WorkerId, ...], list[Outcome]]:
-        """Judge states that are not all the same; returns who is wrong, and events."""
+        """Judge states that are not all the same; returns the wrong workers, and events."""
         wrong = judge(prints).wrong
         out: list[Outcome] = []
         for worker in wrong:
@@ -188,16 +188,16 @@ class Rulings:
         return wrong, out
 
     def confess(self, step: int, wrong: Sequence[WorkerId], *, diverged: bool) -> Row:
-        """Tell since when something wrong may have been used; who is wrong leaves after that."""
+        """Return the first step that may have used anything wrong; wrong workers leave then."""
         self._wrong, self._diverged = tuple(sorted(set(wrong))), diverged
         found = self._trust.doubt(self._wrong or self._view.workers, step, diverged=diverged)
         self._confessed = (NEVER if found.sums is None else found.sums, found.saved)
         return self._confessed
 
     def conclude(self, step: int, rows: Sequence[Row] | None) -> list[Outcome | Doubted]:
-        """Draw the conclusion from what all have told; None: the group broke before.
+        """Draw the conclusion from the rows of all members; None: the group broke before.
 
-        `rows`: since when sums and copies of the state may be wrong, and a fingerprint of it.
+        `rows`: the first wrong sums and copies of the state, and a fingerprint of the state.
         """
         view, wrong = self._view, self._wrong
         sums, saved, liars = int(self._confessed[0]), int(self._confessed[1]), wrong[:0]
@@ -237,7 +237,7 @@ class Rulings:
     # ------------------------------------------------------------ leaves
 
     def tell(self, text: str, wrong: Collection[WorkerId] = ()) -> list[Outcome]:
-        """Note an event: the leader does, unless it is the leader who is wrong."""
+        """Record an event: the leader does, unless it is the leader who is wrong."""
         view = self._view
         tellers = [view.leader, *(w for w in view.workers if w != view.leader)]
         teller = next((w for w in tellers if w not in wrong), view.leader)

@@ -28,7 +28,7 @@ _ALONE = (ef.Tell, ef.NoteDoubt, ef.Withdraw, ef.LookWhoIsLate, ef.GiveUp, ef.Ex
 
 
 def is_shared(effect: ef.WorkerEffect) -> bool:
-    """Tell whether all processes of a worker carry out an effect, each for its own shard."""
+    """Return whether all processes of a worker carry out an effect, each for its own shard."""
     return not isinstance(effect, _ALONE)
 
 
@@ -73,7 +73,7 @@ class ShardEvents:
         return [_joined(found)]
 
     def _is_news(self, shard: int, note: ev.EventNoted) -> bool:
-        """Tell whether no other process has said this as often."""
+        """Return whether no other process has said this as often."""
         times = self._noted.setdefault(note, [0] * self._count)
         times[shard] += 1
         if len(set(times)) == 1:

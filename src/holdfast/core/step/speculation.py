@@ -1,9 +1,9 @@
 """Decides when others are late, and how much may be computed again because of that. Pure.
 
-A worker that is done with its tasks waits for others in nearly every step. How long it does so
-usually, and how much that varies, says when somebody is late: first its tasks are copied by those
-who wait, which does no harm; later, when that has cost as much as going on without it does, it is
-suspended (core/membership/formation.py). Both together are bounded by a share of all tasks.
+A worker that is done with its tasks waits for others in nearly every step. Its usual wait, and the
+spread of that, show when another worker is late: first the tasks of that worker are copied by those
+that wait, which does no harm; later, when the wait has cost as much as going on without it would,
+it is suspended (core/membership/formation.py). Both together are bounded by a share of all tasks.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ SPREADS = 6.0  # beyond the usual: chance is no explanation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """Says what a worker that waits does, and when, beyond the usual wait and its spread.
+    """Sets when a waiting worker does something, beyond the usual wait and its spread.
 
     It copies tasks once it has waited for as long as that takes, and says that somebody is late
     after a step's duration and `least_s` (or what the building of the group took, if longer).
     """
 
-    steps: int = 8  # that must have been timed before
+    steps: int = 8  # must have been timed before
     times: float = 1.0  # the duration of a task, or a step
     least_s: float = 0.5
-    copies: float = 0.0  # of as many tasks as the worker computes itself; 0: none
+    copies: float = 0.0  # copied tasks for each task that the worker computes itself; 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Medians:
-    """Holds what the last steps took one worker, and how much its waits vary."""
+    """Keeps the usual times of one worker's last steps, and the spread of its waits."""
 
     step_s: float
     task_s: float
@@ -44,7 +44,7 @@ class _Medians:
 
 
 class Lateness:
-    """Tells one worker when others are late. Times are its node's, in seconds."""
+    """Judges for one worker when others are late. Times are its node's, in seconds."""
 
     def __init__(self, patience: Patience) -> None:
         self.began_at = 0.0  # when the step under way, or its view, began here
@@ -52,18 +52,18 @@ class Lateness:
         self.copied = 0  # tasks
         self._patience = patience
         self._since = 0.0  # when it was done with its tasks
-        self._tasks = 0  # that it has computed, copies not counted
-        self._steps: deque[float] = deque(maxlen=STEPS_TIMED)  # how long they took
-        self._waits: deque[float] = deque(maxlen=STEPS_TIMED)  # of that, for others
+        self._tasks = 0  # computed so far, copies not counted
+        self._steps: deque[float] = deque(maxlen=STEPS_TIMED)  # their durations
+        self._waits: deque[float] = deque(maxlen=STEPS_TIMED)  # the parts spent waiting for others
         self._task_s: deque[float] = deque(maxlen=STEPS_TIMED)
-        self._usual: _Medians | None = None  # of these, until the next step is timed
+        self._usual: _Medians | None = None  # medians of the above, until the next step is timed
 
     def view(self, now: float) -> None:
-        """Note that another view begins, perhaps in the middle of a step."""
+        """Record that another view begins, perhaps in the middle of a step."""
         self.began_at = self._since = now
 
     def built(self, now: float) -> None:
-        """Note that the view's group works and that its joiners hold the state."""
+        """Record that the view's group works and that its joiners hold the state."""
         took_s = now - self.began_at
         self.group_s = min(self.group_s, took_s) if self.group_s else took_s
 
@@ -72,11 +72,11 @@ class Lateness:
         self.copied += 1
 
     def done(self, now: float) -> None:
-        """Note that this worker waits for others from now on."""
+        """Record that this worker waits for others from now on."""
         self._since = now
 
     def step(self, now: float, tasks: int, *, timed: bool = True) -> None:
-        """Note that the step is over, of which it has computed so many tasks.
+        """Record that the step is over, and that the worker has computed `tasks` tasks of it.
 
         `timed`: other steps take about as long.
         """
@@ -109,7 +109,7 @@ class Lateness:
         return self._since + usual.wait_s + max(SPREADS * usual.spread_s, cost_s)
 
     def _medians(self) -> _Medians:
-        """Return what is usual; asked for whenever the worker begins to wait."""
+        """Return the usual times; asked for whenever the worker begins to wait."""
         if self._usual is None:
             wait_s = _middle(self._waits)
             spread_s = 1.4826 * _middle([abs(each - wait_s) for each in self._waits])
@@ -133,7 +133,7 @@ class Budget:
         self._since: int | None = None  # the step from which tasks are counted
 
     def allows(self, step: int) -> bool:
-        """Tell whether others may compute what is late in this step."""
+        """Return whether others may compute the late tasks of this step."""
         if self._since is None:
             self._since = step
         if not self._share or step == self._tried_in:
@@ -142,7 +142,7 @@ class Budget:
         return self.spent <= self._share * committed
 
     def tried(self, step: int) -> None:
-        """Note that a view is stopped for what is late in this step."""
+        """Record that a view is stopped for late tasks of this step."""
         self._tried_in = step
 
     def spend(self, tasks: int) -> None:

@@ -45,7 +45,7 @@ class StepPolicy:
 
     @property
     def looks(self) -> bool:
-        """Tell whether anything is compared at all."""
+        """Return whether anything is compared at all."""
         return bool(self.audit or self.cycle)
 
 
@@ -60,12 +60,12 @@ class Surroundings(Protocol):
 
     @property
     def pending(self) -> bool:
-        """Tell whether this worker knows of a planned change of the view."""
+        """Return whether this worker knows of a planned change of the view."""
         ...
 
     @property
     def at_rest(self) -> bool:
-        """Tell whether the script has applied all that is committed, and waits."""
+        """Return whether the script has applied all that is committed, and waits."""
         ...
 
 

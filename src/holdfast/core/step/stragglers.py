@@ -1,10 +1,10 @@
 """Finds workers that compute too slowly: verdicts, with reasons, from the votes' times. Pure.
 
-Only the time of a worker's own computing is looked at, per virtual rank, never that of its waiting;
-so one slow worker does not make the others look slow. Each worker is held against its peers of the
-same step (what all have in common, such as longer samples, cancels out) and against its own past.
-Small excesses are summed up until chance is no explanation any more (Page's cumulative sum, 1954);
-how much that takes follows from the noise that there is, measured robustly.
+Only the time of a worker's own computing counts, per virtual rank, never that of its waiting; so
+one slow worker does not make the others look slow. Each worker is compared with its peers of the
+same step (a common cause, such as longer samples, cancels out) and with its own past. Small
+excesses are summed up until chance is no explanation any more (Page's cumulative sum, 1954); the
+limit follows from the noise, which is measured robustly.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from holdfast.core.types import WorkerId
 
 NOISE_MIN = 0.01  # all of these are logarithms of ratios: about 1 %
 NOISE_FIRST = 0.05
-NOISE_SHARE = 0.1  # of one step in the running estimate
+NOISE_SHARE = 0.1  # the weight of one step in the running estimate
 EXCESS = 0.04  # over which a step speaks for slowness
 STEP_MAX = 0.32  # the most that one step counts, so that one alone proves nothing
 EVIDENCE_MIN = 0.8  # more than two odd steps
 EVIDENCE = 10.0  # in units of noise squared over excess: e^-20 by chance
 RECENT = 16  # steps
-OFTEN = 5  # of these, clearly late: slow now and then
+OFTEN = 5  # clearly late steps among the recent ones: slow now and then
 CLEARLY, CLEARLY_MIN = 3.0, 0.1  # in units of noise, and at least
 HIGH = 2.0  # in units of noise: a slow step rather than a usual one
 ONCE, ONCE_MIN = 10.0, math.log(2.0)  # in units of noise, and at least: noted by itself
-PAST = 1 / 64  # of one step in what is a worker's own usual time
+PAST = 1 / 64  # the weight of one step in a worker's own usual time
 PAST_MIN = 16  # steps, before its past says anything
 
 
@@ -46,9 +46,10 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Says how a worker is slow, or that it is not any more.
+    """Describes how a worker is slow, or that it is not slow any more.
 
-    `factor`: of the usual time, in its slow steps. `confidence`: that chance is no reason.
+    `factor`: its slow steps take this many times the usual time. `confidence`: the probability that
+    chance is no reason.
     """
 
     worker: WorkerId
@@ -65,13 +66,13 @@ class Verdict:
 
 @dataclass(slots=True)
 class _Track:
-    """Holds what is remembered of one worker."""
+    """Keeps the record of one worker."""
 
     evidence: float = 0.0
     since: int = 0  # steps in which the evidence was not zero
     slow: bool = False
     told: int = 0  # steps since the verdict that it is
-    kind: Kind = Kind.STEADY  # which that was
+    kind: Kind = Kind.STEADY  # the kind in that verdict
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     last: float = 0.0
     usual: float = 0.0  # against its peers; or, alone, the logarithm of its time
@@ -99,7 +100,7 @@ class Detector:
     def observe(self, task_s: Sequence[float]) -> list[Verdict]:
         """Take in each worker's seconds for one virtual rank in this step; 0 where it had none.
 
-        Returns what is new: who has become slow, who was late once, who is not slow any more.
+        Returns new verdicts: a worker has become slow, was late once, or is not slow any more.
         """
         times = [math.log(t) if t > 0 else None for t in task_s]
         there = sorted(t for t in times if t is not None)
@@ -133,9 +134,9 @@ class Detector:
         return found
 
     def _learn_noise(self, times: Sequence[float | None], reference: float) -> None:
-        """Learn from how much each worker's excess has changed: one that lasts does not count.
+        """Learn from the changes of each worker's excess: an excess that lasts does not count.
 
-        What counts is the median of all workers' changes; of fewer than three, their mean.
+        The median of all workers' changes counts; of fewer than three, their mean.
         """
         changes = []
         for track, time in zip(self._tracks, times, strict=True):
@@ -174,7 +175,7 @@ class Detector:
         track.odd = late if late > max(ONCE * noise, ONCE_MIN) and not track.slow else 0.0
         if not (track.slow or alone):
             verdict = verdict or self._against_past(worker, track, against_past)
-        if not track.slow:  # what is slow now is not its usual time
+        if not track.slow:  # slow steps are no part of its usual time
             track.known += 1
             track.usual += (excess - track.usual) * max(PAST, 1 / track.known)
         return verdict
@@ -256,7 +257,7 @@ class Detector:
 
 
 def _kind(window: Sequence[float], least: float) -> Kind:
-    """Classify the slowness of these steps, of which those above `least` are the slow ones."""
+    """Classify the slowness of these steps; those above `least` are slow."""
     third = len(window) // 3
     parts = [sum(window[i * third : (i + 1) * third]) for i in range(3)]
     if third > 2 and parts[2] > 1.2 * parts[1] > 1.44 * max(parts[0], 0.0):

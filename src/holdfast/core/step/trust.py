@@ -60,7 +60,7 @@ class Trust:
                 self._seen[lag.worker] = dataclasses.replace(seen, left=lag.committed)
 
     def summed(self, step: int, owners: Sequence[WorkerId], audited: Iterable[int]) -> None:
-        """Note that the step's sums are used from here on; `audited`: virtual ranks."""
+        """Record that the step's sums are used from here on; `audited`: virtual ranks."""
         looked = set(audited)
         for vrank, worker in enumerate(owners):
             if vrank in looked:  # it may have become wrong just after

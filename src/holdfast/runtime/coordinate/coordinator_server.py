@@ -290,7 +290,7 @@ class CoordinatorServer:
         return ""
 
     def _agent_left(self) -> None:
-        """Note that an agent left an ended job after its workers; its last report may be lost."""
+        """Record that an agent left an ended job after its workers; its last report may be lost."""
         outcome = self._core.outcome
         if outcome is not None and not self._agents:
             self._carry_out([ce.Finish(outcome)])

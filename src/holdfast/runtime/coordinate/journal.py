@@ -145,7 +145,7 @@ class FileJournal:
             raise self._unusable(error) from None
 
     def held(self) -> bool:
-        """Tell whether a coordinator holds the journal, and so runs the job. UserError."""
+        """Return whether a coordinator holds the journal, and so runs the job. UserError."""
         try:
             free = self._take_lock()
         except OSError as error:
