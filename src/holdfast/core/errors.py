@@ -39,7 +39,7 @@ class NoAnswer(UserError):
 
 
 class StateMismatch(UserError):
-    """A protected object's shapes, names or types differ from the job's."""
+    """Reports that a protected object's shapes, names or types differ from the job's."""
 
 
 class ScriptFault(UserError):
@@ -47,11 +47,11 @@ class ScriptFault(UserError):
 
 
 class WorldError(HoldfastError):
-    """A machine, network or disk failed."""
+    """Reports that a machine, network or disk failed."""
 
 
 class Aborted(WorldError):
-    """The process group of a view cannot be used any more."""
+    """Reports that the process group of a view cannot be used any more."""
 
 
 class WireError(WorldError):
@@ -59,7 +59,7 @@ class WireError(WorldError):
 
 
 class OtherJob(WireError):
-    """The other side has proved to belong to another job, `met`."""
+    """Reports that the other side has proved to belong to another job, `met`."""
 
     def __init__(self, message: str, met: str) -> None:
         super().__init__(message)
@@ -67,19 +67,19 @@ class OtherJob(WireError):
 
 
 class Damaged(WorldError):
-    """Stored bytes must not be trusted; the message says why."""
+    """Reports that stored bytes must not be trusted; the message says why."""
 
 
 class OtherRelease(Damaged):
-    """Stored bytes are whole, but written by another release of Holdfast."""
+    """Reports that stored bytes are whole, but written by another release of Holdfast."""
 
 
 class Unreachable(WorldError):
-    """Every server was tried in vain; the request may have been carried out."""
+    """Reports that every server was tried in vain; the request may have been carried out."""
 
 
 class Refused(WorldError):
-    """The service declined; asking again changes nothing by itself."""
+    """Reports that the service declined; asking again changes nothing by itself."""
 
 
 class Deposed(WorldError):
@@ -87,7 +87,7 @@ class Deposed(WorldError):
 
 
 class InvariantError(HoldfastError):
-    """Holdfast broke its own rules: please report it with the message."""
+    """Reports that Holdfast broke its own rules: please file it with the message."""
 
 
 def assert_never(value: NoReturn) -> NoReturn:

@@ -19,7 +19,7 @@ from holdfast.core.settings import Setting, sections_of, setting, settings_of
 from holdfast.core.step.backup import BackupPolicy
 from holdfast.core.types import ProcessRole
 
-PROCESSES_MAX = 1024  # of one kind on a node; more would exhaust it before anything is said
+PROCESSES_MAX = 1024  # processes of one kind on a node; more would exhaust it without a word
 VIRTUAL_MAX = 100_000  # every view names the owner of each virtual rank
 NODES_MAX = 100_000
 SERVERS_MAX = 1024
@@ -28,7 +28,7 @@ STALENESS_MAX = 64  # steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPolicy:
-    """Holds the settings that decide about groups of processes (core/membership/group.py)."""
+    """Keeps the settings for groups of processes (core/membership/group.py)."""
 
     nodes_min: int = 1
     nodes_max: int = 1
@@ -49,7 +49,7 @@ class GroupPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorPolicy:
-    """Holds the settings that the coordinator's decisions depend on."""
+    """Keeps the settings for the coordinator's decisions."""
 
     virtual_ranks: int
     nodes_min: int = 1  # nodes to wait for before step 0
@@ -63,19 +63,19 @@ class CoordinatorPolicy:
     speculation: float = 0.0  # share of all tasks that may be computed again for being late
     spares: int | None = 0  # on each node; None: as many as losses make it worth
     hot_spares: bool = False  # spares are members, and hold the state
-    procs: int = 1  # of each worker
-    spread: int = 1  # over so many nodes
+    procs: int = 1  # processes of each worker
+    spread: int = 1  # nodes of each worker
     replicated: bool = True  # each worker holds the whole state, not only its share
     feeds: bool = False  # workers receive the state while others train, and join when they have it
-    keeps: bool = False  # checkpoints
-    redundancy: Redundancy = field(default_factory=Redundancy)  # of the nodes' memory
+    keeps: bool = False  # there are checkpoints
+    redundancy: Redundancy = field(default_factory=Redundancy)  # in the nodes' memory
     servers: int = 0  # number of processes that hold tables
     retreats_max: int = 3  # times that the job goes back without coming further in between
     restart: RestartPolicy = field(default_factory=RestartPolicy)
 
     @property
     def shards_told(self) -> int:
-        """Return of how many shards nodes tell one by one what they keep: none holds all."""
+        """Return the number of shards whose pieces nodes list one by one: none holds all."""
         return self.procs if self.spread > 1 else 1
 
 
@@ -448,7 +448,7 @@ class Compat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """Holds everything that defines a job; the same on all its nodes for its whole life."""
+    """Defines a job; the same on all its nodes for its whole life."""
 
     job: str  # a random name: the job's identity, for as long as it lives and wherever it runs
     cwd: str  # where the script runs
@@ -518,7 +518,7 @@ class JobSpec:
         )
 
     def slots(self, nproc: int) -> int:
-        """Return how many processes a node offers to run, of which `nproc` work."""
+        """Return the number of processes that a node offers to run, with `nproc` that work."""
         if not self.compat.enabled:
             return nproc
         return 1 + nproc + (nproc if self.compat.waiting is None else self.compat.waiting)

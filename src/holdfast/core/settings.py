@@ -17,7 +17,7 @@ from typing import TypeVar
 from holdfast.core.errors import require
 
 AUTO = "auto"  # how a person writes None: Holdfast chooses the value
-INTEGER_MAX = 2**63 - 1  # what every file format and the wire can hold
+INTEGER_MAX = 2**63 - 1  # every file format and the wire can hold it
 METADATA = "setting"
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """Holds what the author of a setting says about it; a limit of None is no limit."""
+    """Describes a setting as its author does; a limit of None is no limit."""
 
     help: str
     flag: str = ""
@@ -109,7 +109,7 @@ class Setting:
         return getattr(getattr(document, self.section), self.name)
 
     def complaint(self, value: object) -> str:
-        """Say what is wrong with a value of the right type, to follow its name; empty: nothing."""
+        """Return the fault of a value of the right type, to follow its name; empty: none."""
         if value is None or isinstance(value, bool):
             return ""
         if isinstance(value, str):
@@ -127,7 +127,7 @@ class Setting:
 
 
 def text_complaint(text: str) -> str:
-    """Say why a text cannot be passed to a process, to follow its name; empty: it can."""
+    """Return why a text cannot be passed to a process, to follow its name; empty: it can."""
     if "\0" in text:
         return "must not contain a NUL character"
     if any(0xD800 <= ord(character) < 0xE000 for character in text):

@@ -1,10 +1,10 @@
 """Reconciles the nodes of a job with what a cluster manager gives: the same for every manager.
 
-It does not know any manager, nor sockets or clocks. Each event only updates what is known; then
-`_advance` derives what should be asked for, so a lost, late or repeated word delays a decision and
-never changes it, and a new machine that is told the same comes to the same. The invariants: an id
-is requested again only while nothing of it can be listed; an agent that the job hears is never
-given up for what the manager says; at most `nodes_max` places are asked for.
+It knows neither managers nor sockets nor clocks. Each event only updates the facts; then `_advance`
+derives the requests, so a lost, late or repeated word delays a decision and never changes it, and a
+new machine with the same facts decides the same. The invariants: an id is requested again only
+while nothing of it can be listed; an agent that the job hears is never given up on the manager's
+word; at most `nodes_max` places are asked for.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class FleetMachine:
         self._hosts.note_serving([n.host for n in self._nodes.values() if n.serves], now)
 
     def _choose_leaving(self, now: float) -> None:
-        """Find who should be left: as the manager announces, or the job or its people decided."""
+        """Find nodes to be left: announced by the manager, or chosen by the job or its people."""
         for node in self._nodes.values():
             if node.over or not node.heard:
                 continue
@@ -230,7 +230,7 @@ class FleetMachine:
                 node.leaving = ""  # somebody has changed his mind in time
 
     def _drop_surplus(self) -> Iterator[FleetEffect]:
-        """Give back who is too many: best who has no work yet, and of these the newest."""
+        """Give surplus nodes back: best those without work, and the newest of these."""
         if not self._job_heard:
             return
         counting = [n for n in self._nodes.values() if n.counts and n.silent_since is None]
@@ -266,7 +266,7 @@ class FleetMachine:
                     yield DrainNode(node.id, reason, until)
 
     def _label(self, now: float) -> Iterator[FleetEffect]:
-        """Tell the job of failure domains that only the manager knows."""
+        """Send the job failure domains that only the manager knows."""
         for node in self._nodes.values():
             if node.kept is None or node.seen is None or not node.alive or now < node.label_at:
                 continue
@@ -289,7 +289,7 @@ class FleetMachine:
                     yield ReleasePlacement(node.id, each.handle, why)
 
     def _forget(self) -> None:
-        """Forget what is over, once nothing of it can come back by what was asked for."""
+        """Forget nodes that are over, once no earlier request can bring them back."""
         for node in list(self._nodes.values()):
             heard = node.alive and self._ended_at is None
             if node.over and node.kept is None and not node.asked and not heard:
@@ -317,7 +317,7 @@ class FleetMachine:
                 continue  # a listing since the last try will tell whether that was in vain
             node.tries += 1
             node.retry_at, node.answer_until = None, now + self._policy.answer_s
-            # Better a host that has failed than none: it may be all that the manager has.
+            # A host that has failed is better than none: the manager may have no other.
             picky = node.tries <= self._policy.picky_tries
             yield Request(node.id, hosts if picky else tuple(sorted(noticed)))
 

@@ -1,4 +1,4 @@
-"""Defines what the fleet is told (events) and what it wants done (effects)."""
+"""Defines the events that a fleet takes in, and the effects that it orders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.core.types import Tick
 class Observed:
     """The manager has listed all placements of this job.
 
-    `asked_at`: when it was asked. What was requested after that may be missing from the list.
+    `asked_at`: when it was asked. Placements requested later may be missing from the list.
     """
 
     placements: tuple[Placement, ...]
@@ -67,7 +67,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePlacement:
-    """Have the manager end what it lists under this handle; repeated until it is gone."""
+    """Have the manager end the placement of this handle; repeated until it is gone."""
 
     id: PlacementId
     handle: str
@@ -88,7 +88,7 @@ class DrainNode:
 
 @dataclass(frozen=True, slots=True)
 class LabelNode:
-    """Tell the job which failure domains a node is in; repeated until the job says so, too."""
+    """Send the job a node's failure domains; repeated until the job knows them."""
 
     id: PlacementId
     domains: Domains
@@ -96,7 +96,7 @@ class LabelNode:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Tell people what has happened."""
+    """Report an event to people."""
 
     text: str
 

@@ -1,7 +1,7 @@
-"""Holds what the fleet knows of one placement and its agent, and judges whether that is over.
+"""Describes one placement and its agent for a fleet, and judges whether that is over.
 
-Two speak of it: the manager, whose word decides what is asked for and given back, and the job's
-coordinator, whose word alone decides whether an agent that it has heard is lost.
+Two speak of it: the manager, whose word decides on requests and returns, and the job's coordinator,
+whose word alone decides whether an agent that it has heard is lost.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class FleetNode:
     silent_since: float | None = None  # and without members
     empty_since: float | None = None  # leaving, and without members
     leaving: str = ""  # why it should be drained: it does not count any more
-    drain_at: float | None = None  # of the next request; None: it has not begun
+    drain_at: float | None = None  # time of the next order to drain it; None: none was given
     label_at: float = float("-inf")  # its domains are not told again before
     over: str = ""  # why it is not needed any more
-    release_at: float = float("-inf")  # of the next request
+    release_at: float = float("-inf")  # time of the next request to end it
     releases: int = 0
 
     @property
@@ -159,7 +159,7 @@ class FleetNode:
         return "", False
 
     def alarms(self, policy: FleetPolicy) -> Iterator[float]:
-        """Yield when time alone may change what should be done about it."""
+        """Yield the times at which its treatment may change without an event."""
         for moment, wait_s in (
             (self.answer_until, 0.0),
             (self.retry_at, 0.0),

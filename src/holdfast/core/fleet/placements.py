@@ -1,9 +1,8 @@
-"""Defines what a job and a cluster manager say of the job's nodes, as values.
+"""Defines the words of a job and a cluster manager on the job's nodes, as values.
 
-A **placement** is one thing that a manager was asked for: a place where one agent runs. Its id is
-never used again and is also the name of its agent, so whatever a manager lists twice, restarts or
-brings back late is known for what it is. Which virtual ranks an agent hosts has nothing to do with
-it.
+A **placement** is one request to a manager: a place where one agent runs. Its id is never used
+again and is also the name of its agent, so a placement that a manager lists twice, restarts or
+brings back late is recognised. The virtual ranks of an agent have nothing to do with it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ PlacementId = NewType("PlacementId", str)
 
 
 class Holding(enum.Enum):
-    """Says what the manager believes of a placement."""
+    """Names the states of a placement, as its manager sees it."""
 
     WAITING = "waiting"  # it is queued, or is being brought up
     RUNNING = "running"
@@ -53,9 +52,9 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSeen:
-    """Says what the job's coordinator knows of one agent.
+    """Describes one agent as the job's coordinator sees it.
 
-    `members`: how many of its workers are in the view, so still count as acting. Silence without
+    `members`: its workers in the view, which still count as acting. Silence without
     members is a loss: the job's own lease has decided it.
     """
 
@@ -78,11 +77,11 @@ class FleetPolicy:
     nodes_max: int
     disruptions_max: int = 1  # nodes that may be on their way out at once, by choice
     drain_lead_s: float = 60.0  # a drain with a deadline begins at least this long before it
-    again_s: float = 5.0  # until the job is told again what it does not know yet
+    again_s: float = 5.0  # between two orders of the same, until the job knows it
     answer_s: float = 60.0  # until a request without an answer counts as failed
     retry_s: float = 2.0  # after the first failure in a row; doubled with each further one
     retry_max_s: float = 120.0
-    picky_tries: int = 3  # of a request, before it no longer avoids hosts for their failures
+    picky_tries: int = 3  # tries of a request before it takes hosts that have failed, too
     unseen_s: float = 60.0  # a placement that was granted and is not listed is given up
     join_s: float = 300.0  # so is one that runs, and whose agent the job has not heard
     lost_s: float = 5.0  # silence of an agent without members, before its place is given back

@@ -1,25 +1,25 @@
-"""Tells a process that works from an idle one, without its help.
+"""Finds out whether a process works or is idle, without its help.
 
-Without a heartbeat a process is at work if it, with whatever it has started, uses processor time
-worth the name, or prints. So one that waits while it keeps a processor busy, as NCCL does, passes
-for one at work; a script that writes its step to a file is judged by that alone.
+Without a heartbeat a process is at work if it and its children use a fair amount of processor time,
+or print. So a process that waits while it keeps a processor busy, as NCCL does, passes for one at
+work; a script that writes its step to a file is judged by that alone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-SHARE_MIN = 0.02  # of one processor; threads that only look after something need less
+SHARE_MIN = 0.02  # of one processor; threads that only watch something need less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivitySample:
-    """Holds one look at a process and at what it has started."""
+    """Describes a process and its children at one moment."""
 
     at: float  # seconds
     cpu_s: float  # used so far
     printed: int  # bytes so far
-    step: int | None = None  # of its heartbeat
+    step: int | None = None  # in its heartbeat file
 
 
 class ActivityMeter:

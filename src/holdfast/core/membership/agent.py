@@ -47,7 +47,7 @@ class AgentPolicy:
     heartbeat_s: float = 0.5
     lease: LeasePolicy = field(default_factory=LeasePolicy)
     freeze: FreezePolicy = field(default_factory=FreezePolicy)
-    spares: int = 0  # so many of the slots are for workers that are held back
+    spares: int = 0  # slots among them for workers that are held back
 
 
 # ---------------------------------------------------------------- events
@@ -77,8 +77,8 @@ class Spawned:
 class ProcessExited:
     """The process has ended. `code` is as Python gives it: negative for a signal.
 
-    `reported`: its script told before that it had come to its end. Without that, a status of 0 only
-    says that something in the process has called `os._exit`.
+    `reported`: its script had reported its end before. Without that report, a status of 0 only
+    means that some code in the process has called `os._exit`.
     """
 
     worker: WorkerId
@@ -383,9 +383,9 @@ class AgentMachine:
         return self._reconcile(now)
 
     def _reconcile(self, now: float) -> list[AgentEffect]:
-        """Kill what is not wanted; start what is, once its older process has ended.
+        """Kill unwanted processes; start wanted ones, once their older processes have ended.
 
-        Nor does anything start while there is no room beside what has yet to end. Without a lease
+        Nothing starts while there is no room beside processes that have yet to end. Without a lease
         nothing starts: nobody would ever fence it.
         """
         directive = self._directive
@@ -497,8 +497,8 @@ class AgentMachine:
     def _fence(self, now: float) -> list[AgentEffect]:
         """Pause workers that lost the right to act; resume wanted ones that have it back.
 
-        Whoever may act is told what is new. A worker whose state the coordinator has given up by
-        now is of no use: its process is killed.
+        Workers that may act get the news. A worker whose state the coordinator has given up by now
+        is of no use: its process is killed.
         """
         effects: list[AgentEffect] = []
         self._fence_at = None

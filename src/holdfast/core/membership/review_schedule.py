@@ -1,8 +1,8 @@
-"""Decides when the coordinator reviews all that it knows: after a change, or at a time.
+"""Decides when the coordinator reviews all its facts: after a change, or at a time.
 
-Reviews of a large job cost time, and almost all that is heard changes nothing: who speaks is not
-silent, and a job whose steps go on is not stuck. A deadline that has moved on by the time it comes
-is only set anew.
+Reviews of a large job cost time, and almost no report changes anything: a node that speaks is not
+silent, and a job whose steps go on is not stuck. A deadline that has moved on when it comes is only
+set again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Agenda:
         self._still_since = now
 
     def change(self, now: float, *, at_once: bool = False) -> None:
-        """Record what can change a decision. A large job's changes come in floods."""
+        """Record a change that may change a decision. A large job's changes come in floods."""
         self._changed = True
         pause_s = len(self._roster.slots) * REVIEW_S
         due = now if at_once else max(now, self._reviewed_at + pause_s)
@@ -69,7 +69,7 @@ class Agenda:
         return False
 
     def reviewed(self, now: float, alarms: Iterable[float]) -> None:
-        """Record a review. `alarms`: times that change a decision, whatever is heard until then."""
+        """Record a review. `alarms`: times that change a decision, whatever comes before them."""
         lease, roster = self._policy.lease, self._roster
         unheard = [roster.started_at, *(roster.heard_at(name) for name in sorted(self.silent))]
         fences = [t + lease.fence_s for t in unheard]

@@ -1,4 +1,4 @@
-"""Makes views of what was proposed, and chooses who hosts tasks in them. Pure."""
+"""Makes views from proposals, and chooses the hosts of tasks in them. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast.core.types import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Says how many members a view has at most: `hosts` of them host tasks, others are spares."""
+    """Bounds the members of a view: `hosts` of them host tasks, others are spares."""
 
     hosts: int
     spares: int = 0
@@ -58,7 +58,7 @@ def choose_hosts(
     room: Room,
     late: Collection[WorkerId] = (),
 ) -> list[WorkerId]:
-    """Choose who hosts tasks: first who does already, and `late` ones last; others are spares."""
+    """Choose hosts of tasks: present ones first, and `late` ones last; others are spares."""
     hosting = frozenset(owners_now) & frozenset(workers)
     ranked = sorted(workers, key=lambda worker: (worker not in hosting, worker in late, worker))
     return sorted(ranked[: max(room.hosts, len(hosting))])
@@ -67,7 +67,7 @@ def choose_hosts(
 def initial_view(
     ready: Sequence[WorkerStatus], room: Room, vranks: int, recall: Recall, again: str
 ) -> Proposal:
-    """Propose a first view, when nobody holds the state; it starts from what can be recalled.
+    """Propose a first view, when nobody holds the state; it starts from a recalled state.
 
     `again`: why this is not the job's beginning.
     """
@@ -98,7 +98,7 @@ def initial_view(
 def make_view(
     proposal: Proposal, number: ViewNumber, old: View | None, roster: Roster, procs: int = 1
 ) -> View:
-    """Make a view; a leader that survives stays, to finish what it alone has begun.
+    """Make a view; a leader that survives stays, to finish work that it alone has begun.
 
     `procs`: processes of each worker.
     """
@@ -144,7 +144,7 @@ def _unproven(proposal: Proposal, old: View | None, roster: Roster) -> tuple[Wor
 
 
 def check_view(view: View, vranks: int) -> None:
-    """Assert what holds of every view."""
+    """Assert the rules of every view."""
     workers = list(view.workers)
     require(workers == sorted(set(workers)), f"view {view.number} repeats a member")
     require(set(view.owners) <= set(workers), f"view {view.number}: a stranger owns a rank")

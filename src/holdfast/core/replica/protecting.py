@@ -1,10 +1,9 @@
 """Decides one member's part in protecting the state in the nodes' memory. Pure.
 
 Before it votes for a step it puts its pieces of the reduced gradient into its node's memory. So
-whatever is committed can be applied again to an older state, as long as enough pieces are left. At
-a boundary on which all agree it puts its pieces of the state there as well. That state counts once
-all members have done so, and the step that follows has compared the states: then everything older
-may go.
+each committed step can be applied again to an older state, as long as enough pieces are left. At a
+boundary on which all agree it puts its pieces of the state there as well. That state counts once
+all members have done so, and the next step has compared the states: then all older pieces may go.
 """
 
 from __future__ import annotations
@@ -50,20 +49,20 @@ def _parts(view: View, shard: int) -> dict[int, int]:
 
 
 class Protecting:
-    """Keeps what was agreed on and done. `every`: steps from one protected state to the next.
+    """Keeps agreements and progress. `every`: steps from one protected state to the next.
 
     0: the next one is due once it would take longer to apply all gradients since the newest one
     again than it took to put that into memory, as this member has timed both.
     """
 
     def __init__(self, every: int) -> None:
-        self.staged = 0  # the newest state, after so many steps, whose pieces are in memory, or
+        self.staged = 0  # steps before the newest state whose pieces are in memory, or
         # less than 0 for one that could not be copied
         self.full = False  # there is hardly room for further gradients here
         self._every = every
         self._view: View | None = None
-        self._last: int | None = 0  # that is protected, or that this member began with
-        self._agreed: int | None = None  # the state after so many steps is to be protected
+        self._last: int | None = 0  # steps before the protected state, or this member's first one
+        self._agreed: int | None = None  # steps before the state to be protected next
         self._pending: int | None = None  # it was copied, and does not count yet
         self._counts: int | None = None  # all have protected it: older ones may go
         self._voted_at: float | None = None  # for a step that the script applies now
@@ -77,7 +76,7 @@ class Protecting:
         return self._view is not None and bool(self._view.ring)
 
     def enter(self, view: View) -> None:
-        """Begin another view: what was not put into memory in the old one never will be."""
+        """Begin another view: pieces that the old one lacks are never put into memory."""
         before = self._view
         self._view, self._agreed, self._pending, self.staged = view, None, None, 0
         self.full, self._voted_at, self._counts = False, None, None

@@ -45,13 +45,13 @@ class Saves:
     """Decides one worker's part in saving; `until` is where the present loop of its script ends."""
 
     def __init__(self, policy: SavePolicy, me: WorkerId) -> None:
-        self.agreed: tuple[int, View] | None = None  # after so many steps, as that view agreed
+        self.agreed: tuple[int, View] | None = None  # steps before it, and the view that agreed
         self._policy = policy
         self._me = me
         self._pace: Pace | None = None
         self._last: int | None = None  # step that was saved, or that this worker began with
         self._wanted = False  # at the next boundary, by an order
-        self._order = 0  # the newest one
+        self._order = 0  # the number of the newest one
         self._settled = False  # nobody will compare what is saved: it counts as it is
         self._last_save = -1  # the newest that is checked as it is written, and so counts at once
         self._view: View | None = None  # the present one

@@ -49,7 +49,7 @@ class Audits:
         cycle: int = 0,
     ) -> None:
         self.alike = Alike.BITS  # what two runs of a task must be
-        self.whole_step = -1  # of which all is looked at: the first after a checkpoint
+        self.whole_step = -1  # the whole state is compared in it: the first after a checkpoint
         self.planned: tuple[Audit, ...] = ()
         self._audited: frozenset[int] = frozenset()  # the virtual ranks of these
         self._seed = seed
@@ -64,7 +64,7 @@ class Audits:
         self._planned_in: tuple[ViewNumber, int] | None = None  # the view and the step
 
     def agree(self, alike: Alike, whole_step: int) -> None:
-        """Take over what all members have agreed on."""
+        """Take over the agreement of all members."""
         self.alike, self.whole_step = alike, whole_step
 
     def hear(self, view: View, rows: Sequence[Row], *, drops: bool) -> None:
@@ -196,7 +196,7 @@ class Audits:
         return (*found, min((v for v in fickle if v not in self._audited), default=-1))
 
     def rule(self, rows: Sequence[Row], view: View, owners: Sequence[WorkerId]) -> Ruling:
-        """Judge what all members have come to; `rows` by rank."""
+        """Judge the results of all members; `rows` by rank."""
         words = len(self.planned) * (SKETCH_WORDS if self.alike is Alike.NEAR else 1) + 1
         told = [len(row) for row in rows]
         require(told == [words] * len(view.workers), f"{words} words are audited, told are {told}")
@@ -223,7 +223,7 @@ class Audits:
         self._disputed = frozenset()
 
     def _number(self, vrank: int, row: Row, index: int) -> int:
-        """Return what stands for a gradient: the same for those that are alike."""
+        """Return a number for a gradient: the same for gradients that are alike."""
         if self.alike is not Alike.NEAR:
             return int(row[index])
         squares, *sums = row[index * SKETCH_WORDS : (index + 1) * SKETCH_WORDS]

@@ -1,9 +1,9 @@
-"""Decides which worker hosts how many virtual ranks, from how fast each of them was. Pure.
+"""Decides how many virtual ranks each worker hosts, from their speeds. Pure.
 
 All members of a view hear the same times in the votes and come to the same decision, so a change of
-the assignment needs no view of its own: it holds from the next step on. Whole numbers only, so that
-no rounding differs between machines. A change must promise a clear gain, over several steps, and
-each one makes the next wait longer: an assignment that swings costs more than one that is not best.
+the assignment needs no view of its own: it holds from the next step on. All numbers are whole, so
+that no rounding differs between machines. A change must promise a clear gain, over several steps,
+and each one makes the next wait longer: an assignment that swings costs more than a mediocre one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from holdfast.core.types import WorkerId
 class BalancePolicy:
     """Numbers of steps, but for `gain`: the percentage by which the slowest must become faster."""
 
-    warm_up: int = 2  # of a view, that do not count
-    window: int = 6  # on which a decision rests, at least
+    warm_up: int = 2  # first steps of a view that do not count
+    window: int = 6  # a decision rests on at least these many steps
     gain: int = 8
     calm: int = 200  # without a change, after which the window is as short as at first
     retry: int = 50  # after which a worker without tasks gets one again, to be measured
@@ -41,8 +41,8 @@ class Balancer:
         self._workers = tuple(workers)
         self._counts = _count(self._workers, self.owners)
         self._steps = 0
-        self._rows: deque[list[int]] = deque()  # of the window: microseconds a task, by worker
-        self._paces = [0] * len(self._workers)  # what is known of each; 0: nothing
+        self._rows: deque[list[int]] = deque()  # the window's microseconds a task, by worker
+        self._paces = [0] * len(self._workers)  # each worker's pace; 0: unknown
         self._idle_since = [0] * len(self._workers)
         self._retries = [policy.retry] * len(self._workers)
         self._window_times = 1
@@ -101,7 +101,7 @@ class Balancer:
         return _fitted(paces, counts, best)
 
     def _retry(self) -> list[int] | None:
-        """Give one task to a worker that has had none for long, from whoever has most to do."""
+        """Give one task to a worker that has had none for long, from the worker with most to do."""
         for i, count in enumerate(self._counts):
             if not count and self._steps - self._idle_since[i] >= self._retries[i]:
                 self._retries[i] *= 2
@@ -122,7 +122,7 @@ def _count(workers: Sequence[WorkerId], owners: Sequence[WorkerId]) -> list[int]
 
 
 def _makespan(paces: Sequence[int], tasks: int) -> int:
-    """Return the shortest time for all tasks: each goes to whoever would have it done first."""
+    """Return the shortest time for all tasks: each goes to the worker that ends it first."""
     free = [(pace, i) for i, pace in enumerate(paces)]
     heapq.heapify(free)
     end = 0
@@ -147,7 +147,7 @@ def _fitted(paces: Sequence[int], counts: Sequence[int], end: int) -> list[int]:
 def _moved(
     workers: Sequence[WorkerId], owners: Sequence[WorkerId], counts: Sequence[int]
 ) -> tuple[WorkerId, ...]:
-    """Owners with these counts. Who has too many gives the last ones; neighbours take first."""
+    """Return owners with these counts. A worker with too many gives away its last ones."""
     left = dict(zip(workers, counts, strict=True))
     kept: list[WorkerId | None] = []
     for owner in owners:

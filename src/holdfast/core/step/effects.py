@@ -40,7 +40,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class MarkCommitted:
-    """Note in the node's memory, for whoever recalls it, that this worker commits `step`."""
+    """Record in the node's memory, for later recalls, that this worker commits `step`."""
 
     view: ViewNumber
     step: int
@@ -48,7 +48,7 @@ class MarkCommitted:
 
 @dataclass(frozen=True, slots=True)
 class Redo:
-    """Forget all that was computed of `step`: it is computed again."""
+    """Forget all results of `step`: it is computed again."""
 
     step: int
 
@@ -70,7 +70,7 @@ class PutRight:
 
 @dataclass(frozen=True, slots=True)
 class NoteDoubt:
-    """Note in the ledger: what was committed from `step` on may be wrong; `again`: it is redone."""
+    """Record in the ledger that steps from `step` on may be wrong; `again`: they are redone."""
 
     step: int
     view: ViewNumber
@@ -253,7 +253,7 @@ class SyncState:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Tell all members this, and hear what they say. CONFESS: with a fingerprint of the state."""
+    """Send all members this row, and receive theirs. CONFESS: with a fingerprint of the state."""
 
     view: ViewNumber
     topic: Topic
@@ -292,7 +292,7 @@ class CheckSum:
 
 @dataclass(frozen=True, slots=True)
 class SendDone:
-    """Tell the first member that this worker is done with its tasks of `step`."""
+    """Send the first member word that this worker is done with its tasks of `step`."""
 
     view: ViewNumber
     step: int
@@ -301,7 +301,7 @@ class SendDone:
 
 @dataclass(frozen=True, slots=True)
 class SendCounted:
-    """Tell all members whose results of `step` count."""
+    """Send all members the ranks whose results of `step` count."""
 
     view: ViewNumber
     step: int
@@ -310,7 +310,7 @@ class SendCounted:
 
 @dataclass(frozen=True, slots=True)
 class LookWhoIsLate:
-    """Say which members are not done with their tasks of `step` (StillAwaited)."""
+    """Answer with the members that are not done with their tasks of `step` (StillAwaited)."""
 
     view: ViewNumber
     step: int

@@ -9,13 +9,13 @@ from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.step.link_detector import NO_WAIT, Wait
 from holdfast.core.types import Tick, ViewNumber, WorkerDirective, WorkerId
 
-Digest = int | tuple[float, ...]  # of a task's gradient: 63 bits, or a sketch where bits vary
-Row = tuple[int | float, ...]  # what one member says in a gather: whole numbers, or sketches
+Digest = int | tuple[float, ...]  # a task's gradient as 63 bits, or a sketch where bits vary
+Row = tuple[int | float, ...]  # one member's words in a gather: whole numbers, or sketches
 FINITE, RIGHTLY, NOBODYS, CONTRADICTED, SOMEBODYS = 0, 1, 2, 3, 4
 
 
 class Purpose(enum.Enum):
-    """Says what a worker computes a task for."""
+    """Names the purposes of a task."""
 
     HOSTED = "hosted"  # it hosts the virtual rank
     AUDITED = "audited"  # another one does, and the bits are compared
@@ -23,16 +23,16 @@ class Purpose(enum.Enum):
 
 
 class StepKind(enum.Enum):
-    """Says what a step brings together."""
+    """Names the kinds of steps by the things that they bring together."""
 
     GRADIENTS = "gradients"  # sums over all virtual ranks
-    VALUES = "values"  # what tasks have come to: nothing is timed, audited, copied or dropped
+    VALUES = "values"  # results of tasks: nothing is timed, audited, copied or dropped
 
 
 class Topic(enum.Enum):
     """Names what the members of a view tell each other in a gather."""
 
-    AGREE = "agree"  # what audits ask, and of which step all is looked at
+    AGREE = "agree"  # how alike audited tasks must be, and the step whose whole state is compared
     AUDIT = "audit"  # digests of the audited tasks
     CONFESS = "confess"  # since when something may be wrong
     VOTE = "vote"  # the opinion that ends a step
@@ -280,7 +280,7 @@ class StatesCompared:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Every member has spoken on the topic; `rows` holds what each said, by rank."""
+    """Every member has spoken on the topic; `rows`: their words, by rank."""
 
     view: ViewNumber
     topic: Topic
@@ -293,9 +293,9 @@ class Summed:
 
     `parts`, `wholes`: by rank, fingerprints of a part of the state and of all of it (0: not taken).
     `copies`: by rank, a fingerprint of the copy for followers, made one step before.
-    `doubt`: whether what was summed here is finite, or whose part is not (SOMEBODYS plus the rank).
+    `doubt`: FINITE if the sums made here are finite, else SOMEBODYS plus the rank of a bad part.
     `bits`: a digest of the sums, if they are not finite. `unlike`: virtual ranks whose gradients
-    are not what this worker's speculative tasks came to.
+    differ from this worker's speculative tasks.
     """
 
     view: ViewNumber

@@ -22,14 +22,14 @@ RECENT = 16  # steps
 COSTS_MIN_US = 5000  # lost in a step, for a verdict to be worth a line
 COSTS_MIN = 0.05  # the same, of the time that the slowest computes: less is not worth a search
 CLEARLY = 0.5  # longer than usual: networks vary more than computing does
-RATE_MIN = 0.05  # of steps in which a healthy link is late by that much, at least
+RATE_MIN = 0.05  # at least this share of a healthy link's steps counts as clearly late
 CHANCE_MAX = 1e-5  # for a verdict; with healthy other links, 8 of 16 steps
 NOBODY = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Tells how a member's exchange of gradients ended in a step.
+    """Describes the end of a member's exchange of gradients in a step.
 
     `ready_us`: when it began to send its last gradients, after the last vote. `peer`: the rank
     whose gradients came last, `waited_us` after its own were sent; NOBODY if all were there.
@@ -45,7 +45,7 @@ NO_WAIT = Wait()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkVerdict:
-    """Says that the link from `worker` to `to` is slow, or not any more.
+    """Reports that the link from `worker` to `to` is slow, or not any more.
 
     `to`: None if it is the worker's whole network. `late_us`: how late it was in a step.
     """
@@ -54,7 +54,7 @@ class LinkVerdict:
     to: WorkerId | None
     slow: bool  # or not any more
     late_us: int
-    confidence: float  # that chance is no reason
+    confidence: float  # the probability that chance is no reason
     reason: str
 
     def __str__(self) -> str:
@@ -72,10 +72,10 @@ class LinkDetector:
         self._recent: deque[dict[int, tuple[int, int]]] = deque()  # by step, of each who waited
         self._hits: Counter[tuple[int, int]] = Counter()  # recent steps, by peer and who waited
         self._hits_of: Counter[int] = Counter()  # the same, by peer
-        self._slow: dict[tuple[int, int | None], None] = {}  # told: peers, who waits (None: most)
+        self._slow: dict[tuple[int, int | None], None] = {}  # reported: peer, who waits or None
 
     def observe(self, waits: Sequence[Wait], compute_us: Sequence[int]) -> list[LinkVerdict]:
-        """Take in what each member tells of a step, by rank; return the verdicts that are new."""
+        """Take in the waits and computing times of a step, by rank; return new verdicts."""
         if len(waits) < 2:
             return []
         row = _counting(waits, max(COSTS_MIN_US, COSTS_MIN * max(compute_us)))
@@ -170,7 +170,7 @@ def _counting(waits: Sequence[Wait], worth_us: float) -> dict[int, tuple[int, in
         peers.append(sent_last if wait.peer == NOBODY else wait.peer)
         began_us = waits[peers[rank]].ready_us
         took_us.append(max(0, wait.ready_us + wait.waited_us - began_us))
-    # What is usual is said by those that name another peer, of whom there may be only a few.
+    # The usual wait comes from members that name another peer, perhaps only a few.
     most, many = Counter(peers).most_common(1)[0]
     usual_us = others_us = statistics.median_low(took_us)
     if 2 * many > len(peers):
@@ -178,7 +178,7 @@ def _counting(waits: Sequence[Wait], worth_us: float) -> dict[int, tuple[int, in
         others_us = statistics.median_low(us for peer, us in named if peer != most)
     row = {}
     for rank, peer in enumerate(peers):
-        # What was sent before this member was ready can have come at any time.
+        # Gradients that were sent before this member was ready can have come at any time.
         own_us = min(waits[rank].waited_us, took_us[rank])
         fair_us = others_us if peer == most else usual_us
         late_us = own_us - fair_us

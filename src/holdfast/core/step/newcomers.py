@@ -22,9 +22,9 @@ REFUSED_MAX = 1  # machines that may be refused in turn
 
 
 class Refusal(enum.Enum):
-    """Says what follows from a joiner that computes otherwise."""
+    """Names the consequences for a joiner that comes to other results."""
 
-    ANEW = "anew"  # it may begin anew at once
+    ANEW = "anew"  # it may begin again at once
     QUARANTINED = "quarantined"  # it has done so before
     KIND = "kind"  # its processor is of another kind
     SCRIPT = "script"  # so have other machines: the job ends
@@ -39,7 +39,7 @@ class Newcomers:
         self._strange: frozenset[WorkerId] = frozenset()  # with processors of another kind
         self._accepted: frozenset[WorkerId] = frozenset()  # in the step to be committed next
         self._proved: frozenset[WorkerId] = frozenset()  # in the present view
-        self._view = NO_VIEW  # that one's number
+        self._view = NO_VIEW  # the number of the present view
 
     def compare_processors(self, view: View, kinds: Sequence[int]) -> None:
         """Take in the kinds of all members' processors, by rank."""
@@ -72,14 +72,14 @@ class Newcomers:
     def judge(
         self, view: View, ruling: Ruling, owners: Sequence[WorkerId]
     ) -> tuple[tuple[WorkerId, ...], Refusal]:
-        """Return the joiners that are refused, if any, and what follows; all members come to it.
+        """Return the joiners that are refused, if any, and the consequence; all members agree.
 
-        They are if they have computed otherwise each time, and are all who did.
+        They are refused if they have computed otherwise each time, and nobody else has.
         """
         joiners = self.watched(view)
         unlike = frozenset(worker for worker, _ in ruling.wrong)
         if ruling.sentence is Sentence.TIE:
-            idle = joiners - frozenset(owners)  # those who compute members' tasks
+            idle = joiners - frozenset(owners)  # those that compute members' tasks
             of_members = any(owners[vrank] not in joiners for vrank in ruling.disputed)
             unlike = frozenset(owners[vrank] for vrank in ruling.disputed)
             unlike = (unlike & joiners) | idle if of_members and idle else unlike

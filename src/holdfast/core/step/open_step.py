@@ -1,4 +1,4 @@
-"""Keeps the step that a worker's script computes: what is done, and what comes next. Pure."""
+"""Keeps the step that a worker's script computes: results so far, and the next task. Pure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from holdfast.core.step.events import Digest, Purpose, StepKind, TaskDone
 
 
 class OpenStep:
-    """Keeps what one worker has computed of a step; a task runs to its end once it has begun."""
+    """Keeps one worker's results of a step; a task runs to its end once it has begun."""
 
     def __init__(self, index: int, kind: StepKind = StepKind.GRADIENTS) -> None:
         self.index = index
         self.kind = kind
         self.running: tuple[int, Purpose] | None = None
-        self.samples: dict[int, int] = {}  # of the virtual ranks that this worker hosts
+        self.samples: dict[int, int] = {}  # samples by virtual rank that this worker hosts
         self.audited: dict[int, bool] = {}  # those of others that it computed to compare
         self.speculative: dict[int, int] = {}  # those that others are late with: their samples
         self.digests: dict[int, Digest] = {}
 
     def restart(self) -> None:
-        """Forget all that was computed."""
+        """Forget all results."""
         for each in (self.samples, self.audited, self.speculative, self.digests):
             each.clear()
 

@@ -34,7 +34,7 @@ CALM_STEPS = 64  # after a sum that is rightly not finite, in which others are n
 class Rulings:
     """Keeps one worker's record of wrong results. `cycle`: steps to compare a whole state in.
 
-    `keeps`: the job has checkpoints, from which it can begin anew. `looks`: something is compared.
+    `keeps`: the job has checkpoints to begin from again. `looks`: something is compared.
     """
 
     def __init__(self, me: WorkerId, cycle: int, *, keeps: bool, looks: bool) -> None:
@@ -237,7 +237,7 @@ class Rulings:
     # ------------------------------------------------------------ leaves
 
     def tell(self, text: str, wrong: Collection[WorkerId] = ()) -> list[Outcome]:
-        """Record an event: the leader does, unless it is the leader who is wrong."""
+        """Return an event for the log, at one member: the leader, unless that is wrong itself."""
         view = self._view
         tellers = [view.leader, *(w for w in view.workers if w != view.leader)]
         teller = next((w for w in tellers if w not in wrong), view.leader)

@@ -1,8 +1,8 @@
 """Lets a worker of several processes be one member: one machine decides for all of them. Pure.
 
 Each process holds a shard of the model, and exchanges it with the same shards of other workers.
-The machine runs in the process of shard 0. All processes carry out what it decides, and what they
-have done becomes one event once all of them have done it.
+The machine runs in the process of shard 0. All processes carry out its decisions, and their results
+become one event once all of them are there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _AT_ONCE = (
     *(ev.GroupBroken, ev.LinkLost, ev.Loading, ev.EventNoted),
     *(ev.ObtainFailed, ev.Directed, Tick, ev.StillAwaited, ev.FollowerBehind),
 )
-# What one process does for all of them.
+# Things that one process does for all of them.
 _ALONE = (ef.Tell, ef.NoteDoubt, ef.Withdraw, ef.LookWhoIsLate, ef.GiveUp, ef.Exit)
 
 
@@ -33,7 +33,7 @@ def is_shared(effect: ef.WorkerEffect) -> bool:
 
 
 class FollowerProofs:
-    """Tells a process that only follows since when all members of a view have surely acted.
+    """Finds for a process that only follows when all members of a view last acted for sure.
 
     Nobody votes for a step without this process's share of it, which it sends after it has applied
     the step before. So a complete vote shows that all others acted since then.
@@ -57,7 +57,7 @@ class ShardEvents:
         self._noted: dict[ev.EventNoted, list[int]] = {}  # how often each process has said it
 
     def hear(self, shard: int, event: ev.WorkerEvent) -> list[ev.WorkerEvent]:
-        """Return what the machine is to be told, now that a process has done this."""
+        """Return the events for the machine, now that a process has done this."""
         if isinstance(event, ev.EventNoted):
             return [event] if self._is_news(shard, event) else []
         if isinstance(event, _AT_ONCE):
@@ -103,7 +103,7 @@ def _key(event: ev.WorkerEvent) -> Hashable:
             return kind, None, step
         case ev.StateCopied(sink, step):
             return kind, None, sink, step
-        case ev.SaveEnded(step, view):  # which may be in a later view
+        case ev.SaveEnded(step, view):  # the view may be a later one
             return kind, None, step, view
     return kind, getattr(event, "view", None)
 

@@ -1,7 +1,7 @@
-"""Judges each step's times, as all members of a view do: who is slow, who hosts what. Pure.
+"""Judges each step's times, on all members of a view alike: slow workers, and hosts. Pure.
 
 Every member observes the same numbers in the same order, so all of them hold the same assignment;
-only the leader looks for slow workers, and tells the job's event log of them.
+only the leader looks for slow workers, and reports them to the job's event log.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Speeds:
     def observe(
         self, compute_us: Sequence[int], leads: bool, waits: Sequence[Wait] = ()
     ) -> list[tuple[str, str]]:
-        """Take in how long each member's own tasks took, and for whom it waited (not simulated).
+        """Take in the times of each member's own tasks, and its waits for others (not simulated).
 
         Returns events: kinds and texts.
         """
         counts = self._balancer.counts
-        number = dict(zip(self._hosts, counts, strict=True))  # of tasks; spares have none
+        number = dict(zip(self._hosts, counts, strict=True))  # of tasks: spares have none
         costs = dict(zip(self._view.workers, compute_us, strict=True))
         found: list[tuple[str, str]] = []
         if leads:
@@ -62,7 +62,7 @@ class Speeds:
         return found
 
     def _with_all(self) -> Balancer:
-        """Return the balance once all who were fed have voted: they host as many as others do."""
+        """Return the balance once all fed workers have voted: they host as many as others do."""
         workers, owners = self._hosts, self._view.owners
         return Balancer(self._policy, workers, assign_at_boundary(len(owners), workers, owners))
 

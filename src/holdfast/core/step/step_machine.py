@@ -95,7 +95,7 @@ class StepMachine:
         self._open: OpenStep | None = None
         self._idle = False
         self._settlement: Settlement | None = None
-        self._again: tuple[Audit, ...] = ()  # of the next attempt at the step
+        self._again: tuple[Audit, ...] = ()  # to be computed in the next attempt at the step
         self._sums: Summed | None = None
         self._to_check: list[int] = []  # buckets
         self._trial: SumTrial | None = None
@@ -126,7 +126,7 @@ class StepMachine:
         return self._conclude(None) if confessing else None
 
     def agree(self) -> None:
-        """A joiner does not know what the others have agreed on, nor who has missed a vote."""
+        """Gather the agreements that joiners, and members that missed a vote, do not know."""
         self._go_to(Activity.AGREE)
         number = self._view.number
         audits, policy = self._audits, self._policy
@@ -206,7 +206,7 @@ class StepMachine:
             self.advance()
 
     def advance(self) -> None:
-        """Do whatever can be done now."""
+        """Do everything that can be done now."""
         self._continue_script()
         if self.activity is Activity.TASKS:
             self._begin_sums()
@@ -216,7 +216,7 @@ class StepMachine:
             self._audit()
 
     def _continue_script(self) -> None:
-        """Have the script compute what comes next, if it computes nothing now."""
+        """Have the script compute the next task, if it computes nothing now."""
         step, standing = self._open, self._standing
         if step is None or step.index != self.step or self._replica.is_fed_outside:
             return
@@ -351,7 +351,7 @@ class StepMachine:
     # ------------------------------------------------------------ judging
 
     def summed(self, event: Summed) -> None:
-        """All is summed: compare states, then what was audited, then sums, before the vote."""
+        """All is summed: compare states, then audited tasks, then sums, before the vote."""
         if self.activity is not Activity.ROWS or event.step != self.step:
             return
         self._sums, self._late = event, ()
@@ -366,7 +366,7 @@ class StepMachine:
         self.advance()
 
     def _audit(self) -> None:
-        """Tell what was audited, once this member owes nothing any more."""
+        """Send the results of audits, once this member owes nothing any more."""
         step = self._open
         if step is None or self._audits.owed(self._me, step):
             return
@@ -488,7 +488,7 @@ class StepMachine:
         return CONTRADICTED if sums.unlike and compares else FINITE
 
     def _contradicted(self) -> list[Outcome]:
-        """Tell that speculative tasks came to other bits than the tasks that they copy."""
+        """Report speculative tasks that came to other bits than the tasks that they copy."""
         if self.doubt != CONTRADICTED:
             return []
         sums = self._sums
@@ -563,7 +563,7 @@ class StepMachine:
     # ------------------------------------------------------------ again, or not at all
 
     def _redo(self, audits: Sequence[Audit]) -> None:
-        """Have the step computed once more, after the script has ended what it computes now."""
+        """Have the step computed once more, after the script has ended its present task."""
         self._again, self._sums = tuple(audits), None
         self._go_to(Activity.REDO)
         self._reduced(False)

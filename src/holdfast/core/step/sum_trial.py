@@ -1,8 +1,8 @@
 """Finds which sum of a bucket is right, when members have summed it more than once. Pure.
 
 Each piece of a bucket is summed by one member, and in each further run by another one; every member
-then shows digests of all pieces as it has them. There are as many pieces as members, and where
-workers have several processes, as many for each shard, one shard after the other.
+then shows digests of all its pieces. There are as many pieces as members, and where workers have
+several processes, as many for each shard, one shard after the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Table = tuple[tuple[int, ...], ...]  # [member][piece]: digests
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumVerdict:
-    """Says of which digest each piece should be, and which ranks had it wrong.
+    """Names the right digest of each piece, and the ranks that had it wrong.
 
     `undecided`: no majority. `amended`: some member must take a piece from another run.
     """

@@ -12,7 +12,7 @@ from holdfast.core.types import ViewNumber
 
 
 class Wish(enum.IntEnum):
-    """Says whether the state after a step should be saved; the strongest wish of all counts."""
+    """Grades the wish to save the state after a step; the strongest one of all counts."""
 
     NONE = 0
     SAVE = 1
@@ -25,11 +25,12 @@ class Vote:
 
     `pending`: it knows of a planned change. `save`: whether the state after this step should be
     saved, and counts without a further step.
-    `busy`: it still saves another one. `alike`: what audits ask from the next step on. `doubt`:
-    whether what it has summed is finite. `compute_us`: how long its own tasks of the step took.
-    `wait`: for whom it waited at the end of the exchange. `follow`: by which order it can feed.
-    `protect`: whether the state after this step should be protected. `staged`: the newest one that
-    it has put into memory (core/replica/protecting.py).
+    `busy`: it still saves another one. `alike`: how alike audited tasks must be from the next step
+    on. `doubt`: whether its sums are finite. `compute_us`: the time of its own tasks of the step.
+    `wait`: its wait for others at the end of the exchange. `follow`: the order by which it can
+    feed.
+    `protect`: whether the state after this step should be protected. `staged`: the newest state
+    that it has put into memory (core/replica/protecting.py).
     """
 
     view: ViewNumber
@@ -76,7 +77,7 @@ class Vote:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """Holds what follows from the votes of all members, the same on each of them."""
+    """Sums up the votes of all members, the same on each of them."""
 
     alien: bool  # one is of another view or step
     pending: bool
