@@ -175,7 +175,7 @@ def _is_enough(traces: Path, steps: int, kill: int | None) -> bool:
 def report(
     runs: Sequence[TracedRun], findings: Sequence[Divergence], steps: int, console: Console
 ) -> None:
-    """Print what was found, for people."""
+    """Print the findings, for people."""
     unlike = {each.run: each for each in findings}
     for run in runs:
         if run.problem:

@@ -1,4 +1,4 @@
-"""`holdfast data` writes digests of training data, and finds what has changed since."""
+"""`holdfast data` writes digests of training data, and finds later changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from holdfast.store.data_index import (
 )
 
 SUFFIX = ".hfindex"
-SHOWN_MAX = 20  # of what differs, without --json
+SHOWN_MAX = 20  # differences, without --json
 DATA_HELP = "a file, a directory, or MODULE:FUNCTION, where the function returns a dataset"
 
 

@@ -204,7 +204,7 @@ def show(report: Report) -> None:
 
 
 def collapse(findings: Sequence[Finding]) -> list[Finding]:
-    """Make one row of what is as well of several: eight healthy GPUs would be 60 rows."""
+    """Make one row of equal findings on several devices: eight healthy GPUs would be 60 rows."""
     rows: list[Finding] = []
     groups: dict[tuple[str, Grade], list[Finding]] = {}
     for finding in findings:

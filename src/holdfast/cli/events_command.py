@@ -41,7 +41,7 @@ def _follow(run: RunDir, options: argparse.Namespace) -> int:
     """Print the events as they come, until the run has ended or its coordinator is gone."""
     tls = client_of(options.tls)
     watch = CoordinatorWatch(lambda: job_status(run, tls), options.wait)
-    read_run_events(run)  # refuses what is no log
+    read_run_events(run)  # raises UserError for a bad log
     tail = RunTail(run.path, events_max=0)
     while True:
         over = run.result.exists()

@@ -1,6 +1,6 @@
 """Reads and writes a job's configuration file: TOML, with a table for each section of settings.
 
-Both ways follow the settings of core/job_spec.py; what is written reads back as the same job.
+Both ways follow the settings of core/job_spec.py; a written file reads back as the same job.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
-    """Holds what a configuration file says; `settings` are its values by their keys."""
+    """Describes a configuration file; `settings` are its values by their keys."""
 
     path: Path | None = None
     script: str = ""

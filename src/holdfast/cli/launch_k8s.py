@@ -207,7 +207,7 @@ def read_pod(path: Path) -> dict[str, Any]:
 
 
 def as_yaml(objects: list[dict[str, Any]]) -> str:
-    apart = json.loads(json.dumps(objects))  # else what is the same would become an alias
+    apart = json.loads(json.dumps(objects))  # else equal parts would become aliases
     text: str = import_yaml().safe_dump_all(apart, sort_keys=False, width=100)
     return text
 
@@ -222,7 +222,7 @@ def import_yaml() -> Any:
 
 
 def deliver(options: argparse.Namespace, text: str) -> None:
-    """Do with the manifests what was asked. UserError."""
+    """Print, write or apply the manifests, as the options say. UserError."""
     if options.out is not None:
         try:
             descriptor = os.open(options.out, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -251,7 +251,7 @@ def resume(name: str, namespace: str) -> int:
 
 
 def kubectl(*words: str, given: str = "") -> str:
-    """Run kubectl, and return what it prints. UserError; it has said why."""
+    """Run kubectl, and return its output. UserError; kubectl has said why."""
     try:
         found = subprocess.run(
             ["kubectl", *words], input=given, stdout=subprocess.PIPE, text=True, check=False

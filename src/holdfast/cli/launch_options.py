@@ -92,7 +92,7 @@ def prefer(options: argparse.Namespace, key: str, value: object) -> None:
 
 def make_run_dir(options: argparse.Namespace, manager: str, settings: Mapping[str, str]) -> RunDir:
     """Make the run directory of a job with its plan. UserError."""
-    peer_tls_of(options.tls)  # says what is wrong with it
+    peer_tls_of(options.tls)  # raises UserError for a bad one
     spec, wanted = make_launch(options)
     name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
     run_dir = RunDir((options.run_dir or Path("holdfast-runs") / name).absolute())

@@ -78,7 +78,7 @@ def write_script(run_dir: RunDir, nodes: int, port: int) -> None:
 
 
 def submit(run_dir: RunDir) -> int:
-    """Hand the script to sbatch. UserError with what it says if it refuses."""
+    """Hand the script to sbatch. UserError with sbatch's words if it refuses."""
     try:
         found = subprocess.run(
             ["sbatch", "--parsable", str(run_dir.path / SCRIPT)],

@@ -118,7 +118,7 @@ def _add_launch(found: argparse.ArgumentParser) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run a job to its end, or write down what it would be. Returns the exit status."""
+    """Run a job to its end, or write down its settings. Returns the exit status."""
     options = parser().parse_args(argv)
     if options.write_config is not None:
         write_new(options.write_config, write_config(make_job(options)))
@@ -126,7 +126,7 @@ def main(argv: list[str]) -> int:
     spec = make_spec(options)
     name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
     run_dir = RunDir(options.run_dir or Path("holdfast-runs") / name)
-    peer_tls_of(options.tls)  # says what is wrong with it
+    peer_tls_of(options.tls)  # raises UserError for a bad one
     if options.dashboard:
         check_packages()
     checks = parse_checks(options.check, options.check_limit_s)
@@ -192,7 +192,7 @@ def _check_store(store: str) -> None:
 
 
 def _warn_of_misplaced(options: argparse.Namespace) -> None:
-    """Say which options of Holdfast stand after the script, which therefore receives them."""
+    """Warn of options of Holdfast that stand after the script, so that the script gets them."""
     given = {word.partition("=")[0] for word in options.args}
     for flag in sorted(given & OURS_ALONE):
         text = f"{flag} stands after the script, which receives it: options of Holdfast go before"
@@ -236,7 +236,7 @@ def make_job(options: argparse.Namespace) -> JobSpec:
 
 
 def make_spec(options: argparse.Namespace) -> JobSpec:
-    """Make a job that can be launched here and now. UserError says what is in its way."""
+    """Make a job that can be launched here and now. UserError if it cannot."""
     spec = make_job(options)
     if problem := find_unheeded(spec, as_flag):
         raise UserError(problem)

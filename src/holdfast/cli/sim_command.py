@@ -1,4 +1,4 @@
-"""`holdfast sim` runs the deterministic simulation and says plainly what it found."""
+"""`holdfast sim` runs the deterministic simulation and reports its findings plainly."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Holds the protocol as pure machines, without clock, randomness, sockets, threads or tensors."""
+"""Contains the protocol as pure machines: no clocks, chance, sockets, threads or tensors."""

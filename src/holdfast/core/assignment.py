@@ -1,7 +1,7 @@
 """Decides which worker hosts which virtual rank, balanced to within one. Pure.
 
-There are two situations with two rules. In the middle of a step a survivor keeps what it has
-computed, so only lost vranks move. At a step boundary nothing computed is at stake, so the layout
+There are two situations with two rules. In the middle of a step a survivor keeps its
+results, so only lost vranks move. At a step boundary nothing computed is at stake, so the layout
 returns to contiguous blocks (fewest partial sums per worker), given to the workers that already
 host most of each block.
 """
@@ -34,7 +34,9 @@ def assign_at_boundary(
     """Assign contiguous balanced blocks; each worker keeps the one it overlaps most, if it can."""
     blocks = spread_blocks(vranks, len(workers))
     number = {w: i for i, w in enumerate(workers)}
-    overlaps: Counter[tuple[int, int]] = Counter()  # of each block with a worker's present vranks
+    overlaps: Counter[tuple[int, int]] = (
+        Counter()
+    )  # shared by a block and a worker's present vranks
     for b, block in enumerate(blocks if previous else ()):
         overlaps.update((b, number[previous[v]]) for v in block if previous[v] in number)
     host: dict[int, WorkerId] = {}

@@ -1,4 +1,4 @@
-"""Defines failure domains: what can take several nodes down at once, as labels `KEY=VALUE`.
+"""Defines failure domains, which can take several nodes down at once, as labels `KEY=VALUE`.
 
 `rack=r7` on two nodes says that both go when that rack goes. Labels of different keys are
 different kinds of domains, and a node is in one of each kind at most.
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from holdfast.core.errors import UserError
 
 LABEL_CHARACTERS_MAX = 256
-LABELS_MAX = 8  # of one node
+LABELS_MAX = 8  # on one node
 
 Domains = tuple[str, ...]  # sorted by key, at most one of each
 

@@ -8,7 +8,7 @@ HoldfastError
 |-- WorldError          a machine, network or disk failed; normally survived, never a bug
 |   |-- Aborted         the process group of a view was broken or given up
 |   |-- WireError       a frame that is malformed, too large, unauthenticated or of another version
-|   |   `-- OtherJob    whoever was met knows the secret and is of another job
+|   |   `-- OtherJob    the other side knows the secret and is of another job
 |   |-- Damaged         stored bytes differ from those written
 |   |   `-- OtherRelease   they are whole, but written by another release of Holdfast
 |   |-- Unreachable     no server of a service carried out a request in time

@@ -22,7 +22,7 @@ class ExactProduct:
     inner: int
     columns: int
     entry_max: int
-    digest: str  # of the result as little-endian int32, row by row
+    digest: str  # the result's, as little-endian int32, row by row
 
     @property
     def sum_max(self) -> int:

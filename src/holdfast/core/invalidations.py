@@ -15,7 +15,7 @@ Invalidations = tuple[Invalidation, ...]
 def merge(known: Invalidations, more: Iterable[Invalidation]) -> Invalidations:
     """Join invalidations, without those that others cover, in the order of their views.
 
-    The order in which they are heard makes no difference: whoever is wrong in a view stays accused.
+    Any order of arrival gives the same: a worker that is wrong in a view stays accused.
     """
     found = [*known, *more]
     kept: list[Invalidation] = []

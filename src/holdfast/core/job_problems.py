@@ -1,4 +1,4 @@
-"""Finds what is wrong with a job's settings, and says it in sentences that tell what to do."""
+"""Finds faults of a job's settings, in sentences that name the remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from holdfast.core.errors import UserError
 from holdfast.core.job_spec import SETTINGS, JobSpec
 from holdfast.core.settings import Setting, shown, text_complaint
 
-JOB_BYTES_MAX = 32  # of a job's name, which is a field of fixed size in every greeting
+JOB_BYTES_MAX = 32  # a job's name is a field of fixed size in every greeting
 
 Naming = Callable[[Setting, object], str]  # a setting with its value, as the reader wrote it
 
@@ -29,7 +29,7 @@ def as_key(setting: Setting, value: object) -> str:
 
 
 def find_problem(spec: JobSpec, name: Naming = as_key) -> str:
-    """Say what is wrong with a job, in a sentence that tells what to do; empty: nothing."""
+    """Return the fault of a job, in a sentence that names the remedy; empty: none."""
     return next(_problems(spec, name), "")
 
 

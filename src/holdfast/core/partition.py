@@ -16,9 +16,9 @@ def part_of(total: int, index: int, count: int, align: int = 1) -> tuple[int, in
 
 
 def share_out(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """Give each of several items to whoever has least by then, the largest first.
+    """Give each of several items to the receiver with the least, the largest items first.
 
-    `loads`: what each has already; this is added to it. Returns who has got each item.
+    `loads`: each receiver's load, to which items are added. Returns the receiver of each item.
     """
     found = [0] * len(sizes)
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):

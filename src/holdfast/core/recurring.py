@@ -1,4 +1,4 @@
-"""Says a failure that repeats itself once, then ever more seldom. Pure."""
+"""Reports a failure that repeats itself once, then ever more seldom. Pure."""
 
 from __future__ import annotations
 

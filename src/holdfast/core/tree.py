@@ -74,7 +74,7 @@ def fold(values: dict[Node, T], vranks: int, add: Callable[[T, T], T]) -> T:
 
 
 def held_at_once(values: int, vranks: int) -> int:
-    """Return how many sums `fold` holds at once at most, of so many values; none is written to."""
+    """Return the most sums that `fold` holds at once for `values` values; none is written to."""
     return min(values // 2, root(vranks)[1].bit_length() - 1)
 
 

@@ -65,7 +65,7 @@ def draw_line(
     label: str,
     height: float = 240.0,
 ) -> str:
-    """Draw a line through the finite points; what is not finite leaves a gap. `label`: of x."""
+    """Draw a line through the finite points; others leave gaps. `label`: the name of x."""
     finite = [p for p in points if math.isfinite(p[1])]
     if not finite:
         return "<p>Nothing to draw.</p>"

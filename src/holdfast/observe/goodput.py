@@ -209,7 +209,7 @@ class _ViewSteps:
         views = sorted(views)
         self._times = [time for time, _ in views]
         least = itertools.accumulate((step for _, step in reversed(views)), min)
-        self._least = [*least][::-1]  # of this view and all later ones
+        self._least = [*least][::-1]  # the least step in this view and all later ones
 
     def earliest_after(self, time: float, default: int) -> int:
         """Return the earliest step at which a view after this time went on."""

@@ -42,7 +42,7 @@ def _finite(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """Holds the events of one incident in order. `cost`: empty until it has ended."""
+    """Keeps the events of one incident in order. `cost`: empty until it has ended."""
 
     events: tuple[Event, ...]
     cost: Mapping[str, float]

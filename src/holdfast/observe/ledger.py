@@ -69,7 +69,7 @@ class Uses(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Says which step of the job an entry is of, and which step of the script that is (`index`).
+    """Places an entry in a step of the job, and in a step of the script (`index`).
 
     The script's steps are those of the plan. They have other numbers if one of them consists of
     several of the job's. `told`: the value that the members have agreed on, as JSON, if any.
@@ -118,7 +118,7 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerDoubt:
-    """Says that steps from `step` on, committed in views up to `view`, may be wrong.
+    """Declares steps from `step` on, committed in views up to `view`, doubtful.
 
     `again`: they do not count and are done again; otherwise they stay, and the result is not exact.
     """
@@ -173,7 +173,7 @@ class StepLine(
     state: _Hex64 = NOT_TAKEN
     gradients: _HexList = ""  # the digest of one after the other
     sum: _Hex64 = NOT_TAKEN
-    chain: _Hex64 | None = None  # of all lines of the file up to this one, doubts left out
+    chain: _Hex64 | None = None  # digest of all lines of the file up to this one, doubts left out
 
     def all_losses(self) -> tuple[float, ...]:
         """Return the losses of all virtual ranks; none if an older release has written the line."""
@@ -267,7 +267,7 @@ class LedgerWriter:
         self.path = Path(path)
         self._file: int | None = None
         self._size = 0
-        self._chain: str | None = None  # of the last line; None: not looked up yet
+        self._chain: str | None = None  # the last line's; None: not looked up yet
 
     def begin(self, header: LedgerHeader) -> None:
         """Open the file if it is not open, and write the header of the entries that follow."""

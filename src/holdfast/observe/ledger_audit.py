@@ -2,7 +2,7 @@
 
 It compares all copies of all steps with each other and with the plan that the headers name, which
 is made by the caller's `plan_of` and recomputed here. Invariant: nothing in a file is trusted;
-whatever is wrong with it becomes a finding that names file and line.
+each fault becomes a finding that names file and line.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ STEP_SAMPLES_MAX = 1 << 26  # a plan that claims more for one step is not recomp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerReport:
-    """Holds what `verify` found; `lost` and `repeated` count samples over all epochs.
+    """Sums up a verification; `lost` and `repeated` count samples over all epochs.
 
     `inexact_since`: the first step whose result may differ from that of sound machines. `dropped`:
     samples of late workers that were left out by choice, in `dropped_in` steps. `quarantined`:
-    records that were told to be bad; others were used in their place `replaced` times. `job_steps`:
+    records that were reported bad; others took their places `replaced` times. `job_steps`:
     the job's number of steps, if a source besides the ledger names it.
     """
 
@@ -95,7 +95,7 @@ class AnyPlan(Protocol):
 
 @runtime_checkable
 class OrderedPlan(AnyPlan, Protocol):
-    """Declares a plan of what is read in order: `StreamPlan` and `OrderPlan` are such."""
+    """Declares a plan of data that is read in order: a `StreamPlan` or an `OrderPlan`."""
 
     def start(self) -> list[Any]: ...
 
@@ -171,7 +171,7 @@ def verify(
     )
 
 
-# What all copies of a step must agree on. Hashed, so that a million steps fit in memory. Of a step
+# All copies of a step must agree on this. Hashed, so that a million steps fit in memory. Of a step
 # that only tells values `place` has not the value that was agreed on: see `_check_told`.
 _CONTENT = (
     *("plan", "place", "counts", "digests", "loss", "bad", "handed", "losses", "state"),
@@ -181,14 +181,14 @@ _CONTENT = (
 
 @dataclass(slots=True)
 class _Step:
-    """Holds what is kept of one step while the files are read."""
+    """Keeps one step while the files are read."""
 
     contents: dict[tuple[Host, ...], tuple[Any, ...]]  # as _CONTENT; by `hosts` if they may differ
     where: str  # file and line of the first copy
     view: int  # view of the newest commit
     plan: int  # its index, or -1 when it cannot be recomputed
     place: Place
-    marks: tuple[Sequence[int], Sequence[int]] = ((), ())  # of a stream: counts and digests
+    marks: tuple[Sequence[int], Sequence[int]] = ((), ())  # a stream's counts and digests
     told: dict[tuple[Host, ...], str] = field(default_factory=dict)  # agreed value, by `hosts`
     commits: list[tuple[int, tuple[Host, ...], Host]] = field(default_factory=list)
     wrong: tuple[int, ...] = ()  # vranks whose samples are not the plan's
@@ -197,7 +197,7 @@ class _Step:
 
 
 class _Audit:
-    """Holds the state of one verification: files are read one by one, then steps are checked."""
+    """Verifies one run: files are read one by one, then steps are checked."""
 
     def __init__(self, plan_of: PlanOf, doubts: Sequence[DoubtLine]) -> None:
         self.doubts = doubts
@@ -428,7 +428,7 @@ class _Audit:
                 self.find(f"no copy of step {_span(expected, number)}")
             expected = number + 1
             self._check_commits(number, self.steps[number])
-        users: dict[int, int] = {}  # of each step's samples: who was first
+        users: dict[int, int] = {}  # by sample of a step: its first user
         for number, step in sorted(self.steps.items()):
             index, uses = step.place.index, step.place.uses
             first = users.setdefault(index, number) if uses is Uses.SAMPLES else number

@@ -1,7 +1,7 @@
-"""Knows from a run's ledger which records were quarantined when, for the proof of what was used.
+"""Finds in a run's ledger which records were quarantined when, to prove the use of samples.
 
-A record that a task has told of is left out by all from the script's next step on. Nothing else may
-take the place of a planned record: whoever uses another one without having told is found.
+A record that a task has reported is left out by all from the script's next step on. Nothing else
+may take the place of a planned record: a worker that uses another one without a report is found.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ _BAD, _HEADER = b'"bad"', b'"header"'  # one occurs in each line that matters he
 
 
 class ReplacingPlan(Protocol):
-    """Declares what is needed of a plan."""
+    """Declares the needed part of a plan."""
 
     def digest_of(self, indices: NDArray[np.int64]) -> int: ...
 
     def replaced(
         self, indices: NDArray[np.int64], bad: Collection[int]
     ) -> tuple[NDArray[np.int64], set[int]]:
-        """Return what is used in place of bad records, and which of these were met."""
+        """Return the records used in place of bad ones, and the bad ones that were met."""
         ...
 
 
 class LeftOut:
-    """Holds for each dataset, by its number, which records were told of in which script's step."""
+    """Keeps by dataset which records were reported in which of the script's steps."""
 
     def __init__(self) -> None:
         self._told: dict[int, dict[int, set[int]]] = {}
         self._sums: dict[int, tuple[list[int], list[frozenset[int]]]] = {}
 
     def read(self, paths: Sequence[Path], withdrawn: Callable[[StepLine], bool]) -> None:
-        """Collect what all files tell, but for steps that do not count."""
+        """Collect the reports in all files, but for steps that do not count."""
         for path in paths:
             dataset = 0
             for line in read_lines(path, having=(_BAD, _HEADER)):
@@ -81,7 +81,7 @@ class LeftOut:
         before: frozenset[int],
         told: Sequence[int],
     ) -> tuple[NDArray[np.int64], str]:
-        """Return what a task must have used in place of its indices, or what is wrong with it."""
+        """Return the records that a task must have used for its indices, or its fault."""
         if not (before or told):
             return task, ""
         try:
@@ -97,7 +97,7 @@ class LeftOut:
         return used, ""
 
     def foreign(self, header: HeaderLine, bad: Mapping[int, Sequence[int]]) -> str:
-        """Say what is wrong with telling of bad records under this header; empty: nothing."""
+        """Return the fault of a report of bad records under this header; empty: none."""
         if not bad:
             return ""
         if not header.dataset:

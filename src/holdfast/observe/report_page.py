@@ -39,7 +39,7 @@ _STYLE = Path(__file__).with_name("report.css")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Holds what a report is made of. `losses`: by step. `outcome`: None while the run works."""
+    """Keeps the facts for a report. `losses`: by step. `outcome`: None while the run works."""
 
     name: str
     script: str

@@ -1,4 +1,4 @@
-"""Says in a few lines how a run went: steps, where the time went, and the price of faults."""
+"""Sums a run up in a few lines: steps, the use of time, and the price of faults."""
 
 from __future__ import annotations
 

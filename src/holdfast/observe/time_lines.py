@@ -129,7 +129,7 @@ class ProcessTimes:
     began: float  # seconds since the epoch
     host: str = ""
     lines: list[SpentLine] = field(default_factory=list)
-    clock: ClockLine | None = None  # of its node, as far as it was measured
+    clock: ClockLine | None = None  # its node's clock, if that was measured
 
     @property
     def ended(self) -> float:

@@ -1,1 +1,1 @@
-"""Decides who takes part in a job: coordinator, agent, views, leases, restarts. Pure."""
+"""Decides which workers take part in a job: coordinator, agent, views, leases, restarts. Pure."""

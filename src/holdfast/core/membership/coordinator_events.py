@@ -1,4 +1,4 @@
-"""Names what the coordinator machine is told, and what it wants done, as values."""
+"""Defines the events and effects of the coordinator machine, as values."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Persist:
 
 @dataclass(frozen=True, slots=True)
 class SendDirective:
-    """Tell an agent what its node should be doing."""
+    """Send an agent its node's orders."""
 
     directive: Directive
 

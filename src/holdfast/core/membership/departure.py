@@ -6,7 +6,7 @@ NEVER = float("inf")
 
 
 class Departure:
-    """Holds what a node was last asked for. One that leaves for good is never used again.
+    """Keeps the last request to leave a node. A node that leaves for good is never used again.
 
     `failing`: the check that failed, unless somebody asks for it.
     """

@@ -13,8 +13,8 @@ def choose_drains(
 
     `failing`: all nodes in a stable order, each with the check that it fails, or "". At most
     `share_max` of the nodes are drained, but one of two or more. When more nodes than that fail the
-    same check, what fails is something that they share, such as a file server: draining them all
-    would end the job and mend nothing.
+    same check, they share the fault, such as that of a file server: draining them all would end the
+    job and mend nothing.
     """
     wanted = [(node, check) for node, check in failing if check]
     most = max(1, int(share_max * len(failing))) if len(failing) > 1 else 0

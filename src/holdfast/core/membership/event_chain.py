@@ -1,8 +1,8 @@
 """Gives every line of the event log an id and its causes, and remembers which incidents are open.
 
-An incident begins with a fault, goes on with a view that leaves somebody out, and ends with the
+An incident begins with a fault, goes on with a view that leaves a member out, and ends with the
 first step that a member commits in that view. The machine of the job decides; this object only
-links what is told. Must not know texts: it reads kinds, workers, nodes and views.
+links its lines. Must not know texts: it reads kinds, workers, nodes and views.
 """
 
 from __future__ import annotations

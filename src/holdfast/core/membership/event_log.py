@@ -11,7 +11,7 @@ from holdfast.core.types import Incarnation, Slot, WorkerId, WorkerStatus
 class EventLog:
     """Finds events that are new.
 
-    `before`: processes that another coordinator has heard: what they say first has been told.
+    `before`: processes that another coordinator has heard: their first words are known already.
     """
 
     def __init__(self, before: Iterable[Slot]) -> None:

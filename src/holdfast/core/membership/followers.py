@@ -1,8 +1,8 @@
 """Decides which workers are brought up to date while others train, before they join. Pure.
 
-The members of a view are told by an order whom to feed. An order ends with its view; who was fed
-until nothing was missing joins by a view of its own. Who cannot be fed joins as the state is sent
-while all wait.
+An order names the followers that a view's members feed, and ends with the view. A follower that
+lacks nothing any more joins by a view of its own. A worker that cannot be fed joins while all wait
+for the state to be sent.
 """
 
 from __future__ import annotations

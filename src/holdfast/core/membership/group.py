@@ -306,7 +306,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
             if status.stage is not Stage.FAILED or not facts.roster.ordered(status):
                 continue
             if status.view != NO_VIEW:
-                continue  # of a group that was lost with the journal
+                continue  # its group was lost with the journal
             if view is None or not view.includes(status.worker, status.incarnation):
                 why = f"no process can be started: {status.detail}"
                 return [EndJob(why), Announce("failed", why, status.worker)]

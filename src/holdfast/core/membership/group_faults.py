@@ -1,4 +1,4 @@
-"""Finds what is wrong with a group of processes, and counts what went wrong before. Pure."""
+"""Finds the faults of a group of processes, and counts earlier ones. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.core.types import AgentId, Member, Stage, View, WorkerStatus
 
 @dataclass(frozen=True, slots=True)
 class GroupFault:
-    """Says why a group has to end: in some words, and with all that is known, a traceback say."""
+    """Names the reason for which a group ends: in some words, and in full, such as a traceback."""
 
     headline: str
     detail: str = ""

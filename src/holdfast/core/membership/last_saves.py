@@ -1,4 +1,4 @@
-"""Orders checkpoints before all that hold the state are taken away, and nobody can go on. Pure.
+"""Orders checkpoints before all holders of the state are taken away, and nobody can go on. Pure.
 
 One is ordered as soon as that is known, and another one as late as there is time for it, so that
 the last seconds of a notice are used for training.

@@ -1,7 +1,7 @@
 """Computes how long a node's workers may go on unheard, and from when they surely do not.
 
-A worker can only commit a step with the votes of all members of its view. So what must end before
-its virtual ranks are given away is its right to act, and there are two ways to renew that:
+A worker can only commit a step with the votes of all members of its view. So its right to act must
+end before its virtual ranks are given away, and there are two ways to renew that right:
 
 - an answer of the coordinator to a report, counted from when the report was sent;
 - a proof: a complete vote of its view shows that every other member was still acting in it when the
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasePolicy:
-    """Holds the times of the lease.
+    """Sets the times of the lease.
 
     `suspect_s`: silence after which a node's view is stopped, if others can go on without it.
     """

@@ -1,4 +1,4 @@
-"""Tells frozen from busy by what the kernel says about a process, never by one timeout.
+"""Tells frozen processes from busy ones by the kernel's counters, never by one timeout.
 
 A worker that has joined its job has a control thread that either wakes several times a second or,
 while other code holds the interpreter lock, retries for it every few milliseconds. Either way the
@@ -9,7 +9,7 @@ has joined, a script may wait for a disk or a server without being scheduled: on
 counts then.
 
 Samples are counted, not only timed, so that a pause of the observer itself is never mistaken for a
-pause of what it observes.
+pause of the observed process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSample:
-    """Holds one look at a process: its kernel state letter and a counter that grows as it runs."""
+    """Describes a process: its kernel state letter, and a counter that grows as it runs."""
 
     state: str  # as in /proc/PID/stat: R, S, D, T (stopped), t (traced), Z
     progress: int  # CPU ticks plus context switches, summed over all threads
@@ -27,7 +27,7 @@ class ProcessSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreezePolicy:
-    """Says how many samples in a row make a freeze: by default 1 s stopped, or 2.5 s silent."""
+    """Sets the samples in a row that make a freeze: by default 1 s stopped, or 2.5 s silent."""
 
     sample_s: float = 0.25
     stopped_samples: int = 4

@@ -32,7 +32,7 @@ class Progress:
         self._furthest = step
         self._retreats = 0  # since the job last reached a new step
         self._invalidations: Invalidations = ()  # those for which the job has gone back
-        self._ended: WorkerStatus | None = None  # of the first leader whose script has ended
+        self._ended: WorkerStatus | None = None  # status of the first leader whose script has ended
 
     def reached(self, step: int) -> bool:
         """Record the step of a member of the view; return whether it is the newest."""

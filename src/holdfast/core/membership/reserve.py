@@ -19,18 +19,18 @@ from holdfast.core.membership.view_making import Room
 from holdfast.core.types import Incarnation, Stage, View, WorkerId
 
 # 419 unexpected interruptions in 54 days of 16,384 GPUs: "The Llama 3 Herd of Models" (2024), 3.3.4
-LOSS_EVERY_S = 54 * 86_400.0 * 16_384 / 419  # of one worker's time, before anything is observed
-FORMER = 0.001  # losses that this counts for: what is observed soon weighs more
+LOSS_EVERY_S = 54 * 86_400.0 * 16_384 / 419  # between losses of one worker, as a first guess
+FORMER = 0.001  # the guess weighs as much as so few losses: observed ones soon weigh more
 REPLACE_S = 60.0  # to replace a worker, before anything is observed
 NORMAL_FROM = 500.0  # from this mean on a Poisson distribution is taken to be normal
 SPARES_MAX = 1 << 20
 REPLACED_MAX = 8  # times to replace a worker that are remembered
-ENOUGH = 0.99  # of the time, that many spares or fewer are needed
+ENOUGH = 0.99  # share of the time for which the spares must suffice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservePolicy:
-    """Says how many spares there are. `spares`: on each node; None: as many as are needed."""
+    """Sets the number of spares. `spares`: on each node; None: as many as are needed."""
 
     virtual_ranks: int
     spares: int | None = 0

@@ -1,8 +1,8 @@
 """Decides over which nodes workers are spread that need several: over teams of nodes. Pure.
 
-All workers of a team have the same nodes in the same order, each of which runs the same shards of
-each of them. A lost node's place in its team is taken by one that waits, so that the others hold
-the shards that they held before. A team changes only once none of its workers can act any more.
+All workers of a team have the same nodes in the same order, and each node runs the same shards
+of each worker. A waiting node takes the place of a lost one in its team, so that the others keep
+their shards. A team changes only once none of its workers can act any more.
 """
 
 from __future__ import annotations

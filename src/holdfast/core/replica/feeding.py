@@ -1,8 +1,8 @@
 """Decides one member's part in feeding workers that follow, while it trains. Pure.
 
-All members agree in their votes by which order they feed. At the next boundary each copies its
-share of the state, and from then on sends its pieces of all reduced gradients: who has got all
-shares and all pieces holds the state that the members hold. In the step after the next one the
+All members agree in their votes on an order to feed. At the next boundary each copies its share of
+the state, and from then on sends its pieces of all reduced gradients: a follower with all shares
+and all pieces holds the members' state. In the step after the next one the
 members compare their copies: a follower may join once it is known that they agree.
 """
 
@@ -19,13 +19,13 @@ SKIPPED_MAX = 2  # boundaries between loops, at which nothing is copied
 
 
 class Feeding:
-    """Keeps what was ordered, agreed on and copied; `unfed`: the newest order that has failed."""
+    """Keeps orders, agreements and copies; `unfed`: the newest order that has failed."""
 
     def __init__(self) -> None:
         self.unfed = 0
         self._order: FollowOrder | None = None
         self._agreed = 0
-        self._due: int | None = None  # after so many steps the state is copied, or soon after
+        self._due: int | None = None  # the state is copied after this many steps, or soon after
         self._skipped = 0
         self._base: int | None = None  # the first step that is fed
         self._is_compared = False  # the copies of all members are equal

@@ -1,4 +1,4 @@
-"""Chooses how often to save, by weighing what checkpoints cost against what they save.
+"""Chooses how often to save, by weighing the cost of checkpoints against their use.
 
 Young's interval (J. W. Young, "A first order approximation to the optimum checkpoint interval",
 CACM 1974) with Daly's further terms (J. T. Daly, "A higher order estimate of the optimum checkpoint

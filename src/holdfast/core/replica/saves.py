@@ -52,13 +52,15 @@ class Saves:
         self._last: int | None = None  # step that was saved, or that this worker began with
         self._wanted = False  # at the next boundary, by an order
         self._order = 0  # the number of the newest one
-        self._settled = False  # nobody will compare what is saved: it counts as it is
+        self._settled = False  # nobody will compare saved states: they count at once
         self._last_save = -1  # the newest that is checked as it is written, and so counts at once
         self._view: View | None = None  # the present one
         self._failures = Recurring()
         self._busy: int | None = None  # the step whose share is being saved
         self._durable: list[SaveEnded] = []  # not compared yet
-        self._savers: dict[tuple[int, ViewNumber], tuple[Member, ...]] = {}  # of what may count
+        self._savers: dict[
+            tuple[int, ViewNumber], tuple[Member, ...]
+        ] = {}  # of saves that may count
 
     def enter(self, view: View, now: float) -> None:
         """Record the members of a new view."""

@@ -22,7 +22,7 @@ REFUSED_MAX = 1  # machines that may be refused in turn
 
 
 class Refusal(enum.Enum):
-    """Names the consequences for a joiner that comes to other results."""
+    """Names the consequences for a joiner with other results."""
 
     ANEW = "anew"  # it may begin again at once
     QUARANTINED = "quarantined"  # it has done so before

@@ -18,7 +18,7 @@ from holdfast.core.types import View, WorkerId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPolicy:
-    """Holds the settings of a job that matter within a step; the same on all its workers.
+    """Keeps the settings of a job that matter within a step; the same on all its workers.
 
     `audit`: share of tasks computed twice. `cycle`: steps in which all of the state is compared;
     0: never. `keeps`: there are checkpoints to go back to. `restore_s`: how long a store may stay
@@ -50,7 +50,7 @@ class StepPolicy:
 
 
 class Surroundings(Protocol):
-    """Says what the step machine asks of the worker machine around it."""
+    """Declares the worker machine around a step machine."""
 
     @property
     def now(self) -> float: ...
@@ -65,7 +65,7 @@ class Surroundings(Protocol):
 
     @property
     def at_rest(self) -> bool:
-        """Return whether the script has applied all that is committed, and waits."""
+        """Return whether the script has applied all committed steps, and waits."""
         ...
 
 

@@ -15,7 +15,7 @@ from holdfast.core.types import Incarnation, View, WorkerId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doubt:
-    """Says since when something may be wrong.
+    """Names the first steps that may be wrong.
 
     `sums`: the first step whose sum may be wrong; None if all were audited.
 
@@ -28,7 +28,7 @@ class Doubt:
 
 @dataclass(slots=True)
 class _Seen:
-    """Holds what audits and comparisons have seen of one member."""
+    """Keeps the audits and comparisons of one member."""
 
     incarnation: Incarnation
     joined: int  # with a state that all have compared
@@ -38,7 +38,7 @@ class _Seen:
 
 
 class Trust:
-    """Keeps what was seen of the view's members. `cycle`: steps in which every byte is compared."""
+    """Keeps the audits of a view's members. `cycle`: steps in which every byte is compared."""
 
     def __init__(self, cycle: int) -> None:
         self._cycle = cycle
