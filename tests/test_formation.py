@@ -487,3 +487,11 @@ def test_what_no_view_may_be() -> None:
     ):
         with pytest.raises(InvariantError):
             vm.check_view(view, vranks)
+
+
+def test_only_links_of_the_present_view_count_as_broken() -> None:
+    for view, left_out in ((THREE, [WorkerId(1)]), (ViewNumber(2), [])):
+        names = member(0, unreached=(WorkerId(1),), view=view)
+        facts = Cluster(names, member(1), member(2)).facts(view_of(0, 1, 2))
+        assert fo.unreachable(facts) == left_out
+    assert fo.unreachable(Cluster(member(0)).facts(view_of(0, 1))) == []  # one was never heard

@@ -434,6 +434,14 @@ def confessed(found: Rulings, wrong: list[WorkerId], *, diverged: bool, step: in
     return found.confess(step, wrong, diverged=diverged)
 
 
+def test_only_what_the_wrong_ones_have_computed_is_doubted() -> None:
+    for wrong, since in ((W1, NEVER), (W0, 0)):
+        found = ruling()
+        for step in range(9):
+            found.summed(step, [W0, W1, W2], [1])  # nobody has ever looked at worker 0
+        assert found.confess(9, [wrong], diverged=False)[0] == since
+
+
 def test_who_is_wrong_leaves_and_the_rest_go_back_if_something_wrong_may_have_been_used() -> None:
     for me, exits in ((0, False), (1, True)):
         found = ruling(me)

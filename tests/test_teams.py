@@ -108,6 +108,20 @@ def test_a_drained_node_is_left_if_memory_keeps_the_state() -> None:
     assert not cluster.roster.wants(W0, Incarnation(1))
 
 
+def test_only_the_workers_of_a_drained_node_begin_again() -> None:
+    cluster = nodes(*"abcde")
+    admitted(cluster)
+    first, second = acting(cluster, A, B).members[0], WorkerId(1)
+    cluster.hear("c", member(1, stage=Stage.LOST))
+    other = Member(worker=second, incarnation=Incarnation(1), agent=C, further=(D,))
+    view = dataclasses.replace(view_of(0, 1), members=(first, other))
+    cluster.drain(B, "asked for")
+    (line,) = admitted(cluster, view=view)[1]
+    assert line.startswith("worker 0 begins")
+    assert not cluster.roster.wants(W0, Incarnation(1))
+    assert cluster.roster.wants(second, Incarnation(1))
+
+
 def test_a_worker_is_a_candidate_once_it_runs_on_all_of_its_nodes() -> None:
     cluster = nodes("a", "b")
     admitted(cluster)
