@@ -175,7 +175,8 @@ BROKEN = [
     ((member(0), stopped(1)), "worker 1 lost touch with another"),
     ((member(0), stopped(1, state=StateCopy.DISCARDED)), "something wrong was used"),
     ((member(0), member(1, state=StateCopy.DISCARDED)), "something wrong was used"),
-    ((member(0, **OVERDUE), member(1)), "worker 0 waits for one that is late"),
+    ((member(0, **OVERDUE), member(1)), "worker 0 waits for worker 1, which is late"),
+    ((member(0, **OVERDUE), member(1, phase=Phase.OVERDUE)), "0 waits for one that is late"),
     ((member(0, **WAITING), resting(1)), "a worker waits for one that has stopped"),
     ((member(0), resting(1)), None),  # as planned: nobody waits
     ((member(0, **WAITING), resting(1, committed=4)), "worker 1 lost touch"),  # before any vote
@@ -189,6 +190,12 @@ def test_why_a_view_must_stop(statuses: tuple[WorkerStatus, ...], why: str | Non
     found = fo.why_broken(facts, 5.0, 5.0, minds_late=True)
     assert (found is None) if why is None else (why in str(found))
     assert fo.why_broken(Cluster(*statuses).facts(), 5.0, 5.0) is None
+
+
+def test_all_late_workers_are_named() -> None:
+    facts = Cluster(member(0, **OVERDUE), member(1), member(2)).facts(view_of(0, 1, 2))
+    told = "worker 0 waits for workers 1, 2, which are late"
+    assert fo.why_broken(facts, 5.0, 5.0, minds_late=True) == told
 
 
 def test_a_planned_stop_is_waited_for_and_the_late_only_where_that_is_allowed() -> None:

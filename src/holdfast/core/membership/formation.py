@@ -216,7 +216,7 @@ def why_broken(
         elif status.promised < view.number:
             waiting = waiting or status.waiting
             if status.late and minds_late:
-                reason = reason or f"worker {member.worker} waits for one that is late"
+                reason = reason or f"worker {member.worker} waits for {_name_late(facts)}"
         elif status.at_boundary and status.committed > view.resume_step:
             stopped = True  # a planned change, if the others come to rest too
         else:
@@ -226,6 +226,15 @@ def why_broken(
     if stopped and waiting and waited_s >= patience_s:
         reason = reason or "a worker waits for one that has stopped"
     return reason
+
+
+def _name_late(facts: Facts) -> str:
+    """Name the members that are still at their tasks while another one waits for them."""
+    known = [facts.status(member) for member in facts.members]
+    late = [s.worker for s in known if s is not None and s.in_step and not s.waiting]
+    if not late:
+        return "one that is late"
+    return f"{name_workers(late)}, which {'is' if len(late) == 1 else 'are'} late"
 
 
 def why_change(facts: Facts, workers_min: int, step: int) -> tuple[str, str] | None:
