@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
+import os
 import random
 import zipfile
 from collections.abc import Sequence
@@ -285,6 +287,40 @@ def test_a_disk_that_is_too_slow_costs_a_part_of_the_recording_only(
         it.note(machine, handle(machine, report(seq), 10.0), 10.0)
     it.close()
     assert told == ["the disk is slow: a part of what the coordinator hears is not recorded"]
+
+
+def test_a_full_disk_is_told_once_and_tried_again_a_while_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    machine = CoordinatorMachine(SPEC.policy(), 3, None, 10.0)
+    paths: list[Path] = []
+
+    def create(path: Path) -> int:
+        paths.append(path)
+        return os.open("/dev/full" if len(paths) == 1 else path, os.O_WRONLY | os.O_CREAT)
+
+    monkeypatch.setattr(recorder, "create_regular", create)
+    it = Recorder(tmp_path, 3, told.append)
+    it.begin(machine, 10.0)
+
+    def speak(seq: int, now: float) -> None:
+        it.hear(report(seq), now)
+        it.note(machine, handle(machine, report(seq), now), now)
+
+    sent = itertools.count(1)
+    while not told:
+        speak(next(sent), 10.0)
+    (line,) = told
+    assert line.startswith("what the coordinator hears is not recorded: ")
+    assert "No space left" in line
+    speak(next(sent), 10.0 + recorder.AGAIN_S - 0.1)
+    assert len(paths) == 1
+    speak(next(sent), 10.0 + recorder.AGAIN_S)
+    speak(next(sent), 10.0 + recorder.AGAIN_S)
+    it.close()
+    assert len(told) == 1
+    assert replay(open_recording(paths[1])).difference is None
 
 
 def test_a_directory_that_cannot_be_written_costs_the_recording_only(tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
 """Records the events of a coordinator's machine, in a thread that nothing waits for.
 
 A disk that is too slow costs a part of the recording, and never time: the waiting part is bounded,
-and once it is too much, nothing is recorded until the disk has caught up.
+and once it is too much, nothing is recorded until the disk has caught up. A file that cannot be
+written is given up, and the next one is tried a while later.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -36,6 +36,7 @@ FILES_MAX = 16  # in a run directory, of all terms
 WAITING_BYTES_MAX = 16 << 20
 PACE_S = 0.2  # between two writes
 END_S = 2.0  # for the last write
+AGAIN_S = 60.0  # after a file that could not be written
 
 
 class Recorder:
@@ -54,6 +55,8 @@ class Recorder:
         self._count = 0
         self._is_on = False
         self._is_broken = False
+        self._problem = ""  # why the present file cannot be written
+        self._not_before = float("-inf")  # the next file, by the machine's clock
         self._filled = threading.Event()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._write, daemon=True, name="recorder")
@@ -61,7 +64,8 @@ class Recorder:
 
     def begin(self, machine: Machine, now: float) -> None:
         """Begin a recording with the machine as it is; not while too much waits for the disk."""
-        if self._is_broken or self._waiting_bytes > WAITING_BYTES_MAX // 2:
+        is_slow = self._waiting_bytes > WAITING_BYTES_MAX // 2
+        if self._is_broken or is_slow or now < self._not_before:
             return
         try:
             state = freeze(machine)
@@ -89,6 +93,9 @@ class Recorder:
 
     def note(self, machine: Machine, effects: Sequence[CoordinatorEffect], now: float) -> None:
         """Record the machine's decision; begin the next recording if this one is long enough."""
+        if self._problem:
+            self._say(f"what the coordinator hears is not recorded: {self._problem}")
+            self._problem, self._is_on, self._not_before = "", False, now + AGAIN_S
         if not self._is_on:
             self.begin(machine, now)
             return
@@ -128,26 +135,31 @@ class Recorder:
                 else:
                     output.write(part)
             output.flush()
+            self._problem, output.problem = output.problem or self._problem, ""
             with self._lock:
                 self._waiting_bytes = sum(len(p) for p in self._waiting if isinstance(p, bytes))
         output.end()
 
 
 class _Output:
-    """Writes one compressed file after the other. One that cannot be written is given up."""
+    """Writes one compressed file after the other; `problem`: why one was given up."""
 
     def __init__(self) -> None:
+        self.problem = ""
         self._stream: zstandard.ZstdCompressionWriter | None = None
 
     def begin(self, path: Path) -> None:
         self.end()
-        with contextlib.suppress(OSError):
+        try:
             path.parent.mkdir(exist_ok=True)
             kept = sorted(path.parent.glob("coordinator-*.zst"), key=lambda p: p.stat().st_mtime_ns)
             for each in kept[: len(kept) - FILES_MAX + 1]:
                 each.unlink()
             file = os.fdopen(create_regular(path), "wb", buffering=0)
-            self._stream = zstandard.ZstdCompressor(level=3).stream_writer(file)
+        except OSError as error:
+            self.problem = str(error)
+            return
+        self._stream = zstandard.ZstdCompressor(level=3).stream_writer(file)
 
     def write(self, data: bytes) -> None:
         self._try(lambda stream: stream.write(data))
@@ -163,5 +175,5 @@ class _Output:
         try:
             if self._stream is not None:
                 use(self._stream)
-        except OSError:  # the disk is full, for example
-            self._stream = None
+        except OSError as error:  # the disk is full, for example
+            self._stream, self.problem = None, str(error)
