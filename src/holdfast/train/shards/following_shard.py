@@ -17,8 +17,9 @@ from holdfast.core.step.speculation import Lateness, Patience
 from holdfast.core.types import Incarnation, Peer, Stage, View, WorkerId, WorkerStatus
 from holdfast.train.shards.shard_channel import Book, ShardChannel
 from holdfast.train.step.driver import Driver
+from holdfast.train.step.stack_file import write_stacks
 from holdfast.wire.frames import Sealer
-from holdfast.wire.messages import Address, encode
+from holdfast.wire.messages import Address, StacksRequest, encode
 
 POLL_S = 0.1
 
@@ -122,8 +123,10 @@ class FollowingLink:
         with contextlib.suppress(OSError):
             self._agent.sendall(self._sealer.seal(encode(status)))
 
-    def _obey(self, driver: Driver, message: ef.WorkerEffect | Book) -> None:
+    def _obey(self, driver: Driver, message: ef.WorkerEffect | Book | StacksRequest) -> None:
         match message:
+            case StacksRequest(reason=reason):
+                write_stacks(reason, self._shard)
             case Book(view, addresses):
                 driver.learn_addresses(view, dict(addresses))
             case ef.Tell(status):

@@ -30,6 +30,7 @@ class LeadingShard:
         """Begin to hear them."""
         with driver.monitor:
             self._tell(driver.status())
+        self._link.pass_on = self._send
         for shard, channel in enumerate(self._channels, 1):
             threading.Thread(
                 target=self._listen,

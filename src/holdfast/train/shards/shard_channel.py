@@ -20,7 +20,7 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.types import Peer
 from holdfast.wire.frames import Opener, Sealer
-from holdfast.wire.messages import Address
+from holdfast.wire.messages import Address, StacksRequest
 
 RECEIVED_BYTES = 1 << 16
 T = TypeVar("T")
@@ -44,7 +44,10 @@ class Book:
 
 _KINDS = {
     each.__name__: each
-    for each in (*get_args(ef.WorkerEffect), *get_args(ev.WorkerEvent), Meeting, Book, Address)
+    for each in (
+        *(*get_args(ef.WorkerEffect), *get_args(ev.WorkerEvent)),
+        *(Meeting, Book, Address, StacksRequest),
+    )
 }
 
 

@@ -12,6 +12,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 from holdfast.core.errors import WireError
 from holdfast.core.step.events import Directed
@@ -44,6 +45,7 @@ class AgentLink:
         self._worker = worker
         self._sealer = Sealer(None)
         self._lock = threading.Lock()
+        self.pass_on: Callable[[StacksRequest], None] = lambda _: None  # to further processes
         self.servers: dict[int, str] = {}  # where those of tables listen, by their numbers
         self._addresses: dict[Peer, Address] = {}  # sent again until the address book comes
 
@@ -98,6 +100,7 @@ class AgentLink:
     def _receive(self, driver: Driver, payload: bytes) -> None:
         message: WorkerDirective | AddressBook | StacksRequest = decode(payload, *ACCEPTED)
         if isinstance(message, StacksRequest):
+            self.pass_on(message)
             write_stacks(message.reason)
         elif isinstance(message, AddressBook):
             if any(told.view == message.view for told in self._addresses.values()):

@@ -19,12 +19,15 @@ VARIABLE = "HOLDFAST_STACKS"  # names the file; without it nothing is written
 BYTES_MAX = 1 << 20  # a file that is longer begins from the start
 
 
-def write_stacks(reason: str) -> None:
-    """Append the stacks of all threads but this one to the file, below a line with the reason."""
+def write_stacks(reason: str, shard: int = 0) -> None:
+    """Append the stacks of all threads but this one to the file, below a line with the reason.
+
+    All processes of a worker on one node write to the same file; `shard` is that of this one.
+    """
     path = os.environ.get(VARIABLE, "")
     if not path:
         return
-    text = "".join(describe_stacks(reason))
+    text = "".join(describe_stacks(f"{reason} (process {shard})" if shard else reason))
     with contextlib.suppress(OSError):  # a full disk must not stop training
         file = os.fdopen(append_regular(path), "ab", buffering=0)
         with file:
