@@ -1,1 +1,1 @@
-"""Holds what runs inside the training process: the only package that imports torch."""
+"""Runs inside the training process; this is the only package that imports torch."""

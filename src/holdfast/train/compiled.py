@@ -1,4 +1,4 @@
-"""Says what to set where a compiled model's kernels depend on what a process has seen before."""
+"""Warns of compiled models whose kernels depend on the batches that a process has seen before."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import nn
 
 
 def advice(modules: Mapping[str, nn.Module]) -> str:
-    """Return what to tell of protected modules that torch.compile has wrapped; mostly nothing.
+    """Return a warning about protected modules that torch.compile has wrapped, or "".
 
-    With automatic dynamic shapes it compiles the first shape by itself and a second one for all
-    sizes, with other bits; so a worker that has had other batches before comes to other bits.
+    With automatic dynamic shapes it compiles one kernel for the first shape and a second one for
+    all sizes. The two give different bits, so the bits depend on the shapes that a worker has seen
+    before.
     """
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is None or not dynamo.config.automatic_dynamic_shapes:
@@ -40,7 +41,7 @@ def _is_automatic(module: nn.Module, dynamo: Any) -> bool:
 
 
 def _is_static(module: nn.Module) -> bool:
-    """Tell what `module.compile(dynamic=...)` was given, which it keeps in a closure."""
+    """Return whether `module.compile` was given a value for `dynamic`; a closure keeps it."""
     call: Any = module._compiled_call_impl
     cells = [each.cell_contents for each in call.__closure__ or ()]
     return any(getattr(each, "_dynamic", None) is not None for each in cells)

@@ -1,4 +1,4 @@
-"""Puts a worker together: everything that it consists of, and who is given what."""
+"""Puts a worker together: makes its parts and connects them."""
 
 from __future__ import annotations
 
@@ -93,18 +93,19 @@ NCCL_IN_THE_CLEAR = "--tls does not encrypt what GPUs exchange by NCCL"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """Holds a worker's part in a job before there is anything to train."""
+    """Connects a worker to its job, before there is anything to train."""
 
     environment: WorkerEnvironment
     seed: int
     driver: Driver
     link: AgentLink | SoloLink | FollowingLink | Link
-    inner: InnerGroup | None = None  # of the worker's processes, if there are several
-    make_transport: Callable[[], Transport] | None = None  # None: by where parameters lie
+    inner: InnerGroup | None = None  # connects the worker's processes, if there are several
+    # None: chosen by the device of the parameters
+    make_transport: Callable[[], Transport] | None = None
 
 
 def step_policy(spec: JobSpec, seed: int, *, writes: bool) -> StepPolicy:
-    """Return what of a job's settings matters within a step; `writes`: there is a writer here."""
+    """Return the settings of a job that matter within a step; `writes`: there is a writer here."""
     silent, saves, backup = spec.silent_errors, spec.checkpoints, spec.backup()
     return StepPolicy(
         seed=seed,
@@ -112,7 +113,7 @@ def step_policy(spec: JobSpec, seed: int, *, writes: bool) -> StepPolicy:
         audit_tolerance=silent.audit_tolerance,
         cycle=silent.fingerprint_steps,
         keeps=bool(saves.store),
-        # How long what is dropped takes is not known.
+        # The time of dropped tasks is unknown.
         balance=BalancePolicy() if spec.stragglers.rebalance and not backup.workers else None,
         backup=backup,
         patience=Patience(copies=0.0 if backup.workers else spec.copies),
@@ -181,7 +182,7 @@ def compose_guard(
     progress: ScriptState,
     sharding: ShardedOptimizers | None = None,
 ) -> ScriptGuard:
-    """Put together what looks after the promise in the script of a worker."""
+    """Put together the parts that guard the promise in a worker's script."""
     driver, spec = control.driver, control.environment.spec
     owns_process = isinstance(control.link, AgentLink | SoloLink | FollowingLink)
     silent = spec.silent_errors
@@ -249,7 +250,7 @@ def _tensors_of(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[torc
 
 
 def _sharding(control: Control, protected: Mapping[str, Any]) -> ShardedOptimizers | None:
-    """Return what shares out the optimizers' state; None if every worker holds all of it."""
+    """Return the part that shares out the optimizers' state; None if each worker keeps all of it."""
     if not control.environment.spec.workers.shard_optimizer:
         return None
 
@@ -286,9 +287,9 @@ def _check_torch(
 
 
 def _prepare_scalers(protected: Mapping[str, Any]) -> None:
-    """Give each GradScaler its scale, which it would make at its first loss.
+    """Give each GradScaler its scale, which it would otherwise make at its first loss.
 
-    That may come to none of this worker's tasks.
+    Some workers may compute no loss before the scale is needed.
     """
     for each in protected.values():
         if isinstance(each, torch.amp.GradScaler) and each.is_enabled() and each._scale is None:
@@ -303,7 +304,7 @@ def _saver(
     capture: Capture | None,
     updates: RowUpdates,
 ) -> Saver | None:
-    """Return what copies and saves this worker's shares; None without a store or a writer."""
+    """Return the part that copies and saves this worker's shares, or None without store or writer."""
     me, driver = control.environment, control.driver
     if not me.spec.checkpoints.store or me.orders_fd is None:
         return None
@@ -327,13 +328,16 @@ def _protector(
     data: StepData,
     capture: Capture | None,
 ) -> Protector | None:
-    """Return what puts this worker's pieces into its node's memory; None without redundancy."""
+    """Return the part that puts this worker's pieces into its node's memory, or None.
+
+    It is None without redundancy.
+    """
     me, driver = control.environment, control.driver
     redundancy = me.spec.redundancy()
     if not redundancy.data or not me.memory_fds:
         return None
     procs, spread = me.spec.workers.procs, me.spec.workers.spread
-    here = procs // spread  # of this worker, on this node
+    here = procs // spread  # this worker's processes on this node
     share = me.memory_bytes // (me.spec.workers.nproc * here)
     arena = PieceArena(me.memory_fds[me.shard % here], me.worker, share)
     post = None
@@ -379,7 +383,7 @@ def _sinks(
 def _step_data(
     control: Control, guard: ScriptGuard, progress: ScriptState, trained: Sequence[Named]
 ) -> tuple[StepData, FilledBuckets]:
-    """Return what a step consists of, and what tells the engine of buckets that are full."""
+    """Return the data of a step, and the notifier that tells the engine of full buckets."""
     monitor, count = control.driver.monitor, control.environment.spec.virtual_ranks
     cycle = control.environment.spec.silent_errors.digest_steps
     filled, digest = FilledBuckets(monitor), TaskDigest(cycle)
@@ -395,7 +399,9 @@ def _step_data(
 def _transport_maker(
     host: str, identity: PeerIdentity, gpu: torch.device | None
 ) -> Callable[[], Transport]:
-    """Return what makes the transport of each view, for parameters on this GPU or on the host."""
+    """Return a function that makes each view's transport, for parameters on this GPU or on the
+    host.
+    """
     listener = TcpListener(host, identity)
     if gpu is None:
         return lambda: TcpTransport(listener)
@@ -440,7 +446,7 @@ def _connect_servers(control: Control, updates: RowUpdates) -> None:
 def compose_worker(
     control: Control, protected: Mapping[str, Any], progress: ScriptState
 ) -> ScriptThread:
-    """Put together all that trains the protected objects, and start the engine. UserError."""
+    """Put together the parts that train the protected objects, and start the engine. UserError."""
     protected = {**protected, PROTECTED_AS: progress}
     me, spec, driver = control.environment, control.environment.spec, control.driver
     identity = me.identity()

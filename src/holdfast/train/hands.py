@@ -36,7 +36,7 @@ class StepHands:
         self._protector = protector
 
     def carry_out(self, effect: ef.WorkerEffect) -> Sequence[ev.WorkerEvent]:
-        """Do it; returns what the machine is to be told of it."""
+        """Carry out one effect, and return the events that follow for the machine."""
         match effect:
             case ef.Redo():
                 self._data.gradients.clear()

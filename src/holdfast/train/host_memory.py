@@ -1,9 +1,9 @@
-"""Keeps the memory that a step frees for the next step, which needs as much again.
+"""Keeps the memory that a step frees, so that the next step can use it again.
 
 glibc gives memory at the top of the heap back to the kernel as soon as it is free. An optimizer's
 temporaries are freed after every step, and the kernel then has to find and clear the same pages
-again in the next: thousands of page faults a step. What is kept here never exceeds what a step has
-used at its peak.
+again in the next: thousands of page faults a step. The memory kept here never exceeds a step's
+peak.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 _TUNES = "glibc.malloc."
 KEPT_BYTES_MAX = 1 << 30  # free memory at the top of the heap
-HEAP_BLOCK_BYTES_MAX = 32 << 20  # larger blocks are mapped, each by itself: glibc allows no more
+HEAP_BLOCK_BYTES_MAX = 32 << 20  # larger blocks are mapped one by one: glibc allows no more
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> bool:

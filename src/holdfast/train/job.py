@@ -50,7 +50,7 @@ __all__ = ["Batches", "Epoch", "Job", "RankState", "Step", "Stream", "Task", "jo
 
 STEPS_MAX = 1 << 62  # more than any job takes
 
-_jobs: list[Job] = []  # of this process, for the end of its script
+_jobs: list[Job] = []  # jobs that this process has joined; the end of its script ends their loops
 
 
 def join(*, seed: int | None = None) -> Job:
@@ -98,10 +98,10 @@ class Job:
         self._protected: dict[str, Any] = {}
         self._progress = ScriptState()
         self._script: ScriptThread | None = None  # once there is something to train
-        self._step: Step | None = None  # that the script has, or has left by `break`
+        self._step: Step | None = None  # the step that the script is in, or has left by `break`
         self._asked = 0  # where the script wanted its last loop to end
-        self._datasets = 0  # of which records may be quarantined
-        self._streams = 0  # and orders that the script has made
+        self._datasets = 0  # datasets made so far, whose records may be quarantined
+        self._streams = 0  # streams and samplers that the script has made
         self._at_step_end: list[Callable[[Step], None]] = []
 
     # ------------------------------------------------------------ what the job is
@@ -128,7 +128,7 @@ class Job:
 
     @property
     def values(self) -> Values:
-        """Hold what the script keeps in variables: numbers, strings, lists and dictionaries.
+        """Keep the script's variables: numbers, strings, lists and dictionaries.
 
         They are a part of the job's state, as a model is, and must be the same on all workers.
         """
@@ -136,7 +136,7 @@ class Job:
 
     @property
     def scratch(self) -> dict[str, Any]:
-        """Hold what a script keeps for itself, for plots say, and on which no result depends.
+        """Keep values of the script on which no result depends, for plots say.
 
         Each worker has its own; it is neither carried to others nor saved, and no guard looks at
         it.
@@ -145,7 +145,7 @@ class Job:
 
     @property
     def stopped(self) -> bool:
-        """Tell whether a worker's script has called `stop`, and loops end early."""
+        """Return whether a worker's script has called `stop`, so that loops end early."""
         return self._progress.stopped
 
     @property
@@ -201,15 +201,16 @@ class Job:
         split: bool | DeviceMesh = True,
         **loading: Any,
     ) -> Batches | SampledBatches:
-        """Batches of a map-style dataset: `batch_size` samples for each virtual rank and step.
+        """Return batches of a map-style dataset: `batch_size` samples for each virtual rank and
+        step.
 
         Every epoch is a permutation that depends on the job's seed only. Without `drop_last` an
-        epoch's last step shares out what remains, and gradients are weighted so that they stay the
-        mean over the step's samples. `loading`: fields of LoadOptions. `dataset` may be a ready
-        DataLoader, which then says all of that; each virtual rank takes its sampler's next batch.
+        epoch's last step shares out the remaining samples, and gradients are weighted so that they
+        stay the mean over the step's samples. `loading`: fields of LoadOptions. `dataset` may be a
+        DataLoader, whose settings are then used; each virtual rank takes its sampler's next batch.
 
-        `index`: a file that `holdfast data index` has written; each sample is compared with it. One
-        that differs is read again, then from `mirrors`, other datasets of the same samples.
+        `index`: a file that `holdfast data index` has written; each sample is compared with it. A
+        sample that differs is read again, then from `mirrors`, other datasets of the same samples.
         `on_error`: "raise", or "quarantine" to have all workers leave out a bad record from then
         on. `split`: each process of a worker trains on an equal part of each batch, as FSDP needs;
         False: on all of it, as tensor parallelism needs; or the mesh whose processes take parts.
@@ -267,13 +268,15 @@ class Job:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         split: bool | DeviceMesh = True,
     ) -> Stream:
-        """Batches of a stream, which can only be read in order: `batch_size` samples of each shard.
+        """Return batches of a stream, which can only be read in order: `batch_size` samples per
+        shard.
 
         `dataset`: a function of (shard, shards) that returns the samples of one of them, or a
         dataset that is cut by `shard(num_shards, index)`, as those of Hugging Face. Each virtual
-        rank reads a shard of its own, and begins anew at its end. Where the shards stand is a part
-        of the job's state; a shard that comes to another worker is read there from its beginning.
-        `split`: as for `batches`; every process of a worker reads all samples. Raises UserError.
+        rank reads a shard of its own, and starts again at its end. The positions in the shards are
+        a part of the job's state; when a shard moves to another worker, that worker reads it from
+        its beginning. `split`: as for `batches`; every process of a worker reads all samples.
+        Raises UserError.
         """
         self._check_nothing_dropped("job.stream", "a stream")
         plan = StreamPlan(batch_size=batch_size, virtual_ranks=self.virtual_ranks, seed=self.seed)
@@ -289,10 +292,10 @@ class Job:
         )
 
     def begin_at(self, step: int) -> None:
-        """Begin a new job at this step, for a state that was trained so far elsewhere.
+        """Begin a new job at this step, for a state that was trained up to there elsewhere.
 
         Data, epochs and random numbers go on from there. Call it before the first loop; a job that
-        has begun keeps its own place, which it tells this worker. Raises UserError.
+        has already begun keeps its own step and gives it to this worker. Raises UserError.
         """
         if self._script is not None or step < 0:
             raise UserError(
@@ -321,11 +324,11 @@ class Job:
     def rank_state(self, name: str, make: Callable[[int], Any]) -> RankState:
         """Declare a state that each virtual rank has for itself: hidden states, environments.
 
-        In the loop over a step's batches `value` of what is returned is the state of the batch's
-        virtual rank, as its last task has left it; set it, or change it in place. `make(virtual
-        rank)` returns the first one: tensors, numbers, or a tree of them, or an object with
-        `state_dict` and `load_state_dict`. Each worker holds the states of all virtual ranks, as a
-        part of the job's state; those that have changed travel with the step. Call it on all
+        In the loop over a step's batches, `value` of the returned object is the state of the
+        batch's virtual rank, as its last task has left it; set it, or change it in place.
+        `make(virtual rank)` returns the first state: tensors, numbers, or a tree of them, or an
+        object with `state_dict` and `load_state_dict`. Each worker keeps the states of all virtual
+        ranks, as a part of the job's state; the changed ones travel with the step. Call it on all
         workers, once for each name. Raises UserError.
         """
         if self._environment.spec.workers.procs > 1:
@@ -403,14 +406,14 @@ class Job:
         until: int,
         steps_per_epoch: int | None = None,
     ) -> Iterator[Epoch]:
-        """Yield the epochs of `data` from where the job stands up to (not including) `until`.
+        """Yield the epochs of `data` from the job's present one up to (not including) `until`.
 
         Each `epoch` has an `index`; `for step in epoch:` goes through its steps, as job.steps does.
-        What workers do together (evaluate, agree) may stand before and after that loop. All epochs
-        are one loop to the job: a worker that joins enters the present one and runs the lines
-        before its steps; what others were told there it is told as well. `steps_per_epoch`: for a
-        stream, or without data. Epochs are counted from the first use of `data`; without data over
-        the whole job. Raises UserError.
+        Calls that all workers make together (evaluate, agree) may stand before and after that loop.
+        All epochs are one loop to the job: a worker that joins enters the present epoch and runs
+        the lines before its steps; there it gets the same values that the others got.
+        `steps_per_epoch`: for a stream, or without data. Epochs are counted from the first use of
+        `data`; without data over the whole job. Raises UserError.
         """
         script = self._ready_for_loop("job.epochs")
         loop = self._loop_data(data)
@@ -429,7 +432,7 @@ class Job:
         return self._ready()
 
     def _loop_data(self, data: Batches | SampledBatches | Stream | None) -> LoopData:
-        """Return what a loop goes through. UserError if it cannot be shared by processes."""
+        """Return the data that a loop goes through. UserError if processes cannot share it."""
         loop: LoopData = NoDataset(self.virtual_ranks, self.seed) if data is None else data
         if loop.part.count > 1:
             check_split(self._protected, loop.part.count)
@@ -455,19 +458,19 @@ class Job:
     def on_step_end(self, fn: Callable[[Step], None]) -> None:
         """Have `fn(step)` called at the end of each step on one worker only, for loggers.
 
-        It is called after the body of the loop, with `step.index`, `step.loss` and whatever the
-        script has put into `step.metrics`. No step's call is made twice, on whatever worker; that
-        of a step in which the leader is lost may not be made at all. Steps that are repeated from a
-        checkpoint are called again. Call this on all workers, before the loops. `fn` must not do
-        what workers do together (evaluate, agree), nor change protected objects.
+        It is called after the body of the loop, with `step.index`, `step.loss` and the script's
+        `step.metrics`. It is never called twice for one step, even on different workers; it may not
+        be called for a step in which the leader is lost. Steps that are repeated from a checkpoint
+        are called again. Call this on all workers, before the loops. `fn` must not call functions
+        for all workers (evaluate, agree), nor change protected objects.
         """
         self._at_step_end.append(fn)
 
     def stop(self) -> None:
         """End the loops of all workers after the next step: for early stopping, or a time limit.
 
-        One worker's call is enough. Later loops have no steps. Where steps are computed again
-        (`holdfast replay`) it does nothing: what a script stops for may be outside of the job.
+        One worker's call is enough. Later loops have no steps. It does nothing where steps are
+        computed again (`holdfast replay`), since a script may stop for a reason outside the job.
         """
         if not self._environment.replays:
             (self._script or self._ready()).stop()
@@ -502,7 +505,7 @@ class Job:
 
         `fn` gets a batch and returns a number (the mean over the batch), a pair (sum, weight), or a
         dictionary of these; it runs without gradients, the protected modules in evaluation mode.
-        `data`: a map-style dataset with `batch_size`, or a DataLoader of all its samples, of which
+        `data`: a map-style dataset with `batch_size`, or a DataLoader of all its samples, whose
         order and worker processes do not matter. All workers must call it, at the same place of the
         script. Raises UserError.
         """
@@ -542,7 +545,7 @@ class Job:
         return msgspec.msgpack.decode(self._together(tell))
 
     def _new_quarantine(self, length: int) -> Quarantine:
-        """Return what is left out of the script's next dataset with that many records."""
+        """Return the quarantine of the script's next dataset, which has `length` records."""
         self._datasets += 1
         records = self._progress.quarantined.setdefault(self._datasets, {})
         most = self._environment.spec.data.bad_samples_max

@@ -1,6 +1,6 @@
-"""Imports what nearly every worker imports in its first second, for processes that fork workers.
+"""Imports the modules that nearly every worker needs, for processes that fork workers.
 
-Importing is all that it does: no thread is started, no device touched, no random number drawn.
+It only imports: it starts no thread, touches no device and draws no random number.
 """
 
 import torch._dynamo

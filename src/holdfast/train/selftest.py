@@ -31,7 +31,7 @@ TILES = 8  # copies of the narrow product each way: enough to use all of a GPU
 
 
 def facts() -> dict[str, str]:
-    """Collect versions of torch and its backends; `no` for what it was built without."""
+    """Collect versions of torch and its backends; `no` for a backend that torch lacks."""
     nccl = dist.is_nccl_available() if dist.is_available() else False
     gloo = dist.is_gloo_available() if dist.is_available() else False
     cudnn = torch.backends.cudnn.version() if torch.version.cuda else None
@@ -71,7 +71,7 @@ def precisions(device: torch.device) -> Iterator[tuple[ExactProduct, torch.dtype
 
 
 def count_wrong(device: torch.device) -> tuple[int, int, str]:
-    """Return (products computed, wrong ones, which)."""
+    """Return (products computed, wrong ones, names of the wrong ones)."""
     count, wrong, where = 0, 0, ""
     previous = torch.backends.cuda.matmul.allow_tf32
     try:

@@ -1,12 +1,12 @@
 """Carries messages between two members of a group over connections that have been proved.
 
 A message is its tag, its size and its bytes. One thread reads, straight into the tensor that a
-caller has given for the message. A small message that comes too early is kept; a large one stays in
-the kernel and holds up its sender, until it is wanted or blocks the way of another that is.
+caller has given for the message. A small message that arrives too early is kept. A large one stays
+in the kernel and holds up its sender, until a caller wants it or a message behind it.
 
 The caller's own thread sends small messages. A second thread, started when it is first needed,
-sends the rest. Both make few and large calls into the kernel, as a thread that returns from one has
-to wait for the interpreter.
+sends the rest. Both make few and large calls into the kernel, since a thread that returns from one
+has to wait for the interpreter.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from holdfast.train.exchange.wires import PARTS_MAX, Part, Wire
 
 HEAD = struct.Struct("!qQ")  # tag, and bytes that follow
 BUFFER_BYTES = 1 << 16  # read at a time, so that a small message takes one call
-EARLY_BYTES = 1 << 16  # a larger message waits in the kernel until somebody wants it
-EARLY_BYTES_MAX = 4 << 30  # of all messages that one peer has sent too early
-AT_ONCE_BYTES = 1 << 18  # of one exchange, sent by the caller's own thread
+EARLY_BYTES = 1 << 16  # a larger message waits in the kernel until a caller wants it
+EARLY_BYTES_MAX = 4 << 30  # limit for all messages that one peer has sent too early
+AT_ONCE_BYTES = 1 << 18  # the caller's own thread sends up to this much of an exchange
 GIVEN_UP = "the view was given up"
 
 
 class Incoming:
-    """Stands for one message that is to come; `place` is the memory that it goes to."""
+    """Is one message that will arrive; `place` is the memory where it goes."""
 
     __slots__ = ("done", "early", "place", "tag")
 
@@ -60,7 +60,8 @@ class GroupConnection:
         self.wire = wire
         self._on_end = on_end
         self._lock = threading.Lock()
-        self._news = threading.Condition(self._lock)  # something has come, has left, or is over
+        # a message has arrived or been sent, or the connection has ended
+        self._news = threading.Condition(self._lock)
         self._wants = threading.Condition(self._lock)  # wakes the reader
         self._to_send = threading.Condition(self._lock)  # wakes the sender
         self._ended = ""  # why
@@ -73,7 +74,7 @@ class GroupConnection:
         self._can_send = True  # False once the sender has returned for good
         self._busy = 0  # threads that use the connection
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
-        self._start = self._stop = 0  # what of the buffer has been read and not taken
+        self._start = self._stop = 0  # the bytes between them have been read, but not taken
 
     def start(self) -> None:
         """Begin to read."""
@@ -99,7 +100,7 @@ class GroupConnection:
         return message
 
     def wait_for(self, message: Incoming) -> None:
-        """Wait until a message is here. Aborted."""
+        """Wait until a message has arrived. Aborted."""
         source = message.early or message
         if not source.done:
             with self._lock:
@@ -118,7 +119,10 @@ class GroupConnection:
                 self._early_bytes -= len(message.place)
 
     def send(self, messages: Sequence[tuple[int, memoryview]]) -> Outgoing | None:
-        """Start to send messages. Returns what to wait for, None if they have left. Aborted."""
+        """Start to send messages.
+
+        Return the rest to wait for, or None if all were sent. Aborted.
+        """
         parts: list[Part] = []
         for tag, data in messages:
             parts += [HEAD.pack(tag, len(data)), data]

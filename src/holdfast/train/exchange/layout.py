@@ -18,7 +18,7 @@ TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_AUDIT, TAG_VALUES, TAG_ROWS, TAG_PLAN = 1,
 TAG_UPDATE = 8
 TAG_STATE = 16
 TAG_BUCKETS = 1024
-TAG_OF_PLAN = 1 << 16  # added as often as a plan's number says, so that two plans never meet
+TAG_OF_PLAN = 1 << 16  # times the plan's number, so that two plans never share a tag
 PIECE_ALIGN = 64  # elements; pieces start on cache lines
 
 
@@ -32,7 +32,7 @@ class Layout:
     hosted: tuple[tuple[int, ...], ...]  # by rank
     nodes: tuple[tuple[tree.Node, ...], ...]  # by rank
     owners: tuple[WorkerId, ...]  # by virtual rank
-    shard: int = 0  # whose processes exchange gradients with each other
+    shard: int = 0  # the processes of one shard exchange gradients with each other
 
     @classmethod
     def of(cls, view: View, me: Peer, owners: Sequence[WorkerId] = ()) -> Layout:
@@ -51,7 +51,7 @@ class Layout:
         return Layout.of(view, Peer(view.workers[self.rank], self.shard), owners)
 
     def addresses(self, view: View) -> tuple[Peer, ...]:
-        """Return by rank whom this process exchanges gradients with, itself included."""
+        """Return by rank the peers with which this process exchanges gradients, itself included."""
         return tuple(Peer(worker, self.shard) for worker in view.workers)
 
     @property

@@ -6,7 +6,7 @@ one after the other. Aborting aborts the communicator, which ends its kernels on
 host's transport, cut at the same moment, carries the news to the peers.
 
 NCCL refuses two ranks on one GPU. So `GpuTransport` has all members compare their GPUs first: where
-two share one, or somebody lacks NCCL, all of them stage their tensors through the host instead.
+two share one, or a member lacks NCCL, all of them stage their tensors through the host instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ UNIQUE_ID_BYTES_MAX = 4096
 
 
 class _UniqueIdStore(dist.Store):
-    """Provides all that NCCL wants of a store: rank 0 sets the communicator's id, others get it."""
+    """Gives NCCL the store that it expects: rank 0 sets the communicator's id, others get it."""
 
     def __init__(self, rank: int, size: int, host: Transport) -> None:
         super().__init__()
@@ -74,9 +74,9 @@ class _NcclPending:
     host: Pending | None
 
     def wait(self, waits: Waits | None = None) -> None:
-        # `waits` is told nothing: NCCL does not say which peer's messages have arrived, and what
-        # comes through the host is no measure of the links between GPUs.
-        # Polled, so that an abort is noticed even when an aborted kernel never signals its event.
+        # `waits` gets no times: NCCL does not report which peer's messages have arrived, and times
+        # of messages through the host do not measure the links between GPUs. The event is polled,
+        # so that an abort is noticed even when an aborted kernel never signals it.
         pause = threading.Event()
         while not self.done.query():
             if self.transport.aborted:
@@ -126,14 +126,15 @@ class NcclTransport:
         return _NcclPending(self._on_device(device_sends, device_receives), self, host)
 
     def lost(self) -> Sequence[int]:
-        return self._host.lost()  # NCCL itself cannot tell
+        return self._host.lost()  # NCCL itself does not know
 
     def abort(self) -> None:
         self.aborted = True
         self._host.abort()
         group, self._group = self._group, None
         if group is not None:
-            # An abort waits for kernels to leave: not on the caller's time.
+            # Aborting waits for kernels to end; a thread does that, so that the caller need not
+            # wait.
             threading.Thread(target=group.abort, daemon=True).start()
 
     def close(self) -> None:
@@ -145,7 +146,7 @@ class NcclTransport:
         if group is None or stream is None or self.aborted:
             raise Aborted("the view was given up")
         done = torch.cuda.Event()
-        # The tensors were written on the default stream: start after what is queued there.
+        # The tensors were written on the default stream: start after the work queued there.
         stream.wait_stream(torch.cuda.default_stream(self._cuda))
         try:
             with torch.cuda.device(self._cuda), torch.cuda.stream(stream):
@@ -165,9 +166,9 @@ class NcclTransport:
 
 
 class GpuTransport:
-    """Implements `Transport` for one view: by NCCL where it can be, else through the host.
+    """Implements `Transport` for one view: by NCCL where possible, else through the host.
 
-    `gpu_id`: what no other GPU has, or NO_NCCL. `ordered` is known once it is open.
+    `gpu_id`: an id that no other GPU has, or NO_NCCL. `ordered` is known once it is open.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class GpuTransport:
         (self._over or self._host).close()
 
     def _everyones(self, rank: int, size: int) -> list[bytes]:
-        """Return everyone's GPU, by rank."""
+        """Return every member's GPU, by rank."""
         mine = torch.frombuffer(bytearray(self._gpu_id), dtype=torch.uint8)
         theirs = {r: torch.zeros_like(mine) for r in range(size) if r != rank}
         sends = [(peer, mine) for peer in theirs]
@@ -229,7 +230,7 @@ def can_use_nccl(gpu_ids: Sequence[bytes]) -> bool:
 
 
 def gpu_id_of(device: torch.device) -> bytes:
-    """Return what distinguishes a GPU from all others; NO_NCCL where NCCL is missing."""
+    """Return an id that no other GPU has; NO_NCCL where NCCL is missing."""
     if not dist.is_nccl_available():
         return NO_NCCL
     # The parts of a GPU that MIG has cut share its id, and NCCL does not connect them either.

@@ -1,8 +1,8 @@
 """Carries device tensors over a transport for host tensors, by way of pinned host memory.
 
-It serves workers that NCCL cannot connect, above all those that share one GPU. What is sent has
-been copied to the host before the host's transport sees it. What is received is copied to the GPU
-in a stream of its own: the GPU waits for these copies, the host does not.
+It serves workers that NCCL cannot connect, above all those that share one GPU. A tensor is copied
+to the host before the host's transport sends it. A received tensor is copied to the GPU in a stream
+of its own: the GPU waits for these copies, the host does not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.core.errors import Aborted, first_line
 from holdfast.train.exchange.seam import Message, Pending, Rendezvous, Transport
 from holdfast.train.exchange.waits import Waits
 
-POOL_BYTES_MAX = 1 << 30  # of rooms that wait to be used again
+POOL_BYTES_MAX = 1 << 30  # the largest size of all rooms that wait to be used again
 LEAST_BYTES = 1 << 12
 LARGE_BYTES = 1 << 26  # rooms are a power of two in size, and above this a multiple of it
 Copy = tuple[torch.Tensor, torch.Tensor]  # to, from
@@ -51,14 +51,14 @@ class DeviceCopies:
     def to_device(self, copies: Sequence[Copy], after: Moment) -> Moment:
         """Queue copies to the device; later computing waits for them.
 
-        The host's tensors must stay as they are until the moment that is returned.
+        The host's tensors must not change until the returned moment.
         """
         event = self._copy(copies, after)
         torch.cuda.current_stream(self._device).wait_event(event)
         return event
 
     def room(self, size: int) -> torch.Tensor:
-        """Return `count` bytes of pinned memory, or of ordinary memory where none can be pinned."""
+        """Return `size` bytes of pinned memory, or of ordinary memory where none can be pinned."""
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:  # slower: the driver copies by way of pinned memory of its own
@@ -67,7 +67,7 @@ class DeviceCopies:
     def _copy(self, copies: Sequence[Copy], after: Moment) -> torch.cuda.Event:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
-        self._stream.wait_event(after)  # type: ignore[arg-type]  # it is one of ours
+        self._stream.wait_event(after)  # type: ignore[arg-type]  # an event of `queued`
         with torch.cuda.stream(self._stream):
             for to, from_ in copies:
                 to.copy_(from_, non_blocking=True)
@@ -86,12 +86,13 @@ class HostRooms:
     def __init__(self, copies: DeviceCopies) -> None:
         self.copies = copies
         self._free: dict[int, list[torch.Tensor]] = {}  # by size
-        self._leaving: list[tuple[Moment, list[torch.Tensor]]] = []  # read by the device until then
-        self._bytes = 0  # of the free ones
+        # rooms that the device reads until the moment has passed
+        self._leaving: list[tuple[Moment, list[torch.Tensor]]] = []
+        self._bytes = 0  # size of the free rooms
         self._lock = threading.Lock()
 
     def take(self, size: int) -> torch.Tensor:
-        """Return a room for at least `count` bytes."""
+        """Return a room for at least `size` bytes."""
         rounded = 1 << (max(size, LEAST_BYTES) - 1).bit_length()
         if size > LARGE_BYTES:
             rounded = -(-size // LARGE_BYTES) * LARGE_BYTES
@@ -127,14 +128,14 @@ class HostRooms:
 
 
 class _StagedPending:
-    """Holds an exchange whose messages pass through host memory."""
+    """Is an exchange under way whose messages pass through host memory."""
 
     def __init__(self, inner: Pending, rooms: HostRooms, sent: list[torch.Tensor]) -> None:
         self._inner = inner
         self._rooms = rooms
         self._sent = sent
         self.received: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self.after: Moment | None = None  # what was queued before the exchange
+        self.after: Moment | None = None  # a moment after the work queued before the exchange
 
     def wait(self, waits: Waits | None = None) -> None:
         self._inner.wait(waits)

@@ -2,9 +2,8 @@
 
 A process has one listener, for all its groups. Each pair of members has one connection, or with TLS
 one for each direction (wires.py). The lower rank opens them, and each side proves that it has the
-job's peer key before anything else is read (net/peer_listener.py). Strangers never reach a group.
-To abort a group its connections are shut down, which frees all waiting threads on both sides at
-once.
+job's peer key before any message is read (net/peer_listener.py). Strangers never reach a group. To
+abort a group its connections are shut down, which frees all waiting threads on both sides at once.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from holdfast.train.exchange.waits import Waits
 from holdfast.train.exchange.wires import PlainWire, TlsWire, Wire
 
 MAGIC = b"hfgroup1"
-BUILD_S = 30.0  # to open a group; the control plane tells of dead members sooner
+BUILD_S = 30.0  # limit for opening a group; the control plane reports dead members sooner
 ENDED_S = 5.0  # how long a group stays whole though one of its connections has ended
-LOST_S = 2.0  # of unanswered packets: four TCP attempts on a usual network
+LOST_S = 2.0  # packets stay unanswered for this long: four TCP attempts on a usual network
 _NUMBER = struct.Struct("!Q")
-_OUT, _BACK = 0, 1  # which way a connection carries messages: from the rank that opens it, or to it
-_Way = tuple[int, int]  # a peer's rank and one of these; without TLS _OUT carries both ways
+_OUT, _BACK = 0, 1  # a connection's direction: from the rank that opens it, or to it
+_Way = tuple[int, int]  # a peer's rank and a direction; without TLS _OUT carries both ways
 
 
 class TcpListener:
-    """Takes in the connections of this process's groups. `host`: as others reach it.
+    """Takes in the connections of this process's groups. `host`: the address that others use.
 
     It listens once the first group is opened. UserError if it cannot.
     """
@@ -56,7 +55,7 @@ class TcpListener:
         self._groups: dict[int, TcpTransport] = {}  # by a random number
 
     def expect(self, group: TcpTransport) -> tuple[int, bytes]:
-        """Take connections in for this group; returns its number, and what its members need."""
+        """Accept connections for this group; return its number and the data for its members."""
         with self._lock:
             if not self._address:
                 self._address = self._listen()
@@ -90,7 +89,7 @@ class TcpListener:
 
 
 class _TcpPending:
-    """Holds the messages of one exchange that are under way."""
+    """Is one exchange whose messages are under way."""
 
     def __init__(self, transport: TcpTransport) -> None:
         self.incoming: list[tuple[GroupConnection, Incoming]] = []
@@ -123,9 +122,9 @@ class TcpTransport:
         self._ended_s = ended_s
         self._changed = threading.Condition()
         self._number = 0
-        self._awaited: set[_Way] = set()  # connections of lower ranks that have not come yet
+        self._awaited: set[_Way] = set()  # connections of lower ranks that are still missing
         self._dialing: dict[_Way, socket.socket] = {}
-        self._proved: dict[_Way, socket.socket] = {}  # whose pair is not complete yet
+        self._proved: dict[_Way, socket.socket] = {}  # connections whose pair is not complete yet
         self._links: dict[int, GroupConnection] = {}  # by rank
         self._began_at = math.inf
         self._ended_at = math.inf  # when a connection was first seen to have ended

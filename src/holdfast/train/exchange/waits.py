@@ -1,4 +1,4 @@
-"""Notes when a member's own gradients were sent, and whose came last, to tell it in its votes.
+"""Measures when a member sent its gradients, and whose came last, for its votes.
 
 A member waits for one peer after another. A wait that is not short ends when that peer's gradients
 come: later than those of all peers before it.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from holdfast.core.step.link_detector import NOBODY, Wait
 
-SHORT_S = 0.001  # not taken for waiting
+SHORT_S = 0.001  # shorter waits do not count
 
 
 class Waits:
@@ -19,22 +19,22 @@ class Waits:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._began = 0.0  # the step
-        self._ready = 0.0  # to send the last gradients
+        self._began = 0.0  # time when the step began
+        self._ready = 0.0  # time when the last gradients were ready to send
         self._sent = 0.0
         self._sending_s = 0.0
-        self._since = 0.0  # the present wait began
+        self._since = 0.0  # time when the present wait began
         self._last = NOBODY
-        self._until = 0.0  # its gradients came
+        self._until = 0.0  # time when its gradients came
 
     def begin(self) -> None:
-        """Note that a step begins."""
+        """Record that a step begins."""
         self._began = self._ready = self._clock()
         self._sending_s = 0.0
 
     @contextlib.contextmanager
     def sending(self) -> Iterator[None]:
-        """Surround the start of each exchange: where sending takes time, that is the network's."""
+        """Surround the start of each exchange: the network takes the time that sending takes."""
         began = self._clock()
         self._ready = began - self._sending_s
         yield
@@ -42,17 +42,17 @@ class Waits:
         self._sending_s += self._sent - began
 
     def awaits(self) -> None:
-        """Note that it waits for messages from now on."""
+        """Record that this member waits for messages from now on."""
         self._since = self._clock()
 
     def arrived(self, peer: int) -> None:
-        """Note that the peer it waited for is there, and that it waits for the next."""
+        """Record that the awaited peer's messages are here, and that the next wait begins."""
         began, self._since = self._since, self._clock()
         if self._since - began > SHORT_S:
             self._last, self._until = peer, self._since
 
     def told(self) -> Wait:
-        """Return what the vote says of the step."""
+        """Return the times for the vote of this step."""
         ready_us = int((self._ready - self._began) * 1e6)
         if self._last == NOBODY:
             return Wait(ready_us)

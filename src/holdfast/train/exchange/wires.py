@@ -1,7 +1,7 @@
 """Moves bytes between two members of a group: plain, or encrypted with TLS.
 
 OpenSSL's objects must not be read and written by two threads at once. So with TLS a pair of members
-has two connections, of which each carries messages in one direction only.
+has two connections, one for each direction.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Protocol
 
 from holdfast.net import peer_stream
 
-PARTS_MAX = 1000  # of one call; the kernel takes 1,024
-RECORD_BYTES = 1 << 14  # the most that TLS encrypts as one
-WRITE_BYTES = 1 << 18  # given to OpenSSL at a time
+PARTS_MAX = 1000  # parts per call; the kernel takes 1,024
+RECORD_BYTES = 1 << 14  # the most that TLS encrypts as one record
+WRITE_BYTES = 1 << 18  # bytes given to OpenSSL at a time
 
 Part = memoryview | bytes
 
@@ -29,14 +29,14 @@ class Wire(Protocol):
         ...
 
     def send(self, parts: Sequence[Part], *, wait: bool) -> int:
-        """Hand bytes to the kernel, some of them at least if it may `wait`; returns how many.
+        """Hand bytes to the kernel, at least some of them if it may `wait`; return their number.
 
-        What was not sent must come first in the next call. OSError.
+        The unsent rest must come first in the next call. OSError.
         """
         ...
 
     def receive(self, place: memoryview, *, whole: bool) -> int:
-        """Receive some bytes, or all that fit if that takes one call; 0: it has ended. OSError."""
+        """Receive some bytes, or fill `place` if one call can. Return 0 at the end. OSError."""
         ...
 
     def shut(self) -> None:
@@ -110,7 +110,7 @@ def _chunks(parts: Sequence[Part]) -> Iterator[Part]:
     """Divide bytes for single calls of OpenSSL; small parts are joined, to make one record.
 
     A call that would block must be made again with bytes that begin with the same ones. So the
-    first chunk of what remains has to begin with all of the chunk that was not sent.
+    first chunk of the remaining bytes has to begin with all of the chunk that was not sent.
     """
     small: list[Part] = []
     size = 0

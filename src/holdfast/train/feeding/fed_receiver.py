@@ -1,7 +1,7 @@
-"""Takes in what members feed this worker before it is one of them: the state, and reduced steps.
+"""Receives the state and reduced steps that members feed to this worker before it joins them.
 
-Each member connects and sends its share; a thread for each reads it. What is complete is told to
-the machine, which says when it is loaded and applied.
+Each member connects and sends its share; a thread for each connection reads it. The machine hears
+of each complete part, and decides when it is loaded and applied.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from holdfast.train.feeding.step_memory import StepMemory
 from holdfast.train.step.kept_step import put_buffers, room
 from holdfast.train.step.step_data import StepData
 
-MARGIN = 0.9  # of the free memory, that may be taken
+MARGIN = 0.9  # part of the free memory that the state may take
 Told = tuple[FeedHead, list[torch.Tensor]]  # one member's part of a step
 
 
 @dataclass(slots=True)
 class _Feed:
-    """Holds what has come by one order, from `size` members."""
+    """Collects everything received by one order, from `size` members."""
 
     number: int
     size: int
     step: int = -1
     skeleton: bytes = b""
-    tensors: list[torch.Tensor] | None = None  # None: the skeleton is not here
+    tensors: list[torch.Tensor] | None = None  # None: the skeleton is missing
     left: int = 0  # parts of the state that are on their way
     steps: dict[int, dict[int, Told]] = field(default_factory=dict)  # by step and rank
     failure: str = ""
@@ -55,7 +55,7 @@ class _Feed:
         return parts_of(sizes, list(range(self.size)))
 
     def news(self) -> list[ev.WorkerEvent]:
-        """Return all that is complete."""
+        """Return an event for each complete part."""
         found: list[ev.WorkerEvent] = []
         if self.tensors is not None and not self.left:
             found.append(ev.StateFed(self.number, self.step))
@@ -85,19 +85,20 @@ class FedReceiver:
         self._fail = fail
         self._identity = identity
         self._lock = threading.Condition()
-        self._number = 0  # of the order that is followed; 0: none
-        self._feeds: dict[int, _Feed] = {}  # by order; members may be there before it
+        self._number = 0  # number of the followed order; 0: none
+        # by order; members may connect before the order arrives here
+        self._feeds: dict[int, _Feed] = {}
         self._loading: threading.Thread | None = None
         self._memory = StepMemory()
 
     def listen(self, host: str) -> str:
-        """Begin to listen; returns where. OSError."""
+        """Begin to listen; return the address. OSError."""
         return serve(host, self._identity, feed_frames.MAGIC, self._serve)
 
     # ------------------------------------------------------------ what the machine decides
 
     def follow(self, order: FollowOrder | None) -> Sequence[ev.WorkerEvent]:
-        """Take in messages of this order; None: of none. Returns events about complete parts."""
+        """Take in messages of this order; None: of none. Return events about complete parts."""
         if order is None:
             self._unfollow()
             return ()
@@ -108,14 +109,14 @@ class FedReceiver:
             return feed.news() if feed is not None else ()
 
     def _unfollow(self) -> None:
-        """Forget what has come, and hang up."""
+        """Forget everything received, and close the connections."""
         with self._lock:
             number, self._number = self._number, 0
             self._drop([n for n in self._feeds if n <= number])
         self._memory.release()
 
     def load(self, number: int) -> None:
-        """Load the state that has come, in a thread; the script waits meanwhile."""
+        """Load the received state, in a thread; the script waits meanwhile."""
         self._loading = threading.Thread(
             target=self._load, args=(number,), name="holdfast-load", daemon=True
         )
@@ -127,7 +128,7 @@ class FedReceiver:
             self._loading.join()
 
     def take(self, view: ViewNumber, step: int) -> Sequence[ev.WorkerEvent]:
-        """Put the gradient of a step, and what belongs to it, where the script finds them."""
+        """Put a step's gradient, buffers and tables where the script finds them."""
         with self._lock:
             number = self._number
             told = self._feeds[number].steps.pop(step)
@@ -179,7 +180,7 @@ class FedReceiver:
     # ------------------------------------------------------------ connections
 
     def _serve(self, channel: socket.socket, purpose: peer_stream.Purpose) -> None:
-        """Take in what rank `rank` of `size` members sends by an order."""
+        """Receive all messages from rank `rank` of `size` members under one order."""
         number, rank, size = purpose
         if rank >= size:
             raise WireError(f"rank {rank} of {size} members that feed")
@@ -194,7 +195,7 @@ class FedReceiver:
             self._failed(feed, first_line(error))
 
     def _read(self, channel: socket.socket, feed: _Feed, rank: int) -> None:
-        """Read all that one member sends. OSError, WireError."""
+        """Read all messages from one member. OSError, WireError."""
         head = feed_frames.read_head(channel)
         if head.kind != "state":
             raise WireError(f"a member began with {head.kind!r}")
@@ -239,7 +240,9 @@ class FedReceiver:
         return found
 
     def _came(self, feed: _Feed, rank: int, told: Told | None) -> None:
-        """Note a part of the state, or of a step, and tell the machine what is complete by that."""
+        """Record a part of the state, or of a step, and report whatever it completes to the
+        machine.
+        """
         with self._lock:
             before = feed.news()
             if told is None:

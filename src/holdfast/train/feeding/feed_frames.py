@@ -20,16 +20,17 @@ from holdfast.net.peer_identity import PeerIdentity
 
 MAGIC = b"hfeed\0\0\1"
 HEAD_BYTES_MAX = 1 << 20
-BLOCK_BYTES = 1 << 20  # that are sent at a time, so that a rate is kept evenly
+BLOCK_BYTES = 1 << 20  # sent at a time, so that the rate is even
 
 
 class FeedHead(msgspec.Struct, frozen=True, kw_only=True):
-    """Says what follows. `buffers`: bytes and digest of each.
+    """Describes the message that follows. `buffers`: bytes and digest of each.
 
     `kind`: "state" (first, with the skeleton from rank 0), "part" (of the state), "step" or "end".
-    `step`: that of the state, or the one whose gradient it is. `index`: the number of the part.
-    `plan`: 63 bits of what is summed. `tables`: rows of each, and whether they are all.
-    `compared`: the members know that they have copied the same state.
+    `step`: the step of the state, or of the gradient. `index`: the number of the part. `plan`: 63
+    bits that stand for the summed parameters. `tables`: for each, the number of rows sent, and
+    whether these are all of its rows. `compared`: the members know that they have copied the same
+    state.
     """
 
     kind: str
@@ -49,7 +50,7 @@ class SendRate:
         self._free_at = 0.0
 
     def sent(self, count: int) -> None:
-        """Wait until so many bytes more may have been sent."""
+        """Record `count` sent bytes, and wait until the rate allows more."""
         if not self._rate:
             return
         now = time.monotonic()

@@ -31,7 +31,7 @@ from holdfast.train.step.kept_step import KeptStep
 from holdfast.train.step.step_data import StepData
 
 StateParts = list[tuple[int, memoryview]]  # numbers of parts, and their bytes
-MARGIN = 0.9  # of the free memory, that copies and steps may take
+MARGIN = 0.9  # part of the free memory that copies and steps may take
 
 
 class Feeder:
@@ -56,7 +56,7 @@ class Feeder:
         self._identity = identity
         self._rate = rate
         self._staged = StagedState(protected, compares=compares)
-        self._step = -1  # the one before which the state was copied last
+        self._step = -1  # the state was last copied just before this step
         self._memory = StepMemory()
         self._senders: list[_Sender] = []
         self._rank = 0
@@ -65,7 +65,7 @@ class Feeder:
     def stage(self, step: int, order: FollowOrder, view: View, me: WorkerId) -> str:
         """Copy this worker's share of the state after `step` steps, and begin to send it.
 
-        Returns why there is no copy, or "". Called by the script's thread, between two steps.
+        Return why there is no copy, or "". The script's thread calls it, between two steps.
         """
         self.end(finish=False)
         self._rank, size = view.rank(me), len(view.members)
@@ -99,7 +99,7 @@ class Feeder:
         return ""
 
     def before_update(self) -> None:
-        """Let copies under way come first: the state is about to change."""
+        """Wait for copies under way, because the state is about to change."""
         self._staged.before_update()
         if self._staged.problem and self._number:
             problem = self._staged.problem
@@ -108,7 +108,7 @@ class Feeder:
             self._number = 0
 
     def copied_before(self, step: int) -> int:
-        """Return a fingerprint of the state if it was copied one step before; 0: it was not."""
+        """Return a fingerprint of the state if it was copied one step before; otherwise 0."""
         return self._staged.fingerprint if self._step == step - 1 else 0
 
     def send_step(self, index: int, piece: Callable[[int], slice], *, compared: bool) -> None:
@@ -140,7 +140,7 @@ class Feeder:
         self._senders = [each for each in self._senders if each.follower.worker != worker]
 
     def end(self, *, finish: bool) -> None:
-        """Feed nobody any more; unless it is to `finish`, connections end at once."""
+        """Stop feeding all followers; unless it is to `finish`, connections end at once."""
         for sender in self._senders:
             sender.end(finish=finish)
         self._senders = []
@@ -162,13 +162,13 @@ class Feeder:
                 self._tell(ev.EventNoted("join", text))
 
     def _sent(self, message: _Message) -> None:
-        """Use the memory of a step again once all followers have been sent it."""
+        """Reuse the memory of a step once it was sent to all followers."""
         if message.sent() and self._number:
             self._memory.give_back(message.pieces)
 
 
 class _Message:
-    """Holds a message, and the large tensors of which it consists, until `holders` have sent it."""
+    """Is a message with its large tensors, kept until all of its `holders` have sent it."""
 
     def __init__(
         self,
@@ -184,14 +184,14 @@ class _Message:
         self._lock = threading.Lock()
 
     def sent(self) -> bool:
-        """Return whether everybody has sent it now that one more has."""
+        """Count one more sender; return whether all have sent it now."""
         with self._lock:
             self._left -= 1
             return self._left == 0
 
 
 class _Sender:
-    """Sends to one follower, in a thread: the state first, then whatever was put."""
+    """Sends to one follower, in a thread: first the state, then the messages from `put`."""
 
     def __init__(
         self,
@@ -205,11 +205,11 @@ class _Sender:
         self.ended = False
         self._waiting = 0
         self._staged = staged
-        self._sent = sent  # is told of each message that was sent
+        self._sent = sent  # called with each message that was sent
         self._queue: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._channel: Any = None
-        self._is_cut = False  # nothing more is to be sent
+        self._is_cut = False  # nothing more must be sent
 
     def put(self, message: _Message) -> int:
         """Send a message later; return how many bytes wait now."""
@@ -221,7 +221,7 @@ class _Sender:
         return waiting
 
     def end(self, *, finish: bool) -> None:
-        """Send nothing more; what waits is still sent if it is to `finish`."""
+        """Send nothing more; messages in the queue are still sent if it is to `finish`."""
         with self._lock:
             self.ended = True
             self._is_cut = not finish
@@ -236,7 +236,7 @@ class _Sender:
         who: tuple[int, int, int],
         rate: SendRate,
     ) -> None:
-        """Connect, and send until it is ended. OSError, WireError."""
+        """Connect, and send until `end` is called. OSError, WireError."""
         channel = feed_frames.connect(self.follower.address, identity, *who)
         with self._lock:
             self._channel = channel

@@ -2,9 +2,9 @@
 
 Tensors that may change while the next step computes are copied and digested at the boundary. Those
 of parameters and optimizers follow in a thread, while the step computes; `before_update` waits for
-it. The digests of all members' states are compared before a follower joins. Of its own share a
-member digests the copy, which is sent with these digests: so what a follower loads is, byte for
-byte, what the members have compared.
+it. The digests of all members' states are compared before a follower joins. For its own share a
+member digests the copy, and sends the copy with these digests. So a follower loads, byte for byte,
+the state that the members have compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BLOCK_BYTES = 1 << 20  # copied and then digested while it is in the processor's
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Holds one part of the state, and its place in the arena if this member sends it."""
+    """Is one part of the state, with its place in the arena if this member sends it."""
 
     number: int
     tensor: torch.Tensor
@@ -38,13 +38,13 @@ class _Piece:
     place: int | None
 
     def flat(self) -> torch.Tensor:
-        """View its bytes where they are; as a copy, if they have gaps."""
+        """View its bytes in place; return a copy, if they have gaps."""
         flat = self.tensor.contiguous().reshape(-1).view(torch.uint8)
         return flat[self.part.start : self.part.stop]
 
 
 class StagedState:
-    """Holds the copy of one state. `compares`: all of it is digested, not only the copy."""
+    """Copies one state. `compares`: digest all of it, not only the copy."""
 
     def __init__(self, protected: Mapping[str, Any], *, compares: bool) -> None:
         self._protected = protected

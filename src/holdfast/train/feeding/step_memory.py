@@ -1,7 +1,7 @@
-"""Holds the memory of steps on their way to followers, and gives memory back beside training.
+"""Keeps the memory of steps on their way to followers, and frees memory beside training.
 
 A large block that was just allocated costs a page fault for every page, more than the copy into it.
-So the first blocks are touched in a thread ahead of their use, and then used again and again.
+So a thread touches the first blocks ahead of their use, and all blocks are used again and again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class StepMemory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: list[torch.Tensor] = []
-        self._released = 0  # times: a block that was asked for before is not kept any more
+        # number of releases; a block allocated before the last one is not kept any more
+        self._released = 0
 
     def prepare(self, sizes: Sequence[int], most: int) -> None:
         """Touch memory for a few steps, whose tensors have these sizes, in a thread.
@@ -42,7 +43,7 @@ class StepMemory:
         return self.block(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def block(self, count: int) -> torch.Tensor:
-        """Return a block of so many bytes: a free one of that size, or a new one."""
+        """Return a block of `count` bytes: a free one of that size, or a new one."""
         with self._lock:
             fits = (i for i, block in enumerate(self._free) if block.nbytes == count)
             at = next(fits, None)
@@ -71,8 +72,8 @@ class StepMemory:
 
 
 def free_beside(blocks: list[torch.Tensor]) -> None:
-    """Give memory back to the system in a thread: that takes long where much was touched.
+    """Give memory back to the system in a thread, because freeing many touched pages takes long.
 
-    `blocks`: which the caller must not hold by any other name.
+    `blocks`: the only reference to them; the caller must keep no other.
     """
     threading.Thread(target=blocks.clear, name="holdfast-free", daemon=True).start()
