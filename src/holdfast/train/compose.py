@@ -250,7 +250,7 @@ def _tensors_of(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[torc
 
 
 def _sharding(control: Control, protected: Mapping[str, Any]) -> ShardedOptimizers | None:
-    """Return the part that shares out the optimizers' state; None if each worker keeps all of it."""
+    """Return the part that shares out the optimizers' state; None if each worker keeps all."""
     if not control.environment.spec.workers.shard_optimizer:
         return None
 
@@ -304,7 +304,7 @@ def _saver(
     capture: Capture | None,
     updates: RowUpdates,
 ) -> Saver | None:
-    """Return the part that copies and saves this worker's shares, or None without store or writer."""
+    """Return the part that saves this worker's shares; None without a store or a writer."""
     me, driver = control.environment, control.driver
     if not me.spec.checkpoints.store or me.orders_fd is None:
         return None
@@ -328,10 +328,7 @@ def _protector(
     data: StepData,
     capture: Capture | None,
 ) -> Protector | None:
-    """Return the part that puts this worker's pieces into its node's memory, or None.
-
-    It is None without redundancy.
-    """
+    """Return the part that puts pieces into the node's memory; None without redundancy."""
     me, driver = control.environment, control.driver
     redundancy = me.spec.redundancy()
     if not redundancy.data or not me.memory_fds:
@@ -399,9 +396,7 @@ def _step_data(
 def _transport_maker(
     host: str, identity: PeerIdentity, gpu: torch.device | None
 ) -> Callable[[], Transport]:
-    """Return a function that makes each view's transport, for parameters on this GPU or on the
-    host.
-    """
+    """Return a function that makes a view's transport, for parameters on this GPU or the host."""
     listener = TcpListener(host, identity)
     if gpu is None:
         return lambda: TcpTransport(listener)

@@ -128,7 +128,7 @@ class Job:
 
     @property
     def values(self) -> Values:
-        """Keep the script's variables: numbers, strings, lists and dictionaries.
+        """Return the script's shared variables: numbers, strings, lists and dictionaries.
 
         They are a part of the job's state, as a model is, and must be the same on all workers.
         """
@@ -136,7 +136,7 @@ class Job:
 
     @property
     def scratch(self) -> dict[str, Any]:
-        """Keep values of the script on which no result depends, for plots say.
+        """Return a dictionary for values on which no result depends, for plots say.
 
         Each worker has its own; it is neither carried to others nor saved, and no guard looks at
         it.
@@ -201,8 +201,7 @@ class Job:
         split: bool | DeviceMesh = True,
         **loading: Any,
     ) -> Batches | SampledBatches:
-        """Return batches of a map-style dataset: `batch_size` samples for each virtual rank and
-        step.
+        """Return batches of a map-style dataset: `batch_size` samples per virtual rank and step.
 
         Every epoch is a permutation that depends on the job's seed only. Without `drop_last` an
         epoch's last step shares out the remaining samples, and gradients are weighted so that they
@@ -268,8 +267,7 @@ class Job:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         split: bool | DeviceMesh = True,
     ) -> Stream:
-        """Return batches of a stream, which can only be read in order: `batch_size` samples per
-        shard.
+        """Return batches of a stream: `batch_size` samples of each shard, read in order.
 
         `dataset`: a function of (shard, shards) that returns the samples of one of them, or a
         dataset that is cut by `shard(num_shards, index)`, as those of Hugging Face. Each virtual
@@ -292,7 +290,7 @@ class Job:
         )
 
     def begin_at(self, step: int) -> None:
-        """Begin a new job at this step, for a state that was trained up to there elsewhere.
+        """Begin a new job at this step, for a state that was trained for so long elsewhere.
 
         Data, epochs and random numbers go on from there. Call it before the first loop; a job that
         has already begun keeps its own step and gives it to this worker. Raises UserError.

@@ -4,9 +4,9 @@
     dcp.load(state, storage_reader=HoldfastReader("/ckpt"))          # the newest one
 
 Its checkpoints are incremental and verified, repaired where the store has parity, and can be loaded
-on any number of ranks: of a tensor only the chunks are read that hold what is asked for. DCP's
-metadata is kept as plain data. (What a planner makes of objects that are not tensors is the
-planner's: PyTorch's own pickles them.)
+on any number of ranks: only the chunks that hold the wanted rows of a tensor are read. DCP's
+metadata is kept as plain data. (A planner chooses how to encode objects that are not tensors:
+PyTorch's own pickles them.)
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Turn:
-    """Holds what the coordinator tells each rank of a save."""
+    """Is the coordinator's message to each rank of a save."""
 
     step: int
     token: str
-    base: int | None  # the checkpoint that it builds upon
+    base: int | None  # the previous checkpoint, on which it builds
     writer: int
 
 
@@ -177,7 +177,7 @@ class HoldfastReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read in place if all that was saved goes into host memory without gaps."""
+        """Read in place if the saved tensor goes into host memory whole and without gaps."""
         with self._store.reading() as storage:
             self._read(storage, plan, planner)
         done: Future[None] = Future()
@@ -246,7 +246,7 @@ def _fits(item: ReadItem, entry: Entry, target: torch.Tensor) -> bool:
 def _narrowed(
     storage: Storage, manifest: Manifest, entry: Entry, item: ReadItem, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the part of a saved tensor that is asked for, reading only its rows."""
+    """Return the wanted part of a saved tensor, reading only its rows."""
     saved = getattr(torch, entry.dtype, dtype)
     if not entry.shape:
         rows = torch.empty((), dtype=saved)

@@ -1,7 +1,7 @@
-"""Captures the whole state where each member holds only its share of the optimizers'.
+"""Captures the whole state where each member has only its share of the optimizers' states.
 
-No member needs all of it: each says which bytes it is to keep or to save, and receives those of
-them that others hold, with a digest. All members call it at the same boundary.
+No member needs all of it: each names the bytes that it has to keep or to save, and receives the
+others' share of them, with a digest. All members call it at the same boundary.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class GatheredState:
         self._sharding = sharding
 
     def capture(self, wanted: Wanted) -> tuple[bytes, list[NamedTensor]]:
-        """Return the skeleton of the whole state, and its tensors, of which the wanted bytes count.
+        """Return the skeleton of the whole state, and tensors in which the wanted bytes are valid.
 
-        The others of them are anything. Damaged: something did not arrive as it was sent.
+        Their other bytes are undefined. Damaged: a message did not arrive as it was sent.
         """
         layout = self._sharding.layout
         assert layout is not None, "the state is captured in a view only"
@@ -54,9 +54,9 @@ class GatheredState:
         return skeleton, found
 
     def _merge(self, layout: Layout) -> tuple[Tree, dict[int, int]]:
-        """Put together what all members hold, with room in place of what is not here.
+        """Merge all members' states into one, with empty rooms for tensors that are elsewhere.
 
-        Returns the whole state, and the rank that holds a tensor, by where the tensor is.
+        Returns the whole state, and the rank that holds each tensor, by the tensor's address.
         """
         own = self._sharding.own()
         skeleton, tensors = state.flatten(own, "state")
@@ -104,8 +104,8 @@ class GatheredState:
 def _rooms(metas: Sequence[Meta]) -> list[torch.Tensor]:
     """Make room for tensors in a mapping of its own.
 
-    Pages that nothing is written to take no memory, and all of it goes back to the system with the
-    last tensor; an allocator might keep it.
+    Untouched pages take no memory, and all of it goes back to the system with the last tensor; an
+    allocator might keep it.
     """
     blanks = [state.empty(meta, "meta") for meta in metas]
     sizes = [-(-blank.nbytes // ALIGNED) * ALIGNED for blank in blanks]

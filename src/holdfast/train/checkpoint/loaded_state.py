@@ -1,7 +1,7 @@
 """Loads the job's state into the protected objects, and once more where the script needs that.
 
-A worker that joins runs its script from the first line: it receives the state in its first loop,
-and executes the lines between the loops that are over, which may change what it has received.
+A worker that joins runs its script from the first line. It receives the state in its first loop,
+and then executes the lines between the loops that are over, which may change that state.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimize
 
 
 class LoadedState:
-    """Holds the protected objects, and the state that was loaded last until it is forgotten.
+    """Keeps the protected objects, and the last loaded state until `forget`.
 
-    `sharding`: of their optimizers, which is captured and loaded without what others own.
+    `sharding`: shares out their optimizers' state; other members' states are then neither captured
+    nor loaded.
     """
 
     def __init__(
@@ -30,13 +31,13 @@ class LoadedState:
         self._loaded: tuple[bytes, list[torch.Tensor]] | None = None
 
     def capture(self) -> tuple[bytes, list[torch.Tensor]]:
-        """Capture what all members of a view must hold alike."""
+        """Capture the state that all members of a view must have alike."""
         if self._sharding is None:
             return state.capture(self._protected)
         return state.flatten(self._sharding.common(), "state")
 
     def load(self, skeleton: bytes, tensors: list[torch.Tensor]) -> None:
-        """Load a captured state. StateMismatch says what does not fit."""
+        """Load a captured state. StateMismatch describes the difference."""
         self._apply(skeleton, tensors)
         self._loaded = skeleton, tensors
 
@@ -51,7 +52,7 @@ class LoadedState:
             self._apply(*self._loaded)
 
     def forget(self) -> None:
-        """Let its memory go."""
+        """Free the memory of the loaded state."""
         self._loaded = None
 
     def _apply(self, skeleton: bytes, tensors: list[torch.Tensor]) -> None:

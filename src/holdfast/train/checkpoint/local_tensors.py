@@ -1,4 +1,4 @@
-"""Finds in a distributed tensor what this process holds of it, and makes one of what it holds."""
+"""Converts between a distributed tensor and the part of it that this process has."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ import torch
 
 from holdfast.core.errors import StateMismatch, UserError
 
-Placement = list[str]  # the name of a mesh, and for each of its dimensions how it is used
+Placement = list[str]  # the name of a mesh, and a word for each of its dimensions
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Says which part of a distributed tensor a process holds; numbers of elements.
+    """Describes which part of a distributed tensor a process has, in numbers of elements.
 
-    `first`: of several processes that hold the same part, this is the one that saves it.
+    `first`: of several processes that have the same part, this is the one that saves it.
     """
 
     offset: tuple[int, ...]
-    whole: tuple[int, ...]  # the shape of the tensor
+    whole: tuple[int, ...]  # shape of the whole tensor
     first: bool
 
 
 def is_distributed(tensor: object) -> bool:
-    """Tell whether a tensor is a DTensor, without importing what defines them."""
+    """Return whether a tensor is a DTensor, without importing DTensor's module."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this process holds of a tensor: all of it, unless it is distributed."""
+    """Return this process's part of a tensor: all of it, unless it is distributed."""
     found: Any = tensor
     return found.detach().to_local() if is_distributed(tensor) else tensor
 
 
 def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """Return what this process holds of a parameter's gradient, placed as the parameter is."""
+    """Return this process's part of a parameter's gradient, placed as the parameter is."""
     grad: Any = param.grad
     if grad is None or not is_distributed(grad):
         return param.grad
@@ -48,7 +48,7 @@ def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def placed_as(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Make of what this process holds a tensor that is distributed as `param` is."""
+    """Make a tensor that is distributed as `param` is from this process's part."""
     if not is_distributed(param):
         return local
     from torch.distributed.tensor import DTensor
@@ -99,7 +99,7 @@ def _placement(word: str) -> Any:
 
 
 def box_of(tensor: torch.Tensor) -> Box | None:
-    """Return which part of a tensor this process holds; None for one that is not distributed."""
+    """Return which part of a tensor this process has; None for one that is not distributed."""
     if not is_distributed(tensor):
         return None
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -125,7 +125,7 @@ def cut_like(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def name_of_mesh(mesh: Any) -> str:
-    """Return what processes of different workers call the same mesh: its shape and dimensions."""
+    """Return a mesh's name, which all workers share: its shape and dimensions."""
     names = mesh.mesh_dim_names or ()
     return f"{list(mesh.mesh.shape)} {' '.join(names)}".strip()
 
@@ -144,7 +144,7 @@ def distributed(
     placement: Placement,
     meshes: Mapping[str, Any],
 ) -> torch.Tensor:
-    """Make a distributed tensor of what is here of it. StateMismatch without its mesh."""
+    """Make a distributed tensor from this process's part. StateMismatch without its mesh."""
     from torch.distributed.tensor import DTensor
 
     name, *words = placement

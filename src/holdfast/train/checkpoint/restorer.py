@@ -1,7 +1,7 @@
 """Starts from a checkpoint: every member of a view reads its share, and they exchange them.
 
-What is read is verified by the store, and what is exchanged by a digest of each part; nothing of
-the script's is overwritten before all of the state is here.
+The store verifies the bytes it reads, and a digest of each part verifies the exchange. The script's
+objects are overwritten only once all of the state is here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SKELETON_BYTES_MAX = 1 << 30
 
 
 class Restorer:
-    """Restores the protected objects, of which this process holds shard `shard` of `procs`."""
+    """Restores the protected objects; this process has shard `shard` of `procs`."""
 
     def __init__(
         self, store: Checkpoints, loaded: LoadedState, shard: int = 0, procs: int = 1
@@ -107,7 +107,7 @@ class Restorer:
             return False
 
     def withdraw(self, invalidations: Sequence[Invalidation]) -> None:
-        """Remove what is invalidated, and keep it from being saved. WorldError."""
+        """Remove invalidated checkpoints, and prevent saves of invalidated state. WorldError."""
         for invalidation in invalidations:
             for step in self._store.withdraw(invalidation.after, invalidation.view):
                 say(f"the checkpoint of step {step} is removed: something wrong was used before it")
@@ -182,7 +182,7 @@ def _parts(flat: torch.Tensor, rank: int, size: int) -> Iterator[torch.Tensor]:
 
 
 def _exchange(flat: torch.Tensor, transport: Transport, layout: Layout) -> None:
-    """Exchange shares, so that everybody has all. Aborted."""
+    """Exchange shares, so that every member has all. Aborted."""
     sends, receives = [], []
     for part in _parts(flat, layout.rank, layout.size):
         digest = digest_of(part)

@@ -1,4 +1,4 @@
-"""Loads what another job has saved, whatever the number of its workers and of their processes."""
+"""Loads the state that another job has saved, with any number of workers and processes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from holdfast.train.checkpoint.state import PROTECTED_AS
 
 @dataclass(frozen=True, slots=True)
 class SavedScript:
-    """Holds what a checkpoint says of its job's script: its steps, and its job.values."""
+    """Is the script's part of a checkpoint: its steps, and its job.values."""
 
     steps: int
     values: dict[str, Any]
 
 
 def load_saved(store: str, step: int | None, protected: Mapping[str, Any]) -> SavedScript:
-    """Load a checkpoint into these objects, of which each process may hold a part only.
+    """Load a checkpoint into these objects; each process may have only a part of them.
 
     Every process needs host memory for the whole state meanwhile. Raises UserError.
     """
@@ -66,7 +66,7 @@ def _newest(checkpoints: Checkpoints, store: str) -> int:
 
 
 def _read(checkpoints: Checkpoints, step: int) -> dict[str, Any]:
-    """Read the whole state: what is no tensor as shard 0 had it. Missing, Damaged, WireError."""
+    """Read the whole state, with plain values from shard 0. Missing, Damaged, WireError."""
     first = OneEntry(SKELETON, SKELETON_BYTES_MAX)
     manifest = checkpoints.load(step, first)
     tensors = read_tensors(checkpoints, step)

@@ -1,8 +1,8 @@
 """Copies tensors into a snapshot's memory: from the host at once, from a GPU beside training.
 
-Copies from a GPU run in a stream of their own into pinned memory. Whatever training changes next
-must wait for them: module buffers before the next forward pass, the rest before the next update.
-`hold` makes the GPU wait, not the host.
+Copies from a GPU run in a stream of their own into pinned memory. Training must wait for them
+before it changes the tensors: module buffers before the next forward pass, the rest before the next
+update. `hold` makes the GPU wait, not the host.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Copier:
 
     @property
     def busy(self) -> bool:
-        """Tell whether copies may be under way."""
+        """Return whether copies may be under way."""
         return not all(event.query() for event in self._under_way)
 
     def hold(self) -> None:
-        """Make what is queued on the GPUs' present streams from now on wait for the copies."""
+        """Make all work queued later on the GPUs' present streams wait for the copies."""
         for event in self._under_way:
             torch.cuda.current_stream(event.device).wait_event(event)
 
@@ -95,14 +95,14 @@ class Copier:
             failed = torch.cuda.cudart().cudaHostRegister(_address(memory), len(memory), 0)
             self._pinned = memoryview(b"") if int(failed) else memory
             if int(failed):
-                # CUDA also reports this error to the next kernel that anybody starts: let it be
-                # this one, and not the script's.
+                # CUDA also reports this error to the next kernel that is started: let it be this
+                # one, and not the script's.
                 with contextlib.suppress(RuntimeError):
                     torch.zeros(1, device=device)
 
 
 def steady_storages(protected: Mapping[str, Any]) -> set[int]:
-    """Return where parameters and the optimizers' state lie, which no task changes."""
+    """Return the storages of parameters and optimizers' states, which no task changes."""
     found: list[torch.Tensor] = []
     for each in protected.values():
         if isinstance(each, torch.nn.Module):

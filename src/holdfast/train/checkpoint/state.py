@@ -28,7 +28,7 @@ from holdfast.train.checkpoint.local_tensors import (
     placement_of,
 )
 
-PROTECTED_AS = "holdfast"  # the name beside those that the script gives
+PROTECTED_AS = "holdfast"  # the name beside the script's own
 Meta = tuple[str, tuple[int, ...]]  # dtype name, shape
 
 _DICTS: dict[str, Callable[[list], Any]] = {
@@ -47,10 +47,10 @@ _SEQUENCES: dict[str, Callable[[list], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """Holds what this process has of one tensor of a state, and by which path it is found there.
+    """Is this process's part of one tensor of a state, with its path there.
 
-    `box`: which part of the tensor that is, if it is distributed over a worker's processes.
-    `private`: it was made for this, and nothing changes it.
+    `box`: which part of the tensor this is, if it is distributed over a worker's processes.
+    `private`: it was made for this capture, so its bytes never change.
     """
 
     path: str
@@ -67,14 +67,14 @@ class Extent(NamedTuple):
     stop: int
 
 
-# Says which bytes of a state the member of a rank needs, given its skeleton and its tensors.
+# Returns which bytes of a state the member of a rank needs, given its skeleton and its tensors.
 Wanted = Callable[[bytes, Sequence[torch.Tensor], int], list[Extent]]
-# Captures a state, in whose tensors the wanted bytes count. WorldError: it is not to be had.
+# Captures a state; only the wanted bytes of its tensors are valid. WorldError: this has failed.
 Capture = Callable[[Wanted], tuple[bytes, list[NamedTensor]]]
 
 
 def flatten(state: object, name: str) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the skeleton and the tensors of `state`. UserError names what cannot be sent."""
+    """Return the skeleton and the tensors of `state`. UserError names an unsuitable value."""
     skeleton, found = flatten_named(state, name)
     return skeleton, [each.tensor for each in found]
 
@@ -158,20 +158,20 @@ def apply(
     tensors: list[torch.Tensor],
     only: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
 ) -> None:
-    """Load a captured state into the protected objects; StateMismatch says what does not fit.
+    """Load a captured state into the protected objects; StateMismatch describes the difference.
 
-    `only` returns what of the state is to be loaded here.
+    `only` selects the part of the state to load here.
     """
     _load(protected, only(restore(skeleton, tensors, meshes_of(protected.values()))))
 
 
 def apply_whole(protected: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Load a state of whole tensors, of which each process takes what it holds. StateMismatch."""
+    """Load a state of whole tensors; each process takes its own part of them. StateMismatch."""
     _load(protected, {name: _cut(protected.get(name), value) for name, value in state.items()})
 
 
 def _cut(target: object, state: Any) -> Any:
-    """Cut the tensors of a module's or an optimizer's state as those that it has are cut."""
+    """Cut the tensors of a module's or optimizer's state in the way its present ones are cut."""
     if isinstance(target, torch.nn.Module):
         mine = target.state_dict()
         return {
@@ -221,9 +221,9 @@ def _load(protected: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 def _sharing_groups(
     protected: Mapping[str, Any],
 ) -> list[tuple[torch.optim.Optimizer, torch.optim.Optimizer]]:
-    """Return pairs of optimizers with one list of groups, as an optimizer around another has it.
+    """Return pairs of optimizers that share one list of groups, such as one inside another.
 
-    Each of them makes a list of its own as it loads a state, and a scheduler would change one only.
+    Each of them makes a list of its own as it loads a state, and a scheduler would change only one.
     """
     firsts: dict[int, torch.optim.Optimizer] = {}
     found = []
@@ -364,7 +364,7 @@ def _decode(
 
 
 def plain(value: Any, name: str) -> Any:
-    """Return a copy of `value` in plain values; UserError names what cannot be one."""
+    """Return a copy of `value` in plain values; UserError names a value that is not plain."""
     match value:
         case None | bool() | str() | bytes():
             return value

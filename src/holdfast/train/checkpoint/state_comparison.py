@@ -1,7 +1,7 @@
-"""Compares captured states: the order of a dictionary's keys does not count, all else does.
+"""Compares captured states; only the order of a dictionary's keys may differ.
 
-An object may put its keys in another order when it loads a state, and still holds the same. Where
-states do differ, a path and the two values name the first difference.
+An object may put its keys in another order when it loads a state, and still be equal. Where states
+do differ, the first difference is reported as a path and two values.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import xxhash
 from holdfast.core.errors import StateMismatch
 from holdfast.train.exchange.tensor_bytes import as_bytes
 
-TEXT_CHARS_MAX = 100  # of one value in a message
+TEXT_CHARS_MAX = 100  # limit for each value in a message
 _MISSING = "missing"
 _TENSORS = ("t", "n")  # tags of places for tensors
-Captured = tuple[bytes, list[torch.Tensor]]  # skeleton and tensors, as train/checkpoint/state has
+Captured = tuple[bytes, list[torch.Tensor]]  # skeleton and tensors, as in train/checkpoint/state
 
 
 def fingerprint(skeleton: bytes, tensors: list[torch.Tensor]) -> int:
@@ -32,13 +32,13 @@ def fingerprint(skeleton: bytes, tensors: list[torch.Tensor]) -> int:
 
 
 def _in_order(skeleton: bytes, tensors: list[torch.Tensor]) -> Captured:
-    """Return a state in an order that equal states share: all but its tensors, and these."""
+    """Return a state in an order that equal states share: first the skeleton, then its tensors."""
     supply = iter(tensors)
     try:
         node, ordered = _sorted(msgspec.msgpack.decode(skeleton), supply)
         return msgspec.msgpack.encode(node), [*ordered, *supply]
     except (ValueError, TypeError, LookupError, StopIteration, RecursionError):
-        return skeleton, tensors  # damaged: unlike any other
+        return skeleton, tensors  # damaged: equal to no other
 
 
 def check_loaded(given: Captured, held: Captured) -> None:

@@ -56,9 +56,9 @@ class StateSync:
     ) -> dict[int, int]:
         """Send the state from donors to joiners, both given as ranks.
 
-        Without donors the first member's state is the job's. `back`: ranks that have caught up by
-        themselves. Returns the fingerprints of all that hold the state already if these differ;
-        then nothing is sent.
+        Without donors the first member's state is the job's. `back`: ranks that have caught up
+        without donors. If the members that have the state disagree, no state is sent, and their
+        fingerprints are returned.
         """
         skeleton, tensors = self._loaded.capture()
         mine = fingerprint(skeleton, tensors)

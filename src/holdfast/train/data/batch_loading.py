@@ -1,10 +1,10 @@
 """Loads batches for the virtual ranks that this worker hosts, ahead, in processes of their own.
 
-Must not know views, peers or models: it is told which tasks to `follow` and asked for one batch at
-a time. Invariant: `batch(step, vrank)` has the same bits however it was loaded: ahead or just now,
-in this process or another, before or after a change of assignment or the death of a data worker.
-All of it rests on purity: the dataset's `dataset[i]` may depend only on `i` and on the global
-generators of Python, NumPy and torch, and must be callable in the training process too.
+Must not know views, peers or models: its caller gives it the tasks to `follow` and asks for one
+batch at a time. Invariant: `batch(step, vrank)` has the same bits however it was loaded: ahead or
+just now, in this process or another, before or after a change of assignment or the death of a data
+worker. All of it rests on purity: the dataset's `dataset[i]` may depend only on `i` and on the
+global generators of Python, NumPy and torch, and must be callable in the training process too.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.verified_samples import Checks, Reading, SampleReader
 
 Task = tuple[int, int]  # (step, vrank)
-_Batch = tuple[Any, Reading]  # a collated batch, and what it was made of
-# A task, the keys of its samples, and records that it is to leave out.
+_Batch = tuple[Any, Reading]  # a collated batch, and the records that were read for it
+# A task, the keys of its samples, and records that it must leave out.
 Order = tuple[Task, list[Any], frozenset[int]]
 
 RESTARTS_MAX = 3  # restarts of the data workers without one batch in between
-POLL_S = 0.2  # how soon the death of a data worker is noticed by somebody waiting for it
+POLL_S = 0.2  # how soon a thread that waits for a data worker notices its death
 _TIMED_OUT = "DataLoader timed out"  # how PyTorch's message begins when only the poll ran out
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Says how batches are loaded. With `num_workers=0` they are loaded inline, when asked for."""
+    """Configures the loading of batches. With `num_workers=0` they are loaded inline."""
 
     num_workers: int = 0
     collate_fn: Callable[[list[Any]], Any] = default_collate
@@ -76,7 +76,7 @@ class LoadStats:
 
 
 class LoadPlan(Protocol):
-    """Says which samples the tasks read. `length`: of the dataset; None if that does not matter."""
+    """Maps tasks to samples. `length`: samples in the dataset; None if it does not matter."""
 
     @property
     def seed(self) -> int: ...
@@ -85,7 +85,7 @@ class LoadPlan(Protocol):
     def length(self) -> int | None: ...
 
     def keys(self, step: int, vrank: int) -> list[Any]:
-        """Return what the dataset is asked for."""
+        """Return the keys of the task's samples, for the dataset."""
         ...
 
     def task_samples(self, step: int, vrank: int) -> int: ...
@@ -93,7 +93,7 @@ class LoadPlan(Protocol):
     def digest(self, step: int, vrank: int) -> int: ...
 
     def scale(self, step: int, vrank: int) -> float | None:
-        """Return by what a task's mean counts in the step's; None if each sample counts alike."""
+        """Return the weight of a task's mean in the step's; None if each sample counts alike."""
         ...
 
     def epoch_of(self, step: int) -> tuple[int, int]: ...
@@ -119,20 +119,21 @@ class BatchSource:
         self.options = options or LoadOptions()
         self.stats = LoadStats()
         self._quarantine = quarantine
-        self._say = say  # hears what was not sound and could be read all the same
+        self._say = say  # reports records that could be read only at another attempt
         reader = SampleReader(dataset, plan.length or 0, checks)
         self._tasks = _Tasks(reader, plan.seed, self.options.collate_fn)
         self._feed = _Feed(plan, self._left_out)
         self._pipeline = _Pipeline(self._tasks, self._feed, self.options)
         self._ready: dict[Task, _Batch] = {}  # loaded ahead, still wanted, not yet asked for
-        self._last: tuple[Task, Reading] | None = None  # what was handed out last
+        self._last: tuple[Task, Reading] | None = None  # the last batch handed out
         self._failures = 0  # restarts since a data worker last delivered anything
 
     def follow(self, vranks: Sequence[int], from_step: int, until: int) -> None:
         """Prepare for hosting `vranks` from now on, for the steps from_step .. until-1.
 
         Called at the start and at every change of assignment; the first call starts the data
-        workers. What was loaded ahead and is still wanted is kept. May go back to earlier steps.
+        workers. Batches that are loaded already and still wanted are kept. May go back to earlier
+        steps.
         """
         planned, dataset = self.plan.length, self._tasks.reader.dataset
         if planned is not None and (length := dataset_length(dataset)) != planned:
@@ -153,14 +154,14 @@ class BatchSource:
         """Return the collated batch of a task, or None if the task has no samples.
 
         May load it in this process, which enters the stream (seed, step, vrank, "data") unless the
-        samples are plain: enter the model's stream after this call, not before. What a
-        dataset raises comes through as it is. WorldError: the data workers keep dying.
+        samples are plain: enter the model's stream after this call, not before. The dataset's own
+        exceptions pass through unchanged. WorldError: the data workers keep dying.
         """
         task = (step, vrank)
         self._advance(step)
         while task not in self._ready and task in self._pipeline.sent:
             self._receive()
-        self._feed.held.add(task)  # not to be loaded ahead again, unless a follow() goes back
+        self._feed.held.add(task)  # do not load it ahead again, unless a follow() goes back
         if task in self._ready:
             batch, reading = self._ready.pop(task)
             if self._is_current(task, reading):
@@ -168,8 +169,8 @@ class BatchSource:
                 return self._hand_out(task, batch, reading)
             self.stats.discarded += 1
         batch, reading = self._inline(task)
-        # Loading took about as long as each data worker needed to finish what it was doing, so
-        # that replacing tasks at the front of the queue waits for next to nothing.
+        # Meanwhile each data worker has most likely finished its present task, so replacing the
+        # tasks at the front of the queue hardly waits.
         self._refresh(self.options.num_workers, idle_only=False)
         return self._hand_out(task, batch, reading)
 
@@ -187,14 +188,14 @@ class BatchSource:
         return len(used), SamplePlan.digest_of(used)
 
     def told(self, step: int, vrank: int) -> bytes:
-        """Return which records a task whose batch was asked for had to leave out, and why."""
+        """Return which records a task had to leave out, and why, after its batch was handed out."""
         reading = self._reading(step, vrank)
         known = self._left_out(vrank)
         bad = {} if reading is None else reading.bad
         return encode_bad({r: why for r, why in bad.items() if r not in known})
 
     def scale(self, step: int, vrank: int) -> float | None:
-        """Return by what a task's mean counts in the step's; None if each sample counts alike."""
+        """Return the weight of a task's mean in the step's; None if each sample counts alike."""
         return self.plan.scale(step, vrank)
 
     def close(self) -> None:
@@ -207,13 +208,13 @@ class BatchSource:
         return frozenset() if self._quarantine is None else self._quarantine.known(vrank)
 
     def _reading(self, step: int, vrank: int) -> Reading | None:
-        """Return what the task's batch was made of, if that may be other records than planned."""
+        """Return the records read for the task's batch, if these may differ from the plan's."""
         if self._quarantine is None or self._last is None or self._last[0] != (step, vrank):
             return None
         return self._last[1]
 
     def _is_current(self, task: Task, reading: Reading) -> bool:
-        """Tell whether nothing was quarantined since, that a batch loaded ahead has used."""
+        """Return whether a batch loaded ahead has the records that the task would read now."""
         known = self._left_out(task[1])
         if not (known or reading.bad):
             return True
@@ -266,7 +267,7 @@ class BatchSource:
         """Load a task here after the dataset raised in a data worker.
 
         Loading is pure, so this raises the same exception, with its own frames for a person to read
-        or debug; and when it does not, the trouble was the data worker's and the batch is good.
+        or debug. If it does not, only the data worker was at fault, and the batch is good.
         """
         self._ready[task] = self._inline(task)
         warnings.warn(
@@ -278,7 +279,8 @@ class BatchSource:
     def _restart(self, lost: _DataWorkerLost) -> None:
         """Send the tasks of a killed data worker, which is a machine fault, to new ones.
 
-        They are not loaded here: one of them may be what kills (a crash in a decoder, memory).
+        They are not loaded here, because one of them may kill the process that loads it (a crash in
+        a decoder, memory).
         """
         self._failures += 1
         self._pipeline.stop(kill=True)
@@ -294,10 +296,10 @@ class BatchSource:
             self._restart(again)
 
     def _refresh(self, count_max: int, *, idle_only: bool) -> None:
-        """Receive up to `count_max` results, so that what is wanted sooner can be sent instead.
+        """Receive up to `count_max` results, to make room for a task that is wanted sooner.
 
-        The front of the queue may hold no task, one that is no longer wanted, or (after going back
-        to an earlier step) one that is wanted later.
+        The front of the queue may be empty, or be a task that is not wanted any more, or (after
+        going back to an earlier step) a task that is wanted later.
         """
         sent = self._pipeline.sent
         for _ in range(count_max):
@@ -349,7 +351,7 @@ class _Tasks:
         plain = self.reader.is_plain and is_plain_collate(self._collate)
         samples, reading = self.reader.load(keys, left_out, _draw_nothing if plain else begin)
         if plain and not (holds_tensors(self.reader.dataset) or are_plain_samples(samples)):
-            begin()  # collating them may draw
+            begin()  # collating them may draw random numbers
         return self._collate(samples), reading
 
 
@@ -373,14 +375,14 @@ class _Feed:
     def follow(
         self, vranks: tuple[int, ...], from_step: int, until: int, *, keep: set[Task]
     ) -> None:
-        if from_step < self.step:  # back in time: what was handed out will be asked for again
+        if from_step < self.step:  # back in time: batches handed out are needed again
             self.held = keep
         self.step, self._until = from_step, until
         self._vranks = vranks
         self._next = (from_step, 0)
 
     def forget(self, keep: Any) -> None:
-        """Send again whatever was under way, since the data workers are gone."""
+        """Send all tasks under way again, since the data workers have ended."""
         self.held -= {t for t in self.sent if t is not None and t not in keep}
         self.sent.clear()
         self._next = (self.step, 0)
@@ -414,7 +416,7 @@ class _Feed:
 
 
 class _DataWorkerLost(WorldError):
-    """Says that a data worker was killed, or what it sent cannot be received."""
+    """Is raised when a data worker was killed, or its result cannot be received."""
 
 
 class _Pipeline:
@@ -428,7 +430,7 @@ class _Pipeline:
 
     @property
     def sent(self) -> deque[Task | None]:
-        """Return what the data workers were given and have not delivered, in order."""
+        """Return the tasks that data workers were given and have not delivered, in order."""
         return self._feed.sent
 
     @property
@@ -450,7 +452,8 @@ class _Pipeline:
             timeout=POLL_S,
             worker_init_fn=_enter_data_worker,
             multiprocessing_context=self._options.multiprocessing_context,
-            # Its seeds mean nothing to us; drawn from the default generator, they would disturb it.
+            # The loader's seeds have no use here; drawing them from the default generator would
+            # disturb it.
             generator=torch.Generator(),
             prefetch_factor=self._options.prefetch_factor,
         )
@@ -492,7 +495,7 @@ class _Pipeline:
 
 
 def _draw_nothing() -> None:
-    """Stand for the keying of generators where nothing draws from them."""
+    """Do nothing, instead of keying generators, where no code draws from them."""
 
 
 def _identity(value: Any) -> Any:
@@ -502,8 +505,8 @@ def _identity(value: Any) -> Any:
 def _disarm(iterator: Any) -> None:
     """Take our data workers off PyTorch's watch list.
 
-    Its SIGCHLD handler raises in the main thread wherever that happens to be when one dies: inside
-    the user's forward pass, or a collective. We look for deaths when we wait for a batch.
+    When one dies, PyTorch's SIGCHLD handler raises in the main thread at any point: inside the
+    user's forward pass, or a collective. We look for deaths when we wait for a batch.
     """
     if iterator._worker_pids_set:
         signal_handling._remove_worker_pids(id(iterator))
@@ -511,10 +514,10 @@ def _disarm(iterator: Any) -> None:
 
 
 def _enter_data_worker(_index: int) -> None:
-    """Run first in a data worker: never outlive the training process, never take its Ctrl-C.
+    """Run first in a data worker: make it end with the training process, and ignore Ctrl-C.
 
-    A data worker that outlived it would do harm: a forked process holds copies of its sockets,
-    whose closing is how peers learn of its death.
+    A data worker that outlived the training process would do harm: a forked process has copies of
+    its sockets, and peers learn of its death by their closing.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":

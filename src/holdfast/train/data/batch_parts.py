@@ -11,9 +11,9 @@ from holdfast.train.data.random_streams import stream_seed
 
 @dataclass(frozen=True, slots=True)
 class BatchPart:
-    """Says which part of each batch a process reads: part `number` of `count`.
+    """Is one process's part of each batch: part `number` of `count`.
 
-    A batch that does not fall into equal parts is read whole by all: the mean over the parts is
+    A batch that cannot be cut into equal parts is read whole by all: the mean over the parts is
     then the mean over the batch, too.
     """
 
@@ -35,7 +35,7 @@ WHOLE = BatchPart()
 
 @dataclass(frozen=True, slots=True)
 class PartOfPlan:
-    """Is the plan of a part of each batch: what is said of a task is said of all of it."""
+    """Plans one part of each batch; counts, digests and weights are those of the whole task."""
 
     whole: LoadPlan
     part: BatchPart
@@ -63,7 +63,7 @@ class PartOfPlan:
         return self.whole.digest(step, vrank)
 
     def scale(self, step: int, vrank: int) -> float | None:
-        """Return by what a task's mean counts in the step's; None if each sample counts alike."""
+        """Return the weight of a task's mean in the step's; None if each sample counts alike."""
         return self.whole.scale(step, vrank)
 
     def epoch_of(self, step: int) -> tuple[int, int]:

@@ -1,10 +1,10 @@
-"""Knows how far the order that a sampler gave is used, from what committed steps have used of it.
+"""Computes how far a sampler's order has been used, from the records of committed steps.
 
 A step takes the next V batches of an epoch's order, one for each virtual rank; in an epoch's last
-step some have none. Invariant: what the sampler gave is used exactly once, in its order. Nobody
-needs the sampler to prove that: the step that begins an epoch tells how many batches and samples
-its order has, and a digest of it, which goes into the digests of all its tasks. Must not know torch
-or samplers: the ledger's proof walks the same way.
+step some have none. Invariant: every batch of the sampler is used exactly once, in its order. The
+proof of that does not need the sampler: the step that begins an epoch records how many batches and
+samples its order has, and a digest of it, which goes into the digests of all its tasks. Must not
+know torch or samplers: the ledger's proof walks the same way.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import xxhash
 from holdfast.core.errors import UserError
 
 ORDER = "sampler-1"  # names the way of counting in ledgers and checkpoints
-# Epoch; batches and samples of it that were used; its order's digest, batches and samples. The last
-# three are 0 before the epoch's first step.
+# The epoch; its batches and samples used so far; the digest, batches and samples of its order. The
+# last three are 0 before the epoch's first step.
 OrderPosition = tuple[int, int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderFacts:
-    """Says what is told of an epoch's order in the step that begins it."""
+    """Describes an epoch's order, as recorded in the epoch's first step."""
 
     epoch: int
     order: int  # 63 bits: digest of the batches' sizes and samples
@@ -37,7 +37,7 @@ class OrderFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderPlan:
-    """Says how the batches that a sampler gives fall into steps: the next one for each vrank.
+    """Cuts a sampler's batches into steps: each vrank takes the next one.
 
     `number`: tells apart the samplers of one script.
     """
@@ -48,7 +48,7 @@ class OrderPlan:
     first_step: int = 0
 
     def start(self) -> list[OrderPosition]:
-        """Return where the order stands before the first step."""
+        """Return the position in the order before the first step."""
         return [(0, 0, 0, 0, 0, 0)]
 
     def epoch_of(self, step: int) -> tuple[int, int]:
@@ -68,9 +68,9 @@ class OrderPlan:
         digests: Sequence[int],
         told: str,
     ) -> list[OrderPosition]:
-        """Return where the order stands after a step, of which the ledger was told this.
+        """Return the position after a step; `told` is the ledger's text of that step.
 
-        UserError if a digest is not that of the batch that comes next.
+        UserError if a digest differs from that of the next batch.
         """
         epoch, batch, taken, order, batches, samples = positions[0]
         if batches:
@@ -113,7 +113,7 @@ class OrderPlan:
 
 
 def tell(facts: OrderFacts) -> str:
-    """Return what the ledger is told in an epoch's first step."""
+    """Return the ledger's text for an epoch's first step."""
     return msgspec.json.encode(facts).decode()
 
 

@@ -1,9 +1,9 @@
-"""Recognises samples that no code of the script makes: rows of tensors, arrays and lists.
+"""Recognises samples that are read without the script's code: rows of tensors, arrays and lists.
 
-Only such code draws random numbers: where none of it runs, the generators need not be keyed, which
-would take a good part of the time of a batch of rows. Invariant: what is called plain here has the
-same bits in whatever state the global generators are, and leaves them alone. Types are compared
-exactly, as a subclass may draw; what is not known is not plain.
+Only the script's code draws random numbers: where none of it runs, the generators need not be
+keyed, which would take a good part of the time of a batch of rows. Invariant: data called plain
+here has the same bits in any state of the global generators, and leaves them alone. Types are
+compared exactly, as a subclass may draw; an unknown type is not plain.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils import collate as torch_collate
 
-DEPTH_MAX = 4  # of lists, tuples and dictionaries in each other, in one sample
+DEPTH_MAX = 4  # how deep lists, tuples and dictionaries may be nested in one sample
 
 _HOLDERS = frozenset({list, tuple, dict})
 _LEAVES = frozenset(
@@ -63,12 +63,13 @@ def are_plain_samples(samples: Sequence[Any]) -> bool:
         if holders != kinds:
             samples = [each for each in samples if type(each) in holders]
         values = [each.values() for each in samples if type(each) is dict] if dict in kinds else ()
-        samples = list(chain.from_iterable(chain(samples, values)))  # of a dictionary also its keys
+        # a dictionary's keys count, too
+        samples = list(chain.from_iterable(chain(samples, values)))
     return _LEAVES.issuperset(map(type, samples))
 
 
 def _without_subsets(dataset: Any) -> Any:
-    """Return the dataset that a plain subset is of, or else the dataset itself."""
+    """Return the dataset behind a plain subset, or else the dataset itself."""
     while type(dataset) is Subset:
         if type(dataset.indices) not in (list, range) or "__getitems__" in vars(dataset):
             break

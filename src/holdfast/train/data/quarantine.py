@@ -1,10 +1,10 @@
-"""Keeps which records of a dataset nobody reads any more, and which others stand in for them.
+"""Keeps the quarantined records of a dataset, and chooses the records that replace them.
 
-Must not know torch or workers. A worker that cannot read a record as it should be uses a substitute
-and tells so together with its task's results: whoever has the step has what was told of it. From
-the script's next step on all leave the record out, whether they could read it or not. Invariant:
-which records a task uses follows from its indices, from what was quarantined before its step, and
-from what the task itself has told.
+Must not know torch or workers. A worker that cannot read a record correctly uses a substitute and
+reports the record together with its task's results, so every worker that has the step has the
+report. From the script's next step on all leave the record out, whether they could read it or not.
+Invariant: which records a task uses follows from its indices, from the records quarantined before
+its step, and from its own report.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _decode = msgspec.msgpack.Decoder(Bad).decode
 def replaced(
     indices: NDArray[np.int64], bad: Collection[int], length: int
 ) -> tuple[NDArray[np.int64], set[int]]:
-    """Put in place of each bad record another one, far from it, that is not bad.
+    """Replace each bad record by another one, far from it, that is not bad.
 
-    Neighbours are often bad together, and one record should not stand in for all of them.
-    Returns what is used, and the bad records that were met on the way. UserError if all are bad.
+    Neighbours are often bad together, and one record should not stand in for all of them. Returns
+    the records to use, and the bad records that were met on the way. UserError if all are bad.
     """
     met: set[int] = set()
     if not bad:
@@ -57,12 +57,12 @@ def _stride(length: int) -> int:
 
 
 def encode_bad(bad: Mapping[int, str]) -> bytes:
-    """Return what a task tells of records that it had to leave out; nothing if there are none."""
+    """Encode the records that a task had to leave out; b"" if there are none."""
     return msgspec.msgpack.encode({r: bad[r] for r in sorted(bad)}) if bad else b""
 
 
 class Quarantine:
-    """Holds the quarantined records of one dataset; `records` is a part of the job's state.
+    """Keeps the quarantined records of one dataset; `records` is a part of the job's state.
 
     `number`: which of the script's datasets it is, from 1 on. `most`: how many records of all
     datasets together may be quarantined before the job stops.
@@ -71,16 +71,17 @@ class Quarantine:
     def __init__(self, number: int, length: int, records: dict[int, int], most: int) -> None:
         self.number = number
         self.length = length
-        self.records = records  # and the script's step in which each was found
+        self.records = records  # by record: the script's step in which it was found
         self.most = most
-        self.turn: dict[int, tuple[int, ...]] = {}  # told in the script's present step, by vrank
+        # records reported in the script's present step, by vrank
+        self.turn: dict[int, tuple[int, ...]] = {}
 
     def known(self, vrank: int) -> frozenset[int]:
-        """Return what a virtual rank's task leaves out without trying: also in later rounds."""
+        """Return the records that a virtual rank's task leaves out unread, also in later rounds."""
         return frozenset(self.records) | frozenset(self.turn.get(vrank, ()))
 
     def hear(self, told: Mapping[int, bytes]) -> dict[int, Bad]:
-        """Take in what the tasks of a committed step have told; returns what is new. WireError."""
+        """Take in the reports of a committed step's tasks; return the new bad records. WireError."""
         news: dict[int, Bad] = {}
         for vrank, data in sorted(told.items()):
             try:
@@ -99,14 +100,14 @@ class Quarantine:
         return {record for told in self.turn.values() for record in told} - set(self.records)
 
     def settle(self, step: int) -> None:
-        """Let all leave out from now on what was told in this step of the script."""
+        """Quarantine the records that were reported in this step of the script."""
         for record in sorted(self.waiting):
             self.records[record] = step
         self.turn.clear()
 
 
 def over_budget(found: Sequence[tuple[int, str]], total: int, most: int) -> str:
-    """Say why the job stops: with these records there are `total`, more than it may leave out."""
+    """Return why the job stops: `total` records are bad, and it may leave out only `most`."""
     record, why = found[0]
     return (
         f"record {record} of the dataset {why}; with it {total} records are bad, and the job may "

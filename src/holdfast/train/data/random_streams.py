@@ -1,7 +1,7 @@
 """Makes every task's randomness a function of (seed, step, virtual rank, purpose).
 
-Must not know workers, data or models. Invariant: after `enter_stream`, what the global generators
-of Python, NumPy and torch give does not depend on anything that happened before.
+Must not know workers, data or models. Invariant: after `enter_stream`, the numbers that the global
+generators of Python, NumPy and torch give do not depend on earlier events.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def stream_seed(seed: int, step: int, vrank: int, purpose: str) -> int:
 def enter_stream(seed: int, step: int, vrank: int, purpose: str) -> None:
     """Seed the global generators of Python, NumPy, torch's CPU and every CUDA device in use.
 
-    CUDA is never initialised by this: `torch.manual_seed` would instead queue one more call for the
-    day it is, at every task. PyTorch's CPU generator uses the low 32 bits of its seed only. Costs
-    about 25 microseconds, half of them NumPy's.
+    This never initialises CUDA: `torch.manual_seed` would instead queue one more call at every
+    task, until CUDA is initialised. PyTorch's CPU generator uses the low 32 bits of its seed only.
+    Costs about 25 microseconds, half of them NumPy's.
     """
     words = _words(seed, step, vrank, purpose)
     torch_seed, python_seed, numpy_seed = struct.unpack("<QQQ", words)
-    # Each has a seed of its own: Python and NumPy are both Mersenne twisters that are keyed in the
+    # Each has a seed of its own: Python and NumPy both have Mersenne twisters that are keyed in the
     # same way, and would give the very same numbers from the same seed.
     random.seed(python_seed)
     np.random.seed((numpy_seed & _WORD, numpy_seed >> 32))
@@ -48,7 +48,7 @@ def enter_stream(seed: int, step: int, vrank: int, purpose: str) -> None:
 
 @contextlib.contextmanager
 def keyed_apart(seed: int, epoch: int, purpose: str) -> Iterator[None]:
-    """Key the global generators within; what they give afterwards is as if it had not been."""
+    """Key the global generators within the block, and restore their states afterwards."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     enter_stream(seed, epoch, 0, purpose)

@@ -1,7 +1,7 @@
-"""Sees whether a shard's reader looks at processes: their ranks, or the ids of data workers.
+"""Detects whether a shard's reader asks for the process's rank, or for the ids of data workers.
 
-A shard belongs to a virtual rank, which any process may host, so what is cut by processes would be
-cut twice, or not at all. Invariant: what is watched goes on as if it were not.
+A shard belongs to a virtual rank, which any process may host, so samples cut by processes would be
+cut twice, or not at all. Invariant: watching a reader does not change what the reader does.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _FUNCTIONS: dict[CodeType, str] = {
 }
 _ENVIRON = type(os.environ).__getitem__.__code__
 _WAYS_THERE = ("os", "_collections_abc")  # modules between os.environ.get and its caller
-# These look without harm: they do not cut, or only in data workers, where no shard is read.
+# These are harmless: they do not cut samples, or only in data workers, where no shard is read.
 _HARMLESS = ("datasets", "fsspec", "holdfast", "huggingface_hub", "torch", "torchdata")
 
 
 @contextlib.contextmanager
 def ranks_watched() -> Iterator[list[str]]:
-    """Collect what of processes is looked at within, in this thread; nothing under a profiler."""
+    """Collect the names of process facts read within, in this thread; none under a profiler."""
     found: list[str] = []
 
     def note(frame: FrameType, event: str, _argument: Any) -> None:
@@ -49,7 +49,7 @@ def ranks_watched() -> Iterator[list[str]]:
 
 
 def _looked_at(frame: FrameType) -> str:
-    """Return what a call looks at, if it is of processes and not harmless."""
+    """Return the name of the process fact that a call reads; "" if none, or if it is harmless."""
     if frame.f_code is _ENVIRON:
         key = frame.f_locals.get("key")
         name = f"os.environ[{key!r}]" if key in VARIABLES else ""

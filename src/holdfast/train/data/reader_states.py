@@ -1,8 +1,8 @@
-"""Takes and loads the states of a stream's readers: where they stand, as plain values.
+"""Takes and loads the states of a stream's readers: their positions, as plain values.
 
-A state saves a worker that takes over a shard from going through it again. Only who reads the shard
-knows it, so it is told to the others now and then. Invariant: nothing depends on it but time; a
-state from which a reader goes on with other samples is not used.
+A worker that takes over a shard need not go through it again if it has a state of its reader. Only
+the worker that reads the shard knows the state, so it sends it to the others now and then.
+Invariant: a state only saves time; one from which a reader goes on with other samples is not used.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from holdfast.core.errors import UserError
 from holdfast.train.checkpoint.state import plain
 
-TELL_STEPS = 64  # steps of the script between two times that states are told
-STATE_BYTES_MAX = 1 << 20  # of one reader
-PARTS_MAX = 1000  # of a reader, that are looked at
+TELL_STEPS = 64  # steps of the script between two reports of the states
+STATE_BYTES_MAX = 1 << 20  # limit for the state of one reader
+PARTS_MAX = 1000  # parts of a reader that are searched at most
 ReaderState = tuple[int, int, bytes]  # epoch, samples of it that were read, and the packed state
 _decode = msgspec.msgpack.Decoder(ReaderState).decode
 
@@ -37,7 +37,7 @@ def packed(reader: Any) -> bytes:
 
 
 def _parts(reader: Any) -> list[Any]:
-    """Return what a reader reads from, as loaders and Hugging Face's datasets hold it."""
+    """Return the objects behind a reader, as loaders and Hugging Face's datasets nest them."""
     found = [reader]
     for each in found:
         held = [getattr(each, name, None) for name in ("dataset", "_ex_iterable", "ex_iterable")]
@@ -49,17 +49,17 @@ def _parts(reader: Any) -> list[Any]:
 
 
 def load(reader: Any, data: bytes) -> None:
-    """Let a reader that has not begun go on where another one stood."""
+    """Let a reader that has not begun go on from another reader's position."""
     reader.load_state_dict(msgspec.msgpack.decode(data))
 
 
 def told(state: ReaderState) -> bytes:
-    """Return a state as it is told to the other workers."""
+    """Encode a state for the other workers."""
     return msgspec.msgpack.encode(state)
 
 
 def heard(data: bytes) -> ReaderState | None:
-    """Return a state that was told; None if it is none."""
+    """Decode a state from another worker; None if it is not valid."""
     try:
         return _decode(data)
     except msgspec.MsgspecError:
@@ -67,7 +67,7 @@ def heard(data: bytes) -> ReaderState | None:
 
 
 def alike(left: Any, right: Any) -> bool:
-    """Tell whether two samples, or lists of them, are the same values."""
+    """Return whether two samples, or lists of them, have the same values."""
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor):

@@ -1,6 +1,6 @@
-"""Computes the digest of a sample: of what it holds, not of how it lies in memory.
+"""Computes the digest of a sample: of its values, not of its layout in memory.
 
-Everything that is digested says what it is and how long, so that different samples cannot give the
+Each digested value comes with its kind and its length, so that different samples cannot give the
 same bytes. Two samples have the same digest if dtypes, shapes and all bits are the same.
 """
 
@@ -27,14 +27,14 @@ _NATIVE = frozenset((*_WHOLE, torch.float16, torch.float32, torch.float64))  # N
 
 
 def sample_digest(sample: Any) -> bytes:
-    """Return the digest of one sample. UserError names what has none."""
+    """Return the digest of one sample. UserError names a value that has none."""
     found = xxhash.xxh3_128()
     _add(sample, found.update, "the sample")
     return found.digest()
 
 
 def content_print(value: Any) -> int:
-    """Return 63 bits of what a sample or a batch holds; 0 if no digest of it is known."""
+    """Return 63 bits that depend on the values of a sample or batch; 0 if it cannot be digested."""
     try:
         return int.from_bytes(sample_digest(value)[:8], "big") >> 1
     except (UserError, RuntimeError):
@@ -44,8 +44,8 @@ def content_print(value: Any) -> int:
 def index_samples(dataset: Any, seen: Callable[[int], None] = lambda count: None) -> SampleIndex:
     """Compute the digests of all samples of a map-style dataset. UserError.
 
-    A sample must have the same bits whenever it is read: what is random belongs into `collate_fn`.
-    `seen` hears of every so many samples.
+    A sample must have the same bits whenever it is read: random changes belong into `collate_fn`.
+    `seen` is called with the number of samples done since the last call.
     """
     digests = []
     for number in range(dataset_length(dataset)):
@@ -55,7 +55,7 @@ def index_samples(dataset: Any, seen: Callable[[int], None] = lambda count: None
 
 
 def read_sample(dataset: Any, number: int) -> Any:
-    """Read one sample, also of a dataset that only gives several at once."""
+    """Read one sample, also from a dataset that has only `__getitems__`."""
     if hasattr(dataset, "__getitem__"):
         return dataset[number]
     return dataset.__getitems__([number])[0]
@@ -92,7 +92,7 @@ def _add(value: Any, put: Callable[[Any], None], path: str) -> None:
             for key, each in value.items():
                 _add(key, put, f"a key of {path}")
                 _add(each, put, f"{path}[{key!r}]")
-        case set() | frozenset():  # in whatever order they are walked through
+        case set() | frozenset():  # independent of the set's order
             found = sorted(sample_digest(each) for each in value)
             put(b"{}" + struct.pack("<q", len(found)) + b"".join(found))
         case _:

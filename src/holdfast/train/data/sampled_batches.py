@@ -1,7 +1,8 @@
-"""Cuts what a script's own sampler gives into steps: the next V batches for each.
+"""Cuts the batches of a script's own sampler into steps: the next V batches for each.
 
 Every worker draws the orders itself, and all must draw the same. Invariant: which samples a task
-reads follows from where the order stands, which is a part of the job's state, and from the sampler.
+reads follows from the position in the order, which is a part of the job's state, and from the
+sampler.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from holdfast.train.data.order_plan import OrderFacts, OrderPlan, OrderPosition,
 from holdfast.train.data.sampler_orders import DrawnOrder, draw_order
 from holdfast.train.data.sources import SAMPLES_COMPARED, print_sample
 
-ORDERS_MAX = 2  # that are kept: of the present epoch, and of the next as batches are loaded ahead
+ORDERS_MAX = 2  # the orders of the present epoch, and of the next as batches are loaded ahead
 
 
 class EpochOrders:
-    """Draws each epoch's order once, and says where in them a step stands."""
+    """Draws each epoch's order once, and finds the epoch and place of a step."""
 
     def __init__(self, sampler: Iterable[Any], plan: OrderPlan) -> None:
         self._sampler = sampler
@@ -42,7 +43,7 @@ class EpochOrders:
         return -(-len(self.of(epoch)[0]) // self._plan.virtual_ranks)
 
     def after(self, position: OrderPosition, steps: int) -> tuple[int, int]:
-        """Return (epoch, its step) so many steps after this position. UserError."""
+        """Return (epoch, its step) that lies `steps` steps after this position. UserError."""
         require(steps >= 0, f"an order is asked for {-steps} steps that are over")
         epoch, batches, _, order, *_ = position
         if order and order != self.of(epoch)[1].order:
@@ -55,7 +56,7 @@ class EpochOrders:
 
 
 def another_order(epoch: int) -> UserError:
-    """Return what is raised where two workers' samplers disagree."""
+    """Return the error to raise when the samplers of two workers disagree."""
     return UserError(
         f"the sampler gives another order in epoch {epoch} here than on another worker, or than "
         "before: it may depend on set_epoch, on the global generators of Python, NumPy and torch "
@@ -64,9 +65,9 @@ def another_order(epoch: int) -> UserError:
 
 
 class DrawnTasks:
-    """Says which samples the tasks read, counted from where the job stands."""
+    """Maps tasks to samples, counted from the job's present position in the order."""
 
-    length = None  # of the dataset: it does not matter
+    length = None  # the dataset's length does not matter
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class DrawnTasks:
         return self._orders.after(self._positions[0], step - self._now())
 
     def keys(self, step: int, vrank: int) -> list[Any]:
-        """Return what the sampler has given for the task; nothing after an epoch's last batch."""
+        """Return the sampler's batch for the task; it is empty after an epoch's last batch."""
         epoch, within = self.epoch_of(step)
         return self._orders.of(epoch)[0].batch(within * self._plan.virtual_ranks + vrank)
 
@@ -95,7 +96,7 @@ class DrawnTasks:
         return len(self.keys(step, vrank))
 
     def digest(self, step: int, vrank: int) -> int:
-        """Return the digest of where the task's samples stand in their epoch's order."""
+        """Return the digest of the place of the task's samples in their epoch's order."""
         epoch, within = self.epoch_of(step)
         order, facts = self._orders.of(epoch)
         batch = min(within * self._plan.virtual_ranks + vrank, len(order))
@@ -107,10 +108,10 @@ class DrawnTasks:
 
 
 class SampledBatches:
-    """Holds a dataset and a sampler whose batches fall into steps; made by `Job.batches`.
+    """Cuts the batches of a sampler over a dataset into steps; made by `Job.batches`.
 
-    `positions`: where the order stands; a part of the job's state. `part`: of each batch, that
-    this process of the worker reads.
+    `positions`: the place reached in the order; a part of the job's state. `part`: the part of each
+    batch that this process of the worker reads.
     """
 
     has_epochs = True
@@ -141,7 +142,7 @@ class SampledBatches:
         return self._orders.steps(0)
 
     def begin(self, step: int) -> OrderPlan:
-        """Note that a loop that uses it begins at `step`; returns the plan from its first use."""
+        """Record that a loop over it begins at `step`; returns the plan from its first use."""
         if self._first_step is None:
             self._first_step = step
             self.plan = dataclasses.replace(self.plan, first_step=step)
@@ -150,7 +151,7 @@ class SampledBatches:
     def epoch_of(self, step: int) -> tuple[int, int]:
         """Return (epoch, step within it) of a step of the script that is not over.
 
-        The sampler is not asked where the job stands now: after the last epoch there may be no
+        It does not ask the sampler about the present step: after the last epoch there may be no
         further order.
         """
         if step == self._now():
@@ -163,7 +164,7 @@ class SampledBatches:
         return self._orders.steps(epoch)
 
     def source(self, plan: OrderPlan) -> BatchSource:
-        """Return what loads the batches."""
+        """Return the loader of the batches."""
         tasks = DrawnTasks(plan, self._orders, self.positions, self._now)
         cut = tasks if self.part.count == 1 else PartOfPlan(tasks, self.part)
         return BatchSource(self.dataset, cut, self.options)
@@ -178,7 +179,7 @@ class SampledBatches:
         return told
 
     def advance(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> None:
-        """Note what all tasks of a step of the script have used, by virtual rank. UserError."""
+        """Advance past the batches that a script's step has used, by virtual rank. UserError."""
         self.positions[:] = self.plan.after(self.positions, step, counts, digests, self._told())
 
     def samples(self, step: int) -> dict[str, str]:

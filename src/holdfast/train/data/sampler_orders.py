@@ -1,7 +1,7 @@
 """Draws the order of an epoch from a script's own sampler, alike on every worker.
 
-An order is what the sampler gives with all generators keyed by (seed, epoch): the global ones, and
-those that it holds itself. Must not know steps, workers or models.
+An order is drawn from the sampler with all generators keyed by (seed, epoch): the global ones, and
+those that the sampler holds itself. Must not know steps, workers or models.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 
 
 class DrawnOrder:
-    """Holds one epoch's batches: the keys of its samples, and where each batch begins."""
+    """Is one epoch's batches: the keys of its samples, and the place where each batch begins."""
 
     def __init__(self, keys: Sequence[Any] | NDArray[np.int64], begins: NDArray[np.int64]) -> None:
         self.begins = begins  # one more than there are batches
@@ -46,7 +46,7 @@ class DrawnOrder:
         return found.tolist() if isinstance(found, np.ndarray) else list(found)
 
     def facts(self, epoch: int) -> OrderFacts:
-        """Return what is told of it."""
+        """Return the order's facts for the ledger."""
         keys = self._keys
         data = keys.tobytes() if isinstance(keys, np.ndarray) else _encode(keys)
         digest = xxhash.xxh3_64(self.begins.astype("<i8").tobytes())
@@ -115,7 +115,7 @@ def _name(sampler: Any) -> str:
 
 
 def _nested(sampler: Any) -> list[Any]:
-    """Return a sampler and those that it draws from."""
+    """Return a sampler and the samplers from which it draws."""
     found = [sampler]
     for each in found:
         for name, value in getattr(each, "__dict__", {}).items():

@@ -115,7 +115,7 @@ class SamplePlan:
         return self.task_samples(step, vrank) * self.virtual_ranks / self.step_samples(step)
 
     def scale(self, step: int, vrank: int) -> float:
-        """Return by what the task's mean counts in the step's."""
+        """Return the weight of the task's mean in the step's."""
         return self.weight(step, vrank) / self.virtual_ranks
 
     def weights(self, step: int) -> list[float]:
@@ -130,7 +130,7 @@ class SamplePlan:
         return self._read(epoch, within, *self._share(self._samples_within(within), vrank))
 
     def keys(self, step: int, vrank: int) -> list[int]:
-        """Return `indices` as a dataset is asked for them."""
+        """Return `indices` as a list of keys for a dataset."""
         found: list[int] = self.indices(step, vrank).tolist()
         return found
 
@@ -153,7 +153,7 @@ class SamplePlan:
         return xxhash.xxh3_64_intdigest(indices.astype("<i8", copy=False).tobytes())
 
     def replaced(self, indices: Indices, bad: Collection[int]) -> tuple[Indices, set[int]]:
-        """Return what is used in place of bad records, and which of these were met."""
+        """Replace bad records; return the records to use, and the bad ones that were met."""
         return replaced(indices, bad, self.length)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Knows how far each shard of a stream has been read, from what committed steps have used of it.
+"""Computes how far each shard of a stream has been read, from the records of committed steps.
 
-Nobody tells the others where its shards stand: a step's row says how many samples a task has used,
-and a digest of where they stood. A shard that has come to its end begins anew, in its next epoch.
-Must not know torch or datasets: the ledger's proof walks the same way.
+Workers do not send each other the positions of their shards: a step's row says how many samples a
+task has used, and has a digest of their position. A shard that has ended begins again, in its next
+epoch. Must not know torch or datasets: the ledger's proof walks the same way.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from holdfast.core.errors import UserError
 
 ORDER = "stream-1"  # names the way of counting in ledgers and checkpoints
 _STATEFUL = struct.pack("<q", 1)
-Position = tuple[int, int, int]  # epoch, samples of it that were used, the step in which it began
+Position = tuple[int, int, int]  # epoch; samples of it used so far; step in which it began
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPlan:
-    """Says how the samples of a stream fall into steps: `batch_size` of each shard, one by one.
+    """Cuts the samples of a stream into steps: each shard gives its next `batch_size`.
 
-    There are as many shards as virtual ranks. The last batch of a shard's epoch may be smaller.
+    Each virtual rank has one shard. The last batch of a shard's epoch may be smaller.
     """
 
     batch_size: int
@@ -38,17 +38,17 @@ class StreamPlan:
             raise UserError(f"batch_size={self.batch_size} is not a size: give 1 or more samples")
 
     def start(self) -> list[Position]:
-        """Return where all shards stand before the first step."""
+        """Return the positions of all shards before the first step."""
         return [(0, 0, self.first_step)] * self.virtual_ranks
 
     def epoch_of(self, step: int) -> tuple[int, int]:
-        """Return (0, steps since the first): shards come to their ends each in its own time."""
+        """Return (0, steps since the first), because each shard ends at another time."""
         return 0, step - self.first_step
 
     def digest(self, shard: int, epoch: int, taken: int, count: int, stateful: bool = False) -> int:
         """Compute xxh3_64 over (shard, epoch, taken, count) as little-endian int64.
 
-        `stateful`: the shard's reader can say where it stands; then a fifth number follows, 1.
+        `stateful`: the shard's reader can give its state; then a fifth number follows, 1.
         """
         packed = struct.pack("<4q", shard, epoch, taken, count) + (_STATEFUL if stateful else b"")
         return xxhash.xxh3_64_intdigest(packed)
@@ -61,9 +61,9 @@ class StreamPlan:
         digests: Sequence[int],
         told: str = "",
     ) -> list[Position]:
-        """Return where the shards stand after a step that has used so many samples of each.
+        """Return the positions after a step that has used `counts[i]` samples of shard i.
 
-        UserError if a digest is not that of the samples that come next.
+        UserError if a digest differs from that of the next samples.
         """
         return [position for position, _ in self._walk(positions, step, counts, digests)]
 
@@ -74,7 +74,7 @@ class StreamPlan:
         counts: Sequence[int],
         digests: Sequence[int],
     ) -> bool:
-        """Tell whether any shard was read by one that can say where it stands. UserError."""
+        """Return whether the reader of any shard can give its state. UserError."""
         return any(found for _, found in self._walk(positions, step, counts, digests))
 
     def _walk(

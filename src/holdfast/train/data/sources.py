@@ -1,4 +1,4 @@
-"""Says what a loop's tasks compute with: a dataset's samples, a DataLoader's, or nothing at all."""
+"""Provides the input of a loop's tasks: batches of a dataset, or tasks without data."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ from holdfast.train.data.shard_positions import StreamPlan
 from holdfast.train.data.verified_samples import Checks
 
 SAMPLES_COMPARED = 2  # at a time
-TASKS_MAX = 1 << 40  # of a job without a dataset: each counts as a sample of its own
+# a job without a dataset has this many tasks; each counts as a sample of its own
+TASKS_MAX = 1 << 40
 
 
 Plan = SamplePlan | OrderPlan | StreamPlan
 
 
 class Source(Protocol):
-    """Provides what the tasks of a worker compute with."""
+    """Provides the inputs that a worker's tasks compute with."""
 
     @property
     def plan(self) -> Plan | LoadPlan: ...
@@ -47,26 +48,26 @@ class Source(Protocol):
     def batch(self, step: int, vrank: int) -> Any: ...
 
     def again(self, step: int, vrank: int) -> Any:
-        """Return the batch of a task as it is when it is loaded once more."""
+        """Load the batch of a task once more."""
         ...
 
     def used(self, step: int, vrank: int) -> tuple[int, int]:
-        """Return how many samples a task whose batch was asked for uses, and their digest."""
+        """Return how many samples a task uses, and their digest, after its batch was handed out."""
         ...
 
     def told(self, step: int, vrank: int) -> bytes:
-        """Return what is to be told of bad records in a task whose batch was asked for."""
+        """Return a task's report of bad records, after its batch was handed out."""
         ...
 
     def scale(self, step: int, vrank: int) -> float | None:
-        """Return by what a task's mean counts in the step's; None if each sample counts alike."""
+        """Return the weight of a task's mean in the step's; None if each sample counts alike."""
         ...
 
     def close(self) -> None: ...
 
 
 class LoopData(Protocol):
-    """Is what a loop goes through."""
+    """Is the data that a loop goes through."""
 
     @property
     def part(self) -> BatchPart:
@@ -75,16 +76,16 @@ class LoopData(Protocol):
 
     @property
     def quarantine(self) -> Quarantine | None:
-        """Return what is left out of the dataset; None if nothing may be."""
+        """Return the quarantine of the dataset; None if no record may be left out."""
         ...
 
     @property
     def has_epochs(self) -> bool:
-        """Return whether the data say themselves where an epoch ends."""
+        """Return whether the data decide where an epoch ends."""
         ...
 
     def begin(self, step: int) -> Plan:
-        """Note that a loop that uses it begins at `step`; returns the plan from its first use."""
+        """Record that a loop over it begins at `step`; returns the plan from its first use."""
         ...
 
     def epoch_of(self, step: int) -> tuple[int, int]:
@@ -101,23 +102,23 @@ class LoopData(Protocol):
     def source(self, plan: Any) -> Source: ...
 
     def check(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> str:
-        """Check what all tasks of a step of the script have used, by virtual rank. UserError.
+        """Check the samples that a script's step has used, by virtual rank. UserError.
 
-        Returns what the ledger is told of it.
+        Returns the text for the ledger.
         """
         ...
 
     def advance(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> None:
-        """Note what all tasks of that step have used, at its end."""
+        """Advance past the samples that all tasks of that step have used, at its end."""
         ...
 
     def samples(self, step: int) -> dict[str, str]:
-        """Return digests of a few samples, by names that say which, to compare workers'."""
+        """Return digests of a few samples, by descriptions, to compare them between workers."""
         ...
 
 
 class Batches:
-    """Holds a dataset and the way its samples fall into steps; made by `Job.batches`."""
+    """Cuts the samples of a dataset into steps; made by `Job.batches`."""
 
     has_epochs = True
 
@@ -138,7 +139,7 @@ class Batches:
         self.quarantine = quarantine
         self._checks = checks
         self._say = say
-        self.part = part  # of each batch, that this process of the worker reads
+        self.part = part  # the part of each batch that this process of the worker reads
 
     @property
     def steps_per_epoch(self) -> int:
@@ -146,7 +147,7 @@ class Batches:
         return self.plan.steps_per_epoch
 
     def begin(self, step: int) -> SamplePlan:
-        """Note that a loop that uses it begins at `step`; returns the plan from its first use."""
+        """Record that a loop over it begins at `step`; returns the plan from its first use."""
         if self.first_step is None:
             self.first_step = step
         return dataclasses.replace(self.plan, first_step=self.first_step)
@@ -160,21 +161,21 @@ class Batches:
         return self.plan.steps_per_epoch
 
     def source(self, plan: SamplePlan) -> BatchSource:
-        """Return what loads the batches."""
+        """Return the loader of the batches."""
         cut = plan if self.part.count == 1 else PartOfPlan(plan, self.part)
         return BatchSource(
             self.dataset, cut, self.options, self._checks, self.quarantine, self._say
         )
 
     def check(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> str:
-        """Return that there is nothing to tell: which samples a step uses follows from the plan."""
+        """Return no text for the ledger, since the plan decides which samples a step uses."""
         return ""
 
     def advance(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> None:
-        """Take no notice: which samples a step uses follows from the plan."""
+        """Do nothing, since the plan decides which samples a step uses."""
 
     def samples(self, step: int) -> dict[str, str]:
-        """Return digests of a few samples, by the step; of none if each is verified."""
+        """Return digests of a few samples, chosen by the step; of none if each is verified."""
         found: dict[str, str] = {}
         if self._checks is not None and (self._checks.index or self._checks.quarantines):
             return found
@@ -201,8 +202,8 @@ def print_sample(dataset: Any, options: LoadOptions, key: Any, stream: tuple[int
 class Task:
     """Names one task of a step for which the script makes its own batch.
 
-    The global generators of Python, NumPy and torch are keyed by it: what they give does not depend
-    on the worker that computes it.
+    The task's numbers key the global generators of Python, NumPy and torch: the random numbers do
+    not depend on the worker that computes the task.
     """
 
     step: int
@@ -210,7 +211,7 @@ class Task:
 
 
 class NoDataset:
-    """Stands for a loop whose script makes its batches by itself."""
+    """Is the data of a loop whose script makes its batches by itself."""
 
     has_epochs = False
     quarantine = None
@@ -234,33 +235,33 @@ class NoDataset:
         return 0, step
 
     def epoch_steps(self, epoch: int) -> int:
-        """Raise InvariantError, as there are no epochs."""
+        """Raise InvariantError, since there are no epochs."""
         raise InvariantError("a loop without data was asked how long its epochs are")
 
     def source(self, plan: SamplePlan) -> _TaskSource:
-        """Return what names the tasks."""
+        """Return the source of the tasks."""
         return _TaskSource(plan)
 
     def check(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> str:
-        """Return that there is nothing to tell: which tasks a step has follows from the plan."""
+        """Return no text for the ledger, since the plan decides which tasks a step has."""
         return ""
 
     def advance(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> None:
-        """Take no notice: which tasks a step has follows from the plan."""
+        """Do nothing, since the plan decides which tasks a step has."""
 
     def samples(self, step: int) -> dict[str, str]:
-        """Return nothing, as there is no dataset."""
+        """Return no digests, since there is no dataset."""
         return {}
 
 
 class _TaskSource:
-    """Hands each task to the script as it is."""
+    """Hands each task to the script unchanged."""
 
     def __init__(self, plan: SamplePlan) -> None:
         self.plan = plan
 
     def follow(self, vranks: Sequence[int], from_step: int, until: int) -> None:
-        """Take no notice, as nothing is loaded ahead."""
+        """Do nothing, since nothing is loaded ahead."""
 
     def batch(self, step: int, vrank: int) -> Task:
         """Return the task."""
@@ -271,24 +272,24 @@ class _TaskSource:
         return Task(step=step, vrank=vrank)
 
     def used(self, step: int, vrank: int) -> tuple[int, int]:
-        """Return that the task counts as one sample, and its digest."""
+        """Return 1, since the task counts as one sample, and the task's digest."""
         return self.plan.task_samples(step, vrank), self.plan.digest(step, vrank)
 
     def told(self, step: int, vrank: int) -> bytes:
-        """Return that nothing is told, as there are no records."""
+        """Return b"", since there are no records to report."""
         return b""
 
     def scale(self, step: int, vrank: int) -> float:
-        """Return by what a task's mean counts in the step's."""
+        """Return the weight of a task's mean in the step's."""
         return 1 / self.plan.virtual_ranks
 
     def close(self) -> None:
-        """Free what is held, which is nothing."""
+        """Do nothing, since the source keeps no resources."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSettings:
-    """Holds what a ready DataLoader says of its batches.
+    """Keeps the settings of a DataLoader for Holdfast.
 
     `sampler`: gives the batches of an epoch; None if they are cut from all samples in turn, or from
     a permutation of them.
@@ -303,9 +304,9 @@ class LoaderSettings:
 
 
 def of_loader(loader: DataLoader[Any]) -> LoaderSettings:
-    """Read what `loader` loads and how; UserError for what has no counterpart here.
+    """Read what `loader` loads and how; UserError for settings that Holdfast cannot follow.
 
-    What is not kept, and changes no sample, is told in a warning.
+    A warning names settings that are ignored because they change no sample.
     """
     if isinstance(loader.dataset, IterableDataset):
         dataset_length(loader.dataset)
@@ -338,7 +339,7 @@ def of_loader(loader: DataLoader[Any]) -> LoaderSettings:
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:
-    """Tell whether an epoch is a permutation of all samples."""
+    """Return whether an epoch is a permutation of all samples."""
     sampler = loader.sampler
     return (
         type(sampler) is RandomSampler

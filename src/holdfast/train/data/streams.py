@@ -1,9 +1,9 @@
-"""Reads a stream: shards that can only be gone through in order, one for each virtual rank.
+"""Reads a stream: shards that can only be read in order, one for each virtual rank.
 
-A shard is read where its virtual rank is hosted. Where it comes to another worker it is opened
-there and gone through up to where the job stands, from its beginning or from the last state that
-its reader has told. Invariant: what a task gets depends on the shard's position only, never on who
-has read it before.
+The worker that hosts a virtual rank reads its shard. When a shard moves to another worker, that
+worker opens it and reads up to the job's position, from the shard's beginning or from the last
+state that its reader has reported. Invariant: a task's samples depend on the shard's position only,
+never on earlier readers.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ MakeShard = Callable[[int, int], Iterable[Any]]  # number of the shard, number o
 
 
 class Stream:
-    """Holds a stream and the way its samples fall into steps; made by `Job.stream`.
+    """Cuts the samples of a stream into steps; made by `Job.stream`.
 
-    `positions`, `states`: where the shards stand, and what their readers have told; parts of the
-    job's state.
+    `positions`, `states`: the shards' positions, and the states that their readers have reported;
+    parts of the job's state.
     """
 
     has_epochs = False
@@ -55,18 +55,18 @@ class Stream:
         tell: Callable[[str], None],
         part: BatchPart = WHOLE,
     ) -> None:
-        self.part = part  # of each batch, that this process of the worker trains on
+        self.part = part  # the part of each batch that this process of the worker trains on
         self.plan = plan
         self.positions = positions
         self.states = states
-        self.tells_states = False  # after the present step
+        self.tells_states = False  # the workers exchange the states after the present step
         self.make = make
         self.collate = collate_fn
         self.tell = tell
         self._first_step: int | None = None  # None: no loop has used it
 
     def begin(self, step: int) -> StreamPlan:
-        """Note that a loop that uses it begins at `step`; returns the plan from its first use."""
+        """Record that a loop over it begins at `step`; returns the plan from its first use."""
         if self._first_step is None:
             self._first_step = step
             self.plan = dataclasses.replace(self.plan, first_step=step)
@@ -79,30 +79,33 @@ class Stream:
         return self.plan.epoch_of(step)
 
     def epoch_steps(self, epoch: int) -> int:
-        """Raise InvariantError, as there are no epochs."""
+        """Raise InvariantError, since there are no epochs."""
         raise InvariantError("a stream was asked how long its epochs are")
 
     def source(self, plan: StreamPlan) -> StreamSource:
-        """Return what reads the batches."""
+        """Return the reader of the batches."""
         return StreamSource(self, plan)
 
     def check(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> str:
-        """Check what all tasks of a step of the script have used, by virtual rank. UserError."""
+        """Check the samples that all tasks of a script's step have used, by virtual rank.
+
+        UserError.
+        """
         stateful = self.plan.stateful(self.positions, step, counts, digests)
         self.tells_states = stateful and (step - self.plan.first_step) % TELL_STEPS == 0
         return ""
 
     def hear(self, told: Mapping[int, bytes]) -> None:
-        """Take in what the readers of all shards have told of where they stand."""
+        """Take in the states that the readers of all shards have reported."""
         found = {vrank: heard(data) for vrank, data in sorted(told.items())}
         self.states.update({vrank: state for vrank, state in found.items() if state})
 
     def advance(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> None:
-        """Note what all tasks of a step of the script have used, by virtual rank. UserError."""
+        """Advance past the samples that a script's step has used, by virtual rank. UserError."""
         self.positions[:] = self.plan.after(self.positions, step, counts, digests)
 
     def samples(self, step: int) -> dict[str, str]:
-        """Return no samples, as only the worker that hosts a shard reads it."""
+        """Return no samples, since only the worker that hosts a shard reads it."""
         return {}
 
 
@@ -127,8 +130,8 @@ class StreamSource:
         self._shards: dict[int, _Shard] = {}
         self._step = -1
         self._used: dict[int, tuple[list[Any], int]] = {}  # samples of the step, and their digest
-        self._watched = False  # it is known whether readers look at processes
-        self._refuses = False  # the states of readers, as one could not be used
+        self._watched = False  # whether the first batch has been watched for reads of process facts
+        self._refuses = False  # True: readers' states are not sent, as one could not be used
 
     def follow(self, vranks: Sequence[int], from_step: int, until: int) -> None:
         """Close the shards that this worker does not host any more."""
@@ -160,11 +163,11 @@ class StreamSource:
         return len(samples), digest
 
     def told(self, step: int, vrank: int) -> bytes:
-        """Return that nothing is told: what cannot be read of a stream ends the job."""
+        """Return no bytes: an unreadable stream ends the job, so there are no records to report."""
         return b""
 
     def scale(self, step: int, vrank: int) -> float | None:
-        """Return None, as the samples of the whole step are counted after it."""
+        """Return None, because samples are weighted after the step, when all are counted."""
         return None
 
     def close(self) -> None:
@@ -172,14 +175,14 @@ class StreamSource:
         self._shards.clear()
 
     def state(self, vrank: int) -> bytes | None:
-        """Return where the reader of a shard stands, for other workers; None if it cannot say.
+        """Return the state of a shard's reader, for other workers; None if it has none.
 
-        Each time another reader is opened there, to see that it goes on in the same way.
+        Each time another reader is opened from that state, to see that it goes on in the same way.
         """
         shard = self._shards.get(vrank)
         if self._refuses or shard is None or not keeps_state(shard.reader):
             return None
-        if shard.ahead is not None:  # its reader is past what was taken
+        if shard.ahead is not None:  # its reader is past the samples that were taken
             return None
         with one_thread(), keyed_apart(self.plan.seed, 0, "state"):
             try:
@@ -234,7 +237,7 @@ class StreamSource:
         return samples, self.plan.digest(vrank, epoch, taken, len(samples), stateful)
 
     def _at(self, vrank: int, position: Position) -> _Shard:
-        """Return the shard's reader at this position, opened anew if need be."""
+        """Return the shard's reader at this position; open it again if need be."""
         epoch, taken, began = position
         shard = self._shards.get(vrank)
         if shard is None or shard.epoch != epoch or shard.taken > taken:
@@ -256,7 +259,7 @@ class StreamSource:
         return shard
 
     def _open(self, vrank: int, epoch: int, began: int, state: ReaderState | None = None) -> _Shard:
-        """Open a shard at its beginning, or where another reader of it stood."""
+        """Open a shard at its beginning, or at another reader's state."""
         enter_stream(self.plan.seed, epoch, vrank, "shard")
         reader = self.stream.make(vrank, self.plan.virtual_ranks)
         _check_reader(reader)
@@ -269,7 +272,7 @@ class StreamSource:
         return _Shard(epoch, began, reader, iter(reader), taken=state[1])
 
     def _take(self, shard: _Shard, vrank: int) -> list[Any]:
-        """Take the next samples; what they draw at random depends on where they stand only."""
+        """Take the next samples; random numbers drawn for them depend on their position only."""
         samples, shard.ahead = shard.ahead, None
         if samples is None:
             step = shard.began + shard.taken // self.plan.batch_size
@@ -292,10 +295,10 @@ def _check_reader(reader: Any) -> None:
 
 
 def shards_of(dataset: Any) -> MakeShard:
-    """Return what makes the shards of a stream; UserError if it cannot be cut into any.
+    """Return the function that makes a stream's shards; UserError if it cannot be cut into any.
 
-    `dataset`: a function of a shard's number and how many there are, or a dataset with a method
-    `shard(num_shards, index)`, as those of Hugging Face's `datasets`.
+    `dataset`: a function of a shard's number and of the number of shards, or a dataset with a
+    method `shard(num_shards, index)`, as those of Hugging Face's `datasets`.
     """
     _check_reader(dataset)
     if callable(getattr(dataset, "shard", None)):

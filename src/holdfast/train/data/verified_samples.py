@@ -1,9 +1,9 @@
-"""Reads samples and compares them with what the dataset's index says, in whichever process reads.
+"""Reads samples and compares them with the dataset's index, in the process that reads them.
 
-A sample that differs, or whose reading raises, is read again, then from each mirror. After that
-the reader gives up, or takes a substitute and says so. Invariant: what `load` returns is a function
-of the indices, of the records that are known to be bad and of those that it says to be bad: nothing
-else that was tried in vain leaves a trace, not even in the random generators.
+A sample that differs, or whose reading raises, is read again, then from each mirror. After that the
+reader gives up, or takes a substitute and reports it. Invariant: the result of `load` is a function
+of the indices, of the records known to be bad and of those it reports as bad: other failed attempts
+leave no trace, not even in the random generators.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from holdfast.train.data.plain_data import is_plain_dataset
 from holdfast.train.data.quarantine import REASON_CHARS_MAX, Bad, over_budget, replaced
 from holdfast.train.data.sample_digest import read_sample, sample_digest
 
-READS = 2  # of a sample from the dataset itself; each mirror is asked once
+READS = 2  # attempts per sample from the dataset itself; each mirror is asked once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checks:
-    """Says how what is read of a dataset is verified, and what is done about what is bad."""
+    """Configures how the records of a dataset are verified, and how bad ones are handled."""
 
     index: SampleIndex | None = None
     mirrors: tuple[Any, ...] = ()  # other datasets of the same samples
@@ -36,13 +36,13 @@ class Checks:
 
     @property
     def patient(self) -> bool:
-        """Tell whether there is something to try after a dataset has raised."""
+        """Return whether another attempt is possible after a dataset has raised."""
         return bool(self.mirrors) or self.quarantines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Says which records a task has read in the end, and what was wrong with others."""
+    """Describes which records a task has read in the end, and the faults of others."""
 
     used: tuple[int, ...]
     bad: Bad = field(default_factory=dict)
@@ -81,17 +81,17 @@ class SampleReader:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether reading runs no code of the script's, so that nothing is drawn."""
+        """Return whether reading runs none of the script's code, so that it draws no numbers."""
         checked = self._checks.index or self._checks.patient
         return not checked and is_plain_dataset(self.dataset)
 
     def load(
         self, indices: list[int], known: frozenset[int], begin: Callable[[], None]
     ) -> tuple[list[Any], Reading]:
-        """Return the samples of these indices, but for known bad records, and what was read.
+        """Return the samples of these indices, with substitutes for bad records, and a report.
 
-        `begin` enters the random generators' stream. What a dataset raises comes through, unless
-        there is something else to try. UserError for a bad sample that must not be left out.
+        `begin` enters the random generators' stream. The dataset's exceptions pass through, unless
+        another attempt is possible. UserError for a bad sample that must not be left out.
         """
         checks = self._checks
         if not (known or checks.index or checks.patient):  # the indices may be any keys
@@ -101,7 +101,7 @@ class SampleReader:
             except Damaged as damage:
                 raise _told(damage) from None
         raw = np.array(indices, dtype=np.int64)
-        failed: dict[int, int] = {}  # readings of a record that were in vain
+        failed: dict[int, int] = {}  # failed attempts, by record
         bad: Bad = {}
         while True:
             used = replaced(raw, known | bad.keys(), self._length)[0].tolist()
@@ -120,7 +120,7 @@ class SampleReader:
         return samples, Reading(used=tuple(used), bad=bad, healed=healed)
 
     def check_first(self, name: str) -> None:
-        """Raise UserError if the index is of another dataset: no sample of a few is as it says."""
+        """Raise UserError if the index is of another dataset: none of a few samples matches it."""
         index = self._checks.index
         if index is None:
             return
@@ -141,7 +141,7 @@ class SampleReader:
     def _read(
         self, records: Sequence[int], failed: dict[int, int], begin: Callable[[], None]
     ) -> tuple[list[Any], dict[int, Exception]]:
-        """Read samples once; returns them, and what is wrong with some."""
+        """Read samples once; return them, and errors by record."""
         many = getattr(self.dataset, "__getitems__", None)
         if many and not failed:
             try:
@@ -178,7 +178,7 @@ class SampleReader:
         }
 
     def _give_up(self, record: int, error: Exception, known: frozenset[int], bad: Bad) -> None:
-        """Note a record as bad, or raise what says that it must not be left out."""
+        """Record that a record is bad, or raise an error if it must not be left out."""
         mirrors = len(self._checks.mirrors)
         elsewhere = f", also in {mirrors} mirrors" if mirrors else ", also when it is read again"
         differs = isinstance(error, _Differs)
@@ -205,9 +205,9 @@ class SampleReader:
 
 
 def _told(error: Damaged) -> UserError:
-    """Say of what a verifying dataset has raised what the user can do."""
+    """Return a verifying dataset's error with the user's remedies."""
     return UserError(f'{error}: restore it, give it mirrors, or on_error="quarantine"')
 
 
 class _Differs(Exception):
-    """Says that a sample is not what the index says."""
+    """Is raised when a sample differs from the index."""

@@ -240,9 +240,7 @@ class FedReceiver:
         return found
 
     def _came(self, feed: _Feed, rank: int, told: Told | None) -> None:
-        """Record a part of the state, or of a step, and report whatever it completes to the
-        machine.
-        """
+        """Record a part of the state, or of a step, and report the parts that are now complete."""
         with self._lock:
             before = feed.news()
             if told is None:

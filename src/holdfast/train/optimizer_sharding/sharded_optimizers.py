@@ -3,8 +3,8 @@
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020: each
 member keeps the optimizers' state of its share of the parameters, updates these, and sends them to
 all others. Parameters are owned whole, so that an optimizer computes for each the same bits as if
-it had all of them. A member that cannot finish an exchange is of no use any more: nobody holds the
-state that the others have lost, and all begin anew from the nodes' memory.
+it had all of them. A member that cannot finish an exchange must end: the state of the lost members
+is gone, and all start again from the nodes' memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.train.exchange.layout import TAG_UPDATE, Layout, gather_bytes
 from holdfast.train.exchange.seam import AloneTransport, Message, Transport
 
 DIGEST_BYTES = 16
-WHOLE, DAMAGED = b"\1", b"\0"  # whether a member has heard all as it was said
+WHOLE, DAMAGED = b"\1", b"\0"  # whether a member has received all messages undamaged
 Tree = dict[str, Any]  # the states of protected objects, by their names
 
 
@@ -38,15 +38,17 @@ class ShardedOptimizers:
         kind = torch.optim.Optimizer
         self._optimizers = {name: o for name, o in protected.items() if isinstance(o, kind)}
         self._wait_for_end = wait_for_end
-        self.layout: Layout | None = None  # of the view; None before the first one
+        self.layout: Layout | None = None  # the view's layout; None before the first view
         self.transport: Transport = AloneTransport()
-        self._owners: dict[int, int] = {}  # ranks, by the parameter's identity
+        self._owners: dict[int, int] = {}  # owners' ranks, by the parameter's identity
         self._loads: list[int] = []  # elements, by rank
-        self._updated: list[torch.Tensor] = []  # parameters, by the step of an optimizer under way
-        self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # others', with gradients
+        # parameters updated in the present step of an optimizer
+        self._updated: list[torch.Tensor] = []
+        # other members' parameters, with their gradients
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def enter(self, layout: Layout, transport: Transport) -> None:
-        """Share out anew: a view begins. What others own now is dropped here."""
+        """Share the parameters out for a new view, and drop the states that others own now."""
         self.layout, self.transport = layout, transport
         self._owners, self._loads = {}, [0] * layout.size
         self._assign(p for each in self._optimizers.values() for p in _parameters(each))
@@ -57,7 +59,7 @@ class ShardedOptimizers:
     # ------------------------------------------------------------ updates
 
     def before_step(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> None:
-        """Hide from an optimizer what this member does not own. Raises UserError."""
+        """Hide other members' parameters from an optimizer. Raises UserError."""
         if self.layout is None:
             return
         if closure:
@@ -98,9 +100,9 @@ class ShardedOptimizers:
             held.copy_(compact)
 
     def meet(self, leader: int) -> None:
-        """Let the leader, given by its rank, wait until all have all parameters: a loop ends.
+        """Let the leader, given by its rank, wait at a loop's end until all have all parameters.
 
-        Once it is past the loop the others may end, and nobody could make up for what they lack.
+        Once the leader is past the loop the others may end, and missing parameters would be lost.
         """
         layout = self.layout
         if layout is None or layout.size == 1:
@@ -120,9 +122,9 @@ class ShardedOptimizers:
             self._wait_for_end()
 
     def hear_all(self, text: bytes) -> list[bytes]:
-        """Return what each member says, by rank; does not return if the view is given up.
+        """Return each member's message, by rank; does not return if the view is given up.
 
-        Damaged, on all members, if on one of them something has not arrived as it was said.
+        Damaged, on all members, if a message to one of them has arrived damaged.
         """
         said = self._gather(xxhash.xxh3_128_digest(text) + text)
         texts = [each[DIGEST_BYTES:] for each in said]
@@ -145,7 +147,7 @@ class ShardedOptimizers:
     # ------------------------------------------------------------ states
 
     def common(self) -> Tree:
-        """Return what all members hold alike of the state."""
+        """Return the part of the state that is the same on all members."""
         found: Tree = {}
         for name, each in self._protected.items():
             found[name] = each.state_dict()
@@ -156,7 +158,7 @@ class ShardedOptimizers:
         return found
 
     def own(self) -> dict[str, dict[int, Any]]:
-        """Return what this member holds of each optimizer's state, by the parameter's place."""
+        """Return this member's part of each optimizer's state, by the parameter's place."""
         found: dict[str, dict[int, Any]] = {}
         for name, optimizer in self._optimizers.items():
             places = range(len(_parameters(optimizer)))
@@ -165,9 +167,9 @@ class ShardedOptimizers:
         return found
 
     def only_mine(self, states: Mapping[str, Any]) -> Tree:
-        """Leave out of states that are to be loaded what others own.
+        """Drop the states that other members own from states that will be loaded.
 
-        What they do not have of this member's share stays as it is.
+        This member's own states stay unchanged where the given ones lack them.
         """
         found = dict(states)
         for name, mine in self.own().items():
@@ -187,7 +189,7 @@ class ShardedOptimizers:
         return layout is None or self._owners.get(id(p), layout.rank) == layout.rank
 
     def _assign(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Give each parameter that has no owner yet to whoever has least."""
+        """Give each parameter without an owner to the member with the fewest elements."""
         new = {id(p): p.numel() for p in parameters if id(p) not in self._owners}
         owners = share_out(list(new.values()), self._loads)
         self._owners |= dict(zip(new, owners, strict=True))

@@ -13,7 +13,7 @@ from holdfast.train.protection.tensor_coding import WORD_BYTES, TensorCode
 
 
 class DeviceImage:
-    """Holds several tensors' bytes as one, as memory/pieces.py does with buffers of the host."""
+    """Presents several tensors' bytes as one, as memory/pieces.py does with buffers of the host."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
         self._flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
@@ -21,7 +21,7 @@ class DeviceImage:
         self.size = sum(flat.numel() for flat in self._flat)
 
     def between(self, start: int, size: int) -> torch.Tensor:
-        """Return so many bytes from `start` on, filled up with zeros: [size] uint8."""
+        """Return `size` bytes from `start` on, filled up with zeros: [size] uint8."""
         found = torch.zeros(size, dtype=torch.uint8, device=self._device)
         at = 0
         for flat in self._flat:

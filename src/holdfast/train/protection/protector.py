@@ -1,7 +1,7 @@
 """Puts this worker's pieces of states and gradients into its node's memory.
 
-What may change while the next step computes is copied at the boundary; parameters and the
-optimizer's state are read beside it, and `before_update` waits until that is done. The pieces of a
+Tensors that may change while the next step computes are copied at the boundary. Parameters and the
+optimizer's state are read while it computes, and `before_update` waits for that. The pieces of a
 reduced gradient are written before the worker votes for its step.
 """
 
@@ -38,7 +38,7 @@ CHANGED = (
     "the script has changed the state while it was copied; change it in the step's update, or "
     "after the loop"
 )
-SIZES = struct.Struct("!Q")  # the length of the skeleton, which begins the image of a state
+SIZES = struct.Struct("!Q")  # the length of the skeleton, at the start of a state's image
 
 
 _Steady = Sequence[tuple[torch.Tensor, int]]  # tensors that must not change, and their versions
@@ -46,7 +46,7 @@ _Steady = Sequence[tuple[torch.Tensor, int]]  # tensors that must not change, an
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Says which pieces of this process's shard its worker keeps on one of its nodes.
+    """Describes which pieces of this process's shard its worker keeps on one of its nodes.
 
     `to`: the process there, by its shard, that writes them into the node's memory.
     """
@@ -58,9 +58,9 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceTarget:
-    """Says into which file a process of a worker puts pieces, and how it reaches other nodes'.
+    """Names the file for a process's pieces, and the way to the worker's other nodes.
 
-    `shard`: which of the worker's `procs` processes it is, which are spread over so many nodes.
+    `shard`: the number of this process among the worker's `procs`, which are on `spread` nodes.
     """
 
     arena: PieceArena
@@ -71,7 +71,7 @@ class PieceTarget:
     post: PiecePost | None = None
 
     def writer_on(self, place: int) -> int:
-        """Return the shard of the process that writes what this one keeps on a node."""
+        """Return the shard of the process that writes this one's pieces on a node."""
         each = self.procs // self.spread
         return place * each + self.shard % each
 
@@ -79,7 +79,7 @@ class PieceTarget:
 class Protector:
     """Protects one worker's job; `tell` posts an event, `fail` has the script raise an error.
 
-    `capture`: the state, if not all of it is here.
+    `capture`: captures the state, if this process has only a part of it.
     """
 
     def __init__(
@@ -99,18 +99,18 @@ class Protector:
         self._capture = capture or (lambda _: state.capture_named(self._protected))
         self._tell = tell
         self._fail = fail
-        self._kept: tuple[int, list[_Kept]] | None = None  # and in which view
+        self._kept: tuple[int, list[_Kept]] | None = None  # the view's number and its pieces
         self._coders: dict[tuple[int, int], PieceCoder] = {}  # by parts and bytes
         self._making: threading.Thread | None = None
-        self._state_bytes = 0  # of this worker's pieces of a state, as far as known
-        self._step_bytes = 0  # and of a gradient
-        self._said = False  # people know that there is no room
-        self._code: TensorCode | None = None  # for what lies on a GPU
+        self._state_bytes = 0  # size of this worker's pieces of a state, as far as known
+        self._step_bytes = 0  # size of its pieces of a gradient
+        self._said = False  # people have been told that there is no room
+        self._code: TensorCode | None = None  # codes tensors on a GPU
 
     # ------------------------------------------------------------ states
 
     def begin(self, step: int, view: View) -> None:
-        """Begin to put pieces of the state after `step` steps there. By the script's thread."""
+        """Begin to put pieces of the state after `step` steps there. For the script's thread."""
         self.before_update()
         try:
             skeleton, found = self._capture(self._wanted(view))
@@ -123,7 +123,7 @@ class Protector:
             tensor = each.tensor
             stays = each.private or tensor.untyped_storage().data_ptr() in steady
             parts.append(tensor if stays else tensor.clone())
-        # What was not copied is not to change before it was read.
+        # The tensors that were not copied must not change before they are read.
         versions = [(each, each._version) for each in parts if not each.is_inference()]
         args = (step, view, _image(parts), versions)
         self._making = threading.Thread(
@@ -132,13 +132,13 @@ class Protector:
         self._making.start()
 
     def before_update(self) -> None:
-        """Wait until nothing is read of the state any more: it is about to change."""
+        """Wait until the state has been read, because it is about to change."""
         if self._making is not None:
             self._making.join()
             self._making = None
 
     def _wanted(self, view: View) -> Wanted:
-        """Return what says which bytes of the state each member of a view makes its pieces of."""
+        """Return the function that chooses the bytes for the pieces of each member of a view."""
 
         def wanted(skeleton: bytes, tensors: Sequence[torch.Tensor], rank: int) -> list[Extent]:
             head, sizes = len(_head(skeleton)), [tensor.nbytes for tensor in tensors]
@@ -168,7 +168,7 @@ class Protector:
         except UserError as error:
             self._fail(error)
             return
-        # Those of a GPU are RuntimeErrors.
+        # Errors of a GPU are RuntimeErrors.
         except (MemoryError, OSError, WorldError, RuntimeError) as error:
             problem = first_line(error)
         self._tell(ev.StateProtected(step, problem))
@@ -176,7 +176,7 @@ class Protector:
     # ------------------------------------------------------------ gradients
 
     def keep(self, step: int, view: View) -> ev.StepKept:
-        """Put pieces of the reduced gradient of a step there. By the engine's thread.
+        """Put pieces of the reduced gradient of a step there. For the engine's thread.
 
         Without room the step goes on, and is not protected.
         """
@@ -193,11 +193,11 @@ class Protector:
         return ev.StepKept(view.number, step, full)
 
     def mark(self, view: int, step: int) -> None:
-        """Note that this worker commits a step."""
+        """Record that this worker commits a step."""
         self._arena.mark(view, step)
 
     def forget(self, view: int, step: int) -> None:
-        """Drop what is older than the state after `step` steps, which `view` has protected."""
+        """Drop pieces older than the state after `step` steps, which `view` has protected."""
         self._arena.forget(view, step)
 
     # ------------------------------------------------------------ pieces
@@ -208,7 +208,7 @@ class Protector:
         """Make this process's pieces of an image; returns their size.
 
         MemoryError, UserError; WorldError and OSError if others do not receive theirs. WorldError
-        if anything of `steady` has changed meanwhile: then nothing is kept.
+        if a tensor of `steady` has changed meanwhile: then no piece is kept.
         """
         every = self._kept_in(view)
         shape = (max(every[0].shelf.parts, 1), image.size)
@@ -253,7 +253,7 @@ class Protector:
     def _pack(
         self, coder: PieceCoder, image: Image | DeviceImage, kept: _Kept, blank: PieceEntry
     ) -> tuple[int, Parcel, list[memoryview]]:
-        """Make pieces that another process keeps."""
+        """Make pieces for another process to keep."""
         room = np.empty(coder.size * len(kept.pieces), np.uint8).data
         digests = self._make_all(coder, image, kept, room)
         entry = msgspec.structs.replace(blank, digests=digests)
@@ -291,7 +291,7 @@ class Protector:
             )
 
     def _kept_in(self, view: View) -> list[_Kept]:
-        """Return what is kept of this process's shard on each of its worker's nodes."""
+        """Return the pieces of this process's shard on each of its worker's nodes."""
         if self._kept is None or self._kept[0] != view.number:
             shard, parts = self._target.shard, parts_of(view, self._target.shard)
             every = []
@@ -305,7 +305,7 @@ class Protector:
 
 
 def _head(skeleton: bytes) -> bytes:
-    """Return what begins the image of a state."""
+    """Return the beginning of a state's image."""
     return SIZES.pack(len(skeleton)) + skeleton
 
 
@@ -318,7 +318,7 @@ def _image(tensors: Sequence[torch.Tensor]) -> Image | DeviceImage:
 
 
 def _check_steady(steady: _Steady) -> None:
-    """Raise WorldError if anything has changed, as far as torch counts changes."""
+    """Raise WorldError if a tensor has changed, as far as torch counts changes."""
     if any(tensor._version != version for tensor, version in steady):
         raise WorldError(CHANGED)
 

@@ -1,4 +1,4 @@
-"""Makes the state again from pieces in the nodes' memory, where nobody holds it any more."""
+"""Makes the state again from pieces in the nodes' memory, when no worker has it any more."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from holdfast.train.protection.protector import buffers_of_state
 from holdfast.train.step.kept_step import put_image
 from holdfast.train.step.step_data import StepData
 
-PAUSE_S = 1.0  # in which nodes can tell the coordinator that pieces are damaged
+PAUSE_S = 1.0  # time for nodes to report damaged pieces to the coordinator
 
 
 class Recalling:
-    """Recalls what a view says, for one worker's shard; `identity`: of this process."""
+    """Recalls the state that a view names, for one worker's shard; `identity`: of this process."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class Recalling:
         self._loaded = loaded
         self._identity = identity
         self._redundancy = redundancy
-        self._reader: tuple[int, PieceReader] | None = None  # and of which view
+        self._reader: tuple[int, PieceReader] | None = None  # the view's number, and its reader
         self._began = 0.0
-        self.news = ""  # what was recalled, once all of it is
+        self.news = ""  # describes the recalled state, once all of it is here
 
     def state(self, view: View, loading: Callable[[], None]) -> ev.StateObtained | ev.ObtainFailed:
         """Load the state from which a view begins; `loading` is called once it is all here.
@@ -73,7 +73,7 @@ class Recalling:
         return ev.StepObtained(SourceKind.MEMORY, view.number, step)
 
     def end(self) -> None:
-        """Hang up on all nodes."""
+        """Close the connections to all nodes."""
         if self._reader is not None:
             self._reader[1].close()
             self._reader = None

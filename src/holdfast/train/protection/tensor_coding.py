@@ -1,8 +1,8 @@
-"""Computes Reed-Solomon pieces of tensors where they lie, on a GPU as on a CPU.
+"""Computes Reed-Solomon pieces of tensors on the device where they lie, a GPU or the CPU.
 
-The code is that of coding/reed_solomon.py, to the byte. A product with a constant of GF(2^8) is
-linear over bits, so that it needs shifts and exclusive ors only, on eight bytes at a time: from the
-highest bit of the coefficients down, what was gathered so far is doubled in the field, and the data
+The code equals that of coding/reed_solomon.py, to the byte. A product with a constant of GF(2^8) is
+linear over bits, so it needs only shifts and exclusive ors, on eight bytes at a time. From the
+highest bit of the coefficients down, the sum so far is doubled in the field, and then the data
 whose coefficients have the bit are added.
 """
 
@@ -17,7 +17,7 @@ from holdfast.coding.reed_solomon import ReedSolomon
 from holdfast.core.errors import require
 
 WORD_BYTES = 8
-HIGH_BITS = 0x0101010101010101  # of each byte, shifted to its lowest place
+HIGH_BITS = 0x0101010101010101  # each byte's highest bit, shifted to its lowest place
 NOT_LOWEST = -HIGH_BITS - 1  # a word with all bits but the lowest one of each byte
 
 

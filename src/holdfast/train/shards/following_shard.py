@@ -1,4 +1,4 @@
-"""Stands for the worker's machine in its other processes: it decides in that of shard 0."""
+"""Replaces the worker's machine in its further processes: the machine is in shard 0's process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POLL_S = 0.1
 
 
 class FollowingMachine:
-    """Passes on what this process has done; what is to be done comes from the other side."""
+    """Passes on this process's events; effects arrive from the process of shard 0."""
 
     def __init__(self, worker: WorkerId, incarnation: Incarnation, channel: ShardChannel) -> None:
         self.lateness = Lateness(Patience(copies=0.0))
@@ -33,30 +33,31 @@ class FollowingMachine:
         self.status = WorkerStatus(worker=worker, incarnation=incarnation, seq=0)
         self._channel = channel
 
-    pending = False  # the machine itself knows
+    pending = False  # only the real machine knows
 
     def handle(self, event: ev.WorkerEvent, now: float) -> Sequence[ef.WorkerEffect]:
-        """Pass an event on; what follows from it is decided elsewhere."""
+        """Pass an event on; the machine in shard 0's process decides."""
         self._channel.send(event)
         return ()
 
     def snapshot(self) -> WorkerStatus:
-        """Return what was told last of this worker."""
+        """Return the worker's last status that was received."""
         return self.status
 
     def leads(self, now: float) -> bool:
-        """Tell that another process acts for the job, if this worker does."""
+        """Return False, since another process acts for the job if this worker leads."""
         return False
 
     def deadline(self) -> float | None:
-        """Return that nothing is due here."""
+        """Return None, since no timer runs here."""
         return None
 
 
 class FollowingLink:
-    """Receives orders from the process of shard 0; `shard`: that of this one.
+    """Receives orders from the process of shard 0; `shard`: the shard of this process.
 
-    `agent`: the way to this node's, from the first process on a further node of a spread worker.
+    `agent`: the connection to this node's agent, in the first process on a further node of a spread
+    worker.
     """
 
     def __init__(
@@ -75,13 +76,13 @@ class FollowingLink:
         self._proofs = FollowerProofs()
 
     def tell(self, status: WorkerStatus) -> None:
-        """Leave it to the process of shard 0 to tell the agent."""
+        """Do nothing, since the process of shard 0 reports to the agent."""
 
     def has_unread(self) -> bool:
         return False
 
     def publish(self, view: int, address: bytes) -> None:
-        """Let others know where this process can be reached."""
+        """Publish the address of this process to the members of a view."""
         peer = Peer(self._machine.status.worker, self._shard)
         self._channel.send(Address(view=view, peer=peer, address=address))
 
@@ -104,9 +105,9 @@ class FollowingLink:
             driver.fail(error)
 
     def _prove(self, commit: ef.Commit) -> None:
-        """Tell the agent since when all members of the view have acted in it, if a commit shows it.
+        """Report to the agent the time since which all members have acted in the view.
 
-        So the node need not pause this process while it does not hear the coordinator.
+        A commit proves it. So the node need not pause this process while the coordinator is silent.
         """
         proved_at = self._proofs.committed(time.monotonic(), voted=commit.voted)
         if self._agent is None or proved_at is None:

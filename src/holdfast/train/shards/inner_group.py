@@ -1,6 +1,6 @@
 """Lets the processes of one worker work on one model: torch.distributed's group, and a mesh.
 
-They live and die together, so that nothing here has to bear the loss of one of them.
+They live and die together, so that no code here has to handle the loss of one of them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from holdfast.core.errors import UserError
 
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # asks for the address of an interface
-DIMENSION = "shard"  # of the mesh
-NEVER = timedelta(days=365)  # a process that hangs is the machine's concern, and the agent's
+DIMENSION = "shard"  # name of the mesh's only dimension
+NEVER = timedelta(days=365)  # the machine and the agent deal with a process that hangs
 
 
 class InnerGroup:
-    """Makes this process number `shard` of `size` that hold one model; `store` of all of them.
+    """Makes this process number `shard` of the `size` processes of one model.
 
-    `host`: the address of this machine by which the others reach it.
+    `store`: shared by all of them. `host`: the address of this machine by which the others reach
+    it.
     """
 
     def __init__(self, shard: int, size: int, store: dist.Store, host: str = LOOPBACK) -> None:
@@ -48,8 +49,8 @@ class InnerGroup:
             dist.init_process_group(
                 backend, store=store, rank=shard, world_size=size, timeout=NEVER
             )
-            self._group = dist.new_group(backend="gloo", timeout=NEVER)  # for numbers on the host
-        store.set_timeout(NEVER)  # they have met: from now on they wait for each other
+            self._group = dist.new_group(backend="gloo", timeout=NEVER)  # sums numbers on the host
+        store.set_timeout(NEVER)  # all processes are here: from now on they wait for each other
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -75,17 +76,17 @@ class InnerGroup:
         return [xxhash.xxh3_64_intdigest(c.tobytes()) >> 1 if c.any() else 0 for c in columns]
 
     def any(self, flag: bool) -> bool:
-        """Tell whether any process says so."""
+        """Return whether the flag is set in any process."""
         return any(bool(row) for row in self._all(torch.tensor([int(flag)])))
 
     def all_say(self, topic: str, text: str) -> dict[int, str]:
-        """Tell all processes something, once for each topic; returns what each says, by shard."""
+        """Send a text to all processes, once for each topic; returns each one's text, by shard."""
         self._store.set(f"{topic}/{self.shard}", text)
         every = range(self.size)
         return {shard: self._store.get(f"{topic}/{shard}").decode() for shard in every}
 
     def of_first(self, data: bytes) -> bytes:
-        """Return what the process of shard 0 has given."""
+        """Return the data from the process of shard 0."""
         size = torch.tensor([len(data)])
         dist.broadcast(size, 0, group=self._group)
         room = torch.empty(int(size), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Has the other processes of a worker carry out what the machine in this one decides."""
+"""Has the other processes of a worker carry out the decisions of the machine in this one."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from holdfast.wire.messages import Address
 
 
 class LeadingShard:
-    """Speaks with the processes of shards 1 and up, one for each of `channels`."""
+    """Connects to the processes of shards 1 and up, one for each of `channels`."""
 
     def __init__(self, worker: WorkerId, channels: Sequence[ShardChannel], link: AgentLink) -> None:
         self._worker = worker
         self._channels = channels
         self._link = link
         self._events = ShardEvents(len(channels) + 1)
-        self._told: tuple[int, ...] | None = None  # which virtual ranks the worker hosts
+        # the virtual ranks that were last reported to the others
+        self._told: tuple[int, ...] | None = None
 
     def start(self, driver: Driver) -> None:
-        """Begin to hear them."""
+        """Begin to listen to them."""
         with driver.monitor:
             self._tell(driver.status())
         self._link.pass_on = self._send
@@ -40,7 +41,7 @@ class LeadingShard:
             ).start()
 
     def hear(self, shard: int, event: ev.WorkerEvent) -> Sequence[ev.WorkerEvent]:
-        """Return what the machine is to be told, now that the process of `shard` has done this."""
+        """Return the events for the machine that follow from an event in the process of `shard`."""
         return self._events.hear(shard, event)
 
     def order(self, effect: ef.WorkerEffect, status: WorkerStatus) -> None:
@@ -52,7 +53,7 @@ class LeadingShard:
             self._send(effect)
 
     def meet(self, view: int, addresses: Mapping[Peer, bytes]) -> None:
-        """Tell them where the members of a view can be reached."""
+        """Send them the addresses of the members of a view."""
         self._send(Book(view, tuple(addresses.items())))
 
     def _tell(self, status: WorkerStatus) -> None:

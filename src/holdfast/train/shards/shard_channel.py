@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Says where the processes of a worker meet, by torch's store."""
+    """Is the place where the processes of a worker meet, by torch's store."""
 
     host: str
     port: int
@@ -36,7 +36,7 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class Book:
-    """Says where the members of a view can be reached."""
+    """Lists the addresses of the members of a view."""
 
     view: int
     addresses: tuple[tuple[Peer, bytes], ...]
@@ -58,21 +58,21 @@ class ShardChannel:
         self._channel = channel
         self._sealer = Sealer(None)
         self._opener = Opener(None)
-        self._waiting: list[Any] = []  # what came with the first message
+        self._waiting: list[Any] = []  # messages that arrived with the first one
         self._leaving: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._write, name="holdfast-shards", daemon=True).start()
 
     def fileno(self) -> int:
-        """Return the descriptor, to wait for what comes."""
+        """Return the descriptor, to wait for messages."""
         return self._channel.fileno()
 
     def send(self, message: object) -> None:
-        """Send one message, soon and in order; what comes after the other's end is lost."""
+        """Send one message, soon and in order; it is lost if the other process has ended."""
         words = type(message).__name__, message
         self._leaving.put(msgspec.msgpack.encode(words, enc_hook=list))  # ranges become lists
 
     def _write(self) -> None:
-        """Send in a thread of its own: whoever sends holds a lock that the receiver may need."""
+        """Send in a thread of its own: the sender may hold a lock that the receiver needs."""
         while True:
             data = self._leaving.get()
             with contextlib.suppress(OSError):
@@ -94,7 +94,7 @@ class ShardChannel:
         yield from self._receive()
 
     def _receive(self) -> Iterator[Any]:
-        """Yield the messages that have come by now, at least one. WireError, EOFError."""
+        """Yield the messages that have arrived, at least one. WireError, EOFError."""
         try:
             data = self._channel.recv(RECEIVED_BYTES)
         except OSError:
