@@ -81,7 +81,7 @@ class Quarantine:
         return frozenset(self.records) | frozenset(self.turn.get(vrank, ()))
 
     def hear(self, told: Mapping[int, bytes]) -> dict[int, Bad]:
-        """Take in the reports of a committed step's tasks; return the new bad records. WireError."""
+        """Take in the reports of a committed step's tasks; return new bad records. WireError."""
         news: dict[int, Bad] = {}
         for vrank, data in sorted(told.items()):
             try:

@@ -1,7 +1,8 @@
-"""Tells a worker process who it is and what its job is, from its environment and run directory.
+"""Reads a worker process's identity and job from its environment and run directory.
 
-The variables hold what differs between the processes of a job. Everything else is in the job
-document of the run directory. Without a launcher there is neither: the process is a job of its own.
+The variables say how this process differs from others of the job. All other settings are in the job
+document of the run directory. Without a launcher there is neither, and the process is a job of its
+own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ALONE = JobSpec(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerEnvironment:
-    """Holds what a worker process is told at its start: who it is, and the whole job document.
+    """Is a worker process's identity, with the whole job document.
 
     `channel_fd` and `run_dir` are None without a launcher.
     """
@@ -44,17 +45,18 @@ class WorkerEnvironment:
     run_dir: Path | None = None
     host: str = "127.0.0.1"
     orders_fd: int | None = None  # to the node's checkpoint writer
-    memory_fds: tuple[int, ...] = ()  # of the files for pieces of the state, by shard
-    memory_bytes: int = 0  # that those of all workers on this node may take
-    shard: int = 0  # which of the worker's processes this is
+    memory_fds: tuple[int, ...] = ()  # files for pieces of the state, by shard
+    memory_bytes: int = 0  # budget for the pieces of all workers on this node
+    shard: int = 0  # number of this process in its worker
     shard_fds: tuple[int, ...] = ()  # to the other ones, from shard 0; else to that one
-    peer_key: bytes = field(default=b"", repr=False)  # proves to other workers whose we are
-    tls: Path | None = None  # directory of the certificates that are shown to them
+    # proves to other workers that this process is of the job
+    peer_key: bytes = field(default=b"", repr=False)
+    tls: Path | None = None  # directory of this process's certificates
     replays: bool = False  # the job computes steps of another one again
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> WorkerEnvironment:
-        """Take everything from the variables of a process. UserError names one that is wrong."""
+        """Read the variables of a process. UserError names a wrong one."""
         if "HOLDFAST_GROUP" in environ:
             raise UserError(
                 "this script calls holdfast.join(), so it needs no torchrun: run it without "
@@ -87,7 +89,7 @@ class WorkerEnvironment:
         )
 
     def identity(self) -> PeerIdentity:
-        """Return by what this process is known to other workers. UserError: bad certificates."""
+        """Return the identity of this process for other workers. UserError: bad certificates."""
         return PeerIdentity.of(self.peer_key, self.tls)
 
 
@@ -125,8 +127,8 @@ def _read_job(run_dir: Path) -> JobSpec:
 def take_channel(environment: WorkerEnvironment) -> int | None:
     """Return the channel's descriptor, once: children of this process must not inherit it.
 
-    Nor the way to the checkpoint writer, nor the memory for pieces, nor the peer key: `environment`
-    holds them by now.
+    Nor do they inherit the descriptors of the checkpoint writer and of the memory for pieces, or
+    the peer key; `environment` keeps them all.
     """
     for name in ("FD", "ORDERS_FD", "MEMORY_FDS", "SHARD_FDS", "PEER_KEY"):
         os.environ.pop(f"HOLDFAST_{name}", None)

@@ -1,7 +1,7 @@
 """Has a worker that joins in the middle of an epoch run the lines above its steps as others did.
 
-What workers have told each other in these lines is a part of the job's state, so that nobody is
-asked for it twice. What the lines change in the state is set back.
+Values that workers have exchanged in these lines are a part of the job's state, so that no worker
+is asked for them twice. Changes of the state in these lines are undone.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from holdfast.train.script.script_state import ScriptState
 
 
 class EpochStart:
-    """Knows whether the script is above the first step of an epoch, and what it is told there."""
+    """Detects whether the script is above the first step of an epoch, and replays values there."""
 
     def __init__(self, progress: ScriptState, loaded: LoadedState) -> None:
         self._progress = progress
         self._loaded = loaded
         self._above = False  # the script is there
         self._again = False  # others have been there before, in this epoch
-        self._asked = 0  # how many values the script was given there
+        self._asked = 0  # number of values that the script was given there
 
     @property
     def is_above(self) -> bool:

@@ -1,9 +1,9 @@
 """Offers a loop's steps epoch by epoch, also to a worker that joins in the middle of one.
 
-All epochs of a loop are one loop to the job: what a script does between two of them, it does within
-that loop. So a worker that joins enters the epoch in which the job stands, and runs none of the
-lines of finished ones. Only the lines above the epoch's steps are run again there: what
-workers have told each other in them is a part of the job's state, and is not asked for twice.
+All epochs of a loop are one loop to the job: the lines between two epochs are within that loop. So
+a worker that joins enters the job's present epoch, and runs none of the lines of finished ones.
+Only the lines above the epoch's steps are run again there: the values that workers have exchanged
+in them are a part of the job's state, and no worker is asked for them twice.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from holdfast.train.script.script_thread import ScriptThread
 
 
 class Epoch:
-    """Holds one pass over the data: iterate over it, once, to go through its steps.
+    """Is one pass over the data: iterate over it, once, to go through its steps.
 
-    `index`: its number, from 0. A worker that joins in the middle of it goes through the steps that
-    are left.
+    `index`: its number, from 0. A worker that joins in the middle of it goes through the remaining
+    steps.
     """
 
     def __init__(self, index: int, walk: EpochWalk, first: Step) -> None:
@@ -32,7 +32,7 @@ class Epoch:
     def __iter__(self) -> Iterator[Step]:
         """Yield the steps of this epoch that the job has not taken yet. UserError if called twice.
 
-        What follows this loop belongs to the epoch: an evaluation, say.
+        The lines after this loop still belong to the epoch: an evaluation, say.
         """
         if self._begun or self._walk.step is not self._first:
             raise UserError(
@@ -56,14 +56,14 @@ class EpochWalk:
         ends: EndsWithEpoch,
         callbacks: Sequence[Callable[[Step], None]],
     ) -> None:
-        self.step: Step | None = None  # the newest
+        self.step: Step | None = None  # the newest step
         self._script = script
         self._steps = steps
         self._ends = ends
         self._callbacks = callbacks
 
     def epochs(self) -> Iterator[Epoch]:
-        """Yield the epochs from where the job stands."""
+        """Yield the epochs from the job's present one on."""
         script = self._script
         try:
             self.step = next(self._steps, None)
@@ -78,7 +78,7 @@ class EpochWalk:
             self._steps.close()
 
     def steps_of(self, epoch: int) -> Iterator[Step]:
-        """Yield the steps that are left of the epoch; the next one begins with the job's next."""
+        """Yield the epoch's remaining steps; the next epoch begins with the job's next step."""
         self._script.epoch_start.leave()
         while self.step is not None:
             yield self.step

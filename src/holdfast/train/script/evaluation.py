@@ -1,7 +1,7 @@
-"""Computes one virtual rank's share of an evaluation, and what all shares come to.
+"""Computes one virtual rank's share of an evaluation, and the mean of all shares.
 
-Batch number b of the dataset, in its own order, falls to virtual rank b modulo V. So what is added
-to what depends on V only, and the mean has the same bits on whatever workers it is computed.
+Batch number b of the dataset, in its own order, falls to virtual rank b modulo V. So the order of
+the additions depends on V only, and the mean has the same bits on any workers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from holdfast.train.data.map_style import load_samples
 from holdfast.train.data.random_streams import enter_stream
 
 Metrics = dict[str, tuple[float, float]]  # sum and weight, by name
-ALONE = ""  # the name of a metric that is the only one, and has none
+ALONE = ""  # the name of a metric that is the only one, and has no name of its own
 _decode = msgspec.msgpack.Decoder(Metrics).decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Says what is evaluated, on what, and cut how. `fn` gets a batch, without gradients."""
+    """Describes an evaluation. `fn` gets a batch, without gradients."""
 
     fn: Callable[[Any], Any]
     dataset: Any
@@ -37,7 +37,7 @@ class Evaluation:
     seed: int
 
     def share(self, step: int, vrank: int) -> bytes:
-        """Compute what the batches of a virtual rank come to. UserError."""
+        """Sum up the metrics of a virtual rank's batches, and encode the sums. UserError."""
         found: Metrics = {}
         for start in range(
             vrank * self.batch_size, self.length, self.batch_size * self.virtual_ranks
@@ -51,7 +51,7 @@ class Evaluation:
         return msgspec.msgpack.encode(found)
 
     def mean(self, told: Mapping[int, bytes]) -> float | dict[str, float]:
-        """Return each metric's mean over all samples, from what all virtual ranks have told."""
+        """Return each metric's mean over all samples, from the shares of all virtual ranks."""
         shares = {vrank: _decode(data) for vrank, data in told.items()}
         names = sorted({name for share in shares.values() for name in share})
         found = {name: self._mean(name, shares) for name in names}
@@ -65,7 +65,7 @@ class Evaluation:
 
 @contextlib.contextmanager
 def without_training(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Put modules into evaluation mode, without gradients; each is as before afterwards."""
+    """Put modules into evaluation mode, without gradients; restore each one's mode afterwards."""
     before = [(each, each.training) for module in modules for each in module.modules()]
     for module, _ in before:
         module.training = False

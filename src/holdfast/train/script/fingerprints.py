@@ -1,6 +1,6 @@
-"""Fingerprints of the state, to be compared between workers: a part in each step.
+"""Fingerprints the state, to compare it between workers: one part in each step.
 
-They cover parameters, module buffers, what optimizers keep of each parameter, and the states of
+They cover parameters, module buffers, the optimizers' state of each parameter, and the states of
 virtual ranks. All workers take the same part in the same step, so that equal states have equal
 fingerprints.
 """
@@ -18,17 +18,17 @@ from holdfast.train.exchange.tensor_bytes import NUMPY_HAS, as_bytes, sum_of_bit
 from holdfast.train.script.rank_states import RankStates
 from holdfast.train.script.script_state import ScriptState
 
-CHUNK = 1 << 16  # elements of a tensor that are never parted
+CHUNK = 1 << 16  # elements of a tensor that are digested together
 Chunk = tuple[torch.Tensor, int, int]
 
 
 class Fingerprints:
-    """Digests parts of the protected state, which all workers must hold alike.
+    """Digests parts of the protected state, which must be the same on all workers.
 
-    `cycle`: steps in which all of the state is seen; 0: none of it ever is.
+    `cycle`: steps in which all of the state is covered once; 0: none of it ever is.
 
-    `buffers`: those of the modules as they were at the step's beginning. `optimizers`: what they
-    keep is covered, too.
+    `buffers`: those of the modules as they were at the step's beginning. `optimizers`: their state
+    is covered, too.
     """
 
     def __init__(
@@ -37,17 +37,18 @@ class Fingerprints:
         self.cycle = cycle
         self._optimizers = optimizers
         self.protected = protected
-        self._parts: tuple[int, list[list[Chunk]]] = (-1, [])  # with so many buffers
+        # the number of buffers for which these parts were cut, and the parts
+        self._parts: tuple[int, list[list[Chunk]]] = (-1, [])
 
     def of_step(self, step: int, buffers: Sequence[torch.Tensor]) -> int:
-        """Return 63 bits of this step's part; 0 if nothing is to be compared."""
+        """Return 63 bits of this step's part; 0 if fingerprints are switched off."""
         if not self.cycle:
             return 0
         parts = self._plan(buffers)
         return (self._digest(parts[step % len(parts)]) if parts else 0) ^ self._of_ranks(step)
 
     def of_all(self, buffers: Sequence[torch.Tensor]) -> int:
-        """Return 63 bits of all that is covered; 0 if nothing is to be compared."""
+        """Return 63 bits of the whole covered state; 0 if fingerprints are switched off."""
         if not self.cycle:
             return 0
         every = self._digest([chunk for part in self._plan(buffers) for chunk in part])
@@ -59,18 +60,18 @@ class Fingerprints:
         named = {id(p): f"{n}.{key}" for n, m in modules for key, p in m.named_parameters()}
         names = [named.get(id(p), "a parameter of an optimizer") for p in self._parameters()]
         kept = [f"{n}.{key}" for n, m in modules for key, _ in m.named_buffers()]
-        if len(kept) != len(buffers):  # one that two modules share
+        if len(kept) != len(buffers):  # two modules share a buffer
             kept = ["a buffer"] * len(buffers)
         every = zip([*names, *kept], [*self._parameters(), *buffers], strict=True)
         found = [(name, self._digest(list(_chunks([tensor])))) for name, tensor in every]
         return found + [each for held in self._rank_states() for each in held.fingerprints()]
 
     def forget(self) -> None:
-        """Look anew at what there is to cover: the modules have changed."""
+        """Find the covered tensors again, since the modules have changed."""
         self._parts = (-1, [])
 
     def _plan(self, buffers: Sequence[torch.Tensor]) -> list[list[Chunk]]:
-        """Cut into as many parts of about equal size as there are steps in a cycle."""
+        """Cut the state into parts of about equal size, one for each step of a cycle."""
         if self._parts[0] != len(buffers):  # there are none before the first step
             chunks = list(_chunks([*self._parameters(), *buffers]))
             total = sum((stop - start) * tensor.element_size() for tensor, start, stop in chunks)
@@ -88,7 +89,7 @@ class Fingerprints:
         return [each.rank_states for each in every if isinstance(each, ScriptState)]
 
     def _of_ranks(self, step: int | None = None) -> int:
-        """Return 63 bits of the states of virtual ranks, or of those whose turn it is."""
+        """Return 63 bits of the states of virtual ranks, or only of those due in this step."""
         return sum(each.fingerprint(step) for each in self._rank_states())
 
     def _parameters(self) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Offers one step of the job to its script: its batches, `backward`, rounds, and the loss.
 
-The script's thread lives here. It computes tasks, waits for what the engine and the machine decide,
-and never takes part in the exchange itself.
+The script's thread runs this code. It computes tasks, waits for decisions of the engine and the
+machine, and never takes part in the exchange itself.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ class Step:
 
     def __init__(self, script: ScriptThread, source: Source, index: int, ends: LoopEnd) -> None:
         self.index = index
-        # Of a stream it is known in job.epochs only.
+        # The epoch of a stream's step is known in job.epochs only.
         self.epoch, self.step_in_epoch = ends.place(index) or source.plan.epoch_of(index)
         self.loss = float("nan")  # after the batches: mean over the step's samples, all workers
         self.gathered = GatheredValues(index, {})  # values of all tasks, after the batches
         self.metrics: dict[str, Any] = {}  # the script sets them for callbacks
         self._script = script
         self._source = source
-        self._ends = ends  # says where the loop ends
-        self._rounds = 0  # the number of complete ones
+        self._ends = ends  # decides where the loop ends
+        self._rounds = 0  # number of complete rounds
         self._ended = False  # the script is through with the body of its loop
-        self._vrank: int | None = None  # of the batch that the script has
-        self._count = 0  # samples in it
+        self._vrank: int | None = None  # the virtual rank whose batch the script has
+        self._count = 0  # samples in that batch
         self._owed = False  # its last backward has not been called yet
         self._task_loss = 0.0
         self._task_weight = UNWEIGHTED
-        self._values: dict[str, bytes] = {}  # that the present task has gathered
+        self._values: dict[str, bytes] = {}  # values that the present task has gathered
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's batches; there are more if another worker fails in this step."""
@@ -86,12 +86,12 @@ class Step:
         """Compute this batch's share of the gradient.
 
         `loss`: a scalar, the mean over the batch; the step's gradient is then the mean over the
-        step's samples. With `weight` it is a sum of so many terms (tokens, say), and the step's
+        step's samples. With `weight` it is a sum of that many terms (tokens, say), and the step's
         gradient is the sum over all batches of all workers divided by their total weight. `last`:
         False if another `backward` follows for the same batch; their gradients, losses and weights
         add up, and `retain_graph` keeps the graph for the next. `scaler`: scale the loss by this
-        GradScaler first. Raises UserError when called out of turn, or for a loss or a weight that
-        cannot be one.
+        GradScaler first. Raises UserError when called out of turn, or for an unusable loss or
+        weight.
         """
         if self._vrank is None or not self._owed:
             raise UserError(
@@ -109,7 +109,7 @@ class Step:
         implied = UNWEIGHTED
         if told is None:
             scale = self._source.scale(self.index, self._vrank)
-            if scale is None:  # the step's samples are counted after it
+            if scale is None:  # samples are weighted after the step
                 scale = implied = float(self._count)
             share = loss if scale == 1.0 else loss * scale
         found = scaler.scale(share) if scaler is not None else share
@@ -125,7 +125,7 @@ class Step:
 
     @property
     def virtual_rank(self) -> int:
-        """Return the virtual rank of the batch that the script has. UserError without a batch."""
+        """Return the virtual rank of the script's present batch. UserError without a batch."""
         if self._vrank is None:
             raise UserError("step.virtual_rank is known in the loop over a step's batches only")
         return self._vrank
@@ -133,10 +133,11 @@ class Step:
     def gather(self, name: str, value: Any) -> None:
         """Hand over a value of this task to all workers: tensors, numbers, or a tree of them.
 
-        After the batches `step.gathered[name]` is the list of what the step's tasks have given, in
-        the order of virtual ranks, the same on all workers; tensors are on the device that they
-        came from. A task that is repeated, or computed by several workers, counts once. Raises
-        UserError outside of a task, for a name that the task has used, and for what cannot travel.
+        After the batches `step.gathered[name]` is the list of the values from the step's tasks, in
+        the order of virtual ranks, the same on all workers; tensors are on the same kind of device
+        as before. A task that is repeated, or computed by several workers, counts once. Raises
+        UserError outside of a task, for a name that the task has used, and for a value that cannot
+        be sent.
         """
         if self._vrank is None:
             raise UserError(
@@ -151,11 +152,11 @@ class Step:
 
     @property
     def complete(self) -> bool:
-        """Tell whether the script has gone through all batches of a round, and of all begun."""
+        """Return whether a round has begun, and the script has gone through all begun rounds."""
         return bool(self._rounds) and not self._script.is_open
 
     def _task(self, task: ef.Compute) -> Iterator[Any]:
-        """Compute a task, and now and then again, to see that it comes to the same."""
+        """Compute a task, and now and then compute it again, to see that the results are equal."""
         source, runner, guard = self._source, self._script.runner, self._script.guard
         hosted, began = task.purpose is Purpose.HOSTED, time.monotonic()
         if task.disputed and guard.is_exact:
@@ -192,7 +193,7 @@ class Step:
         return not runner.any(told is False)
 
     def _dispute(self, task: ef.Compute) -> Iterator[Any]:
-        """Compute a task several times, and tell whether this worker agrees with itself."""
+        """Compute a task several times, and report whether the results of this worker agree."""
         source, runner = self._source, self._script.runner
         self._script.guard.begin_runs()
         runner.begin(task, repeated=True)
@@ -213,7 +214,7 @@ class Step:
         runs.append((yield from self._repeat(task)))
 
     def _others(self, vrank: int) -> list[int]:
-        """Return other virtual ranks, of this worker first; it cannot read others' streams."""
+        """Return other virtual ranks, for a stream only hosted ones: it cannot read the others."""
         hosted = self._script.hosted
         plan = self._source.plan
         theirs = range(plan.virtual_ranks) if isinstance(plan, SamplePlan | OrderPlan) else ()

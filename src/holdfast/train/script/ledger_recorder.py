@@ -1,6 +1,6 @@
-"""Records what one worker's steps were: its copy of the ledger, and events of the job.
+"""Records one worker's steps: its copy of the ledger, and events of the job.
 
-Used by the script's thread; doubts come from the engine's.
+The script's thread uses it; doubts arrive from the engine's thread.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class LedgerRecorder:
         self._driver = driver
         self._plan: Plan  # plan of the present loop
         self._ledger: LedgerWriter | None = None
-        self._quarantine: Quarantine | None = None  # of the loop's dataset
+        self._quarantine: Quarantine | None = None  # quarantine of the loop's dataset
         self._header_due = False  # a header must still be written for the present loop
-        self._tally = DropTally()  # what was dropped in the present loop
-        self._copied = 0  # tasks of others that this worker computed, as last told
+        self._tally = DropTally()  # counts the samples dropped in the present loop
+        self._copied = 0  # tasks of other workers computed here, as last reported
 
     def begin(self, plan: Plan, quarantine: Quarantine | None = None) -> None:
-        """Begin a loop, whose samples fall into steps like this."""
+        """Begin a loop whose samples this plan cuts into steps."""
         self._quarantine = quarantine
         self._plan, self._header_due, self._tally = plan, True, DropTally()
 
@@ -88,7 +88,7 @@ class LedgerRecorder:
     def quarantined(
         self, quarantine: Quarantine, news: Mapping[int, Bad], table: StepTable
     ) -> None:
-        """Have the event log tell once of each record that was quarantined, and who met it."""
+        """Report each new quarantined record once in the event log, with the worker that met it."""
         hosts, said = table.hosts(), set(quarantine.records)
         for vrank, bad in news.items() if self._driver.leads else ():
             for record, why in bad.items():
@@ -104,7 +104,7 @@ class LedgerRecorder:
             ledger.close()
 
     def end(self) -> None:
-        """End the loop, which has no further step."""
+        """End the loop: no further step follows."""
         self._tell_of_dropped()
         copied, self._copied = self._driver.copied - self._copied, self._driver.copied
         if copied:

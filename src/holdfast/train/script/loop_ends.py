@@ -1,4 +1,4 @@
-"""Says where a loop over steps ends: at a step, or with an epoch.
+"""Decides where a loop over steps ends: at a step, or with an epoch.
 
 A rule is asked about the script's next step, on every worker, and must give all of them the same
 answer: it depends on the arguments of the call and on the job's state only.
@@ -28,7 +28,7 @@ class LoopEnd(Protocol):
         ...
 
     def place(self, step: int) -> tuple[int, int] | None:
-        """Return (epoch, step within it); None: as the data's plan says."""
+        """Return (epoch, step within it); None: the data's plan decides."""
         ...
 
 
@@ -55,7 +55,7 @@ class EndsAtStep:
         return self._until - step
 
     def place(self, step: int) -> None:
-        """Leave that to the data's plan."""
+        """Return None, since the data's plan decides."""
 
 
 class EndsWithEpoch:

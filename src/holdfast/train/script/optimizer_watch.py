@@ -1,6 +1,7 @@
-"""Watches every optimizer of this process, so that none updates what the job does not know of.
+"""Watches every optimizer of this process, so that none makes updates unknown to the job.
 
-PyTorch calls one hook before each optimizer's step; the script's thread says what it protects.
+PyTorch calls one hook before each optimizer's step; the script's thread names the objects that it
+protects.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _registered: list[Any] = []
 
 
 class OptimizerWatch:
-    """Checks what optimizers of one script do. `in_step`: its loop over batches is under way.
+    """Checks the optimizers of one script. `in_step`: its loop over batches is under way.
 
-    `sharding`: has each update only what this worker owns.
+    `sharding`: limits each update to the parameters that this worker owns.
     """
 
     def __init__(
@@ -40,8 +41,9 @@ class OptimizerWatch:
         self.sharding = sharding
         self._protected = protected
         self._in_step = in_step
-        self._known: dict[int, int] = {}  # optimizers that were looked at, and their groups' number
-        self._inner: dict[int, str] = {}  # those inside a protected object, and its name
+        # optimizers already checked, with the number of their groups
+        self._known: dict[int, int] = {}
+        self._inner: dict[int, str] = {}  # optimizers inside a protected object, with its name
 
     def start(self) -> None:
         """Watch the optimizers that the calling thread uses."""
@@ -126,7 +128,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _holds(protected: Any, optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether a protected object is this optimizer, or wraps it."""
+    """Return whether a protected object is this optimizer, or wraps it."""
     return protected is optimizer or optimizer in _parts(protected)
 
 

@@ -1,10 +1,10 @@
-"""Finds parameters that tasks change, by whatever way: a task may only read them.
+"""Finds parameters that tasks change in any way: a task may only read them.
 
 PyTorch counts writes to a tensor, but not those through `data`, `set_` or NumPy, and a parameter
-may be replaced. So three things count: which tensor a name stands for, how often it was written to,
-and its bytes. Bytes are compared of all parameters while a job or a member is new, later of a
-rotating share of them, so that watching costs next to nothing. Where nothing but bytes differs,
-memory may have failed, which does not do so twice in the same parameter.
+may be replaced. So three facts are compared: which tensor a name stands for, how often it was
+written to, and its bytes. The bytes of all parameters are compared while a job or a member is new,
+later a rotating share of them, so that watching costs next to nothing. Where only bytes differ,
+memory may have failed, which does not happen twice in the same parameter.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from holdfast.core.step.early_audits import EARLY_STEPS
 from holdfast.train.checkpoint.local_tensors import local_of
 from holdfast.train.exchange.tensor_bytes import memory_of
 
-CHUNK_ELEMENTS = 1 << 14  # of one parameter, that are compared in a step
-SAMPLE_ELEMENTS = 64  # spread over a parameter, that are compared beside its chunk
+CHUNK_ELEMENTS = 1 << 14  # elements of one parameter that are compared in a step
+SAMPLE_ELEMENTS = 64  # elements all over a parameter that are compared beside its chunk
 _CURE = (
     " while tasks were computed (in forward or in the loop over batches, as a momentum encoder, an "
     "embedding with max_norm or an optimizer may do), so that the result depends on which worker "
@@ -32,14 +32,14 @@ _CURE = (
 
 @dataclass(slots=True, kw_only=True)
 class _Place:
-    """Names a parameter of a module, and holds its tensor, version and digest before the tasks."""
+    """Names a parameter of a module, with its tensor, version and digest before the tasks."""
 
     name: str
     home: dict[str, Any]  # the module's parameters
     key: str
     tensor: torch.nn.Parameter
     version: int = 0
-    content: int | None = None  # a digest; None: not looked at
+    content: int | None = None  # a digest; None: not compared in this step
 
 
 class ParameterWatch:
@@ -52,7 +52,7 @@ class ParameterWatch:
         self._modules = modules
         self._cycle = cycle
         self._places: list[_Place] = []
-        self._odd: set[str] = set()  # parameters whose bytes have changed, and nothing else
+        self._odd: set[str] = set()  # parameters that have only changed their bytes
         self._step = 0
         self._is_whole = False
         self._is_open = False

@@ -1,9 +1,9 @@
 """Keeps states that belong to a virtual rank: a hidden state, an environment, a replay buffer.
 
-A task of the virtual rank is given its state as of the last commit, and leaves a new one. That
-travels with the step to all members, so a state is a part of the job's: any worker can take over
-the virtual rank, and a task may be computed again, or by several workers, from the same state.
-Invariant: a task sees nothing of what other tasks, or other runs of the same one, have left.
+A task of the virtual rank starts from its state as of the last commit, and leaves a new one. The
+new state travels with the step to all members, so it is a part of the job's state: any worker can
+take over the virtual rank, and a task may be computed again, or by several workers, from the same
+state. Invariant: a task sees nothing left by other tasks, or by other runs of the same task.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Packed = dict[int, bytes]  # by virtual rank; those whose tasks have not used it
 class RankState:
     """Is one state of every virtual rank; made by `Job.rank_state`.
 
-    `value` is that of the task which is being computed. It may be changed in place or replaced.
+    `value` is the state of the present task. It may be changed in place or replaced.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class RankState:
         self._packed = packed
         self._objects: dict[int, Any] = {}  # made here, each as its last task has left it
         self._first: Packed = {}  # the states with which they were made
-        self._vrank: int | None = None  # of the task that is being computed
-        self._is_used = False  # by that task
+        self._vrank: int | None = None  # the virtual rank of the present task
+        self._is_used = False  # the present task has used the state
         self._value: Any = None
 
     @property
@@ -68,7 +68,8 @@ class RankState:
     def __getitem__(self, vrank: int) -> Any:
         """Return a copy of a virtual rank's state as of the last commit; None before its first use.
 
-        Of an object it is what its state_dict returned. UserError for a number that is none.
+        For an object it is the result of its state_dict. UserError for a number that is no virtual
+        rank.
         """
         if not 0 <= vrank < self._vranks:
             raise UserError(
@@ -85,7 +86,7 @@ class RankState:
         self._vrank, self._is_used, self._value = vrank, False, None
 
     def end_task(self) -> bytes | None:
-        """End the run; returns the state that it leaves, packed, or None if that is the same."""
+        """End the run; return the new state, packed, or None if it has not changed."""
         vrank, self._vrank = self._vrank, None
         if vrank is None or not self._is_used:
             return None
@@ -123,7 +124,7 @@ class RankState:
 
 
 class RankStates:
-    """Holds all states that a script has declared; a part of the job's state."""
+    """Keeps all states that a script has declared; a part of the job's state."""
 
     def __init__(self) -> None:
         self._declared: dict[str, RankState] = {}
@@ -165,7 +166,7 @@ class RankStates:
         return digest.intdigest() >> 1 if count else 0
 
     def fingerprints(self) -> list[tuple[str, int]]:
-        """Return what to call each state, and 63 bits of it."""
+        """Return a description of each state, with 63 bits of it."""
         return [
             (
                 f"the rank state {name!r} of virtual rank {vrank}",
@@ -187,7 +188,7 @@ class RankStates:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[int, torch.Tensor]]) -> None:
-        """Take over the job's. StateMismatch if it cannot be that."""
+        """Take over the job's states. StateMismatch if they do not fit."""
         if any(each.dtype != torch.uint8 for held in state.values() for each in held.values()):
             raise StateMismatch("the states of virtual ranks are no packed bytes")
         for name in {*self._packed, *state}:

@@ -1,11 +1,11 @@
 """Computes a task twice now and then, on the same worker, to see that it is a pure function.
 
-A worker repeats its first task, one task of the job in each of the first steps, and later one in so
-many steps. A difference comes from something that is not keyed by the task: from tasks computed
-before it, from a generator of the script's own, from a machine's passing fault, or from kernels
-that are not deterministic. Further runs tell them apart, some with another task in between: one run
-that differs from all others is a machine's fault, and noise stays small whatever was computed
-before. Where several runs differ, other workers may have to say whether it is the machine.
+A worker repeats its first task, one task of the job in each of the first steps, and later one per
+cycle of steps. A difference has a cause that is not keyed by the task: tasks computed before it, a
+generator of the script's own, a machine's passing fault, or kernels that are not deterministic.
+Further runs tell these apart, some with another task in between: one run that differs from all
+others is a machine's fault, and noise stays small after any earlier task. Where several runs
+differ, other workers may have to decide whether it is the machine.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from holdfast.core.errors import UserError, WorldError
 from holdfast.core.step.audit import Sketch, near
 from holdfast.core.step.early_audits import EARLY_STEPS
 
-RUNS_MAX = 6  # of one task: before the one that counts, that one, and after it
-RUNS_CLOSE = 4  # of a worker's first task, if it is one of the job's first
+RUNS_MAX = 6  # runs of a task in all: before the counted one, that one, and after it
+RUNS_CLOSE = 4  # runs of a worker's first task, if it is one of the job's first
 RUNS_QUICK = 40  # the most runs of such a task, in at most:
 QUICK_S = 1.0
-RUNS_ODD = 14  # where one run differs: a script that counts its calls makes another one differ
-RUNS_AFTER = 8  # at least, after the run that differs
+RUNS_ODD = 14  # runs if one differs: a script that counts its calls makes another one differ
+RUNS_AFTER = 8  # least number of runs after the one that differs
 OTHERS_BEFORE = (0, 0, 0, 1, 0, 2)  # other tasks that are computed before each of these runs
-SETTLES = 4.0  # by so much closer runs are a script's doing, where noise would be as large
+# runs that settle by this factor show a script's doing, where noise would stay as large
+SETTLES = 4.0
 
 
 def others_before(run: int) -> int:
@@ -40,21 +41,22 @@ def others_before(run: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMark:
-    """Says what a run of a task has used and come to; 0 for a batch that cannot be digested."""
+    """Describes the input and the result of a run; 0 for a batch that cannot be digested."""
 
     batch: int
     result: int
-    sketch: Sketch = ()  # of the gradient, where it was asked for
-    handed: int = 0  # a digest of what it hands over besides its gradient
-    bad: bytes = b""  # names records that could not be read
+    sketch: Sketch = ()  # sketch of the gradient, where it is wanted
+    handed: int = 0  # digest of the values that it hands over besides its gradient
+    bad: bytes = b""  # encoded list of records that could not be read
 
 
 class RepeatedTasks:
-    """Knows which tasks are repeated, and judges what came out.
+    """Decides which tasks are repeated, and judges their results.
 
     `cycle`: steps in which one task is repeated; 0: none ever is. `tolerance`: by how much of its
     norm a gradient may differ where kernels are not deterministic; `is_exact` returns whether they
-    are. `describe` returns what the script's loop carries from task to task, for messages.
+    are. `describe` returns a text about variables that the script's loop carries from task to task,
+    for messages.
     """
 
     def __init__(
@@ -73,8 +75,8 @@ class RepeatedTasks:
         self._is_exact = is_exact
         self._describe = describe
         self._is_first = True  # this worker has repeated no task yet
-        self._is_earliest = False  # the task that is repeated now was this worker's first
-        self._is_close = False  # so it is looked at more closely
+        self._is_earliest = False  # the task repeated now was this worker's first
+        self._is_close = False  # the repeated task is examined more closely
         self._has_told_noise = False
 
     @property
@@ -83,7 +85,7 @@ class RepeatedTasks:
         return not self._is_exact()
 
     def is_due(self, step: int, vrank: int) -> bool:
-        """Return whether this task, which is about to begin, is to be repeated."""
+        """Return whether this task, which is about to begin, has to be repeated."""
         if not self._cycle:
             return False
         turn, within = divmod(step, 1 if step < EARLY_STEPS else self._cycle)
@@ -102,12 +104,13 @@ class RepeatedTasks:
     def decides(self, runs: Sequence[RunMark], task: str, spent_s: float = math.inf) -> bool:
         """Judge the runs of a task in their order; the second one counts.
 
-        `spent_s`: how long they have taken. Returns False if one more is needed. UserError if the
-        task is no function of its inputs; WorldError if the run that counts was wrong.
+        `spent_s`: how long they have taken. Returns False if another run is needed. UserError if
+        the task is no function of its inputs; WorldError if the run that counts was wrong.
         """
         counts = runs[1]
         if any(each.bad != counts.bad for each in runs):
-            return True  # a record has come or gone between them, which is no fault of the script
+            # a record's file has changed between the runs, which is no fault of the script
+            return True
         if all(_agree(counts, each) for each in runs) or self._is_known_noise(runs):
             quick = spent_s < QUICK_S and len(runs) < RUNS_QUICK
             return len(runs) >= (RUNS_CLOSE if self._is_close else 2) and not (
@@ -116,7 +119,7 @@ class RepeatedTasks:
         if len(runs) < RUNS_MAX:
             return False
         (most, times), *_ = Counter(map(_outcome, runs)).most_common(1)
-        # What a script makes at its first task makes that task's first run the odd one.
+        # Objects made by a script at its first task make that task's first run the odd one.
         begins = self._is_earliest and _outcome(runs[0]) != most
         if times == len(runs) - 1 and not begins:
             odd = next(i for i, each in enumerate(runs) if _outcome(each) != most)
@@ -138,14 +141,14 @@ class RepeatedTasks:
     def is_made_at_first(self, runs: Sequence[RunMark]) -> bool:
         """Return whether only the first run of a worker's first task differs, early in the job.
 
-        So it is where a script makes something then. A machine is rarely wrong just there, and
-        little is lost if the job ends for it.
+        Then the script most likely makes objects in that run. A machine is rarely wrong just there,
+        and little is lost if the job ends for it.
         """
         first, *others = map(_outcome, runs)
         return self._is_close and len(set(others)) == 1 and first != others[0]
 
     def accuse(self, runs: Sequence[RunMark], task: str) -> UserError:
-        """Return an error that says that the script makes these runs of a task differ."""
+        """Return an error that blames the script for the differences between runs of a task."""
         return UserError(
             f"{task} came to {_what_differs(runs)} each time that this worker computed it"
             f"{self._describe()}: a task must depend on nothing but the parameters, its batch "
@@ -171,9 +174,9 @@ class RepeatedTasks:
 
 
 def _is_noise(runs: Sequence[RunMark], tolerance: float) -> bool:
-    """Return whether runs differ as kernels' noise does: little, whatever was computed before.
+    """Return whether runs differ as kernels' noise does: little, after any earlier task.
 
-    What a script keeps settles while one task is repeated, and moves away with another task.
+    State that a script keeps settles while one task is repeated, and moves away with another task.
     """
     if not all(near(runs[1].sketch, each.sketch, tolerance) for each in runs):
         return False
@@ -187,7 +190,7 @@ def _is_noise(runs: Sequence[RunMark], tolerance: float) -> bool:
 
 
 def result_print(loss: float, weight: float, gradient: int) -> int:
-    """Return 64 bits of what a task has come to."""
+    """Return 64 bits of a task's result."""
     return xxhash.xxh3_64_intdigest(struct.pack("<2dQ", loss, weight, gradient))
 
 
@@ -198,7 +201,7 @@ def _outcome(run: RunMark) -> tuple[int, int, int]:
 def may_be_a_machines(runs: Sequence[RunMark]) -> bool:
     """Return whether runs differ as on a machine that computes wrongly now and then, or always.
 
-    Two wrong runs of a machine hardly have the same bits; what a script does may come again.
+    Two wrong runs of a machine hardly have the same bits; a script's different results may recur.
     """
     (_, *others) = Counter(map(_outcome, runs)).most_common()
     return len({each.batch for each in runs}) == 1 and all(times == 1 for _, times in others)

@@ -1,7 +1,7 @@
-"""Looks after the promise in what a script does: whether its workers are alike, its tasks pure.
+"""Guards the promise in the script's code: its workers must be alike, its tasks pure.
 
-In the first step after workers have joined, and in one step out of a cycle, it compares what is no
-tensor of the state, and samples of the dataset, and sees that no task writes to parameters.
+In the first step after workers have joined, and in one step out of a cycle, it compares the plain
+values of the state and samples of the dataset, and checks that no task writes to parameters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from holdfast.train.step.task_files import TaskFiles
 
 @dataclass(slots=True, kw_only=True)
 class ScriptGuard:
-    """Guards one worker's script; see the module. `cycle`: steps; 0: nothing is looked at."""
+    """Guards one worker's script; see the module. `cycle`: steps; 0: no checks."""
 
     prints: Fingerprints
     comparison: StateComparison
@@ -47,13 +47,14 @@ class ScriptGuard:
     memory: ScriptMemory
     suspects: Suspects
     cycle: int
-    look_at_source: Callable[[], None] | None = None  # once, at the first step
+    look_at_source: Callable[[], None] | None = None  # called once, at the first step
     files: TaskFiles | None = None
     others: UnprotectedModules | None = None  # None: modules of this process may be others'
     is_alone: bool = False  # no agent watches this process
     joined: bool = False  # workers have joined before the next step
     has_marked: bool = False  # values of the script were remembered for the present task
-    accusation: UserError | None = None  # in the present step: why this worker contradicts itself
+    # set in the present step: why this worker contradicts itself
+    accusation: UserError | None = None
 
     def open(
         self,
@@ -64,7 +65,7 @@ class ScriptGuard:
         whole: bool,
         copied: int = 0,
     ) -> Prints:
-        """Begin a step; returns its fingerprints. `whole`: one is taken of all of the state.
+        """Begin a step; return its fingerprints. `whole`: take one of the whole state.
 
         `copied`: the fingerprint of the copy for followers.
         """
@@ -110,7 +111,7 @@ class ScriptGuard:
             raise self._name_suspects(fault) from None
 
     def _name_suspects(self, fault: ScriptFault) -> UserError:
-        """Return what ends the job, with what in the script may be at fault.
+        """Return the error that ends the job, with suspects in the script.
 
         UserError at once, which names a parameter, if tasks change one.
         """
@@ -120,10 +121,10 @@ class ScriptGuard:
     def decides(
         self, runs: Sequence[RunMark], task: str, *, spent_s: float, compared: bool
     ) -> bool | None:
-        """Judge the runs of a repeated task; returns False if one more is needed.
+        """Judge the runs of a repeated task; return False if another run is needed.
 
         `spent_s`: how long they have taken. `compared`: others compute the task as well; then None
-        says that they differ, and that others must say by whose fault. UserError, which names a
+        means that the runs differ, and that others must find the cause. UserError, which names a
         parameter if tasks change one; WorldError.
         """
         if not (are_alike(runs) or self.has_marked):
@@ -140,7 +141,7 @@ class ScriptGuard:
             return None
 
     def contradicts_itself(self, runs: Sequence[RunMark], task: str) -> bool:
-        """Return whether the runs of a disputed task differ; remembers why, if so."""
+        """Return whether the runs of a disputed task differ; if so, remember the reason."""
         if are_alike(runs):
             return False
         self.accusation = self.accusation or self.repeats.accuse(runs, task)

@@ -1,8 +1,8 @@
-"""Keeps where the job's script stands, and its values: a part of the job's state.
+"""Keeps the position of the job's script, and its values: a part of the job's state.
 
 It travels with the protected objects. So a worker that joins, or begins from a checkpoint, knows
-which loops of its script are over, which step of the present one comes next, and what was told to
-all workers between loops.
+which loops of its script are over, which step of the present one comes next, and which values all
+workers have exchanged between loops.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from holdfast.train.script.row_updates import RowUpdates
 from holdfast.train.step.module_attributes import ModuleAttributes
 from holdfast.train.step.trained import TrainedParameters
 
-PLACES = frozenset({"streams", "readers", "orders", "quarantined"})  # where data stand
+PLACES = frozenset({"streams", "readers", "orders", "quarantined"})  # entries for positions in data
 KEPT = PLACES | {"steps", "stopped", "values", "ended", "told", "epoch", "modules", "trained"}
-RANK_STATES = "rank_states"  # kept by jobs that have any
+RANK_STATES = "rank_states"  # saved by jobs that have any
 EpochEntry = tuple[int, int, list[bytes]]
 
 
 class Values(MutableMapping[str, Any]):
-    """Holds what a script keeps in variables: numbers, strings, and lists and dictionaries of them.
+    """Keeps the script's variables: numbers, strings, and lists and dictionaries of them.
 
     It is a part of the job's state: it is saved, and a worker that joins receives it.
     """
@@ -61,21 +61,24 @@ class ScriptState:
     """Counts a script's steps and finished loops; protected like a model. See the module."""
 
     def __init__(self) -> None:
-        self.steps = 0  # that the script has taken, over all its loops
+        self.steps = 0  # steps of the script so far, over all its loops
         self.stopped = False  # the script's loops are to end
         self.values = Values()
         self.scratch: dict[str, Any] = {}  # the script's own, and no part of the state
-        self.ended: list[int] = []  # after how many steps each finished loop has ended
-        self.streams: dict[int, list[Position]] = {}  # where their shards stand
+        # for each finished loop, the number of steps after which it ended
+        self.ended: list[int] = []
+        self.streams: dict[int, list[Position]] = {}  # positions of the streams' shards
         self.trained = TrainedParameters()
-        self.readers: dict[int, dict[int, tuple[int, int, bytes]]] = {}  # their last told states
-        self.orders: dict[int, list[OrderPosition]] = {}  # where those of samplers stand
-        self.quarantined: dict[int, dict[int, int]] = {}  # of each dataset: record, step
-        self.told: dict[int, bytes] = {}  # in loops that only told values: by number of the loop
+        # the last reported states of the streams' readers
+        self.readers: dict[int, dict[int, tuple[int, int, bytes]]] = {}
+        self.orders: dict[int, list[OrderPosition]] = {}  # positions in the samplers' orders
+        # by dataset: records and the steps in which they were found
+        self.quarantined: dict[int, dict[int, int]] = {}
+        self.told: dict[int, bytes] = {}  # values exchanged between loops: by number of the loop
         # The newest epoch: the number of its loop, its own number, and the values that workers
         # have exchanged in it before its first step.
         self.epoch: EpochEntry = (-1, -1, [])
-        self.attributes = ModuleAttributes([])  # of the protected modules, once these are known
+        self.attributes = ModuleAttributes([])  # filled in once the protected modules are known
         self.rank_states = RankStates()
         self.row_updates = RowUpdates()
 
@@ -100,7 +103,7 @@ class ScriptState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the job's; StateMismatch if that is of another version."""
+        """Take over the job's position and values; StateMismatch if they are of another version."""
         if set(state) - {RANK_STATES} != KEPT:
             raise StateMismatch(
                 f"the script's progress is kept as {sorted(state)}, which this version of Holdfast "

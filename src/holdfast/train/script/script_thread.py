@@ -1,7 +1,7 @@
 """Runs the script's own thread between `job.steps` and its end: loops, steps and tasks.
 
-It computes tasks, applies committed gradients and copies its share of the state when it is told to;
-it never takes part in the exchange itself. A step of the script is one step of the job, or several
+It computes tasks, applies committed gradients and copies its share of the state when ordered; it
+never takes part in the exchange itself. A step of the script is one step of the job, or several
 that follow each other with no boundary between them.
 """
 
@@ -48,7 +48,7 @@ ADDED = (
     "its first line and lacks them, so the job ends at its next join; build all layers before the "
     "first step, and freeze those that are trained later"
 )
-TOLD_CHARS_MAX = 1000  # of an agreed value, in the ledger
+TOLD_CHARS_MAX = 1000  # limit for an agreed value in the ledger
 
 
 class TaskRunner:
@@ -62,7 +62,7 @@ class TaskRunner:
         inner: InnerGroup | None = None,
         files: TaskFiles | None = None,
     ) -> None:
-        self._files = files  # None: nobody looks at them
+        self._files = files  # None: files are not watched
         self.inner = inner  # the other processes of this worker
         self._driver = driver
         self._data = data
@@ -87,7 +87,7 @@ class TaskRunner:
         data.gradients.begin_task(task.vrank, task.purpose)
 
     def begin_repeat(self, task: ef.Compute, *, sketch: bool) -> None:
-        """Note that the script is about to compute a task only to see what it comes to."""
+        """Record that the script is about to compute a task only to compare its result."""
         self._use = self._driver.times.enter(TimeUse.CHECK)
         self._start(task.step, bits=True, sketch=sketch)
         self._data.gradients.begin_task(task.vrank, Purpose.AUDITED)
@@ -117,7 +117,7 @@ class TaskRunner:
         return self._data.gradients.backward_pass(last=last)
 
     def end(self, task: ef.Compute, finished: FinishedTask) -> FinishedTask:
-        """Note that the script has computed its task; returns all that it leaves."""
+        """Record that the script has computed its task; return it with buffers and digests."""
         data, vrank = self._data, task.vrank
         self._finish()
         if task.purpose is Purpose.HOSTED:
@@ -133,7 +133,7 @@ class TaskRunner:
         return replace(finished, gradient=gradient, bits=bits, sketch=sketch, part=part)
 
     def report(self, task: ef.Compute, finished: FinishedTask) -> None:
-        """Let the machine know of a task that has ended."""
+        """Post to the machine that a task has ended."""
         data, driver, vrank = self._data, self._driver, task.vrank
         with driver.monitor:
             if task.purpose is Purpose.HOSTED:
@@ -148,33 +148,33 @@ class TaskRunner:
     def means(
         self, weights: Sequence[float], losses: Sequence[float]
     ) -> tuple[list[float], list[float]]:
-        """Return both as the worker has them: the means over its processes."""
+        """Return the worker's weights and losses: the means over its processes."""
         if self.inner is None:
             return list(weights), list(losses)
         found = self.inner.means([*weights, *losses])
         return found[: len(weights)], found[len(weights) :]
 
     def any(self, flag: bool) -> bool:
-        """Tell whether any process of this worker says so."""
+        """Return whether the flag is set in any process of this worker."""
         return flag if self.inner is None else self.inner.any(flag)
 
     def join_digests(self, digests: Sequence[int]) -> list[int]:
-        """Return digests of what the processes of this worker hold together; 0 where none was."""
+        """Return joint digests over the processes of this worker; 0 where all of them have 0."""
         return list(digests) if self.inner is None else self.inner.join_digests(digests)
 
     def of_first(self, told: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Return what the process of shard 0 was told."""
+        """Return the values that the process of shard 0 has received."""
         if self.inner is None:
             return dict(told)
         data = self.inner.of_first(msgspec.msgpack.encode(dict(told)))
         return msgspec.msgpack.decode(data, type=dict[int, bytes])
 
     def begin_values(self) -> None:
-        """Note that a task of a step that exchanges values begins: from the step's buffers."""
+        """Restore the step's buffers before a task of a step that exchanges values."""
         self._data.buffers.restore()
 
     def tell(self, task: ef.Compute, value: bytes | None) -> None:
-        """Note what a task of a step that exchanges values has come to."""
+        """Record the result of a task of a step that exchanges values."""
         current.probe.task(task.step, task.vrank)
         with self._driver.monitor:
             if value is not None:
@@ -183,7 +183,7 @@ class TaskRunner:
             self._driver.post(ev.TaskDone(task.step, task.vrank, task.purpose, 0))
 
     def put(self, vrank: int, finished: FinishedTask) -> None:
-        """Note the row of a task that this worker hosts."""
+        """Record the row of a task that this worker hosts."""
         me, data = self._driver.status(), self._data
         host = me.worker, me.incarnation
         if data.kind is StepKind.GRADIENTS:
@@ -194,7 +194,7 @@ class TaskRunner:
             data.buffers.keep(vrank, finished.left)
 
     def adopt(self, vrank: int) -> None:
-        """Note that a speculative task is this worker's own task now."""
+        """Record that a speculative task is this worker's own task now."""
         me = self._driver.status()
         with self._driver.monitor:
             report = self._data.speculative.adopt(vrank, (me.worker, me.incarnation))
@@ -222,20 +222,21 @@ class ScriptThread:
         self.guard = guard
         self._mover = mover
         self._recorder = recorder
-        self._loop_data: LoopData  # that the present loop goes through
-        self._plan: Plan  # of that
-        self._marks: tuple[list[int], list[int]] = ([], [])  # counts and digests of the turn
+        self._loop_data: LoopData  # data of the present loop
+        self._plan: Plan  # plan of these data
+        self._marks: tuple[list[int], list[int]] = ([], [])  # sample counts and digests of the turn
         self._loop = -1  # the number of the loop that was entered last
-        self.in_loop = False  # true also when the script has left one that is not over yet
-        self._planned = False  # it is known
+        self.in_loop = False  # true also when the script has left a loop that is not over yet
+        self._planned = False  # the present loop's plan is known
         self._passed = False  # the loop that was left last was over before
         self._first: int | None = None  # the loop in which this worker has begun its first step
         self._at = 0  # the job's step that is open, or is opened next
-        self._rested = True  # there is a boundary before it
-        self._whole = False  # all of the state is looked at in it
-        self.is_open = False  # it is open: its tasks are not all done
+        self._rested = True  # a boundary lies before that step
+        self._whole = False  # the step fingerprints the whole state
+        self.is_open = False  # not all tasks of the step are done
         self.is_yielding = False  # the script is in the body of a loop
-        self.reports: Mapping[int, TaskReport] = {}  # of the last step's tasks, by virtual rank
+        # reports of the last step's tasks, by virtual rank
+        self.reports: Mapping[int, TaskReport] = {}
 
     # ------------------------------------------------------------ loops
 
@@ -251,7 +252,7 @@ class ScriptThread:
         return ended[-1] if ended else 0
 
     def loop(self, data: LoopData, ends: LoopEnd) -> Iterator[tuple[int, Plan]]:
-        """Walk through the script's steps in one loop, from wherever the job stands."""
+        """Yield the script's steps in one loop, starting from the job's present step."""
         self._enter_loop(data)
         progress = self.progress
         while self._next_step(lambda: progress.stopped or ends.is_over(progress.steps)):
@@ -267,7 +268,7 @@ class ScriptThread:
         self.leave_loop()
 
     def end_turn(self) -> None:
-        """Note that the script is through with a step, or has left the loop after it."""
+        """Record that the script has finished a step, or has left the loop after it."""
         step, (counts, digests) = self.progress.steps, self._marks
         self._loop_data.advance(step, counts, digests)
         if self._loop_data.quarantine is not None:
@@ -281,17 +282,17 @@ class ScriptThread:
 
     @property
     def acts(self) -> bool:
-        """Tell whether this worker is the one that acts for the job after the committed step.
+        """Return whether this worker acts for the job after the committed step.
 
-        That is the leader of the view in which the step was reduced, so all agree on it, and nobody
-        takes its place in that step.
+        The leader of the view in which the step was reduced does. So all agree on the worker, and
+        no other takes its place in that step.
         """
         return self._data.acts
 
     def leave_loop(self) -> None:
-        """End the present loop, but do not wait in one that was over before the script came to it.
+        """End the present loop, but do not wait in one that was over before the script reached it.
 
-        A worker that joins passes such loops, and has nothing to wait for in them.
+        A worker that joins passes such loops without waiting.
         """
         progress = self.progress
         self.in_loop = False
@@ -300,7 +301,7 @@ class ScriptThread:
             self._recorder.end()
         if not self._passed:
             if self._first is not None and self._first < self._loop:
-                self.guard.loaded.load_again()  # there was no step before which it would be
+                self.guard.loaded.load_again()  # it had no step before which to load it
             self.guard.loaded.forget()
             progress.ended.append(progress.steps)
             self._wait_for_release()
@@ -326,7 +327,7 @@ class ScriptThread:
             pass
 
     def once(self, data: LoopData, tell: Callable[[], bytes]) -> bytes:
-        """Have values told between loops, in a loop of its own; returns what was told there."""
+        """Exchange values between loops, in a loop of its own; return the exchanged bytes."""
         self._enter_loop(data)
         progress, number = self.progress, self._loop
         if self._next_step(lambda: number in progress.told):
@@ -340,12 +341,12 @@ class ScriptThread:
         self._driver.post(ev.LoopEntered(self.guard.is_exact))
 
     def _next_step(self, ends: Callable[[], bool]) -> bool:
-        """Wait at the boundary; tells whether there is a step before the loop is over."""
+        """Wait at the boundary; return whether the loop has another step."""
         if self._first is not None:
             self._make_plan()
             if self._is_over(ends):
                 return False
-            if self._first < self._loop:  # lines between loops may have changed what was received
+            if self._first < self._loop:  # lines between loops may have changed the received state
                 self.guard.loaded.load_again()
         driver = self._driver
         self.progress.trained.scatter()
@@ -365,7 +366,7 @@ class ScriptThread:
         """End this process: it was given a state that belongs to an earlier line of the script.
 
         Another process takes its place, and runs the script from its first line. `wrong`: a
-        sentence for people if it has computed something wrongly instead.
+        sentence for people, if it ends because it has computed wrongly.
         """
         if wrong:
             self._driver.post(ev.EventNoted("wrong", wrong))
@@ -374,7 +375,7 @@ class ScriptThread:
             self._driver.next_for_script()
 
     def _make_plan(self) -> None:
-        """Make the present loop's plan, once it is known after how many steps it begins."""
+        """Make the present loop's plan, once the number of steps before it is known."""
         if not self._planned:
             ended = self.progress.ended[: self._loop]
             self._plan = self._loop_data.begin(ended[-1] if ended else 0)
@@ -394,8 +395,8 @@ class ScriptThread:
     ) -> int:
         """Open the job's next step, and return its number.
 
-        `of`: names of the modules whose gradients it sums; None: all. `proposal`: what the leader
-        proposes in a step that exchanges values. UserError within another step.
+        `of`: names of the modules whose gradients it sums; None: all. `proposal`: the leader's
+        proposal in a step that exchanges values. UserError within another step.
         """
         if self.is_open:
             raise UserError(
@@ -425,7 +426,7 @@ class ScriptThread:
         return self._at
 
     def tasks(self, source: Source | None = None, until: int = 0) -> Iterator[ef.Compute]:
-        """Walk through the tasks of the open step, until it is committed.
+        """Yield the tasks of the open step, until it is committed.
 
         `source`: loads batches of this worker's tasks ahead, up to the script's step `until`.
         """
@@ -470,7 +471,7 @@ class ScriptThread:
         if first:
             self._marks = counts, table.digests()
             told = self._loop_data.check(index, *self._marks)
-        scale = samples / counted  # 1 unless something was dropped
+        scale = samples / counted  # 1 unless samples were dropped
         every, means = self.runner.means(table.weights(), table.losses())
         weights = [weight for weight, count in zip(every, counts, strict=True) if count]
         losses = {(v, 1): loss for v, loss in enumerate(means)}
@@ -500,7 +501,7 @@ class ScriptThread:
         return loss
 
     def told(self) -> dict[int, bytes]:
-        """Return what all members have told in the committed step, by virtual rank."""
+        """Return the values of all members in the committed step, by virtual rank."""
         data = self._data
         self._mover.before_update()
         data.buffers.restore()
@@ -510,7 +511,7 @@ class ScriptThread:
         return told
 
     def modules_named(self, names: Collection[str]) -> Collection[str]:
-        """Return these names; UserError for one under which no module with parameters is."""
+        """Return these names; UserError for a name without a module that has parameters."""
         known = self.progress.trained.owners
         for name in names:
             if name not in known:
@@ -525,7 +526,7 @@ class ScriptThread:
         self._data.wants_stop = True
 
     def _quarantine(self) -> None:
-        """Take in which records tasks of the step had to leave out. UserError if too many had."""
+        """Quarantine the records that tasks of the step had to leave out. UserError if too many."""
         quarantine = self._loop_data.quarantine
         told = {vrank: report.bad for vrank, report in self.reports.items() if report.bad}
         if quarantine is None or not told:
@@ -564,7 +565,7 @@ def _tell_new_names(driver: Driver, names: Sequence[str]) -> None:
 
 
 def agreed(proposal: bytes | None) -> str:
-    """Return what the ledger says of a value that was agreed on: as JSON, cut short."""
+    """Return the ledger's text for an agreed value: as JSON, cut short."""
     if proposal is None:
         return ""
     return msgspec.json.encode(msgspec.msgpack.decode(proposal)).decode()[:TOLD_CHARS_MAX]

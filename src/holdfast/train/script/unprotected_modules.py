@@ -1,10 +1,10 @@
 """Finds modules that a script changes step by step and has not protected: averages, targets.
 
-A worker that joins would begin them anew. Every module of the process is looked for once, in the
-first step, and every dictionary of tensors by the names of a module's parameters; frozen ones
-(teachers, feature extractors) do not change, and are not told of. Neither is what a protected
-object's state contains, whether that state holds the same tensors or copies of them, nor anything
-in the job's scratch: a script says of it that no result depends on it.
+A worker that joins would start them from scratch. In the first step it looks for every module of
+the process, and for every dictionary of tensors by the names of a module's parameters; frozen ones
+(teachers, feature extractors) do not change, and are not reported. Tensors in a protected object's
+state, or copies of them, are not reported either. Nor are objects in the job's scratch, because no
+result depends on these.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import nn
 from holdfast.core.errors import UserError
 from holdfast.train.checkpoint.state import tensors_in
 
-TENSORS_MAX = 4  # of a module that are looked at
-NUMBERS_MAX = 16  # of each
+TENSORS_MAX = 4  # tensors of a module that are compared
+NUMBERS_MAX = 16  # numbers of each tensor that are compared
 Numbers = tuple[str, ...]
 
 
 class UnprotectedModules:
-    """Knows the modules with parameters that are no part of the protected ones.
+    """Watches the modules with parameters that are no part of the protected ones.
 
     `others`: protected objects that are no modules; tensors of their state are protected, too.
     `scratch`: the job's.
@@ -40,11 +40,12 @@ class UnprotectedModules:
         self._others = others
         self._scratch: Mapping[str, Any] = {} if scratch is None else scratch
         self._found: list[tuple[weakref.ref[nn.Module], Numbers]] | None = None
-        self._changed = 0  # how often in a row one was seen to have changed
-        self._tables: list[tuple[dict[str, Any], Numbers, int]] = []  # and how often in a row
+        self._changed = 0  # how often in a row a module was seen to have changed
+        # tables, their numbers, and how often in a row they changed
+        self._tables: list[tuple[dict[str, Any], Numbers, int]] = []
 
     def look(self, protected: Collection[nn.Module]) -> None:
-        """Look whether one has changed since the last look. UserError if it has twice."""
+        """Compare the modules with their last contents. UserError if one has changed twice."""
         if self._found is None:
             kept = {t.data_ptr() for each in self._others for t in tensors_in(each.state_dict())}
             self._found = [(weakref.ref(m), _print(m)) for m in _unknown_modules(protected, kept)]
@@ -71,7 +72,7 @@ class UnprotectedModules:
             )
 
     def _look_at_tables(self) -> None:
-        """Go on with those that have changed, as the others' memory may be given back."""
+        """Keep watching only the tables that have changed; the others' memory may be freed."""
         now = [(each, _numbers(each.values()), seen, n) for each, seen, n in self._tables]
         self._tables = [(each, found, n + 1) for each, found, seen, n in now if found != seen]
         if self._tables:
@@ -93,7 +94,7 @@ class UnprotectedModules:
                 )
 
     def _contents(self) -> set[str]:
-        """Return what the protected objects' states contain: such a state may be of copies."""
+        """Return digests of the tensors in the protected objects' states, which may be copies."""
         tensors = (t for each in self._others for t in tensors_in(each.state_dict()))
         return {_content(each) for each in tensors}
 
@@ -167,6 +168,6 @@ def _print(module: nn.Module) -> Numbers:
 
 
 def _numbers(tensors: Iterable[torch.Tensor]) -> Numbers:
-    """Return the first numbers of a few tensors: what is written through `data` counts, too."""
+    """Return the first numbers of a few tensors; they show writes through `data`, too."""
     few = itertools.islice((each for each in tensors if each.numel()), TENSORS_MAX)
     return tuple(repr(each.detach().flatten()[:NUMBERS_MAX].cpu().tolist()) for each in few)

@@ -1,7 +1,7 @@
-"""Lets members of a view tell each other whose results of a step count (core/step/backup.py).
+"""Lets members of a view agree whose results of a step count (core/step/backup.py).
 
-They do so at any time, also while this worker's script still computes the step before, so a thread
-listens to each member that may say something.
+They may send such messages at any time, also while this worker's script still computes the step
+before, so a thread listens to each possible sender.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TAG_BACKUP = 10
 
 
 class BackupMessages:
-    """Listens to what the members of one view say of who is done, and who counts."""
+    """Receives the messages of one view about finished members, and about counted ones."""
 
     def __init__(self, driver: Driver, view: View, layout: Layout, transport: Transport) -> None:
         self._driver = driver
@@ -42,7 +42,7 @@ class BackupMessages:
     def send(
         transport: Transport, layout: Layout, to: list[int], step: int, said: list[int]
     ) -> None:
-        """Tell these ranks something of a step. Aborted."""
+        """Send a message about a step to these ranks. Aborted."""
         words = torch.zeros(1 + layout.size, dtype=torch.int64)
         words[: 1 + len(said)] = torch.tensor([step, *said])
         transport.exchange([(p, words) for p in to], [], TAG_BACKUP).wait()
@@ -60,4 +60,4 @@ class BackupMessages:
                     ranks = tuple(rank for rank, counts in enumerate(said) if counts)
                     self._driver.post(CountSettled(view, step, ranks))
         except Aborted:
-            return  # the engine tells of it
+            return  # the engine reports it

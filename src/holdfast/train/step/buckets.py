@@ -1,10 +1,10 @@
-"""Gradients on their way from autograd into flat buckets, one partial sum per node of the tree.
+"""Moves gradients from autograd into flat buckets, one partial sum per node of the tree.
 
 A bucket holds consecutive parameters of one dtype and device. As a task's backward pass fills it,
 its gradients are copied into a flat leaf, and leaves are combined along the canonical tree as soon
-as siblings meet. Nothing here knows about workers: it only says, through `on_filled`, that another
-virtual rank has contributed to a bucket. Partial sums are kept until the step is committed, so a
-reduction can be repeated after a failure and gives the same bits.
+as siblings meet. Nothing here knows about workers: `on_filled` only reports that another virtual
+rank has contributed to a bucket. Partial sums are kept until the step is committed, so a reduction
+can be repeated after a failure and gives the same bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast.train.step.row_table import Rows, RowTable
 
 FIRST_BUCKET_BYTES = 1 << 20  # a small first one lets the exchange start early
 BUCKET_BYTES = 8 << 20
-PLANS = 1 << 14  # that can be told apart by the tags of their messages
+PLANS = 1 << 14  # limit for the plans whose messages have tags of their own
 _OUTSIDE = (
     "a backward pass outside of a task has reached parameter {}: its gradient would be this "
     "worker's only; call step.backward(loss) in the loop over a step's batches, once for each, or "
@@ -48,7 +48,7 @@ _TWICE = (
 
 
 class Flat:
-    """Holds one flat buffer with a view of it for what is here of each parameter of the bucket."""
+    """Is one flat buffer, with a view for this process's part of each parameter of the bucket."""
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         held = [local_of(p) for p in params]
@@ -62,7 +62,7 @@ class Flat:
 
 
 class Bucket:
-    """Holds some parameters, their partial sums of the present step, and the reduced result."""
+    """Keeps some parameters, their partial sums of the present step, and the reduced result."""
 
     def __init__(
         self,
@@ -73,14 +73,15 @@ class Bucket:
         plan: int = 0,
     ) -> None:
         self.index = index
-        self.plan = plan  # a number of it
-        self.owners = owners  # the names under which its parameters' modules are protected
+        self.plan = plan  # number of the plan that has made this bucket
+        self.owners = owners  # names under which its parameters' modules are protected
         self.params = params
-        self.places = places  # of each parameter in the model's own order
+        self.places = places  # each parameter's place in the model's own order
         self.result = Flat(params)
         self.partials: dict[tree.Node, Flat] = {}
         self.contributed: set[int] = set()
-        self.missing = len(params)  # gradients that the running backward pass still owes
+        # parameters whose gradients the running backward pass still owes
+        self.missing = len(params)
         self._spare: list[Flat] = []
         self._scratch = self.result.data[:0]
 
@@ -115,7 +116,7 @@ class Bucket:
         return found
 
     def reuse(self, leaf: Flat) -> None:
-        """Take back a buffer that is not needed any more, to use its memory again."""
+        """Take back a buffer that is free again, to reuse its memory."""
         self._spare.append(leaf)
 
     def reset(self) -> None:
@@ -132,11 +133,11 @@ class Bucket:
 
 
 class Gradients:
-    """Holds all buckets of the protected models, and a table for each parameter in `by_row`.
+    """Keeps all buckets of the protected models, and a table for each parameter in `by_row`.
 
     `on_filled(bucket)` is called with `lock` held when a task has contributed to a bucket;
     `on_leaf(bucket index, gradient)` sees every bucket and table of every task, before it is added.
-    A parameter that several modules share comes with the name that it has in each of them.
+    A parameter that several modules share is listed with its name in each of them.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Gradients:
         self._by_row = {id(p) for p in by_row}
         self._vranks = vranks
         self._lock = lock
-        self._vrank: int | None = None  # whose backward pass is running
+        self._vrank: int | None = None  # virtual rank of the running backward pass
         self._purpose = Purpose.HOSTED
         self._copies: dict[int, dict[int, Flat | Rows]] = {}  # by virtual rank and bucket
         self._reached: set[int] = set()  # buckets and tables that the running task has filled
@@ -161,13 +162,13 @@ class Gradients:
         self._used = bytearray()  # plain bytes: marked once per parameter and task
         self.buckets: list[Bucket] = []
         self.tables: list[RowTable] = []
-        self.plan = 0  # 63 bits of what is summed, and how
-        self.active: list[Bucket] = []  # those that the present step sums
+        self.plan = 0  # 63 bits that stand for the summed parameters and their buckets
+        self.active: list[Bucket] = []  # buckets that the present step sums
         self.active_tables: list[RowTable] = []
         self._is_in_pass = False  # gradients of the running task are expected
         self._holds = False  # another backward pass of the task follows the running one
         self._hooks: list[tuple[torch.nn.Parameter, Callable[[torch.Tensor], None]]] = []
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []  # of these hooks
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []  # removes the hooks
 
     @property
     def used(self) -> torch.Tensor:
@@ -234,7 +235,7 @@ class Gradients:
         self.clear()
 
     def sit_out(self) -> None:
-        """Begin a step that sums no gradients: those of the step before stay where they are."""
+        """Begin a step that sums no gradients: those of the step before stay unchanged."""
         self.active, self.active_tables = [], []
 
     def clear(self) -> None:
@@ -308,7 +309,7 @@ class Gradients:
         for bucket in self.buckets:
             if bucket not in self.active:
                 for param in bucket.params:
-                    param.grad = None  # what tasks have left of it is not the step's
+                    param.grad = None  # drop the gradient that tasks have left there
         for bucket in self.active:
             if scale != 1.0:
                 bucket.result.data.mul_(scale)
@@ -362,7 +363,7 @@ class Gradients:
         return arrived
 
     def _running(self, name: str) -> int:
-        """Return whose task a gradient of this parameter belongs to. UserError if to none."""
+        """Return the virtual rank of the task that is running. UserError if there is none."""
         if self._vrank is None:
             raise UserError(_OUTSIDE.format(name))
         if not self._is_in_pass:

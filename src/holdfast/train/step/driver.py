@@ -1,7 +1,7 @@
-"""Drives the worker machine: events in under one lock, effects out to the threads they are for.
+"""Drives the worker machine: events in under one lock, effects out to their threads.
 
 Three threads meet here: the script's own (computes), the engine (exchanges) and the control thread
-(talks to the agent). Whatever they see becomes an event of the pure machine; each takes its own
+(talks to the agent). All their observations become events of the pure machine; each takes its own
 effects from a queue, in order.
 """
 
@@ -43,12 +43,12 @@ class Link(Protocol):
     def publish(self, view: int, address: bytes) -> None: ...
 
     def has_unread(self) -> bool:
-        """Return whether the agent has sent something that is not read yet."""
+        """Return whether the agent has sent a message that is not read yet."""
         ...
 
 
 class Machine(Protocol):
-    """Says what a driver asks of its WorkerMachine, or of what stands for one elsewhere."""
+    """Is the driver's interface to its WorkerMachine, or to a substitute in another process."""
 
     @property
     def lateness(self) -> Lateness: ...
@@ -72,7 +72,7 @@ class Shards(Protocol):
     """Offers the other processes of this worker. Called with the monitor held."""
 
     def hear(self, shard: int, event: ev.WorkerEvent) -> Sequence[ev.WorkerEvent]:
-        """Returns what the machine is to be told, now that the process of `shard` has done this."""
+        """Return the events for the machine that follow from an event in the process of `shard`."""
         ...
 
     def order(self, effect: ef.WorkerEffect, status: WorkerStatus) -> None:
@@ -80,7 +80,7 @@ class Shards(Protocol):
         ...
 
     def meet(self, view: int, addresses: Mapping[Peer, bytes]) -> None:
-        """Tell them where the members of a view can be reached."""
+        """Send them the addresses of the members of a view."""
         ...
 
 
@@ -88,7 +88,7 @@ class Hands(Protocol):
     """Carries out effects that concern gradients, at once and with the monitor held."""
 
     def carry_out(self, effect: ef.WorkerEffect) -> Sequence[ev.WorkerEvent]:
-        """Returns what the machine is to be told of it."""
+        """Carry out one effect, and return the events that follow for the machine."""
         ...
 
 
@@ -116,7 +116,8 @@ class Driver:
         self._engine: deque[EngineOrder] = deque()
         self._events: deque[ev.WorkerEvent] = deque()
         self._posting = False
-        # Who waits is woken for what it waits for only: waking takes the interpreter from another.
+        # Wake a thread only for its own event: a spurious wake-up takes the interpreter from
+        # another.
         self._script_waits = False
         self._script_until: float | None = None
         self._engine_waits = False
@@ -124,16 +125,16 @@ class Driver:
         self._links = LinkWatch()
 
     def serve(self, hands: Hands) -> None:
-        """Let views come from now on: the worker has something to train."""
+        """Enter views from now on: the worker has something to train."""
         with self.monitor:
             self._hands = hands
 
     # ------------------------------------------------------------ events
 
     def post(self, event: ev.WorkerEvent, shard: int = 0) -> None:
-        """Feed one event to the machine and carry out what it decides.
+        """Feed one event to the machine and carry out its effects.
 
-        `shard`: of which of the worker's processes it tells.
+        `shard`: the worker's process from which the event comes.
         """
         with self.monitor:
             self._events.extend(self._heard(event, shard))
@@ -183,7 +184,7 @@ class Driver:
     # ------------------------------------------------------------ what is known
 
     def status(self) -> WorkerStatus:
-        """Return all that the control plane is told of this worker."""
+        """Return the worker's status for the control plane."""
         with self.monitor:
             return self._machine.snapshot()
 
@@ -195,13 +196,13 @@ class Driver:
 
     @property
     def leads(self) -> bool:
-        """Tell whether this worker is the one that acts for the job."""
+        """Return whether this worker acts for the job."""
         with self.monitor:
             return self._machine.leads(time.monotonic())
 
     @property
     def pending(self) -> bool:
-        """Tell whether it knows of a planned change of the view."""
+        """Return whether a planned change of the view is known here."""
         with self.monitor:
             return self._machine.pending
 
@@ -214,7 +215,7 @@ class Driver:
     # ------------------------------------------------------------ orders
 
     def next_for_script(self) -> ScriptOrder:
-        """Wait for what the script is to do next. Raises what has failed elsewhere."""
+        """Wait for the script's next order. Raises the error of a thread that has failed."""
         with self.monitor:
             if not self._script:
                 self.times.wait(self._machine.snapshot())
@@ -229,7 +230,7 @@ class Driver:
             return order
 
     def next_for_engine(self) -> EngineOrder:
-        """Wait for what the engine is to do next."""
+        """Wait for the engine's next order."""
         with self.monitor:
             self._engine_waits = True
             while not self._engine:
@@ -246,7 +247,7 @@ class Driver:
             self._rows_of = (0, -1)
 
     def _wait(self) -> None:
-        """Wait for a change, or for the time to say that others are late."""
+        """Wait for a change, or until it is time to report that others are late."""
         self._script_until = until = self._machine.deadline()
         left_s = None if until in (None, float("inf")) else until - time.monotonic()
         self._script_waits = True
@@ -274,7 +275,7 @@ class Driver:
                 raise Aborted(f"view {view} was given up")
 
     def learn_addresses(self, view: int, addresses: dict[Peer, bytes]) -> None:
-        """Take in where the members of a view can be reached, as the agent tells."""
+        """Record the addresses of a view's members, as received from the agent."""
         with self.monitor:
             self.books = {view: addresses}
             if self._shards is not None:
@@ -284,10 +285,11 @@ class Driver:
     # ------------------------------------------------------------ effects
 
     def _carry_out(self, effect: ef.WorkerEffect) -> None:
-        if self._shards is not None and not isinstance(effect, _SCRIPT):  # those once they begin
+        # those for the script follow once they begin
+        if self._shards is not None and not isinstance(effect, _SCRIPT):
             self._shards.order(effect, self._machine.snapshot())
         if isinstance(effect, _SCRIPT):
-            if isinstance(effect, ef.Commit):  # what has not begun is not computed any more
+            if isinstance(effect, ef.Commit):  # drop tasks that have not begun
                 kept = [each for each in self._script if not isinstance(each, ef.Compute)]
                 self._script = deque(kept)
             self._script.append(effect)
@@ -296,7 +298,7 @@ class Driver:
         elif _is_for_engine(effect):
             self._engine.append(effect)
             self.times.note_engine(effect)
-            # For a sum it is woken by the first bucket that is full, or by the rows.
+            # For a sum, the first full bucket or the rows wake the engine.
             if self._engine_waits and not isinstance(effect, ef.Reduce):
                 self.monitor.notify_all()
         else:
@@ -327,7 +329,7 @@ class Driver:
                     self.fail(error)
 
     def end_process(self) -> None:
-        """End this process at once: what it holds must not be used."""
+        """End this process at once: its state must not be used."""
         text = "this worker computes wrongly, or holds a wrong state: it leaves the job"
         sys.stderr.write(f"holdfast: {text}\n")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -349,8 +351,8 @@ class ViewRendezvous:
         self._peers = peers  # by rank
 
     def publish(self, address: bytes) -> None:
-        """Tell the others where this worker can be reached."""
-        with self._driver.monitor:  # nothing may come after what a newer view publishes
+        """Send this worker's address to the others."""
+        with self._driver.monitor:  # a newer view's address must be the last
             self._driver.check_alive(self._view.number)
             self._link.publish(self._view.number, address)
 

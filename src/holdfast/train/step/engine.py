@@ -1,7 +1,7 @@
-"""Carries out, one after the other in its own thread, what concerns the present view's group.
+"""Carries out the orders of the present view's group, one after the other in its own thread.
 
-It builds the group, brings joiners up to date, sums buckets and lets all members hear each other.
-It decides nothing: each thing that is done becomes an event, and what fails is told as a broken
+It builds the group, brings joiners up to date, sums buckets and exchanges messages between all
+members. It decides nothing: it reports each finished order as an event, and a failure as a broken
 group.
 """
 
@@ -42,29 +42,30 @@ from holdfast.train.step.step_data import StepData
 from holdfast.train.step.sum_runs import SumRuns, digest_all
 from holdfast.train.step.values import ValuesGather
 
-NOT_TOLD = b"-"  # by those who have no state to describe
+NOT_TOLD = b"-"  # from members without a state to describe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """Says how this process meets others: as whom, by which transport, with which fingerprint."""
+    """Configures how this process meets others: its identity, transport and fingerprint."""
 
     me: Peer
     make_transport: Callable[[], Transport]
-    whole_print: Callable[[], int]  # of all of the state
-    describe: Callable[[], bytes]  # what others need to tell what differs of it
+    whole_print: Callable[[], int]  # returns the fingerprint of the whole state
+    # returns a description of the state, from which others find a difference
+    describe: Callable[[], bytes]
     backs_up: bool  # steps may do without the last members
 
 
 @dataclass(slots=True)
 class TimedConnections(ViewConnections):
-    """Keeps this worker's part in one view, and for how long it waits for other members."""
+    """Keeps this worker's part in one view, and measures its waits for other members."""
 
     waits: Waits = field(default_factory=lambda: Waits(time.perf_counter))
 
 
 class Engine(threading.Thread):
-    """Runs the thread that the module describes. `start` it once everything is protected."""
+    """Runs the thread that the module describes. `start` it once all objects are protected."""
 
     def __init__(
         self,
@@ -82,8 +83,8 @@ class Engine(threading.Thread):
         self._filled = filled
         self._mover = mover
         self._exchange = exchange
-        self._rows: TableGather | None = None  # of the step that is being summed
-        self._runs: SumRuns | None = None  # of the bucket whose sum is checked
+        self._rows: TableGather | None = None  # the table of the step that is being summed
+        self._runs: SumRuns | None = None  # the bucket whose sum is checked
         self._in: TimedConnections | None = None
         self._unlike: tuple[str, ...] = ()  # tensors that differed the last time that any did
 
@@ -98,17 +99,18 @@ class Engine(threading.Thread):
                 self._leave()
                 self._driver.post(ev.GroupBroken(view, str(error)))
             except BaseException as error:  # noqa: BLE001 - the script's thread raises it
-                # The group stays open until the process has ended, having said why: others that
-                # miss it sooner would have it replaced for what it holds, again and again.
+                # The group stays open until the process has ended with its message. If others
+                # missed it sooner, they would have it replaced, and its successor would fail on the
+                # same state again and again.
                 self._driver.fail(error)
                 return
 
     def awaited(self) -> list[int]:
-        """Return ranks that are not done with their tasks yet, as far as known here."""
+        """Return the ranks whose tasks are not finished yet, as far as known here."""
         return [] if self._rows is None else self._rows.awaited()
 
     def put_right(self, digests: Sequence[int]) -> None:
-        """Take of each piece of the bucket that was checked a right run. Aborted."""
+        """Use a correct run for each piece of the checked bucket. Aborted."""
         if self._runs is not None and self._in is not None:
             size = self._in.layout.size
             self._runs.put_right(digests[self._exchange.me.shard * size :][:size])
@@ -125,7 +127,7 @@ class Engine(threading.Thread):
             return self._enter(order.view)
         at = self._in
         if at is None or at.view.number != order.view:
-            return None  # of a view that was given up meanwhile
+            return None  # the order is for a view that was given up meanwhile
         self._driver.check_alive(order.view)
         match order:
             case ef.Gather():
@@ -173,7 +175,7 @@ class Engine(threading.Thread):
             self._in = None
 
     def _open(self, view: View, layout: Layout, transport: Transport) -> None:
-        """Connect in a thread of its own: a member that dies meanwhile must not hold us up."""
+        """Connect in a thread of its own: a member that dies meanwhile must not delay us."""
         rendezvous: Rendezvous = ViewRendezvous(
             self._driver, self._link, view, layout.addresses(view)
         )
@@ -305,7 +307,10 @@ class Engine(threading.Thread):
         )
 
     def _explain(self, at: TimedConnections, step: int, holders: Sequence[WorkerId]) -> None:
-        """Find out together what of the holders' states differs. UserError: the script does it."""
+        """Find, together with the others, the differences between the holders' states.
+
+        UserError if the script is at fault.
+        """
         holds = at.view.workers[at.layout.rank] in holders
         mine = self._exchange.describe() if holds else NOT_TOLD
         told = zip(at.view.workers, gather_bytes(at.transport, at.layout, mine), strict=True)
@@ -319,7 +324,7 @@ class Engine(threading.Thread):
         return lambda: self._driver.check_alive(view)
 
     def _closing_operations(self, at: TimedConnections, order: ef.Reduce) -> list[Operation]:
-        """List what can only be exchanged once this worker's own tasks are complete, or dropped."""
+        """List the operations that must wait until this worker's tasks are complete, or dropped."""
         driver, data, layout = self._driver, self._data, at.layout
         mine = layout.hosted[layout.rank]
         driver.await_rows(order.view, order.step)

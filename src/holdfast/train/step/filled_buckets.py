@@ -1,4 +1,4 @@
-"""Knows which buckets hold all that this worker contributes, so that they can be exchanged."""
+"""Collects the buckets that this worker has filled completely, so that they can be exchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class FilledBuckets:
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
-        self._hosted: set[int] | None = None  # whose tasks are awaited; None: nothing is summed
+        # virtual ranks whose tasks are awaited; None: no sums are under way
+        self._hosted: set[int] | None = None
         self._ready: deque[Bucket] = deque()
 
     def begin(self, hosted: Iterable[int], buckets: Iterable[Bucket]) -> None:
@@ -24,26 +25,26 @@ class FilledBuckets:
             self._ready = deque(b for b in buckets if wanted <= b.contributed)
 
     def begin_without(self, buckets: Iterable[Bucket]) -> None:
-        """Begin sums to which this worker adds nothing: these buckets are ready as they are."""
+        """Begin sums to which this worker adds nothing: these buckets are ready at once."""
         with self._monitor:
             self._hosted, self._ready = None, deque(buckets)
 
     def end(self) -> None:
-        """Stop handing out buckets: nothing is summed any more."""
+        """Stop handing out buckets: the sums have ended."""
         with self._monitor:
             self._hosted = None
             self._ready.clear()
 
     def note(self, bucket: Bucket) -> None:
-        """Note that a task has contributed to a bucket; called with the monitor held."""
+        """Record that a task has contributed to a bucket; called with the monitor held."""
         if self._hosted is not None and self._hosted <= bucket.contributed:
             self._ready.append(bucket)
-        self._monitor.notify_all()  # perhaps the sums have not begun, since nothing was ready
+        self._monitor.notify_all()  # the sums may not have begun, since no bucket was ready
 
     def take(self, only: int | None, wait: bool, check: Callable[[], None]) -> list[Bucket]:
         """Return buckets to begin with now. With `only`, none but that one, and one at a time.
 
-        `check` raises when there is nothing to wait for any more.
+        `check` raises when no more buckets will be ready.
         """
         with self._monitor:
             while True:

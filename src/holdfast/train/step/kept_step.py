@@ -1,6 +1,6 @@
 """Keeps a reduced step apart from the buckets, for workers that have not taken part in it.
 
-All that a step has come to can also be taken as one image, and put where the script finds it again.
+The whole result of a step can also be taken as one image, and put back for the script.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from holdfast.train.step.step_data import StepData
 
 HEAD = 4  # numbers: the view in which it was reduced, two sizes, and whether the loop stops
 LENGTH = struct.Struct("!I")
-TableSizes = Sequence[tuple[int, bool]]  # rows of each table, and whether they are all
+# for each table, its number of rows, and whether these are all of them
+TableSizes = Sequence[tuple[int, bool]]
 
 
 class ImageHead(msgspec.Struct, frozen=True):
-    """Begins an image of a step: what is summed, and the bytes of each buffer that follows."""
+    """Is the head of a step's image: its plan, and the size of each buffer that follows."""
 
     plan: int
     tables: tuple[tuple[int, bool], ...]
@@ -32,9 +33,9 @@ class ImageHead(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptStep:
-    """Holds a step as one member keeps it; all but the pieces is the same on all members."""
+    """Is one member's copy of a step; only the pieces differ between members."""
 
-    pieces: tuple[torch.Tensor, ...]  # of each bucket's sum
+    pieces: tuple[torch.Tensor, ...]  # this member's piece of each bucket's sum
     head: torch.Tensor  # [HEAD] int64
     rows: torch.Tensor
     used: torch.Tensor
@@ -73,9 +74,9 @@ class KeptStep:
 
 
 def image_of(step: StepData) -> list[torch.Tensor]:
-    """Return all that a reduced step has come to, as tensors whose bytes are its image, in order.
+    """Return the tensors of a reduced step whose bytes are its image, in order.
 
-    What is large is not copied: the script must not touch it meanwhile.
+    Large tensors are not copied: the script must not change them meanwhile.
     """
     gradients = step.gradients
     tables = [table.result for table in gradients.active_tables]
@@ -94,7 +95,7 @@ def image_of(step: StepData) -> list[torch.Tensor]:
 
 
 def put_image(step: StepData, image: memoryview) -> None:
-    """Put a step where the script finds it, from its image. WireError if that does not fit."""
+    """Restore a step for the script, from its image. WireError if that does not fit."""
     try:
         (length,) = LENGTH.unpack(image[: LENGTH.size])
         at = LENGTH.size + length
@@ -116,10 +117,10 @@ def put_image(step: StepData, image: memoryview) -> None:
 
 
 def put_buffers(step: StepData, sizes: TableSizes, buffers: Sequence[torch.Tensor]) -> None:
-    """Put what is the same on all members where the script finds it, from its bytes.
+    """Restore the parts that are the same on all members for the script, from their bytes.
 
-    These are the head, the rows, `used`, the buffers of virtual rank 0, values, and of each table
-    the places and the values. WireError, IndexError or RuntimeError if they do not fit.
+    These are the head, the rows, `used`, the buffers of virtual rank 0, values, and the places and
+    values of each table. WireError, IndexError or RuntimeError if they do not fit.
     """
     words, rows, used, left, values = buffers[0], buffers[1], *buffers[2:5]
     words = words.view(torch.int64)
@@ -143,7 +144,7 @@ def put_shared(
     left: torch.Tensor,
     told: torch.Tensor,
 ) -> None:
-    """Put what is the same on all members, but the rows, where the script finds it."""
+    """Restore the parts that are the same on all members, except the rows, for the script."""
     view, _, _, stops = head.tolist()
     step.table.used.copy_(used)
     if left.numel():
@@ -154,7 +155,7 @@ def put_shared(
 
 
 def _shared(step: StepData) -> tuple[torch.Tensor, ...]:
-    """Return what is the same on all members: head, rows, `used`, buffers left, and values."""
+    """Return the parts that all members share: head, rows, `used`, buffers left, and values."""
     left = room(0) if step.buffers.left is None else step.buffers.left
     told = _of(step.values.encoded())
     words = [step.reduced_in, left.numel(), told.numel(), int(step.table.stops)]
@@ -162,7 +163,7 @@ def _shared(step: StepData) -> tuple[torch.Tensor, ...]:
 
 
 def room(count: int) -> torch.Tensor:
-    """Return room for so many bytes: [count] uint8."""
+    """Return room for `count` bytes: [count] uint8."""
     return torch.empty(count, dtype=torch.uint8)
 
 

@@ -1,7 +1,7 @@
-"""Keeps steps that a late worker has missed, on those who went on, and applies them on it later.
+"""Keeps the steps that a late worker has missed, and applies them there when it returns.
 
-While somebody is suspended, each member keeps its piece of every reduced gradient, so that together
-they hold them all. The one that returns hands them to its script one by one, as if it had taken
+While a worker is suspended, each member keeps its piece of every reduced gradient, so that together
+they have them all. The returning worker passes them to its script one by one, as if it had taken
 part; no state is sent.
 """
 
@@ -19,12 +19,12 @@ from holdfast.train.step.kept_step import HEAD, KeptStep, put_shared, room
 from holdfast.train.step.row_table import Rows
 from holdfast.train.step.step_data import StepData
 
-KEPT_BYTES_MAX = 256 << 20  # on each member; but at least
+KEPT_BYTES_MAX = 256 << 20  # limit on each member, unless these are fewer steps than:
 KEPT_STEPS_MIN = 4
 
 
 class MissedSteps:
-    """Keeps steps that others miss, and receives such. `step`: what script and engine share."""
+    """Keeps steps that others miss, and receives them. `step`: shared by script and engine."""
 
     def __init__(self, step: StepData) -> None:
         self._step = step
@@ -34,7 +34,7 @@ class MissedSteps:
     def keep(self, index: int, piece: Callable[[int], slice]) -> None:
         """Keep a reduced step, which the script has not touched yet.
 
-        `piece`: what of a sum with so many elements falls to this member.
+        `piece`: returns this member's slice of a sum with that number of elements.
         """
         self._kept[index] = KeptStep.of(self._step, piece)
         self._bytes += self._kept[index].nbytes
@@ -48,7 +48,7 @@ class MissedSteps:
         self._bytes = 0
 
     def send(self, transport: Transport, to: int, steps: range, *, first: bool) -> None:
-        """Send steps to rank `to`; the `first` sender adds what all of them have. Aborted."""
+        """Send steps to rank `to`; the `first` sender adds the parts that all have. Aborted."""
         for index in steps:
             kept = self._kept.get(index)
             if kept is None:
@@ -62,7 +62,7 @@ class MissedSteps:
             transport.exchange(sends, [], TAG_STATE).wait()
 
     def receive(self, transport: Transport, donors: list[int]) -> None:
-        """Receive one step, into the place of its result. Aborted."""
+        """Receive one step into the tensors of its result. Aborted."""
         step = self._step
         for number, donor in enumerate(donors):
             receives: list[Message] = []
@@ -97,6 +97,6 @@ class MissedSteps:
 
 
 def _in_parts(tables: Sequence[Rows]) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that tell of these tables: first how many rows there are of each."""
+    """Return the tensors that encode these tables: first the number of rows of each."""
     sizes = torch.tensor([(len(t.places), int(t.dense)) for t in tables], dtype=torch.int64)
     return (sizes, *(part for t in tables for part in (t.places, t.values)))

@@ -1,11 +1,11 @@
-"""Carries what modules keep besides parameters and persistent buffers, and guards it within tasks.
+"""Carries module attributes besides parameters and persistent buffers, and guards them in tasks.
 
 Plain attributes (numbers, strings, flags, lists of them, tensors), modes (`training`) and
-non-persistent buffers of protected modules are a part of the job's state as soon as they change.
-What a task changes of attributes is set back before the next task begins, so that a task stays a
-pure function, whatever worker computes it, and after which others. So are the items of small lists,
-sets, dictionaries and deques of numbers, strings and tensors; but not of dictionaries of tensors,
-which often keep what need not be computed again. Must not know steps or views.
+non-persistent buffers of protected modules are a part of the job's state as soon as they change. A
+task's changes of attributes are undone before the next task begins, so that a task stays a pure
+function, whatever worker computes it, and after which others. So are changes of the items of small
+lists, sets, dictionaries and deques of numbers, strings and tensors; but not of dictionaries of
+tensors, which are often mere caches. Must not know steps or views.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 
 from holdfast.train.exchange.tensor_bytes import as_bytes
 
-ITEMS_MAX = 1000  # of a list or dictionary that is looked at
+ITEMS_MAX = 1000  # items of a list or dictionary that are compared
 _SCALARS = (type(None), bool, int, float, str, bytes)
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _ABSENT = object()
@@ -31,23 +31,23 @@ _ABSENT = object()
 
 @dataclass(slots=True)
 class _Seen:
-    """Holds an attribute as it was when it was looked at first."""
+    """Is an attribute's value when it was first seen."""
 
     value: Any
-    version: int  # of a tensor
+    version: int  # version counter of a tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """Says that a task has changed an attribute."""
+    """Records a task's change of an attribute."""
 
-    attributes: dict[str, Any]  # of a module
+    attributes: dict[str, Any]  # the attributes of one module
     name: str
-    before: Any  # _ABSENT if there was none
+    before: Any  # _ABSENT if the attribute is new
     after: Any
 
     def undo(self) -> None:
-        """Set it back, unless somebody else has changed it meanwhile."""
+        """Restore the value, unless other code has changed it meanwhile."""
         if self.attributes.get(self.name, _ABSENT) is self.after:
             if self.before is _ABSENT:
                 del self.attributes[self.name]
@@ -57,15 +57,15 @@ class _Change:
 
 @dataclass(slots=True)
 class _Held:
-    """Keeps a container of a module, and its items as a step and a task have left them."""
+    """Keeps a container of a module, with its items at the step's beginning and after a task."""
 
     path: str
     container: Any
     before: list[Any]
-    after: list[Any] | None = None  # None: the task that was computed last has changed none
+    after: list[Any] | None = None  # None: the last task has not changed the items
 
     def undo(self) -> None:
-        """Set the items back, unless somebody else has changed them meanwhile."""
+        """Restore the items, unless other code has changed them meanwhile."""
         if self.after is not None and _are_same(_items(self.container), self.after):
             self.container.clear()
             if isinstance(self.container, dict | set):
@@ -76,7 +76,7 @@ class _Held:
 
 
 class ModuleAttributes:
-    """Knows the attributes of all protected modules; `modules`: with their names.
+    """Tracks the attributes of all protected modules; `modules`: with their names.
 
     `tell(path)` is called once for each attribute that a task has changed.
     """
@@ -89,16 +89,18 @@ class ModuleAttributes:
         self._protected = list(modules)
         self._tell = tell
         self._first: dict[str, _Seen] = {}  # by path, as the script has made them
-        self._first_buffers: dict[str, int] = {}  # their digests
-        self._changed: set[str] = set()  # what has ever been carried is carried for ever
+        self._first_buffers: dict[str, int] = {}  # digests of the buffers, by path
+        # paths that have ever changed: these stay in the state for ever
+        self._changed: set[str] = set()
         self._guarded: list[tuple[str, dict[str, Any]]] = []  # modules whose tasks may change them
-        self._start: list[dict[str, Any]] = []  # of each guarded one, as the step began
-        self._held: list[_Held] = []  # their lists and the like
-        self._left: list[_Change] = []  # by the task that was computed last
+        # attributes of each guarded module at the step's beginning
+        self._start: list[dict[str, Any]] = []
+        self._held: list[_Held] = []  # their lists and other containers
+        self._left: list[_Change] = []  # changes by the last task
         self._told: set[str] = set()
 
     def begin(self) -> None:
-        """Note how the script has made the modules: only what changes after that is carried."""
+        """Record the modules as the script has made them: only later changes become state."""
         for path, value, owner in self._attributes():
             if isinstance(owner, nn.Module):
                 self._first_buffers[path] = _print(value)
@@ -108,7 +110,7 @@ class ModuleAttributes:
     # ------------------------------------------------------------ the job's state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has ever changed, by path; tensors stay tensors."""
+        """Return the values that have ever changed, by path; tensors stay tensors."""
         self._undo()
         buffers: dict[str, Any] = {}
         changed: dict[str, Any] = {}
@@ -120,7 +122,7 @@ class ModuleAttributes:
         return {"attributes": changed, "buffers": buffers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over another worker's; what it has not changed becomes as the script has made it."""
+        """Take over another worker's attributes; the others return to their first values."""
         self._undo()
         modules = dict(self._modules())
         for path, value, owner in list(self._attributes()):
@@ -142,16 +144,16 @@ class ModuleAttributes:
         return _is_same(self._first.get(path), value)
 
     def plain(self) -> dict[str, Any]:
-        """Return what is carried in plain values, to be compared between workers."""
+        """Return the changed attributes in plain values, to compare them between workers."""
         found = self.state_dict()["attributes"]
         return {path: _told(value) for path, value in found.items()}
 
     # ------------------------------------------------------------ within a step
 
     def begin_step(self, *, anew: bool = True) -> None:
-        """Note the attributes with which the tasks of a step begin.
+        """Record the attributes with which the tasks of a step begin.
 
-        `anew`: look for modules that were added since the last time, too.
+        `anew`: look for added modules, too.
         """
         self._undo()
         if anew or not self._guarded:
@@ -169,11 +171,11 @@ class ModuleAttributes:
         ]
 
     def begin_task(self) -> None:
-        """Set back what the task before has changed."""
+        """Undo the changes of the task before."""
         self._undo()
 
     def end_task(self) -> None:
-        """Look for what the task has changed."""
+        """Find the changes made by the task."""
         for (path, now), start in zip(self._guarded, self._start, strict=True):
             if len(now) == len(start) and all(map(operator.is_, now.values(), start.values())):
                 continue
@@ -225,7 +227,7 @@ class ModuleAttributes:
 
 
 def _derived(attributes: Mapping[str, Any]) -> set[str]:
-    """Return what a module's hooks compute from parameters before each forward pass.
+    """Return the attributes that a module's hooks compute from parameters before each forward pass.
 
     That is how pruning, and the weight and spectral norms of torch.nn.utils, keep weights.
     """
@@ -268,7 +270,7 @@ def _is_carried(value: Any) -> bool:
 
 
 def _is_set_back(value: Any) -> bool:
-    """Return whether the items of this value are set back after a task that changes them."""
+    """Return whether changes of this value's items by a task are undone."""
     if type(value) not in (list, deque, set, dict) or len(value) > ITEMS_MAX:
         return False
     if type(value) is dict:
@@ -277,7 +279,7 @@ def _is_set_back(value: Any) -> bool:
 
 
 def _items(container: Any) -> list[Any]:
-    """Return the items, as pairs for a dictionary; too many items are looked at no further."""
+    """Return the items, as pairs for a dictionary; at most one more than ITEMS_MAX."""
     items = container.items() if isinstance(container, dict) else container
     return list(itertools.islice(items, ITEMS_MAX + 1))
 
@@ -306,7 +308,7 @@ def _print(value: torch.Tensor) -> int:
 
 
 def _like(value: Any, present: Any) -> Any:
-    """Return `value`, on the device of what stands there now."""
+    """Return `value`, on the device of `present`."""
     if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor):
         return value.detach().clone().to(present.device)
     return value.detach().clone() if isinstance(value, torch.Tensor) else _copy(value)

@@ -6,10 +6,10 @@ import threading
 
 
 class Monitor(threading.Condition):
-    """Guards all that the script, the engine and the control thread of one worker share.
+    """Guards the data shared by the script, the engine and the control thread of one worker.
 
-    Who changes something that another thread may wait for notifies all. It is owned by the driver;
-    others are given it to read and write their part of the shared state.
+    A thread that changes something for which another may wait notifies all. The driver owns the
+    monitor; others get it to read and write their part of the shared state.
     """
 
     def __init__(self) -> None:

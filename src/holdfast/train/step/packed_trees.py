@@ -1,6 +1,6 @@
 """Packs trees of tensors, arrays, numbers and strings into bytes, and unpacks them.
 
-What is unpacked is a copy, on the kind of device that it was packed from. Nothing is executed.
+The unpacked tree is a copy, with tensors on their former kind of device. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _decode = msgspec.msgpack.Decoder(Packed).decode
 
 
 def pack(value: object, name: str) -> bytes:
-    """Pack a tree; UserError, which uses this name, for what cannot be packed.
+    """Pack a tree; UserError, which uses this name, for an unsuitable value.
 
     Tensors are taken without their graphs. Equal trees give equal bytes.
     """

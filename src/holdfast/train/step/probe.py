@@ -9,9 +9,9 @@ import torch
 
 
 class Probe:
-    """Replace `probe` before the first step. What a method raises ends the worker's script.
+    """Replace `probe` before the first step. An exception from a method ends the worker's script.
 
-    `is_noisy`: tasks come to other bits each time, as on kernels that are not deterministic.
+    `is_noisy`: a task's bits differ each time, as with kernels that are not deterministic.
     """
 
     is_noisy = False
@@ -33,7 +33,7 @@ class Probe:
 
 
 class _Current:
-    """Holds the probe in use."""
+    """Keeps the probe in use."""
 
     def __init__(self) -> None:
         self.probe = Probe()

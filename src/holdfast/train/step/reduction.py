@@ -43,7 +43,7 @@ HERE, STOPS = 1, 2  # bits of the first word: the message has come, and wants th
 
 
 class Operation(Protocol):
-    """Settles one thing that all members must agree on before the vote."""
+    """Completes one exchange that all members need before the vote."""
 
     def gather(self, transport: Transport) -> None: ...
 
@@ -55,7 +55,7 @@ class Operation(Protocol):
 
 
 class PlanCheck:
-    """Makes sure that all members sum the same parameters, before anything depends on it."""
+    """Makes sure that all members sum the same parameters, before their sums are used."""
 
     def __init__(self, plan: int, layout: Layout, view: View) -> None:
         self._mine = torch.from_numpy(np.array([plan], np.int64))
@@ -69,7 +69,7 @@ class PlanCheck:
         self._pending = transport.exchange(sends, list(self._plans.items()), TAG_PLAN)
 
     def finish(self) -> None:
-        """Wait for what the others say. UserError if they train other parameters."""
+        """Wait for the others' plans. UserError if they train other parameters."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -93,7 +93,7 @@ class BucketSum:
         self, bucket: Bucket, layout: Layout, into: torch.Tensor | None = None, turned: int = 0
     ) -> None:
         self._tag = TAG_BUCKETS + 2 * bucket.index + TAG_OF_PLAN * bucket.plan
-        self._total: torch.Tensor | None = None  # of all elements summed here
+        self._total: torch.Tensor | None = None  # sum of all elements of this member's piece
         self._result = bucket.result.data if into is None else into
         self.bucket = bucket
         self._layout = layout
@@ -101,7 +101,7 @@ class BucketSum:
         self._pieces = [layout.piece(rank, numel, turned) for rank in range(layout.size)]
         self._own = {n: bucket.partials[n].data for n in layout.nodes[layout.rank]}
         self._received: dict[tree.Node, torch.Tensor] = {}
-        self._free: list[torch.Tensor] = []  # for sums of sums, on the way to the whole one
+        self._free: list[torch.Tensor] = []  # rooms for intermediate sums
         self._pending: Pending | None = None
 
     def gather(self, transport: Transport) -> None:
@@ -117,7 +117,7 @@ class BucketSum:
         for i, (peer, node) in enumerate(incoming):
             self._received[node] = rows[i]
             receives.append((peer, rows[i]))
-        self._free = rows[len(incoming) + 1 :]  # one of the sums goes where the whole is wanted
+        self._free = rows[len(incoming) + 1 :]  # one of the sums goes straight to the result
         for peer in layout.others:
             parts = [data[self._pieces[peer]] for data in self._own.values()]
             sends += [(peer, part) for part in parts]
@@ -135,7 +135,7 @@ class BucketSum:
         receives = [(p, result[self._pieces[p]]) for p in peers]
         self._pending = transport.exchange(_nonempty(sends), _nonempty(receives), self._tag + 1)
         wide = torch.float32 if result.dtype in (torch.float16, torch.bfloat16) else None
-        self._total = out.sum(dtype=wide)  # while it is on its way
+        self._total = out.sum(dtype=wide)  # computed while the piece is sent
 
     def finish(self) -> None:
         _wait(self._pending)
@@ -156,7 +156,7 @@ class BucketSum:
         return NOBODYS if not wrong else SOMEBODYS + min(wrong)
 
     def agrees(self, vrank: int, leaves: Mapping[int, Flat | Rows]) -> bool:
-        """Tell whether a virtual rank's part is bit for bit that of its leaf, as far as seen."""
+        """Return whether a rank's part, as far as it is here, equals its leaf bit for bit."""
         piece, leaf = self._pieces[self._layout.rank], leaves[self.bucket.index]
         assert isinstance(leaf, Flat)
         for (start, width), part in self._received.items():
@@ -165,10 +165,10 @@ class BucketSum:
         return True
 
     def _fold(self, out: torch.Tensor, piece: slice) -> None:
-        """Sum into `out`, and leave all parts as they are: they may be looked at afterwards."""
+        """Sum into `out`, and leave all parts unchanged: they may be examined afterwards."""
         parts = {n: data[piece] for n, data in self._own.items()} | self._received
         kept = {id(part) for part in parts.values()}
-        free = [out, *self._free]  # the first that is taken ends up with the whole sum
+        free = [out, *self._free]  # the first one taken ends up with the whole sum
 
         def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
             ours = [each for each in (left, right) if id(each) not in kept]

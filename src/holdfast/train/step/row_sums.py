@@ -1,7 +1,7 @@
-"""Sums sparse gradients exactly: all members hear all partial sums, and each adds up all of them.
+"""Sums sparse gradients exactly: all members receive all partial sums, and each adds them up.
 
-Rows that tasks have in common are few in a large table, so to sum by parts and to gather the parts
-would move nearly as much. First it is told how many rows come, then the rows are.
+Tasks share few rows of a large table, so to sum by parts and to gather the parts would move nearly
+as much. The numbers of rows are sent first, then the rows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from holdfast.train.step.buckets import Flat
 from holdfast.train.step.probe import current
 from holdfast.train.step.row_table import Rows, RowTable
 
-_WORDS = 2  # of each partial sum: rows, and whether it is dense
+_WORDS = 2  # for each partial sum: number of rows, and whether it is dense
 
 
 class RowsSum:
-    """Sums the tables of one step, each into its `result`. `counts`: what was computed here does.
+    """Sums the tables of one step, each into its `result`. `counts`: this worker's results count.
 
     Implements `Operation`.
     """
@@ -31,7 +31,8 @@ class RowsSum:
     def __init__(self, tables: Sequence[RowTable], layout: Layout, *, counts: bool) -> None:
         self.tables = tables
         self._layout = layout
-        self._parts: list[dict[tree.Node, Rows]] = [  # by table; of all members once they are here
+        # by table; those of all members once they have arrived
+        self._parts: list[dict[tree.Node, Rows]] = [
             {n: t.partials[n] if counts else Rows.none(t.param) for n in layout.nodes[layout.rank]}
             for t in tables
         ]
@@ -92,7 +93,7 @@ class RowsSum:
         return found
 
     def agrees(self, vrank: int, leaves: Mapping[int, Flat | Rows]) -> bool:
-        """Tell whether a virtual rank's rows are bit for bit those of its leaves."""
+        """Return whether a virtual rank's rows equal those of its leaves bit for bit."""
         for table, parts in zip(self.tables, self._parts, strict=True):
             leaf = leaves[table.index]
             assert isinstance(leaf, Rows)

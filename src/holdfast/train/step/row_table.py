@@ -1,8 +1,8 @@
 """Keeps sparse gradients: the rows of a parameter that a task has used, and their partial sums.
 
-A task's rows are added to those of other tasks along the canonical tree, row by row, so a row's sum
-is that of its users in their canonical order, whoever computes them. Like buckets, these tables
-know nothing of workers.
+A task's rows are added to those of other tasks along the canonical tree, row by row. So a row's sum
+adds up its users in their canonical order, whoever computes them. Like buckets, these tables know
+nothing of workers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from holdfast.train.step.keyed_gradient import find_keyed_gradient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Holds some rows of a parameter's gradient; the others are 0.
+    """Represents some rows of a parameter's gradient; the others are 0.
 
     `places`: [rows] int64, each once and in growing order: numbers of rows, or any keys. `values`:
-    [rows, *shape of a row].
-    `dense`: one of the tasks had a dense gradient, so that all rows are here.
+    [rows, *shape of a row]. `dense`: one of the tasks had a dense gradient, so that all rows are
+    here.
     """
 
     places: torch.Tensor
@@ -32,7 +32,7 @@ class Rows:
 
     @classmethod
     def none(cls, param: torch.Tensor, count: int = 0, *, dense: bool = False) -> Rows:
-        """Return `count` rows that are still to be filled in."""
+        """Return `count` rows without values yet."""
         places = torch.empty(count, dtype=torch.int64, device=param.device)
         values = torch.empty(count, *param.shape[1:], dtype=param.dtype, device=param.device)
         return cls(places=places, values=values, dense=dense)
@@ -60,7 +60,7 @@ class Rows:
         left, right = index[: len(self.places)], index[len(self.places) :]
         values = self.values.new_zeros(len(places), *self.values.shape[1:])
         values[left] = self.values
-        values[right] += other.values  # each row is there once
+        values[right] += other.values  # each row is in `right` once
         return Rows(places=places, values=values, dense=self.dense or other.dense)
 
     def copy(self) -> Rows:
@@ -68,7 +68,7 @@ class Rows:
         return Rows(places=self.places, values=self.values.clone(), dense=self.dense)
 
     def equals(self, other: Rows) -> bool:
-        """Tell whether both are the same, bit for bit."""
+        """Return whether both are equal, bit for bit."""
         return torch.equal(self.places, other.places) and torch.equal(
             as_bytes(self.values), as_bytes(other.values)
         )
@@ -80,7 +80,7 @@ class Rows:
         return Rows(places=self.places, values=values, dense=self.dense)
 
     def gradient(self, param: torch.Tensor) -> torch.Tensor:
-        """Return them as what is put into `.grad`."""
+        """Return the gradient to put into `.grad`."""
         if self.dense:
             return self.values
         keyed = find_keyed_gradient(param)
@@ -95,22 +95,22 @@ class Rows:
 
 
 class RowTable:
-    """Holds the rows of one parameter: partial sums of the present step, and the result."""
+    """Keeps the rows of one parameter: partial sums of the present step, and the result."""
 
     def __init__(
         self, index: int, name: str, param: torch.nn.Parameter, place: int, owners: tuple[str, ...]
     ) -> None:
-        self.index = index  # counted after the buckets'
+        self.index = index  # counted on after the buckets' indices
         self.name = name
         self.param = param
-        self.place = place  # in the model's own order
+        self.place = place  # the parameter's place in the model's own order
         self.owners = owners
         self._keyed = find_keyed_gradient(param)
         self.partials: dict[tree.Node, Rows] = {}
         self.result = Rows.none(param)
 
     def begin_task(self) -> None:
-        """Forget the rows that a task has left behind whose pass was broken off."""
+        """Forget rows left over from a task whose pass was broken off."""
         if self._keyed is not None and self.param.grad is None:
             self._keyed.take()
 
@@ -133,7 +133,7 @@ class RowTable:
         self.drop_gradient()
 
     def drop_gradient(self) -> None:
-        """Forget the gradient that is in `.grad`, or that a pass has left before it failed."""
+        """Drop the gradient in `.grad`, also one left by a pass that failed."""
         self.param.grad = None
         if self._keyed is not None:
             self._keyed.take()

@@ -1,7 +1,7 @@
-"""Keeps speculative tasks: what others are late with, computed by a worker that waits for them.
+"""Keeps speculative tasks: copies of others' late tasks, computed by a worker that waits for them.
 
-If this worker comes to host their virtual ranks they are used as they are; if a late worker is done
-first, what it has sent is compared with them. Used with the monitor held.
+If this worker becomes the host of their virtual ranks, the results are used unchanged. If a late
+worker finishes first, its results are compared with them. Used with the monitor held.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from holdfast.train.step.task_report import NOTHING, TaskReport, read_report
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedTask:
-    """Holds what a task leaves besides its gradient.
+    """Is a task's result besides its gradient.
 
-    `weight`: by which its loss, a sum, is to be divided; UNWEIGHTED if it is a mean. `left`: the
-    buffers, for virtual rank 0. `part`: 63 bits of a part of its gradient, for the ledger.
-    `gradient`: its digest, if an audit wants one; `bits` and `sketch` of a repeated task. `report`:
-    what it hands over to all members.
+    `weight`: divides its loss, a sum; UNWEIGHTED if the loss is a mean. `left`: the buffers, for
+    virtual rank 0. `part`: 63 bits of a part of its gradient, for the ledger. `gradient`: its
+    digest, if an audit wants one; `bits` and `sketch` of a repeated task. `report`: its report to
+    all members.
     """
 
     loss: float
@@ -53,7 +53,7 @@ class SpeculativeTasks:
         self._done: dict[int, FinishedTask] = {}  # by virtual rank
 
     def forget(self) -> None:
-        """Forget the tasks, since another step begins, or the same one anew."""
+        """Forget the tasks, since another step begins, or the same one again."""
         self._done.clear()
 
     def keep(self, vrank: int, task: FinishedTask) -> None:
@@ -76,11 +76,11 @@ class SpeculativeTasks:
     def contradicted(
         self, sums: Sequence[BucketSum | RowsSum], told: Mapping[int, bytes]
     ) -> tuple[int, ...]:
-        """Return virtual ranks of which others have sent something else.
+        """Return the virtual ranks for which others have sent other results.
 
-        Each member sees of a bucket only the piece that it sums, and of a virtual rank only what
-        has not been added to another one's before. `told`: the reports of all. Those that left out
-        records, there or here, are not compared: they were computed from other samples.
+        Each member sees only the piece of a bucket that it sums, and only those parts of a virtual
+        rank that were not added to another one's before. `told`: the reports of all. Tasks that
+        left out records, there or here, are not compared: they were computed from other samples.
         """
         found = []
         for vrank in sorted(self._done):
@@ -94,7 +94,7 @@ class SpeculativeTasks:
 
 
 def _read(data: bytes) -> TaskReport | None:
-    """Return a report; None for a damaged one, which is unlike any other."""
+    """Return a report; None for a damaged one, which equals no other."""
     try:
         return read_report(data)
     except WireError:

@@ -1,6 +1,6 @@
-"""Writes where the threads of this process are, for people who ask why it does not go on.
+"""Writes the stacks of this process's threads, for people who wonder why it does not go on.
 
-It is done by a thread of Python, which has the interpreter's lock: faulthandler reads the frames of
+A thread of Python does it, which has the interpreter's lock: faulthandler reads the frames of
 threads that run meanwhile, and sending a thousand signals to a busy process ended it by SIGSEGV.
 """
 

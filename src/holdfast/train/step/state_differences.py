@@ -1,9 +1,9 @@
-"""Finds out what differs where workers' states differ, and whether the script has made it so.
+"""Finds the differences between workers' states, and decides whether the script has caused them.
 
-What is no tensor (rates, counters, flags, `job.values`, modules' attributes, samples of the
-dataset) is compared now and then, and can only differ where the script treats workers differently:
-that ends the job with a sentence. Where only tensors differ, a machine may be at fault; but not if
-most of them do and no worker has a majority on its side.
+Plain values (rates, counters, flags, `job.values`, modules' attributes, samples of the dataset) are
+compared now and then, and can only differ where the script treats workers differently: that ends
+the job with a sentence. Where only tensors differ, a machine may be at fault; but not if most of
+them do and no worker has a majority on its side.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from holdfast.core.step.audit import judge
 from holdfast.core.step.rulings import UPDATES
 from holdfast.core.types import WorkerId
 
-SHARED_MIN = 0.5  # of all tensors: machines' faults do not make so many differ at once
+SHARED_MIN = 0.5  # part of all tensors: a machine's fault does not change more of them at once
 
 
 def explain(
     told: Mapping[WorkerId, bytes], step: int, before: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Return which tensors differ. ScriptFault if it is the script's doing.
+    """Return which tensors differ. ScriptFault if the script is the cause.
 
-    `told`: what each worker has described. `before`: what differed the last time. A flipped bit is
-    in one tensor, and not in the same one again; what a script does wrong is.
+    `told`: each worker's description of its state. `before`: the tensors that differed the last
+    time. A flipped bit changes one tensor, and not the same one again; a script's error does.
     """
     states = {worker: _read(data) for worker, data in told.items()}
     paths = {path: None for plain, _ in states.values() for path in plain}
@@ -49,7 +49,7 @@ def explain(
 
 
 def in_short(names: Sequence[str]) -> str:
-    """Name the first one, and how many more there are."""
+    """Name the first one, and the number of the others."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors"
 
 

@@ -1,7 +1,7 @@
-"""Holds what the script's thread and the engine share of a step: tensors, rows, digests.
+"""Shares a step between the script's thread and the engine: tensors, rows, digests.
 
-Its parts are filled by one of them and read by the other, with the monitor held; nothing here waits
-or decides.
+One of them fills its parts and the other reads them, with the monitor held; nothing here waits or
+decides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.train.step.values import StepValues
 
 
 class StepData:
-    """Holds a worker's open step; the table and the reduced buckets are of the whole job."""
+    """Keeps a worker's open step; the table and the reduced buckets are of the whole job."""
 
     def __init__(
         self,
@@ -46,11 +46,12 @@ class StepData:
         self.values = StepValues()
         self.kind = StepKind.GRADIENTS
         self.wants_stop = False  # this worker's script wants the loop to end
-        self._stops = False  # it did when the step was opened
+        self._stops = False  # the value of `wants_stop` when the step was opened
         self.prints: Prints = (0, 0, 0, 0)  # fingerprints of the state that the step begins with
         self.reduced_in = 0  # the view in which its gradient became complete
         self.acts = False  # this worker was that view's leader: exactly one member was
-        self.sharding: ShardedOptimizers | None = None  # of the optimizers that apply it
+        # shares out the optimizers' state among the members
+        self.sharding: ShardedOptimizers | None = None
 
     def replan(self, trained: Iterable[Named], by_row: Collection[torch.Tensor]) -> None:
         """Sum the gradients of other parameters from now on. Between two steps."""
@@ -65,7 +66,7 @@ class StepData:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was computed of the step besides gradients."""
+        """Forget this worker's results of the step, except gradients."""
         self.speculative.forget()
         self.clock.reset()
         self.table.used.zero_()
@@ -74,7 +75,7 @@ class StepData:
     def digest_sum(self, step: int) -> int:
         """Return 63 bits of a part of the step's sum, which the script has not touched yet.
 
-        Of step number `step` of the job. 0: not taken.
+        `step`: the number of the job's step. 0: not taken.
         """
         parts = [(bucket.index, bucket.result.data) for bucket in self.gradients.active]
         for table in self.gradients.active_tables:
@@ -82,8 +83,8 @@ class StepData:
         return self.digest.part_of(step, parts)
 
     def became_reduced(self, view: int, *, leads: bool = False) -> None:
-        """Note that the step's gradient is complete, by an exchange in this view.
+        """Record that the step's gradient is complete, by an exchange in this view.
 
-        `leads`: this worker is that view's leader. Who missed the exchange was not.
+        `leads`: this worker is that view's leader. A worker that missed the exchange was not.
         """
         self.reduced_in, self.acts = view, leads

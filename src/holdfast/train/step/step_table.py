@@ -1,7 +1,7 @@
-"""Keeps what a step leaves besides gradients: one row per virtual rank, and module buffers.
+"""Keeps a step's results besides gradients: one row per virtual rank, and module buffers.
 
-Rows hold each task's loss, weight, sample count, host, and digests of its samples and of a part of
-its gradient; with them travels which parameters were used, and whether a script wants the loop to
+Rows have each task's loss, weight, sample count, host, and digests of its samples and of a part of
+its gradient. Flags of the used parameters travel with them, and whether a script wants the loop to
 end. Module buffers (BatchNorm's statistics) are defined as those left by virtual rank 0: every task
 starts from the buffers of the step's start, so a task stays a pure function.
 """
@@ -22,7 +22,7 @@ UNWEIGHTED = -1.0  # the weight of a task whose loss is a mean
 
 
 class StepTable:
-    """Holds an int64 row per virtual rank (floats as their bits) and the used flags."""
+    """Keeps an int64 row per virtual rank (floats as their bits) and the used flags."""
 
     def __init__(self, vranks: int, params: int) -> None:
         self.rows = torch.zeros(vranks, COLUMNS, dtype=torch.int64)
@@ -32,7 +32,7 @@ class StepTable:
         self.expect(params)
 
     def expect(self, params: int) -> None:
-        """Hold flags of so many parameters from now on."""
+        """Make room for the flags of `params` parameters."""
         self.used = torch.zeros(params, dtype=torch.bool)
         self._used = self.used.numpy()
 
@@ -60,7 +60,7 @@ class StepTable:
         self._rows[hosted] = own._rows[hosted]
 
     def drop(self, vranks: Iterable[int], host: tuple[int, int]) -> None:
-        """Record that what `host` computes of these does not count: no loss, no samples."""
+        """Record that `host`'s results for these do not count: no loss, no samples."""
         for vrank in vranks:
             self.put(vrank, 0.0, 0, 0, host)
 
@@ -94,31 +94,32 @@ class StepTable:
         return message
 
     def unpack(self, head: int, vranks: Iterable[int], message: torch.Tensor) -> None:
-        """Take in what another worker has packed, after so many words of its head."""
+        """Take in another worker's packed message; its head has `head` words."""
         words, hosted = message.numpy(), list(vranks)
         split = len(words) - len(self._used)
         self._rows[hosted] = words[head:split].reshape(-1, COLUMNS)
         self._used |= words[split:] != 0
 
     def message(self, head: int, hosted: int) -> torch.Tensor:
-        """Return zeros, as many words as a worker with that many virtual ranks packs."""
+        """Return zeros of the size that a worker with `hosted` virtual ranks packs."""
         return torch.zeros(head + hosted * COLUMNS + len(self._used), dtype=torch.int64)
 
 
 class Buffers:
-    """Holds the buffers of the protected models, with their values at the start of the step.
+    """Keeps the buffers of the protected models, with their values at the start of the step.
 
     Changes are found by comparing bytes: autograd's version counters do not notice BatchNorm's.
     """
 
     def __init__(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
         self._modules = list(modules)
-        self._left: torch.Tensor | None = None  # what virtual rank 0 left, as a message
-        self._kept: tuple[int, torch.Tensor] | None = None  # what this worker's first one left
+        self._left: torch.Tensor | None = None  # the buffers left by virtual rank 0, as a message
+        # the first rank computed here, and its message
+        self._kept: tuple[int, torch.Tensor] | None = None
         self.find()
 
     def find(self) -> None:
-        """Look which buffers there are; again when the modules have changed."""
+        """Find the buffers; call it again when the modules have changed."""
         self._places = [
             (f"{path}.{key}", owner, key)
             for name, module in self._modules
@@ -146,13 +147,13 @@ class Buffers:
                 torch._foreach_copy_(self._start, self._values())
 
     def restore(self) -> None:
-        """Back to the step's start."""
+        """Set the buffers back to the step's start."""
         if self._places:
             with torch.no_grad():
                 torch._foreach_copy_(self._values(), self._start)
 
     def changes(self) -> torch.Tensor:
-        """Return what a task has left, as a message."""
+        """Return a task's changes of the buffers, as a message."""
         flags = torch.zeros(len(self), dtype=torch.uint8)
         parts: list[torch.Tensor] = []
         for i, (value, start) in enumerate(zip(self._values(), self._start, strict=True)):
@@ -163,13 +164,13 @@ class Buffers:
         return torch.cat([flags, *parts])
 
     def keep(self, vrank: int, left: torch.Tensor) -> None:
-        """Keep what this virtual rank's task has left, unless one before it has been kept."""
+        """Keep the buffers from a virtual rank's task, unless those of an earlier rank are kept."""
         if self._kept is None or vrank <= self._kept[0]:
             self._kept = vrank, left
 
     @property
     def kept(self) -> torch.Tensor | None:
-        """Return what the first virtual rank computed here has left, as a message."""
+        """Return the message of the first virtual rank computed here."""
         return None if self._kept is None else self._kept[1]
 
     @property
@@ -178,15 +179,15 @@ class Buffers:
         return self._left
 
     def receive(self, message: torch.Tensor) -> None:
-        """Take what the host of virtual rank 0 has sent."""
+        """Take the message from the host of virtual rank 0."""
         self._left = message
 
     def share(self) -> None:
-        """Make what this worker's first virtual rank has left that which all take."""
+        """Use the buffers of this worker's first virtual rank as those for all workers."""
         self._left = self.kept
 
     def apply(self) -> None:
-        """Install what virtual rank 0 left as the new values, on every worker alike."""
+        """Install the buffers left by virtual rank 0, on every worker alike."""
         self.restore()
         if self._left is None:
             return

@@ -16,7 +16,7 @@ from holdfast.train.step.reduction import BucketSum
 
 
 class SumRuns:
-    """Holds the runs of one bucket's sum, as one member has them; the first is its result."""
+    """Keeps one member's runs of one bucket's sum; the first run is the bucket's result."""
 
     def __init__(self, bucket: Bucket, layout: Layout) -> None:
         self._bucket = bucket
@@ -39,7 +39,7 @@ class SumRuns:
         return [_digest(piece) for piece in pieces]
 
     def put_right(self, right: Sequence[int]) -> None:
-        """Take of each piece a run that has this digest. Aborted if there is none here."""
+        """Use a run that has this digest for each piece. Aborted if there is none here."""
         result = self._runs[0]
         for piece, digest in enumerate(right):
             where = self._layout.piece(piece, result.numel())

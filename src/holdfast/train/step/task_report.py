@@ -1,6 +1,6 @@
-"""Defines what a task hands over besides its gradient and its row.
+"""Defines a task's report: its results besides its gradient and its row.
 
-All members hear all reports of a step when it is committed, in the order of virtual ranks.
+All members receive all reports of a step when it is committed, in the order of virtual ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.train.step.packed_trees import unpack
 
 
 class TaskReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Holds packed trees: `values` that the script gathers, and new `states` of the virtual rank.
+    """Contains packed trees: `values` for the script to gather, and the rank's new `states`.
 
     `bad`: names the records that the task had to leave out, as data/quarantine encodes them.
     """
@@ -26,7 +26,7 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     states: dict[str, bytes] = {}
 
     def encoded(self) -> bytes:
-        """Return the report as it travels; nothing if there is nothing to report."""
+        """Return the encoded report; b"" if it is empty."""
         return msgspec.msgpack.encode(self) if self.bad or self.values or self.states else b""
 
     @property
@@ -51,8 +51,7 @@ def read_report(data: bytes) -> TaskReport:
 
 
 class GatheredValues(Mapping[str, list]):
-    """Holds what the tasks of a committed step have gathered: lists in the order of virtual ranks.
-
+    """Maps names to the gathered values of a committed step, in the order of virtual ranks.
     UserError for a name that no task of the step has used.
     """
 

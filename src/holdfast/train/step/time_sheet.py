@@ -1,7 +1,7 @@
 """Counts the seconds that a worker's script thread spends on each use, and writes them down.
 
-The driver tells it why the thread waits and which order the thread carries out. Lines are written
-when something unusual begins or ends, and else at growing distances, so that a file grows with the
+The driver reports why the thread waits and which order it carries out. Lines are written when
+something unusual begins or ends, and otherwise at growing distances, so that a file grows with the
 logarithm of the job's length.
 """
 
@@ -27,8 +27,8 @@ from holdfast.observe.time_lines import (
 
 LINE_S_MIN = 0.1  # between two lines of ordinary steps
 LINE_S_MAX = 10.0
-LEFT_MAX = 1 << 40  # of steps; a loop without a real end may have any number
-LINE_SHARE = 2000  # lines are this part of the process's life apart
+LEFT_MAX = 1 << 40  # limit for steps; a loop without a real end may have any number
+LINE_SHARE = 2000  # the distance of lines is the process's age, divided by this
 _USUAL = frozenset(TimeUse) - {
     *(TimeUse.STARTING, TimeUse.JOINING, TimeUse.TRANSFER, TimeUse.STALL),
 }
@@ -69,8 +69,9 @@ class TimeSheet:
         self._steps: dict[int, int] = {}
         self._committed = 0
         self._left = 0  # steps of the script's loop; 0: unknown
-        self._step_began: float | None = None  # None: something unusual came in between
-        self._tasks: tuple[int, int, set[int]] = (-1, 0, set())  # step, view, computed
+        self._step_began: float | None = None  # None: an unusual event came in between
+        # step, view, virtual ranks already computed
+        self._tasks: tuple[int, int, set[int]] = (-1, 0, set())
 
     @classmethod
     def of_process(
@@ -117,14 +118,14 @@ class TimeSheet:
             self._left = min(max(steps, 0), LEFT_MAX)
 
     def note_engine(self, order: object) -> None:
-        """Take in an order of the engine: it may tell why the script's thread waits."""
+        """Take in an order of the engine: it may explain why the script's thread waits."""
         if isinstance(order, ef.Reduce):
             self.expect(TimeUse.WAIT)
         elif isinstance(order, _TRANSFERS):
             self.expect(TimeUse.TRANSFER)
 
     def take(self, order: ef.ScriptEffect | ef.Adopt, view: int) -> None:
-        """Count the time from now on as that of an order, which is carried out in this view."""
+        """Count the time from now on for an order that is carried out in this view."""
         with self._lock:
             match order:
                 case ef.Begin():

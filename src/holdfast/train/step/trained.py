@@ -1,8 +1,8 @@
-"""Knows which parameters of the protected modules are trained, and notices when that changes.
+"""Finds which parameters of the protected modules are trained, and notices when that changes.
 
 A script may freeze, thaw, add, remove or replace parameters between two steps, on all workers
-alike. Which are trained is a part of the job's state: a worker that joins later has not executed
-that line of the script, and takes it over from the others.
+alike. The set of trained parameters is a part of the job's state: a worker that joins later has not
+executed that line of the script, and takes the set over from the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from holdfast.core.errors import StateMismatch, UserError
 
 Named = tuple[str, nn.Parameter]
 SHOWN = 3  # names in a message
-_KEPT = operator.attrgetter("_modules", "_parameters", "_buffers")  # of a module
+# returns a module's children, parameters and buffers
+_KEPT = operator.attrgetter("_modules", "_parameters", "_buffers")
 _VALUES = operator.methodcaller("values")
 
 
@@ -30,15 +31,15 @@ class TrainedParameters:
     def __init__(self) -> None:
         self._modules: Mapping[str, nn.Module] = {}
         self._seen: dict[str, _Content] = {}
-        self._gathers: list[Any] = []  # modules that hold whole parameters while they compute
-        self._planned: list[str] = []  # names of those whose gradients are summed
+        self._gathers: list[Any] = []  # modules that have whole parameters while they compute
+        self._planned: list[str] = []  # names of the parameters whose gradients are summed
         self._known: set[str] | None = None  # names in the first step, and later ones
-        self._taken = False  # they have come with the job's state
+        self._taken = False  # the names have come with the job's state
 
     def watch(self, modules: Mapping[str, nn.Module]) -> list[Named]:
-        """Look at these modules from now on, but not at averages; returns whom to sum at first.
+        """Watch these modules from now on, but not averages; return the parameters to sum at first.
 
-        UserError for what cannot be trained.
+        UserError for modules that cannot be trained.
         """
         averages = torch.optim.swa_utils.AveragedModel
         self._modules = {n: m for n, m in modules.items() if not isinstance(m, averages)}
@@ -53,9 +54,9 @@ class TrainedParameters:
         return [n for n, m in self._modules.items() if next(m.parameters(), None) is not None]
 
     def look(self, of: Collection[str] | None = None) -> list[Named] | None:
-        """Return what is to be summed from now on, if these modules, or any, have changed.
+        """Return the parameters to sum from now on, if these modules, or any, have changed.
 
-        What a round does not name may be frozen in it for a while: that is no change.
+        Modules that a round does not name may be frozen in it for a while: that is no change.
         """
         self.scatter()
         if self._see(self._modules if of is None else of):
@@ -80,23 +81,23 @@ class TrainedParameters:
         return [] if known is None else [name for name in names if name not in known]
 
     def scatter(self) -> None:
-        """Let go of whole parameters that modules of FSDP still hold after a forward pass."""
+        """Free the whole parameters that modules of FSDP still have after a forward pass."""
         for each in self._gathers:
             each.reshard()
 
     def by_row(self) -> list[torch.Tensor]:
-        """Return those whose gradients are sparse."""
+        """Return the parameters with sparse gradients."""
         every = [each for module in self._modules.values() for each in module.modules()]
         tables = [each for each in every if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
         return [each.weight for each in tables if each.sparse]
 
     def state_dict(self) -> dict[str, list[str] | None]:
-        """Return the names of those trained now, and of those summed if these are others."""
+        """Return the names of the trained parameters, and of the summed ones if these differ."""
         trained = self._trained()
         return {"now": trained, "planned": None if self._planned == trained else self._planned}
 
     def load_state_dict(self, state: Mapping[str, list[str] | None]) -> None:
-        """Train those that the job trains. StateMismatch if some are not here."""
+        """Train the parameters that the job trains. StateMismatch if some are not here."""
         wanted, every = set(state["now"] or ()), dict(self._every())
         missing = sorted(wanted - set(every))
         if missing:
@@ -118,7 +119,7 @@ class TrainedParameters:
             self._seen[name] = _look_into(parts, lambda p: id(p) in summed)
 
     def _see(self, names: Collection[str]) -> bool:
-        """Look at these modules; tells whether they are others than when they were seen last."""
+        """Compare these modules with the last contents; return whether they have changed."""
         found = False
         for name, module in self._modules.items():
             if name in names:
@@ -155,16 +156,16 @@ class TrainedParameters:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """Holds what is in modules: things, so that no identity comes back, and facts of them."""
+    """Keeps modules' contents: objects, so that no identity is used again, and facts of them."""
 
     modules: list[nn.Module]
     sizes: list[int]  # how many children, parameters and buffers each has
     held: list[object]  # their children and parameters
-    trains: list[bool]  # of the parameters
-    empty: list[bool]  # of the buffers
+    trains: list[bool]  # whether each parameter is trained
+    empty: list[bool]  # whether each buffer is None
 
     def is_as(self, other: _Content) -> bool:
-        """Tell whether the same modules hold the same, and train it."""
+        """Return whether the same modules have the same contents, and train them alike."""
         return (
             self.sizes == other.sizes
             and all(map(operator.is_, self.held, other.held))
@@ -177,7 +178,7 @@ def _look_into(
     modules: list[nn.Module],
     trains: Callable[[nn.Parameter], bool] = operator.attrgetter("requires_grad"),
 ) -> _Content:
-    """Return what is in each of these modules. Quick, as every step needs it."""
+    """Return the contents of each of these modules. It must be quick, as every step needs it."""
     kept: list[Mapping[str, Any]] = list(itertools.chain.from_iterable(map(_KEPT, modules)))
     children, params, buffers = (
         list(itertools.chain.from_iterable(map(_VALUES, filter(None, kept[kind::3]))))

@@ -1,8 +1,8 @@
-"""Tells all members what tasks have come to besides gradients, or what the leader proposes.
+"""Sends all members the values of tasks besides gradients, or the leader's proposal.
 
-It is what a step of kind VALUES exchanges: bytes, by virtual rank or as the leader's. With a step
-of gradients the reports of its tasks travel in the same way. Nothing is summed here: who hears them
-all does that, in the order of virtual ranks.
+A step of kind VALUES exchanges them: bytes, by virtual rank or as the leader's. In a step of
+gradients the reports of its tasks travel in the same way. No sums are made here: each receiver
+makes them, in the order of virtual ranks.
 """
 
 from __future__ import annotations
@@ -17,45 +17,45 @@ from holdfast.core.types import View
 from holdfast.train.exchange.layout import TAG_VALUES, Layout
 from holdfast.train.exchange.seam import Message, Pending, Transport
 
-PROPOSAL = -1  # the place of what the leader proposes, beside the virtual ranks
-VALUES_BYTES_MAX = 1 << 32  # that a member may send in a step
+PROPOSAL = -1  # the place of the leader's proposal, beside the virtual ranks
+VALUES_BYTES_MAX = 1 << 32  # limit for the values of one member in a step
 _decode = msgspec.msgpack.Decoder(dict[int, bytes]).decode
 
 
 class StepValues:
-    """Holds the values of the open step. Used with the monitor held."""
+    """Keeps the values of the open step. Used with the monitor held."""
 
     def __init__(self) -> None:
-        self.told: dict[int, bytes] = {}  # by virtual rank, or PROPOSAL; of all members
+        self.told: dict[int, bytes] = {}  # by virtual rank, or PROPOSAL; from all members
         self._mine: dict[int, bytes] = {}
 
     def reset(self) -> None:
-        """Forget all values: another step begins, or the same one anew."""
+        """Forget all values: another step begins, or the same one again."""
         self.told, self._mine = {}, {}
 
     def put(self, place: int, value: bytes) -> None:
-        """Note what this worker says at a place."""
+        """Record this worker's value for a place."""
         self._mine[place] = value
 
     def put_report(self, vrank: int, told: bytes) -> None:
-        """Note the encoded report of this worker's task, which may be nothing."""
+        """Record the encoded report of this worker's task, which may be empty."""
         self._mine.pop(vrank, None)
         if told:
             self._mine[vrank] = told
 
     def mine(self, places: Iterable[int]) -> dict[int, bytes]:
-        """Return what this worker says at those of these places where it says anything."""
+        """Return this worker's values for those of these places that have one."""
         return {place: self._mine[place] for place in places if place in self._mine}
 
     def encoded(self) -> bytes:
-        """Return the values of all members, as `receive` takes them; b"" if there are none.
+        """Return the values of all members, for `receive`; b"" if there are none.
 
         All members return the same bytes: pieces of a kept step are made by different ones.
         """
         return msgspec.msgpack.encode(dict(sorted(self.told.items()))) if self.told else b""
 
     def receive(self, data: bytes) -> None:
-        """Take in what others have heard of all members, or what one member says. Aborted."""
+        """Take in the values of all members, or of one member. Aborted."""
         try:
             self.told |= _decode(data) if data else {}
         except msgspec.DecodeError as error:
@@ -66,7 +66,7 @@ class ValuesGather:
     """Gathers the values of all members; most steps have none, and then it sends nothing.
 
     The members' rows, which are gathered with it, say how many bytes each of them sends. `counts`:
-    False if what this member's tasks have come to is dropped.
+    False if the results of this member's tasks are dropped.
     """
 
     def __init__(self, values: StepValues, layout: Layout, view: View, *, counts: bool) -> None:
@@ -87,7 +87,7 @@ class ValuesGather:
         return len(self._mine)
 
     def expect(self, sizes: Mapping[int, int]) -> None:
-        """Expect so many bytes of each rank, once `spread` is called: filled in until then."""
+        """Expect these numbers of bytes by rank; the mapping is complete when `spread` runs."""
         self._sizes = sizes
 
     def gather(self, transport: Transport) -> None:
@@ -107,7 +107,7 @@ class ValuesGather:
             self._pending = transport.exchange(sends, self._messages, TAG_VALUES)
 
     def finish(self) -> None:
-        """Take in what all members have said. Aborted."""
+        """Take in the values of all members. Aborted."""
         if self._pending is not None:
             self._pending.wait()
         for _, message in self._messages:
