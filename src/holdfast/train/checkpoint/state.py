@@ -221,7 +221,7 @@ def _load(protected: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 def _sharing_groups(
     protected: Mapping[str, Any],
 ) -> list[tuple[torch.optim.Optimizer, torch.optim.Optimizer]]:
-    """Return pairs of optimizers that share one list of groups, as a wrapper does with its inner one.
+    """Return pairs of optimizers that share one list of groups: a wrapper and its inner one.
 
     Each of them makes a list of its own as it loads a state, and a scheduler would change only one.
     """
