@@ -1,4 +1,4 @@
-"""Rules of a fleet, one by one: placements that come to nothing, hosts that fail, times to look."""
+"""Checks the rules of a fleet one by one: lost placements, hosts that fail, times to look."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_host_is_avoided_for_longer_each_time_until_it_has_served_for_long_eno
     assert strikes.avoided(POLICY.avoid_s) == []
     assert strikes.strike("h1", 1000.0) == 2 * POLICY.avoid_s
     strikes.note_serving(["h1"], 2000.0)
-    strikes.note_serving([], 2001.0)  # what it has served before does not count
+    strikes.note_serving([], 2001.0)  # it has to begin again
     strikes.note_serving(["h1"], 2002.0)
     strikes.note_serving(["h1"], 2002.0 + POLICY.probation_s - 0.1)
     assert strikes.strikes("h1") == 2

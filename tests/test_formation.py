@@ -17,6 +17,7 @@ from holdfast.core.membership.formation import STEPS_MISSED_MAX
 from holdfast.core.membership.view_making import Room
 from holdfast.core.redundancy import Recall
 from holdfast.core.types import (
+    AgentId,
     Incarnation,
     LateWorker,
     Phase,
@@ -134,6 +135,8 @@ def test_who_was_suspended_returns_once_it_is_done(
     assert fo.returning(cluster.facts(view, 1), step) == []
     assert fo.returning(cluster.facts(view_of(0)), step) == []
     assert fo.returning(cluster.facts(), step) == []
+    cluster.put(1, further=(AgentId("n5"),))
+    assert fo.returning(cluster.facts(view, 5), step) == []  # one of its nodes is silent
 
 
 def test_who_has_missed_too_much_is_better_started_anew() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from holdfast.core.membership.changes import CountLoss
 from holdfast.core.membership.formation import candidates, why_broken
+from holdfast.core.membership.group_faults import find_fault
 from holdfast.core.membership.protection import find_recall, make_ring
 from holdfast.core.membership.restart import RestartPolicy, replace_lost
 from holdfast.core.membership.teams import admit_teams
@@ -232,3 +233,11 @@ def test_each_shard_is_kept_first_where_it_is_and_bears_every_loss() -> None:
             assert recall.step == 5, (workers, size, redundancy, lost)
         without = [k for each in kept.values() for k in each if 0 not in k.shards]
         assert find_recall(without, redundancy.data, 0, (3, 5), (), size).step == 0
+
+
+def test_a_group_ends_with_the_node_of_a_rank() -> None:
+    cluster = Cluster(member(0), member(1))
+    assert find_fault(view_of(0, 1), cluster.roster, []) is None
+    fault = find_fault(view_of(0, 1), cluster.roster, [AgentId("n1")])
+    assert fault is not None
+    assert fault.headline == "node n1 with rank 1 was lost"

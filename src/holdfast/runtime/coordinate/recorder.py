@@ -54,7 +54,6 @@ class Recorder:
         self._recording_bytes = 0
         self._count = 0
         self._is_on = False
-        self._is_broken = False
         self._problem = ""  # why the present file cannot be written
         self._not_before = float("-inf")  # the next file, by the machine's clock
         self._filled = threading.Event()
@@ -65,12 +64,12 @@ class Recorder:
     def begin(self, machine: Machine, now: float) -> None:
         """Begin a recording with the machine as it is; not while too much waits for the disk."""
         is_slow = self._waiting_bytes > WAITING_BYTES_MAX // 2
-        if self._is_broken or is_slow or now < self._not_before:
+        if is_slow or now < self._not_before:
             return
         try:
             state = freeze(machine)
         except TypeError as error:
-            self._is_broken = True
+            self._not_before = float("inf")
             self._say(f"what the coordinator hears is not recorded: {error}")
             return
         header = Header(
