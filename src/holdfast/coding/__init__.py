@@ -1,1 +1,1 @@
-"""Holds erasure codes over byte buffers; knows no files and no networks."""
+"""Implements erasure codes over byte buffers, without files and networks."""

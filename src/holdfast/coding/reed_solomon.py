@@ -1,14 +1,14 @@
 """Computes Reed-Solomon codes: of k data pieces and m parity pieces, any k restore the rest.
 
-Intel's ISA-L does the arithmetic, in GF(2^8) with a Cauchy matrix, every square submatrix of which
-is invertible. The library comes with the PyECLib wheel, or is the system's libisal. It is called
+Intel's ISA-L does the arithmetic, in GF(2^8) with a Cauchy matrix, whose square submatrices are all
+invertible. The library comes with the PyECLib wheel, or is the system's libisal. It is called
 without copying, and Python's lock is released meanwhile.
 
-Pieces are told apart by number, data first. With more than k of them, those that are wrong are
-found (Metzner and Kapturowski, "A General Decoding Technique Applicable to Replicated File
+Pieces are told apart by number, data first. With more than k of them, wrong ones are found
+(Metzner and Kapturowski, "A General Decoding Technique Applicable to Replicated File
 Disagreement Location and Concatenated Code Decoding", IEEE Transactions on Information Theory 36,
-1990): the differences between pieces and what the others make of them span a space, in which just
-the columns of wrong pieces lie.
+1990): the differences between pieces and their values by the others span a space that contains just
+the columns of wrong pieces.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from holdfast.coding import galois
 from holdfast.core.errors import Damaged, UserError, require
 
 PIECES_MAX = 256  # the field has no more elements
-BLOCK_BYTES = 1 << 18  # of each piece, compared at a time
-PLANS_MAX = 64  # of repairs, kept in case the next block lacks the same pieces
+BLOCK_BYTES = 1 << 18  # bytes of each piece, compared at a time
+PLANS_MAX = 64  # repairs are kept, as the next block may lack the same pieces
 GUESSES_MAX = 20_000  # sets of pieces that may be wrong
 
 
@@ -65,7 +65,9 @@ class ReedSolomon:
         self._matrix = ctypes.create_string_buffer((k + m) * k)
         self._isal.gf_gen_cauchy1_matrix(self._matrix, k + m, k)
         self._encoding = self._tables(bytes(self._matrix.raw[k * k :]), m)
-        self._plans: dict[tuple[int, ...], tuple[int, Any]] = {}  # of repairs, by what is there
+        self._plans: dict[
+            tuple[int, ...], tuple[int, Any]
+        ] = {}  # repairs by the pieces that are there
 
     def encode(self, data: Sequence[memoryview], parity: Sequence[memoryview]) -> None:
         """Fill the m buffers of `parity` from the k of `data`, all of the same length."""
@@ -82,7 +84,7 @@ class ReedSolomon:
             self._run(self._tables(self._generator(number), 1), data, [piece])
 
     def coefficients(self, number: int) -> bytes:
-        """Return what each piece of data is multiplied by, in GF(2^8), to give this piece."""
+        """Return the factor of each piece of data, in GF(2^8), for the sum that is this piece."""
         require(0 <= number < self.k + self.m, "another number of pieces")
         return self._generator(number)
 
@@ -114,11 +116,11 @@ class ReedSolomon:
         self._run(tables, [there[i] for i in used], [wanted[i] for i in lost])
 
     def find_wrong(self, there: Mapping[int, memoryview]) -> tuple[int, ...]:
-        """Find the pieces that differ from what the others say, by number.
+        """Find the pieces that do not fit the others, by number.
 
-        With n more pieces than the k that are needed, up to n / 2 wrong ones are found whatever is
-        wrong with them, and up to n - 1 if their errors are unrelated. Damaged:
-        more are wrong than can be told apart.
+        With n more pieces than the k that are needed, up to n / 2 wrong ones are found whatever
+        their errors are, and up to n - 1 if these are unrelated. Damaged: too many are wrong to
+        tell them apart.
         """
         numbers = sorted(there)
         used, spare = numbers[: self.k], numbers[self.k :]
@@ -149,7 +151,7 @@ class ReedSolomon:
     def _differences(
         self, there: Mapping[int, memoryview], used: Sequence[int], spare: Sequence[int]
     ) -> Iterator[galois.Bytes]:
-        """Yield by blocks, where they differ, what spare pieces are XOR what they should be."""
+        """Yield by blocks the XOR of spare pieces and their right values, where these differ."""
         tables = self._tables(self._rows_from(used, spare), len(spare))
         size = len(there[used[0]])
         require(all(len(piece) == size for piece in there.values()), "pieces of different lengths")
@@ -199,9 +201,9 @@ class ReedSolomon:
 def _span(
     columns: galois.Bytes, seen: galois.Bytes, orthogonal: galois.Bytes
 ) -> tuple[int, ...] | None:
-    """Find the fewest columns that span all that was seen; None if that leaves nothing to check.
+    """Find the fewest columns that span all errors; None if that leaves nothing to check.
 
-    `orthogonal`: rows that are so to all that was seen.
+    `orthogonal`: rows that are orthogonal to all errors.
     """
     rank = seen.shape[1]
     if not rank:

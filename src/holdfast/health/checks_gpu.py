@@ -11,7 +11,7 @@ from holdfast.health.checks_trials import KernelLogSample
 from holdfast.health.findings import Finding, Grade, fail_if, skipped, warn_if, when
 from holdfast.health.limits import GIB, Limits
 
-# Why the clocks are below what they could be: nvmlClocksEventReason...
+# The reasons for lower clocks: nvmlClocksEventReason...
 HW_SLOWDOWN = 0x8
 SW_THERMAL = 0x20
 HW_THERMAL = 0x40
@@ -34,7 +34,7 @@ RECOVERY = {
     7: "restart the system",
 }
 
-# How bad an Xid is, and what it means. OK: a script's mistake, or its end, says nothing of the GPU.
+# The grade of each Xid, and its meaning. OK: a script's mistake or its end is no fault of the GPU.
 XIDS = dict.fromkeys((8, 13, 31, 43, 45, 68), (Grade.OK, "")) | {
     48: (Grade.FAIL, "double bit ECC error"),
     62: (Grade.FAIL, "internal micro-controller halted"),
@@ -76,7 +76,7 @@ class GpuSample:
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     memory_used_bytes: int | None = None
-    xids: tuple[int, ...] | None = None  # of late
+    xids: tuple[int, ...] | None = None  # recent ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ def _judge_none(report: GpuReport) -> Finding:
 
 
 def judge_gpu_count(count: int, expected: int) -> Finding:
-    """Judge while running whether there are as many GPUs as there were."""
+    """Judge during a job whether all GPUs of its start are still there."""
     grade = fail_if(count < expected)
     return Finding(
         check="gpu-count",

@@ -28,7 +28,7 @@ class MemorySample:
     total_bytes: int
     available_bytes: int
     swap_used_bytes: int = 0
-    limit_bytes: int | None = None  # of the container
+    limit_bytes: int | None = None  # the container's
     limit_used_bytes: int = 0  # without what the kernel would drop
     swapped_pages: int = 0  # counter: in and out
     oom_kills: int = 0  # counter
@@ -51,7 +51,7 @@ class CpuSample:
 
     visible: int
     allowed: int  # by affinity
-    quota: float | None = None  # of the container, in processors
+    quota: float | None = None  # the container's, in processors
     ticks: int = 0
     stolen: int = 0
     periods: int = 0
@@ -60,7 +60,7 @@ class CpuSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PressureSample:
-    """Tells for how many percent of the last minute tasks waited for each resource."""
+    """Gives the percentage of the last minute in which tasks waited for each resource."""
 
     cpu_some: float | None = None  # None where it is not told
     memory_full: float | None = None
@@ -92,7 +92,7 @@ class HostSample:
 
 
 def judge_memory(memory: MemorySample, limits: Limits) -> list[Finding]:
-    """Judge how much memory is free, what is swapped out, and the ECC counters."""
+    """Judge free memory, swapped memory, and the ECC counters."""
     part = memory.free_bytes / max(1, memory.usable_bytes)
     of = "the container's" if memory.limit_bytes else "the machine's"
     grade = grade_below(part, *limits.memory_available)

@@ -1,6 +1,6 @@
 """Judge a machine against others: the way to a peer, equal versions, speeds like the others'.
 
-`Report` is what one machine's examination says as data; two of them can be compared.
+A `Report` is one machine's examination as data; two of them can be compared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.health.limits import Limits, Pair, limit_text
 FORMAT = 1
 PYTHON_MIN, TORCH_MIN = (3, 10), (2, 6)
 
-# What must be equal on all machines of a job, and how bad it is when it is not.
+# Properties that all machines of a job share, and the grade of a difference.
 EQUAL = {
     "holdfast": (Grade.FAIL, "machines of one job speak one release"),
     "torch": (Grade.FAIL, "other kernels give other bits"),
@@ -43,7 +43,7 @@ DISK_SPEEDS = ("disk-write", "disk-syncs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A report is what one machine's examination has found."""
+    """Lists the findings of one machine's examination."""
 
     format: int = FORMAT
     host: str = ""
@@ -55,7 +55,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSample:
-    """A peer sample is what was measured on the way to a peer, or why it was not reached."""
+    """A peer sample contains measurements of the way to a peer, or why there are none."""
 
     peer: str
     failure: str = ""

@@ -1,6 +1,6 @@
-"""Judge what was tried out: arithmetic, memory, disk; and what the kernel wrote in its log.
+"""Judge trials of arithmetic, memory and disk, and the kernel's log.
 
-Measurements in, findings out; how they were taken is not known here.
+Measurements in, findings out; other modules measure.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from holdfast.health.limits import GIB, MIB, Limits, Pair, limit_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArithmeticSample:
-    """Tells how many exact products one device got wrong."""
+    """Counts the exact products that one device got wrong."""
 
     device: str
     repeats: int
-    wrong: int  # of them
-    where: str = ""  # of the wrong ones: which rows
-    failure: str = ""  # what was said instead of computing
+    wrong: int  # wrong ones among the repeats
+    where: str = ""  # the rows of wrong ones
+    failure: str = ""  # the error, if nothing was computed
     operations_per_s: float = 0.0  # median
 
 
@@ -104,7 +104,7 @@ def judge_arithmetic(sample: ArithmeticSample) -> Finding:
 
 
 def judge_memory_speed(sample: MemorySpeedSample) -> list[Finding]:
-    """Judge whether memory kept what was written, and tell how fast it is."""
+    """Judge whether memory kept the written bytes, and its speed."""
     grade = fail_if(sample.wrong_bytes > 0)
     kept = f"{sample.tested_bytes / MIB:.0f} MiB kept every pattern"
     lost = f"{sample.wrong_bytes} of {sample.tested_bytes} bytes changed: {sample.where}"
@@ -140,7 +140,7 @@ def judge_disk(disk: DiskSample, limits: Limits) -> list[Finding]:
 
 
 def judge_disk_running(disk: DiskSample, limits: Limits) -> list[Finding]:
-    """Judge the disk of a node that trains: it may be busy, so only what is broken counts."""
+    """Judge the disk of a node that trains: it may be busy, so only faults count."""
     one = f"an fsync of 4 KiB took {1e3 * (disk.sync_s or 0):.1f} ms"
     return _judge_basics(disk, limits, limits.disk_sync_busy_s, one, "")
 

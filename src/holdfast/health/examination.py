@@ -1,7 +1,7 @@
-"""Examine one machine before it joins a job: what is measured, in which order, and for how long.
+"""Examine one machine before it joins a job: measurements, their order and their limits.
 
 Every measurement that may hang is another process with a limit (health/measure/bounded.py); a
-measurement that does not come is a finding like any other. What a measurement means is decided in
+measurement that does not come is a finding like any other. Measurements are judged in
 health/checks_*.py.
 """
 
@@ -60,7 +60,7 @@ PEERS_MAX = 64
 
 T = TypeVar("T")
 Measure = Callable[[str, dict[str, Any], float], ChildAnswer]
-Progress = Callable[[int, int, str], None]  # done, of how many, what comes next
+Progress = Callable[[int, int, str], None]  # number done, number in all, the next one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +90,10 @@ QUICK = ExaminationPace(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """An examination is what is asked for: of which directory, peers, reports and commands."""
+    """Describes an examination: its directory, peers, reports and commands."""
 
     directory: str
-    version: str  # of Holdfast
+    version: str  # Holdfast's
     pace: ExaminationPace = ExaminationPace()
     peers: tuple[tuple[str, int], ...] = ()
     secret: bytes = b""
@@ -334,7 +334,7 @@ def examine(wanted: Examination, progress: Progress, limits: Limits | None = Non
 
 
 def read_report(data: bytes) -> Report:
-    """Read another machine's `--json` output. ValueError says what is wrong with it."""
+    """Read another machine's `--json` output. ValueError with its fault."""
     report = msgspec.json.decode(data, type=Report)
     if report.format != Report(facts={}, speeds={}).format:
         raise ValueError(f"it has format {report.format}")

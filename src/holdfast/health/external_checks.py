@@ -53,7 +53,7 @@ class CommandSample:
 
 
 def parse_check(text: str, limit_s: float = LIMIT_S) -> ExternalCheck:
-    """Read `NAME=COMMAND`. UserError says what is wrong with it, and what to do."""
+    """Read `NAME=COMMAND`. UserError with its fault and the remedy."""
     name, equals, rest = text.partition("=")
     example = "give NAME=COMMAND, such as dcgm='/opt/checks/dcgm.sh --quick'"
     if not equals or not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", name):
@@ -153,7 +153,7 @@ class RepeatedCheck:
         self._next_s = float("-inf")  # when it is to be run again
 
     def round(self, now: float) -> list[Finding]:
-        """Tell what the last run found, once, and start the next one when it is time."""
+        """Return the findings of the last run, once, and start the next one when it is time."""
         line, failure = self.watcher.poll()
         waited_s = self.watcher.waited_s(now)
         if waited_s > self.check.limit_s + GRACE_S:

@@ -26,12 +26,12 @@ _BADNESS = {Grade.SKIPPED: 0, Grade.OK: 1, Grade.WARN: 2, Grade.FAIL: 3}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A finding holds what one check measured, what is allowed, and what to do about it."""
+    """Describes one check's measurement, its limit, and the remedy."""
 
-    check: str  # its name, such as disk-sync; documented in docs/doctor.md
+    check: str  # the check's name, such as disk-sync; documented in docs/doctor.md
     grade: Grade
-    reason: str  # one line: what was found
-    subject: str = ""  # of several: GPU 3, a directory, a peer
+    reason: str  # one line
+    subject: str = ""  # one of several: GPU 3, a directory, a peer
     value: float | None = None
     unit: str = ""
     limit: str = ""  # in words, such as: warn above 0.1, fail above 1
@@ -58,12 +58,12 @@ def skipped(check: str, reason: str) -> Finding:
 
 
 def warn_if(bad: bool) -> Grade:
-    """Grade what can only be well or worth a warning."""
+    """Grade a property that is well or worth a warning."""
     return Grade.WARN if bad else Grade.OK
 
 
 def fail_if(bad: bool) -> Grade:
-    """Grade what can only be well or broken."""
+    """Grade a property that is well or broken."""
     return Grade.FAIL if bad else Grade.OK
 
 
@@ -93,7 +93,7 @@ def worst(findings: Iterable[Finding]) -> Grade:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Say in one sentence whether a machine with these findings may join a job."""
+    """Return a sentence on whether a machine with these findings may join a job."""
     failed = [f for f in findings if f.grade is Grade.FAIL]
     warned = [f for f in findings if f.grade is Grade.WARN]
     more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""

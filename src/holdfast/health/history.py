@@ -32,21 +32,21 @@ class HealthVerdict:
 
     health: Health = Health.HEALTHY
     reason: str = ""  # one bounded line; empty when healthy
-    check: str = ""  # which one it is about, so that equal causes on many nodes can be told
+    check: str = ""  # its check, so that equal causes on many nodes are recognised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchPolicy:
-    """Says how much evidence changes a verdict: samples, counted *and* timed.
+    """Sets the evidence that changes a verdict: samples, counted *and* timed.
 
     Counting alone would let three quick calls drain a node; time alone would take a pause of the
     observer for evidence.
     """
 
     window: int = 6  # samples of one check that are remembered
-    fails_to_drain: int = 3  # of the window
+    fails_to_drain: int = 3  # failures in the window
     drain_s: float = 15.0  # and from the first of them to now at least this long
-    warns_to_suspect: int = 3  # of the window; a single failure is enough
+    warns_to_suspect: int = 3  # warnings in the window; a single failure is enough
     probation_s: float = 600.0  # clean for this long after a drain; doubled by every further one
     probation_s_max: float = 86400.0
     probation_samples: int = 10
@@ -63,7 +63,7 @@ class WatchPolicy:
 
 @dataclass(slots=True)
 class _CheckTrack:
-    """Holds the recent grades of one check of one thing."""
+    """Keeps the recent grades of one check on one subject."""
 
     recent: deque[tuple[float, Grade]]
     suspect: bool = False
@@ -86,7 +86,7 @@ class WatchRecord:
 
     verdict: HealthVerdict
     drains: int
-    clean_s: float  # of the probation
+    clean_s: float  # healthy seconds of the probation
     probation_s: float  # how long the present or next probation is
     suspects: tuple[str, ...]
 
@@ -119,7 +119,7 @@ class Watch:
         return self._verdict
 
     def observe(self, findings: Sequence[Finding], now: float) -> HealthVerdict:
-        """Take one round of findings and judge anew. `now`: of a clock that never goes back."""
+        """Take one round of findings and judge again. `now`: by a clock that never goes back."""
         require(self._rounds == 0 or now >= self._last, f"time went back to {now}")
         self._last, self._rounds = now, self._rounds + 1
         for finding in findings:
@@ -193,7 +193,7 @@ class Watch:
             self._verdict = HealthVerdict()
 
     def _tell(self, health: Health, name: str) -> HealthVerdict:
-        """Put into words what was seen last, and how often; the end of it may be cut off."""
+        """Return the last finding and its count in words; their end may be cut off."""
         track = self._tracks[name]
         fails, bad = track.count(Grade.FAIL), track.bad
         seen = f"{fails} failed" if fails else f"{track.count(Grade.WARN)} warned"

@@ -1,4 +1,4 @@
-"""Holds the limits between ok, warn and fail, as one value; docs/doctor.md says where from.
+"""Keeps the limits between ok, warn and fail, as one value; docs/doctor.md has their sources.
 
 A pair is (warn, fail).
 """

@@ -1,7 +1,7 @@
 """Offers Accelerate's Accelerator on the job's steps, for loops that people have written.
 
-The body of the training loop runs once for each task. What it calls of optimizers, schedulers and
-clipping is recorded, and carried out, in order, once the step is committed: until then another
+The body of the training loop runs once for each task. Its calls of optimizers, schedulers and
+clipping are recorded, and carried out, in order, once the step is committed: until then another
 worker may fail, and this one compute more tasks.
 """
 
@@ -32,20 +32,20 @@ except ImportError:
 
 
 class RecordedCalls:
-    """Notes what a loop's body calls, to be done once the step is committed.
+    """Records the calls of a loop's body, to be made once the step is committed.
 
-    It is protected: a worker that has no batch in the last step of an epoch does what bodies did
-    before.
+    It is protected: a worker without a batch in the last step of an epoch makes the calls of
+    earlier bodies.
     """
 
     def __init__(self) -> None:
-        self.parameters: list[torch.nn.Parameter] = []  # of all prepared models
+        self.parameters: list[torch.nn.Parameter] = []  # all prepared models'
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
-        self.times = 1  # that one call steps a scheduler, as Accelerate does for each process
+        self.times = 1  # steps of a scheduler for one call, as Accelerate does for each process
         self.is_recording = False
-        self.norm = torch.tensor(float("nan"))  # of the last gradient that was clipped by norm
-        self._calls: list[list[Any]] = []  # of the body under way
+        self.norm = torch.tensor(float("nan"))  # the last gradient's that was clipped by norm
+        self._calls: list[list[Any]] = []  # calls of the body under way
         self._done: list[list[Any]] = []  # in the last step
 
     def begin_step(self) -> None:
@@ -57,7 +57,7 @@ class RecordedCalls:
         self.is_recording, self._calls = True, []
 
     def add(self, *call: Any) -> None:
-        """Note a call, or do it at once outside of bodies."""
+        """Record a call, or make it at once outside of bodies."""
         if self.is_recording:
             self._calls.append(list(call))
         else:
@@ -88,7 +88,7 @@ class RecordedCalls:
             ) from None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was done in the last step."""
+        """Return the calls of the last step."""
         return {"calls": [list(call) for call in self._done]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -113,7 +113,7 @@ class RecordedCalls:
 
 
 class RecordedOptimizer(Optimizer):
-    """Is an optimizer of which `step` and `zero_grad` are recorded; the rest is the optimizer's."""
+    """Wraps an optimizer so that `step` and `zero_grad` are recorded, and nothing else."""
 
     def __init__(self, optimizer: Optimizer, calls: RecordedCalls, index: int) -> None:
         self.optimizer = optimizer
@@ -121,13 +121,13 @@ class RecordedOptimizer(Optimizer):
         self._index = index
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Note that the optimizer is to step. UserError with a closure."""
+        """Record a step of the optimizer. UserError with a closure."""
         if closure is not None:
             raise UserError("optimizer.step(closure) does not work in a job: call backward before")
         self._calls.add("step", self._index)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Note that gradients are to be forgotten."""
+        """Record that gradients are dropped."""
         self._calls.add("zero", self._index)
 
     def __getattr__(self, name: str) -> Any:
@@ -143,7 +143,7 @@ class RecordedOptimizer(Optimizer):
 
 
 class RecordedScheduler:
-    """Is a scheduler of which `step` is recorded."""
+    """Wraps a scheduler so that `step` is recorded."""
 
     def __init__(self, scheduler: Any, calls: RecordedCalls, index: int) -> None:
         self.scheduler = scheduler
@@ -151,7 +151,7 @@ class RecordedScheduler:
         self._index = index
 
     def step(self, *args: Any) -> None:
-        """Note that the scheduler is to step. UserError with a metric."""
+        """Record a step of the scheduler. UserError with a metric."""
         if args:
             raise UserError(
                 "scheduler.step(metric) does not work in a loop's body: step the scheduler itself"
@@ -213,8 +213,8 @@ class Accelerator(accelerate.Accelerator):
         """Join the job, unless the script has, and prepare for it."""
         super().__init__(*args, **kwargs)
         self.job = joined()
-        self.last_loss = float("nan")  # of the last step of the whole job
-        self.completed_steps = 0  # of the job
+        self.last_loss = float("nan")  # the whole job's, in the last step
+        self.completed_steps = 0  # the job's
         self._max_steps = max_steps
         self._calls = RecordedCalls()
         self._calls.times = self.job.virtual_ranks
@@ -272,7 +272,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def is_training(self) -> bool:
-        """Tell whether a loop over a loader trains: a prepared model does, and with gradients."""
+        """Return whether a loop over a loader trains: a prepared model does, and with gradients."""
         return torch.is_grad_enabled() and any(each.training for each in self._modules)
 
     def _train(self, data: Batches) -> Iterator[Any]:
@@ -313,12 +313,12 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Note that gradients are to be clipped; returns the norm of the step before."""
+        """Record that gradients are clipped; returns the norm of the step before."""
         self._calls.add("norm", self._calls.places(parameters), float(max_norm), float(norm_type))
         return self._calls.norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Note that gradients are to be clipped."""
+        """Record that gradients are clipped."""
         self._calls.add("value", self._calls.places(parameters), float(clip_value))
 
     # ------------------------------------------------------------ processes
@@ -330,12 +330,12 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def is_main_process(self) -> bool:
-        """Tell whether this worker leads the job."""
+        """Return whether this worker leads the job."""
         return follow_leader(self.job)
 
     @property
     def is_local_main_process(self) -> bool:
-        """Tell whether this worker leads the job."""
+        """Return whether this worker leads the job."""
         return follow_leader(self.job)
 
     def print(self, *args: Any, **kwargs: Any) -> None:

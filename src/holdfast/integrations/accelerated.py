@@ -1,7 +1,7 @@
 """Makes Accelerate's idea of the main process follow the job's leader.
 
-Transformers and Accelerate ask PartialState who writes and logs. A worker of a job is a world of
-its own to them, so that none of their collectives is ever called.
+Transformers and Accelerate ask PartialState for the process that writes and logs. A worker of a
+job is a world of its own to them, so that none of their collectives is ever called.
 """
 
 from __future__ import annotations

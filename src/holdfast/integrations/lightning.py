@@ -44,13 +44,13 @@ class Strategy(SingleDeviceStrategy):
         """Join the job, unless the script has."""
         super().__init__(device=device, **kwargs)
         self.job: Job = joined()
-        self.loss = float("nan")  # of the last step of the whole job
-        self._steps: Iterator[Step] | None = None  # of the one loop of the job
-        self._step: Step | None = None  # that Lightning's loop is at
-        self._batch: Any = None  # of the task under way
+        self.loss = float("nan")  # the whole job's, in the last step
+        self._steps: Iterator[Step] | None = None  # steps of the job's one loop
+        self._step: Step | None = None  # the one in which Lightning's loop is
+        self._batch: Any = None  # the batch of the task under way
         self._kept: FitProgress | None = None
         self._segments = 0  # optimizers' steps that the running training_step has called
-        self._round: int | None = None  # of a module that optimizes by itself
+        self._round: int | None = None  # set for a module that optimizes by itself
         self._is_fitting = False  # between the first step and the end of fit
 
     # ------------------------------------------------------------ data
@@ -195,7 +195,7 @@ class Strategy(SingleDeviceStrategy):
 
     @contextlib.contextmanager
     def _recording(self, order: list[int], quiet: bool) -> Iterator[None]:
-        """Note which optimizers step, and let nothing happen to gradients but by `backward`."""
+        """Record which optimizers step, and let only `backward` change gradients."""
         module, both = self.lightning_module, [*self.optimizers, *self._lightning_optimizers]
         for index, each in enumerate(self._lightning_optimizers):
             each._on_before_step = lambda index=index: order.append(index)
@@ -219,7 +219,7 @@ class Strategy(SingleDeviceStrategy):
 
     @property
     def is_global_zero(self) -> bool:
-        """Tell whether this worker leads the job: the one that writes and logs."""
+        """Return whether this worker leads the job: that one writes and logs."""
         return self.job.is_leader
 
     def follow_leader(self) -> None:
@@ -258,7 +258,7 @@ class Strategy(SingleDeviceStrategy):
         return self.lightning_module.trainer
 
     def _refuse(self, loader: Any) -> None:
-        """Raise UserError for what has no counterpart."""
+        """Raise UserError for a setting without a counterpart."""
         trainer, module = self._trainer, self.lightning_module
         if self._kept is not None:
             raise UserError("trainer.fit can be called once in a job: start a job for each")
@@ -304,15 +304,15 @@ class StepLoader:
 
 
 class FitProgress:
-    """Holds where Lightning's loops and callbacks stand between two steps, to be protected."""
+    """Keeps the progress of Lightning's loops and callbacks between two steps, to be protected."""
 
     def __init__(self, trainer: Any) -> None:
-        self.order: list[int] = []  # of optimizers that a module steps by itself
+        self.order: list[int] = []  # optimizers in the order in which a module steps them
         self._trainer = trainer
         self._state: dict[str, Any] = {}
 
     def keep(self) -> None:
-        """Note where everything stands now."""
+        """Record the progress of all loops and callbacks."""
         trainer = self._trainer
         loops = copy.deepcopy(trainer.fit_loop.state_dict())
         progress = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
@@ -322,7 +322,7 @@ class FitProgress:
         self._state = {"loops": loops, "callbacks": callbacks, "order": list(self.order)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was kept last."""
+        """Return the progress that was recorded last."""
         return self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -340,7 +340,7 @@ class FitProgress:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Take the place of what is done elsewhere."""
+    """Replace a call whose work is done elsewhere."""
 
 
 def _clips(*args: Any, **kwargs: Any) -> None:

@@ -21,7 +21,7 @@ except ImportError:
     ) from None
 
 RECENT = 64  # rows that every worker keeps, in case that it is to write them
-Row = tuple[int, tuple[str, ...]]  # its step, and what it tells
+Row = tuple[int, tuple[str, ...]]  # a row's step, and its cells
 
 
 class CSVLogger(loggers.CSVLogger):
@@ -57,7 +57,7 @@ class CSVLogger(loggers.CSVLogger):
         return super().experiment
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Note a row, and write those that no leader has written."""
+        """Record a row, and write rows that no leader has written."""
         self._recent.append((dict(metrics), step))
         if self._job.is_leader:
             while self._recent:
@@ -72,7 +72,7 @@ class _Writer(ExperimentWriter):
         super().__init__(log_dir)
 
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
-        """Note a row, unless the file has it."""
+        """Record a row, unless the file has it."""
         if step is None or (step, tuple(sorted(metrics_dict))) not in self._written:
             super().log_metrics(metrics_dict, step)
 

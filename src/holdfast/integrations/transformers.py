@@ -125,7 +125,7 @@ class TrainerMixin:
         return self._finalize_training(trial, samples, start)
 
     def _begin(self, trial: Any, ignore_keys: list[str] | None) -> None:
-        """Call what comes before the first step, once the job's state has arrived."""
+        """Make the calls that precede the first step, once the job's state has arrived."""
         self._begun = True
         self._follow()
         args, control = self.args, self.control
@@ -294,7 +294,7 @@ class Trainer(TrainerMixin, transformers.Trainer):
 
 
 class TrainerProgress:
-    """Holds what a Trainer keeps in variables, in the form that Holdfast protects."""
+    """Keeps a Trainer's variables in the form that Holdfast protects."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -350,7 +350,7 @@ def _data_of(job: Job, loader: Any) -> tuple[Batches | Stream, int]:
         )
     shuffles = type(batches.sampler).__name__ in ("RandomSampler", "SeedableRandomSampler")
     order: dict[str, Any] = {"shuffle": True} if shuffles else {"sampler": batches.sampler}
-    with warnings.catch_warnings():  # of the Trainer's own generator
+    with warnings.catch_warnings():  # the Trainer's own generator is passed on purpose
         warnings.filterwarnings("ignore", message="of this DataLoader")
         data = job.batches(
             DataLoader(  # as it was before Accelerate had it

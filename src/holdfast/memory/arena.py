@@ -21,8 +21,8 @@ from holdfast.core.errors import Damaged
 from holdfast.core.redundancy import PIECES_MAX, KeptPieces, Piece
 
 STATE, GRADIENT = "state", "gradient"
-TABLE_BYTES = 1 << 20  # of each of both tables, most of which is never touched
-PUT_BYTES = TABLE_BYTES // 2  # that may be in use for more to be put there: marks fit always
+TABLE_BYTES = 1 << 20  # each of both tables has room for this; most is never touched
+PUT_BYTES = TABLE_BYTES // 2  # no more is put into a fuller table, so that marks always fit
 FIRST = 2 * TABLE_BYTES  # where pieces begin
 ALIGN = 64
 HEAD = struct.Struct("=8sQI16s")  # magic, number of the table, length and digest of what follows
@@ -36,9 +36,9 @@ DIGEST_BYTES = 16
 class PieceEntry(msgspec.Struct, frozen=True, array_like=True):
     """Describes a worker's pieces of one state or gradient; they lie one after the other.
 
-    `step`: the state after so many steps, or the gradient of that step. `whole`: bytes of all of
-    it. `size`: bytes of each piece. `start`: of the first one, in the file. `digests`: of each.
-    `shard`: of which shard of the model it is.
+    `step`: the steps before the state, or the step of the gradient. `whole`: bytes of the whole
+    state or gradient. `size`: bytes of each piece. `start`: the first one's place in the file.
+    `digests`: those of the pieces. `shard`: the number of the model's shard.
     """
 
     kind: str
@@ -56,9 +56,9 @@ class PieceEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PieceShelf(msgspec.Struct, frozen=True, array_like=True):
-    """Says which pieces of a shard the worker keeps here as a member of a view.
+    """Lists the pieces of a shard that the worker keeps here as a member of a view.
 
-    `committed`: how far it has committed.
+    `committed`: the worker has committed the steps before this one.
     """
 
     view: int
@@ -73,9 +73,9 @@ class PieceShelf(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Table(msgspec.Struct, frozen=True, array_like=True):
-    """Describes all that a worker's process has put into its file.
+    """Describes the contents of a worker's file.
 
-    `forgotten`: a view, and a step: that view has protected the state after so many steps.
+    `forgotten`: a view and a step: that view has protected the state after this many steps.
     """
 
     worker: int
@@ -89,23 +89,23 @@ class Table(msgspec.Struct, frozen=True, array_like=True):
         return next((shelf for shelf in self.shelves if shelf.key == key), None)
 
     def without(self, marks: Sequence[tuple[int, int]]) -> Table:
-        """Leave out what is older than the states that were protected, as `marks` says."""
+        """Return this without entries that are older than the protected states in `marks`."""
         return self.keeping(
             [e for e in self.entries if not any(_is_older(e, *mark) for mark in marks)]
         )
 
     def keeping(self, entries: Sequence[PieceEntry]) -> Table:
-        """Leave out all other entries, and what was said of their views."""
+        """Return this without all other entries, and without the shelves of their views."""
         kept = {(entry.view, entry.shard) for entry in entries}
         shelves = tuple(shelf for shelf in self.shelves if shelf.key in kept)
         return msgspec.structs.replace(self, entries=tuple(entries), shelves=shelves)
 
 
 def kept_pieces(tables: Sequence[Table], procs: int = 1, spread: int = 1) -> list[KeptPieces]:
-    """Say to the coordinator what a node's tables hold.
+    """List the contents of a node's tables for the coordinator.
 
     `procs`: processes of each worker. All of them must hold it, unless they are on several nodes
-    (`spread`): then what is held of each shard is told. A process may have several tables, since
+    (`spread`): then the pieces of each shard are listed. A process may have several tables, since
     damaged pieces are made again elsewhere.
     """
     found: list[KeptPieces] = []
@@ -149,9 +149,9 @@ def _told(
 
 
 def _is_older(entry: PieceEntry, view: int, step: int) -> bool:
-    """Tell whether an entry is of no use once a view has protected the state after `step` steps.
+    """Return whether an entry is of no use once a view has protected the state after `step` steps.
 
-    What a later view has put there is not: that view may have begun further back.
+    Entries of a later view are still of use: that view may have begun further back.
     """
     if entry.view > view:
         return False
@@ -229,7 +229,7 @@ class PieceArena:
             return sum(end - start for start, end in self._taken.items())
 
     def take(self, size: int) -> tuple[int, memoryview]:
-        """Find room for so many bytes; returns where it starts. MemoryError if there is none."""
+        """Find room for `size` bytes; returns its start and bytes. MemoryError if there is none."""
         size = max(-(-size // ALIGN) * ALIGN, ALIGN)
         with self._lock:
             at = FIRST
@@ -272,7 +272,7 @@ class PieceArena:
             )
 
     def mark(self, view: int, step: int) -> None:
-        """Note that the worker commits a step, as a member of a view."""
+        """Record that the worker commits a step, as a member of a view."""
         with self._lock:
             table = self._table
             shelves = tuple(
@@ -285,7 +285,7 @@ class PieceArena:
                 self._write(msgspec.structs.replace(table, shelves=shelves), [])
 
     def forget(self, view: int, step: int) -> None:
-        """Drop what is older than the state after `step` steps, which a view has protected."""
+        """Drop entries older than the state after `step` steps, which a view has protected."""
         with self._lock:
             table = msgspec.structs.replace(self._table, forgotten=(view, step))
             new = table.without([(view, step)])
@@ -335,7 +335,7 @@ class ArenaReading:
         raise Damaged("both tables of a worker's pieces are damaged")
 
     def piece(self, entry: PieceEntry, index: int) -> memoryview:
-        """Return the bytes of one of an entry's pieces. Damaged if they are not what they were."""
+        """Return the bytes of one of an entry's pieces. Damaged if they have changed."""
         start = entry.start + index * entry.size
         piece = self._memory[start : start + entry.size]
         if len(piece) != entry.size or xxhash.xxh3_128_digest(piece) != entry.digests[index]:

@@ -1,4 +1,4 @@
-"""Tells how much memory this process can still take."""
+"""Measures the memory that this process can still take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UNLIMITED = 1 << 60
 
 
 def piece_bytes(budget_mb: int | None) -> int:
-    """Return how much of this node's memory pieces may take: by default half of what is free."""
+    """Return the bytes of this node's memory for pieces: by default half of the free ones."""
     return free_bytes() // 2 if budget_mb is None else budget_mb * 10**6
 
 

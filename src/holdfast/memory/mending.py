@@ -32,9 +32,9 @@ class Mending:
         self._over.set()
 
     def round(self, bytes_per_s: float, addresses: Iterable[str]) -> list[str]:
-        """Verify all pieces, reading so fast at most, and mend what is damaged.
+        """Verify all pieces, reading `bytes_per_s` at most, and mend damaged ones.
 
-        `addresses`: of all nodes' servers. Returns what there is to tell.
+        `addresses`: those of all nodes' servers. Returns lines for people.
         """
         for number, table in self._memory.tables().items():
             for entry in table.entries:

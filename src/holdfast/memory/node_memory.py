@@ -1,6 +1,6 @@
-"""Holds, in a node's agent, the files into which its workers have put pieces.
+"""Keeps, in a node's agent, the files into which its workers have put pieces.
 
-A file outlives its worker as long as something in it may be of use.
+A file outlives its worker as long as a piece in it may be of use.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from holdfast.memory.arena import ArenaReading, PieceEntry, PieceShelf, Table, k
 @dataclass(slots=True)
 class _File:
     reading: ArenaReading
-    alive: bool = True  # its worker is
-    damaged: list[PieceEntry] = field(default_factory=list)  # of which some piece is
+    alive: bool = True  # its worker lives
+    damaged: list[PieceEntry] = field(default_factory=list)  # entries with a damaged piece
 
     def table(self) -> Table:
         try:
@@ -29,10 +29,10 @@ class _File:
 
 
 class NodeMemory:
-    """Holds the files of one node; its methods may be called by any thread.
+    """Keeps the files of one node; its methods may be called by any thread.
 
-    `found_damage` is called when a piece turns out to be damaged. `procs`: of each worker, over so
-    many nodes as `spread` says.
+    `found_damage` is called when a piece turns out to be damaged. `procs`: processes of each
+    worker, on `spread` nodes.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class NodeMemory:
             return self._last, descriptor
 
     def ended(self, number: int) -> None:
-        """Note that the worker whose file this is has ended."""
+        """Record that the worker of a file has ended."""
         with self._lock:
             self._files[number].alive = False
 
     def tables(self) -> dict[int, Table]:
-        """Return what is held that may be of use, by the number of the file; drop the rest."""
+        """Return tables that may be of use, by the number of the file; drop the rest."""
         with self._lock:
             found = {number: file.table() for number, file in self._files.items()}
             marks = [table.forgotten for table in found.values()]
@@ -90,13 +90,13 @@ class NodeMemory:
         return [each for each in found if (each[0].worker, each[2].key) not in held]
 
     def report(self) -> tuple[tuple[KeptPieces, ...], int]:
-        """Say what is held, to the coordinator, and how many bytes all of it takes."""
+        """Return the pieces here, for the coordinator, and their bytes."""
         tables = [table for _, table in sorted(self.tables().items())]
         size = sum(e.size * len(e.digests) for table in tables for e in table.entries)
         return tuple(kept_pieces(tables, self._procs, self._spread)), size
 
     def piece(self, number: int, entry: PieceEntry, index: int) -> memoryview:
-        """Return one piece's bytes. Damaged: it is not what it was, and is not held any more."""
+        """Return one piece's bytes. Damaged: it has changed, and is dropped."""
         with self._lock:
             file = self._files.get(number)
         if file is None or not 0 <= index < len(entry.digests):

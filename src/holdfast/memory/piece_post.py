@@ -23,23 +23,23 @@ MAGIC = b"hpost\0\0\1"
 
 
 class Parcel(msgspec.Struct, frozen=True, array_like=True):
-    """Says what pieces follow: one after the other, each of `entry.size` bytes."""
+    """Announces pieces that follow one after the other, each of `entry.size` bytes."""
 
     entry: PieceEntry
     shelf: PieceShelf
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True):
-    """Says that pieces are in the memory; `problem`: why they are not. `full`: there is no room."""
+    """Confirms that pieces are in memory; `problem`: why they are not. `full`: there is no room."""
 
     problem: str = ""
     full: bool = False
 
 
 class PiecePost:
-    """Sends pieces to other processes of this worker, and writes what they send into `arena`.
+    """Sends pieces to other processes of this worker, and writes theirs into `arena`.
 
-    `identity`: of this process.
+    `identity`: this process's.
     """
 
     def __init__(self, arena: PieceArena, identity: PeerIdentity) -> None:
@@ -60,7 +60,7 @@ class PiecePost:
         """Send pieces to processes of these shards, and wait until all are there.
 
         One thread at a time may do so for each kind of pieces. MemoryError: one of them has no
-        room. WorldError, OSError: it cannot be reached, or what it received was damaged.
+        room. WorldError, OSError: it cannot be reached, or received damaged bytes.
         """
         channels = [self._channel(parcel.entry.kind, shard) for shard, parcel, _ in parcels]
         try:
@@ -109,7 +109,7 @@ class PiecePost:
             start, room = self._arena.take(entry.size * count)
         except MemoryError as error:
             for _ in range(count):
-                peer_stream.exactly(channel, entry.size)  # which are dropped
+                peer_stream.exactly(channel, entry.size)  # these bytes are dropped
             return Receipt(str(error), full=True)
         try:
             for index, digest in enumerate(entry.digests):

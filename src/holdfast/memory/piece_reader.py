@@ -28,7 +28,7 @@ PATIENCE_S = 20.0  # with a node that sends nothing
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Says where a piece is held."""
+    """Names the place of a piece."""
 
     node: int
     file: int
@@ -44,7 +44,7 @@ class _Node:
         self.tables: Mapping[int, Table] = {}
 
     def ask(self) -> None:
-        """Ask what it holds. OSError, WireError."""
+        """Ask for its tables. OSError, WireError."""
         peer_stream.send_message(self._channel, PieceRequest())
         tables = peer_stream.receive_message(self._channel, PieceAnswer).tables
         self.tables = {n: table for n, table in tables.items() if not problem_of_table(table)}
@@ -58,7 +58,7 @@ class _Node:
         return xxhash.xxh3_128_digest(place) == held.entry.digests[held.index]
 
     def lose(self) -> None:
-        """Give up what it holds: whoever is slow to answer once is not waited for again."""
+        """Give up its pieces: a server that is slow to answer once is not waited for again."""
         self.close()
         self.tables = {}
 
@@ -89,7 +89,7 @@ class PieceReader:
                 self._nodes.append(_Node(channel))
                 self._nodes[-1].ask()
             except (OSError, WireError):
-                continue  # what it holds is lost, or is when it is asked for
+                continue  # its pieces are lost, or will be when they are asked for
 
     def close(self) -> None:
         """Hang up on all nodes."""
@@ -128,7 +128,7 @@ class PieceReader:
         return room[: entry.whole]
 
     def _find(self, kind: str, view: int, step: int) -> tuple[dict[Piece, _Held], int, PieceEntry]:
-        """Find who holds which pieces. Damaged if nobody does."""
+        """Find the holders of pieces. Damaged if there are none."""
         found: list[tuple[Piece, int, _Held]] = []
         for number, node in enumerate(self._nodes):
             for file, table in node.tables.items():

@@ -29,14 +29,14 @@ class PieceRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PieceAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Says what there is, or whether the piece is sound and follows."""
+    """Lists the pieces, or says whether the piece is sound and follows."""
 
     sound: bool = False
     tables: Mapping[int, Table] = {}
 
 
 class PieceServer:
-    """Serves one node's memory to whoever holds the job's peer key."""
+    """Serves one node's memory to holders of the job's peer key."""
 
     def __init__(self, memory: NodeMemory, identity: PeerIdentity) -> None:
         self._memory = memory

@@ -17,14 +17,14 @@ from holdfast.core.redundancy import Piece, Redundancy
 
 
 class Image:
-    """Holds several buffers of bytes as one."""
+    """Joins several buffers of bytes to one."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         self._buffers = [buffer for buffer in buffers if len(buffer)]
         self.size = sum(map(len, self._buffers))
 
     def between(self, start: int, stop: int) -> list[memoryview]:
-        """Return what lies from `start` to before `stop`, buffer by buffer."""
+        """Return the bytes from `start` to before `stop`, buffer by buffer."""
         found, at = [], 0
         for buffer in self._buffers:
             first, last = max(start - at, 0), min(stop - at, len(buffer))
@@ -111,7 +111,7 @@ class PieceCoder:
 
 
 def _copy(sources: Sequence[memoryview], target: memoryview) -> bytes:
-    """Copy buffers one after the other, fill up with zeros, and digest what should be there."""
+    """Copy buffers one after the other, fill up with zeros, and return the digest of both."""
     digest, at = xxhash.xxh3_128(), 0
     room = np.frombuffer(target, np.uint8)
     for source in sources:

@@ -1,8 +1,8 @@
 """Run measurements in other processes, which are never waited for longer than a bound.
 
 A thread that is stuck in a dead disk or driver cannot be ended, and would keep its process from
-ending too. So what may hang runs in a child, which is killed at its limit and, if even that does
-not help, left behind: it holds no pipe that anybody waits for.
+ending too. So a call that may hang runs in a child, which is killed at its limit and, if even
+that does not help, left behind: nobody waits for any of its pipes.
 """
 
 from __future__ import annotations
@@ -114,11 +114,11 @@ class Watcher:
         return -1
 
     def waited_s(self, now: float) -> float:
-        """Tell for how long an answer has been outstanding."""
+        """Return for how long an answer has been outstanding."""
         return now - self._asked_s if self._waiting else 0.0
 
     def ask(self, now: float) -> str:
-        """Ask for one more measurement, unless one is outstanding. Returns what went wrong."""
+        """Ask for one more measurement, unless one is outstanding. Returns the problem, or ""."""
         self._abandoned = [popen for popen in self._abandoned if popen.poll() is None]
         if self._waiting:
             return ""
@@ -137,7 +137,7 @@ class Watcher:
         return ""
 
     def poll(self) -> tuple[bytes | None, str]:
-        """Read what has come: (the answer, or None if it has not come; what went wrong)."""
+        """Read the answer, or None if it has not come, and the problem, or an empty string."""
         for popen in self._child:
             assert popen.stdout is not None
             os.set_blocking(popen.stdout.fileno(), False)

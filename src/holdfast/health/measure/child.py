@@ -19,7 +19,7 @@ import msgspec
 from holdfast.core.errors import HoldfastError
 from holdfast.health.measure.lifetime import die_with_parent
 
-# Which function of which module measures; imported only there, since some need numpy.
+# Modules and functions that measure; imported only in the child, since some need numpy.
 MEASUREMENTS = {
     "arithmetic": ("compute", "try_arithmetic"),
     "memory": ("compute", "try_memory"),

@@ -82,7 +82,7 @@ def _read(pid: int, pipes: tuple[int, ...], limit_s: float, woken: int) -> tuple
                 heads[pipe] = (heads[pipe] + data)[:HEAD_BYTES]
                 if not data:
                     waiting.remove(pipe)
-            # What it wrote was there before it ended, so it has been read.
+            # Its output was there before it ended, so it has been read.
             if ending in ready or woken in ready:
                 return list(heads.values()), ending in ready
         return list(heads.values()), False
@@ -91,6 +91,6 @@ def _read(pid: int, pipes: tuple[int, ...], limit_s: float, woken: int) -> tuple
 
 
 def _first_line(heads: list[bytes]) -> str:
-    """Take the first line that says something, of what was written to the outputs in turn."""
+    """Return the first line that is not blank, in the outputs' order."""
     lines = [line for head in heads for line in head.decode(errors="replace").splitlines()]
     return next((line.strip() for line in lines if line.strip()), "")

@@ -1,6 +1,6 @@
 """Ask NVIDIA's driver about GPUs through NVML (the optional package nvidia-ml-py).
 
-Runs in a process of its own: a driver in trouble hangs or crashes whoever asks. A GPU that does not
+Runs in a process of its own: a driver in trouble hangs or crashes its callers. A GPU that does not
 know an answer (older, virtual, or split by MIG) gives None for it; one that is lost says so. The
 library is an argument, so that tests bring their own.
 """

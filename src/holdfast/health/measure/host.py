@@ -154,7 +154,7 @@ class HostReader:
                 left.append(most - tasks)
         soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
         if soft != resource.RLIM_INFINITY and os.geteuid() != 0:  # root is exempt
-            left.append(soft - tasks)  # not all are ours: at least so many
+            left.append(soft - tasks)  # a lower bound, since not all are ours
         for folder in self._cgroup("pids"):
             most, used = self.number(f"{folder}/pids.max"), self.number(f"{folder}/pids.current")
             if most is not None:
@@ -214,7 +214,7 @@ class HostReader:
         return {}
 
     def _memory_limit(self) -> tuple[int | None, int]:
-        """Find the tightest limit, and what counts against it."""
+        """Find the tightest limit, and the bytes that count against it."""
         found: list[tuple[int, int]] = []
         for folder in self._cgroup("memory"):
             for limit_name, used_name in (
@@ -256,7 +256,7 @@ class HostReader:
         return count
 
     def links(self) -> str:
-        """Tell the speeds of the physical network links that are up, such as `2 x 25000 Mb/s`."""
+        """Return the speeds of physical network links that are up, such as `2 x 25000 Mb/s`."""
         speeds: dict[int, int] = {}
         base = "sys/class/net"
         for name in self.names(base):

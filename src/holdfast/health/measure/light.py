@@ -1,8 +1,8 @@
 """Repeat the checks that an agent makes while its workers train: milliseconds each, no torch.
 
-What may hang (disk, GPU driver, external commands) is asked in child processes and answers in a
-later round; a disk or driver that does not answer is itself a finding. Each answer is told once, so
-that one bad sample counts as one. Use it with `history.Watch`:
+Questions that may hang (disk, GPU driver, external commands) are asked in child processes and
+answered in a later round; a disk or driver that does not answer is itself a finding. Each answer is
+returned once, so that one bad sample counts as one. Use it with `history.Watch`:
 
     checks, watch = light_checks(directory), Watch()
     every 10 s or so, from one lasting thread:
@@ -39,7 +39,7 @@ from holdfast.health.measure.bounded import Watcher, child_command
 from holdfast.health.measure.host import HostReader
 from holdfast.health.measure.kernel_log import KernelLog, KernelLogTally
 
-LINES_MAX = 200  # of the kernel's log, in one round
+LINES_MAX = 200  # lines of the kernel's log in one round
 BUSY = ("memory-available", "cpu-steal")
 COUNTED = ("memory",)  # by the kernel, so its log is not searched for it
 
@@ -150,7 +150,7 @@ def _at_most_warn(finding: Finding) -> Finding:
 
 
 def _answer(watcher: Watcher, now: float, limits: Limits, kind: type[Any]) -> tuple[Any, str, bool]:
-    """Ask for the next sample; returns (the one that came, what went wrong, whether it hangs)."""
+    """Ask for the next sample; returns the last one, the problem, and whether it hangs."""
     line, failure = watcher.poll()
     waited_s = watcher.waited_s(now)
     if waited_s > limits.answer_s:

@@ -27,7 +27,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServePolicy:
-    """Bounds what one server gives to others.
+    """Bounds the work of one server for others.
 
     `strangers_max`: simultaneous connections without proof that they know the secret. The other
     bounds are for those that have.
@@ -60,7 +60,7 @@ class PeerServer:
         self._open = 0
 
     async def serve(self, listener: socket.socket, for_s: float) -> None:
-        """Listen for `for_s` seconds; those who are being answered then are not waited for."""
+        """Listen for `for_s` seconds; answers under way at the end are broken off."""
         policy = GatePolicy(strangers_max=self.policy.strangers_max)
         gate = Gate(self._secret, self._meet, self._say, policy=policy)
         gate.open(listener)

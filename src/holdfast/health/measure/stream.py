@@ -93,7 +93,7 @@ def pour(connection: socket.socket, budget_s: float) -> int:
 
 
 def drain(connection: socket.socket, budget_s: float) -> int:
-    """Throw away what comes for so long, one block at least, or to its end."""
+    """Read and drop bytes for `budget_s` seconds, one block at least, or to their end."""
     buffer = bytearray(BLOCK_BYTES)
     moved, end = 0, time.perf_counter() + budget_s
     while moved < STREAM_BYTES_MAX and (moved < BLOCK_BYTES or time.perf_counter() < end):
