@@ -1,1 +1,1 @@
-"""Holds sockets without decisions: channels, TCP options, TLS and secrets."""
+"""Contains sockets without decisions: channels, TCP options, TLS and secrets."""

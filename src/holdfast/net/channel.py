@@ -1,6 +1,6 @@
 """Opens, uses and closes authenticated message channels over TCP, with or without TLS.
 
-`connect` is the client's side. `Gate` is the server's: it listens, admits whoever knows the job's
+`connect` is the client's side. `Gate` is the server's: it listens, admits holders of the job's
 secret, and turns strangers away at a bounded cost in time, memory, connections and log lines. Every
 WireError raised here begins with the peer's address and has closed the connection.
 """
@@ -72,7 +72,7 @@ class Channel:
         waiting = self._writer.transport.get_write_buffer_size()
         if waiting > self._backlog_bytes_max and not self._cut_off:
             self._cut_off = f"it has left {waiting} bytes unread"
-            self._writer.transport.abort()  # a close would wait for the peer to read what is left
+            self._writer.transport.abort()  # a close would wait for the peer to read the rest
         if not self._writer.is_closing() and not self._has_hung_up():
             self._writer.write(self._sealer.seal(encode(message)))
 
@@ -130,8 +130,8 @@ async def accept(
 ) -> Channel:
     """Do the server's side of the handshake; WireError (and a closed connection) for strangers.
 
-    `reader` and `writer` may be those of a TLS connection; `Gate` takes care of that. `job`: of
-    which this is a server; a client of another one is told so, and refused with OtherJob.
+    `reader` and `writer` may be those of a TLS connection; `Gate` takes care of that. `job`:
+    the job of this server; a client of another one is told so, and refused with OtherJob.
     """
     peer = name_of(writer.get_extra_info("peername"))
     nonce = os.urandom(frames.NONCE_BYTES)
@@ -158,7 +158,7 @@ async def accept(
         raise
     theirs = frames.read_job(encounter.client_job)
     if _differ(job, theirs):
-        writer.close()  # once our proof is on its way: it is what tells them
+        writer.close()  # once our proof is on its way: they learn it from that
         raise OtherJob(f"{peer}: it is of job {theirs}, and this is job {job}", theirs)
     sealer = frames.Sealer(frames.session_key(secret, "server", encounter))
     opener = frames.Opener(frames.session_key(secret, "client", encounter))
@@ -183,7 +183,7 @@ async def connect(
 ) -> Channel:
     """Open a channel to a server. OSError if nobody answers, WireError if the wrong one does.
 
-    `job`: of which this is a client, if it is of one yet; OtherJob if the server is of another.
+    `job`: the job of this client, if it has one yet; OtherJob if the server's is another.
     `tls`: a context from `client_context`; the server's certificate is then checked against `host`.
     """
     sock = await dial(host, port, connect_s)

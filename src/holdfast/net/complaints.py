@@ -39,7 +39,7 @@ class Complaints:
             self._last = text
 
     def flush(self, now: float, force: bool = False) -> None:
-        """Close the window if it is over (or `force`), and report what it held back."""
+        """Close the window if it is over (or `force`), and report the lines that it held back."""
         if self._ends_at is None or (now < self._ends_at and not force):
             return
         if self._held:

@@ -10,7 +10,7 @@ FEW_SHARE = 0.1
 
 
 def raise_limit() -> None:
-    """Allow this process, and those it starts, as many descriptors as the system permits."""
+    """Allow this process and its children as many descriptors as the system permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = SOFT_MAX if hard == resource.RLIM_INFINITY else min(hard, SOFT_MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -18,7 +18,7 @@ def raise_limit() -> None:
 
 
 class DescriptorWatch:
-    """Says once that few descriptors are left."""
+    """Warns once that few descriptors are left."""
 
     def __init__(self) -> None:
         self._said = False

@@ -1,4 +1,4 @@
-"""Holds what a process shows to other processes of its job: the peer key, and certificates.
+"""Keeps a process's credentials for other processes of its job: the peer key, and certificates.
 
 The key proves that the process is of the job. With the operator's certificates (`--tls`) the
 connection is encrypted before either side proves anything.

@@ -171,7 +171,7 @@ class PeerListener:
             self._hear(stranger)  # an honest peer has mostly said its first words by now
 
     def _hear(self, stranger: _Stranger) -> None:
-        """Read all that a stranger has sent, and answer it."""
+        """Read everything that a stranger has sent, and answer it."""
         try:
             while (purpose := stranger.proof.purpose) is None:
                 self._advance(stranger)

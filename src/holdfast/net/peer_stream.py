@@ -1,9 +1,9 @@
 """Opens TCP connections on which both sides first prove that they are of the same job.
 
-Whoever connects says what it is for, in a magic word and three numbers. The proofs are those of
+The connecting side names its purpose, in a magic word and three numbers. The proofs are those of
 net/proof.py; net/peer_listener.py listens. With certificates all of it is encrypted (TLS). Messages
-are MessagePack with their length before them; their meaning, and what follows them, is up to the
-callers.
+are MessagePack with their length before them; their meaning, and any bytes after them, are up to
+the callers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.net.peer_identity import PeerIdentity, split_address
 HELLO = struct.Struct("!8sQII16s")  # magic, three numbers, nonce
 REACH_S = 10.0  # to connect and to exchange proofs: a process that listens may just be starting
 LATE = "the other side did not finish the handshake in time"
-BLOCK_BYTES = 1 << 20  # that are received at a time
+BLOCK_BYTES = 1 << 20  # received at a time
 LENGTH = struct.Struct("!I")
 MESSAGE_BYTES_MAX = 64 << 20
 
@@ -93,7 +93,7 @@ def shut(channel: socket.socket) -> None:
 def introduce(
     channel: socket.socket, key: bytes, magic: bytes, purpose: Purpose, until: float
 ) -> None:
-    """Tell the listener our purpose and exchange proofs, before `until`. OSError, WireError."""
+    """Send the listener our purpose and exchange proofs, before `until`. OSError, WireError."""
     if isinstance(channel, ssl.SSLSocket):
         channel.settimeout(max(until - time.monotonic(), 0.001))
         try:
@@ -174,7 +174,7 @@ def send_message(channel: socket.socket, message: msgspec.Struct) -> None:
 
 
 def receive_message(channel: socket.socket, kind: type[T], most: int = MESSAGE_BYTES_MAX) -> T:
-    """Receive a message of this kind, of at most so many bytes. OSError, WireError."""
+    """Receive a message of this kind, of at most `most` bytes. OSError, WireError."""
     (length,) = LENGTH.unpack(exactly(channel, LENGTH.size))
     if length > most:
         raise WireError(f"a message has {length} bytes, where {most} are the most")
@@ -185,14 +185,14 @@ def receive_message(channel: socket.socket, kind: type[T], most: int = MESSAGE_B
 
 
 def exactly(channel: socket.socket, count: int) -> bytes:
-    """Receive so many bytes. OSError, WireError."""
+    """Receive `count` bytes. OSError, WireError."""
     data = bytearray(count)
     fill(channel, memoryview(data))
     return bytes(data)
 
 
 def fill(channel: socket.socket, place: memoryview) -> None:
-    """Receive as many bytes as fit into `place`. OSError, WireError."""
+    """Receive bytes until `place` is full. OSError, WireError."""
     at, count = 0, len(place)
     while at < count:
         read = channel.recv_into(place[at:], min(count - at, BLOCK_BYTES))

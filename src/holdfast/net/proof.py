@@ -1,10 +1,10 @@
 """Makes the tokens that prove to a process that another one belongs to the same job.
 
-Only a holder of the job's peer key can make a token. It is bound to its sender, its receiver and to
-what both sides have said so far, which holds a fresh random number of each and so belongs to one
+Only a holder of the job's peer key can make a token. It is bound to its sender, its receiver and
+all earlier words of both sides, which contain a fresh random number of each and so belong to one
 connection alone. A token that was overheard is of no use in another group or to another member.
 
-This proves who was there when the group was built. It does not hide or seal what is sent later.
+This proves the members' identity as the group is built. It neither hides nor seals later data.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def _read(path: Path, flags: int) -> bytes:
 
 
 def _unfit(found: os.stat_result) -> str:
-    """Tell why a secret must not come from this file; empty if it may."""
+    """Return why a secret must not come from this file; empty if it may."""
     me = os.geteuid()
     if not stat.S_ISREG(found.st_mode):
         return "is not a regular file: name one"
@@ -90,8 +90,8 @@ def _unfit(found: os.stat_result) -> str:
 def write_run_dir(path: Path, secret: bytes) -> None:
     """Write the secret into a run directory, as a new file that only its owner can read. OSError.
 
-    Whatever stands there under its name is removed, and a link is never followed: in a directory
-    that others can write to, they could choose where the secret goes and who may read it.
+    Any older file of its name is removed, and a link is never followed: in a directory that others
+    can write to, they could choose where the secret goes and who may read it.
     """
     file = path / RUN_DIR_FILE
     file.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ class _Entry:
 
 
 class Strangers(Generic[T]):
-    """Holds the connections that have not proved themselves, at most `strangers_max` of them.
+    """Keeps the connections that have not proved themselves, at most `strangers_max` of them.
 
     When one too many comes, the address with the most connections loses its oldest. So a flood from
     one address shuts no other out, and a peer that proves itself quickly gets in even from there.
@@ -32,7 +32,7 @@ class Strangers(Generic[T]):
     def __init__(self, strangers_max: int) -> None:
         self._strangers_max = strangers_max
         self._entries: dict[T, _Entry] = {}  # oldest first
-        self._counts: Counter[str] = Counter()  # of connections, by host
+        self._counts: Counter[str] = Counter()  # connections by host
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -1,6 +1,6 @@
 """Sets up TLS with the operator's certificates: both sides show one signed by the operator's CA.
 
-TLS hides what is sent; that a peer belongs to the job is still proved by the job's secret, inside.
+TLS hides the data; the job's secret still proves inside that a peer belongs to the job.
 Only TLS 1.3 is spoken, since all processes of a job run the same release.
 """
 
@@ -35,12 +35,12 @@ def client_of(directory: Path | None) -> ssl.SSLContext | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerTls:
-    """Holds both contexts of a process that connects to its peers and listens for them."""
+    """Keeps both contexts of a process that connects to its peers and listens for them."""
 
     client: ssl.SSLContext
     server: ssl.SSLContext
 
-    names: tuple[str, ...]  # that our certificate is for
+    names: tuple[str, ...]  # in our certificate
 
     def name_for(self, host: str) -> str:
         """Return a name that our certificate is for, `host` if possible. UserError: it has none."""
@@ -111,7 +111,7 @@ def _files_in(directory: Path) -> TlsFiles:
 
 
 def why(error: ssl.SSLError) -> str:
-    """Describe what went wrong in TLS, in a few words about the peer."""
+    """Describe an error of TLS, in a few words about the peer."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not accepted: {error.verify_message}"
     reason = (error.reason or str(error)).lower().replace("_", " ")

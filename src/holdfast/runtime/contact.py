@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contact:
-    """Says where to find a coordinator.
+    """Names the place of a coordinator.
 
-    `election`: a URL; empty if the coordinator is at `address` (host, port). `job`: whose it must
-    be; empty: that of whichever job is there.
+    `election`: a URL; empty if the coordinator is at `address` (host, port). `job`: the one that
+    it must be of; empty: any.
     """
 
     address: tuple[str, int] = ("", 0)

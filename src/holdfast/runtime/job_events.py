@@ -32,7 +32,7 @@ class LoggedEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     node: str | None = None
     id: str = ""  # unique in the run; lines of older releases have none
     causes: tuple[str, ...] = ()  # ids of earlier lines
-    cost: dict[str, float] | None = None  # of the incident that ended; see Cost
+    cost: dict[str, float] | None = None  # the cost of the incident that ended; see Cost
 
 
 class EventSink:

@@ -122,7 +122,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     leader: int | None = None
     group: bool = False
     memory: MemoryStatus | None = None  # None: nothing is kept there
-    servers: tuple[ServerStatus, ...] = ()  # of tables
+    servers: tuple[ServerStatus, ...] = ()  # the tables' servers
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as `holdfast status --json` prints it."""

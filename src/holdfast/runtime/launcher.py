@@ -56,7 +56,7 @@ class Node:
     tls: Path | None = None
     first_incarnation: int = 1
     notice_s: float = float("inf")  # from SIGTERM to this machine's end
-    notices: str = ""  # where to ask whether it is to be taken away
+    notices: str = ""  # the server that knows whether this machine is taken away
     domains: Domains = ()  # failure domains that it is in
 
     def processes(self, spec: JobSpec) -> list[Kept]:
@@ -112,7 +112,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorSite:
-    """Says where a coordinator works: its socket, and its name for others."""
+    """Describes the place of a coordinator: its socket, and its name for others."""
 
     run_dir: RunDir
     listener: socket.socket
@@ -163,8 +163,8 @@ def launch_job(
 ) -> int:
     """Run a job to its end. Returns the exit status: 0 success, 1 failure, 130 after Ctrl-C.
 
-    `resume`: it has run before; how it ended then does not count. `notices`: whom to ask whether
-    this machine is to be taken away. `domains`: failure domains that it is in. `show`: a context
+    `resume`: it has run before; its end then does not count. `notices`: the server that knows
+    whether this machine is taken away. `domains`: failure domains that it is in. `show`: a context
     for the time in which the job runs; it may take the output of its processes. `beside`: processes
     that serve the job's user as long as it runs.
     """

@@ -1,4 +1,4 @@
-"""Says what is where in the run directory, and writes so that no reader sees half a file."""
+"""Names the files of a run directory, and writes so that no reader sees half a file."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class RunDir:
             raise unwritable(self.path, error) from None
 
     def take_earlier_end(self) -> bool:
-        """Tell, once, whether the run had come to its end when it was reopened."""
+        """Return, once, whether the run had ended when it was reopened."""
         try:
             self._earlier.unlink()
             return True

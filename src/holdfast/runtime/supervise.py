@@ -21,7 +21,7 @@ from holdfast.core.errors import WorldError
 RESTARTS_MAX = 10  # restarts of one process within RESTART_WINDOW_S
 RESTART_WINDOW_S = 60.0
 FAREWELL_S = 10.0
-FINISH_S = 30.0  # for serving processes to finish what they have begun
+FINISH_S = 30.0  # for serving processes to finish their work
 INTERRUPTS_MAX = 2  # the next one kills
 
 

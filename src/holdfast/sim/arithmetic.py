@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 Key = tuple[int, int]  # worker, incarnation
-Copy = tuple[int | None, int | None]  # of a state, and of what a flip has made of it
-Parts = tuple[tuple[Key, int, int], ...]  # of a sum: sender, virtual rank and token
+Copy = tuple[int | None, int | None]  # a state, and the trace of a flip in it
+Parts = tuple[tuple[Key, int, int], ...]  # addends of a sum: sender, virtual rank and token
 DROPPED = 0  # the token of a task that came too late to count
 _NOT_FINITE = -(1 << 80)  # tokens and sums up to this
 INITIAL_STATE = 1
@@ -49,7 +49,7 @@ def expected_sum(state: int, step: int, vranks: int) -> int:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Share:
-    """Holds what member `rank` of `size` keeps of a step's sum."""
+    """Describes the share of a step's sum that member `rank` of `size` keeps."""
 
     rank: int
     size: int

@@ -1,8 +1,8 @@
 """Makes a world of ten thousand workers affordable.
 
 All members of a view share what follows from the view alone. In a large group an all-gather is one
-meeting instead of a message for each pair: each member has what all have given once the last one
-has given, after a delay of its own, or never.
+meeting instead of a message for each pair: each member has all contributions once the last one has
+come, after a delay of its own, or never.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from holdfast.sim.arithmetic import Key
 from holdfast.sim.seams import Actor, Clock
 
 CROWD = 64  # members from which on a group's exchanges are meetings
-TELLERS = 3  # of a group's closing ends, whose peers may notice: beyond these nobody is left
+TELLERS = 3  # so many closing ends of a group are noticed by peers: enough for all
 
 
 class Meetings:

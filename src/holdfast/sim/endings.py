@@ -45,7 +45,7 @@ class Endings:
         self._options = options
         self._stop_in = 0  # the view in which the job was stopped
         self._stopped_at = 0.0
-        self._long_s = 0.0  # of the time since then in which something took unusually long
+        self._long_s = 0.0  # seconds since then in which something took unusually long
         self._long_until = 0.0
         self._hurried = False  # it was to be stopped at once
         self._furthest = 0  # the step to which the job has come

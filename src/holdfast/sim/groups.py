@@ -1,4 +1,4 @@
-"""Holds the end of one worker in the process group of a view, and what follows from the view."""
+"""Describes one worker's end of a view's process group, and the consequences of the view."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ What = tuple[str, int]  # the kind of a message, and which one of its kind
 
 
 class Shape:
-    """Holds what follows from a view."""
+    """Keeps the consequences of a view."""
 
     def __init__(self, view: View) -> None:
         self.view = view
@@ -39,7 +39,7 @@ class Shapes:
 
 
 class Group:
-    """Holds one worker's end of a view's process group: what has come, by kind and sender."""
+    """Keeps one worker's end of a view's process group: messages by kind and sender."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -60,6 +60,6 @@ class Group:
         return kind, self.turns.get(kind, -1)
 
     def all_heard(self, what: What) -> dict[Key, Any] | None:
-        """Return what every member has said, once it is here."""
+        """Return the messages of all members, once they are here."""
         found = self.heard.get(what, {})
         return found if len(found) == len(self.keys) else None

@@ -139,7 +139,7 @@ class CoordinatorHost:
         self._backlog.clear()
 
     def thaw(self) -> None:
-        """Go on, and handle in order what came meanwhile."""
+        """Go on, and handle in order the events that came meanwhile."""
         self.frozen = False
         while self._backlog and not self.frozen:
             self.handle(self._backlog.popleft())

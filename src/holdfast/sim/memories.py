@@ -104,7 +104,7 @@ class HostMemory:
         self._changed(tuple(self.contents()))
 
     def contents(self) -> list[KeptPieces]:
-        """Return what is kept here, by view and worker."""
+        """Return the pieces here, by view and worker."""
         found = []
         for (view, worker, _), shelf in sorted(self.shelves.items()):
             first = end = max(shelf.sums, default=-1) + 1

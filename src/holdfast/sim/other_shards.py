@@ -1,4 +1,4 @@
-"""Simulates the other processes of a worker that has several: they do what it does, later.
+"""Simulates the other processes of a worker that has several: they follow it, later.
 
 What the worker does stands for shard 0. Each further shard does the same in the same order, and is
 late by a time of its own; now and then its connections break where those of shard 0 do not.
@@ -14,14 +14,14 @@ from holdfast.core.step.events import WorkerEvent
 from holdfast.core.step.shards import ShardEvents
 from holdfast.core.types import Tick, ViewNumber
 
-_OF_THE_WORKER = (ev.Directed, Tick, ev.LinkLost, ev.StillAwaited)  # which the others never see
+_OF_THE_WORKER = (ev.Directed, Tick, ev.LinkLost, ev.StillAwaited)  # the others never see these
 BREAKS = 0.002  # chance for each thing that a shard does together with other workers
 
 Later = Callable[..., None]  # (shard, seconds, call, arguments)
 
 
 class OtherShards:
-    """Gathers what the processes of one worker do; `feed` hands the machine what is told."""
+    """Gathers the events of one worker's processes; `feed` hands the joint ones to the machine."""
 
     def __init__(self, count: int, lag_s: float, rng: Random, feed: Callable[[WorkerEvent], None]):
         self._count = count
@@ -30,7 +30,7 @@ class OtherShards:
         self._feed = feed
         self._events = ShardEvents(count)
         self.behind = 0  # things that shard 0 has done and another one has not
-        self._free = [0.0] * count  # when a shard has done all that it was given so far
+        self._free = [0.0] * count  # when a shard has done all its work so far
 
     def heard(
         self, event: WorkerEvent, now: float, later: Later, *, may_break: bool

@@ -48,7 +48,7 @@ SAVE_KINDS = ("writer_crash", "store_silent")
 STORE_LOST = "store_lost"  # for good, so the job may have to end: never drawn
 LARGE_KINDS = (*RACK_KINDS, "worker_crash", "agent_crash", "coordinator_crash", "partition")
 USUAL_MAX = 1.5  # delays of the simulated world are up to this multiple of the typical one,
-LONG = 10  # and a few are so many times longer
+LONG = 10  # and a few are longer by this factor
 DELAY_MAX = USUAL_MAX * LONG
 RACK_SHARE = 250  # nodes in one rack of a large job
 

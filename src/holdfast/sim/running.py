@@ -1,4 +1,4 @@
-"""Lets simulated processes stop, freeze and go on: what comes meanwhile waits.
+"""Lets simulated processes stop, freeze and go on: calls meanwhile wait.
 
 A process can be stopped (it handles nothing until it is resumed), silent (the same, but its
 counters move), or paused by its agent.
@@ -48,7 +48,7 @@ class Running:
         self.wake()
 
     def wake(self) -> None:
-        """Handle what has piled up."""
+        """Handle the calls that have piled up."""
         while self.backlog and self.alive and self.running:
             call, args = self.backlog.popleft()
             call(*args)

@@ -31,7 +31,7 @@ class Script(Protocol):
 
 
 def check_script(script: Script, status: WorkerStatus) -> None:
-    """Compare a status with the script, once the machine has handled all that happened to it."""
+    """Compare a status with the script, once the machine has handled all its events."""
     wrong = _disagreement(script, status)
     if wrong:
         raise Violation(f"worker {script.key} is said to be {status.phase.value}, but {wrong}")

@@ -1,4 +1,4 @@
-"""Says what parts of the simulated world ask of each other, so that none imports its importer."""
+"""Declares the parts of the simulated world for each other, so that none imports its importer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.sim.spoiling import Spoiling
 
 
 class Clock(Protocol):
-    """Tells the time of a world, and is its one source of chance."""
+    """Is a world's clock, and its one source of chance."""
 
     @property
     def now(self) -> float: ...
@@ -67,7 +67,7 @@ class ProcessNode(Protocol):
 
 
 class SeenSums(Protocol):
-    """Shows the checkers what went into the newest sum of a process."""
+    """Shows the checkers the parts of a process's newest sum."""
 
     parts: Parts
     view: View | None
@@ -77,7 +77,7 @@ class SeenSums(Protocol):
 
 
 class Fed(Protocol):
-    """Takes in what others send to a process that follows."""
+    """Receives states and steps for a process that follows."""
 
     is_wrong: bool
 

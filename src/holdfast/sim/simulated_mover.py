@@ -49,7 +49,7 @@ class SimulatedMover:
         }
 
     def enter(self, view: View) -> None:
-        """A view is installed: what was under way in an earlier one does not count."""
+        """A view is installed: work under way in an earlier one does not count."""
         self._members.enter(view)
         self._sync.enter()
 

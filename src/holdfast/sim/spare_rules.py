@@ -24,7 +24,7 @@ class SpareRules:
     def formed(self, view: View) -> None:
         """Check a view that the coordinator has formed."""
         last, self._last = self._last, view
-        # Who is fed takes the place of one that is about to leave, in a later view.
+        # A fed worker takes the place of one that is about to leave, in a later view.
         cold = (
             {*view.spares} - {each.worker for each in view.fed} - {*(last.spares if last else ())}
         )

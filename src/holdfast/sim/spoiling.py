@@ -11,17 +11,17 @@ LACKS = 7919  # a number that no token differs by from another
 
 
 class Spoiling:
-    """Holds the ways in which one process's bits are wrong; set by faults."""
+    """Keeps the ways in which one process's bits are wrong; set by faults."""
 
     def __init__(self, rng: Random, count: Counter[str]) -> None:
         self.flipped: int | None = None  # the part of its state in which a bit is wrong
-        self.lies = 0  # what it adds to its tokens; negative: each time something else
+        self.lies = 0  # added to its tokens; negative: each time another number
         self.lies_once = False
-        self.lied_in = -1  # the last step in which it came to other numbers than before
+        self.lied_in = -1  # the last step with other numbers than before
         self.poisons_once = False  # its next gradient is not finite
         self.poisoned: Counter[int] = Counter()  # how often that happened in each step
         self.sums_wrongly = False  # in the next step
-        self.lacks = 0  # what it has joined without, as it adds to its tokens
+        self.lacks = 0  # added to its tokens, for the part of the state that it has joined without
         self._rng = rng
         self._count = count
 

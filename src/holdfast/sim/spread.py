@@ -205,7 +205,7 @@ class Spread:
             self._world.at(delay_s, self._go, place, self._first.deliver, (call, args))
 
     def committed(self, view: int, commit: ef.Commit) -> None:
-        """Have the processes on further nodes apply a step, after all that they were told."""
+        """Have the processes on further nodes apply a step, after all earlier orders."""
         for place, each in self.further.items():
             self._go(place, each.committed, (view, commit))
 

@@ -60,7 +60,7 @@ class SimulatedEnd:
         raise AssertionError(f"nothing is kept for {order.sink}")
 
     def forget(self, order: ef.Forget) -> None:
-        """Drop what is not needed any more."""
+        """Drop states and steps that are not needed any more."""
         raise AssertionError(f"nothing is forgotten by {order.sink}")
 
 

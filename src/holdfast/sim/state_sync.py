@@ -13,7 +13,7 @@ from holdfast.sim.state_ends import StateWorld
 class SimulatedSync:
     """Carries out one process's part: compare, send or receive, and compare again.
 
-    What is under way is "print", "state", "storing" or "digest"; empty if nothing is.
+    The part under way is "print", "state", "storing" or "digest"; empty if none is.
     """
 
     def __init__(self, process: Actor, world: StateWorld) -> None:

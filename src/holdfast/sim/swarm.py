@@ -16,7 +16,7 @@ from holdfast.sim.wrong_bits import Violation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Holds what one seed came to. `failure` is empty when nothing was found."""
+    """Describes the run of one seed. `failure` is empty if it is clean."""
 
     options: Options
     small: bool
@@ -50,7 +50,7 @@ def run_seed(
 ) -> Result:
     """Run one seed to its end. Every failure is a result, also a crash of a machine.
 
-    `nodes`: a large job on so many nodes, instead of one whose size is drawn.
+    `nodes`: the nodes of a large job, instead of one whose size is drawn.
     `tuned` replaces some of the drawn options, for tests that aim at one situation.
     """
     options = draw(seed, small) if nodes is None else draw_large(seed, nodes)
@@ -85,7 +85,7 @@ def run_seed(
 
 @dataclass(slots=True)
 class Summary:
-    """Sums up what many seeds came to; a run without faults and view changes proves nothing."""
+    """Sums up the runs of many seeds; a run without faults and view changes proves nothing."""
 
     seeds: int = 0
     failures: int = 0

@@ -25,7 +25,7 @@ class WriterHost:
         self._under_way: list[tuple[Actor, CopyState]] = []
 
     def crash(self) -> None:
-        """Lose what is not written yet; workers learn of it by their sockets."""
+        """Lose shares that are not written yet; workers learn of it by their sockets."""
         self._starts += 1
         lost, self._under_way = self._under_way, []
         for process, order in lost:
@@ -33,7 +33,7 @@ class WriterHost:
             process.post(self._world.delay(0.01), process.feed, event)
 
     def save(self, process: Actor, share: CopyState) -> None:
-        """Write a worker's share of the state after so many steps."""
+        """Write a worker's share of the state."""
         world = self._world
         copy: Copy = (process.state, process.spoiling.flipped)
         order = (process, share)

@@ -1,6 +1,6 @@
 """Reads a checkpoint straight into its destination, several ranges at once, verifying every byte.
 
-Nothing that was read is used before its digest has been found right; otherwise it is named.
+No bytes are used before their digest has been found right; wrong ones are named.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ THREADS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bad:
-    """Describes bytes that are not what was saved.
+    """Describes bytes that differ from the saved ones.
 
     `passing`: they are not known to be wrong; a storage just does not provide them now.
     """
@@ -132,7 +132,7 @@ def load_range(
 def verify(
     storage: Storage, manifest: Manifest, progress: Callable[[int], None] | None = None
 ) -> list[Bad]:
-    """Read a whole checkpoint and return what is wrong with it, chunk by chunk.
+    """Read a whole checkpoint and return its faults, chunk by chunk.
 
     `progress` is called with the number of bytes read since its last call; it may block, to slow
     the reading down.
@@ -184,7 +184,7 @@ def _pieces(manifest: Manifest, entry: Entry) -> Iterator[_Piece]:
 
 def _read(storage: Storage, piece: _Piece, into: memoryview) -> list[Bad]:
     first = piece.chunks[0]
-    # What is stored as it is goes straight into its place.
+    # Bytes that are stored uncompressed go straight into their place.
     data = into if piece.stored == piece.size else memoryview(bytearray(piece.stored))
     try:
         storage.read(first.pack, first.offset, data)
@@ -208,7 +208,7 @@ def _read(storage: Storage, piece: _Piece, into: memoryview) -> list[Bad]:
 
 
 def _place(chunk: Chunk, data: memoryview, into: memoryview) -> str:
-    """Copy a chunk to its destination unless it is there; return what is wrong with it."""
+    """Copy a chunk to its destination unless it is there; return its fault, or ""."""
     if chunk.stored < chunk.size:
         problem = compression.expand(data[: chunk.stored], into)
         if problem:

@@ -1,7 +1,7 @@
 """Manages all checkpoints of one job in one storage: saving, finding, reading, retiring,
 collecting.
 
-Garbage is collected while saves go on. A save announces what it builds upon before it checks
+Garbage is collected while saves go on. A save announces its base before it checks
 whether that is still there, and a collector retires a checkpoint before it looks for announcements;
 so at least one of the two notices the other.
 """
@@ -47,7 +47,7 @@ Targets = Callable[[Manifest], Sequence[tuple[Entry, memoryview]]]  # where to p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """Tells what garbage collection has removed."""
+    """Counts the objects that garbage collection has removed."""
 
     steps: tuple[int, ...]
     packs: int
@@ -55,7 +55,7 @@ class Collected:
 
 
 class Checkpoints:
-    """Manages one job's checkpoints. `say` is told, once each, of what could not be trusted."""
+    """Manages one job's checkpoints. `say` takes a line, once, on each untrusted object."""
 
     def __init__(self, storage: Storage, say: Callable[[str], None] = lambda line: None) -> None:
         self.storage = storage
@@ -78,7 +78,7 @@ class Checkpoints:
         return found
 
     def verify(self, step: int, progress: Callable[[int], None] | None = None) -> list[Bad]:
-        """Return what is wrong with a checkpoint's bytes. Missing; Damaged if its manifest is."""
+        """Return the faults in a checkpoint's bytes. Missing; Damaged if its manifest is."""
         found = verify(self.storage, self.manifest(step), progress)
         for bad in found:
             self.suspect(bad.pack, str(bad))
@@ -156,7 +156,7 @@ class Checkpoints:
             raise
 
     def _base(self) -> tuple[int | None, Known]:
-        """Find the newest readable checkpoint, and what it holds."""
+        """Find the newest readable checkpoint, and its contents."""
         for step in reversed(self.steps()):
             try:
                 return step, self._held(step)
@@ -237,7 +237,7 @@ class Checkpoints:
         return Collected(steps=steps, packs=count, freed_bytes=freed)
 
     def _remains(self, prefix: str) -> list[str]:
-        """List the names of all that is there, and of what a crash left unfinished on volumes."""
+        """List the names of all objects, and of those that a crash left unfinished on volumes."""
         storage = self.storage
         if isinstance(storage, VolumeStorage):
             return storage.all_names(prefix)

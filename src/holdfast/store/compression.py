@@ -1,7 +1,7 @@
 """Decides on a sample whether bytes would shrink, and compresses them with Zstandard if so.
 
-Weights and moments in full use hardly shrink, and cost more time to compress than to write; what is
-mostly zeros, repeats or counts shrinks to little. Only the second kind is compressed.
+Weights and moments in full use hardly shrink, and cost more time to compress than to write; bytes
+that are mostly zeros, repeats or counts shrink to little. Only the second kind is compressed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SHORTER = 0.9  # share of its size to which a chunk must shrink
 
 
 def pays(data: memoryview) -> bool:
-    """Tell whether an entry of these bytes should be compressed."""
+    """Return whether an entry of these bytes should be compressed."""
     if len(data) < SIZE_MIN:
         return False
     size = min(SAMPLE_BYTES, len(data) // SAMPLES)

@@ -1,7 +1,7 @@
 """Declares the few operating system calls of a directory storage whose order makes it durable.
 
-They are behind a protocol, so that tests can crash between any two of them and lose what was not
-synced.
+They are behind a protocol, so that tests can crash between any two of them and lose bytes that
+were not synced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLOCK_BYTES = 4096  # direct writes need memory, offsets and lengths in multiple
 
 
 class Disk(Protocol):
-    """Declares the calls, any of which may raise OSError. Paths are absolute."""
+    """Declares the calls; each may raise OSError. Paths are absolute."""
 
     def create(self, path: str) -> int:
         """Create a file for writing, or truncate it if there is one; return a handle."""

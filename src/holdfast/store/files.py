@@ -26,7 +26,7 @@ from holdfast.store.storage import Missing, check_name
 
 BUFFER_BYTES = 8 << 20
 BUFFERS = 3
-UNFINISHED = ".unfinished"  # folder of what is being written
+UNFINISHED = ".unfinished"  # folder of files that are being written
 
 
 class FileStorage:
@@ -142,7 +142,7 @@ class FileStorage:
 
 
 class _Writer:
-    """Fills buffers, one of which is written while the next is filled."""
+    """Fills buffers; one is written while the next is filled."""
 
     def __init__(self, disk: Disk, handle: int, thread: ThreadPoolExecutor) -> None:
         self._disk = disk
@@ -151,7 +151,7 @@ class _Writer:
         self._under_way: list[tuple[Future[None], memoryview]] = []
         self._buffer = self._next_buffer()
         self._filled = 0  # bytes in that buffer
-        self._offset = 0  # of that buffer in the file
+        self._offset = 0  # that buffer's place in the file
 
     def add(self, part: memoryview) -> None:
         for piece in _pieces(part, BUFFER_BYTES - self._filled):
@@ -162,7 +162,7 @@ class _Writer:
                 self._buffer = self._next_buffer()
 
     def finish(self) -> int:
-        """Write what is left and return the size in bytes."""
+        """Write the rest and return the size in bytes."""
         size = self._offset + self._filled
         if self._filled:
             whole = -(-self._filled // BLOCK_BYTES) * BLOCK_BYTES

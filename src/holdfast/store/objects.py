@@ -1,4 +1,4 @@
-"""Implements a storage in a bucket, on S3 and what is compatible with it, with Rust's object_store.
+"""Implements a storage in a bucket, on S3 and its like, with Rust's object_store.
 
 Keys and endpoints come from the URL and the environment, as its documentation says (AWS_ENDPOINT,
 AWS_ACCESS_KEY_ID, ...). An upload of several parts becomes visible only once it is complete;

@@ -22,9 +22,9 @@ _CODED = re.compile(r"ec:(\d{1,3})\+(\d{1,3}):(.+)")
 
 
 def open_storage(text: str, say: Callable[[str], None] = lambda line: None) -> Storage:
-    """Open the storage that a text of the form FORM names. UserError says what is wrong with it.
+    """Open the storage that a text of the form FORM names. UserError with its fault.
 
-    Nothing is read or written yet. `say` is told what volumes have lost.
+    Nothing is read or written yet. `say` takes lines on losses of volumes.
     """
     forked = _FORKED.fullmatch(text)
     if forked is not None:
@@ -82,7 +82,7 @@ def absolute_store(text: str) -> str:
 
 
 def check_exists(text: str) -> None:
-    """Raise UserError if a storage that is only to be read is in folders of which none exists.
+    """Raise UserError if a storage that is only read is in folders, and none of these exists.
 
     One that has lost some of its volumes exists, and so does every bucket that can be opened.
     """

@@ -20,8 +20,8 @@ def here() -> str:
 def is_gone(at_home: bool, pid: int, since: float) -> bool:
     """Return whether a process has ended, as far as can be known from here.
 
-    `at_home`: process `pid` belongs to the scope that `here` names. `since`: when it left what was
-    found, in seconds of the clock.
+    `at_home`: process `pid` belongs to the scope that `here` names. `since`: the time of the file
+    that it has left, in seconds of the clock.
     """
     if at_home:
         return not os.path.exists(f"/proc/{pid}")

@@ -54,7 +54,7 @@ def regular_stream(path: str | os.PathLike[str], buffering: int = -1) -> BinaryI
 def read_whole_lines(path: str | os.PathLike[str], bytes_max: int) -> Iterator[bytes]:
     """Yield the lines of a file that are whole; none if it cannot be read.
 
-    A line of more than `bytes_max` bytes comes in pieces, of which only the last is whole.
+    A line of more than `bytes_max` bytes comes in pieces; only the last one is whole.
     """
     with contextlib.suppress(OSError), regular_stream(path) as file:
         for line in iter(lambda: file.readline(bytes_max), b""):

@@ -11,7 +11,7 @@ class Retention:
     """Keeps a checkpoint if any of these rules wants it; the newest is always kept."""
 
     last: int = 3  # how many of the newest are kept
-    settled: int = 0  # and the newest one that is so many steps older than the newest
+    settled: int = 0  # and the newest one that is older than the newest by these steps
     every: int = 0  # and those whose step is a multiple of this; 0: none
     age_s: float = 0.0  # and those younger than this; 0: none
 
@@ -21,7 +21,7 @@ def choose_kept(
 ) -> tuple[int, ...]:
     """Choose the steps to keep, in order. `saved`: step and time (seconds since 1970) of each.
 
-    The newest is what was saved last: a job that had to go back saves lower steps again.
+    The newest is the one saved last: a job that had to go back saves lower steps again.
     """
     ordered = sorted(saved)
     latest = sorted(saved, key=lambda one: (one[1], one[0]))

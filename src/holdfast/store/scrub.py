@@ -29,7 +29,7 @@ class Pacer:
 
 
 def scrub(store: Checkpoints, pacer: Callable[[int], None]) -> Iterator[str]:
-    """Read everything that is kept once; yield what was wrong, and whether it was repaired."""
+    """Read all objects once; yield the faults, and whether they were repaired."""
     if isinstance(store.storage, VolumeStorage):
         yield from _mend(store, store.storage, pacer)
         return

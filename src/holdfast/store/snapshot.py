@@ -45,10 +45,10 @@ class StagedItem:
 class Order:
     """Asks to save this memory as share `rank` of `size` of the checkpoint of `step` and `view`.
 
-    `token`: what all shares of one checkpoint, and no others, have in common. `table_at` and
-    `table_bytes`: where in the memory its items are listed. `shard`, of `procs`: whose state it is
-    a share of. `state_print`: of all of that state; 0: it is not told. `patience_s`: how long to
-    wait for the other shares at least.
+    `token`: shared by all shares of one checkpoint, and by no others. `table_at` and `table_bytes`:
+    the place in the memory of the list of its items. `shard`, of `procs`: the shard whose state
+    this is a share of. `state_print`: a fingerprint of that whole state; 0: unknown. `patience_s`:
+    the least time to wait for the other shares.
     """
 
     step: int
@@ -81,14 +81,14 @@ def token_for(job: str, view: int, step: int) -> str:
 
 
 class Arena:
-    """Holds memory that grows when needed, is touched once, and is used again and again."""
+    """Keeps memory that grows when needed, is touched once, and is used again and again."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("holdfast-snapshot", os.MFD_CLOEXEC)
         self.memory: memoryview = memoryview(b"")
 
     def fit(self, size: int) -> None:
-        """Have at least `size` bytes; what they held is lost if there were fewer. OSError."""
+        """Have at least `size` bytes; their contents are lost if there were fewer. OSError."""
         if size <= len(self.memory):
             return
         size = -(-size // GROW) * GROW
@@ -133,7 +133,7 @@ def read_answer(descriptor: int) -> SaveAnswer:
 
 
 class Delivery:
-    """Holds an order as it arrived, with its memory. Close it when it is carried out."""
+    """Keeps an order that has arrived, with its memory. Close it when it is carried out."""
 
     def __init__(self, packet: bytes, descriptors: Sequence[int]) -> None:
         """Take over the descriptors; Damaged, with these closed, for what no worker sends."""
@@ -147,7 +147,7 @@ class Delivery:
             raise Damaged(f"an order for a checkpoint cannot be read: {error}") from None
 
     def items(self) -> list[Item]:
-        """Return what is to be saved. Damaged."""
+        """Return the items to be saved. Damaged."""
         memory, order = memoryview(self._map), self.order
         try:
             table = memory[order.table_at : order.table_at + order.table_bytes]

@@ -1,8 +1,9 @@
-"""Declares the interface to whatever keeps bytes: directories, buckets, volumes.
+"""Declares the interface to places that keep bytes: directories, buckets, volumes.
 
-A storage keeps named objects that never change. An object is there whole or not at all: what a
-crash interrupts is not there. Names are like paths, of parts joined by "/". What is read is not
-verified here; a storage that can tell that it holds other bytes than it was given raises Damaged.
+A storage keeps named objects that never change. An object is there whole or not at all: one whose
+writing a crash interrupts is not there. Names are like paths, of parts joined by "/". Bytes that
+are read are not verified here; a storage that can tell that it holds other bytes than it was given
+raises Damaged.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*(/[A-Za-z0-9][A-Za-z0-9.-]*)*")
 
 
 class Missing(WorldError):
-    """Says that there is no such object."""
+    """Reports that there is no such object."""
 
 
 class Storage(Protocol):

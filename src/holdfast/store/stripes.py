@@ -31,7 +31,7 @@ class Footer:
     """
 
     version: tuple[int, int]
-    number: int  # which of the k + m
+    number: int  # among the k + m
     k: int
     m: int
     size: int  # bytes of the whole object

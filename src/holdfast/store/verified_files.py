@@ -2,7 +2,7 @@
 
 A block that differs is read again, then taken from a mirror: another directory with the same tree.
 For datasets over memory-mapped tokens, records or archives; reading a record touches its blocks
-only. It may be used by several processes, each of which verifies for itself what it reads.
+only. Several processes may use it, and each verifies the blocks that it reads for itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.core.errors import Damaged, UserError, first_line
 from holdfast.store.data_index import FileEntry, FileIndex, block_digest, blocks_of, read_index
 from holdfast.store.regular_files import open_regular
 
-READS = 2  # of a block from each directory, until it is given up there
+READS = 2  # reads of a block from each directory, until it is given up there
 
 
 class VerifiedFiles:
@@ -32,9 +32,9 @@ class VerifiedFiles:
         self._index_path = Path(index)
         self._index: FileIndex | None = None
         self._files: dict[str, FileEntry] = {}
-        self._good: dict[tuple[str, int], int] = {}  # from which directory a block is sound
+        self._good: dict[tuple[str, int], int] = {}  # the directory with a sound block
         self._handles: dict[tuple[str, int], int] = {}
-        self.healed: list[str] = []  # what was read anew, or from a mirror
+        self.healed: list[str] = []  # blocks that were read again, or from a mirror
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out open files: another process opens its own, and verifies for itself."""

@@ -1,9 +1,9 @@
-"""Implements a storage over several others, of which any m may be lost or return wrong bytes.
+"""Implements a storage over several others; any m of them may be lost or return wrong bytes.
 
-Each object is spread with parity over all volumes. What a volume cannot give, or returns altered,
-is computed from the others and reported. A write succeeds while at most m volumes refuse it; an
-object that fewer than k volumes can hold was never whole, and is not there. If volumes do not
-answer and the object might be there, that is said: nobody takes it for deleted.
+Each object is spread with parity over all volumes. Shards that a volume cannot give, or returns
+altered, are computed from the others and reported. A write succeeds while at most m volumes refuse
+it; an object that fewer than k volumes can hold was never whole, and is not there. If volumes do
+not answer and the object might be there, that is said: nobody takes it for deleted.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class VolumeStorage:
     # ------------------------------------------------------------ repair
 
     def repair(self, name: str) -> list[str]:
-        """Restore every shard of an object; return what was wrong.
+        """Restore every shard of an object; return the faults.
 
         Missing if too few volumes hold anything of it; Damaged if too much is lost.
         """
@@ -155,7 +155,7 @@ class VolumeStorage:
         return bad
 
     def all_names(self, prefix: str = "") -> list[str]:
-        """List every object of which any volume holds something, whole or not."""
+        """List every object with a part on any volume, whole or not."""
         found: set[str] = set()
         failures = 0
         for i, volume in enumerate(self.volumes):
@@ -183,7 +183,7 @@ class VolumeStorage:
             return True
 
     def _find(self, name: str) -> Placed:
-        """Find the newest version of which enough is there. Missing, if certainly none is whole."""
+        """Find the newest version with enough shards. Missing, if certainly none is whole."""
         check_name(name)
         order = self._order(name)
         looks = self._pool.map(lambda n: self._look(name, n, order[n]), range(len(order)))
@@ -365,7 +365,7 @@ def _entry(table: bytes, index: int) -> bytes:
 def _copy(stripe: Stripe, shards: Sequence[memoryview], offset: int, into: memoryview) -> None:
     """Copy what the stripe has of the range that begins at `offset` to its destination."""
     for i, shard in enumerate(shards):
-        start = stripe.start + i * stripe.shard  # of this shard in the object
+        start = stripe.start + i * stripe.shard  # the shard's place in the object
         end = min(start + stripe.shard, stripe.start + stripe.size, offset + len(into))
         begin = max(start, offset)
         if begin < end:
@@ -385,7 +385,7 @@ def _closed(
 
 
 class _Stripe:
-    """Holds one stripe's memory, and counts who still reads it."""
+    """Keeps one stripe's memory, and counts its readers."""
 
     def __init__(self, count: int) -> None:
         self.memory = [memoryview(bytearray(SHARD_BYTES)) for _ in range(count)]

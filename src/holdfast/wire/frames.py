@@ -5,16 +5,16 @@ frame's number and its payload, so a frame that is altered, replayed, reordered 
 is refused. Channels that are private by construction (an inherited socket pair) use no key: their
 frames have no tag.
 
-The handshake proves to both sides that the other knows the secret, without sending it, and of which
-job the other is:
+The handshake proves to both sides that the other knows the secret, without sending it, and the
+other's job:
     server -> client   magic, version, release, server nonce, its job
     client -> server   magic, version, release, client nonce, its job, proof("client")
     server -> client   proof("server")
 Both nonces and both jobs are part of every proof and key. The nonces are fresh, so nothing of a
 connection can be used again in another; and nobody without the secret can pass one job off as
 another. A client that is of no job yet names none. It sends these bytes and not one more before it
-has seen the server's proof. Jobs are compared after the proofs, so that both sides can rely on what
-they learn of each other's.
+has seen the server's proof. Jobs are compared after the proofs, so that both sides can rely on
+each other's words.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROOF_BYTES = 32
 TAG_BYTES = 16
 FRAME_BYTES_MAX = 64 << 20
 FIRST_FRAME_BYTES_MAX = 4 << 20  # until the first frame has been authenticated
-HEAD_BYTES = len(MAGIC) + 2  # of a greeting, the same in all releases
+HEAD_BYTES = len(MAGIC) + 2  # a greeting's start, the same in all releases
 GREETING_BYTES = HEAD_BYTES + RELEASE_BYTES + NONCE_BYTES
 
 
@@ -58,7 +58,7 @@ class Sealer:
 class Opener:
     """Collects bytes of one direction and returns the payloads of whole frames.
 
-    It never holds more than one frame of the allowed size plus what was fed at once. At first that
+    It never holds more than one frame of the allowed size plus the bytes of one feed. At first that
     size is `first_bytes_max`, since a frame's length is read before its tag can be checked.
     """
 
@@ -156,7 +156,7 @@ def read_job(field: bytes) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encounter:
-    """Holds what both sides of a connection have said before their proofs.
+    """Keeps the words of both sides of a connection before their proofs.
 
     `server_job` and `client_job` are fields of JOB_BYTES_MAX bytes.
     """

@@ -1,6 +1,6 @@
 """Turns the job document into bytes and back: JSON, in the run directory and in etcd.
 
-What is read has exact types, no unknown parts and passes every check of the core, or is refused.
+A document has exact types, no unknown parts and passes every check of the core, or is refused.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ VIEW_BYTES_MAX = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Says where others' transports reach one process of a view (opaque to all else)."""
+    """Gives the address of one process of a view for others' transports (opaque to all else)."""
 
     view: int
     peer: Peer
@@ -99,7 +99,7 @@ class MoveRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelRequest:
-    """Tells which failure domains a node is in, for its cluster manager; passed on likewise."""
+    """Gives a node's failure domains, for its cluster manager; passed on likewise."""
 
     agent: AgentId
     domains: Domains
@@ -186,7 +186,7 @@ class FilesReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewedDirective:
-    """Holds a Directive with its view, which is the same for all agents, as encoded once."""
+    """Carries a Directive with its view, which is encoded once for all agents."""
 
     directive: Directive
     view: bytes  # compressed
@@ -232,7 +232,7 @@ def encode(message: object) -> bytes:
 
 
 def decode(payload: bytes, *accepted: type) -> Any:
-    """Decode a message, which is of one of the `accepted` types. WireError says what was wrong."""
+    """Decode a message, which is of one of the `accepted` types. WireError with its fault."""
     kind = KINDS.get(payload[0]) if payload else None
     if kind is None or (Directive if kind is ViewedDirective else kind) not in accepted:
         names = ", ".join(cls.__name__ for cls in accepted)

@@ -32,7 +32,7 @@ def dump_graph(root: object, fresh: Collection[type] = ()) -> bytes:
     """Return the bytes of a graph.
 
     `fresh`: classes, such as caches, whose objects are replaced by new ones.
-    TypeError if the graph has a value of another kind.
+    TypeError if the graph has a value of an unknown kind.
     """
     return msgspec.msgpack.encode(_Writer(fresh).write(root))
 

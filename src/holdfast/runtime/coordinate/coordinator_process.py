@@ -52,7 +52,7 @@ from holdfast.runtime.coordinate.journal import FileJournal, Loaded
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import StopRequest
 
-LOOK_S = 0.5  # between two looks at what others do
+LOOK_S = 0.5  # between two looks at the others
 START_S = 120.0  # to reach etcd at first; later on it may be away for as long as it likes
 
 
@@ -194,10 +194,10 @@ class Candidate:
         self._stopping = asyncio.ensure_future(self._pass_on_stop())
 
     async def _pass_on_stop(self) -> None:
-        """Ask whoever leads to end the job, as our operator wants, until this standby ends too.
+        """Ask the leader to end the job, as our operator wants, until this standby ends too.
 
-        A leader may lose its term before others know of the stop, so each one is asked, once: who
-        is asked again ends the job without a last checkpoint.
+        A leader may lose its term before others know of the stop, so each one is asked, once: a
+        leader that is asked again ends the job without a last checkpoint.
         """
         asked, told = 0, ""
         while True:

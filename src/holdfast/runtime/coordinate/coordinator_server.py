@@ -139,7 +139,7 @@ class AddressRoll:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorSetup:
-    """Holds what a coordinator process is given for its whole life."""
+    """Keeps the settings of a coordinator process for its whole life."""
 
     run_dir: RunDir
     secret: bytes
@@ -323,7 +323,7 @@ class CoordinatorServer:
         """
         self._pipe.push(effects)
         try:
-            # What is acknowledged below had arrived before this look at the clock.
+            # Everything that is acknowledged below had arrived before this look at the clock.
             self._check()
         except Deposed as error:
             leave(error)
@@ -386,7 +386,7 @@ class CoordinatorServer:
 
 
 def leave(error: HoldfastError) -> NoReturn:
-    """End this process at once, in one sentence; what it has not sent is never sent."""
+    """End this process at once, in one sentence; unsent messages are never sent."""
     tell(str(error))
     os._exit(DEPOSED if isinstance(error, WorldError) else 1)
 

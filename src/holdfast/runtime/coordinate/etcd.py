@@ -5,7 +5,8 @@ its own connection, so nothing is shared between requests and a dead server cost
 HTTP/1.0 keeps answers free of chunks and ends them with the connection.
 
 Requests are tried at one server after the other until their time is up, so a transaction may be
-carried out although its answer was lost, even after a later one: callers compare what they replace.
+carried out although its answer was lost, even after a later one: callers compare the values that
+they replace.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyValue:
-    """Holds a key's value. Revisions count the changes of the whole etcd: they only ever grow."""
+    """Describes a key's value. Revisions count the whole etcd's changes: they only ever grow."""
 
     value: bytes
-    created: int  # revision at which the key came to be
+    created: int  # revision that created the key
     modified: int  # revision of its last change
     lease: int  # 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Tells what a transaction did."""
+    """Describes the result of a transaction."""
 
     succeeded: bool
-    revision: int  # of etcd after it, and of every key that it has put
+    revision: int  # etcd's after it, and that of every key that it has put
     entries: tuple[KeyValue | None, ...]  # one for each `read`, in order
 
 
@@ -198,7 +199,7 @@ def _base64(data: bytes) -> str:
 
 
 class _Unusable(Exception):
-    """Says that this server's answer does not help; another's may. It continues its name."""
+    """Reports that this server's answer does not help; another's may. It continues its name."""
 
 
 def _split(answer: bytes) -> tuple[int, bytes]:

@@ -42,11 +42,11 @@ NOTE_BYTES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """Holds what a coordinator begins with."""
+    """Describes the beginning of a coordinator."""
 
     term: int  # greater than that of any coordinator before
     record: JobRecord | None  # None: the job has not begun, or there is damage
-    damage: str = NO_DAMAGE  # what was lost and why; the job may be running all the same
+    damage: str = NO_DAMAGE  # the loss and its reason; the job may be running all the same
 
 
 class Journal(Protocol):
@@ -82,7 +82,7 @@ def seal(record: JobRecord) -> bytes:
 
 
 def unseal(data: bytes) -> JobRecord:
-    """Decode the record. Damaged (or OtherRelease) says what is wrong; nothing else is raised."""
+    """Decode the record. Damaged (or OtherRelease) with its fault; nothing else is raised."""
     if not data:
         raise Damaged("it is empty")
     newer = newer_format(data, MAGIC)
@@ -198,7 +198,7 @@ class FileJournal:
         return Loaded(term=self._term, record=record, damage=damage)
 
     def _read(self) -> tuple[JobRecord | None, str]:
-        """Return the record and what is wrong with it; neither if there is no file."""
+        """Return the record and its fault; neither if there is no file."""
         try:
             return read_record(self._path), NO_DAMAGE
         except OtherRelease as error:  # the record is good: leave it to a release that can read it
@@ -298,7 +298,7 @@ def _sync_directory(path: Path) -> None:
 
 @dataclass(slots=True)
 class MemoryStore:
-    """Holds what several MemoryJournals share, as coordinators share a file, for tests."""
+    """Keeps a record that MemoryJournals share, as coordinators share a file, for tests."""
 
     data: bytes | None = None
     term: int = 0

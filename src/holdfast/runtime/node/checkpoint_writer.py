@@ -1,10 +1,10 @@
-"""Runs a node's checkpoint writer, which saves what its workers have copied while they train on.
+"""Runs a node's checkpoint writer, which saves its workers' copies while they train on.
 
     python -m holdfast.runtime.node.checkpoint_writer RUN_DIR FD PARENT_PID
 
 It takes orders from a socket that it inherits (see store/snapshot.py). Each is carried out in a
 thread of its own: share 0 of a checkpoint waits for the others, which may come from other nodes,
-and commits. It runs at a low priority. SIGTERM asks it to finish what it has begun.
+and commits. It runs at a low priority. SIGTERM asks it to finish its orders.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from holdfast.store.snapshot import Delivery, SaveAnswer, receive
 from holdfast.store.storage import Storage
 
 NICENESS = 10
-SCRUB_S = 3600.0  # between two passes over all that is kept
+SCRUB_S = 3600.0  # between two passes over all checkpoints
 OTHERS_S = 10.0  # to wait for the other shares, at least; and at least
 OTHERS_TIMES = 4.0  # what this share has taken
 
@@ -68,7 +68,7 @@ class Writer:
             thread.join()
 
     def scrub(self, rate: float, pause: Callable[[float], object] = time.sleep) -> None:
-        """Verify what is kept, slowly and for ever, if it is this writer that commits."""
+        """Verify checkpoints, slowly and for ever, if this is the writer that commits."""
         seen = 0
         while True:
             pause(SCRUB_S)

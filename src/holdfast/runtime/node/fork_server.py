@@ -60,7 +60,7 @@ READ_AT_IMPORT_PREFIXES = (
 
 
 class ForkedProcess:
-    """Holds a process that the fork server has started; it is used as a subprocess.Popen is."""
+    """Represents a process that the fork server has started; it is used like a subprocess.Popen."""
 
     def __init__(self, connection: socket.socket, pid: int, out: IO[bytes], err: IO[bytes]) -> None:
         self.pid = pid
@@ -141,9 +141,9 @@ def started(
     variables: Mapping[str, str] | None = None,
     modules: Sequence[str] = (),
 ) -> Iterator[None]:
-    """Run a fork server for workers of so many CPU threads, with its socket at `path`.
+    """Run a fork server for workers with `threads` CPU threads, with its socket at `path`.
 
-    `variables`: those that its processes will have, if not the job's. `modules`: to import besides.
+    `variables`: its processes' environment, if not the job's. `modules`: further ones to import.
     """
     job = bootstrap.environment_of_job(threads, Workers().seed)
     with socket.socket(socket.AF_UNIX) as listener:

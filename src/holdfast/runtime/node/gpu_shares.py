@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-DRIVER = Path("/proc/driver/nvidia/gpus")  # has an entry for each
+DRIVER = Path("/proc/driver/nvidia/gpus")  # with an entry for each GPU
 
 
 def visible_gpus(environ: Mapping[str, str], driver: Path = DRIVER) -> tuple[str, ...]:

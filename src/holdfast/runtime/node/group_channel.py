@@ -26,9 +26,9 @@ REPEAT_S = 0.5  # an address may be lost with a coordinator
 
 @dataclass(slots=True)
 class GroupChannel:
-    """Holds the channel of one process, which is blocking; the end of the agent ends the process.
+    """Speaks for one process by a blocking channel; the end of the agent ends the process.
 
-    `seq`: of its newest status.
+    `seq`: the number of its newest status.
     """
 
     socket: socket.socket
@@ -48,7 +48,7 @@ class GroupChannel:
         )
 
     def ready(self) -> None:
-        """Say that this process waits for a group."""
+        """Report that this process waits for a group."""
         self.seq += 1
         self.send(
             WorkerStatus(

@@ -20,7 +20,7 @@ from holdfast.runtime.rundir import RunDir
 
 
 class GroupWatch:
-    """Keeps what processes have said of themselves, and adds what is seen of them since."""
+    """Keeps the statuses of processes, and adds later observations."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
@@ -32,7 +32,7 @@ class GroupWatch:
         self._said[status.worker] = status
 
     def look(self, processes: Sequence[WorkerProcess], now: float) -> Iterator[WorkerStatus]:
-        """Look at all that run a script; yield statuses of those at work since the last look."""
+        """Look at processes with a script; yield statuses of those at work since the last look."""
         running = {p.worker: p for p in processes if p.running}
         cpu_s = session_cpu_s({p.pid for p in running.values()})
         meters, self._meters = self._meters, {}

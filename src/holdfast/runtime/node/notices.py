@@ -29,7 +29,7 @@ AZURE_KINDS = ("Preempt", "Terminate", "Reboot", "Redeploy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineNotice:
-    """Says that this machine is taken away in `in_s` seconds, and why."""
+    """Announces that this machine is taken away in `in_s` seconds, and why."""
 
     in_s: float
     reason: str
@@ -40,7 +40,7 @@ class NoticeSource:
     """Asks for a notice. `kind`: aws, gcp, azure, or the URL of a site's own server."""
 
     kind: str
-    base: str = ""  # of the metadata server, if not where the cloud has it
+    base: str = ""  # URL of the metadata server, if not the cloud's own
 
     def poll(self) -> MachineNotice | None:
         """Ask once whether there is a notice. OSError or WorldError if nobody answers as agreed."""

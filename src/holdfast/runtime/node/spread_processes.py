@@ -29,17 +29,17 @@ MAGIC = b"hspread\1"
 ORDERS, LIFE = 0, 1  # what a connection is for
 DONE = b"\0"  # the script has ended well
 LOOK_S = 0.05
-DEAD_S = 5.0  # for which a machine answers nothing before a connection counts as ended
+DEAD_S = 5.0  # after this silence of a machine a connection counts as ended
 END_S = 60.0  # for the process of shard 0 to end this one, after a failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpreadPlace:
-    """Says which of a worker's nodes this is (`place`, of `nodes`), and which shards are here."""
+    """Names this node among a worker's (`place`, of `nodes`), and the shards here."""
 
     place: int = 0
     nodes: int = 1
-    procs: int = 1  # of the whole worker
+    procs: int = 1  # in the whole worker
     incarnation: int = 0
 
     @property
@@ -116,7 +116,7 @@ def _tune(channel: socket.socket) -> None:
 
 
 def end(why: str) -> NoReturn:
-    """End this process and what it has started: it is lost, and its script has not failed."""
+    """End this process and its children: it is lost, and its script has not failed."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"holdfast: this process ends: {why}\n")
         sys.stderr.flush()
