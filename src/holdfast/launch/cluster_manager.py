@@ -1,7 +1,7 @@
-"""Defines the contract between a job and a cluster manager: all that an adapter has to do.
+"""Defines the contract between a job and a cluster manager: the duties of an adapter.
 
-An adapter decides nothing and remembers nothing that the manager could tell it: whatever it is
-asked, a new adapter of the same job answers alike. What it must keep is written down as tests, in
+An adapter decides nothing and remembers nothing that the manager knows: a new adapter of the same
+job gives the same answers. Its contract is written down as tests, in
 holdfast.testing.cluster_contract.
 """
 
@@ -31,16 +31,16 @@ class PlacementOrder:
 class ClusterManager(Protocol):
     """Asks one cluster manager for the nodes of one job.
 
-    Each method raises WorldError or OSError when the manager cannot be asked or refuses; then
-    whatever was asked for may have been done or not. Each may be cancelled.
+    Each method raises WorldError or OSError when the manager cannot be asked or refuses; then the
+    request may have been carried out or not. Each may be cancelled.
     """
 
     async def observe(self) -> Sequence[Placement]:
         """List all placements of this job that are waiting or running, with pending notices.
 
         Those that have ended may be listed as such, with the host that they had, or not at all.
-        It must never leave out what was there when it was called, so a manager that is away is an
-        error, not an empty list.
+        It must never leave out a placement that was there when it was called, so a manager that is
+        away is an error, not an empty list.
         """
         ...
 

@@ -1,6 +1,6 @@
-"""Drives one FleetMachine: asks the manager and the job in turn, and carries out what it decides.
+"""Drives one FleetMachine: asks the manager and the job in turn, and carries out its decisions.
 
-Everything runs in one event loop. What fails is only told to the machine or tried again by it; the
+Everything runs in one event loop. Failures are reported to the machine, which may try again; the
 driver itself never repeats anything.
 """
 
@@ -33,8 +33,8 @@ from holdfast.wire.messages import (
 
 FAILURES = (WorldError, UserError, OSError, asyncio.TimeoutError)
 TICK_S_MIN = 0.01
-DEADLINE_S_MIN = 0.001  # what is overdue is still a drain at once
-LOOK_S = 1.0  # between two looks at what has been carried out
+DEADLINE_S_MIN = 0.001  # an overdue drain is still one at once
+LOOK_S = 1.0  # between two looks at the progress of orders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class JobLink:
         self._secret = secret
 
     def over(self) -> bool:
-        """Tell whether the job has ended, as its run directory says."""
+        """Return whether the job has ended, as its run directory says."""
         return self._run_dir.outcome() is not None
 
     async def nodes(self) -> tuple[NodeSeen, ...]:
@@ -73,7 +73,7 @@ class JobLink:
         await exchange(self._contact, self._secret, order, OrderReply)
 
     async def label(self, name: str, domains: Domains) -> None:
-        """Tell which failure domains a node is in, if it is connected just now."""
+        """Send the job a node's failure domains, if it is connected just now."""
         order = LabelRequest(agent=AgentId(name), domains=domains)
         await exchange(self._contact, self._secret, order, OrderReply)
 
@@ -119,9 +119,9 @@ class FleetDriver:
         self._told: dict[str, str] = {}  # problems, so that each is told once
 
     async def run(self) -> None:
-        """Keep the job's nodes, until the job is over. Whoever cancels it leaves them as they are.
+        """Keep the job's nodes, until the job is over. A cancellation leaves them as they are.
 
-        After the end it waits for the manager for a while, and says what it may have kept.
+        After the end it waits for the manager for a while, and names placements that may be left.
         """
         self._spawn(self._watch_manager())
         self._spawn(self._watch_job())

@@ -20,11 +20,10 @@ PLAN_FILE = "fleet.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPlan:
-    """Holds what the fleet of one job is given for its whole life; it never holds the secret.
+    """Keeps the settings of one job's fleet for its whole life, without the secret.
 
-    `settings`: what the adapter of this manager wants to know. `join`: where agents find the
-    coordinator. `run_dir`: as the nodes see it. `drain_s`: how long before it is taken a node is
-    left at the latest.
+    `settings`: those of this manager's adapter. `join`: the coordinator's address for agents.
+    `run_dir`: as the nodes see it. `drain_s`: a node is left at least this long before it is taken.
     """
 
     manager: str

@@ -1,7 +1,7 @@
 """Asks Kubernetes for a job's nodes: each is a pod, whose name is the placement's id.
 
-A pod that exists already cannot be created again, so a repeated request is the same request.
-Whatever is known is in the cluster: pods are found by their labels, never remembered.
+A pod that exists already cannot be created again, so a repeated request changes nothing. All
+knowledge is in the cluster: pods are found by their labels, never remembered.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ FORBIDDEN, MISSING, CONFLICT, TOO_MANY, BROKEN = 403, 404, 409, 429, 500
 class KubernetesManager:
     """Creates, lists and deletes the pods of one job's agents, in one namespace.
 
-    The ids of its placements begin with `prefix`. What they are made from is the PodTemplate of
-    the job's name; they go when the Job of that name goes. `label`: of nodes, whose values are
+    The ids of its placements begin with `prefix`. They are made from the PodTemplate of the job's
+    name; they go when the Job of that name goes. `label`: the label of nodes whose values are
     failure domains.
     """
 
@@ -131,7 +131,7 @@ def fill(template: Mapping[str, Any], order: PlacementOrder) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def told_apart() -> Iterator[None]:
-    """Raise Refused for what Kubernetes will not do, and Unreachable for what may yet succeed."""
+    """Raise Refused if Kubernetes declines, and Unreachable if a request may yet succeed."""
     try:
         yield
     except ApiError as error:

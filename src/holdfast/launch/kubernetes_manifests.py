@@ -30,17 +30,17 @@ AWAY_S = 30  # a node that is not ready for so long loses its pods; the job's le
 SPARE_S = 15  # after a drain, before the kubelet kills
 TRIES_MAX = 100  # pods of the coordinator, one after the other
 READABLE = 0o440  # by the pod's group, for those that do not run as root
-SHARED = ("imagePullSecrets", "securityContext")  # of the user's template, by all pods
+SHARED = ("imagePullSecrets", "securityContext")  # all pods take them from the user's template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KubernetesSite:
-    """Says where in Kubernetes a job runs, and with what.
+    """Describes a job's place in Kubernetes, and its resources.
 
     `claim`: a volume claim that all pods share; without one the coordinator alone gets a new one.
-    `volume`: where it is mounted. `spread`: label of nodes by whose values pods are spread.
+    `volume`: its mount point. `spread`: the label of nodes over whose values pods are spread.
     `resources`: limits of an agent. `pod`: a pod template that the agents' pods are made from.
-    `certificates`: a Secret with those of all pods, for TLS.
+    `certificates`: a Secret with all pods' certificates, for TLS.
     """
 
     namespace: str
@@ -110,7 +110,7 @@ def manifests(
 
 
 def _rights(site: KubernetesSite, name: str, named: Any) -> list[Manifest]:
-    """Let the controller keep pods, and see nodes, whose taints announce what will happen."""
+    """Let the controller keep pods, and see nodes, whose taints announce events."""
     account = [{"kind": "ServiceAccount", "name": name, "namespace": site.namespace}]
     group = "rbac.authorization.k8s.io"
     wide = f"{name}-{site.namespace}"
@@ -172,7 +172,7 @@ def _coordinator_job(
 
 
 def agent_template(site: KubernetesSite, job: JobSpec, plan: FleetPlan) -> Manifest:
-    """Make what all pods of agents have in common, on top of the user's own template."""
+    """Make the common part of all agents' pods, on top of the user's own template."""
     prefix = job_prefix(job.job)
     name = instance_of(prefix)
     pod: Manifest = json.loads(json.dumps(dict(site.pod)))
@@ -206,7 +206,7 @@ def agent_template(site: KubernetesSite, job: JobSpec, plan: FleetPlan) -> Manif
 
 
 def _mount_all(site: KubernetesSite, spec: Manifest, container: Manifest, claim: str) -> None:
-    """Mount what every pod has: a place for the run directory, on a claim or not; certificates."""
+    """Mount a place for the run directory, on a claim or not, and certificates in a pod."""
     shared = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
     _mount(spec, container, site.volume, {"name": "run", **shared})
     if site.tls:

@@ -20,5 +20,5 @@ def labels_of(prefix: str, component: str = "") -> dict[str, str]:
 
 
 def instance_of(prefix: str) -> str:
-    """Return the name of all that a job has only one of."""
+    """Return the name of each object that a job has once."""
     return prefix.rstrip("-")

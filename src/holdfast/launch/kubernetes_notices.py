@@ -38,7 +38,7 @@ PASSING = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoClocks:
-    """Holds one moment on the clock on the wall, which Kubernetes shows, and on the machine's."""
+    """Pairs one moment by the wall clock, which Kubernetes shows, with that by the machine's."""
 
     wall: float
     monotonic: float
@@ -88,7 +88,7 @@ def _holding(pod: Pod, node: Node | None, clocks: TwoClocks) -> Holding:
 
 
 def _notice(pod: Pod, node: Node | None, clocks: TwoClocks) -> Notice | None:
-    """Return the most urgent of all that announces the pod's end."""
+    """Return the most urgent announcement of the pod's end."""
     found = [*_of_pod(pod, clocks), *(_of_node(pod, node, clocks) if node is not None else ())]
     return min(found, key=lambda n: float("inf") if n.until is None else n.until, default=None)
 
@@ -129,12 +129,12 @@ def _of_node(pod: Pod, node: Node, clocks: TwoClocks) -> Iterator[Notice]:
             until = clocks.until(added, limited_s) if added is not None else now + limited_s
             yield Notice(reason=reason, until=until)
         elif taint.effect == "NoSchedule" and not bearable_s and taint.key not in PASSING:
-            if taint.key != UNSCHEDULABLE:  # which is said above
+            if taint.key != UNSCHEDULABLE:  # that one is handled above
                 yield Notice(reason=reason)
 
 
 def tolerates(toleration: Toleration, taint: Taint) -> bool:
-    """Tell whether a toleration is meant for a taint, as the scheduler sees it."""
+    """Return whether a toleration is meant for a taint, as the scheduler sees it."""
     if toleration.effect and toleration.effect != taint.effect:
         return False
     if toleration.key and toleration.key != taint.key:

@@ -1,6 +1,6 @@
 """Keeps a job's nodes as processes of this machine: to try things out, and to test with.
 
-It plays a cluster of a few hosts, each with room for one placement. What it knows is in files, one
+It plays a cluster of a few hosts, each with room for one placement. Its knowledge is in files, one
 for each placement, so any number of these objects and any restart find the same.
 """
 
@@ -97,7 +97,7 @@ class LocalManager:
         return free[0]
 
     def start(self, order: PlacementOrder, host: str) -> LocalPlacement:
-        """Start what was ordered; a process of ours keeps it, and ends with the job's launcher."""
+        """Start a placement; a process of ours keeps it, and ends with the job's launcher."""
         command = [sys.executable, "-m", "holdfast.launch.local_place", str(self._keeper)]
         popen = subprocess.Popen(
             [*command, *order.command],

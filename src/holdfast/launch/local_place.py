@@ -1,4 +1,4 @@
-"""Keeps one placement of a local manager: its process and all that it has started end together.
+"""Keeps one placement of a local manager: its process and all descendants end together.
 
     python -m holdfast.launch.local_place KEEPER_PID COMMAND ...
 

@@ -36,7 +36,7 @@ class RayDriver:
         self._loop = loop
 
     def hello(self) -> dict[str, Any]:
-        """Say at which address this machine is in the cluster."""
+        """Return this machine's address in the cluster."""
         return {"host": ray.util.get_node_ip_address(), "version": ray.__version__}
 
     def tables(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class RayDriver:
 def answer(driver: RayDriver | None, address: str, line: str) -> tuple[RayDriver | None, str]:
     """Answer a line, and connect before if that has not been done; return also the driver.
 
-    The answer is what was found, or what Ray says, and whether it refuses.
+    The answer has the result, or Ray's error, and whether it is a refusal.
     """
     word, given = json.loads(line)
     try:

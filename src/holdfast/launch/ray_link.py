@@ -59,7 +59,7 @@ class RayLink:
         return reply["found"]
 
     def close(self) -> None:
-        """End the driver; who waits for its answer is told that there is none."""
+        """End the driver; callers that wait for its answer get none."""
         if self._driver is not None:
             self._end(self._driver)
 

@@ -34,9 +34,9 @@ class RayAnswers(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayShare:
-    """Says what each agent gets of its node. `environment` is added to what orders bring.
+    """Sets each agent's share of its node. `environment` is added to that of orders.
 
-    `label`: of nodes, whose values are failure domains.
+    `label`: the label of nodes whose values are failure domains.
     """
 
     cpus: float = 1.0

@@ -1,10 +1,10 @@
-"""Holds one agent in an actor of Ray, whose life is the agent's.
+"""Keeps one agent in an actor of Ray, whose life is the agent's.
 
     python -m holdfast.launch.ray_place ACTOR_PID COMMAND ...
 
 Ray imports the class on the nodes; nothing here needs Ray. When an actor ends, Ray kills its
-children and not theirs. So what keeps the agent (local_place.py) is made nobody's child: it
-outlives the actor for as long as it takes to end everything.
+children and not theirs. So the process that keeps the agent (local_place.py) is made nobody's
+child: it outlives the actor until it has ended everything.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class RayPlace:
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], output: Path) -> int:
-    """Start a command that ends with this process; return the pid of what keeps it.
+    """Start a command that ends with this process; return the pid of its keeper.
 
-    Whatever it prints is added to the file `output`.
+    Its output is added to the file `output`.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     module = (sys.executable, "-m", "holdfast.launch.ray_place", str(os.getpid()))

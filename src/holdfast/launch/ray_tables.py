@@ -17,9 +17,9 @@ from holdfast.core.fleet.placements import Holding, Notice, Placement, Placement
 # is never restarted: asked for one after the other, they leave none out.
 WAITING_STATES, RUNNING_STATE = ("DEPENDENCIES_UNREADY", "PENDING_CREATION"), "ALIVE"
 STATES = (*WAITING_STATES, RUNNING_STATE)
-DRAINED = "Ray drains its node"  # it does not tell for what reason
-NAMESPACE = "holdfast"  # of all our actors: their names tell the jobs apart
-NODE_LABEL = "ray.io/node-id"  # that Ray gives to every node
+DRAINED = "Ray drains its node"  # it gives no reason
+NAMESPACE = "holdfast"  # all our actors are in it: their names tell the jobs apart
+NODE_LABEL = "ray.io/node-id"  # Ray gives it to every node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class RayTables:
 
 
 def read_tables(answer: Mapping[str, Any]) -> RayTables:
-    """Read the tables from a driver's answer. Damaged: it does not say what it should."""
+    """Read the tables from a driver's answer. Damaged: a part is missing or odd."""
     try:
         return RayTables(
             nodes=tuple(RayNode(**each) for each in answer["nodes"]),

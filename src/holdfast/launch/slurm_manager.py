@@ -79,7 +79,7 @@ class SlurmManager:
         return [await self._labelled(placement) for placement in found]
 
     async def request(self, order: PlacementOrder) -> None:
-        async with self._alone:  # what was asked for must be listed before more is decided
+        async with self._alone:  # a request must be listed before more is decided
             found = await self.observe()
             if any(each.id == order.id for each in found):
                 return
@@ -181,7 +181,7 @@ class SlurmManager:
         )
 
     def _environment(self, order: PlacementOrder, *, keep: bool) -> dict[str, str]:
-        """Make what the agent is given; `keep` what tells of the allocation."""
+        """Make the agent's environment; `keep` the variables of the allocation."""
         own = {n: v for n, v in os.environ.items() if keep or not n.startswith("SLURM_")}
         own |= {n: v for n, v in os.environ.items() if n == "SLURM_CONF"}
         return {

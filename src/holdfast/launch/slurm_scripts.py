@@ -28,7 +28,7 @@ fi
 exit "$code"
 """
 
-# A node: its agent, and somebody who looks after the job. With --no-kill, Slurm lets a job that
+# A node: its agent, and a process that looks after the job. With --no-kill, Slurm lets a job that
 # loses the host of its script hold the other hosts for ever; a node that finds it so requeues it.
 NODE = """\
 #!/bin/bash

@@ -1,6 +1,6 @@
-"""Reads what Slurm's commands print, in the formats that are asked for here. Pure.
+"""Reads the output of Slurm's commands, in the formats that are set here. Pure.
 
-Fields are separated by `|`; what may hold any character comes last.
+Fields are separated by `|`; one that may hold any character comes last.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from datetime import datetime
 from holdfast.core.errors import Damaged
 from holdfast.core.fleet.placements import Holding
 
-JOBS = "%i|%t|%B|%N|%e|%j"  # of squeue: id, state, host of the script, hosts, end, name
-STEPS = "%i|%N|%j"  # of squeue --steps
-NODES = "%N|%T|%E"  # of sinfo --Node: name, state, reason
+JOBS = "%i|%t|%B|%N|%e|%j"  # for squeue: id, state, host of the script, hosts, end, name
+STEPS = "%i|%N|%j"  # for squeue --steps
+NODES = "%N|%T|%E"  # for sinfo --Node: name, state, reason
 
 WAITING = ("PD", "CF", "RQ", "RF", "RH", "RD", "RS", "SE", "SO")
 RUNNING = ("R", "S", "ST", "SI", "RV")
-FLAGS = "*~#!%$@^-+"  # that follow a node's state
+FLAGS = "*~#!%$@^-+"  # characters that may follow a node's state
 LEAVING = ("draining", "drained", "drng", "drain", "maint", "perfctrs", "reboot")
 GONE = ("down", "fail", "failing", "powered_down", "unknown", "future", "error")
 NONE = ("", "n/a", "N/A", "(null)", "NONE", "Unknown")

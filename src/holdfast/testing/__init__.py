@@ -1,1 +1,1 @@
-"""Holds the shipped test kit: real runs to disturb, and contract suites for the seams."""
+"""Contains the shipped test kit: real runs to disturb, and contract suites for the seams."""

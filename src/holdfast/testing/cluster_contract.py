@@ -1,4 +1,4 @@
-"""Holds the contract of every cluster manager's adapter, as cases to be run against a real one.
+"""Defines the contract of every cluster manager's adapter, as cases to be run against a real one.
 
     for case in CLUSTER_CASES: run_cluster_case(case, harness)
 
@@ -34,7 +34,7 @@ class ClusterHarness(Protocol):
     """Acts on one cluster in its manager's own way; hosts are named as listings name them.
 
     `away(True)` ends the manager's servers, as before an upgrade, and `away(False)` starts them
-    again; what runs on the hosts goes on. `kill` ends a host with all that runs there.
+    again; processes on the hosts go on. `kill` ends a host with all its processes.
     """
 
     hosts: Sequence[str]
@@ -47,7 +47,7 @@ class ClusterHarness(Protocol):
     def kill(self, host: str) -> None: ...
 
     def drain(self, host: str, reason: str) -> str | None:
-        """Have the manager announce a host's end; return what it tells instead of the reason."""
+        """Have the manager announce a host's end; return its own reason, if it gives one."""
         ...
 
     def away(self, away: bool) -> None: ...
@@ -280,7 +280,7 @@ CLUSTER_CASES: tuple[Case, ...] = (
 
 
 def run_cluster_case(case: Case, harness: ClusterHarness) -> None:
-    """Run one case, and release whatever it leaves."""
+    """Run one case, and release the placements that it leaves."""
 
     async def whole() -> None:
         manager = harness.manager()

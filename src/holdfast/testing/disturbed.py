@@ -27,9 +27,9 @@ from holdfast.train.step.probe import Probe, current
 
 
 class Disturber(Probe):
-    """Does to one worker what the fault script has for it.
+    """Strikes one worker with the faults that the fault script has for it.
 
-    `marks`: a directory that records what has struck once, since a step may be done again.
+    `marks`: a directory that records faults that have struck, since a step may be done again.
     """
 
     def __init__(

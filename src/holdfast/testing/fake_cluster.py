@@ -90,10 +90,10 @@ class FakeCluster:
         return FakeManager(inner, self.folder)
 
     def tell(self, **orders: Any) -> None:
-        """Change what the manager was told.
+        """Change the manager's behaviour.
 
         `away`: it answers nothing. `hang`: it takes requests in and never answers. `deaf`: the
-        answers to so many first requests of an adapter are lost, though they are carried out.
+        answers to this many first requests of an adapter are lost, though they are carried out.
         `lost`: ids that it believes have ended. `dead`: hosts that take nothing.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ class FakeCluster:
         self.notify(host, reason)
 
     def kill(self, host: str) -> None:
-        """End a host with all that runs on it; it takes nothing any more."""
+        """End a host with all its processes; it takes nothing any more."""
         self.tell(dead=[*read_orders(self.folder).get("dead", []), host])
         for pid in self.processes_on(host):
             kill_tree(pid)
@@ -159,7 +159,7 @@ def read_orders(folder: Path) -> dict[str, Any]:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process and all that come from it, the children last born first."""
+    """Kill a process and its descendants, the youngest first."""
     found = [pid]
     for each in found:
         try:

@@ -6,7 +6,7 @@
     worker 0       step 7           stall 2.5
     any worker     step 30          flip parameter
 
-Steps are numbered as by `job.steps`. ACTIONS lists what can happen.
+Steps are numbered as by `job.steps`. ACTIONS lists the faults.
 """
 
 from __future__ import annotations

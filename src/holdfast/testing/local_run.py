@@ -34,7 +34,7 @@ ACTIVE = (
 
 
 class RunEnded(AssertionError):
-    """Says that the run ended before what was waited for happened."""
+    """Reports that the run ended before an awaited event."""
 
 
 class LocalRun:
@@ -165,7 +165,7 @@ def processes_that_name(path: Path) -> list[int]:
 
 
 def _names(process: Path, mark: str) -> bool:
-    """Tell whether a process, a directory of /proc, names `mark`; False once it has ended."""
+    """Return whether a process, a directory of /proc, names `mark`; False once it has ended."""
     with contextlib.suppress(OSError):
         for part in ("environ", "cmdline"):
             if mark.encode() in (process / part).read_bytes():

@@ -24,7 +24,7 @@ Box = collections.deque[torch.Tensor]
 
 @dataclass(slots=True)
 class _Group:
-    """Holds what the members of one group share; the network's condition guards it."""
+    """Keeps the shared state of one group's members; the network's condition guards it."""
 
     aborted: bool = False
     gone: set[int] = field(default_factory=set)  # ranks that closed it, or died
@@ -112,7 +112,7 @@ class MemoryTransport:
             self._network.changed.notify_all()
 
     def close(self) -> None:
-        """End the connections, as a death does: what was sent before can still be received."""
+        """End the connections, as a death does: earlier messages can still be received."""
         with self._network.changed:
             self._group.gone.add(self._rank)
             self._network.changed.notify_all()

@@ -1,7 +1,7 @@
-"""Compares short runs of a script: on one worker, on two, and on two of which one is killed.
+"""Compares short runs of a script: on one worker, on two, and on two with one that is killed.
 
-Equal states at every step say that the script keeps the promise; else the first tensor that differs
-and the kind of run in which it does point to the cause.
+Equal states at every step show that the script keeps the promise; else the first tensor that
+differs, and the kind of run with the difference, point to the cause.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ JOINS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedRun:
-    """Holds what one run of the script has left. `problem`: why it ended; "" if it went well."""
+    """Describes one run of the script. `problem`: why it ended; "" if it went well."""
 
     name: str
     states: dict[str, States]  # by worker and incarnation
@@ -49,7 +49,7 @@ class TracedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Says where a run first comes to another state than the first run of all."""
+    """Names the place where a run first differs from the first run of all."""
 
     run: str
     step: int

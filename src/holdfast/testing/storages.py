@@ -1,8 +1,8 @@
-"""Holds the contract of every storage, a storage in memory, and a disk that crashes.
+"""Defines the contract of every storage, a storage in memory, and a disk that crashes.
 
     for name, case in STORAGE_CASES.items(): case(make_storage())
 
-`CrashDisk` remembers what was synced. At the chosen call it stops, and `survive` leaves on the disk
+`CrashDisk` remembers synced bytes. At the chosen call it stops, and `survive` leaves on the disk
 what a power cut might: everything synced, and any part of the rest.
 """
 
@@ -259,7 +259,7 @@ class CrashDisk(RealDisk):
         super().remove(path)
 
     def survive(self) -> None:
-        """Lose, cut short or corrupt what was never synced before the crash."""
+        """Lose, cut short or corrupt bytes that were never synced before the crash."""
         for path, size in self._unsynced.items():
             if not os.path.exists(path):
                 continue

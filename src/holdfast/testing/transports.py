@@ -1,8 +1,8 @@
-"""Holds the contract of every Transport, as functions that each member of a group runs.
+"""Defines the contract of every Transport, as functions that each member of a group runs.
 
-`run_contract` starts real processes, hands each a rendezvous, and collects what they found wrong;
-`run_contract_in_threads` does so within one process. A transport must pass all of
-CONTRACT; one that is `ordered` is excused from `takes_any_order`.
+`run_contract` starts real processes, hands each a rendezvous, and collects the faults that they
+find; `run_contract_in_threads` does so within one process. A transport must pass all of CONTRACT;
+one that is `ordered` is excused from `takes_any_order`.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def gives_up_opening(member: GroupMember) -> None:
 
 
 def notices_death(member: GroupMember) -> None:
-    """Check that a member's death in an exchange ends the waits of those who abort."""
+    """Check that a member's death in an exchange ends the waits of members that abort."""
     transport = member.open("death")
     member.meet("death")
     if member.rank == member.size - 1:
