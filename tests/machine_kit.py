@@ -56,7 +56,9 @@ def a_view(
 class Walker:
     """One worker: its machine, and what it was ordered that nobody has carried out yet."""
 
-    def __init__(self, worker: int, policy: StepPolicy | None = None) -> None:
+    def __init__(
+        self, worker: int, policy: StepPolicy | None = None, *, exact: bool = False
+    ) -> None:
         self.machine = WorkerMachine(WorkerId(worker), Incarnation(1), policy)
         self.now = 0.0
         self.done: list[ef.WorkerEffect] = []  # all effects, in order
@@ -64,7 +66,7 @@ class Walker:
         self.holds: Callable[[ef.Compute], bool] = lambda task: False  # which tasks take long
         self.held: list[ef.Compute] = []
         self.digest: Callable[[int], int] = lambda vrank: 100 + vrank  # of a task's gradient
-        self.feed(ev.LoopEntered())
+        self.feed(ev.LoopEntered(exact))
         self.feed(ev.AtBoundary())
 
     @property
@@ -126,8 +128,10 @@ class Walker:
 class Company:
     """Several workers in one view: what all have said or done is heard by all at once."""
 
-    def __init__(self, workers: int, policy: StepPolicy | None = None) -> None:
-        self.walkers = [Walker(worker, policy) for worker in range(workers)]
+    def __init__(
+        self, workers: int, policy: StepPolicy | None = None, *, exact: bool = False
+    ) -> None:
+        self.walkers = [Walker(worker, policy, exact=exact) for worker in range(workers)]
         self.view: View
         self.summed: Callable[[int, ev.Summed], ev.Summed] = lambda rank, event: event
         self.stops_at: Topic | None = None  # this gather hangs

@@ -308,6 +308,20 @@ def test_hardware_that_is_not_deterministic_is_asked_for_less(tolerance: float, 
     assert [text for text in story if then in text] == story[-1:]
 
 
+def test_several_machines_that_contradict_themselves_end_the_job_by_its_script() -> None:
+    """On processors that compute exactly, chance in the script is all that explains it."""
+    company = Company(2, StepPolicy(audit=1.0), exact=True)
+    words = itertools.count(100)  # each time another one
+    for walker in company.walkers:
+        walker.digest = lambda vrank: next(words)
+    company.enter(a_view(1, range(2), joiners=range(2)))
+    for walker in company.walkers:
+        (order,) = walker.orders(ef.GiveUp)
+        assert order.by_script
+        assert "several workers come to other results of the same task in step 0" in order.reason
+        assert walker.orders(ef.Commit) == []
+
+
 # ---------------------------------------------------------------- who counts, saves, stores
 
 
