@@ -45,7 +45,7 @@ class Server:
                 self.end_headers()
                 self.wfile.write(data)
 
-            do_POST = do_GET  # noqa: N815
+            do_POST = do_PUT = do_DELETE = do_GET  # noqa: N815
 
             def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
                 pass
@@ -101,6 +101,53 @@ def test_what_is_not_accepted_is_told_apart(
 ) -> None:
     server.reply = lambda request: (status, {}, data)
     with pytest.raises(kind, match=said):
+        must(server.link())
+
+
+@pytest.mark.parametrize("status", [307, 308])
+def test_a_standby_sends_every_request_to_the_active_server(server: Server, status: int) -> None:
+    standby = Server()
+    try:
+        for place in (server.url, server.url.removeprefix("http:")):  # Mesos leaves out the scheme
+            standby.reply = lambda request, place=place: (  # type: ignore[misc]
+                (status, {"Location": place + request.path}, b"standby")
+            )
+            access = RestAccess(address=standby.url, user="me", password="x")
+            for method in ("GET", "POST", "PUT", "DELETE"):
+                body = None if method in ("GET", "DELETE") else {"n": 1}
+                assert must(RestLink(access, "YARN"), method, "/a", body) == {}
+                asked, path, sent, headers = server.asked[-1]
+                assert (asked, path, sent) == (method, "/a", body)
+                assert headers["Authorization"] == f"Basic {base64.b64encode(b'me:x').decode()}"
+    finally:
+        standby.close()
+
+
+def test_a_redirection_to_a_server_without_a_certificate_is_not_followed(
+    server: Server, tmp_path: Path
+) -> None:
+    standby = Server(make_certificates(tmp_path, "127.0.0.1"))
+    try:
+        standby.reply = lambda request: (307, {"Location": server.url}, b"")
+        with pytest.raises(Refused, match="YARN says: HTTP status 307"):
+            must(standby.link(ca=str(tmp_path / "ca.crt")), "POST", "/a", {})
+    finally:
+        standby.close()
+    assert not server.asked
+
+
+def test_the_next_server_is_asked_once_one_does_not_answer(server: Server) -> None:
+    access = RestAccess(address=f"http://127.0.0.1:1,{server.url}")
+    check_access(access, "--rm", "http://HOST:8088")
+    link = RestLink(access, "YARN")
+    with pytest.raises(Unreachable, match=r"YARN does not answer at http://127.0.0.1:1 \("):
+        must(link)
+    assert must(link) == must(link) == {}
+
+
+def test_a_reason_in_plain_text_is_told(server: Server) -> None:
+    server.reply = lambda request: (403, {"Content-Type": "text/plain; charset=utf-8"}, b"no\n!")
+    with pytest.raises(Refused, match=r"YARN says: no$"):
         must(server.link())
 
 

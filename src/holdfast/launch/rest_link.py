@@ -1,6 +1,7 @@
 """Asks a cluster manager by HTTP, in JSON: plain, by TLS, or with the user's Kerberos ticket.
 
-It knows no manager. Each question is one request in a thread of its own; none is repeated.
+It knows no manager. Each question is one request in a thread of its own; none is repeated. A
+server that names another one in its place, as a standby does, is believed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import json
 import ssl
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -24,7 +26,7 @@ from holdfast.core.errors import Refused, Unreachable, UserError, first_line
 
 ANSWER_S = 20.0
 BYTES_MAX = 64 << 20
-UNKNOWN, BROKEN, WHO_ASKS = 404, 500, 401
+UNKNOWN, BROKEN, WHO_ASKS, ELSEWHERE = 404, 500, 401, (307, 308)
 NOT_JSON = object()  # in place of the document of an answer
 
 
@@ -32,11 +34,13 @@ NOT_JSON = object()  # in place of the document of an answer
 class RestAccess:
     """Describes how a manager is reached, and by which user. `kerberos`: a ticket proves the user.
 
-    `user`: said in each request, where nothing is proved. `ca`: a file with certificates.
+    `address`: of a server, or of several, with commas. `user`: said in each request, where nothing
+    is proved; with a password it is proved by that. `ca`: a file with certificates.
     """
 
     address: str
     user: str = ""
+    password: str = field(default="", repr=False)
     ca: str = ""
     kerberos: bool = False
 
@@ -47,6 +51,8 @@ class RestAnswer:
 
     status: int
     document: Any
+
+    text: str = ""  # its first line, where it is plain text
 
     @property
     def accepted(self) -> bool:
@@ -59,15 +65,42 @@ class RestAnswer:
         if isinstance(found, dict):  # YARN's services API, and its other ones
             found = found.get("diagnostics") or found.get("RemoteException", {}).get("message")
         text = str(found).strip() if isinstance(found, str) else ""
+        text = text or self.text
         return text.splitlines()[0][:500] if text else f"HTTP status {self.status}"
 
 
-class RestLink:
-    """Asks one manager, called `name` in messages. Unreachable: it does not answer."""
+class SameRequest(urllib.request.HTTPRedirectHandler):
+    """Sends the same request to the server that a standby names (RFC 9110, 15.4.8 and 15.4.9)."""
 
-    def __init__(self, access: RestAccess, name: str) -> None:
+    def redirect_request(
+        self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        if code not in ELSEWHERE:
+            return super().redirect_request(req, fp, code, msg, headers, newurl)
+        if urlsplit(newurl).scheme != req.type:
+            return None  # a request meant for TLS must not be sent in the clear
+        return urllib.request.Request(
+            newurl, req.data, dict(req.headers), method=req.get_method(), unverifiable=True
+        )
+
+    def http_error_308(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
+        return self.http_error_302(req, fp, code, msg, headers)  # Python 3.10 does not know it
+
+
+class RestLink:
+    """Asks one manager, called `name` in messages. Unreachable: it does not answer.
+
+    `proof`: what a user should do whom the manager does not know. Of several servers the next one
+    is asked once one does not answer.
+    """
+
+    def __init__(
+        self, access: RestAccess, name: str, proof: str = "use --kerberos, and run kinit"
+    ) -> None:
         self._access = access
         self._name = name
+        self._proof = proof
+        self._servers = access.address.split(",")
 
     @functools.cached_property
     def _opener(self) -> urllib.request.OpenerDirector:
@@ -75,11 +108,12 @@ class RestLink:
             urllib.request.ProxyHandler({}),
             urllib.request.HTTPSHandler(context=make_context(self._access.ca)),
             urllib.request.HTTPCookieProcessor(),  # a ticket is exchanged for a cookie
+            SameRequest(),
         )
 
     async def ask(self, method: str, path: str, body: Any = None) -> RestAnswer:
         """Ask once; any answer is returned, whatever its status."""
-        return await asyncio.to_thread(self._ask, method, path, body)
+        return await asyncio.to_thread(self.ask_now, method, path, body)
 
     async def must(self, method: str, path: str, body: Any = None) -> Any:
         """Ask once, and return the document. Refused, or Unreachable if it may yet succeed."""
@@ -91,42 +125,67 @@ class RestLink:
     def failure(self, answer: RestAnswer) -> Refused | Unreachable:
         """Return the error that an answer stands for."""
         if answer.status == WHO_ASKS:
-            return Refused(f"{self._name} wants to know who asks: use --kerberos, and run kinit")
+            return Refused(f"{self._name} wants to know who asks: {self._proof}")
         kind = Unreachable if answer.status >= BROKEN else Refused
         return kind(f"{self._name} says: {answer.problem}")
 
-    def _ask(self, method: str, path: str, body: Any) -> RestAnswer:
-        answer, offered = self._send(method, path, body, {})
-        if answer.status == WHO_ASKS and offered and self._access.kerberos:
-            host = urlsplit(self._access.address).hostname or ""
-            proof = {"Authorization": f"Negotiate {make_token(host)}"}
-            answer, _ = self._send(method, path, body, proof)
-        return answer
+    def ask_now(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> RestAnswer:
+        """Ask once, in this thread; any answer is returned, whatever its status."""
+        given = headers or {}
+        try:
+            with self.open(method, path, body, given, ANSWER_S) as found:
+                answer, url, offers = _answer(found)
+            if answer.status == WHO_ASKS and "negotiate" in offers and self._access.kerberos:
+                token = f"Negotiate {make_token(urlsplit(url).hostname or '')}"
+                proven = {**given, "Authorization": token}
+                with self.open(method, path, body, proven, ANSWER_S) as found:
+                    answer, _, _ = _answer(found)
+            return answer
+        except (OSError, http.client.HTTPException) as error:
+            raise self.silence(error) from None
 
-    def _send(
-        self, method: str, path: str, body: Any, headers: dict[str, str]
-    ) -> tuple[RestAnswer, bool]:
-        """Send one request; return the answer, and whether it asks for a ticket."""
+    def open(
+        self, method: str, path: str, body: Any, headers: Mapping[str, str], within_s: float
+    ) -> Any:
+        """Send one request; return the open response, whatever its status.
+
+        `within_s` is also the time after which a read from it fails. Unreachable.
+        """
         access = self._access
-        said = f"?user.name={quote(access.user)}" if access.user else ""
+        said = f"?user.name={quote(access.user)}" if access.user and not access.password else ""
         data = None if body is None else json.dumps(body).encode()
-        kind = {"Content-Type": "application/json", "Accept": "application/json"}
+        sent = {"Content-Type": "application/json", "Accept": "application/json"}
+        if access.password:
+            pair = base64.b64encode(f"{access.user}:{access.password}".encode()).decode()
+            sent["Authorization"] = f"Basic {pair}"
         request = urllib.request.Request(
-            access.address.rstrip("/") + path + said, data, {**kind, **headers}, method=method
+            self._servers[0].rstrip("/") + path + said, data, {**sent, **headers}, method=method
         )
         try:
-            try:
-                found = self._opener.open(request, timeout=ANSWER_S)
-            except urllib.error.HTTPError as error:
-                found = error
-            with found:
-                text: bytes = found.read(BYTES_MAX)
-                offered = "negotiate" in (found.headers.get("WWW-Authenticate") or "").lower()
-                return RestAnswer(found.status, _parse(text)), offered
+            return self._opener.open(request, timeout=within_s)
+        except urllib.error.HTTPError as error:
+            return error
         except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", None) or error
-            why = first_line(reason) if isinstance(reason, BaseException) else str(reason)
-            raise Unreachable(f"{self._name} does not answer at {access.address} ({why})") from None
+            raise self.silence(error) from None
+
+    def silence(self, error: Exception) -> Unreachable:
+        """Return the error of a server that does not answer; the next question is for another."""
+        asked = self._servers[0]
+        self._servers = [*self._servers[1:], asked]
+        reason = getattr(error, "reason", None) or error
+        why = first_line(reason) if isinstance(reason, BaseException) else str(reason)
+        return Unreachable(f"{self._name} does not answer at {asked} ({why})")
+
+
+def _answer(found: Any) -> tuple[RestAnswer, str, str]:
+    """Read a response; return it with the address it came from and the proofs it asks for."""
+    data: bytes = found.read(BYTES_MAX)
+    plain = (found.headers.get("Content-Type") or "").startswith("text/plain")
+    text = data.decode(errors="replace").strip() if plain else ""
+    offers = (found.headers.get("WWW-Authenticate") or "").lower()
+    return RestAnswer(found.status, _parse(data), text), found.url, offers
 
 
 def _parse(text: bytes) -> Any:
@@ -156,14 +215,14 @@ def make_token(host: str) -> str:
 
 def check_access(access: RestAccess, option: str, example: str) -> None:
     """Raise UserError for a bad address, bad certificates, or a package that is missing."""
-    given = access.address
-    try:
-        parts = urlsplit(given)
-        sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        sound = False
-    if not sound or parts.query or parts.fragment:
-        raise UserError(f"{option} {given[:100]!r} is no address: write it as {example}")
+    for given in access.address.split(","):
+        try:
+            parts = urlsplit(given)
+            sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            sound = False
+        if not sound or parts.query or parts.fragment:
+            raise UserError(f"{option} {given[:100]!r} is no address: write it as {example}")
     try:
         make_context(access.ca)
     except OSError as error:  # ssl.SSLError is one
