@@ -1,4 +1,4 @@
-"""A small world for the machine of groups: real agents, made-up processes, and who knows better.
+"""A small world for the machine of groups: real agents, made-up processes, and a judge.
 
 Everything is drawn from a seed: when messages arrive, whether they are lost, repeated or late, when
 processes and agents are lost, nodes silent and coordinators restarted. `judge` looks at what really
@@ -42,8 +42,8 @@ from holdfast.core.types import (
 )
 
 FAULTS_END_S = 60.0
-END_S = 400.0  # by then every job has ended
-LOOK_S = 0.25  # how often an agent looks at its processes
+END_S = 400.0  # every job has ended by then
+LOOK_S = 0.25  # interval at which an agent looks at its processes
 POLICY = GroupPolicy(
     nodes_min=1,
     nodes_max=2,
@@ -58,20 +58,20 @@ POLICY = GroupPolicy(
 
 
 class WrongError(AssertionError):
-    """Something happened that the machine promises never to happen."""
+    """Reports something that the machine promises never to do."""
 
 
 @dataclass(slots=True)
 class Script:
-    """A process: what it does in truth."""
+    """A process, as it really is."""
 
     worker: WorkerId
     incarnation: Incarnation
     role: ProcessRole
-    code: int | None = None  # once it has ended
+    code: int | None = None  # its exit status, once it has ended
     paused: bool = False
     hangs: bool = False
-    view: View | None = None  # which it was told
+    view: View | None = None  # the view that it was told
     status: WorkerStatus | None = None
 
     @property
@@ -82,7 +82,7 @@ class Script:
 
 @dataclass(slots=True)
 class Node:
-    """A machine with an agent, or without one for the moment."""
+    """A machine, with an agent or for the moment without one."""
 
     name: AgentId
     incarnation: int = 0
@@ -93,12 +93,12 @@ class Node:
 
 @dataclass(slots=True)
 class Truth:
-    """What has happened, of which the machines know parts."""
+    """Everything that has happened; each machine knows only parts of it."""
 
-    record: JobRecord | None = None  # which is durable
-    groups: dict[int, View] = field(default_factory=dict)  # of which somebody was told
+    record: JobRecord | None = None  # the durable one
+    groups: dict[int, View] = field(default_factory=dict)  # groups that an agent was told
     started: set[tuple[WorkerId, Incarnation]] = field(default_factory=set)
-    done: set[tuple[WorkerId, Incarnation]] = field(default_factory=set)  # ended by themselves
+    done: set[tuple[WorkerId, Incarnation]] = field(default_factory=set)  # ended on their own
     work_s: dict[int, float] = field(default_factory=dict)
     restarts: int = 0
     counts: dict[str, int] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class Truth:
 
 
 class GroupWorld:
-    """Runs one job from a seed until it is over; `outcome` is "" then."""
+    """Runs one job from a seed until it is over; `outcome` is then ""."""
 
     def __init__(self, seed: int, policy: GroupPolicy = POLICY, *, loses_journal: bool = False):
         self.draw = random.Random(seed)
@@ -122,7 +122,7 @@ class GroupWorld:
         self.wakes: dict[str, float] = {}
 
     def run(self) -> Truth:
-        """Run the job. WrongError, or InvariantError of the machine itself."""
+        """Run the job. Raises WrongError, or InvariantError from the machine itself."""
         self.start_coordinator()
         for index in range(self.draw.randint(1, 3)):
             self.after(self.draw.random() * 4, self.start_agent, AgentId(f"n{index}"))
@@ -143,7 +143,7 @@ class GroupWorld:
         heapq.heappush(self.events, event)
 
     def wake(self, who: str, due: float | None, tick: Callable[[], None]) -> None:
-        """Let a machine hear the time at `due`; only the newest request counts."""
+        """Have a machine hear the time at `due`; only the newest request counts."""
         if due is None or self.wakes.get(who) == due:
             return
         self.wakes[who] = due
@@ -168,7 +168,7 @@ class GroupWorld:
             raise WrongError(f"processes of groups {acting} act at the same time")
 
     def judge_group(self, view: View) -> None:
-        """A group that somebody is told of is durable, new, and as large as it should be."""
+        """Check that a group which an agent hears of is durable, new and large enough."""
         known = self.truth.groups.get(view.number)
         if known is not None:
             if known != view:
@@ -205,7 +205,7 @@ class GroupWorld:
     # ------------------------------------------------------------ the coordinator
 
     def start_coordinator(self) -> None:
-        record = self.truth.record  # once it says that the job is over, nobody may be left to tell
+        record = self.truth.record  # it may say that the job is over, with no agent left to tell
         may_lose = self.loses_journal and record is not None and record.outcome is None
         lost = may_lose and self.draw.random() < 0.5
         forgotten = self.term if lost else 0
@@ -255,7 +255,7 @@ class GroupWorld:
         if faulty and self.draw.random() < 0.05:
             return
         self.after(0.001 + self.draw.random() * 0.02, arrive, *words)
-        if faulty and self.draw.random() < 0.1:  # repeated, and late
+        if faulty and self.draw.random() < 0.1:  # delivered a second time, late
             self.after(self.draw.random() * 3.0, arrive, *words)
 
     # ------------------------------------------------------------ agents
@@ -347,7 +347,7 @@ class GroupWorld:
             self.feed_agent(node, event)
 
     def look(self) -> None:
-        """Scripts come further while all of their group work; agents see who is at work."""
+        """Let scripts make progress while all of their group work, and let agents look at them."""
         self.after(LOOK_S, self.look)
         found = [(n, s) for n in list(self.nodes.values()) for s in n.scripts.values() if s.acts]
         for number in {s.view.number for _, s in found if s.view is not None}:
@@ -363,7 +363,7 @@ class GroupWorld:
                 elif whole:
                     before = script.status.activity if script.status else 0
                     self.say(node, script, activity=before + 1)
-                elif self.draw.random() < 0.03 and not hangs:  # a connection is lost
+                elif self.draw.random() < 0.03 and not hangs:  # it loses a connection
                     self.end(node, script, 1)
 
     # ------------------------------------------------------------ faults

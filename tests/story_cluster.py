@@ -39,18 +39,18 @@ from story_memory import NodeMemories
 from story_shards import Further, FurtherNodes, Shards
 from story_text import Block, Scribe
 
-HEARTBEAT_S = 0.5  # between two statuses that a worker sends anyhow
-INSTANT_S = 0.001  # by so much the clock moves with each event
-ROUNDS_MAX = 400  # of deliveries; a story that takes more is stuck
+HEARTBEAT_S = 0.5  # interval at which a worker repeats its status
+INSTANT_S = 0.001  # the clock moves by this much with each event
+ROUNDS_MAX = 400  # rounds of deliveries; a story that takes more is stuck
 
 
 class StoryError(Exception):
-    """A story says something that cannot be."""
+    """Reports something impossible that a story asks for."""
 
 
 @dataclass(frozen=True)
 class Machines:
-    """The classes of the machines; a test puts faulty ones in their places."""
+    """Names the classes of the machines; a test puts faulty ones in their places."""
 
     coordinator: Callable[..., CoordinatorMachine] = CoordinatorMachine
     agent: Callable[..., AgentMachine] = AgentMachine
@@ -59,7 +59,7 @@ class Machines:
 
 @dataclass(kw_only=True)
 class Setting:
-    """What a story's first command says of its job."""
+    """Describes the job, as a story's first command gives it."""
 
     workers: int
     virtual: int
@@ -70,7 +70,7 @@ class Setting:
 
 
 class Host:
-    """One node: its agent, and what waits to be heard by it."""
+    """One node: its agent, and the messages that wait for it."""
 
     def __init__(self, name: AgentId, slots: int) -> None:
         self.name = name
@@ -84,7 +84,7 @@ class Host:
 
     @property
     def runs(self) -> bool:
-        """Whether its agent is there and handles events."""
+        """Return whether its agent exists and handles events."""
         return self.machine is not None and not self.frozen
 
 
@@ -107,17 +107,17 @@ class Process:
 
     @property
     def name(self) -> str:
-        """What stories call it."""
+        """Return its name in stories."""
         return f"worker {self.worker}"
 
     @property
     def runs(self) -> bool:
-        """Whether it is there and handles events."""
+        """Return whether it exists and handles events."""
         return self.alive and not self.paused and not self.frozen
 
 
 class Cluster:
-    """See the module's docstring. `blocks`: what the machines did since it was last looked at."""
+    """Drives the machines (see the module). `blocks`: their acts since somebody last looked."""
 
     def __init__(self, setting: Setting, machines: Machines) -> None:
         self.setting = setting
@@ -125,14 +125,14 @@ class Cluster:
         self._beat_at = HEARTBEAT_S
         self.blocks: list[Block] = []
         self.groups: dict[int, Group] = {}
-        self.shares: dict[tuple[int, int], set[int]] = {}  # written, by step and view: ranks
-        self.processes: dict[WorkerId, Process] = {}  # the newest of each
+        self.shares: dict[tuple[int, int], set[int]] = {}  # written ones: step, view: ranks
+        self.processes: dict[WorkerId, Process] = {}  # the newest process of each worker
         self.feeds = Feeds()
         self.further = FurtherNodes()
         self.memories = NodeMemories(setting.coordinator.redundancy)
         self.coordinator: CoordinatorMachine | None = None
         self.reports: deque[AgentReport] = deque()
-        self.record: JobRecord | None = None  # in the journal
+        self.record: JobRecord | None = None  # the journal's record
         self.term = 0
         self.forgotten = 0
         self._machines = machines
@@ -146,7 +146,7 @@ class Cluster:
     # ------------------------------------------------------------ the coordinator and the agents
 
     def start_coordinator(self, *, journal: bool = True) -> None:
-        """A coordinator begins, from what the journal says if there is one."""
+        """Start a coordinator, from the journal's record if there is one."""
         self.term += 1
         if not journal:
             self.record, self.forgotten = None, self.forgotten + 1
@@ -174,7 +174,7 @@ class Cluster:
                 self.coordinator = None
 
     def start_agent(self, host: Host) -> None:
-        """A node's agent begins."""
+        """Start a node's agent."""
         host.incarnation += 1
         host.frozen = False
         host.inbox.clear()
@@ -240,7 +240,7 @@ class Cluster:
     # ------------------------------------------------------------ workers
 
     def end(self, process: Process, code: int, detail: str = "") -> None:
-        """A process ends; its agent has yet to hear of it."""
+        """End a process; its agent has not heard of it yet."""
         if not process.alive:
             return
         process.alive = False
@@ -254,13 +254,13 @@ class Cluster:
             self.end_further(further, "its worker has ended", well=not code)
 
     def end_further(self, further: Further, why: str, *, well: bool = False) -> None:
-        """The processes of a worker on one of its further nodes end."""
+        """End the processes of a worker on one of its further nodes."""
         further.alive = False
         event = ag.ProcessExited(further.worker, further.incarnation, 0 if well else -9, why, well)
         self.hosts[further.node].local.append(event)
 
     def feed(self, process: Process, event: ev.WorkerEvent) -> None:
-        """Hand a worker an event and carry out what follows, and what follows from that."""
+        """Hand a worker an event and carry out its effects, and theirs in turn."""
         self.feed_told(process, process.shards.hear(event))
 
     def feed_told(self, process: Process, told: Iterable[ev.WorkerEvent]) -> None:
@@ -286,7 +286,7 @@ class Cluster:
         yield from self._script_goes_on(process)
 
     def go_on(self, process: Process) -> None:
-        """A script is done with something, and its machine hears nothing of it."""
+        """Finish something for a script, unheard by its machine."""
         for event in list(self._script_goes_on(process)):
             self.feed(process, event)
 
@@ -337,7 +337,7 @@ class Cluster:
         return (process.host.name, *(each.node for each in further))
 
     def _script_goes_on(self, process: Process) -> Iterator[ev.WorkerEvent]:
-        """The script begins what takes time; what takes none it does at once."""
+        """Let the script begin work that takes time, and do the rest of its work at once."""
         work = process.work
         while work.doing is None and work.script:
             effect = work.script.popleft()
@@ -354,7 +354,7 @@ class Cluster:
     # ------------------------------------------------------------ delivering
 
     def hear_reports(self, host: Host | None = None) -> bool:
-        """The coordinator hears the reports under way, or those of one node."""
+        """Have the coordinator hear the reports under way, or those of one node."""
         found = [r for r in self.reports if host is None or r.agent == host.name]
         self.reports = deque(r for r in self.reports if r not in found)
         for report in found:
@@ -362,7 +362,7 @@ class Cluster:
         return bool(found)
 
     def hear_directives(self, host: Host) -> bool:
-        """An agent hears what the coordinator has sent it."""
+        """Have an agent hear what the coordinator has sent it."""
         if not host.runs or not host.inbox:
             return False
         while host.inbox:
@@ -370,7 +370,7 @@ class Cluster:
         return True
 
     def hear_workers(self, host: Host) -> bool:
-        """An agent hears what its workers have said, and which processes have ended."""
+        """Have an agent hear what its workers have said, and which processes have ended."""
         if not host.runs or not host.local:
             return False
         if held := self.memories.news(host.name):
@@ -380,7 +380,7 @@ class Cluster:
         return True
 
     def be_directed(self, process: Process) -> bool:
-        """A worker hears what its agent has sent it."""
+        """Have a worker hear what its agent has sent it."""
         if not process.runs or not process.inbox:
             return False
         while process.inbox and process.runs:
@@ -400,7 +400,7 @@ class Cluster:
         raise StoryError("control messages never end")
 
     def review(self) -> bool:
-        """The coordinator looks at floods of changes only now and then."""
+        """Let the coordinator make the review that it puts off while many changes arrive."""
         machine = self.coordinator
         deadline = machine.deadline() if machine is not None else None
         if deadline is None or deadline > self.now + INSTANT_S:
@@ -409,7 +409,7 @@ class Cluster:
         return True
 
     def newest(self) -> list[Process]:
-        """The newest process of each worker, in order."""
+        """Return the newest process of each worker, in order."""
         return [process for _, process in sorted(self.processes.items())]
 
     # ------------------------------------------------------------ time
@@ -429,7 +429,7 @@ class Cluster:
         self.now = max(self.now, until)
 
     def _beat(self) -> None:
-        """Workers repeat their statuses, which show how far they have come."""
+        """Have workers repeat their statuses, which show their progress."""
         if self.now >= self._beat_at:
             self._beat_at = self.now + HEARTBEAT_S
             for process in self.newest():
@@ -445,7 +445,7 @@ class Cluster:
                 yield deadline
 
     def _due(self) -> Iterable[Callable[[], Any]]:
-        """Those whose time has come; each by itself, since one may end another."""
+        """Yield the machines whose time has come, one by one, since one may end another."""
         machine = self.coordinator
         if machine is not None and _is_due(machine.deadline(), self.now):
             yield partial(self.tell_coordinator, ce.Tick())
@@ -463,7 +463,7 @@ class Cluster:
     # ------------------------------------------------------------ looking
 
     def view(self) -> View | None:
-        """The newest view that anybody has installed."""
+        """Return the newest view that any worker has installed."""
         numbers = [p.machine.view for p in self.newest() if p.machine.view is not None]
         return max(numbers, key=lambda v: v.number, default=None)
 

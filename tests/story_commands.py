@@ -27,7 +27,7 @@ WORKER = r"worker (?P<worker>\d+)"
 
 
 def command(pattern: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register what carries a command out."""
+    """Register the function that carries a command out."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         COMMANDS[pattern] = function
@@ -55,7 +55,7 @@ def numbers_of(text: str) -> list[int]:
 
 
 def named(cluster: Cluster, who: str) -> list[Process]:
-    """Those named; `all`: all that run."""
+    """Return the processes that are named, or for `all` every one that runs."""
     if who == "all":
         return [process for process in cluster.newest() if process.runs]
     found = [process_of(cluster, str(n)) for n in numbers_of(who.split(maxsplit=1)[1])]
@@ -66,7 +66,7 @@ def named(cluster: Cluster, who: str) -> list[Process]:
 
 
 def each_of(cluster: Cluster, who: str, act: Callable[[Process], bool], what: str) -> None:
-    """Have each one do something; whoever is named must be able to."""
+    """Have each one do something; fail if one that is named cannot."""
     able = [process for process in named(cluster, who) if act(process) is not False]
     missing = [p.name for p in named(cluster, who) if p not in able and p.runs]
     if not able or (who != "all" and missing):
@@ -168,7 +168,7 @@ def _setting(workers: int, virtual: int, options: dict[str, int]) -> Setting:
 
 
 def _run(cluster: Cluster, target: int) -> None:
-    """Let all go well until that number of steps is committed, and show only the result."""
+    """Let everything go well until that number of steps is committed; show only the result."""
     for _ in range(ROUNDS_MAX):
         cluster.settle()
         if not sum(_goes_on(cluster, process, target) for process in cluster.newest()):
@@ -200,7 +200,7 @@ def _goes_on(cluster: Cluster, process: Process, target: int) -> bool:
 
 @command("show")
 def show(cluster: Cluster) -> None:
-    """Show where everybody stands."""
+    """Show the status of everybody."""
     view = cluster.view()
     if view is not None:
         cluster.blocks.append(("now", (view_text(view),)))
@@ -213,7 +213,7 @@ def show(cluster: Cluster) -> None:
 
 @command(r"steps pass until (?P<target>\d+)")
 def steps_pass(cluster: Cluster, target: str) -> None:
-    """Let all go well until that number of steps is committed."""
+    """Let everything go well until that number of steps is committed."""
     _run(cluster, int(target))
 
 
@@ -234,7 +234,7 @@ def control_settles(cluster: Cluster) -> None:
 
 @command(r"coordinator: reports")
 def reports(cluster: Cluster) -> None:
-    """The coordinator hears all reports under way."""
+    """Have the coordinator hear all reports under way."""
     if not cluster.hear_reports():
         raise StoryError("no report is under way")
     cluster.review()
@@ -242,7 +242,7 @@ def reports(cluster: Cluster) -> None:
 
 @command(rf"coordinator: report of {NODE}")
 def report_of(cluster: Cluster, node: str) -> None:
-    """The coordinator hears what a node has reported."""
+    """Have the coordinator hear what a node has reported."""
     if not cluster.hear_reports(host_of(cluster, node)):
         raise StoryError(f"no report of {node} is under way")
     cluster.review()
@@ -250,7 +250,7 @@ def report_of(cluster: Cluster, node: str) -> None:
 
 @command(rf"(?:nodes: directives|{NODE}: directive)")
 def directives(cluster: Cluster, node: str | None) -> None:
-    """Agents hear the coordinator."""
+    """Have agents hear the coordinator."""
     hosts = [host_of(cluster, node)] if node else list(cluster.hosts.values())
     if not sum(cluster.hear_directives(host) for host in hosts):
         raise StoryError("no directive is under way")
@@ -258,7 +258,7 @@ def directives(cluster: Cluster, node: str | None) -> None:
 
 @command(rf"(?:nodes: hear their workers|{NODE}: hears its workers)")
 def workers_heard(cluster: Cluster, node: str | None) -> None:
-    """Agents hear their workers, and which of them have ended."""
+    """Have agents hear their workers, and which of them have ended."""
     hosts = [host_of(cluster, node)] if node else list(cluster.hosts.values())
     if not sum(cluster.hear_workers(host) for host in hosts):
         raise StoryError("no worker has said anything")
@@ -266,7 +266,7 @@ def workers_heard(cluster: Cluster, node: str | None) -> None:
 
 @command(WHO + "directives?")
 def directed(cluster: Cluster, who: str) -> None:
-    """Workers hear their agents."""
+    """Have workers hear their agents."""
     each_of(cluster, who, cluster.be_directed, "is told nothing")
 
 
@@ -274,7 +274,7 @@ def directed(cluster: Cluster, who: str) -> None:
 
 
 def _exchange(kind: str, events: Callable[[Cluster, Process], Iterator[ev.WorkerEvent]]) -> Any:
-    """What hands one exchange on to a worker, once all members have said their part."""
+    """Return a function that hands one exchange on to a worker, once all have said their part."""
 
     def deliver(cluster: Cluster, process: Process) -> bool:
         group = cluster.groups.get(process.work.view)
@@ -291,7 +291,7 @@ def _exchange(kind: str, events: Callable[[Cluster, Process], Iterator[ev.Worker
 
 
 def _connect(cluster: Cluster, process: Process) -> bool:
-    """The group works once all its members have come."""
+    """Let the group begin to work, once all its members are connected."""
     group = cluster.groups.get(process.work.view)
     if group is None or process.worker in group.closed or process.worker in group.connected:
         return False
@@ -374,7 +374,7 @@ def exchanged(cluster: Cluster, who: str, what: str) -> None:
 
 @command("the view begins")
 def view_begins(cluster: Cluster) -> None:
-    """Groups are built, states compared, and all is agreed."""
+    """Build the groups, compare the states, and let the members agree."""
     names = ("group is built", "checkpoint is loaded", "states are compared", "agreed")
     before = len(cluster.blocks)
     for name in names:
@@ -400,7 +400,7 @@ def _enter(cluster: Cluster, process: Process) -> bool:
 
 
 def _compute(cluster: Cluster, process: Process, vrank: int | None = None) -> bool:
-    """The tasks under way are done, or the one of a virtual rank."""
+    """Finish the tasks under way, or the one of a virtual rank."""
     found = False
     while isinstance(task := process.work.doing, ef.Compute):
         if vrank is not None and (found or task.vrank != vrank):
@@ -482,7 +482,7 @@ def _load(cluster: Cluster, process: Process) -> bool:
 
 
 def _write(cluster: Cluster, process: Process) -> bool:
-    """The writer has written a share; the first one waits for all others."""
+    """Have the writer write a share; the first member's writer waits for all others."""
     if not process.work.saving:
         return False
     step, view = process.work.saving[0]
@@ -498,18 +498,18 @@ def _write(cluster: Cluster, process: Process) -> bool:
 
 _DOINGS: dict[str, tuple[Callable[[Cluster, Process], bool], str]] = {
     "tasks are done": (_compute, "computes nothing"),
-    "pieces of the step are kept": (_keep, "keeps no step"),  # in the nodes' memory
+    "pieces of the step are kept": (_keep, "keeps no step"),  # the pieces in the nodes' memory
     "pieces of the state are kept": (_protect, "keeps no state"),
-    "pieces are read": (_recall, "reads nothing"),  # the state, or a gradient, is put together
-    "(?:is|are) fed": (_be_fed, "is sent nothing yet"),  # all shares of the state, or of a step
-    "the state is loaded": (_load, "loads no state"),  # the fed one
+    "pieces are read": (_recall, "reads nothing"),  # the state, or a gradient, is decoded from them
+    "(?:is|are) fed": (_be_fed, "is sent nothing yet"),  # the shares of the state, or of a step
+    "the state is loaded": (_load, "loads no state"),  # the state that it was fed
     "step is applied": (_apply, "applies nothing"),
     "shares are copied": (_copy, "copies nothing"),
 }
 
 
 def _register_doings() -> None:
-    """Register a command for each thing that scripts and their helpers do when a story says so."""
+    """Register a command for each thing that scripts and their helpers do."""
     for phrase, (act, complaint) in _DOINGS.items():
 
         def carry_out(
@@ -525,7 +525,7 @@ _register_doings()
 
 @command(WHO + "enters? (?:its|their) loops?(?: until (?P<until>\\d+))?")
 def entered(cluster: Cluster, who: str, until: str | None) -> None:
-    """Scripts ask for steps."""
+    """Have scripts ask for steps."""
     for process in named(cluster, who):
         process.until = int(until or process.until)
     each_of(cluster, who, lambda process: _enter(cluster, process), "is in its loop")
@@ -533,14 +533,14 @@ def entered(cluster: Cluster, who: str, until: str | None) -> None:
 
 @command(WORKER + r": task of virtual rank (?P<vrank>\d+) is done")
 def task_done(cluster: Cluster, worker: str, vrank: str) -> None:
-    """A worker's script has computed a task."""
+    """Have a worker's script finish a task."""
     if not _compute(cluster, process_of(cluster, worker), int(vrank)):
         raise StoryError(f"worker {worker} does not compute that")
 
 
 @command(WHO + "shares are written")
 def written(cluster: Cluster, who: str) -> None:
-    """Writers have written shares; that of the first member comes last."""
+    """Have writers write shares; that of the first member comes last."""
     found = [process for process in reversed(named(cluster, who)) if _write(cluster, process)]
     if not found:
         raise StoryError("no share can be written")
@@ -548,7 +548,7 @@ def written(cluster: Cluster, who: str) -> None:
 
 @command(WHO + "leaves? the loop")
 def left(cluster: Cluster, who: str) -> None:
-    """Scripts that were released go on behind it."""
+    """Have released scripts leave the step."""
 
     def leave(process: Process) -> bool:
         if not isinstance(process.work.doing, ef.Release):
@@ -561,6 +561,6 @@ def left(cluster: Cluster, who: str) -> None:
 
 @command(WHO + "scripts? ends?(?P<wrongly> with an error)?")
 def script_ends(cluster: Cluster, who: str, wrongly: str | None) -> None:
-    """Processes end by themselves."""
+    """Let processes end on their own."""
     for process in named(cluster, who):
         cluster.end(process, 1 if wrongly else 0, "ValueError" if wrongly else "")

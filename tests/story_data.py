@@ -1,7 +1,7 @@
-"""What the workers of a story exchange, and what their scripts compute: numbers in which all shows.
+"""Defines what the workers of a story exchange, and what their scripts compute.
 
-A group hears what each member says; it is handed on when the story says that it is there, and only
-once all members have said it.
+Numbers stand for tensors, so that every mistake shows. A group collects the words of its members.
+The story hands them on, once all members have spoken.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ SOUND = 7  # the fingerprint of a state in which no bit is wrong
 
 
 class Work:
-    """What one process's script does, and what may be wrong with it."""
+    """Describes the work of one process's script, and the faults in it."""
 
     def __init__(self) -> None:
         self.view = 0  # newest group
         self.script: deque[ef.ScriptEffect] = deque()
         self.doing: ef.ScriptEffect | None = None
         self.open_step = -1
-        self.whole = False  # all of the state is looked at in this step
+        self.whole = False  # whether all of the state is compared in this step
         self.tokens: dict[int, int] = {}
         self.copies: dict[int, int] = {}
-        self.copied = -1  # the step before which it has copied the state for followers
-        self.saving: list[tuple[int, View]] = []  # shares that its writer has
-        self.flipped = 0  # what a wrong bit makes of its state
+        self.copied = -1  # the step before which it has copied the state for its followers
+        self.saving: list[tuple[int, View]] = []  # shares that its writer has got
+        self.flipped = 0  # how far wrong bits have moved its fingerprint
         self.lies = 0  # tasks that it computes wrongly from now on
         self.told_lies = 0
         self.poisons = False  # its next task is not finite
         self.sums_wrongly = False
         self.left = False  # it has left its loop
-        self.receiving: int | None = None  # the missed step that it waits for
+        self.receiving: int | None = None  # the missed step for which it waits
 
     def install(self, view: View) -> None:
-        """A view is installed."""
+        """Install a view."""
         self.view, self.receiving = view.number, None
 
     def open(self, begin: ef.Begin) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.open_step, self.whole = begin.step, begin.whole
         self.tokens, self.copies = {}, {}
 
     def computed(self, task: ef.Compute) -> ev.TaskDone | None:
-        """The task under way is done; nothing follows if its step is over."""
+        """Finish the task under way; return None if its step is over."""
         self.doing = None
         if task.step != self.open_step:
             return None
@@ -68,23 +68,23 @@ class Work:
 
     @property
     def fingerprint(self) -> int:
-        """Of its state."""
+        """Return the fingerprint of its state."""
         return SOUND + self.flipped
 
 
 class Group:
-    """What the members of one view have said, until it is handed on."""
+    """Collects what the members of one view have said, until it is handed on."""
 
     def __init__(self, view: View) -> None:
         self.view = view
-        self.here: set[WorkerId] = set()  # who has installed it
+        self.here: set[WorkerId] = set()  # members that have installed the view
         self.connected: set[WorkerId] = set()
-        self.closed: set[WorkerId] = set()  # who has left it
+        self.closed: set[WorkerId] = set()  # members that have left the view
         self.reduces: dict[WorkerId, ef.Reduce] = {}
-        self._rows: dict[str, list[dict[WorkerId, object]]] = {}  # by exchange, each turn
-        self._heard: dict[tuple[str, WorkerId], int] = {}  # turns that a member has heard
+        self._rows: dict[str, list[dict[WorkerId, object]]] = {}  # the turns of each exchange
+        self._heard: dict[tuple[str, WorkerId], int] = {}  # number of turns that a member has heard
         self.sent: dict[WorkerId, list[int]] = {}  # missed steps under way
-        self.notes: dict[WorkerId, list[ev.WorkerEvent]] = {}  # who is done, who counts
+        self.notes: dict[WorkerId, list[ev.WorkerEvent]] = {}  # news for one member alone
 
     # ------------------------------------------------------------ saying
 
@@ -120,7 +120,7 @@ class Group:
                 self._attend(worker, work, effect)
 
     def _attend(self, worker: WorkerId, work: Work, effect: ef.WorkerEffect) -> None:
-        """What concerns one member alone."""
+        """Take in an effect that concerns one member alone."""
         if isinstance(effect, ef.Redo):
             work.tokens, work.copies = {}, {}
         elif isinstance(effect, ef.Adopt):
@@ -149,21 +149,21 @@ class Group:
     # ------------------------------------------------------------ hearing
 
     def missing(self, kind: str, worker: WorkerId) -> list[WorkerId] | None:
-        """Who has not said what this member waits for; None if it waits for nothing."""
+        """Return the members that this one waits for; None if it waits for nothing."""
         turn = self._turn(kind, worker)
         if turn is None or worker not in turn:
             return None
         return [w for w in self.view.workers if w not in turn]
 
     def hear(self, kind: str, worker: WorkerId) -> list[object]:
-        """What all have said, by rank, for a member that has not heard it yet."""
+        """Return what all have said, by rank, to a member that has not heard it yet."""
         turn = self._turn(kind, worker)
         assert turn is not None, "nothing was said"
         self._heard[kind, worker] = self._heard.get((kind, worker), 0) + 1
         return [turn[w] for w in self.view.workers]
 
     def drop(self, kind: str, worker: WorkerId) -> None:
-        """A member is not told of what it waits for."""
+        """Pass over what this member waits for, as if it was lost."""
         self._heard[kind, worker] = self._heard.get((kind, worker), 0) + 1
 
     def _turn(self, kind: str, worker: WorkerId) -> dict[WorkerId, object] | None:
@@ -171,14 +171,14 @@ class Group:
         return turns[number] if number < len(turns) else None
 
     def awaited(self, me: WorkerId) -> tuple[int, ...]:
-        """The ranks whose part of the present sum is not here."""
+        """Return the ranks whose part of the present sum is missing."""
         turn = self._turn("sum", me) or {}
         return tuple(r for r, w in enumerate(self.view.workers) if w not in turn and w != me)
 
     # ------------------------------------------------------------ what follows
 
     def summed(self, worker: WorkerId, work: Work, *, compares: bool) -> ev.Summed:
-        """The buckets are summed: the first member sums what is not finite, if anything is."""
+        """Sum the buckets; if there are numbers that are not finite, the first member sums them."""
         parts: list[dict[str, object]] = self.hear("sum", worker)  # type: ignore[assignment]
         tokens = [(rank, v, t) for rank, part in enumerate(parts) for v, t in _tokens(part)]
         bad = [rank for rank, _, token in tokens if token < 0]
@@ -195,19 +195,19 @@ class Group:
         )
 
     def checked(self, worker: WorkerId) -> ev.SumChecked:
-        """All have told of the piece that they have summed."""
+        """Hand on the checks that all have made of the pieces they have summed."""
         rows: list[tuple[int, int, int]] = self.hear("check", worker)  # type: ignore[assignment]
         (bucket, run, _), size = rows[0], len(rows)
         table = tuple(rows[(piece - run) % size][2] for piece in range(size))
         return ev.SumChecked(self.view.number, bucket, (table,) * size)
 
     def gathered(self, topic: Topic, worker: WorkerId) -> ev.Gathered:
-        """All have said something of a topic."""
+        """Hand on the rows that all have given for a topic."""
         rows: list[Row] = self.hear(topic.value, worker)  # type: ignore[assignment]
         return ev.Gathered(self.view.number, topic, tuple(rows))
 
     def compared(self, worker: WorkerId, work: Work) -> Iterator[ev.WorkerEvent]:
-        """Those who hold the state compare theirs; then joiners have it, if they are the same."""
+        """Compare the states of the members that have one; joiners get it if they are equal."""
         prints: list[int] = self.hear("states", worker)  # type: ignore[assignment]
         view = self.view
         late = [lag.worker for lag in view.catching_up]

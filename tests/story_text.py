@@ -1,7 +1,7 @@
 """How stories write down what the machines do: one short line for each effect.
 
-Statuses, directives and reports travel as whole states; a story shows what of them is new. Numbers
-that only order messages, clocks and values as they are by default are left out.
+Statuses, directives and reports carry whole states; a story shows only the news in them. Numbers
+that only order messages, clocks and default values are left out.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def together(names: Sequence[str]) -> str:
 
 
 def merged(blocks: Iterable[Block]) -> list[str]:
-    """Write neighbours that do the same as one; nobody who does nothing is named."""
+    """Write neighbours that do the same as one, and leave out those that do nothing."""
     groups: list[tuple[list[str], tuple[str, ...]]] = []
     for who, lines in blocks:
         if not lines:
@@ -84,7 +84,7 @@ def folded(line: str) -> list[str]:
 
 
 def hosts(owners: Sequence[int]) -> str:
-    """Write who hosts which virtual ranks."""
+    """Write which worker hosts which virtual ranks."""
     shares = {w: [v for v, o in enumerate(owners) if o == w] for w in sorted(set(owners))}
     return "; ".join(f"worker {w} hosts {several(vranks)}" for w, vranks in shares.items())
 
@@ -110,7 +110,7 @@ def view_text(view: View) -> str:
 
 
 def recall_text(recall: Recall) -> str:
-    """Write from what the state is made again."""
+    """Write the pieces from which the state is made again."""
     base = f"the state of step {recall.base}"
     if not recall.view:
         base = f"the checkpoint of step {recall.base}" if recall.base else "the initial state"
@@ -119,7 +119,7 @@ def recall_text(recall: Recall) -> str:
 
 
 def invalidation_text(each: Invalidation) -> str:
-    """Write which copies of the state are not to be believed."""
+    """Write which copies of the state are invalidated."""
     wrong = f", worker {several(each.wrong)} computes wrongly" if each.wrong else ""
     return f"copies beyond step {each.after} up to view {each.view} are invalid{wrong}"
 
@@ -146,7 +146,7 @@ _STATUS_WORDS: dict[str, Callable[[Any], str]] = {
 
 
 def status_news(status: WorkerStatus, before: WorkerStatus) -> str:
-    """Write what a worker says now and has not said before."""
+    """Write the news in a worker's status."""
     words = [
         word
         for name, write in _STATUS_WORDS.items()
@@ -174,7 +174,7 @@ def status_text(status: WorkerStatus) -> str:
 
 
 def directive_news(directive: Directive, before: Directive | None) -> str:
-    """Write what of a directive is new to its node."""
+    """Write the news in a directive for its node."""
     words: list[str] = []
     old = before or dataclasses.replace(
         directive,
@@ -209,7 +209,7 @@ def _orders(new: Directive | WorkerDirective, old: Directive | WorkerDirective) 
 
 
 def worker_directive_news(directive: WorkerDirective, before: WorkerDirective | None) -> str:
-    """Write what of an agent's word is new to a worker."""
+    """Write the news in an agent's directive for a worker."""
     words = _orders(directive, before or WorkerDirective())
     if directive.view is not None:
         words.append(f"view {directive.view.number}")
@@ -217,7 +217,7 @@ def worker_directive_news(directive: WorkerDirective, before: WorkerDirective | 
 
 
 def report_news(report: AgentReport, before: AgentReport | None) -> str:
-    """Write what of a report is new; progress within a view is not."""
+    """Write the news in a report, without progress within a view."""
     words = []
     if before is None:
         words.append(f"{report.slots} place{'s' if report.slots > 1 else ''}")
@@ -237,7 +237,7 @@ def report_news(report: AgentReport, before: AgentReport | None) -> str:
 
 
 def _quiet(status: WorkerStatus | None) -> object:
-    """What of a status is more than progress within a view."""
+    """Return the part of a status that is more than progress within a view."""
     if status is None:
         return None
     phase = (status.late, status.ended, status.at_boundary)
@@ -288,7 +288,7 @@ _PURPOSES = {Purpose.HOSTED: "", Purpose.AUDITED: " to audit", Purpose.SPECULATI
 
 
 def gather_text(effect: ef.Gather) -> str:
-    """Write what a member tells all others."""
+    """Write what a member sends to all others."""
     row = effect.row
     match effect.topic:
         case Topic.VOTE:
@@ -318,7 +318,7 @@ def _vote_text(vote: Vote) -> str:
 
 
 def reduce_text(effect: ef.Reduce, members: int) -> str:
-    """Write which sum begins, and whose results count if not all do."""
+    """Write which sum begins, and whose results count if not everybody's do."""
     counted = list(effect.counted)
     ranks = "" if len(counted) == members else f", only ranks {several(counted)} count"
     return f"sum step {effect.step}{ranks}"
@@ -393,7 +393,7 @@ _AGENT_WORDS: dict[type, Callable[[Any], str]] = {
 
 
 class Scribe:
-    """Writes effects down; remembers what has been told, so that only news is written."""
+    """Writes effects down; remembers the last ones, so that only news appears."""
 
     def __init__(self) -> None:
         self._told: dict[object, Any] = {}
@@ -461,7 +461,7 @@ class Scribe:
 
 
 def _directive_lines(told: Sequence[tuple[str, str]]) -> list[str]:
-    """Write directives, those that say the same in one line."""
+    """Write directives; nodes that get the same one share a line."""
     return [
         f"to {together([name for name, each in told if each == news])}: {news}"
         for news in dict.fromkeys(news for _, news in told)

@@ -1,4 +1,4 @@
-"""The protocol in a simulated world: seeds are clean, repeat exactly and say what they met."""
+"""Simulates the protocol: seeds are clean, repeat exactly and report their faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mutation_kit import COMBINED, GOES_ON, SHARDS, SPREAD, STOPS
 
 SRC = Path(__file__).resolve().parent.parent / "src"
 
-# Seeds that once failed, with what was wrong in the core. (small, seed)
+# Seeds (small, seed) that once failed, each with the mistake that was in the core.
 REGRESSIONS = (
     (True, 17),  # a survivor that was to be replaced as hung entered a view as its next incarnation
     (True, 43),  # a lost worker in its back-off was started again as the same incarnation
@@ -31,17 +31,17 @@ REGRESSIONS = (
     (False, 431),  # a node without a lease started a worker that nobody could fence or end
     (False, 78),  # members lost at the end of the job were started again as the same incarnation
     (False, 224),  # a coordinator that had been frozen took the silence for a job that hangs
-    (False, 564),  # who had to stop while it caught up was waited for, and others replaced as hung
+    (False, 564),  # one that had to stop while catching up was waited for; others were replaced
     (
         True,
         6,
-    ),  # a restarted coordinator gave slots to a spare: it counted only who was heard
+    ),  # a restarted coordinator gave slots to a spare: it counted only workers it had heard
     (False, 79),  # a member of a node that was given up before it was ever heard counted as alive
     (False, 226),  # a node that was dismissed and taken back ran more processes than it has slots
-    (False, 305),  # who rested first cut off the last votes, so that no joiner was ever let in
-    (True, 615),  # a step that only a member had committed which was left out was redone
-    (False, 1227),  # what a worker said of a checkpoint was forgotten as its agent began anew
-    (False, 3911),  # who hosted nothing in a step counted as looked at in it
+    (False, 305),  # the first worker to rest cut off the last votes, so that no joiner was let in
+    (True, 615),  # a step that only one member had committed, which was then left out, was redone
+    (False, 1227),  # a worker's word on a checkpoint was forgotten when its agent began again
+    (False, 3911),  # a worker that hosted nothing in a step counted as compared in it
     (False, 377),  # a coordinator without its journal began a view while unheard members acted
     (False, 1442),  # a step was computed again although a node's memory held it
     (False, 1596),  # the same, in a later view
@@ -50,18 +50,18 @@ REGRESSIONS = (
 )
 
 
-# And those in which a checker was wrong.
+# Seeds that failed because a checker was wrong.
 SOUND = (
-    (True, 393),  # two faults in one step: each worker came to other numbers each time
+    (True, 393),  # two faults in one step: each worker computed other numbers each time
     (False, 186),  # a frozen agent looks at no process
-    (True, 747),  # who was alone had taken sums that are not finite for right
+    (True, 747),  # a worker that was alone had accepted sums that are not finite
     (False, 1124),  # a restarted coordinator need not wait for a node that was given up before
     (False, 3066),  # a node whose report came twice counted as heard again
     (False, 2099),  # slots of an ending job name processes that may still run
     (False, 3622),  # a frozen agent cannot end in time after it met another job
     (True, 1592),  # shards that are seconds late make their worker look hung
     (True, 459),  # a sound job on a slow network had a fixed time for its last checkpoint
-    (True, 556),  # who had committed died, and who was left alone computed wrongly
+    (True, 556),  # a worker that had committed died, and the one left alone computed wrongly
 )
 
 
@@ -78,7 +78,7 @@ def test_a_job_whose_workers_die_before_they_report_their_steps_goes_on() -> Non
 
 
 def test_a_worker_that_was_paused_goes_on_by_the_renewed_right_to_act() -> None:
-    """The lease is short for this network; who loses it restarts all workers."""
+    """The lease is short for this network; a worker that loses it restarts all workers."""
     result = run_seed(130, small=True, tuned=SHARDS)
     assert not result.failure, result.failure
     assert result.views < 10
@@ -136,7 +136,7 @@ def test_jobs_end_as_they_should() -> None:
         "failed: its script raises": {"fails_in": 3},
     }
     for outcome, tuned in outcomes.items():
-        for seed in (0, 8, 10):  # when the job was said to be over, something ran in these
+        for seed in (0, 8, 10):  # processes still ran here when the job was said to be over
             result = run_seed(seed, small=True, tuned=STOPS | GOES_ON | tuned)
             assert not result.failure, f"{result.failure}\n{result.replay}"
             assert outcome in (result.outcome or ""), (seed, outcome, result.outcome)
@@ -151,7 +151,7 @@ def test_swarm_is_clean_and_not_vacuous(small: bool) -> None:
         summary.add(result)
     assert summary.views > 80
     assert summary.commits > 500
-    assert len(summary.faults) >= 13  # kinds; the rarest may be missing from so few seeds
+    assert len(summary.faults) >= 13  # kinds; the rarest may be missing from these few seeds
 
 
 @pytest.mark.slow

@@ -12,16 +12,16 @@ that all hosts of the lab share and that leads nowhere else. Only the network is
 of all hosts share the file system, /proc, the process ids and the host name, so that they can be
 signalled and read as usual, and sockets in the file system (AF_UNIX with a path) connect across
 hosts whatever is cut. Abstract AF_UNIX names are a part of the network and stay within a host.
-/sys/class/net shows the machine's interfaces; /proc/net and what the kernel tells are the host's.
+/sys/class/net shows the machine's interfaces; /proc/net and the kernel's news are the host's.
 
 Frames are lost inside the switch, so a cut is silent for both sides: nothing is refused, no link
 goes down, and no address becomes unreachable, since every host knows all hardware addresses from
 the start. Delays are not made here but by relays (relay.py), since some kernels lack netem.
 
-The namespaces have no names. Open file descriptors of the owner, the process that made the lab, are
-all that keeps them, so two labs cannot clash, and the kernel removes them with their interfaces and
-rules when the owner dies, however it dies. What may be left are processes; they carry the owner's
-identity in their environment, and the next lab kills those whose owner is gone.
+The namespaces have no names. Only open file descriptors of the owner, the process that made the
+lab, keep them alive, so two labs cannot clash, and the kernel removes them with their interfaces
+and rules however the owner dies. Processes may be left behind; they carry the owner's identity in
+their environment, and the next lab kills those whose owner is gone.
 
 Needs root (or a user namespace: `unshare --user --map-root-user --net pytest ...`), `ip` and `nft`.
 `Lab.available()` says what is missing. This module must know nothing about jobs.
@@ -59,7 +59,7 @@ TOOL_PACKAGES = {"ip": "iproute2", "bridge": "iproute2", "nft": "nftables"}
 
 
 class Direction(enum.Enum):
-    """Names a direction as seen from the host: IN is what is sent to it."""
+    """Names a direction as seen from the host: IN is the traffic sent to it."""
 
     BOTH = "both"
     IN = "in"
@@ -100,7 +100,7 @@ class Host:
     def popen(
         self, args: Sequence[str], env: Mapping[str, str] | None = None, **kw: Any
     ) -> subprocess.Popen[Any]:
-        """Call subprocess.Popen inside this host. The pid is that of the process itself."""
+        """Call subprocess.Popen inside this host. The pid is the process's own."""
         # Not a helper thread: a process that wants to die with its parent dies with the *thread*
         # that started it. Not preexec_fn: unsafe where threads run.
         with self.entered():
@@ -134,9 +134,9 @@ class Host:
 
 
 class Fault:
-    """Represents something wrong with a lab's network until it is healed; made by the lab.
+    """Represents a fault of a lab's network until it is healed; the lab makes it.
 
-    In a with statement it is healed at the end. `final`: what it dropped, once it is healed.
+    In a with statement it is healed at the end. `final`: how many frames it dropped, once healed.
     """
 
     def __init__(self, lab: Lab, number: int, text: str) -> None:
@@ -183,7 +183,7 @@ class Lab:
     @staticmethod
     @functools.cache
     def available() -> str:
-        """Tell why labs do not work here, by making one the first time; empty if they do."""
+        """Return why labs do not work here, by making one the first time; empty if they do."""
         if sys.platform != "linux":
             return f"network namespaces need Linux, and this is {sys.platform}"
         try:
@@ -207,7 +207,7 @@ class Lab:
         self._open.close()
 
     def cut(self, host: Host, direction: Direction | str = Direction.BOTH) -> Fault:
-        """Separate `host` from all others; "in" loses what is sent to it, "out" what it sends."""
+        """Separate `host` from all others; "in" loses frames sent to it, "out" those it sends."""
         self._know(host)
         names = [known.value for known in Direction]
         if direction not in (*Direction, *names):
@@ -309,8 +309,8 @@ class Lab:
                 f"link set dev {port} master switch {quiet} up",
             ]
         _batch(self._switch_fd, "ip", lines)
-        # A switch that has yet to learn who is where sends a frame to everyone: it would be counted
-        # once for every host.
+        # A switch that does not know yet where a host is sends a frame to every port, and the frame
+        # would be counted once for every host.
         places = [f"fdb add {_hardware(h)} dev {_port(h)} master static" for h in self.hosts]
         _batch(self._switch_fd, "bridge", places)
         for host in self.hosts:
@@ -326,10 +326,10 @@ class Lab:
             _batch(host.fd, "ip", lines)
 
     def _empty(self) -> None:
-        """Kill all processes, then remove what is in the switch: the cables go with their ports."""
-        # Healed first: the last words of the dead are heard, so that no half-closed connection is
-        # left for the kernel to time out.
-        with contextlib.suppress(WorldError):  # what follows matters more
+        """Kill all processes, then remove the switch's ports: the cables go with them."""
+        # The faults are healed first: the others then get the last packets of the dead, and no
+        # half-closed connection is left for the kernel to time out.
+        with contextlib.suppress(WorldError):  # the steps below matter more
             self.heal_all()
         self.crash_all()
         for child in (child for host in self.hosts for child in host.children):

@@ -1,7 +1,7 @@
 """Keeps a scratch copy of the tree, plants one bug at a time in it and runs checks on it.
 
-Checks run in a forked process with a session of its own, so whatever a bug does, its end is the end
-of all that it has started.
+Checks run in a forked process with a session of its own. When that process ends, everything that it
+has started ends with it, whatever the bug did.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Bench:
         self.scratch = scratch
         self._root = root
         self._planted: tuple[Path, bytes, int] | None = None
-        self._pid = 0  # of the work under way; 0: none is
+        self._pid = 0  # the process of the running work; 0: no work runs
         self._reads = -1
         self._heard = b""
         self._deadline = 0.0
@@ -54,7 +54,7 @@ class Bench:
         file.write_bytes(mutant.planted(source))
 
     def mend(self) -> None:
-        """Make the copy what it was; its compiled modules stay valid, which are known by date."""
+        """Restore the file, with its date, by which the compiled modules stay valid."""
         if self._planted is not None:
             file, source, made_ns = self._planted
             file.write_bytes(source)
@@ -99,7 +99,7 @@ class Bench:
 
     @property
     def log(self) -> Path:
-        """Return where the output of the newest work is."""
+        """Return the file with the output of the newest work."""
         return self.scratch.with_name(f"{self.scratch.name}.log")
 
     @property
@@ -108,7 +108,7 @@ class Bench:
         return self._reads
 
     def poll(self) -> tuple[bool, Any]:
-        """Tell whether the work is over, and its answer; None if it gave none in time."""
+        """Return whether the work is over, and its answer; None if it gave none in time."""
         over = time.monotonic() > self._deadline
         if select.select([self._reads], [], [], 0)[0]:
             heard = os.read(self._reads, 1 << 20)
@@ -121,7 +121,7 @@ class Bench:
         return True, json.loads(self._heard) if self._heard.endswith(b"\n") else None
 
     def end(self) -> None:
-        """End the work, and all that it has started."""
+        """End the work, and every process that it has started."""
         if self._pid:
             os.close(self._reads)
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,7 +1,7 @@
 """Runs the checks on one tree, in a process of its own: tests first, then simulated seeds.
 
-It is started by fork from a process that has imported what the tests need of others' libraries and
-nothing of Holdfast, so a check begins within a second. The first failure ends it.
+The process is forked from one that has imported the libraries of others that the tests need, but
+nothing of Holdfast, so that a check begins within a second. The first failure ends it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-SEED_TIMES_MAX = 20.0  # that a seed may take longer than without the bug
-SEED_S_MIN = 5.0  # of processor time, which a seed is given at least
+SEED_TIMES_MAX = 20.0  # a seed may take this many times as long as without the bug
+SEED_S_MIN = 5.0  # every seed is given at least this much processor time
 PRELOADED = ("hypothesis", "hypothesis.strategies", "msgspec", "numpy", "xxhash", "rich", "torch")
 
 
 class Seed(NamedTuple):
-    """Says what a seed comes to in a tree without bugs: processor time, and digest of the trace."""
+    """Describes a seed in a tree without bugs: its processor time, and the digest of its trace."""
 
     seed: int
     took_s: float
@@ -37,11 +37,11 @@ class Seed(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Says what to run on a tree, in this order.
+    """Lists the checks to run on a tree, in this order.
 
     `light`, `quick`, `thorough`: tests by their ids; the light ones begin at once, without torch.
-    `seeds`: of the simulator. `twice`: a failed test of the
-    thorough ones counts only if it fails again, since many processes share the machine.
+    `seeds`: seeds of the simulator. `twice`: a failed thorough test counts only if it fails again,
+    since many processes share the machine.
     """
 
     light: Sequence[str] = ()
@@ -54,16 +54,16 @@ class Plan:
 
 @dataclass(slots=True)
 class Outcome:
-    """Holds what the checks came to. `by`: the stage that failed; empty if none did."""
+    """Describes the result of the checks. `by`: the stage that failed; empty if none did."""
 
     by: str = ""
     what: str = ""
     why: str = ""
-    same_traces: bool | None = None  # of all seeds that were run
+    same_traces: bool | None = None  # whether all seeds that were run gave the same traces
 
 
 class _Watcher:
-    """Notes in a run of pytest which test failed first, and why."""
+    """Records which test failed first in a run of pytest, and why."""
 
     def __init__(self) -> None:
         self.failed = ""
@@ -109,7 +109,7 @@ def enter(root: Path) -> None:
 
 
 def _do_not_shrink() -> None:
-    """Have hypothesis stop at the first example that fails: nobody reads it here."""
+    """Have hypothesis stop at the first example that fails: nobody reads its examples here."""
     import hypothesis
 
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
@@ -118,14 +118,14 @@ def _do_not_shrink() -> None:
     def without_shrinking(name: str, *args: Any, **settings: Any) -> None:
         register(name, *args, **{"phases": phases, "database": None, **settings})
 
-    # The class guards its attributes against a typing error; this is none.
+    # The class refuses new attributes as a protection against typing errors.
     type.__setattr__(hypothesis.settings, "register_profile", staticmethod(without_shrinking))
     hypothesis.settings.register_profile("first failure")
     hypothesis.settings.load_profile("first failure")
 
 
 def run(plan: Plan, root: Path) -> Outcome:
-    """Run the checks of a plan on the tree that was entered; stops at the first that fails."""
+    """Run the checks of a plan on the tree that was entered; stop at the first that fails."""
     outcome = _tests("test", plan.light, root, plan)
     if not outcome.by:
         outcome = _tests("test", plan.quick, root, plan)
@@ -150,7 +150,7 @@ def _tests(stage: str, names: Sequence[str], root: Path, plan: Plan) -> Outcome:
     code = pytest.main([*options, *names], plugins=[watcher])
     if code == pytest.ExitCode.OK:
         return Outcome()
-    # The same tests ran to their end without the bug: whatever else happens is its doing, too.
+    # The same tests ended well without the bug, so any other result is the bug's doing.
     return Outcome(by=stage, what=watcher.failed or "collection", why=watcher.why or str(code))
 
 
@@ -199,9 +199,10 @@ def _at_most(limit_s: float) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Reach:
-    """Holds how long a test takes (processor time), and the functions that it calls.
+    """Describes a test: how long it takes (processor time), and the functions that it calls.
 
-    A function is named by its file and first line. `processes`: it starts some, which are not seen.
+    A function is named by its file and first line. `processes`: it starts processes, whose calls
+    are not seen.
     """
 
     took_s: float = 0.0
@@ -210,7 +211,7 @@ class Reach:
 
 
 class Tracer:
-    """Notes which functions of the code under `src/holdfast` each test calls."""
+    """Records which functions of the code under `src/holdfast` each test calls."""
 
     def __init__(self, root: Path) -> None:
         self.reached: dict[str, Reach] = {}
@@ -220,7 +221,7 @@ class Tracer:
         self._seen: set[CodeType] = set()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Leave out what runs jobs of several processes: nothing of it would be seen."""
+        """Leave out the tests that run jobs of several processes: their calls would not be seen."""
         items[:] = [item for item in items if "start" not in getattr(item, "fixturenames", ())]
 
     @pytest.hookimpl(hookwrapper=True)
@@ -231,7 +232,7 @@ class Tracer:
 
     @contextlib.contextmanager
     def watching(self, reach: Reach) -> Iterator[None]:
-        """Note what is called and how long it all takes."""
+        """Record the functions that are called, and how long all of it takes."""
         self._seen = set()
         began = time.process_time()
         threading.settrace(self._trace)
@@ -272,7 +273,7 @@ def _noting_processes(reach: Reach) -> Iterator[None]:
 
 
 def reach(files: Sequence[str], root: Path) -> Tracer:
-    """Run the tests of these files and note what they reach."""
+    """Run the tests of these files and record what they reach."""
     tracer = Tracer(root)
     options = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=300"]
     options += ["-c", str(root / "pyproject.toml"), "--rootdir", str(root), "--hypothesis-seed=0"]
@@ -281,7 +282,7 @@ def reach(files: Sequence[str], root: Path) -> Tracer:
 
 
 def know_seeds(seeds: range, root: Path) -> tuple[list[Seed], dict[str, list[int]]]:
-    """Return what each seed comes to in a tree without bugs, and which seeds reach a function."""
+    """Return the result of each seed in a tree without bugs, and which seeds reach a function."""
     if not seeds:
         return [], {}
     from holdfast.sim.swarm import run_seed

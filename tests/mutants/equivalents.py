@@ -1,4 +1,4 @@
-"""Reads which mutants are known to change nothing that anybody can observe, and why."""
+"""Reads the list of mutants that change nothing anybody can observe, with the reasons."""
 
 from __future__ import annotations
 

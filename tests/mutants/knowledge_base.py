@@ -1,6 +1,6 @@
-"""Learns once, in a tree without bugs, which tests reach which function and what seeds come to.
+"""Learns, in a tree without bugs, which functions each test reaches, and the result of each seed.
 
-What was learnt is kept beside the tree and learnt anew when the code or a test file changes.
+The results are kept beside the tree, and learnt again when the code or a test file changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QUICK_S = 1.0  # tests that take longer come after the simulator
 
 
 class Learnt:
-    """Knows the tests and the seeds by what they reach."""
+    """Keeps the tests and the seeds that reach each function."""
 
     def __init__(
         self,
@@ -36,11 +36,11 @@ class Learnt:
         self._seeds_of = seeds_of
 
     def plan(self, mutant: Mutant, planter: Planter, root: Path, test_s: float) -> checks.Plan:
-        """Choose what to run for a mutant: whatever reaches its function, or its module."""
+        """Choose the checks for a mutant: those that reach its function, or its module."""
         first = planter.first_lines.get(mutant.function)
         place = "" if first is None else f"{mutant.path}:{first}"
         if not any(place in each.calls for each in self._reached.values()):
-            place = ""  # what runs on import is noticed by whoever uses the module
+            place = ""  # a mistake in code that runs on import shows wherever the module is used
 
         def here(call: str) -> bool:
             return call == place if place else call.startswith(f"{mutant.path}:")
@@ -66,7 +66,7 @@ class Learnt:
 
 
 def learn(bench: Bench, root: Path, files: Sequence[str], seeds: range) -> Learnt:
-    """Take what is known from the store beside the tree, and learn the rest."""
+    """Read the results kept beside the tree, and learn those that are missing."""
     store = root / ".mutants" / "learnt.json"
     known: dict[str, Any] = json.loads(store.read_text()) if store.exists() else {}
     code = _digest(sorted((bench.scratch / "src").rglob("*.py")))
@@ -95,14 +95,14 @@ def learn(bench: Bench, root: Path, files: Sequence[str], seeds: range) -> Learn
 
 @functools.cache
 def is_light(file: Path) -> bool:
-    """Tell whether a test file and what it imports from beside it leave torch alone."""
+    """Return whether a test file, with the files it imports from its folder, does without torch."""
     texts = [each.read_text("utf-8") for each in _imported(file) if each.stem != "conftest"]
     return not any(re.search(r"import torch|holdfast\.(train|testing)", text) for text in texts)
 
 
 @functools.cache
 def imports(file: Path, module: str) -> bool:
-    """Tell whether a test file imports a module, perhaps only to read its constants."""
+    """Return whether a test file imports a module, perhaps only to read its constants."""
     package, _, name = (
         module.removeprefix("src/").removesuffix(".py").replace("/", ".").rpartition(".")
     )
@@ -125,7 +125,7 @@ def _reach(name: str, tree: Path) -> dict[str, Any]:
 
 
 def _imported(file: Path) -> list[Path]:
-    """Return a test file, and what it imports from beside it."""
+    """Return a test file, and the files that it imports from its folder."""
     found, todo = {file.with_name("conftest.py"), file}, [file]
     while todo:
         names = re.findall(r"^(?:from|import) (\w+)", todo.pop().read_text("utf-8"), re.MULTILINE)

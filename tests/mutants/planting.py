@@ -1,7 +1,7 @@
 """Lists the one-line bugs that can be planted in a module, and draws random ones.
 
 It reads syntax trees and replaces bytes, so that a mutant is the very file with one place changed.
-What only words a message, describes a type or checks an invariant is left alone: a mutant is a
+Code that only words a message, describes a type or checks an invariant is left alone: a mutant is a
 mistake in what the code does.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from mutants.rules import Change, Knowledge, changes_of
 
-# Functions that word messages or check invariants; what they do is no decision.
+# Functions that word messages or check invariants; they decide nothing.
 UNTOUCHED_FUNCTIONS = ("__repr__", "__str__", "check", "check_view", "tell")
 UNTOUCHED_CALLS = ("require", "assert_never", "NewType", "TypeVar", "attrgetter", "setting")
 
@@ -24,8 +24,8 @@ UNTOUCHED_CALLS = ("require", "assert_never", "NewType", "TypeVar", "attrgetter"
 class Mutant:
     """Describes one planted bug: the bytes `start` to `end` of `path` become `text`.
 
-    `before`, `after`: the changed lines, on one line, as people and the list of equivalent mutants
-    name them. `function`: its qualified name; empty outside of functions.
+    `before`, `after`: the changed lines, on one line, as reports and the list of equivalent mutants
+    show them. `function`: its qualified name; empty outside of functions.
     """
 
     path: str
@@ -40,7 +40,7 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """Return what tells this mutant from all others of the same code."""
+        """Return a name that no other mutant of the same code has."""
         return f"{self.path}:{self.line}:{self.start}-{self.end} {self.rule} {self.text}"
 
     def planted(self, source: bytes) -> bytes:
@@ -69,7 +69,7 @@ class Planter:
             starts.append(starts[-1] + len(line))
         self._starts = starts
         self._found: list[Mutant] = []
-        self.first_lines: dict[str, int] = {}  # of functions, by qualified name
+        self.first_lines: dict[str, int] = {}  # first line of each function, by its qualified name
 
     def mutants(self) -> list[Mutant]:
         """Return all mutants of the module, in the order of their lines."""
@@ -200,9 +200,9 @@ def _one_line(code: bytes) -> str:
 def draw(
     mutants: Mapping[str, Sequence[Mutant]], sources: Mapping[str, bytes], seed: int, count: int
 ) -> list[Mutant]:
-    """Draw mutants of as many different lines; on a line, each rule is as probable as another.
+    """Draw `count` mutants, each of another line; on a line every rule is equally probable.
 
-    What is no program at all is passed over.
+    Changes that give no valid program are left out.
     """
     rng = random.Random(seed)
     lines: dict[tuple[str, int], list[Mutant]] = {}

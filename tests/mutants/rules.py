@@ -1,4 +1,4 @@
-"""Knows what people get wrong in a line: comparisons, boundaries, signs, fields, order, omissions.
+"""Knows the mistakes of people: comparisons, boundaries, signs, fields, order, omissions.
 
 Each rule looks at one node of a syntax tree and yields the texts that could stand in its place.
 """
@@ -27,7 +27,7 @@ SMALL = 2  # whole numbers up to this count something; greater ones are settings
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Replaces what lies between two places with another text."""
+    """Replaces the text between two places with another text."""
 
     rule: str
     start: Place
@@ -60,7 +60,7 @@ class Knowledge:
                         kinds[each.name] = ast.unparse(each.returns)
 
     def siblings(self, name: str) -> list[str]:
-        """Return the fields that stand beside this one, with its type, wherever it stands."""
+        """Return the fields that appear beside this one in any class, and have its type."""
         beside = [
             {other for other, kind in kinds.items() if kind == kinds[name]}
             for kinds in self.fields.values()
@@ -76,7 +76,7 @@ def changes_of(
     function: ast.FunctionDef | None,
     index: int,
 ) -> Iterator[Change]:
-    """Yield the changes of one node; `index`: where a statement stands in its block."""
+    """Yield the changes of one node. `index`: the place of a statement in its block."""
     if isinstance(node, ast.stmt):
         yield from _statement(node, text_of, function, index)
         tests = [node.test] if isinstance(node, (ast.If, ast.While)) else []
@@ -177,15 +177,15 @@ def _gap(
     change: tuple[re.Pattern[str], str],
     text_of: TextOf,
 ) -> Iterator[Change]:
-    """Change the operator before the right operand, on the line where that begins."""
+    """Change the operator before the right operand, on the line on which that operand begins."""
     left, right = sides
     pattern, new = change
     row, begin = right.lineno, right.col_offset
     line = text_of(node).splitlines()[row - node.lineno]
-    cut = node.col_offset if row == node.lineno else 0  # what of the line is not this node's
+    cut = node.col_offset if row == node.lineno else 0  # where the line is this node's
     after = (left.end_col_offset or 0) - cut if left.end_lineno == row else 0
     hits = list(pattern.finditer(line[: begin - cut], after))
-    if hits:  # where it stands on the line before, as the formatter never puts it, there is none
+    if hits:  # none if the operator is on the line before; the formatter never puts it there
         yield Change(rule, (row, hits[-1].start() + cut), (row, hits[-1].end() + cut), new)
 
 
@@ -213,7 +213,7 @@ def _operands(
             if isinstance(owner, ast.Name) and name in knowledge.enums.get(owner.id, []):
                 others = [each for each in knowledge.enums[owner.id] if each != name]
             elif isinstance(owner, ast.Name) and owner.id == "self":
-                others = []  # what else the object has is not known
+                others = []  # the other attributes of the object are not known
             else:
                 others = knowledge.siblings(name)
             for other in others:
@@ -230,7 +230,7 @@ def _operands(
 
 
 def _numbers(value: object, *, in_function: bool) -> list[str]:
-    """Return other numbers: in code one more or less; a setting, far from what was meant."""
+    """Return other numbers: in code one more or less; for a setting, one far from its value."""
     if isinstance(value, bool):
         return [str(not value)]
     if isinstance(value, int):
@@ -289,7 +289,7 @@ def _statement(
 ) -> Iterator[Change]:
     if function is None:
         return
-    makes = function.name == "__init__"  # whatever is left out there is missed at once
+    makes = function.name == "__init__"  # an attribute that is left out there is missed at once
     match node:
         case ast.Expr(ast.Call()) | ast.Expr(ast.Yield() | ast.YieldFrom()) if not makes:
             yield _replace("statement dropped", node, "pass")

@@ -1,7 +1,7 @@
-"""Says where bugs are planted, and which tests are asked before all others.
+"""Defines where bugs are planted, and which tests run before all others.
 
-Tests are chosen by what they reach (`checks.Reach`). What happens in processes that a test starts
-is not seen; for the drivers of a step a few such tests are named here.
+Tests are chosen by the functions that they reach (`checks.Reach`). Calls in processes that a test
+starts are not seen; for the drivers of a step a few such tests are named here.
 """
 
 from __future__ import annotations

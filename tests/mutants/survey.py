@@ -29,8 +29,8 @@ from mutants.planting import Mutant, Planter, draw
 from mutants.rules import Knowledge
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-MUTANT_S_MAX = 1800.0  # for all checks of one mutant, whatever it does
-WANTED = 0.9  # of the mutants that change anything
+MUTANT_S_MAX = 1800.0  # time limit for all checks of one mutant
+WANTED = 0.9  # share of the mutants that change anything and must be caught
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _checked(
     survey: Survey, todo: Sequence[Mutant], args: argparse.Namespace
 ) -> Iterator[tuple[Mutant, dict[str, Any]]]:
-    """Check mutants in scratch copies of the tree; yield what became of each."""
+    """Check mutants in scratch copies of the tree; yield the outcome of each."""
     checks.preload()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="holdfast-mutants-") as folder:
@@ -135,7 +135,7 @@ class Survey:
     def run(
         self, mutants: Sequence[Mutant], benches: Sequence[Bench], learnt: knowledge_base.Learnt
     ) -> Iterator[tuple[Mutant, dict[str, Any]]]:
-        """Yield each mutant and what became of it."""
+        """Yield each mutant with its outcome."""
         todo, busy = list(reversed(mutants)), dict[Bench, Mutant]()
         while todo or busy:
             for bench in benches:
@@ -157,14 +157,14 @@ class Survey:
 def _progress(
     results: Iterator[tuple[Mutant, dict[str, Any]]], todo: Sequence[Mutant]
 ) -> Iterator[tuple[Mutant, dict[str, Any]]]:
-    """Show a progress bar where a person watches; elsewhere nothing."""
+    """Show a progress bar on a terminal, and nothing elsewhere."""
     if not sys.stderr.isatty():
         yield from results
         return
     from rich.console import Console
     from rich.progress import Progress
 
-    # Its own thread would be in the way of forking.
+    # The bar's own thread would be in the way of forking.
     with Progress(console=Console(stderr=True), auto_refresh=False) as bar:
         task = bar.add_task("mutants", total=len(todo))
         survivors = 0

@@ -1,4 +1,4 @@
-"""Sums up what became of a sample: how many were caught, by what, and the table of the rest."""
+"""Sums up the outcomes of a sample: how many bugs were caught, by what, and a table of the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Found = tuple[Mutant, dict[str, Any] | None, str | None]  # mutant, outcome, why
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Holds a sample's results."""
+    """Describes a sample's results."""
 
     seed: int
     caught: tuple[Found, ...]
@@ -23,7 +23,7 @@ class Report:
 
     @classmethod
     def of(cls, seed: int, found: Sequence[Found]) -> Report:
-        """Sort a sample by what became of each."""
+        """Sort a sample by the outcome of each mutant."""
         equivalent = [each for each in found if each[2] is not None]
         real = [each for each in found if each[2] is None and each[1] is not None]
         caught = [each for each in real if each[1] and each[1]["by"]]
@@ -32,7 +32,7 @@ class Report:
 
     @property
     def share(self) -> float:
-        """Return how many of the mutants that change anything were caught."""
+        """Return the share of the mutants that change anything and were caught."""
         real = len(self.caught) + len(self.survived)
         return len(self.caught) / real if real else 1.0
 
