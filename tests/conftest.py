@@ -15,7 +15,7 @@ import pytest
 from holdfast.runtime.node import fork_server
 from holdfast.testing.local_run import LocalRun
 
-MISSING_PACKAGE = re.compile(r"\(package ([\w.+-]+)\)")  # so reasons name Debian's packages
+MISSING_PACKAGE = re.compile(r"\(package ([\w.+-]+)\)")  # skip reasons name Debian's packages so
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN_S = 100.0  # bounds a hang; a run takes a few seconds
 
@@ -28,7 +28,7 @@ Start = Callable[..., LocalRun]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    """start(script_args, nproc=4, options=()) -> a LocalRun to be used in a with statement."""
+    """Return start(script_args, nproc=4, options=()), which gives a LocalRun to use with `with`."""
     count = 0
 
     def make(
@@ -45,7 +45,7 @@ def start(tmp_path: Path) -> Start:
 
 
 def describe_skips(reasons: Sequence[str]) -> str:
-    """One sentence for all that was skipped: most frequent first, packages by name."""
+    """Return one sentence on all skipped tests: most frequent reason first, packages by name."""
     counts = collections.Counter(reason.removeprefix("Skipped: ") for reason in reasons)
     packages = sorted({m[1] for m in map(MISSING_PACKAGE.search, counts) if m is not None})
     parts = [f"{count}: {reason}" for reason, count in counts.most_common()]
@@ -54,7 +54,7 @@ def describe_skips(reasons: Sequence[str]) -> str:
 
 
 def finish(run: LocalRun) -> str:
-    """Wait for success; returns the last line of output. Nothing may be left running."""
+    """Wait for success; return the last line of output. No process may be left."""
     code = run.wait(RUN_S)
     assert code == 0, f"exit {code}\n{run.log()}"
     assert run.leftovers() == []
@@ -74,7 +74,7 @@ def computed_twice(run: LocalRun) -> list[int]:
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
-    """reference(steps) -> the digest of the undisturbed run on one worker with V=4."""
+    """Return reference(steps): the digest of the undisturbed run on one worker with V=4."""
     known: dict[int, str] = {}
 
     def digest(steps: int) -> str:
@@ -103,14 +103,14 @@ def forked_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let stories be written anew, and let what only lacks a package here fail."""
+    """Add options: rewrite the stories, and fail where only a package is missing here."""
     parser.addoption("--rewrite-stories", action="store_true", dest="rewrite_stories")
     parser.addoption("--fail-on-missing-packages", action="store_true", dest="packages_required")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves marked tests out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests in slow_tests.txt. A name there that is no test any more is an error."""
+    """Mark the tests in slow_tests.txt. A name there that belongs to no test is an error."""
     lines = (Path(__file__).parent / "slow_tests.txt").read_text().splitlines()
     slow = {line for line in lines if line and not line.startswith("#")}
     found, functions = set(), set()
@@ -126,7 +126,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say in one line what was skipped, and which package brings it."""
+    """Print in one line what was skipped, and the package that is missing."""
     reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])]
     if reasons:
         terminalreporter.write_line(describe_skips(reasons), yellow=True)
@@ -134,7 +134,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail if a test was skipped for lack of a package, where that is asked for."""
+    """Fail, on request, if a test was skipped because a package is missing."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or not session.config.option.packages_required:
         return

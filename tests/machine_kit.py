@@ -1,7 +1,7 @@
 """Walks worker machines through views and steps: one of them, or several in lock-step.
 
-The kit carries effects out as an engine and a script would, with nothing in between: what a machine
-has computed is told at once, and what all members have said is heard by all of them.
+The kit carries effects out as an engine and a script would, with nothing in between: it reports at
+once what a machine has computed, and all members hear a word as soon as each has spoken.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def a_view(
 
 
 class Walker:
-    """One worker: its machine, and what it was ordered that nobody has carried out yet."""
+    """One worker: its machine, and the orders that nobody has carried out yet."""
 
     def __init__(
         self, worker: int, policy: StepPolicy | None = None, *, exact: bool = False
@@ -62,20 +62,20 @@ class Walker:
         self.machine = WorkerMachine(WorkerId(worker), Incarnation(1), policy)
         self.now = 0.0
         self.done: list[ef.WorkerEffect] = []  # all effects, in order
-        self.waiting: list[ef.WorkerEffect] = []  # those that the others have a part in
-        self.holds: Callable[[ef.Compute], bool] = lambda task: False  # which tasks take long
+        self.waiting: list[ef.WorkerEffect] = []  # effects that need the others
+        self.holds: Callable[[ef.Compute], bool] = lambda task: False  # whether a task takes long
         self.held: list[ef.Compute] = []
-        self.digest: Callable[[int], int] = lambda vrank: 100 + vrank  # of a task's gradient
+        self.digest: Callable[[int], int] = lambda vrank: 100 + vrank  # a task's digest
         self.feed(ev.LoopEntered(exact))
         self.feed(ev.AtBoundary())
 
     @property
     def status(self) -> WorkerStatus:
-        """What it tells of itself."""
+        """Return the worker's newest status."""
         return self.machine.snapshot()
 
     def feed(self, event: WorkerEvent) -> list[ef.WorkerEffect]:
-        """Hand over one event, and do at once what needs nobody else."""
+        """Hand over one event, and carry out at once the effects that need nobody else."""
         effects = self.machine.handle(event, self.now)
         self.machine.check()
         self.done += effects
@@ -84,16 +84,16 @@ class Walker:
         return effects
 
     def install(self, view: View) -> list[ef.WorkerEffect]:
-        """The agent passes a view on."""
+        """Pass a view on, as the agent does."""
         return self.feed(ev.Directed(WorkerDirective(view=view)))
 
     def finish_held(self) -> None:
-        """The task that takes long is done."""
+        """Finish the task that takes long."""
         task = self.held.pop(0)
         self._compute(task)
 
     def orders(self, kind: type[E]) -> list[E]:
-        """Return all effects of a kind that it was given so far."""
+        """Return all effects of a kind that it has been given so far."""
         return [effect for effect in self.done if isinstance(effect, kind)]
 
     def take(self, kind: type[E]) -> E | None:
@@ -126,7 +126,7 @@ class Walker:
 
 
 class Company:
-    """Several workers in one view: what all have said or done is heard by all at once."""
+    """Several workers in one view: all hear at once what each has said or done."""
 
     def __init__(
         self, workers: int, policy: StepPolicy | None = None, *, exact: bool = False
@@ -137,7 +137,7 @@ class Company:
         self.stops_at: Topic | None = None  # this gather hangs
 
     def enter(self, view: View) -> None:
-        """All members install a view and connect."""
+        """Have all members install a view and connect."""
         self.view = view
         for walker in self.members:
             walker.waiting.clear()
@@ -148,16 +148,16 @@ class Company:
 
     @property
     def members(self) -> list[Walker]:
-        """The walkers of the view, by rank."""
+        """Return the walkers of the view, by rank."""
         return [self.walkers[worker] for worker in self.view.workers]
 
     def settle(self) -> None:
-        """Go on until somebody is waited for."""
+        """Go on until a member waits for something that does not happen here."""
         while self._sync() or self._gather() or self._sum() or self._check():
             pass
 
     def until(self, step: int) -> None:
-        """Let the members take steps, one after the other, until so many are committed."""
+        """Let the members take one step after the other, until `step` steps are committed."""
         for _ in range(step):
             for walker in self.members:
                 if walker.status.phase is Phase.SCRIPT and walker.status.committed < step:
@@ -190,7 +190,7 @@ class Company:
         topics = {each.topic for each in gathers}
         assert len(topics) == 1, f"members gather {topics} together"
         topic = gathers[0].topic
-        # A fingerprint of the state goes with what is confessed.
+        # Members that report a fault add a fingerprint of their states.
         extra = (7,) if topic is Topic.CONFESS else ()
         rows = tuple((*each.row, *extra) for each in gathers)
         for walker in self.members:
@@ -226,7 +226,7 @@ def purposes(walker: Walker, purpose: Purpose) -> list[int]:
 
 
 def doubts(rank: int) -> Callable[[int, ev.Summed], ev.Summed]:
-    """Have one member see that its piece of the sum is not finite."""
+    """Have one member find that its piece of the sum is not finite."""
 
     def summed(member: int, event: ev.Summed) -> ev.Summed:
         return dataclasses.replace(event, doubt=ev.NOBODYS) if member == rank else event

@@ -1,4 +1,4 @@
-"""How bugs are planted: a registry of mutations, and swarms that are aimed at rare situations."""
+"""The ways to plant bugs: a registry of mutations, and swarms aimed at rare situations."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from holdfast.core.step.speculation import Patience
 from holdfast.sim.swarm import run_seed
 from holdfast.sim.world import Machines
 
-EVENTS_MAX = 600_000  # simulated events in which a planted bug is caught
-GOES_ON = {  # to its end: what comes to light late in a job is not cut off
+EVENTS_MAX = 600_000  # a planted bug must be caught within this many simulated events
+GOES_ON = {  # each job runs to its end, so that mistakes which show late are seen
     "losses_max": 10_000,
     "fails_in": -1,
     "stop_s": 0.0,
@@ -45,7 +45,7 @@ SHARDS = {
     "shard_lag_s": 0.2,
     "faults": ("worker_crash", "link_break", "slow"),
 }
-# Mistakes that only a rare situation brings to light: their swarms are aimed at it.
+# Mistakes that only show in a rare situation: their swarms are aimed at it.
 PARTITIONS = {
     "agents": 2,
     "slots": 1,
@@ -95,7 +95,7 @@ SLOW = {
     "fault_every_s": 0.5,
     "balance": BalancePolicy(warm_up=0, window=1, gain=0, retry=1),
 }
-_THIRTY_STEPS = {  # of a few workers on three nodes
+_THIRTY_STEPS = {  # jobs of a few workers on three nodes
     "agents": 3,
     "agents_late": 0,
     "vranks": 6,
@@ -109,7 +109,7 @@ _THIRTY_STEPS = {  # of a few workers on three nodes
     "control_s": 0.005,
     "faults_end_s": 20.0,
 }
-QUIET = {  # for long, after some workers were lost
+QUIET = {  # quiet for long, after some workers were lost
     **_THIRTY_STEPS,
     "slots": 2,
     "loops": (300,),
@@ -123,7 +123,7 @@ QUIET = {  # for long, after some workers were lost
     "fault_every_s": 0.5,
     "faults_end_s": 4.0,
 }
-COMBINED: dict[str, dict[str, object]] = {  # faults that meet, in jobs of thirty steps
+COMBINED: dict[str, dict[str, object]] = {  # faults at the same time, in jobs of thirty steps
     name: {**_THIRTY_STEPS, "slots": 1, "boot_s": 0.2, "fault_every_s": 1.0, **faults}
     for name, faults in {
         "partitions and frozen nodes": {"faults": ("partition", "node_freeze")},
@@ -154,7 +154,7 @@ WRONG = {
     "cycle": 3,
     "save_every": 3,
 }
-FORGETFUL = {  # workers are lost, and those that join lack what the script keeps
+FORGETFUL = {  # workers are lost, and those that join lack the script's own state
     **_THIRTY_STEPS,
     "slots": 1,
     "boot_s": 0.1,
@@ -193,7 +193,7 @@ FED_WRONG = FED | {  # one member may hold a wrong state
     "cycle": 8,
     "save_every": 3,
 }
-MEMORY = {  # all workers are lost at once, with as many nodes as may be, or more
+MEMORY = {  # all workers are lost at once, with the most nodes possible, or more
     **_THIRTY_STEPS,
     "slots": 1,
     "boot_s": 0.1,
@@ -220,7 +220,7 @@ SPREAD = MEMORY | {  # one worker on three nodes; a fourth one waits
     "faults": ("agent_crash", "worker_crash"),
 }
 SPARES = {"slots": 3, "spares": 1, "hot_spares": True, "vranks": 12, "workers_min": 1}
-FLIPS = {  # most of them while an update runs, so that what is saved next is not right
+FLIPS = {  # most bits flip while an update runs, so that the next checkpoint is wrong
     "slots": 1,
     "loops": (20,),
     "faults": ("flip",),
@@ -233,7 +233,7 @@ FLIPS = {  # most of them while an update runs, so that what is saved next is no
     "optimizer_s": 1.0,
 }
 TAKEN_AWAY = {"faults": ("flip", "notice"), "fault_every_s": 0.4, "agents": 2}
-LOST = {  # with its only node
+LOST = {  # a worker is lost with its only node
     "agents": 1,
     "slots": 2,
     "agents_late": 0,
@@ -399,7 +399,7 @@ TUNED: dict[str, dict[str, object]] = {
     | {"faults": ("agent_crash", "store_lost"), "restore_s": 5.0, "loops": (30,)},
     "agent_obeys_an_older_term": JOINS
     | {"faults": ("coordinator_crash", "lossy"), "loss": 0.1, "duplicate": 0.3},
-    # Votes take long, and whoever has heard them breaks off unheard.
+    # Votes take long, and a member that has heard them breaks off unheard.
     "planned_stop_is_awaited_for_ever": JOINS
     | {
         "loops": (60,),
@@ -445,12 +445,12 @@ _UNCHANGED: dict[str, str] = {}
 
 
 def swarm_for(name: str) -> dict[str, object]:
-    """The options that are not drawn where a mutation is looked for."""
+    """Return the options that are fixed, not drawn, in the search for a mutation."""
     return GOES_ON | TUNED.get(name, {})
 
 
 def failure_of_unchanged_code(seed: int, tuned: dict[str, object]) -> str:
-    """What the machines as they are come to; several mutations look at the same seeds."""
+    """Return how the unchanged machines fail; several mutations look at the same seeds."""
     what = repr((seed, tuned))
     if what not in _UNCHANGED:
         _UNCHANGED[what] = run_seed(seed, small=True, tuned=tuned).failure

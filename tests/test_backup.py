@@ -60,7 +60,7 @@ def test_all_members_settle_alike_and_only_rank_0_decides() -> None:
     assert (first.counted(7), second.says_done(7), second.says_done(7)) == (None, True, False)
     assert first.heard(1, 7, 4) == ()
     assert first.heard(0, 7, 4) == (0, 1)
-    assert first.heard(2, 7, 4) == ()  # too late: what is settled stays so
+    assert first.heard(2, 7, 4) == ()  # too late: a settled step stays settled
     assert (first.counted(7), first.drops(7)) == ((0, 1), False)
     for each in (second, third):
         each.settled(7, (0, 1))
@@ -68,7 +68,7 @@ def test_all_members_settle_alike_and_only_rank_0_decides() -> None:
 
 
 def test_what_is_settled_of_a_later_step_is_kept_and_of_older_ones_forgotten() -> None:
-    """Who is late in a step hears who counts in the next one before it begins that."""
+    """A late worker hears whose results count in the next step before it begins that step."""
     member = Settlement(BackupPolicy(workers=1), 1, 3)
     member.begin(4)
     for step in (4, 5):
@@ -77,7 +77,7 @@ def test_what_is_settled_of_a_later_step_is_kept_and_of_older_ones_forgotten() -
     assert (member.counted(4), member.counted(5), member.drops(5)) == (None, (0, 2), True)
     first = Settlement(BackupPolicy(workers=1), 0, 3)
     first.begin(5)
-    assert first.heard(1, 4, 9) == first.heard(2, 4, 9) == ()  # of a step that is over
+    assert first.heard(1, 4, 9) == first.heard(2, 4, 9) == ()  # the step is over
 
 
 # ---------------------------------------------------------------- real jobs
@@ -98,7 +98,7 @@ def options(tmp_path: Path, text: str, virtual: int = 5) -> tuple[str, ...]:
 
 
 def digests(run: LocalRun) -> set[str]:
-    """Of all workers, the leader's among them."""
+    """Return the digests of all workers, the leader's among them."""
     assert run.wait(RUN_S) == 0, run.log()
     assert run.leftovers() == []
     found = [line for line in run.out if re.fullmatch("[0-9a-f]{64}", line)]
@@ -153,7 +153,7 @@ for step in job.steps(data, until=14):
 
 @pytest.mark.slow
 def test_gradient_and_loss_are_means_over_the_samples_that_count(tmp_path: Path) -> None:
-    """Also in steps of a single sample: its worker is waited for."""
+    """Steps of a single sample wait for its worker."""
     script = tmp_path / "ones.py"
     script.write_text(ONES)
     with LocalRun(tmp_path / "run", ["--nproc", "3", "--backup", "1"], [str(script)]) as run:
@@ -169,7 +169,7 @@ def test_gradient_and_loss_are_means_over_the_samples_that_count(tmp_path: Path)
 def test_a_worker_that_always_comes_last_is_always_left_out(
     worker: int, start: Start, tmp_path: Path
 ) -> None:
-    """Also the one that tells who counts, and leaves the buffers: others do that then."""
+    """One of them is the leader, which settles whose results count; then others do its work."""
     faults = options(tmp_path, f"worker {worker} always slow 1.8")
     with start(*SCRIPT, "--all", nproc=5, options=faults) as run:
         assert len(digests(run)) == 1
@@ -183,8 +183,8 @@ def test_a_worker_that_always_comes_last_is_always_left_out(
 @pytest.mark.slow
 @pytest.mark.parametrize("worker", [0, 1, 2])
 def test_a_death_among_backup_workers(worker: int, start: Start, tmp_path: Path) -> None:
-    """Also of one that is late, and of the one that tells who counts."""
-    faults = f"{FAULTS}\nworker {worker} steps 3-8 kill\n"  # those that it begins
+    """The dead worker may be a late one, or the one that settles whose results count."""
+    faults = f"{FAULTS}\nworker {worker} steps 3-8 kill\n"  # the steps that it begins
     with start(*SCRIPT, "--all", nproc=5, options=options(tmp_path, faults)) as run:
         assert len(digests(run)) == 1
     audited(run)
@@ -196,7 +196,7 @@ def test_a_death_among_backup_workers(worker: int, start: Start, tmp_path: Path)
 def test_a_worker_that_stands_still_for_long_is_suspended_and_catches_up(
     worker: int, start: Start, tmp_path: Path
 ) -> None:
-    """Though the step that it computes was committed without it."""
+    """The step that it computes is committed without it."""
     faults = options(tmp_path, f"worker {worker} step 20 stall 4")
     script = ("--steps", "60", "--task-s", "0.05", "--all")
     with start(*script, nproc=5, options=faults) as run:
@@ -212,7 +212,7 @@ def test_a_worker_that_stands_still_for_long_is_suspended_and_catches_up(
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["vote", "gather", "voted"])
 def test_a_death_when_it_is_settled_who_counts(point: str, start: Start, tmp_path: Path) -> None:
-    """Either all commit the step as it was settled, or it is settled anew."""
+    """Either all commit the step as it was settled, or it is settled again."""
     script = (*SCRIPT, "--all", "--fault", f"SIGKILL:{point}:5:0")
     with start(*script, nproc=5, options=options(tmp_path, "worker 2 step 5 stall 0.3")) as run:
         assert len(digests(run)) == 1
@@ -222,7 +222,7 @@ def test_a_death_when_it_is_settled_who_counts(point: str, start: Start, tmp_pat
 
 @pytest.mark.slow
 def test_several_tasks_each_and_data_workers(start: Start, tmp_path: Path) -> None:
-    """What a late worker has not begun it does not begin any more."""
+    """A late worker does not begin its remaining tasks."""
     faults = options(tmp_path, FAULTS, virtual=6)
     with start(*SCRIPT, "--all", "--loaders", "1", nproc=3, options=faults) as run:
         assert len(digests(run)) == 1
@@ -233,7 +233,7 @@ def test_several_tasks_each_and_data_workers(start: Start, tmp_path: Path) -> No
 
 
 def test_one_worker_that_is_left_is_waited_for(start: Start, tmp_path: Path) -> None:
-    """With fewer members than results are wanted, nobody is to spare."""
+    """There are fewer members than results wanted, so nobody can be spared."""
     kills = "\n".join(f"worker {w} always kill" for w in (1, 2))
     faults = options(tmp_path, kills, virtual=4)
     with start("--steps", "6", nproc=3, options=(*faults, "--losses-max", "90")) as run:

@@ -54,7 +54,7 @@ SIZES = {
 
 
 def make_state(seed: int) -> State:
-    """All of it random but for `sparse`, which can be compressed."""
+    """Return a state of random bytes, except `sparse`, which can be compressed."""
     rng = random.Random(seed)
     state = {name: bytearray(rng.randbytes(size)) for name, size in SIZES.items()}
     state["sparse"] = bytearray(SIZES["sparse"])
@@ -76,7 +76,7 @@ def save(store: Checkpoints, step: int, state: State) -> Manifest:
 
 
 class Loaded:
-    """Targets that remember where the bytes went."""
+    """Targets that remember which bytes they got."""
 
     def __init__(self, only: str = "") -> None:
         self.state: State = {}
@@ -117,7 +117,7 @@ def test_what_has_not_changed_is_not_written_again() -> None:
     state["table"][2 * CHUNK_BYTES + 5] ^= 1
     save(store, 3, state)
     assert stored_bytes(storage) == once + CHUNK_BYTES
-    save(Checkpoints(storage), 4, state)  # another process, which has to look what there is
+    save(Checkpoints(storage), 4, state)  # another process, which must look up the stored chunks
     assert stored_bytes(storage) == once + CHUNK_BYTES
     for step in (1, 2, 3, 4):
         assert store.verify(step) == []
@@ -140,7 +140,7 @@ def test_what_becomes_much_shorter_is_compressed_and_nothing_else() -> None:
     before = stored_bytes(storage)
     entries = save(store, 2, state).entries
     others = sum(SIZES.values()) - SIZES["sparse"]
-    assert stored_bytes(storage) == before + others  # and `sparse` is known in its short form
+    assert stored_bytes(storage) == before + others  # and `sparse` is found in its short form
     assert all(not run.stored for entry in entries[:-1] for run in entry.runs)
     tail = bytearray(1000)  # a part of a compressed chunk
     start = CHUNK_BYTES + 12_345
@@ -153,7 +153,7 @@ def test_a_chunk_that_looks_compressed_and_is_not_is_told() -> None:
     store = Checkpoints(storage)
     save(store, 1, {"sparse": state["sparse"]})
     (pack,) = storage.names(PACKS)
-    bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))  # within the first chunk's length
+    bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))  # it fits the first chunk's length
     data = storage.objects[pack]
     storage.objects[pack] = bomb + data[len(bomb) :]
     assert "decompress" in store.verify(1)[0].why
@@ -181,7 +181,7 @@ def test_some_entries_can_be_read_without_the_others() -> None:
 
 @pytest.mark.parametrize("flips", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_every_flipped_bit_is_found(flips: int) -> None:
-    """In any file of a checkpoint: in what is loaded never; most often, an older one is used."""
+    """No flipped bit in any file is ever loaded; most often an older checkpoint is used instead."""
     storage = MemoryStorage()
     store = Checkpoints(storage)
     save(store, 1, make_state(1))
@@ -260,7 +260,7 @@ ENTRY = st.builds(
 
 
 def test_no_flipped_bit_makes_decompression_take_memory_or_raise() -> None:
-    """Also not one of the length that a frame says it has."""
+    """This holds for the bits of a frame's own length field, too."""
     chunk = make_state(1)["sparse"][:CHUNK_BYTES]
     good = bytes(compression.shorter(memoryview(chunk)))
     into, wrong = bytearray(CHUNK_BYTES), 0
@@ -269,7 +269,7 @@ def test_no_flipped_bit_makes_decompression_take_memory_or_raise() -> None:
             data = bytearray(good)
             data[at] ^= 1 << bit
             wrong += bool(compression.expand(memoryview(data), memoryview(into))) or into != chunk
-    assert wrong > 100  # the other bits change nothing that is read
+    assert wrong > 100  # the other bits are in parts that are not read
     assert compression.expand(memoryview(good), memoryview(into)) == ""
     assert into == chunk
 
@@ -325,7 +325,7 @@ def test_no_bytes_make_a_manifest_by_accident(data: bytes) -> None:
 
 @given(st.lists(ENTRY, max_size=3))
 def test_a_manifest_that_contradicts_itself_is_refused(entries: list[Entry]) -> None:
-    """Even one whose digest is right: what it says leads to reading."""
+    """Its digest is right all the same, so its contents must be checked before they are used."""
     manifest = Manifest(step=1, time=0.0, token="t", packs=("p",), entries=tuple(entries))
     names = [e.name for e in entries]
     sound = len(set(names)) == len(names) and all(e.size == 0 and not e.digests for e in entries)
@@ -340,7 +340,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(entries: list[Entry]) -> 
 
 
 def test_a_crash_at_any_call_leaves_the_checkpoints_before(tmp_path: Path) -> None:
-    """And never half of a new one; the next save and collection set all straight."""
+    """No half checkpoint is left either; the next save and collection remove the remains."""
     base = tmp_path / "base"
     before = Checkpoints(FileStorage(base))
     save(before, 1, make_state(1))
@@ -432,7 +432,7 @@ def test_collecting_keeps_every_byte_of_what_is_kept() -> None:
 
 
 def test_a_pack_of_which_little_is_used_dies_out() -> None:
-    """What is still used of it is written again, so that space does not leak away for ever."""
+    """The chunks that are still used are written again, so that no space is lost for ever."""
     storage = MemoryStorage()
     store, rng = Checkpoints(storage), random.Random(0)
     state = {f"m{i}": bytearray(rng.randbytes(CHUNK_BYTES)) for i in range(10)}
@@ -458,7 +458,7 @@ def test_nothing_is_removed_while_a_manifest_cannot_be_read() -> None:
 
 
 class Interleaved(MemoryStorage):
-    """Runs something at one of its calls, once: another process that comes in between."""
+    """Runs something once, during one of its calls, as another process would."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -558,7 +558,7 @@ def test_a_missing_step_is_missing() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kills", [6, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_saving_process_that_is_killed_loses_nothing(kills: int, tmp_path: Path) -> None:
-    """What it had said to be saved is there; what is there is whole."""
+    """Every checkpoint that it reported as saved is there, and every checkpoint there is whole."""
     rng, said = random.Random(kills), -1
     command = [sys.executable, str(SAVER), str(tmp_path / "store")]
     for _ in range(kills):

@@ -1,4 +1,4 @@
-"""What the coordinator decides: each rule walked through with reports as agents would send them."""
+"""The coordinator's decisions: each rule, with reports as agents would send them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ POLICY = CoordinatorPolicy(
 
 
 class Job:
-    """A coordinator, and nodes of one worker each that report whatever a test says."""
+    """A coordinator, and nodes of one worker each, whose reports a test writes."""
 
     def __init__(
         self, *names: str, record: JobRecord | None = None, forgotten: int = 0, **fields: Any
@@ -85,7 +85,7 @@ class Job:
         return self.feed(ce.ReportArrived(report))
 
     def node(self, name: str, **asks: Any) -> None:
-        """Have a node ask for something, in every report from here on."""
+        """Have a node ask for something, in every report from now on."""
         self._asks[name] = asks
         self.hear(name, self.known[name], view_known=self.number)
 
@@ -175,7 +175,7 @@ def test_a_directive_says_all_and_a_view_only_to_whom_it_is_new() -> None:
     told = job.told["a"]
     assert (told.term, told.agent_incarnation, told.view_number) == (7, 1, 1)
     assert (told.undecided, told.shutdown, told.save_wanted) == (False, False, 0)
-    assert told.view is None  # it has said that it knows it
+    assert told.view is None  # it has reported the view
     (answer,) = job.hear("b", job.known["b"])
     assert answer.directive.view == job.view
     assert answer.directive.heard == job._seq
@@ -239,7 +239,7 @@ def test_a_failed_script_ends_the_job_with_its_first_worker_and_nothing_runs_on(
     assert job.told["a"].wanted == ()
     assert not any(isinstance(e, ce.Finish) for e in job.done)
     job.say("a", 0, stage=Stage.LOST)
-    assert not any(isinstance(e, ce.Finish) for e in job.done)  # what b was told may have begun
+    assert not any(isinstance(e, ce.Finish) for e in job.done)  # b may have begun what it was told
     job.say("b", 1)
     (finish,) = [e for e in job.done if isinstance(e, ce.Finish)]
     assert finish.outcome == job.machine.outcome
@@ -256,8 +256,8 @@ def test_when_all_keep_still_while_somebody_waits_the_others_are_replaced() -> N
     job.pass_time(100.0 + POLICY.hang_s + 1.0)
     assert job.announced("replaced") == ["worker 1 is replaced: hung for 60 s"]
     assert [w.incarnation for w in job.told["b"].wanted] == [2]
-    calm = begun("a", "b")  # where nobody waits a script may take as long as it likes
-    calm.say("a", 0, phase=Phase.WAITING)  # who hosts nothing always does
+    calm = begun("a", "b")  # where nobody waits, a script may take as long as it likes
+    calm.say("a", 0, phase=Phase.WAITING)  # a worker that hosts nothing is always waiting
     calm.pass_time(100.0 + 2 * POLICY.hang_s)
     assert calm.announced("replaced") == []
 
@@ -287,7 +287,7 @@ def test_a_witness_of_an_older_view_says_nothing_of_the_next() -> None:
         job.say(name, worker, **fields)
     silent_from = job.now
     del job.known["b"], job.known["c"]
-    job.pass_time(silent_from + 3 * LEASE.fence_s)  # votes may have proved all the while
+    job.pass_time(silent_from + 3 * LEASE.fence_s)  # votes may have proved the right to act
     assert_gone_a_lease_after_the_witness(job)
 
 
@@ -371,10 +371,10 @@ def test_what_was_said_of_a_checkpoint_is_kept_though_its_agent_begins_anew_at_o
     job.say("a", 0, saved=4, committed=6)
     job.pass_time(job.now + 5.0)
     assert job.machine.snapshot().record.saved == (4,)
-    job.pause_s = 1e-6  # reports that come so fast wait for a common review
+    job.pause_s = 1e-6  # such fast reports wait for a common review
     job.say("b", 1, detail="reviewed")
     job.say("a", 0, unreadable=4, saved=0)
-    job.hear("a", incarnation=Incarnation(2), seq=1)  # nothing runs there
+    job.hear("a", incarnation=Incarnation(2), seq=1)  # it runs nothing
     del job.known["a"]
     job.pass_time(job.now + 5.0)
     assert job.machine.snapshot().record.saved == ()
@@ -420,7 +420,7 @@ def test_an_operator_stops_the_job_at_once_or_after_a_last_checkpoint() -> None:
     assert job.machine.outcome is None
     assert job.told["a"].save_wanted
     job.say("a", 0, saved=5)
-    assert job.machine.outcome is None  # that is an older one
+    assert job.machine.outcome is None  # an older checkpoint
     job.say("a", 0, saved=6)
     assert job.machine.outcome == "enough"
     again = begun("a", "b")
@@ -467,7 +467,7 @@ def test_who_lacks_votes_when_the_leader_has_ended_gets_a_last_view() -> None:
     lost = begun("a", "b")
     lost.say("a", 0, stage=Stage.EXITED)
     lost.say("b", 1, stage=Stage.LOST)
-    assert lost.machine.outcome == ""  # nobody is left, and nobody is started again
+    assert lost.machine.outcome == ""  # no worker is left, and none is started again
     assert lost.announced("lost") == []
 
 
@@ -524,14 +524,14 @@ def test_while_members_are_unheard_a_later_view_may_be_at_work() -> None:
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_many_changes_of_a_large_job_are_reviewed_together(seen: bool) -> None:
-    """What is heard is answered at once; what follows from it is decided a little later."""
+    """Reports are answered at once; their consequences are decided a little later."""
     names = [f"n{i:04}" for i in range(600)]
     job = Job(*names, nodes_min=600, virtual_ranks=600)
     job.pause_s, review_s = 0.0, 2e-5 * 600
     job.now += 1.0
     job.feed(Tick())
     job.now += 1.0
-    job.say(names[0], 0, saved=3)  # is decided on at once
+    job.say(names[0], 0, saved=3)  # this is decided at once
     first = job.now
     job.say(names[1], 1, saved=4)
     assert job.machine.deadline() == pytest.approx(first + review_s)

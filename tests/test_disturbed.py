@@ -129,7 +129,7 @@ def disturbed(tmp_path: Path, text: str) -> tuple[str, str]:
 def test_a_slow_worker_hosts_less_and_no_bit_changes(
     factor: float, share: int, fault: str, start: Start, reference: Reference, tmp_path: Path
 ) -> None:
-    """Also when the other one dies, which hosts more than the view says, or everything."""
+    """The other worker may die, too, which hosts more than the view says, or everything."""
     options = disturbed(tmp_path, f"worker 1 from step 1 slow {factor}\n{fault}\n")
     script = ("--steps", str(STEPS), "--task-s", "0.02")
     with start(*script, nproc=2, options=options) as run:
@@ -178,9 +178,9 @@ def told(run: LocalRun, what: str) -> list[str]:
 def test_a_late_worker_is_suspended_and_catches_up(
     worker: int, start: Start, reference: Reference, tmp_path: Path
 ) -> None:
-    """Also the leader, and the last one.
+    """This holds for the leader and the last worker, too.
 
-    It keeps its process and its state, and applies what it has missed.
+    The suspended worker keeps its process and its state, and applies the steps that it has missed.
     """
     options = disturbed(tmp_path, f"worker {worker} step 20 stall 2.0")
     with start(*LATE, options=options) as run:
@@ -227,7 +227,7 @@ def test_without_a_budget_everybody_is_waited_for(
 def test_what_others_are_late_with_is_copied(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
-    """Whoever is first is used; here the late one comes back in time."""
+    """The first result is used; here the late worker comes back in time."""
     options = disturbed(tmp_path, "worker 2 step 20 stall 0.4\nworker 1 step 40 stall 0.4")
     with start(*LATE, options=options) as run:
         assert finish(run) == reference(50)
@@ -240,7 +240,8 @@ def test_what_others_are_late_with_is_copied(
 def test_a_copy_of_a_late_task_is_an_audit_for_free(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
-    """Nothing else is audited here, and a machine may be too busy to copy in time: tried again."""
+    """Nothing else is audited here. A busy machine may be too late to copy; then the job runs
+    again."""
     faults = "worker 2 step 20 flip gradient\nworker 2 step 20 stall 0.4"
     for attempt in range(4):
         folder = tmp_path / str(attempt)
@@ -248,7 +249,7 @@ def test_a_copy_of_a_late_task_is_an_audit_for_free(
         with start(*LATE, options=disturbed(folder, faults)) as run:
             digest = finish(run)
         found = [text for text in wrong(run) if "a copy of virtual rank" in text]
-        if found or told(run, "worker 2 is late in step 20"):  # suspended: the copy is used
+        if found or told(run, "worker 2 is late in step 20"):  # suspended: its copy counts
             break
     assert found or told(run, "worker 2 is late in step 20")
     assert digest == reference(50)
@@ -282,7 +283,7 @@ def test_a_wrong_gradient_is_computed_again(
     (text,) = wrong(run)
     assert "worker 1 has computed virtual rank" in text
     assert "of step 7 wrongly; the step was computed again" in text
-    assert run.events("lost") == []  # once is forgiven
+    assert run.events("lost") == []  # the first mistake is forgiven
     assert verify(run.run_dir.path, SamplePlan.from_dict).ok
 
 
@@ -296,9 +297,9 @@ def test_a_wrong_gradient_is_computed_again(
 def test_hardware_that_is_not_deterministic_is_audited_within_a_tolerance(
     noise: float, says: str, start: Start, tmp_path: Path
 ) -> None:
-    """Nobody is blamed for noise, but who is off by more is found."""
+    """Nobody is blamed for noise, but a worker that is off by more is found."""
     faults = f"any worker always noise {noise}\nworker 1 step 12 poison inf"
-    repeats = ("--repeat-steps", "64" if noise < 0.01 else "0")  # which refuse so much of it
+    repeats = ("--repeat-steps", "64" if noise < 0.01 else "0")  # repeats refuse so much noise
     options = (*disturbed(tmp_path, faults), "--audit", "1.0", *repeats)
     with start(*AUDITED, nproc=3, options=options) as run:
         finish(run)
@@ -313,7 +314,7 @@ def test_hardware_that_is_not_deterministic_is_audited_within_a_tolerance(
 def test_who_computes_wrongly_again_and_again_leaves(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
-    """Its successor, on the same machine, would do the same: none is started for a while."""
+    """Its successor, on the same machine, would do the same, so none is started for a while."""
     options = (*disturbed(tmp_path, "worker 1 from step 5 multiply wrongly"), "--audit", "1.0")
     with start(*AUDITED, nproc=3, options=options) as run:
         assert finish(run) == reference(20)
@@ -327,7 +328,7 @@ def test_who_computes_wrongly_again_and_again_leaves(
 def test_a_replica_that_has_become_another_is_found_and_replaced(
     what: str, start: Start, reference: Reference, tmp_path: Path
 ) -> None:
-    """Before its gradients are used; its successor has the state of the others."""
+    """It is found before its gradients are used; its successor gets the state of the others."""
     options = (*disturbed(tmp_path, f"worker 1 step 7 flip {what}"), "--audit", "1.0")
     with start(*AUDITED, nproc=4, options=options) as run:
         assert finish(run) == reference(20)
@@ -339,7 +340,7 @@ def test_a_replica_that_has_become_another_is_found_and_replaced(
 def with_a_store(
     start: Start, tmp_path: Path, faults: str, *options: str, steps: int = 50, nproc: int = 3
 ) -> tuple[LocalRun, str]:
-    """A job that meets these faults and keeps checkpoints: its run, and its digest."""
+    """Run a job with these faults that keeps checkpoints; return its run and its digest."""
     store = ("--store", str(tmp_path / "store"), "--save-every", "5")
     script = ("--steps", str(steps), "--task-s", "0.01")
     with start(
@@ -368,7 +369,7 @@ def test_a_state_that_has_become_another_is_found_without_audits_and_the_job_goe
     reference: Reference,
     tmp_path: Path,
 ) -> None:
-    """Its gradients have been used meanwhile: all of that is done again."""
+    """Its gradients have been used meanwhile, so all of those steps are done again."""
     faults, compared = f"worker 1 step {step} flip {what}", ("--fingerprint-steps", str(cycle))
     run, digest = with_a_store(start, tmp_path, faults, *compared, steps=steps)
     assert digest == reference(steps)
@@ -392,7 +393,7 @@ def test_what_was_computed_wrongly_before_an_audit_found_out_is_done_again(
 def test_of_two_states_nobody_knows_which_is_right(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
-    """So both begin anew, from before they differed."""
+    """Both begin again from before they differed."""
     faults = "worker 0 step 27 flip parameter"
     options = ("--fingerprint-steps", "4")
     run, digest = with_a_store(start, tmp_path, faults, *options, steps=40, nproc=2)
@@ -430,7 +431,7 @@ def test_a_sum_of_damaged_parts_is_summed_again(
 def test_a_number_that_is_none_is_never_committed(
     what: str, start: Start, reference: Reference, tmp_path: Path
 ) -> None:
-    """Nothing is audited here, but for the step whose sum is not finite."""
+    """Nothing is audited here, except the step with a sum that is not finite."""
     options = disturbed(tmp_path, f"worker 1 step 7 poison {what}")
     with start(*AUDITED, nproc=3, options=options) as run:
         assert finish(run) == reference(20)
@@ -476,7 +477,7 @@ def test_what_is_rightly_not_finite_is_committed(start: Start, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_slow_network_is_told_from_slow_computing(start: Start, tmp_path: Path) -> None:
-    """The others compute as fast as it does, and wait for what it sends."""
+    """The others compute as fast as the slow one does, and wait for its messages."""
     options = disturbed(tmp_path, "worker 0 always slow link 1e5")
     with start("--steps", "24", "--task-s", "0.05", nproc=3, options=options) as run:
         finish(run)

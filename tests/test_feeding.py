@@ -74,7 +74,7 @@ def plain(job: Job, me: ThreadWorker) -> str:
 
 
 def with_buffers(job: Job, me: ThreadWorker) -> str:
-    """Statistics of batches, a scheduler, loops one after the other, and values between them."""
+    """A script with statistics of batches, a scheduler, loops in turn, and values between them."""
     model = nn.Sequential(net(), nn.BatchNorm1d(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7)
@@ -90,7 +90,7 @@ def with_buffers(job: Job, me: ThreadWorker) -> str:
 
 
 def in_rounds(job: Job, me: ThreadWorker) -> str:
-    """Two modules in turn: every other step of the job follows no boundary."""
+    """A script with two modules in turn: every other step of the job follows no boundary."""
     first, second = net(seed=1), net(seed=2)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (first, second)]
     job.protect(first=first, second=second, one=optimizers[0], two=optimizers[1])
@@ -133,7 +133,7 @@ def test_who_joins_is_fed_and_the_result_is_the_same(script: Script) -> None:
 
 
 class Average:
-    """A tensor that is neither a parameter nor an optimizer's: steps compare nothing of it."""
+    """A tensor that is neither a parameter nor an optimizer's: no step compares it."""
 
     def __init__(self) -> None:
         self.held = torch.zeros(40)
@@ -146,7 +146,7 @@ class Average:
 
 
 def test_a_wrong_state_is_found_before_who_is_fed_joins() -> None:
-    """Members compare all that they have copied, also what nothing else would look at."""
+    """Members compare all that they have copied, also the parts that no other check looks at."""
 
     def flips(job: Job, me: ThreadWorker) -> str:
         model, average = net(), Average()
@@ -167,7 +167,7 @@ def test_a_wrong_state_is_found_before_who_is_fed_joins() -> None:
 
 
 def test_a_member_dies_while_it_feeds() -> None:
-    """What was fed is of no use, and who was fed joins all the same, by another order."""
+    """The state fed so far is useless, and the follower joins all the same, by another order."""
     expected, _ = run(plain, 1)
     for death in (60, 75, 90):
         found, _ = run(plain, 3, {1: 30, 2: death})
@@ -199,7 +199,7 @@ def test_a_small_model_is_sent_while_all_wait() -> None:
 
 
 def pair(theirs: bytes = KEY) -> tuple[Any, Any]:
-    """Connect a member with this key to a follower; returns both ends, or what went wrong."""
+    """Connect a member with this key to a follower; return both ends, or the error."""
     arrived: queue.Queue[Any] = queue.Queue()
     listener, address = open_listener("127.0.0.1")
     listening = PeerListener(
@@ -274,7 +274,7 @@ def test_a_pace_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     pace.sent(500)
     assert slept == [0.5]
     clock[0] += 2.0
-    pace.sent(500)  # what was not sent in time is not caught up
+    pace.sent(500)  # bytes not sent in time are not made up for
     assert slept == [0.5, 0.5]
     SendRate(0.0).sent(10**9)
     assert slept == [0.5, 0.5]

@@ -1,4 +1,4 @@
-"""When a view must stop, who goes on, who joins, who is waited for: each rule by a table."""
+"""A table for each rule of views: when one stops, which workers go on, join or are awaited."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_who_died_is_fenced_and_who_is_silent_only_after_its_lease() -> None:
         (status(4, state=StateCopy.DIRTY), True),
         (status(4, state=StateCopy.CURRENT), False),
         (status(4, committed=3), False),  # it had begun to catch up
-        (status(4, incarnation=2), False),  # another one is ordered
+        (status(4, incarnation=2), False),  # a newer incarnation is ordered
     ],
 )
 def test_who_is_ready_and_holds_no_state_may_join(heard: WorkerStatus, joins: bool) -> None:
@@ -156,11 +156,11 @@ def test_who_has_missed_too_much_is_better_started_anew() -> None:
     ("survivors", "late"),
     [
         ([stopped(0, **OVERDUE), stopped(1)], [1]),
-        ([stopped(0, **WAITING), stopped(1)], []),  # nobody says that it is late
-        ([stopped(0, **OVERDUE), stopped(1), stopped(2)], []),  # they are the most
+        ([stopped(0, **WAITING), stopped(1)], []),  # no member says that it is late
+        ([stopped(0, **OVERDUE), stopped(1), stopped(2)], []),  # the late ones are the majority
         ([stopped(0, **OVERDUE), stopped(1, **WAITING), stopped(2), stopped(3)], [2, 3]),
         ([stopped(0, **OVERDUE), stopped(1, reduced=True), stopped(2)], [2]),
-        ([stopped(0, **OVERDUE), stopped(1, **BOUNDARY)], []),  # in no step
+        ([stopped(0, **OVERDUE), stopped(1, **BOUNDARY)], []),  # the late one is in no step
         ([stopped(0, committed=6, **OVERDUE), stopped(1)], []),  # the step is committed
     ],
 )
@@ -181,7 +181,7 @@ BROKEN = [
     ((member(0, **OVERDUE), member(1)), "worker 0 waits for worker 1, which is late"),
     ((member(0, **OVERDUE), member(1, phase=Phase.OVERDUE)), "0 waits for one that is late"),
     ((member(0, **WAITING), resting(1)), "a worker waits for one that has stopped"),
-    ((member(0), resting(1)), None),  # as planned: nobody waits
+    ((member(0), resting(1)), None),  # a planned stop: no member waits
     ((member(0, **WAITING), resting(1, committed=4)), "worker 1 lost touch"),  # before any vote
     ((resting(0), resting(1)), None),
 ]
@@ -222,7 +222,7 @@ def test_a_change_is_planned_for_who_can_join_then_for_drains_then_for_too_few()
     cluster = Cluster(member(0), member(1), status(4))
     facts = cluster.facts(view_of(0, 1))
     assert fo.why_change(with_room(facts, 3), 1, 5) == ("join", "worker 4 joins")
-    assert fo.why_change(with_room(facts, 2), 1, 5) is None  # there is no virtual rank for it
+    assert fo.why_change(with_room(facts, 2), 1, 5) is None  # no virtual rank is left for it
     assert fo.why_change(with_room(facts, 2), 3, 5) == ("wait", "the job waits")
     assert fo.why_change(with_room(facts, 2), 2, 5) is None
     for name in ("n0", "n1"):
@@ -279,7 +279,7 @@ def test_who_had_to_stop_while_it_caught_up_is_interrupted() -> None:
     view = view_of(0, 1, joiners=(WorkerId(1),), catching_up=(lag(1, 2),))
     for one, found in (
         (stopped(1, state=StateCopy.DIRTY), [1]),
-        (member(1, state=StateCopy.DIRTY), []),  # it still does
+        (member(1, state=StateCopy.DIRTY), []),  # it is still running
         (stopped(1), []),  # it has the state
         (stopped(1, state=StateCopy.DIRTY, stage=Stage.LOST), []),
     ):
@@ -394,7 +394,7 @@ def test_what_a_member_committed_that_is_left_out_is_not_redone() -> None:
         found = propose()
         assert found is not None
         assert found.resume_step == 6
-    older = stopped(2, committed=6, view=ViewNumber(2))  # what it says is of another history
+    older = stopped(2, committed=6, view=ViewNumber(2))  # its report is about another history
     cluster.hear("n2", older)
     found = fo.next_view(with_room(cluster.facts(view), 3), survivors, 1)
     assert found is not None
@@ -467,7 +467,7 @@ def test_a_view_keeps_its_leader_as_long_as_it_holds_the_state() -> None:
     cluster = Cluster(resting(0), resting(1), status(4))
     for old, leader in (
         (view_of(1, 0, leader=WorkerId(1)), 1),
-        (view_of(0, 4, leader=WorkerId(4)), 0),  # it joins: it may have lost the state
+        (view_of(0, 4, leader=WorkerId(4)), 0),  # it joins, and may have lost the state
         (view_of(9), 0),
         (None, 0),
     ):
@@ -485,7 +485,7 @@ def test_the_last_view_waits_for_nobody(missing: int) -> None:
     cluster = Cluster(*statuses, status(5))
     found = fo.last_view(cluster.facts(view_of(0, 1, 2, 3)), statuses)
     assert set(found.workers) == set(found.owners) == {0, 1, 2, 3} - {missing}
-    assert (found.resume_step, found.joiners) == (5, ())  # who is lost may not have reduced it
+    assert (found.resume_step, found.joiners) == (5, ())  # the lost worker may not have reduced it
 
 
 def test_what_no_view_may_be() -> None:

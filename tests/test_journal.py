@@ -42,7 +42,7 @@ from holdfast.runtime.coordinate.journal import (
 from labs.etcd_cluster import EtcdCluster
 from support import WAIT_S, start_etcd
 
-TTL_S = 60  # of leases that nothing renews here
+TTL_S = 60  # the time of leases, which nothing renews here
 
 
 def record(term: int, release_loop: int = 0) -> JobRecord:
@@ -59,22 +59,22 @@ def record(term: int, release_loop: int = 0) -> JobRecord:
 
 
 class Bench(Protocol):
-    """How the contract gets at one kind of journal, and at what it has stored."""
+    """Gives the contract access to one kind of journal and to its stored bytes."""
 
     async def open(self) -> Journal:
-        """One more coordinator's journal."""
+        """Open one more coordinator's journal."""
         ...
 
     async def end(self, journal: Journal) -> None:
-        """Its coordinator is gone."""
+        """End a journal's coordinator."""
         ...
 
     async def usurp(self) -> Journal:
-        """One more coordinator's, while the last one believes that it is the only one."""
+        """Open one more coordinator's journal, while the last one believes that it is alone."""
         ...
 
     async def change(self, how: Callable[[bytes], bytes]) -> None:
-        """Damage what is stored."""
+        """Damage the stored bytes."""
         ...
 
 
@@ -115,7 +115,7 @@ class MemoryBench:
 class EtcdBench:
     def __init__(self, url: str) -> None:
         self.url = parse_election(url)
-        # A clock that stands still: none of them ever learns from it that it was deposed.
+        # A clock that stands still: no journal learns from it that it was deposed.
         self.election = open_election(url, now=lambda: 0.0)
         self.leaderships: list[Leadership] = []
 
@@ -182,7 +182,7 @@ def test_every_coordinator_has_a_term_of_its_own(bench: Bench) -> None:
         for _ in range(4):
             journal = await bench.open()
             terms.append((await journal.load()).term)
-            await bench.end(journal)  # although it never saved anything
+            await bench.end(journal)  # it never saved anything
         assert terms == [1, 2, 3, 4]
 
     asyncio.run(scenario())
@@ -242,7 +242,7 @@ def test_damage_is_named_until_there_is_a_new_record(
         await journal.load()
         await journal.save(record(1))
         await bench.change(how)
-        for term in (2, 3):  # also for the next, if this one dies before it has saved
+        for term in (2, 3):  # and the next one, if this one dies before it has saved
             await bench.end(journal)
             journal = await bench.open()
             loaded = await journal.load()
@@ -301,7 +301,7 @@ def test_a_record_of_10000_workers_fits_into_etcd() -> None:
 
 
 def load(path: Path, now: float = 0.0) -> tuple[int, JobRecord | None, str]:
-    """What one more coordinator finds."""
+    """Load the journal as one more coordinator would."""
     journal = FileJournal(path, clock=lambda: now)
     try:
         loaded = asyncio.run(journal.load())

@@ -1,4 +1,4 @@
-"""What the ledger proves of samplers: what one gave is used exactly once, in its order."""
+"""The ledger's proof about samplers: each of their indices is used once, in their order."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ FACTS = (
 
 
 def of_order(*steps):
-    """Entries of a sampler: for each task the epoch, batch, the samples before it, and its count.
+    """Return entries of a sampler: for each task the epoch, batch, the samples before it, its
+    count.
 
-    A string before them is what the step tells.
+    A string before them is the word of the step.
     """
     found = []
     for index, step in enumerate(steps):
@@ -68,17 +69,17 @@ def test_what_a_sampler_gave_is_proved(tmp_path, steps):
 @pytest.mark.parametrize(
     ("steps", "words"),
     [
-        ((FIRST, ((0, 3, 8, 3), *SECOND[1:])), "other samples"),  # used again
-        ((FIRST, ((0, 5, 14, 1), (0, 5, 15, 0), *SECOND[2:])), "other samples"),  # left out
-        ((FIRST, THIRD), "other samples"),  # an epoch that does not come to its end
+        ((FIRST, ((0, 3, 8, 3), *SECOND[1:])), "other samples"),  # some are used again
+        ((FIRST, ((0, 5, 14, 1), (0, 5, 15, 0), *SECOND[2:])), "other samples"),  # one is left out
+        ((FIRST, THIRD), "other samples"),  # the epoch does not reach its end
         (
             (FIRST, ((0, 4, 11, 2), (0, 5, 13, 1), *[(0, 6, 14, 0)] * 2)),
             "batch 6 of 6",
         ),  # cut short
         (((*FIRST[:3], (0, 2, 6, 0), (0, 3, 6, 3)),), "other samples"),  # an empty batch
-        ((FIRST[1:], SECOND), "begins epoch 0"),  # nothing told
-        ((FIRST, SECOND, (tell(FACTS[0]), *THIRD[1:])), "begins epoch 1"),  # of another epoch
-        ((FIRST, SECOND, (tell(FACTS[1]), *FIRST[1:])), "other samples"),  # of the epoch before
+        ((FIRST[1:], SECOND), "begins epoch 0"),  # the step gives no word
+        ((FIRST, SECOND, (tell(FACTS[0]), *THIRD[1:])), "begins epoch 1"),  # another epoch's
+        ((FIRST, SECOND, (tell(FACTS[1]), *FIRST[1:])), "other samples"),  # the epoch before's
         (((*FIRST[:3], FIRST[4], FIRST[3]), SECOND), "other samples"),  # out of order
     ],
 )

@@ -26,14 +26,14 @@ from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker
 
 RECORDS = 70
-STEPS = 8  # of 12 samples: an epoch takes six
+STEPS = 8  # steps of 12 samples: an epoch takes six
 LEDGER = "ledger of a run"
 
 
 class Decaying:
-    """A copy of the data of which records are bad from the beginning; `once`: only when first read.
+    """A copy of the data with bad records; `once`: bad only when they are first read.
 
-    `ways`: what is wrong with each: a "flip", or an "error" that reading it raises.
+    `ways`: the damage of each record: a "flip" of a bit, or an "error" that reading it raises.
     """
 
     def __init__(self, ways: Mapping[int, str], *, once: bool = False) -> None:
@@ -77,7 +77,7 @@ def train(
     rounds: int = 1,
     **options: Any,
 ) -> Callable[[Job, ThreadWorker], Any]:
-    """A script that trains; returns the model's digest, and what was left out from which step."""
+    """Return a script that trains and returns the model's digest, and records left out by step."""
 
     def script(job: Job, me: ThreadWorker) -> Any:
         model, optimizer = protected(job)
@@ -98,11 +98,11 @@ def run(
     run_dir: Path | None = None,
     seen: dict[int, int] | None = None,
 ) -> list[Any]:
-    """Run a job of threads; returns what the script returned on each worker at the end."""
+    """Run a job of threads; return what the script returned on each worker at the end."""
     found: dict[WorkerId, Any] = {}
 
     def whole(job: Job, me: ThreadWorker) -> None:
-        if run_dir is not None:  # where the ledger is kept
+        if run_dir is not None:  # the ledger is kept there
             object.__setattr__(job._environment, "run_dir", run_dir)
         returned = script(job, me)
         job._end_open_loop()
@@ -146,7 +146,8 @@ def test_what_is_bad_once_is_read_again(way: str, index: Path) -> None:
 
 
 class Flapping(Decaying):
-    """A copy of the data whose record that is read first cannot be read while the second run asks.
+    """A copy of the data; the record read first is unreadable when the second run of a task reads
+    it.
 
     A worker's first task is computed twice; the second of these runs counts.
     """
@@ -158,7 +159,7 @@ class Flapping(Decaying):
 
 
 def test_a_record_that_comes_and_goes_between_two_runs_of_a_task() -> None:
-    """The run that counts decides; nobody takes it for a fault of the script or of the worker."""
+    """The run that counts decides, and neither the script nor the worker is blamed."""
     copies: list[Flapping] = []
 
     def copy(me: ThreadWorker) -> Flapping:
@@ -180,7 +181,7 @@ def test_a_mirror_heals(options: dict[str, Any], index: Path) -> None:
 
 @pytest.mark.parametrize("rounds", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bad_records_are_left_out_by_all_alike(rounds: int, index: Path, tmp_path: Path) -> None:
-    """They are bad on all copies: what comes out does not depend on the workers."""
+    """The records are bad on all copies; the result does not depend on the workers."""
     script = train(lambda me: Decaying(BAD), index, rounds=rounds, **QUARANTINED)
     (expected,) = run(script, 1)
     assert set(expected[1]) == set(BAD)
@@ -204,15 +205,15 @@ def test_bad_records_are_left_out_by_all_alike(rounds: int, index: Path, tmp_pat
 
 
 def only_on(worker: int) -> Copy:
-    """The data of one worker are bad, until it has died."""
+    """Return a way to read data that are bad on one worker, until it has died."""
     return lambda me: Decaying(BAD if (me.worker, me.incarnation) == (worker, 1) else {})
 
 
 def test_what_is_bad_on_one_worker_is_left_out_by_all(index: Path, tmp_path: Path) -> None:
-    """Which is proved by the ledger, also if the worker dies before or after it has told.
+    """The ledger proves it, also if the worker dies before or after it has reported the record.
 
-    A record that only the dead worker could not read stays out for all; what it had not told of in
-    a step that was committed is read by others.
+    A record that only the dead worker could not read stays out for all. If the worker had not
+    reported it when the step was committed, the others read it in that step.
     """
     script = train(only_on(1), index, **QUARANTINED)
     seen: dict[int, int] = {}
@@ -228,11 +229,11 @@ def test_what_is_bad_on_one_worker_is_left_out_by_all(index: Path, tmp_path: Pat
         assert report.ok, (death, report.findings)
         assert report.quarantined == len(found[0][1])
         numbers.add(report.quarantined)
-    assert len(numbers) > 1  # the later it dies, the more are left out
+    assert len(numbers) > 1  # more are left out the later it dies
 
 
 def stops(script: Callable[[Job, ThreadWorker], Any], workers: int, most: int) -> str:
-    """What a job ends with that meets too much."""
+    """Return the outcome of a job that meets too many bad records."""
     with pytest.raises(AssertionError) as error:
         run(script, workers, most=most)
     return str(error.value)
@@ -270,7 +271,7 @@ def test_data_workers_verify_what_they_read(index: Path) -> None:
 
 
 def test_what_was_loaded_ahead_leaves_out_what_is_quarantined_since() -> None:
-    """The record can be read here: it was another worker that told of it."""
+    """The record is readable on this worker; another worker has reported it."""
     plan = SamplePlan(length=RECORDS, batch_size=3, virtual_ranks=4, seed=1)
     quarantine = Quarantine(1, RECORDS, {}, most=9)
     source = BatchSource(
@@ -278,7 +279,7 @@ def test_what_was_loaded_ahead_leaves_out_what_is_quarantined_since() -> None:
     )
     source.follow([0], 0, STEPS)
     source.batch(0, 0)
-    bad = int(plan.indices(1, 0)[0])  # has been sent to the data worker by now
+    bad = int(plan.indices(1, 0)[0])  # it has been sent to the data worker by now
     quarantine.hear({3: encode_bad({bad: "why"})})
     quarantine.settle(0)
     x, _ = source.batch(1, 0)

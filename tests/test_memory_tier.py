@@ -1,4 +1,4 @@
-"""Jobs that keep their state in the nodes' memory survive the loss of all who hold it."""
+"""Jobs that keep their state in the nodes' memory survive the loss of all its holders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.testing.local_run import LocalRun, strike
 from labs.local_nodes import LocalNodes, names
 
 STEPS = 60
-LATER = 25  # so many steps are done before anything is broken
+LATER = 25  # nothing is broken before this step
 EVERY = 7
 Reference = Callable[[int], str]
 
@@ -36,7 +36,7 @@ def job(
     nproc: int = 1,
     tls: Path | None = None,
 ) -> Iterator[tuple[LocalRun, LocalNodes]]:
-    """Run a job of `nproc` workers on each of so many nodes; it waits at step LATER for `go`."""
+    """Run a job of `nproc` workers on each of `nodes` nodes; at step LATER it waits for `go`."""
     flags = ["--nproc", str(nproc), "--virtual", "4", "--nodes-min", str(nodes)]
     flags += ["--nodes-max", str(2 * nodes), "--redundancy", redundancy]
     flags += ["--protect-every", str(EVERY), *options]
@@ -80,7 +80,7 @@ def end(run: LocalRun, nodes: LocalNodes) -> set[str]:
 
 
 def recalls(run: LocalRun) -> list[int]:
-    """Return from which steps the job has begun again from memory."""
+    """Return the steps from which the job has begun again from memory."""
     texts = [event["text"] for event in run.events("view")]
     found = [re.search(r"from step (\d+), as the nodes' memory has it", text) for text in texts]
     return [int(match[1]) for match in found if match is not None]
@@ -137,7 +137,7 @@ def test_nodes_are_lost_with_their_memory_while_all_workers_are_killed(
 
 @pytest.mark.slow
 def test_it_happens_again_and_again(tmp_path: Path, reference: Reference) -> None:
-    """Also to workers that have only just been recalled, and a node joins in between."""
+    """Workers that have just been recalled are lost, too, and a node joins in between."""
     with job(tmp_path, "rs:2+1", 3, steps=400) as (run, others):
         until_step(run, LATER)
         kill_workers(run)
@@ -171,7 +171,7 @@ def test_beyond_what_is_protected_the_job_goes_back_to_a_checkpoint(
 
 
 def memory_files(agent: int) -> list[Path]:
-    """Return the files into which a node's workers have put pieces, as its agent holds them."""
+    """Return the files of pieces of a node's workers, as its agent has them open."""
     found = []
     for name in os.listdir(f"/proc/{agent}/fd"):
         path = Path(f"/proc/{agent}/fd/{name}")

@@ -1,4 +1,4 @@
-"""Pieces in a node's memory: written, read after their worker's end, served, put together again."""
+"""Pieces in a node's memory: written, read after their worker's end, served, decoded."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def put(
 
 @contextmanager
 def file_of(budget: int = BUDGET) -> Iterator[tuple[PieceArena, ArenaReading]]:
-    """A file as its worker writes it, and as its agent reads it."""
+    """Yield a file as its worker writes it, and as its agent reads it."""
     descriptor = os.memfd_create("test")
     reading = ArenaReading(descriptor)
     assert reading.table() is None  # it has no size yet
@@ -140,7 +140,7 @@ def test_what_is_older_than_a_protected_state_is_dropped() -> None:
 
 
 def test_what_a_later_view_keeps_of_older_steps_stays() -> None:
-    """That view has begun further back, since what an older one had protected was lost."""
+    """That view began further back, since a state that an older view protected was lost."""
     with file_of() as (arena, reading):
         put(arena, GRADIENT, 2, b"old" * 9)
         put(arena, GRADIENT, 2, b"new" * 9, PieceShelf(7, 3, ((0, 0),), 0))
@@ -164,7 +164,7 @@ def test_a_table_that_was_not_written_to_its_end_does_not_count() -> None:
 
 
 def test_bytes_that_are_no_table_do_not_count_whatever_they_say() -> None:
-    """A bit of a number may have changed; or the script wrote there, with the right digest."""
+    """A bit of a number may have flipped, or the script wrote there, with the right digest."""
     with file_of() as (arena, reading):
         put(arena, GRADIENT, 3, b"a" * 100)
         older = reading.table()
@@ -220,7 +220,7 @@ def test_nothing_that_is_named_is_ever_overwritten(seed: int) -> None:
             assert table is not None
             for entry in table.entries:
                 for index in range(len(entry.digests)):
-                    reading.piece(entry, index)  # Damaged if it is not what it was
+                    reading.piece(entry, index)  # raises Damaged if its bytes have changed
 
 
 WRITER = """
@@ -311,7 +311,7 @@ def test_any_pieces_that_are_enough_give_the_image(
 
 
 class Nodes:
-    """Nodes that hold what one member on each of them has put there in view 1."""
+    """Nodes whose memory has the pieces that a member on each of them put there in view 1."""
 
     def __init__(self, text: str, count: int, shard: int = 0, procs: int = 1) -> None:
         self.shard = shard
@@ -344,7 +344,7 @@ class Nodes:
             arena.put(entry, PieceShelf(1, count, plain, 0, self.shard))
 
     def damage(self, node: int, piece: int = 0) -> None:
-        """Flip a bit of what a node holds."""
+        """Flip a bit in a node's memory."""
         entry = self.arenas[node]._table.entries[0]
         self.arenas[node]._memory[entry.start + piece * entry.size] ^= 4
 
@@ -382,14 +382,14 @@ def test_a_damaged_piece_is_never_used_and_not_told_of_any_more() -> None:
     nodes.damage(2)
     assert nodes.memories[2].report()[0] != ()
     assert nodes.read(STATE, 8) == IMAGE
-    assert nodes.memories[2].report()[0] == ()  # so that nobody counts on it a second time
+    assert nodes.memories[2].report()[0] == ()  # nobody counts on it a second time
     assert nodes.read(STATE, 8) == IMAGE
     with pytest.raises(Damaged):
         nodes.read(STATE, 8, without=(3,))
 
 
 def lie(nodes: Nodes, node: int, index: int) -> None:
-    """Have a node hold a wrong piece with its right digest, as a fault while it is made does."""
+    """Have a node keep a wrong piece with its right digest, like a fault while it was made."""
     arena = nodes.arenas[node]
     (entry,) = arena._table.entries
     nodes.damage(node, index)
@@ -404,7 +404,7 @@ def lie(nodes: Nodes, node: int, index: int) -> None:
 def test_a_piece_that_was_wrong_from_the_beginning_is_found_by_two_others() -> None:
     nodes = Nodes("rs:2+3", 5)
     nodes.keep(STATE, 8, IMAGE)
-    lie(nodes, 2, 2)  # piece 2 of part 0, of which node 0 holds piece 0, and so on
+    lie(nodes, 2, 2)  # node 0 keeps piece 0 of part 0, node 1 piece 1, node 2 piece 2
     for lost in range(5):
         assert nodes.read(STATE, 8, without=(lost,)) == IMAGE
 
@@ -423,14 +423,14 @@ def test_damaged_pieces_are_mended_from_those_of_other_nodes() -> None:
     )
     assert mending.round(1e12, nodes.addresses) == []
     assert nodes.memories[2].damaged() == []
-    for lost in (0, 1, 3):  # so that what was mended is needed
+    for lost in (0, 1, 3):  # the mended piece is needed then
         assert nodes.read(STATE, 8, without=(lost,)) == IMAGE
         assert nodes.read(GRADIENT, 8, without=(lost,)) == IMAGE[::-1]
     states = {each.states for each in nodes.memories[2].report()[0]}
     assert (8,) in states
     nodes.arenas[2].forget(1, 9)
     assert nodes.memories[2].report()[0] == ()
-    assert len(nodes.memories[2]._files) == 1  # of the worker that lives
+    assert len(nodes.memories[2]._files) == 1  # the file of the living worker
 
 
 def test_a_slow_round_ends_when_it_is_asked_to() -> None:
@@ -507,7 +507,7 @@ def test_a_damaged_piece_of_a_shard_is_mended_as_that_of_the_shard() -> None:
     nodes = Nodes("rs:2+1", 3, shard=1, procs=2)
     nodes.keep(STATE, 8, IMAGE)
     other = b"another shard" * 10
-    for node, memory in enumerate(nodes.memories):  # shard 0 keeps something else there
+    for node, memory in enumerate(nodes.memories):  # shard 0 keeps another state there
         arena = PieceArena(memory.open(node)[1], node, BUDGET)
         put(arena, STATE, 8, other, PieceShelf(1, 3, ((node, 0), ((node + 2) % 3, 1)), 0))
     nodes.damage(2)

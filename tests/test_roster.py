@@ -1,4 +1,4 @@
-"""What a coordinator knows of nodes and processes, whom it starts again, and what it remembers."""
+"""The coordinator's knowledge of nodes and processes: restarts, and the facts it remembers."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_what_a_node_offers_and_asks_for_is_a_change(fields: dict[str, Any]) -> 
     offers = {each: getattr(node.report, each) for each in ("slots", "draining", "failing")}
     assert offers.items() >= fields.items()
     assert cluster.hear("n0", status(0), **fields) is News.NOTHING
-    assert cluster.hear("n0", **fields) is News.CHANGE  # a process is not there any more
+    assert cluster.hear("n0", **fields) is News.CHANGE  # a process is missing
 
 
 def test_the_job_moves_when_a_process_comes_further_or_begins_or_ends_to_wait() -> None:
@@ -120,7 +120,7 @@ def test_the_job_moves_when_a_process_comes_further_or_begins_or_ends_to_wait() 
         cluster.hear("n0", member(0, **fields))
         assert cluster.roster.moved_at == at
     cluster.now = 9.0
-    cluster.hear("n0", member(0, phase=Phase.OVERDUE))  # it waits already
+    cluster.hear("n0", member(0, phase=Phase.OVERDUE))  # it is waiting already
     assert cluster.roster.moved_at == 6.0
     cluster.hear("n0", member(0, incarnation=2, committed=0))
     assert cluster.roster.moved_at == 6.0
@@ -136,7 +136,7 @@ def test_numbers_of_workers_are_never_given_twice() -> None:
     assert cluster.roster.status(ONE) is None
     assert cluster.roster.here(N1) == ()
     cluster.hear("n1", slots=2)
-    for _ in range(2):  # it keeps those it has
+    for _ in range(2):  # it keeps the slots it has
         admitted(cluster)
         assert cluster.roster.here(N1) == (2, 3)
     assert cluster.roster.workers_named == 4
@@ -160,7 +160,7 @@ def test_a_slot_that_is_ordered_anew_gets_the_next_incarnation_at_once() -> None
     slot = cluster.roster.slots[ZERO]
     assert (slot.incarnation, slot.respawn_at) == (2, None)
     assert wanted(cluster, N0) == [(0, 2)]
-    cluster.roster.first = Incarnation(1001)  # numbers that may have been given are passed over
+    cluster.roster.first = Incarnation(1001)  # numbers that may be in use are passed over
     cluster.change(OrderNext(ZERO))
     assert wanted(cluster, N0) == [(0, 1001)]
 
@@ -230,7 +230,7 @@ def test_after_the_loss_of_the_record_what_runs_is_known_from_the_agents() -> No
     }
     recall("n0", 4, view)
     assert cluster.roster.slots[ZERO].incarnation == 5
-    recall("n2", 9, None)  # its place is elsewhere
+    recall("n2", 9, None)  # its place is on another node
     assert cluster.roster.slots[ZERO].incarnation == 5
 
 
@@ -246,7 +246,7 @@ def test_after_the_loss_of_the_record_what_runs_is_known_from_the_agents() -> No
         (member(0, stage=Stage.FAILED), True),
         (member(0, stage=Stage.EXITED), True),
         (member(0, incarnation=2), True),
-        (member(0, incarnation=0), False),  # older news: it will be started yet
+        (member(0, incarnation=0), False),  # older news: its process is not started yet
     ],
 )
 def test_who_is_dead_was_said_to_have_ended(heard: WorkerStatus, dead: bool) -> None:
@@ -282,9 +282,9 @@ def test_the_job_is_over_once_all_that_lives_has_ended_or_must_have() -> None:
     cluster = Cluster(member(0), member(1, stage=Stage.EXITED))
     assert not cluster.roster.over(1.0, LEASE.fence_s)
     assert not cluster.roster.over(3.4, LEASE.fence_s)
-    assert cluster.roster.over(3.5, LEASE.fence_s)  # silent for so long, it ends by itself
+    assert cluster.roster.over(3.5, LEASE.fence_s)  # after such a silence it has ended itself
     cluster.hear("n0", member(0, stage=Stage.LOST))
-    assert not cluster.roster.over(1.0, LEASE.fence_s)  # what was ordered there may yet start
+    assert not cluster.roster.over(1.0, LEASE.fence_s)  # a process ordered there may still start
     cluster.hear("n0", member(0, stage=Stage.LOST), ending=True)
     assert not cluster.roster.over(1.0, LEASE.fence_s)
     cluster.hear("n1", member(1, stage=Stage.EXITED), ending=True)
@@ -329,7 +329,7 @@ def test_silence_counts_from_the_last_report_and_from_when_one_listens() -> None
     assert silent == [frozenset(), {N0, N2}, {N0, N2}, {N0, N1, N2}]
     for now, found in ((1.4, set()), (1.5, set()), (2.5, {N0, N2})):
         assert silent_nodes(cluster.roster, LEASE, now, 0.0) == found
-    # Who has stood still has heard nobody for as long.
+    # A coordinator that has stood still has heard nobody for as long.
     assert silent_nodes(cluster.roster, LEASE, 11.4, 10.0) == set()
     assert silent_nodes(cluster.roster, LEASE, 11.5, 10.0) == {N0, N1}
     assert silent_nodes(cluster.roster, LEASE, 12.5, 10.0) == {N0, N1, N2}
@@ -339,7 +339,7 @@ def test_silence_counts_from_the_last_report_and_from_when_one_listens() -> None
 
 
 def admitted(cluster: Cluster, *words: Any, **fields: Any) -> tuple[tuple[AgentId, ...], list[str]]:
-    """Give nodes their slots; return those that wait, and the lines."""
+    """Give nodes their slots; return the nodes that wait, and the lines."""
     waiting, plan = admit(cluster.facts(*words, **fields), AT_MOST_TWO)
     return waiting, cluster.change(*plan)
 
@@ -360,7 +360,7 @@ def test_so_many_nodes_take_part_and_a_lost_one_makes_room() -> None:
 
 
 def test_of_too_many_nodes_those_without_members_are_dismissed() -> None:
-    """A coordinator without its record has taken back whoever spoke."""
+    """A coordinator without its record has taken back every node that spoke."""
     cluster = Cluster(member(0), status(1), status(2))
     waiting, _ = admitted(cluster, view_of(0))
     assert sorted(cluster.roster.placed) == ["n0", "n2"]
@@ -438,9 +438,9 @@ def test_a_lost_worker_is_counted_once_and_waits_longer_each_time() -> None:
 
 def test_a_loss_is_not_counted_again_by_a_coordinator_that_follows() -> None:
     cluster = Cluster(status(0, stage=Stage.LOST, detail="signal 9"))
-    cluster.put(0, strikes=5)  # so that it is waited for
+    cluster.put(0, strikes=5)  # the coordinator waits for it then
     assert len(lose(cluster)) == 1
-    cluster.put(0, respawn_at=None)  # what the journal does not keep
+    cluster.put(0, respawn_at=None)  # the journal does not keep this
     assert lose(cluster) == []
     assert cluster.roster.slots[ZERO].strikes == 6
 
@@ -459,17 +459,17 @@ def test_a_clean_probation_of_a_member_ends_its_strikes() -> None:
 
 def test_a_member_is_lost_with_its_agent_and_with_its_node_once_that_is_given_up() -> None:
     cluster = Cluster(member(0), member(1), status(2))
-    cluster.hear("n0")  # the agent has begun anew: nothing runs
+    cluster.hear("n0")  # the agent has started again, and runs nothing
     cluster.hear("n2")
     view = view_of(0, 1)
-    assert lose(cluster, view) == ["0: its agent restarted"]  # others just start
+    assert lose(cluster, view) == ["0: its agent restarted"]  # the others are only starting
     cluster.now = 1.0 + LEASE.abandon_s + LEASE.margin_s
     assert lose(cluster, view) == []
     assert lose(cluster, view, 1) == ["1: its node is lost"]
 
 
 def test_a_loss_that_was_counted_does_not_double_the_first_wait_of_who_is_wrong() -> None:
-    """Whoever computes wrongly leaves by itself: its loss may be heard of before the accusation."""
+    """A worker that computes wrongly leaves on its own, and its loss may be heard first."""
     cluster = Cluster(member(0), status(1, stage=Stage.LOST, detail="signal 9"))
     assert lose(cluster) == ["1: signal 9"]
     assert cluster.roster.slots[ONE].strikes == 1
@@ -500,7 +500,7 @@ def test_the_newest_checkpoint_that_can_be_read_is_begun_from() -> None:
     assert (durable.step, durable.steps) == (20, (10, 20))
     durable.note([status(0, saved=10, unreadable=20)])
     assert durable.step == 10
-    durable.note([status(1, saved=20)])  # who has saved it does not know
+    durable.note([status(1, saved=20)])  # those that saved it do not know
     assert durable.step == 10
     durable.note([status(0, saved=s) for s in range(1000, 1000 + 2 * KNOWN_MAX)])
     assert durable.steps == tuple(range(1000 + KNOWN_MAX, 1000 + 2 * KNOWN_MAX))
@@ -510,14 +510,14 @@ def test_what_is_invalidated_does_not_count_until_it_is_saved_anew() -> None:
     durable = Durable((10, 20, 30))
     durable.note([status(0, invalidations=(invalid(20, 4, 7),))])
     assert durable.steps == (10, 20)
-    durable.note([status(1, saved=30, view=ViewNumber(4))])  # it has not heard
+    durable.note([status(1, saved=30, view=ViewNumber(4))])  # it has not heard of that
     assert durable.step == 20
     durable.note([status(1, saved=30, view=ViewNumber(5))])
     assert durable.step == 30
     assert [durable.accused, durable.accused] == [[7], [7]]  # asking changes nothing
     durable.judge()
     assert durable.accused == []
-    assert Durable((), durable.invalidations).accused == []  # it was judged before
+    assert Durable((), durable.invalidations).accused == []  # it was judged earlier
 
 
 def test_only_workers_that_say_something_of_checkpoints_are_asked() -> None:
@@ -542,7 +542,7 @@ def test_each_event_is_told_once_though_statuses_repeat_them() -> None:
     assert news(2) == []
     assert news(0, one, two, three) == ["3"]
     assert news(0, two, three) == []
-    assert news(1, one, two) == []  # another coordinator has told it
+    assert news(1, one, two) == []  # another coordinator has told it that
     assert news(1, two, three) == ["3"]
     assert news(1, one, incarnation=2) == ["1"]
 

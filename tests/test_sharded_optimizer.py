@@ -1,4 +1,4 @@
-"""--shard-optimizer: each worker holds its share of the optimizer's state, and any may be lost."""
+"""--shard-optimizer: each worker keeps its share of the optimizer's state, and any may be lost."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def short(path: Path, workers: int, *words: str, options: tuple[str, ...] = ()) 
         (1, ""),
         (3, ""),
         (2, "SIGKILL:stepped:6:0"),  # the leader
-        (3, "SIGKILL:update:6:1"),  # before it has sent the parameters that it has updated
-        pytest.param(3, "SIGKILL:update:11:2", marks=pytest.mark.slow),  # of the last step
+        (3, "SIGKILL:update:6:1"),  # before it has sent the parameters it has updated
+        pytest.param(3, "SIGKILL:update:11:2", marks=pytest.mark.slow),  # the last step
         pytest.param(4, "", marks=pytest.mark.slow),
         pytest.param(2, "SIGKILL:backward:6:1", marks=pytest.mark.slow),
         pytest.param(3, "SIGKILL:voted:6:0,1", marks=pytest.mark.slow),
@@ -70,7 +70,7 @@ def short(path: Path, workers: int, *words: str, options: tuple[str, ...] = ()) 
 def test_the_result_is_that_of_workers_that_hold_all(
     workers: int, fault: str, tmp_path: Path, reference: Reference
 ) -> None:
-    """Model and optimizer, to the bit; and whoever is lost, no committed step is."""
+    """Model and optimizer are equal to the bit, and no worker's loss undoes a committed step."""
     with short(tmp_path / "run", workers, *(("--fault", fault) if fault else ())) as run:
         assert finish(run) == reference(SHORT)
     assert len(recalls(run)) == (1 if fault else 0)
@@ -119,7 +119,7 @@ def holdfast_drain(run: LocalRun, name: str) -> subprocess.CompletedProcess[str]
 def test_without_redundancy_the_job_goes_back_to_a_checkpoint(
     tmp_path: Path, reference: Reference
 ) -> None:
-    """The checkpoint is that of workers that hold all of the state."""
+    """The checkpoint is equal to that of a job whose workers keep all of the state."""
     store = ("--store", str(tmp_path / "store"), "--save-every", "3")
     saved = tmp_path / "saved"
     words = ("--hold", "8", str(saved), "--fault", "SIGKILL:backward:10:1")
@@ -138,7 +138,7 @@ def test_without_redundancy_the_job_goes_back_to_a_checkpoint(
 
 
 def exported(store: Path, step: int) -> dict[str, bytes]:
-    """Return the bytes of each tensor of a checkpoint, put together of the parts of all workers."""
+    """Return the bytes of each tensor of a checkpoint, joined from the parts of all workers."""
     checkpoints = Checkpoints(open_storage(str(store), print), print)
     tensors = read_tensors(checkpoints, step)
     return {name: as_bytes(each).numpy().tobytes() for name, each in tensors.items()}
@@ -174,7 +174,7 @@ def test_settings_that_cannot_work_are_refused(options: tuple[str, ...], words: 
 
 
 class Ended(Exception):
-    """Says that a member waits for its end."""
+    """Is raised where a member would wait for its end."""
 
 
 def wait_for_end() -> None:
@@ -182,7 +182,7 @@ def wait_for_end() -> None:
 
 
 class Member:
-    """One member of a view: a model, an optimizer, and its share of what that keeps."""
+    """One member of a view: a model, an optimizer, and its share of the optimizer's state."""
 
     def __init__(self, rank: int, boxes: Sequence[Any]) -> None:
         torch.manual_seed(5)
@@ -286,7 +286,7 @@ def test_only_what_is_wanted_is_received() -> None:
         box.exchange = counted
     assert all_do(members, capture) == []
     total = sum(t.nbytes for t in state.capture(trained(1)[0].protected)[1])
-    assert 0 < sum(received) < total  # all together, with digests
+    assert 0 < sum(received) < total  # together, with digests
 
 
 def capture_all(members: Sequence[Member]) -> list[BaseException]:
@@ -294,7 +294,7 @@ def capture_all(members: Sequence[Member]) -> list[BaseException]:
 
 
 def test_what_arrives_damaged_is_not_used() -> None:
-    """What is said of the state is damaged: nobody uses it, and nobody waits for the others."""
+    """The news of the state arrives damaged: nobody uses it, and nobody waits for the others."""
     members = trained(2)
     members[0].sharding.transport.damage = True
     errors = capture_all(members)
@@ -324,7 +324,7 @@ def test_a_loaded_state_leaves_out_what_others_own() -> None:
         assert member.held == held
         common = LoadedState(member.protected, member.sharding).capture()
         LoadedState(member.protected, member.sharding).load(*common)
-        assert member.held == held  # what the others do not know of it stays
+        assert member.held == held  # the others do not know of it, so it stays
 
 
 def test_a_new_view_shares_out_anew() -> None:
@@ -342,7 +342,7 @@ def test_whoever_is_left_alone_waits_for_its_end() -> None:
         member.step(0)
     with pytest.raises(Ended):
         GatheredState(member.sharding).capture(everything)
-    with pytest.raises(Ended):  # it leads: others may lack what was lost
+    with pytest.raises(Ended):  # the leader must assume that others lack what was lost
         member.sharding.meet(0)
     member.sharding.meet(1)
 

@@ -1,4 +1,4 @@
-"""The threads' meeting places in a worker: who is given which order, who is woken, who is freed."""
+"""The meeting places of a worker's threads: which gets an order, which is woken, which is freed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAIT_S = 20.0  # bounds a hang
 
 
 class Scripted(WorkerMachine):
-    """Answers each event with what a test has laid out, and remembers the events."""
+    """Answers each event with the effects that a test gives, and remembers the events."""
 
     def __init__(self, *answers: Sequence[ef.WorkerEffect]) -> None:
         super().__init__(WorkerId(0), Incarnation(1))
@@ -53,7 +53,7 @@ class Scripted(WorkerMachine):
 
 
 class Link:
-    """Keeps what the agent is told."""
+    """Keeps the statuses and addresses sent to the agent."""
 
     def __init__(self) -> None:
         self.told: list[WorkerStatus] = []
@@ -71,7 +71,7 @@ class Link:
 
 
 class Group:
-    """A view's group, of which some ranks are not reached."""
+    """A view's group, with some ranks out of reach."""
 
     def __init__(self, *lost: int) -> None:
         self.aborted = 0
@@ -94,7 +94,7 @@ def compute(vrank: int) -> ef.Compute:
 
 
 def meanwhile(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Do something in another thread; the result's call waits for what it returns or raises."""
+    """Start `work` in another thread; return a function that waits for its result or its error."""
     found: list[Any] = []
 
     def run() -> None:
@@ -209,7 +209,7 @@ def test_rows_are_exchanged_once_they_are_shared_and_never_of_a_view_given_up() 
     driver.post(Tick())
     driver.post(Tick())
     waiting()
-    again = meanwhile(lambda: driver.await_rows(1, 5))  # each is shared once
+    again = meanwhile(lambda: driver.await_rows(1, 5))  # each row is shared once
     driver.post(Tick())
     with pytest.raises(Aborted):
         again()
@@ -224,12 +224,12 @@ def test_links_are_looked_at_now_and_then_and_lost_ones_are_told_by_worker() -> 
     driver.tick()
     assert machine.heard == [ev.LinkLost(ONE, (7, 3))]
     driver.tick()
-    assert len(machine.heard) == 1  # not so soon again
+    assert len(machine.heard) == 1  # not again that soon
     other, still, _ = driving()
     still.shown = a_view(2, [3, 5])
     other.adopt_group(ONE, Group(1))
     other.tick()
-    assert still.heard == []  # of another view
+    assert still.heard == []  # a message about another view
     whole, fine, _ = driving()
     fine.shown = a_view(1, [3, 5])
     whole.adopt_group(ONE, Group())
@@ -285,7 +285,7 @@ def test_addresses_are_those_of_the_view_and_of_no_older_one() -> None:
 
 
 class Filled:
-    """Stands for a bucket: its number, and whose tasks are in it."""
+    """Stands for a bucket: its number, and the owners of the tasks in it."""
 
     def __init__(self, index: int, *contributed: int) -> None:
         self.index = index
@@ -317,7 +317,7 @@ def test_where_the_order_matters_one_bucket_comes_after_the_other() -> None:
     filled: Any = FilledBuckets(Monitor())
     buckets = [Filled(i, 1) for i in range(3)]
     filled.begin([1], reversed(buckets))
-    assert filled.take(1, False, nothing) == []  # only where it is waited for
+    assert filled.take(1, False, nothing) == []  # only those that are awaited
     assert [filled.take(i, True, nothing) for i in range(3)] == [[b] for b in buckets]
 
 
@@ -357,7 +357,7 @@ def test_a_vote_tells_for_whom_was_waited_last_and_since_when_all_was_sent() -> 
     waits.arrived(3)
     assert waits.told() == Wait(750_000, 3, 750_000)
     now = 12.0 + SHORT_S / 2
-    waits.arrived(2)  # it was there
+    waits.arrived(2)  # it had arrived by then
     assert waits.told() == Wait(750_000, 3, 750_000)
     now = 12.0 + 0.0009  # less than a millisecond is no wait
     waits.arrived(2)
@@ -374,7 +374,7 @@ def test_a_vote_tells_for_whom_was_waited_last_and_since_when_all_was_sent() -> 
 
 
 class Recorder:
-    """Stands for gradients, table and buffers: notes what they are told."""
+    """Stands for gradients, table and buffers, and records the calls."""
 
     def __init__(self) -> None:
         self.told: list[tuple[object, ...]] = []
@@ -393,7 +393,7 @@ class Recorder:
 
 
 class Sum:
-    """Stands for a bucket's sum, in which these virtual ranks have sent something else."""
+    """Stands for a bucket's sum, in which these virtual ranks have sent other numbers."""
 
     def __init__(self, *unlike: int) -> None:
         self.bucket = Filled(0)

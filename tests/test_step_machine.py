@@ -1,4 +1,4 @@
-"""What a worker's machine decides from one step boundary to the next; and the kit that walks it."""
+"""The decisions of a worker's machine from one step boundary to the next; the kit walks it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EAGER = Patience(steps=1, times=0.0, least_s=0.0, copies=1.0)
 
 
 def walked(workers: int, policy: StepPolicy | None = None, vranks: int = 0) -> Company:
-    """Return a company whose members have just begun, as joiners that nobody gives a state."""
+    """Return a company whose members have just begun, as joiners that get no state from anybody."""
     company = Company(workers, policy)
     company.stops_at = Topic.VOTE
     everyone = range(workers)
@@ -77,7 +77,7 @@ def test_after_a_promise_nothing_of_the_view_changes_what_is_committed() -> None
 
 
 def test_a_member_lost_before_its_vote_may_have_seen_a_sum_that_is_not_finite() -> None:
-    """Two hold the gradient; the third does not believe it, and is lost before it says so."""
+    """Two hold the gradient; the third does not believe it, and is lost before it reports that."""
     company = Company(3)
     company.summed, company.stops_at = doubts(2), Topic.VOTE
     company.enter(a_view(1, range(3), joiners=range(3)))
@@ -90,7 +90,7 @@ def test_a_member_lost_before_its_vote_may_have_seen_a_sum_that_is_not_finite() 
     company.summed, company.stops_at = (lambda rank, event: event), None
     company.enter(a_view(2, range(2), vranks=3))
     assert [w.status.committed for w in company.members] == [1, 1]
-    assert purposes(company.walkers[0], Purpose.HOSTED) == [0, 2]  # its own is not computed again
+    assert purposes(company.walkers[0], Purpose.HOSTED) == [0, 2]  # its own is not computed twice
 
 
 def test_votes_that_do_not_match_break_the_view() -> None:
@@ -115,7 +115,7 @@ def test_a_change_that_one_knows_of_is_announced_to_all() -> None:
     company.settle()
     assert (first.status.committed, second.status.committed) == (1, 1)
     for walker in company.walkers:
-        # What the others have yet to hear of the last votes is not cut off.
+        # The rest of the last votes must still reach the others.
         assert walker.orders(ef.Abort) == []
         walker.feed(ev.AtBoundary())
         assert walker.orders(ef.Abort) == []
@@ -198,7 +198,7 @@ def test_who_computes_wrongly_twice_leaves_and_nothing_of_it_is_committed() -> N
 
 
 def test_in_the_step_after_a_save_every_task_is_computed_twice() -> None:
-    """So that a checkpoint of a wrong state is noticed before it counts."""
+    """A checkpoint of a wrong state is found in this way before it counts."""
     saves = SavePolicy(enabled=True, every=3, compared=True)
     company = Company(2, StepPolicy(audit=1e-9, cycle=1, saves=saves))
     company.enter(a_view(1, range(2), joiners=range(2)))
@@ -212,7 +212,7 @@ def test_in_the_step_after_a_save_every_task_is_computed_twice() -> None:
 
 
 def late_one() -> tuple[Company, Walker, Walker]:
-    """Three workers, the last of which is late; the first copies its task."""
+    """Three workers; the last one is late, and the first one copies its task."""
     company = Company(3, StepPolicy(patience=EAGER))
     first, last = company.walkers[0], company.walkers[2]
     last.holds = lambda task: True
@@ -238,10 +238,10 @@ def test_all_that_a_late_worker_hosts_is_shared_among_the_others() -> None:
     company.walkers[2].holds = lambda task: True
     company.enter(a_view(1, range(3), joiners=range(3), vranks=9))
     for walker in company.walkers[:2]:
-        for steps in range(9):  # enough to be copied
+        for steps in range(9):  # enough steps for tasks to be copied
             walker.machine.lateness.step(steps, tasks=9)
         walker.feed(ev.StillAwaited(ViewNumber(1), 0, (2,)))
-        for _ in range(3):  # after each copy who is still late is looked at anew
+        for _ in range(3):  # the members look again, after each copy, which worker is still late
             if walker.take(ef.LookWhoIsLate):
                 walker.feed(ev.StillAwaited(ViewNumber(1), 0, (2,)))
     copied = [purposes(walker, Purpose.SPECULATIVE) for walker in company.walkers]
@@ -255,7 +255,7 @@ def test_nobody_begins_a_copy_in_a_view_that_was_given_up() -> None:
     last.holds = lambda task: True
     first.holds = lambda task: task.purpose is Purpose.SPECULATIVE
     company.enter(a_view(1, range(3), joiners=range(3), vranks=9))
-    for steps in range(9):  # enough to be copied
+    for steps in range(9):  # enough steps for tasks to be copied
         first.machine.lateness.step(steps, tasks=9)
     first.feed(ev.StillAwaited(ViewNumber(1), 0, (2,)))
     assert len(purposes(first, Purpose.SPECULATIVE)) == 1
@@ -300,7 +300,7 @@ def test_a_contradicted_copy_has_the_step_computed_again() -> None:
 def test_hardware_that_is_not_deterministic_is_asked_for_less(tolerance: float, then: str) -> None:
     company = Company(2, StepPolicy(audit=1.0, audit_tolerance=tolerance))
     company.stops_at = Topic.VOTE
-    words = itertools.count(100)  # each time another one
+    words = itertools.count(100)  # another one each time
     for walker in company.walkers:
         walker.digest = lambda vrank: next(words)
     company.enter(a_view(1, range(2), joiners=range(2)))
@@ -309,9 +309,9 @@ def test_hardware_that_is_not_deterministic_is_asked_for_less(tolerance: float, 
 
 
 def test_several_machines_that_contradict_themselves_end_the_job_by_its_script() -> None:
-    """On processors that compute exactly, chance in the script is all that explains it."""
+    """On processors that compute exactly, only chance in the script explains the differences."""
     company = Company(2, StepPolicy(audit=1.0), exact=True)
-    words = itertools.count(100)  # each time another one
+    words = itertools.count(100)  # another one each time
     for walker in company.walkers:
         walker.digest = lambda vrank: next(words)
     company.enter(a_view(1, range(2), joiners=range(2)))
@@ -341,7 +341,7 @@ def test_what_is_dropped_is_zeros_and_all_members_agree_on_it() -> None:
     company.settle()
     assert {walker.orders(ef.Reduce)[0].counted for walker in company.walkers} == {(0, 1)}
     assert [w.status.committed for w in company.walkers] == [1, 1, 1]
-    assert last.status.phase is Phase.COMPUTING  # what it computes of the step is not complete
+    assert last.status.phase is Phase.COMPUTING  # its result of the step is not complete
 
 
 @pytest.mark.parametrize("leaves", [False, True])

@@ -1,4 +1,4 @@
-"""The small objects around a step: what each keeps and says, apart from the machine they serve."""
+"""The small objects around a step, apart from the machine that uses them."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_an_open_step_knows_what_is_done_and_by_what_right() -> None:
 def test_what_is_settled_is_settled_once_and_what_is_over_is_forgotten() -> None:
     first = Settlement(BackupPolicy(workers=1), 0, 3)
     first.begin(5)
-    assert first.heard(2, 4, 9) == ()  # of a step that is over
+    assert first.heard(2, 4, 9) == ()  # the word is about a step that is over
     assert first.heard(0, 5, 9) == ()
     assert first.heard(2, 5, 9) == (0, 2)
     assert first.heard(1, 5, 9) == ()
@@ -162,7 +162,7 @@ def test_less_is_asked_for_in_two_stages_if_a_tolerance_is_given() -> None:
 
 def test_a_plan_is_made_once_in_a_view_and_anew_in_the_next() -> None:
     found, owners = audits(), [W0, W1]
-    assert found.wants_digest(9)  # any may be asked for
+    assert found.wants_digest(9)  # any digest may be asked for
     assert found.owed(W0, OpenStep(2)) == []
     found.plan(a_view(1, [0, 1]), 2, owners)
     assert [each.vrank for each in found.planned] == [0, 1]
@@ -185,7 +185,7 @@ def test_who_owes_what_for_audits() -> None:
     found = audits()
     found.plan(a_view(1, [0, 1]), 2, [W0, W1])
     step = OpenStep(2)
-    assert found.owed(W0, step) == [1, 0]  # its own as well, without a digest of it
+    assert found.owed(W0, step) == [1, 0]  # its own task as well, without a digest of it
     step.note(TaskDone(2, 0, Purpose.HOSTED, 5, 77))
     assert found.owed(W0, step) == [1]
     step.note(TaskDone(2, 1, Purpose.AUDITED, 5, 78))
@@ -201,7 +201,7 @@ def test_audits_are_ruled_on_by_what_each_has_told() -> None:
     assert good.sentence is Sentence.USE
     found.accepted()
     bad = found.rule([(7, 0, -1), (6, 8, -1), (7, 8, -1)], view, [W0, W1])
-    assert bad.sentence is Sentence.USE  # who hosts it is right
+    assert bad.sentence is Sentence.USE  # its host is right
     assert bad.wrong == ((W1, 0),)
     found.accepted()
     wrong = found.rule([(6, 0, -1), (7, 8, -1), (7, 8, -1)], view, [W0, W1])
@@ -231,14 +231,14 @@ def test_near_gradients_count_as_the_same() -> None:
 
 
 def test_what_is_audited_is_the_same_for_ever() -> None:
-    """Pinned: all members must choose alike, also while a job moves to another release."""
+    """The choice is pinned: members must choose alike while a job moves to another release."""
     workers, owners = [W0, W1, W2, W3], [WorkerId(v % 4) for v in range(16)]
     planned = [audit.plan(1, step, owners, workers, 0.2) for step in range(3)]
     assert [[(a.vrank, *a.auditors) for a in each] for each in planned] == PLANNED
     assert [audit.plan_sums(1, step, 12, 0.25) for step in range(4)] == PLANNED_SUMS
     found = Audits(1, 0.25, 0.0)
     assert [found.sums(step, 12) for step in range(4)] == PLANNED_SUMS
-    assert SKETCH_WORDS == 9  # the length of what is told of a task
+    assert SKETCH_WORDS == 9  # the length of a row about a task
 
 
 # ---------------------------------------------------------------- sums
@@ -252,7 +252,7 @@ def test_a_sum_that_all_have_twice_alike_is_right() -> None:
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_who_sums_a_piece_wrongly_once_is_found_in_the_third_run(odd: int) -> None:
-    """Run r of piece p is summed by rank (p - r) % 3, and all receive what it has."""
+    """Rank (p - r) % 3 sums piece p in run r, and all members get its result."""
     trial = SumTrial(0)
     for turn in range(3):
         row = [5, 6, 7]
@@ -303,7 +303,7 @@ def test_who_was_suspended_is_judged_by_when_it_left() -> None:
     trust.enter(a_view(3, [0, 1], 30), compared=True)
     assert trust.doubt([W1], 31, diverged=True).saved == 30
     trust.enter(a_view(4, [0], 31), compared=False)
-    assert trust.doubt([W1], 31, diverged=True) == Doubt(sums=None, saved=31)  # others know it
+    assert trust.doubt([W1], 31, diverged=True) == Doubt(sums=None, saved=31)  # others know of it
 
 
 def test_who_hosted_nothing_was_not_looked_at() -> None:
@@ -356,7 +356,7 @@ def test_one_mistake_is_forgiven_and_the_second_is_not() -> None:
     assert ef.Exit() not in blamed.blame(3, ruled((W1, 0), (W1, 1)))
     assert ef.Exit() not in blamed.blame(
         3, ruled((W1, 0), sentence=Sentence.LEAVE)
-    )  # it leaves anyway
+    )  # it is leaving anyway
     assert ef.Exit() in blamed.blame(4, ruled((W1, 2)))
     leader = ruling(0)
     assert (
@@ -374,7 +374,7 @@ def test_sums_that_are_rightly_not_finite_leave_others_in_peace_for_a_while() ->
     ]
     assert found.believes_not_finite(4 + CALM_STEPS - 1, 7)
     assert not found.believes_not_finite(4 + CALM_STEPS, 7)
-    assert found.settled(5, rightly=True) == []  # told once
+    assert found.settled(5, rightly=True) == []  # reported once
 
 
 def test_a_lone_worker_believes_what_is_not_finite_with_the_same_bits_and_never_leaves() -> None:
@@ -393,7 +393,7 @@ def test_a_lone_worker_believes_what_is_not_finite_with_the_same_bits_and_never_
     for bits in (7, 8):
         assert not fickle.believes_not_finite(4, bits)
         fickle.doubted(4, [W0], bits)
-    assert fickle.believes_not_finite(4, 9)  # it is not finite, whatever its bits are
+    assert fickle.believes_not_finite(4, 9)  # it is not finite, whichever bits it has
     healthy = ruling(workers=1)
     for step in (4, 5, 6):
         healthy.doubted(step, [W0], 7)
@@ -438,7 +438,7 @@ def test_only_what_the_wrong_ones_have_computed_is_doubted() -> None:
     for wrong, since in ((W1, NEVER), (W0, 0)):
         found = ruling()
         for step in range(9):
-            found.summed(step, [W0, W1, W2], [1])  # nobody has ever looked at worker 0
+            found.summed(step, [W0, W1, W2], [1])  # no member has ever compared worker 0
         assert found.confess(9, [wrong], diverged=False)[0] == since
 
 
@@ -455,7 +455,7 @@ def test_who_is_wrong_leaves_and_the_rest_go_back_if_something_wrong_may_have_be
     assert isinstance(doubted, Doubted)
     assert doubted.discarded
     assert (doubted.invalidation.after, doubted.invalidation.view) == (3, 1)
-    assert doubted.invalidation.wrong == ()  # its state is, for whatever reason
+    assert doubted.invalidation.wrong == ()  # its state is wrong, for whatever reason
     assert len(ruled_back) == 3
 
 
@@ -469,11 +469,11 @@ def test_where_all_that_was_used_was_audited_nobody_goes_back() -> None:
     (only,) = conclude_with([(NEVER, 5, 1)] * 3, diverged=False)
     assert isinstance(only, Doubted)
     assert not only.discarded
-    assert only.invalidation.wrong == (W1,)  # its state is right: it computes wrongly
+    assert only.invalidation.wrong == (W1,)  # its state is right, but it computes wrongly
     (only,) = conclude_with([(NEVER, 5, 1), (NEVER, 5, 2), (NEVER, 5, 1)], diverged=False)
     assert isinstance(only, Doubted)
     assert only.invalidation.wrong == ()  # it started from a wrong state
-    (only,) = conclude_with(None, diverged=False)  # the group broke before all had told
+    (only,) = conclude_with(None, diverged=False)  # the group broke before all had spoken
     assert isinstance(only, Doubted)
     assert only.invalidation == dataclasses.replace(only.invalidation, after=5, wrong=())
 

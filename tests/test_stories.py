@@ -1,4 +1,4 @@
-"""The stories in tests/stories: what the machines of the core do is what is written there."""
+"""The stories in tests/stories: the machines of the core do what is written there."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ STORIES = sorted(FOLDER.iterdir())
 
 
 def tell_again(path: Path, *, rewrite: bool) -> None:
-    """Have the machines tell a story; it must be as it is written, or is written anew."""
+    """Have the machines act out a story; compare it with its text, or write the text again."""
     story = story_kit.read(path)
     found = story_kit.told(story)
     if rewrite:
@@ -154,7 +154,7 @@ def test_only_news_is_written() -> None:
 
 
 def change_in(story: story_kit.Story, machines: Machines | None = None) -> str:
-    """How these machines tell the story otherwise; they may not even come to its end."""
+    """Return how these machines change the story; they may not even reach its end."""
     try:
         return story_kit.difference(story, story_kit.told(story, machines))
     except story_kit.StoryError as error:
@@ -170,7 +170,7 @@ class _VotesAgain(WorkerMachine):
 
 
 class _SpeaksFirst(CoordinatorMachine):
-    """Tells agents of a view before the journal has it."""
+    """Sends agents a view before the journal has it."""
 
     def _review(self, reply_to: AgentId | None, now: float) -> list[CoordinatorEffect]:
         effects = super()._review(reply_to, now)

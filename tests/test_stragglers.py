@@ -16,19 +16,19 @@ from holdfast.core.step.speeds import Speeds
 from holdfast.core.step.stragglers import Detector, Kind, Verdict, _kind
 from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
 
-Inject = Callable[[int, int, random.Random], float]  # worker, step: a factor
+Inject = Callable[[int, int, random.Random], float]  # worker and step give a factor
 SLOW = (Kind.STEADY, Kind.INTERMITTENT, Kind.PERIODIC, Kind.DRIFTING, Kind.OWN_PAST)
 BEGIN = 60  # the step at which the victim becomes slow
 VICTIM = 1
 
 
 def watch(workers: int, steps: int, inject: Inject, seed: int) -> list[tuple[int, Verdict]]:
-    """What the detector says of a made-up job: 3 % noise, odd steps, and samples of all lengths."""
+    """Return the verdicts on a made-up job: 3 % noise, odd steps, and samples of all lengths."""
     dice = random.Random(seed)
     detector = Detector([WorkerId(i) for i in range(workers)])
     found = []
     for step in range(steps):
-        length = math.exp(dice.gauss(0, 0.1))  # what all have in common
+        length = math.exp(dice.gauss(0, 0.1))  # the same for all workers
         times = []
         for worker in range(workers):
             odd = dice.uniform(1.3, 3.0) if dice.random() < 0.01 else 1.0
@@ -43,7 +43,8 @@ def nothing(worker: int, step: int, dice: random.Random) -> float:
 
 
 def slow(factor: float, when: Callable[[int, random.Random], float]) -> Inject:
-    """`when`: how much of the slowness there is, so many steps after its beginning."""
+    """Return an injection; `when`: the share of the slowness at a number of steps after its
+    beginning."""
 
     def inject(worker: int, step: int, dice: random.Random) -> float:
         if worker != VICTIM or step < BEGIN:
@@ -126,8 +127,7 @@ def test_alone_a_worker_is_held_against_its_own_past() -> None:
 
 @pytest.mark.parametrize("seed", [5, 1108, 1658, 3016])
 def test_a_machine_that_becomes_noisy_gives_no_trouble(seed: int) -> None:
-    """A worker is slow, and then that is lost in noise: whatever is said makes sense.
-
+    """A worker is slow, and then its slowness is lost in noise: no verdict may contradict another.
     The seeds once ended the job.
     """
     dice = random.Random(seed)
@@ -157,7 +157,7 @@ def test_who_has_no_task_is_not_judged() -> None:
 
 
 def balanced(paces: list[int], owners: list[int], steps: int, policy: BalancePolicy) -> Balancer:
-    """After so many steps in which each task takes its worker so many microseconds."""
+    """Return a balancer after `steps` steps in which a task takes its worker the µs in `paces`."""
     balancer = Balancer(policy, [WorkerId(i) for i in range(len(paces))], _ids(owners))
     for _ in range(steps):
         counts = balancer.counts
@@ -177,7 +177,7 @@ def test_one_of_four_that_is_half_as_fast_gets_half_the_work() -> None:
     found = balanced([100, 100, 200, 100], blocks(4, 4), 10, BalancePolicy())
     assert found.counts == (5, 5, 2, 4)
     moved = sum(a != b for a, b in zip(found.owners, blocks(4, 4), strict=True))
-    assert moved == 2  # as few as can be
+    assert moved == 2  # the least possible
 
 
 def test_equal_workers_keep_what_they_have_through_noise() -> None:
@@ -190,7 +190,7 @@ def test_equal_workers_keep_what_they_have_through_noise() -> None:
 
 
 def test_an_assignment_does_not_swing() -> None:
-    """A worker that is slow in every other stretch of ten steps."""
+    """A worker is slow in every other stretch of ten steps."""
     balancer = Balancer(BalancePolicy(), _ids([0, 1, 2, 3]), _ids(blocks(4, 4)))
     changes = 0
     for step in range(1000):
@@ -259,7 +259,7 @@ def test_the_leader_tells_of_what_costs_something() -> None:
 
 
 def test_what_comes_and_goes_is_told_once() -> None:
-    """As on a laptop where other programs run: worker 1 is late for a while, again and again."""
+    """As on a laptop with other programs, worker 1 is late for a while, again and again."""
     workers = _ids(range(2))
     members = tuple(
         Member(worker=w, incarnation=Incarnation(1), agent=AgentId("a")) for w in workers
@@ -291,7 +291,7 @@ def test_what_comes_and_goes_is_told_once() -> None:
 
 
 def lateness(task_s: list[float], others_s: list[float], patience: Patience) -> Lateness:
-    """After steps of one task each, in which the others were done so many seconds later."""
+    """Return the lateness after steps of one task each; the others took `others_s` longer."""
     found, now = Lateness(patience), 0.0
     found.view(now)
     for task, wait in zip(task_s, others_s, strict=True):
@@ -303,7 +303,7 @@ def lateness(task_s: list[float], others_s: list[float], patience: Patience) -> 
 
 
 def after(found: Lateness) -> tuple[float, float]:
-    """How long it waits before it copies, and before it says that somebody is late."""
+    """Return how long it waits before it copies, and before it reports that a worker is late."""
     return found.copy_at - found.began_at, found.late_at - found.began_at
 
 
@@ -312,7 +312,7 @@ def test_patience_is_what_was_usual_and_what_the_answer_costs() -> None:
     steady = lateness([0.1] * 10, [0.02] * 10, patience)
     assert after(steady) == pytest.approx((0.12, 0.02 + 0.12 + 0.5))
     stalled = lateness([0.1] * 10, [0.02] * 5 + [3.0] + [0.02] * 4, patience)
-    assert after(stalled) == pytest.approx(after(steady))  # what was late once is not usual
+    assert after(stalled) == pytest.approx(after(steady))  # a single late step is not usual
     uneven = lateness([0.1] * 16, [0.0, 0.1, 0.2, 0.3] * 4, patience)
     assert after(uneven)[0] == pytest.approx(0.2 + 6 * 1.4826 * 0.1)  # nor is chance lateness
 
@@ -331,7 +331,7 @@ def test_nobody_is_late_before_some_steps_were_timed() -> None:
 
 def test_copies_are_a_share_of_what_a_worker_computes_itself() -> None:
     found = lateness([0.1] * 100, [0.0] * 100, Patience(copies=0.02))
-    for _ in range(3):  # two in a hundred, and one in advance
+    for _ in range(3):  # two in a hundred, and one of them in advance
         assert found.copy_at < math.inf
         found.copied += 1
     assert found.copy_at == math.inf
@@ -355,4 +355,4 @@ def test_copies_are_what_one_would_host_if_the_late_were_suspended() -> None:
 
     assert [copies([2], me) for me in range(4)] == [(2,), (3,), (), ()]
     assert [copies([2, 3], me) for me in range(4)] == [(2, 4), (3, 5), (), ()]
-    assert copies([1, 2, 3], 0) == ()  # then it may be this worker's own network
+    assert copies([1, 2, 3], 0) == ()  # it may be this worker's own network then

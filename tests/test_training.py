@@ -1,4 +1,4 @@
-"""The training library's parts: sums, state, buffers, and what the loop means in plain PyTorch."""
+"""The training library's parts: sums, state, buffers, and how the loop equals plain PyTorch."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def mailboxes(size: int) -> list[Mailbox]:
 
 
 def together(*actions: object) -> list[BaseException]:
-    """Run all in threads; returns what they raised."""
+    """Run all actions in threads; return the errors that they raised."""
     errors: list[BaseException] = []
 
     def guarded(action: object) -> None:
@@ -128,7 +128,7 @@ def test_the_sum_does_not_depend_on_who_hosts_what(
         sums[rank].spread(boxes[rank])
         sums[rank].finish()
 
-    for _ in range(2):  # a reduction can be repeated: it leaves the partial sums alone
+    for _ in range(2):  # a reduction can be repeated: it does not change the partial sums
         assert together(*[lambda r=r: reduce(r) for r in range(size)]) == []
         for bucket in buckets:
             assert torch.equal(bucket.result.data, expected)
@@ -136,10 +136,10 @@ def test_the_sum_does_not_depend_on_who_hosts_what(
     copies = [Flat(buckets[0].params) for _ in range(vranks)]
     for copy, leaf in zip(copies, leaves, strict=True):
         copy.data.copy_(leaf)
-    for each in sums:  # the parts are still what was received
+    for each in sums:  # the parts are still those that were received
         assert all(each.agrees(v, {0: copies[v]}) for v in range(vranks))
     for v in range(vranks):
-        # Others see it only within a sum, unless its part holds nothing else.
+        # Others see it only within a sum, unless its part is alone there.
         alone = any(start == v and min(w, vranks - v) == 1 for start, w in nodes[hosts[v]])
         copies[v].data.add_(1)
         unlike = [r for r in range(size) if not sums[r].agrees(v, {0: copies[v]})]
@@ -151,7 +151,7 @@ def test_the_sum_does_not_depend_on_who_hosts_what(
 
 
 def summed_by(size: int) -> tuple[list[Mailbox], list[Layout], list[Bucket], torch.Tensor]:
-    """A bucket that these members have summed, on each of them; and what it comes to."""
+    """Return a bucket that these members have summed, on each of them; and the right sum."""
     dice = torch.Generator().manual_seed(size)
     leaves = torch.randn(size, 1000, generator=dice)
     hosted = tuple((v,) for v in range(size))
@@ -207,7 +207,7 @@ def test_a_sum_is_checked_and_put_right(size: int) -> None:
     assert checked(size, lambda buckets: None) == [[]] * size
 
     def one_copy(buckets: list[Bucket]) -> None:
-        buckets[1].result.data[3] += 1  # what the first member summed, and the second received
+        buckets[1].result.data[3] += 1  # the first member's sum, as the second has got it
 
     def the_sum(buckets: list[Bucket]) -> None:
         for bucket in buckets:  # the last member's piece
@@ -309,7 +309,7 @@ def test_every_bit_is_in_the_fingerprint_of_some_step_of_a_cycle() -> None:
 
 
 def test_fingerprints_and_digests_are_the_same_for_ever() -> None:
-    """Pinned: workers of two releases must not take each other for wrong."""
+    """The values are pinned: workers of two releases must not consider each other wrong."""
     model = nn.Linear(3, 2)
     with torch.no_grad():
         model.weight.copy_(torch.arange(6).view(2, 3) / 8)

@@ -1,8 +1,8 @@
-"""Slow workers, slow links and new assignments of small made-up jobs, step by step.
+"""Verdicts on slow workers and links, and new assignments, of small made-up jobs, step by step.
 
-The jobs of test_stragglers.py and test_links.py are made by chance and say how often a verdict is
-right. These are made by hand, so that the step and the words of every verdict are known. All
-members of a view come to these decisions apart from each other: a change here is one of behaviour.
+The jobs of test_stragglers.py and test_links.py are random, and show how often a verdict is right.
+These are made by hand, so that the step and the words of every verdict are known. Each member of a
+view decides separately, so a change here is a change of behaviour.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.core.step.stragglers import Detector
 from holdfast.core.types import WorkerId
 
 BEGIN = 30  # the step at which worker 1 becomes slow
-Times = Callable[[int, int], float]  # of a worker in a step
+Times = Callable[[int, int], float]  # the time of a worker in a step
 
 
 def unsteady(worker: int, step: int, by: float = 0.02) -> float:
@@ -91,12 +91,12 @@ def test_alone_or_as_one_of_two_it_takes_little_longer() -> None:
 
 
 def waits(rank: int, step: int) -> Wait:
-    """Return the end of a usual exchange: each waits for its neighbour, a millisecond."""
+    """Return the end of a usual exchange: each member waits a millisecond for its neighbour."""
     return Wait(1000 * rank, (rank + 1) % 4, 1000)
 
 
 def late(whose: Callable[[int, int], bool], waited_us: int = 20_000) -> Callable[..., Wait]:
-    """Return exchanges in which these wait longer, and for rank 2."""
+    """Return exchanges in which these members wait longer, and for rank 2."""
 
     def exchange(rank: int, step: int) -> Wait:
         return Wait(1000 * rank, 2, waited_us) if whose(rank, step) else waits(rank, step)
@@ -104,7 +104,8 @@ def late(whose: Callable[[int, int], bool], waited_us: int = 20_000) -> Callable
     return exchange
 
 
-# Who waits for whom; then step, peer, who waits (None: most), whether it is slow, how late.
+# Which member waits for which; then step, peer, waiting member (None: most), whether the peer is
+# slow, how late.
 LINKS: dict[str, tuple[Callable[..., Wait], list[tuple[int, int, int | None, bool, int]]]] = {
     "one waits": (
         late(lambda rank, step: rank == 0 and step < 30),
@@ -154,7 +155,7 @@ def test_what_is_little_of_a_step_is_not_worth_a_line(compute_us: int, told: boo
         for verdict in detector.observe([exchange(rank, step) for rank in range(4)], [compute_us])
     ]
     assert bool(found) is told
-    assert detector.observe([Wait()], [5]) == []  # alone nobody waits
+    assert detector.observe([Wait()], [5]) == []  # a single member waits for nobody
     assert Wait() == Wait(ready_us=0, peer=NOBODY, waited_us=0)
 
 
@@ -162,7 +163,8 @@ def test_what_is_little_of_a_step_is_not_worth_a_line(compute_us: int, told: boo
 
 
 def test_an_assignment_follows_the_speeds_step_by_step() -> None:
-    """Worker 1 is slow at first; later worker 2 is by far, loses all and is tried again."""
+    """Worker 1 is slow at first; later worker 2 is by far slower, loses all tasks and is tried
+    again."""
     policy = BalancePolicy(warm_up=1, window=2, gain=5, calm=8, retry=4)
     owners = [WorkerId(w) for w in (0, 0, 0, 1, 1, 1, 2, 2)]
     balancer = Balancer(policy, [WorkerId(w) for w in range(3)], owners)
@@ -183,7 +185,7 @@ def test_an_assignment_follows_the_speeds_step_by_step() -> None:
 
 @pytest.mark.parametrize(("gain", "moves"), [(25, True), (26, False)])
 def test_an_assignment_changes_for_as_much_as_was_asked_for(gain: int, moves: bool) -> None:
-    """Six tasks, four on one worker: three on each take a quarter less."""
+    """Six tasks, four of them on one worker: with three on each a step takes a quarter less."""
     policy = BalancePolicy(warm_up=0, window=1, gain=gain)
     owners = [WorkerId(w) for w in (0, 0, 0, 0, 1, 1)]
     assert Balancer(policy, owners[3:5], owners).observe([400, 200]) is moves

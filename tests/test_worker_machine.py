@@ -1,4 +1,4 @@
-"""What one worker may do, says and promises, whatever order things happen in."""
+"""The rights, reports and promises of one worker, in any order of events."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def open_next(company: Company, kind: StepKind) -> None:
 def test_what_is_to_be_saved_where_no_boundary_is_is_saved_at_the_next_one() -> None:
     company = Company(2, StepPolicy(saves=SavePolicy(enabled=True, every=3)))
     company.enter(a_view(1, range(2), joiners=range(2)))
-    company.until(3)  # whose votes agree to save
+    company.until(3)  # its votes agree to save
     open_next(company, StepKind.VALUES)
     open_next(company, StepKind.GRADIENTS)
     assert [w.orders(ef.CopyState) for w in company.walkers] == [[], []]
@@ -424,7 +424,7 @@ def test_who_was_suspended_applies_what_it_has_missed_in_order() -> None:
     company.walkers[0].install(dataclasses.replace(a_view(2, [0], vranks=2), number=TWO))
     view = dataclasses.replace(behind(0, 2), number=THREE)
     late.install(view)
-    assert late.status.state is StateCopy.DIRTY  # of no use until it has caught up
+    assert late.status.state is StateCopy.DIRTY  # useless until it has caught up
     assert late.status.hosted == ()
     effects = late.feed(ev.Connected(THREE))
     assert effects == [ef.ObtainStep(MEMBERS, THREE, 0)]
@@ -434,7 +434,7 @@ def test_who_was_suspended_applies_what_it_has_missed_in_order() -> None:
     effects = late.feed(ev.AtBoundary())
     assert ef.Begin(1, whole=False) in effects
     assert ef.ObtainStep(MEMBERS, THREE, 1) in late.done
-    assert purposes(late, Purpose.HOSTED) == [1]  # what is missed is received, not computed
+    assert purposes(late, Purpose.HOSTED) == [1]  # missed steps are received, not computed
     late.feed(ev.StepObtained(MEMBERS, THREE, 1))
     assert late.status.committed == 2
     assert ef.SyncState(THREE) in late.feed(ev.AtBoundary())
@@ -488,4 +488,4 @@ def test_what_is_invalidated_does_not_count_as_saved_any_more() -> None:
         assert walker.status.saved == saved
         assert ef.Withdraw(walker.status.invalidations) in walker.done
     walker.feed(ev.SaveEnded(1, ONE, durable=True, first=True))
-    assert walker.status.saved == 0  # made before all was known
+    assert walker.status.saved == 0  # it was made before all was known

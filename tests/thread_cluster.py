@@ -44,7 +44,7 @@ from holdfast.train.step.probe import current
 from joiner_gate import JoinerGate
 
 HANG_S = 60.0
-ROUNDS_TO_FAIL = 20  # of the control plane: a process that fails takes a while to say so
+ROUNDS_TO_FAIL = 20  # rounds of the control plane: a failing process takes a while to report
 LOOK_S = 0.01  # between two looks at the clock
 BEAT_S = 0.2
 SOON_S = 5.0  # back-offs are shorter, and quarantines longer
@@ -92,7 +92,7 @@ class ThreadWorker:
         self.incarnation = incarnation
         self.alive = True
         self.exchanges = 0
-        self.thread: threading.Thread | None = None  # runs its script
+        self.thread: threading.Thread | None = None  # the script's thread
         self.transports: list[MortalTransport] = []
         self._machine = WorkerMachine(worker, incarnation, step_policy(spec, 0, writes=False))
         self.driver = MortalDriver(self._machine, self, Monitor())
@@ -175,12 +175,12 @@ class ThreadCluster:
         waits: bool = False,
     ) -> None:
         self.network = MemoryNetwork()
-        self.workers: dict[WorkerId, ThreadWorker] = {}  # the newest of each
+        self.workers: dict[WorkerId, ThreadWorker] = {}  # the newest of each number
         self.errors: list[BaseException] = []
-        self.ended: set[WorkerId] = set()  # before the end of their script
+        self.ended: set[WorkerId] = set()  # ended before the end of their script
         self.damaging: list[MortalTransport] = []  # told to flip a bit
-        self.views: list[str] = []  # what the coordinator said of each
-        self.events: list[tuple[str, str]] = []  # of the job: kind and text
+        self.views: list[str] = []  # the coordinator's text on each
+        self.events: list[tuple[str, str]] = []  # the job's events: kind and text
         self._spec = spec
         self._script = script
         self._kill_at = dict(kill_at or {})
@@ -191,9 +191,9 @@ class ThreadCluster:
         self._outcome: str | None = None
         self._rounds = 0
         self._round = threading.Condition()
-        self._record: JobRecord | None = None  # as a coordinator has kept it last
-        self._away = False  # the coordinator is
-        self.term = 0  # of the coordinator
+        self._record: JobRecord | None = None  # the newest one that a coordinator has kept
+        self._away = False  # whether the coordinator is away
+        self.term = 0  # the coordinator's term
         self._restart_coordinator()
         spares = spec.spares(spec.workers.nproc)
         slots = spec.workers.nproc + spares
@@ -271,7 +271,7 @@ class ThreadCluster:
         self._away = True
 
     def on_view(self, text: str) -> None:
-        """Do nothing; tests may do something when a view has been told to the node."""
+        """Do nothing; a test may act here when the node has heard of a view."""
 
     def pass_rounds(self, count: int) -> None:
         """Wait while the control plane goes on."""
@@ -293,7 +293,7 @@ class ThreadCluster:
         if worker.incarnation == 1 and self._kill_at.get(worker.worker) == worker.exchanges:
             worker.die()
         if not worker.alive and threading.current_thread().name == "holdfast-backup":
-            raise Aborted("its worker has ended")  # nobody is told of how that thread ends
+            raise Aborted("its worker has ended")  # nobody hears how that thread ends
         if not worker.alive:
             raise Killed
 

@@ -1,7 +1,8 @@
 """Runs a real Kubernetes control plane on this machine for tests: its servers, no nodes.
 
-The binaries are looked for as envtest does: in the folder KUBEBUILDER_ASSETS, or where a variable
-such as TEST_ASSET_KUBE_APISERVER says; then on the path. docs/kubernetes.md tells how to get them.
+The binaries are found as envtest finds them: in the folder KUBEBUILDER_ASSETS, or in the path in a
+variable such as TEST_ASSET_KUBE_APISERVER; then on PATH. docs/kubernetes.md explains how to get
+them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from labs.kubernetes_cluster import write_kubeconfig
 
 HOST = "127.0.0.1"
 UP_S = 60.0
-GRACE_S = 8  # without a renewed lease, until a node counts as unreachable
+GRACE_S = 8  # after this long without a renewed lease a node counts as unreachable
 TOKEN = "an-operator"
 BINARIES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 ASSETS = "KUBEBUILDER_ASSETS"
@@ -36,7 +37,7 @@ def find_binary(name: str) -> str:
 
 
 def missing() -> str:
-    """Tell why there can be no control plane here; empty if there can."""
+    """Return why there can be no control plane here; empty if there can."""
     lacking = [name for name in BINARIES if not find_binary(name)]
     where = f"docs/kubernetes.md says how to get them; {ASSETS} says where they are"
     return f"no {', '.join(lacking)}: {where}" if lacking else ""
@@ -45,7 +46,7 @@ def missing() -> str:
 class ControlPlane:
     """Runs etcd and the servers of Kubernetes, while used as a context manager.
 
-    `config`: a kubeconfig file of somebody who may do everything.
+    `config`: a kubeconfig file of an administrator.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -121,7 +122,7 @@ class ControlPlane:
     def _start(self, name: str) -> None:
         with open(self.folder / f"{name}.log", "ab") as log:
             self._running[name] = subprocess.Popen(
-                # The kernel ends it with this process, however that ends.
+                # The kernel ends it with this process, even if that is killed.
                 ["setpriv", "--pdeathsig", "KILL", find_binary(name), *self._commands[name]],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -1,7 +1,7 @@
 """Plays the API of Kubernetes, with a scheduler and node controller, so that tests need no cluster.
 
-It keeps objects as the real one does where that matters: names are taken, uids are new, pods are
-deleted after their grace period by their kubelet, selectors choose. Kubelets are those of the test
+It treats objects as the real one does in the points that matter: names are taken, uids are new, a
+pod's kubelet deletes it after its grace period, selectors choose. Kubelets are those of the test
 kit (kubelet.py). Nothing is validated; a schema does that (kubernetes-validate).
 """
 
@@ -40,7 +40,7 @@ class Status(Exception):
 
 
 class FakeKubernetes:
-    """Holds all objects; used as a context manager it serves them at `url`.
+    """Keeps all objects; used as a context manager it serves them at `url`.
 
     `away` has it answer nothing. A node whose lease is not renewed for `grace_s` is unreachable.
     """
@@ -93,7 +93,7 @@ class FakeKubernetes:
     # ------------------------------------------------------------ requests
 
     def handle(self, method: str, target: str, body: Object) -> Object:
-        """Carry out one request. Status says what is wrong with it."""
+        """Carry out one request; raise Status with the reason if it is wrong."""
         parts = urlsplit(target)
         asked = {key: values[0] for key, values in parse_qs(parts.query).items()}
         place, name, below = _read_path(parts.path)
@@ -148,7 +148,7 @@ class FakeKubernetes:
             default_s = found["spec"].get("terminationGracePeriodSeconds", GRACE_S)
             grace_s = default_s if wanted_s is None else int(wanted_s)
             if grace_s > 0:
-                until = found["metadata"].get("deletionTimestamp", "9")  # it is only ever sooner
+                until = found["metadata"].get("deletionTimestamp", "9")  # it never gets later
                 found["metadata"]["deletionTimestamp"] = min(until, _stamp(grace_s))
                 return self._new(found)
         return here.pop(name)
@@ -248,7 +248,7 @@ def _answer(request: BaseHTTPRequestHandler, fake: FakeKubernetes) -> None:
 
 
 def _read_path(path: str) -> tuple[Place, str, str]:
-    """Return resource and namespace, the object's name and what is asked below it."""
+    """Return resource and namespace, the object's name, and the rest of the path."""
     parts = path.strip("/").split("/")
     parts = parts[2:] if parts[0] == "api" else parts[3:]
     namespace = ""
@@ -293,7 +293,7 @@ def _fits(pod: Object, node: Object, pods: list[Object]) -> bool:
     affinity = spec.get("affinity", {})
     terms = affinity.get("nodeAffinity", {}).get(REQUIRED, {}).get("nodeSelectorTerms", ())
     for field in (f for term in terms for f in term.get("matchFields", ())):
-        if name in field["values"]:  # NotIn is all that is used here
+        if name in field["values"]:  # no other operator than NotIn is used here
             return False
     there = [p for p in pods if p["spec"].get("nodeName") == name]
     there = [p for p in there if p["status"]["phase"] in ("Pending", "Running")]

@@ -1,7 +1,7 @@
 """Runs a real Ray cluster on this machine: a head that takes no agents, and several raylets.
 
 It is for tests of jobs on Ray, and a harness for the contract of adapters. The head keeps its
-tables on disk, as one that may be restarted must, and is quick to call a node lost.
+tables on disk, as a head that may be restarted must, and soon considers a node lost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdfast.testing.fake_cluster import kill_tree
 from labs.slurm_cluster import free_ports, our_processes
 
 WAIT_S = 60.0
-CLUSTER, NODE = "HOLDFAST_RAY_CLUSTER", "HOLDFAST_RAY_NODE"  # in the environment of its processes
+CLUSTER, NODE = "HOLDFAST_RAY_CLUSTER", "HOLDFAST_RAY_NODE"  # in its processes' environment
 HOST, HEAD = "127.0.0.1", "head"
 STORE_BYTES = 80_000_000  # nearly the least that Ray accepts
 SETTINGS = {
@@ -46,14 +46,14 @@ class RayCluster:
         self.hosts: Sequence[str] = tuple(f"node{number}" for number in range(hosts))
         self.domains = {host: (f"rack={host}",) for host in self.hosts}
         self.address = ""
-        self.folder = Path()  # a short path: sockets are in it
+        self.folder = Path()  # a short path, for the sockets in it
         self._links: list[RayLink] = []
         self._asked: RayLink | None = None
         self._gcs: tuple[list[str], dict[str, str]] | None = None
 
     @staticmethod
     def missing() -> str:
-        """Say what is missing here; empty if nothing is."""
+        """Return what is missing here; empty if nothing is."""
         return "" if importlib.util.find_spec("ray") else "Ray is not installed: holdfast[ray]"
 
     def __enter__(self) -> RayCluster:
@@ -83,7 +83,7 @@ class RayCluster:
         )
         assert head.wait(WAIT_S) == 0, self._log(HEAD)
         self.address = f"{HOST}:{port}"
-        # Two at a time: a node gives itself 30 s to start, and starts processes of its own.
+        # Two at a time: a node must start within 30 s, and starts processes of its own.
         for pair in zip(self.hosts[::2], [*self.hosts[1::2], ""], strict=False):
             started = {
                 host: self._start(
@@ -98,7 +98,7 @@ class RayCluster:
     def _start(self, name: str, *options: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-name={name}"]
         command += [
-            f"--temp-dir={self.folder}/{name}",  # who starts at once must not meet in one
+            f"--temp-dir={self.folder}/{name}",  # two that start at once must not share one
             f"--node-ip-address={HOST}",
             "--min-worker-port=0",
             "--max-worker-port=0",
@@ -127,7 +127,7 @@ class RayCluster:
         return self._links[-1]
 
     def tables(self) -> RayTables:
-        """Return what Ray says of its nodes and our actors."""
+        """Return Ray's tables of its nodes and our actors."""
         if self._asked is None:
             self._asked = self.link()
         return read_tables(self._asked.ask("tables"))
@@ -163,7 +163,7 @@ class RayCluster:
         self._run("-c", script, self.address, NAMESPACE, name)
 
     def drain(self, host: str, reason: str, within_s: float | None = None) -> str:
-        """Drain a host by Ray's own command; return what is told of the reason."""
+        """Drain a host by Ray's own command; return its answer about the reason."""
         deadline = [] if within_s is None else [f"--deadline-remaining-seconds={within_s:.0f}"]
         self._run(
             *("-m", "ray.scripts.scripts", "drain-node", f"--address={self.address}"),
@@ -199,7 +199,7 @@ class RayCluster:
         return our_processes(f"HOLDFAST_PLACEMENT={id_}")
 
     def _titled(self) -> list[int]:
-        """Find those that have written a title over their environment: they hold a log open."""
+        """Find processes that overwrote their environment with a title: they have a log open."""
         found = []
         for name in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):

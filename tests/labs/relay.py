@@ -9,16 +9,16 @@ It makes delays and narrow paths without netem, which some kernels lack.
         relay.reset()           # every connection ends with a reset, on both sides
 
 Without a `target` it transparently takes in every TCP connection that processes of its host begin
-to other hosts; those begun by others, or earlier, pass it by. With a target, it takes in what
-connects to its address.
+to other hosts. It ignores connections that other hosts begin, and earlier ones. With a target, it
+takes in every connection to its address.
 
-A relay ends TCP connections and makes new ones, so a connect succeeds before the target is reached
-(and is then reset if it cannot be), and acknowledgements, keepalives and time-outs of either side
-never see the other: to learn what these do, cut the lab's cables instead.
+A relay ends TCP connections and makes new ones. So a connect succeeds before the target is reached
+(and is then reset if it cannot be), and acknowledgements, keepalives and time-outs do not pass from
+one side to the other: to study these, cut the lab's cables instead.
 
 Both sides are here: `Relay` in the test, and the process that it starts (`python -m` this module),
 which obeys JSON lines from an inherited socket and ends when that closes. Bytes are never lost or
-reordered; what is under way is bounded, and beyond that the senders wait.
+reordered; the bytes under way are bounded, and senders wait beyond that.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ Address = tuple[str, int]
 ANSWER_S = 30.0  # bounds the start of the process and every answer, which take milliseconds
 CHUNK_BYTES_MAX = 1 << 16
 CHUNK_S = 0.01  # at a limited rate, chunks take about this long
-CHUNKS_MAX = 512  # under way in one direction of one connection
-MARK = 0x486F6C64  # on the relays' own packets, which no relay takes in
+CHUNKS_MAX = 512  # chunks under way in one direction of one connection
+MARK = 0x486F6C64  # a mark on the relays' own packets, which no relay takes in
 SO_ORIGINAL_DST = 80  # <linux/netfilter_ipv4.h>: where a redirected connection was going
 
 
 class Relay:
     """Runs in `host`, listens at `address` and connects onwards to `target`; a context manager.
 
-    What is sent either way arrives `delay_s` later, plus at random up to `jitter_s`. All
-    connections share `rate_bytes_s` in each direction; 0 means no limit.
+    Data sent either way arrive `delay_s` later, plus at random up to `jitter_s`. All connections
+    share `rate_bytes_s` in each direction; 0 means no limit.
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class Relay:
     ) -> None:
         self.host = host
         self.target = target
-        # With the port that was found, once started. What is taken in arrives at the loopback.
+        # It gets the port once the relay has started. Redirected connections arrive at the
+        # loopback.
         self.address = listen or ("127.0.0.1" if target is None else host.address, 0)
         self._shape = _checked(delay_s, jitter_s, rate_bytes_s)
         self._control: TextIO | None = None
@@ -75,7 +76,7 @@ class Relay:
             here, there = socket.socketpair()
             here.settimeout(ANSWER_S)
             self._control = stack.enter_context(here.makefile("rw", buffering=1))
-            with here, there:  # what was made of `here` lives on
+            with here, there:  # the file made of `here` stays open
                 number = there.fileno()
                 command = [sys.executable, "-m", "labs.relay", str(number)]
                 tests = Path(__file__).parent.parent  # where the interpreter finds this package
@@ -98,17 +99,17 @@ class Relay:
         self._ask(do="pause")
 
     def resume(self) -> None:
-        """End a pause and pass on what waited."""
+        """End a pause and pass on the waiting data."""
         self._ask(do="resume")
 
     def reset(self) -> int:
-        """Break every connection as a router that lost its memory would; return how many."""
+        """Break every connection as a router that lost its memory would; return their number."""
         return int(self._ask(do="reset")["connections"])
 
     def reshape(
         self, delay_s: float = 0.0, jitter_s: float = 0.0, rate_bytes_s: float = 0.0
     ) -> None:
-        """Change the path for what arrives from now on."""
+        """Change the path for data that arrive from now on."""
         self._ask(do="reshape", **_checked(delay_s, jitter_s, rate_bytes_s))
 
     def connections(self) -> int:

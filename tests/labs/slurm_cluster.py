@@ -1,8 +1,8 @@
 """Runs a real Slurm on this machine: munged, slurmctld and several slurmd, each a host of its own.
 
-It is for tests of jobs under Slurm, and a harness for the contract of adapters. The patience of the
-servers is short, so that tests need not wait for minutes until a host counts as down, or a job that
-was requeued may start (cred_expire).
+It is for tests of jobs under Slurm, and a harness for the contract of adapters. Its servers have
+little patience: tests need not wait for minutes until a host counts as down, or a requeued job may
+start (cred_expire).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PACKAGES = {
 }
 PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
 WAIT_S = 30.0
-DAEMON_OF = "HOLDFAST_SLURM_DAEMON_OF"  # in the environment of a host's daemons
+DAEMON_OF = "HOLDFAST_SLURM_DAEMON_OF"  # set in the environment of a host's daemons
 CLIENTS = ("srun", "sbatch", "slurmstepd", "slurmd", "slurmctld")
 CONFIGURATION = """\
 ClusterName=holdfast
@@ -63,7 +63,7 @@ TopologyPlugin=topology/tree
 
 
 def topology(hosts: Sequence[str]) -> str:
-    """Hang pairs of hosts on switches, and these on one."""
+    """Connect each pair of hosts to a switch, and the switches to another one."""
     pairs = [",".join(hosts[first : first + 2]) for first in range(0, len(hosts), 2)]
     leaves = "".join(f"SwitchName=leaf{i} Nodes={each}\n" for i, each in enumerate(pairs))
     return f"{leaves}SwitchName=root Switches=leaf[0-{len(pairs) - 1}]\n"
@@ -73,7 +73,7 @@ class SlurmCluster:
     """Starts a cluster of `hosts` hosts for the length of a with statement.
 
     The environment variable SLURM_CONF names it meanwhile. `allocation`: the id of a job whose
-    hosts adapters that `manager` makes use first.
+    hosts the adapters made by `manager` use first.
     """
 
     def __init__(self, folder: Path, hosts: int = 6) -> None:
@@ -86,7 +86,7 @@ class SlurmCluster:
 
     @staticmethod
     def missing() -> str:
-        """Say what is missing here, with the package that brings it; empty if nothing is."""
+        """Return the missing programs and the package of each; empty if nothing is missing."""
         for command, package in PACKAGES.items():
             if shutil.which(command, path=PATH) is None:
                 return f"there is no {command} here (package {package})"
@@ -168,7 +168,7 @@ class SlurmCluster:
             time.sleep(0.05)
 
     def slurm(self, *command: str) -> str:
-        """Run one of Slurm's commands, and return what it prints; it may fail."""
+        """Run one of Slurm's commands and return its output; the command may fail."""
         found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
         return found.stdout.strip()
 
@@ -177,7 +177,7 @@ class SlurmCluster:
         return self.slurm("sinfo", "--noheader", "--Node", "--format=%T").split()
 
     def allocate(self, hosts: int) -> str:
-        """Hold so many hosts as an allocation, from which placements are served first."""
+        """Hold `hosts` hosts as an allocation, from which placements are served first."""
         subprocess.run(
             ["salloc", f"--nodes={hosts}", "--exclusive", "--no-kill", "--no-shell"],
             capture_output=True,
@@ -195,7 +195,7 @@ class SlurmCluster:
         return SlurmManager(self.folder / "placements", job, allocation)
 
     def kill(self, host: str) -> None:
-        """End a host with all that runs there: its daemons first, who could tell of the rest."""
+        """Kill all of a host, its daemons first, since they could report the end of the rest."""
         for pid in [
             *(self._servers[host].pid, *our_processes(f"{DAEMON_OF}={host}")),
             *our_processes(f"SLURMD_NODENAME={host}"),
@@ -209,7 +209,7 @@ class SlurmCluster:
 
     def away(self, away: bool) -> None:
         if away:
-            self._servers["slurmctld"].terminate()  # killed, it would forget the last seconds
+            self._servers["slurmctld"].terminate()  # SIGKILL would make it forget the last seconds
             self._servers["slurmctld"].wait()
         else:
             self._start("slurmctld", "slurmctld", "-D")

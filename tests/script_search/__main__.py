@@ -2,7 +2,7 @@
 
     python -m tests.script_search --seeds 0:500              in threads, some minutes
     python -m tests.script_search --seeds 0:40 --processes   each worker a process
-    python -m tests.script_search --seeds 17 --show          print the script and what it came to
+    python -m tests.script_search --seeds 17 --show          print the script and its results
 
 Prints how many scripts were exact, refused and silently wrong. The status is 1 if one was silently
 wrong, if a harmless one was refused, or if one ended otherwise.
@@ -30,7 +30,7 @@ from script_search.compose import compose
 from script_search.runs import CRASH, FALSE, SILENT, VERDICTS, Result, examine_all
 
 BAD = (SILENT, FALSE, CRASH)
-SEEDS_A_PROCESS = 10  # then a fresh process, because scripts leave things behind
+SEEDS_A_PROCESS = 10  # a fresh process follows, because scripts leave things behind
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def examined(seeds: Sequence[int], jobs: int, *, processes: bool) -> Iterator[Result]:
     """Examine scripts in several processes; yield results as they come."""
     context = multiprocessing.get_context("forkserver")
-    # What optimizers import takes long as well; all of it is imported once.
+    # The libraries that optimizers import take long as well; all are imported once.
     context.set_forkserver_preload(["script_search.runs", "torch._dynamo"])
     parts = [seeds[i : i + SEEDS_A_PROCESS] for i in range(0, len(seeds), SEEDS_A_PROCESS)]
     with ProcessPoolExecutor(jobs, context, max_tasks_per_child=1) as pool:
@@ -68,7 +68,7 @@ def examined(seeds: Sequence[int], jobs: int, *, processes: bool) -> Iterator[Re
 
 
 def report(results: Sequence[Result], *, show: bool) -> None:
-    """Print the table, and each script that is in a class to be mended."""
+    """Print the table, and each script in a class that must be empty."""
     for each in results:
         if show:
             print(compose(each.seed).text)

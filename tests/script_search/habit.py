@@ -1,4 +1,4 @@
-"""Describes a habit: lines of a training script, and what becomes of the job's result by them."""
+"""Describes a habit: lines of a training script, and their effect on the job's result."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Lines = tuple[str, ...]
 class Truth(enum.Enum):
     """Truths about a habit: does the result of a script depend on the workers?"""
 
-    HARMLESS = "harmless"  # it does not, or Holdfast carries, keys or sets back what it changes
-    TASKS = "tasks"  # it does: a task depends on those that were computed before on its worker
-    WORKERS = "workers"  # it does: something is not the same on each worker
-    JOINS = "joins"  # it does as soon as a worker joins, which lacks what steps have changed
+    HARMLESS = "harmless"  # it does not, or Holdfast carries, keys or restores the changed value
+    TASKS = "tasks"  # it does: a task depends on earlier tasks of its worker
+    WORKERS = "workers"  # it does: something differs between workers
+    JOINS = "joins"  # it does once a worker joins, which lacks the changes of earlier steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

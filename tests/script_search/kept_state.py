@@ -1,4 +1,4 @@
-"""Makes habits that keep something from one call to the next: where, how it changes, what it does.
+"""Makes habits that keep a value from one call to the next: where, how it changes, its effect.
 
 The word `kept` is the variable's name everywhere; a message that refuses such a script names it.
 """
@@ -321,7 +321,7 @@ def _is_mended(storage: Storage, place: Place) -> bool:
 
 
 def _use(random: Random, get: str, target: str, *, counts: bool) -> tuple[list[str], str]:
-    """Return lines that use what is kept, and their effect; "" if they change no result."""
+    """Return lines that use the kept value, and their effect; "" if they change no result."""
     period = random.choice([2, 3, 4, 7])
     if random.random() < 0.25:
         if counts:

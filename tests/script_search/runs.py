@@ -30,7 +30,7 @@ from thread_cluster import ThreadCluster, ThreadWorker
 
 GUARD_STEPS = 8  # --fingerprint-steps and --repeat-steps
 VIRTUAL = 4
-RETURN_ROUNDS = 300  # of the control plane, to wait for a worker's return
+RETURN_ROUNDS = 300  # rounds of the control plane in which a worker must return
 RUN_S = 100.0  # bounds a hang
 SETTINGS = {
     "workers.virtual": VIRTUAL,
@@ -43,7 +43,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Holds the digest at a run's end, or why it was refused, and events about the script.
+    """Describes a run: the digest at its end, or why it was refused, and events about the script.
 
     If workers of the run end with different states, `digest` holds all of theirs.
     """
@@ -56,7 +56,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Holds the runs of one script, and the class that it is counted in."""
+    """Describes the runs of one script, and the class in which it is counted."""
 
     seed: int
     what: str
@@ -198,7 +198,7 @@ def _await_return(cluster: ThreadCluster, job: Job) -> None:
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Return a digest of all that a model's state holds."""
+    """Return a digest of all values in a model's state."""
     found = hashlib.sha256()
     for name, value in model.state_dict().items():
         found.update(name.encode())
