@@ -31,6 +31,7 @@ MANAGERS = {
     "kubernetes": "holdfast.launch.kubernetes_manager",
     "ray": "holdfast.launch.ray_manager",
     "yarn": "holdfast.launch.yarn_manager",
+    "mesos": "holdfast.launch.mesos_manager",
     "fake": "holdfast.testing.fake_cluster",  # for tests
 }
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"

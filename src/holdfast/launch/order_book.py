@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast.core.domains import Domains
 from holdfast.core.errors import Damaged
 from holdfast.core.fleet.placements import PlacementId
 from holdfast.launch.cluster_manager import PlacementOrder
@@ -31,6 +32,7 @@ class BookEntry:
     order: PlacementOrder
     holder: str | None = None
     host: str = ""  # where the holder is
+    domains: Domains = ()  # the host's, if they were known as it was chosen
 
     @property
     def waits(self) -> bool:
@@ -61,9 +63,9 @@ class OrderBook:
         """Return the entry of an id, if there is one."""
         return self._entry(id_) if self._path(id_, ORDER).exists() else None
 
-    def claim(self, id_: PlacementId, holder: str, host: str = "") -> bool:
+    def claim(self, id_: PlacementId, holder: str, host: str = "", domains: Domains = ()) -> bool:
         """Claim an order; return False if another process has claimed it before."""
-        wanted = {"holder": holder, "host": host}
+        wanted = {"holder": holder, "host": host, "domains": list(domains)}
         draft = self._draft(id_, wanted)
         try:
             os.link(draft, self._path(id_, CLAIM))
@@ -102,7 +104,9 @@ class OrderBook:
             if not claim.exists():
                 return BookEntry(order=order)
             told = self._read(claim)
-            return BookEntry(order=order, holder=str(told["holder"]), host=str(told["host"]))
+            holder, host = str(told["holder"]), str(told["host"])
+            domains = tuple(told.get("domains", ()))
+            return BookEntry(order=order, holder=holder, host=host, domains=domains)
         except (KeyError, TypeError) as error:
             raise Damaged(f"{self._folder} has no whole order {id_} ({error!r})") from None
 

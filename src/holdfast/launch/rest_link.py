@@ -136,12 +136,12 @@ class RestLink:
         given = headers or {}
         try:
             with self.open(method, path, body, given, ANSWER_S) as found:
-                answer, url, offers = _answer(found)
+                answer, url, offers = read_answer(found)
             if answer.status == WHO_ASKS and "negotiate" in offers and self._access.kerberos:
                 token = f"Negotiate {make_token(urlsplit(url).hostname or '')}"
                 proven = {**given, "Authorization": token}
                 with self.open(method, path, body, proven, ANSWER_S) as found:
-                    answer, _, _ = _answer(found)
+                    answer, _, _ = read_answer(found)
             return answer
         except (OSError, http.client.HTTPException) as error:
             raise self.silence(error) from None
@@ -179,7 +179,7 @@ class RestLink:
         return Unreachable(f"{self._name} does not answer at {asked} ({why})")
 
 
-def _answer(found: Any) -> tuple[RestAnswer, str, str]:
+def read_answer(found: Any) -> tuple[RestAnswer, str, str]:
     """Read a response; return it with the address it came from and the proofs it asks for."""
     data: bytes = found.read(BYTES_MAX)
     plain = (found.headers.get("Content-Type") or "").startswith("text/plain")

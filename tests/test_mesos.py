@@ -1,0 +1,430 @@
+"""The adapter of Mesos keeps the contract of all managers, against a fake that speaks real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.core.errors import Refused, Unreachable
+from holdfast.core.fleet.placements import Holding, Placement, PlacementId
+from holdfast.launch import mesos_place
+from holdfast.launch.mesos_manager import MAINTENANCE, MesosManager
+from holdfast.launch.mesos_session import MesosFramework
+from holdfast.launch.mesos_stream import read_records
+from holdfast.testing.cluster_contract import (
+    CLUSTER_CASES,
+    Case,
+    listed,
+    order,
+    run_cluster_case,
+    running,
+    until,
+)
+from labs.fake_mesos import FakeMesos
+from labs.fake_mesos_state import FakeMesosFramework, FakeTask
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeMesos]:
+    with FakeMesos(tmp_path_factory.mktemp("mesos"), masters=2) as made:
+        yield made
+
+
+@pytest.mark.parametrize("case", CLUSTER_CASES, ids=lambda case: case.__name__)
+def test_mesos_keeps_the_contract(case: Case, cluster: FakeMesos) -> None:
+    run_cluster_case(case, cluster)
+
+
+# ---------------------------------------------------------------- what Mesos is told
+
+
+def test_a_framework_says_how_long_its_tasks_go_on_without_it() -> None:
+    one = MesosFramework(name="hf", user="me", command=("run",), role="gpu", gpus=2)
+    assert one.info("F1") == {
+        "name": "hf",
+        "user": "me",
+        "roles": ["gpu"],
+        "capabilities": [{"type": "MULTI_ROLE"}, {"type": "GPU_RESOURCES"}],
+        "failover_timeout": 3600.0,
+        "checkpoint": True,
+        "id": {"value": "F1"},
+    }
+    other = MesosFramework(name="hf", user="me", command=("run",), principal="joe")
+    assert other.info()["principal"] == "joe"
+    assert "id" not in other.info()
+
+
+def scalar(name: str, value: float, **more: Any) -> dict[str, Any]:
+    return {"name": name, "type": "SCALAR", "scalar": {"value": value}, **more}
+
+
+def test_a_task_takes_what_it_needs_of_all_that_lasts() -> None:
+    framework = MesosFramework(name="hf", user="me", command=("run", "it"), cpus=3, gpus=1)
+    reserved = {"reservations": [{"role": "gpu"}], "allocation_info": {"role": "gpu"}}
+    offer = {
+        "agent_id": {"value": "S0"},
+        "resources": [
+            {"name": "ports", "type": "RANGES", "ranges": {}},
+            scalar("cpus", 2, **reserved),
+            scalar("cpus", 8, revocable={}),
+            scalar("cpus", 4),
+            scalar("mem", 4096),
+            scalar("gpus", 2),
+        ],
+    }
+    assert framework.task(PlacementId("hf-1"), offer) == {
+        "name": "hf-1",
+        "task_id": {"value": "hf-1"},
+        "agent_id": {"value": "S0"},
+        "resources": [
+            scalar("cpus", 2, **reserved),
+            scalar("cpus", 1),
+            scalar("mem", 1024),
+            scalar("gpus", 1),
+        ],
+        "command": {"shell": False, "value": "run", "arguments": ["run", "it", "hf-1"]},
+    }
+    less = [each for each in offer["resources"] if each != scalar("cpus", 4)]
+    assert framework.task(PlacementId("hf-1"), {**offer, "resources": less}) is None
+
+
+def test_records_are_told_apart_by_their_lengths() -> None:
+    sound = b'13\n{"type": "A"}\n14\n{"type":  "B"}'
+    assert [each["type"] for each in read_records(io.BytesIO(sound))] == ["A", "B"]
+    for wrong in (b"<html>", b"0\n", b"-1\n{}", b"99999999999\n{}", b"20\n{}", b"2\n{]"):
+        with pytest.raises(ValueError, match=r"\w"):
+            list(read_records(io.BytesIO(wrong)))
+
+
+# ---------------------------------------------------------------- faults
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[FakeMesos]:
+    with FakeMesos(tmp_path, masters=2) as made:
+        yield made
+
+
+def run(work: Callable[[], Awaitable[Any]]) -> Any:
+    async def whole() -> Any:
+        return await work()
+
+    return asyncio.run(whole())
+
+
+def framework_of(fake: FakeMesos) -> FakeMesosFramework:
+    (found,) = fake.frameworks.values()
+    return found
+
+
+def task_of(fake: FakeMesos, id_: PlacementId) -> FakeTask:
+    return framework_of(fake).tasks[id_]
+
+
+async def runs(manager: MesosManager, id_: PlacementId) -> Placement | None:
+    return next((p for p in await listed(manager, id_) if p.holding is Holding.RUNNING), None)
+
+
+def test_a_restarted_command_goes_on_with_its_framework_and_its_tasks(fake: FakeMesos) -> None:
+    first = fake.manager()
+    found = run(lambda: running(fake, first, order(1)))
+    run(first.close)
+    run(lambda: until(lambda: no_subscription(fake), "the master notices"))
+    assert run(lambda: listed(fake.manager(), found.id)) == [found]
+    assert framework_of(fake).info["id"]["value"] == framework_of(fake).id
+    assert run(lambda: listed(first, found.id)) == [found]  # in another event loop
+
+
+async def no_subscription(fake: FakeMesos) -> bool:
+    return framework_of(fake).events is None
+
+
+def test_another_master_that_leads_is_followed(fake: FakeMesos) -> None:
+    async def work() -> None:
+        manager = fake.manager()
+        found = await running(fake, manager, order(1))
+        fake.fail_over()
+        assert await until(lambda: listed(manager, found.id), "the next master") == [found]
+        assert await running(fake, manager, order(2))
+
+    run(work)
+
+
+def test_tasks_whose_agents_a_new_master_does_not_know_yet_are_listed(fake: FakeMesos) -> None:
+    async def work() -> None:
+        manager = fake.manager()
+        found = await running(fake, manager, order(1))
+        fake.fail_over(known_in_s=3600.0)
+        assert await until(lambda: listed(manager, found.id), "the next master") == [found]
+
+    run(work)
+
+
+def test_a_silent_subscription_is_made_again(fake: FakeMesos) -> None:
+    fake.knobs.beat_s = 0.1
+
+    async def work() -> None:
+        manager = fake.manager()
+        found = await running(fake, manager, order(1))
+        before = fake.calls.count("SUBSCRIBE")
+        fake.mute()
+
+        async def is_new() -> bool:
+            assert await listed(manager, found.id) == [found]
+            return fake.calls.count("SUBSCRIBE") > before
+
+        await until(is_new, "another subscription")
+        assert await running(fake, manager, order(2))
+
+    run(work)
+
+
+def test_heartbeats_keep_a_subscription(fake: FakeMesos) -> None:
+    fake.knobs.beat_s = 0.1
+
+    async def work() -> None:
+        manager = fake.manager()
+        await manager.observe()
+        stream, until_ = framework_of(fake).stream, time.monotonic() + 1.5
+        while time.monotonic() < until_:
+            await manager.observe()
+            await asyncio.sleep(0.2)
+        assert framework_of(fake).stream == stream
+
+    run(work)
+
+
+@pytest.mark.parametrize("kind", ["ACCEPT", "DECLINE", "ACKNOWLEDGE", "RECONCILE", "REVIVE"])
+def test_a_call_whose_answer_is_lost_makes_no_second_task(fake: FakeMesos, kind: str) -> None:
+    async def work() -> None:
+        manager = fake.manager()
+        await manager.observe()
+        fake.knobs.lost.append(kind)
+        wanted = order(1)
+        if kind == "REVIVE":
+            with pytest.raises(Unreachable, match="Mesos does not answer at"):
+                await manager.request(wanted)
+        await manager.request(wanted)
+        await until(lambda: runs(manager, wanted.id), "it runs")
+        await until(lambda: all_told(fake), "all is acknowledged")
+        assert not fake.knobs.lost
+        assert len(framework_of(fake).tasks) == 1
+
+    run(work)
+
+
+async def all_told(fake: FakeMesos) -> bool:
+    await asyncio.sleep(0)
+    return all(task.unacknowledged is None for task in framework_of(fake).tasks.values())
+
+
+def test_what_mesos_says_of_a_call_is_told(fake: FakeMesos) -> None:
+    async def work() -> None:
+        manager = fake.manager()
+        await manager.observe()
+        fake.knobs.failing = 1
+        with pytest.raises(Unreachable, match="Mesos says: Master has not finished recovery"):
+            await manager.observe()
+        await manager.observe()
+
+    run(work)
+
+
+def test_a_task_on_an_offer_that_is_gone_has_ended_and_its_reason_is_told(
+    fake: FakeMesos, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def work() -> None:
+        manager, wanted = fake.manager(), order(1)
+        await manager.request(wanted)
+        await until(lambda: has_offers(fake), "offers")
+        with fake.lock:
+            framework_of(fake).offers.clear()
+
+        async def is_over() -> bool:
+            found = [p for p in await manager.observe() if p.id == wanted.id]
+            return found[0].holding is Holding.ENDED
+
+        await until(is_over, "the task is over")
+        said = capsys.readouterr().err
+        assert f"task {wanted.id} has ended as TASK_LOST: Task launched with invalid offers" in said
+        assert "(REASON_INVALID_OFFERS)" in said
+
+    run(work)
+
+
+async def has_offers(fake: FakeMesos) -> bool:
+    return len(framework_of(fake).offers) == len(fake.hosts)
+
+
+def test_why_a_task_has_failed_is_told(fake: FakeMesos, capsys: pytest.CaptureFixture[str]) -> None:
+    async def work() -> None:
+        manager = fake.manager()
+        found = await running(fake, manager, order(1))
+        task_of(fake, found.id).process.kill()
+
+        async def is_gone() -> bool:
+            return not await listed(manager, found.id)
+
+        await until(is_gone, "the task is over")
+        assert (
+            f"holdfast: task {found.id} has ended as TASK_FAILED: Command terminated with signal 9 "
+            "(REASON_COMMAND_EXECUTOR_FAILED)\n"
+        ) in capsys.readouterr().err
+        await until(lambda: all_told(fake), "the end is acknowledged")
+
+    run(work)
+
+
+def test_offers_that_are_too_small_are_declined_until_a_larger_one_comes(fake: FakeMesos) -> None:
+    async def work() -> None:
+        manager = fake.manager()
+        agents = fake.agents.values()
+        for agent in agents:
+            agent.memory_mb = 512.0
+        wanted = order(1)
+        await manager.request(wanted)
+
+        async def are_declined() -> bool:
+            (found,) = await listed(manager, wanted.id)
+            assert (found.holding, found.host) == (Holding.WAITING, "")
+            return len(framework_of(fake).refused) == len(fake.hosts)
+
+        await until(are_declined, "all offers are declined")
+        wait_s = [until_ - time.monotonic() for until_ in framework_of(fake).refused.values()]
+        assert all(0 < each <= 5 for each in wait_s)
+        fake.agents["agent2"].memory_mb = 2048.0
+        found = await until(lambda: runs(manager, wanted.id), "it runs")
+        assert found.host == "agent2"
+
+    run(work)
+
+
+def test_nobody_is_held_up_by_a_job_that_waits_for_nothing(fake: FakeMesos) -> None:
+    async def work() -> None:
+        manager = fake.manager()
+        await running(fake, manager, order(1))
+
+        async def are_declined() -> bool:
+            await manager.observe()
+            waits = [at - time.monotonic() for at in framework_of(fake).refused.values()]
+            return sum(each > 3000 for each in waits) >= len(fake.hosts) - 1
+
+        await until(are_declined, "offers are declined for long")
+        await running(fake, manager, order(2))
+
+    run(work)
+
+
+def test_maintenance_is_announced_until_it_is_called_off(fake: FakeMesos) -> None:
+    async def work() -> None:
+        manager = fake.manager()
+        found = await running(fake, manager, order(1))
+        fake.drain(found.host, "", within_s=500)
+
+        async def noticed() -> Placement | None:
+            return next((p for p in await listed(manager, found.id) if p.notice), None)
+
+        told = await until(noticed, "the notice")
+        assert told.notice.reason == MAINTENANCE
+        assert 400 < told.notice.until - time.monotonic() <= 500
+        assert framework_of(fake).refused_inverse  # accepted
+        assert await listed(manager, found.id) == [told]
+        another = fake.manager()
+        again = await until(lambda: noticed_by(another, found.id), "another adapter hears of it")
+        assert abs(again.notice.until - told.notice.until) < 5
+        elsewhere = await running(fake, another, order(2, avoid=tuple(fake.hosts[2:])))
+        assert elsewhere.host != found.host
+        fake.call_off(found.host)
+
+        async def is_off() -> bool:
+            return all(p.notice is None for p in await listed(another, found.id))
+
+        await until(is_off, "the notice is withdrawn")
+
+    run(work)
+
+
+async def noticed_by(manager: MesosManager, id_: PlacementId) -> Placement | None:
+    return next((p for p in await listed(manager, id_) if p.notice), None)
+
+
+def test_a_framework_that_mesos_has_removed_is_made_again(
+    fake: FakeMesos, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def work() -> None:
+        manager = fake.manager()
+        found = await running(fake, manager, order(1))
+        old = framework_of(fake)
+        with fake.lock:
+            fake.remove(old)
+        await until(lambda: empty(manager), "its task is over")
+        said = capsys.readouterr().err
+        assert f"Mesos has removed framework {old.id} and ended its tasks" in said
+        await running(fake, manager, order(2))
+        assert framework_of(fake).id != old.id
+        assert not await listed(manager, found.id)
+
+    run(work)
+
+
+async def empty(manager: MesosManager) -> bool:
+    return all(p.holding is Holding.ENDED for p in await manager.observe())
+
+
+def test_tasks_end_when_a_command_stays_away_for_longer_than_said(fake: FakeMesos) -> None:
+    async def work() -> None:
+        manager = fake.manager()
+        found = await running(fake, manager, order(1))
+        framework_of(fake).info["failover_timeout"] = 0.0
+        await manager.close()
+
+        async def is_gone() -> bool:
+            return not fake.processes(found.id)
+
+        await until(is_gone, "its processes end")
+        assert not await listed(manager, found.id)
+
+    run(work)
+
+
+def test_the_framework_ends_with_all_that_runs(fake: FakeMesos) -> None:
+    async def work() -> None:
+        found = await running(fake, fake.manager(), order(1))
+        session = fake.manager().session
+        session.end()
+        session.end()
+        assert not fake.frameworks
+
+        async def is_gone() -> bool:
+            return not fake.processes(found.id)
+
+        await until(is_gone, "its processes end")
+
+    run(work)
+
+
+def test_a_role_that_is_refused_is_said(fake: FakeMesos) -> None:
+    fake.knobs.roles = ["gpu"]
+    with pytest.raises(Refused, match=r"Role '\*' is not present in the master's --roles"):
+        run(fake.manager().observe)
+
+
+def test_a_task_without_its_order_says_where_it_looked(tmp_path: Path) -> None:
+    place = [sys.executable, "-m", mesos_place.__name__, str(tmp_path), "hf-1"]
+    ended = subprocess.run(place, check=False, timeout=60, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert f"{tmp_path} has no order hf-1: is it shared with" in ended.stderr
+    (tmp_path / "orders").mkdir()
+    (tmp_path / "orders" / "hf-1.order").write_text(json.dumps([]))
+    ended = subprocess.run(place, check=False, timeout=60, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "order hf-1 cannot be read" in ended.stderr
