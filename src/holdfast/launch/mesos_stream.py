@@ -120,7 +120,7 @@ def subscribe(link: RestLink, framework: dict[str, Any]) -> MesosStream:
 
 
 def read_records(response: Any) -> Iterator[dict[str, Any]]:
-    """Read records: each is its length in bytes, a line feed and a JSON object. ValueError."""
+    """Read the records of a stream: the length in bytes, a line feed, a JSON object. ValueError."""
     while line := response.readline(32):
         if not line.strip():
             continue
