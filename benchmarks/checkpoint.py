@@ -222,9 +222,9 @@ JOBS = {"Holdfast, in a job of 1": 1, "Holdfast, in a job of 4": 4}
 
 
 def measure(rounds: int = 5, within: Path | None = None) -> dict[str, Times]:
-    """Each way in turn, `rounds` times; what each has loaded must be what was saved.
+    """Run each way in turn, `rounds` times; each must load exactly the saved state.
 
-    One round more comes first and is not counted: in it buffers are made that are used again.
+    One further round comes first and is not counted: it makes buffers that are used again.
     """
     warnings.filterwarnings("ignore", category=UserWarning)
     state = make_state()
@@ -267,7 +267,7 @@ def measure_stalls(
     loaded: State,
     within: Path | None,
 ) -> None:
-    """How long training stands still for a save that then goes on by itself.
+    """Measure how long training stands still for a save that goes on in the background.
 
     The plain copy is taken under the same conditions, just before each.
     """
@@ -316,11 +316,11 @@ def measure_series() -> Series:
 
 @dataclass(slots=True)
 class Flips:
-    """What became of so many flipped bits, one at a time, anywhere in a checkpoint's files."""
+    """Outcomes of `count` flipped bits, one at a time, anywhere in a checkpoint's files."""
 
     count: int
     found: int = 0
-    repaired: int = 0  # to the bytes that were there before
+    repaired: int = 0  # the original bytes were restored
 
 
 def flip_bits(coded: bool, count: int = 1000) -> Flips:

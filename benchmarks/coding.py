@@ -38,7 +38,7 @@ def timed(works: dict[str, Work], rounds: int = ROUNDS) -> dict[str, float]:
 
 
 class Pieces:
-    """Holds random data in k pieces, with room for m of parity."""
+    """Random data in k pieces, with room for m pieces of parity."""
 
     def __init__(self, k: int, m: int) -> None:
         self.k, self.m = k, m
@@ -64,7 +64,7 @@ class Pieces:
             self.code.rebuild(there, {i: self.out[i][part] for i in range(self.m)})
 
     def memory(self) -> dict[str, Work]:
-        """What the memory allows: to copy the data, and to XOR all data pieces into one."""
+        """Time two limits of the memory: copying the data, and XORing all data pieces into one."""
 
         def copy() -> None:
             np.copyto(self.copy, self.data)
@@ -77,7 +77,7 @@ class Pieces:
 
 
 def others(p: Pieces) -> Iterator[tuple[str, Work, Work]]:
-    """The other libraries that are installed: name, encoding and decoding."""
+    """Yield the installed other libraries: name, encoding and decoding."""
     data = [bytes(piece) for piece in p.all[: p.k]]
     numbers = list(range(p.m, p.k + p.m))
     for name in ("zfec", "zfex"):
@@ -87,7 +87,7 @@ def others(p: Pieces) -> Iterator[tuple[str, Work, Work]]:
             continue
         encoder, decoder = module.Encoder(p.k, p.k + p.m), module.Decoder(p.k, p.k + p.m)
         there = [*data, *encoder.encode(data, list(range(p.k, p.k + p.m)))][p.m :]
-        # Its decoder wants each data piece that is there at its own place.
+        # Its decoder wants each surviving data piece at its own place.
         order = sorted(range(p.k), key=lambda i: numbers[i] if numbers[i] < p.k else i % p.m)
         blocks = [there[i] for i in order]
         which = [numbers[i] for i in order]

@@ -5,9 +5,9 @@
     python benchmarks/gpu_evidence.py --wheels wheels --part bits     install it first, if needed
     python benchmarks/gpu_evidence.py --sheet                         write benchmarks/GPU.md
 
-Each result is written to --out as soon as it is there, so a part that is cut off keeps what it
-had. Without a GPU, `--device cpu` runs the same parts with small sizes. This file needs nothing but
-Python, as it has to say what else is needed.
+Each result is written to --out at once, so a part that is cut off keeps its earlier results.
+Without a GPU, `--device cpu` runs the same parts with small sizes. This file needs nothing but
+Python, since it must be able to name the missing packages.
 """
 
 from __future__ import annotations

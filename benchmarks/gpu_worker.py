@@ -47,7 +47,7 @@ def compile_model(model: nn.Module) -> None:
 
 
 class Trainer:
-    """Makes what every library trains, on the device that the options name."""
+    """Makes the parts that every library trains, on the device that the options name."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options

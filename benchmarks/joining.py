@@ -39,7 +39,7 @@ class Join:
 
 
 def gaps_of(found: list[Line], worker: int) -> dict[int, float]:
-    """Return by step how long after the one before a worker has ended it."""
+    """Return by step how long a worker took since the step before."""
     ends = {x.step: x.at for x in found if x.worker == worker}
     return {step: at - ends[step - 1] for step, at in ends.items() if step - 1 in ends}
 
@@ -56,7 +56,7 @@ def one_join(run: LocalRun, *, feeds: bool) -> Join:
     run.until(lambda: len(lines(run)) > seen + 12, UNHURRIED_S, "some steps after it")
     found = lines(run)
     began = min((x for x in found if x.worker == 1 and x.at > killed_at and x.tasks), key=_at)
-    joined = began.step - feeds  # who was fed hosts nothing in its first step
+    joined = began.step - feeds  # a fed worker hosts nothing in its first step
     lost = min((x for x in found if x.worker != 1 and x.at > killed_at), key=_at).step
     stalls, usual, slowest = [], [], []
     for worker in (0, 2):
@@ -82,7 +82,7 @@ def _works(found: list[Line], since: float) -> bool:
 
 
 def measure(size_mb: int, *, feeds: bool, joins: int = JOINS) -> list[Join]:
-    """Measure joins of a worker to a job with a state of so many megabytes."""
+    """Measure joins of a worker to a job with a state of `size_mb` megabytes."""
     script = str(Path(__file__).with_name("joining_worker.py"))
     rate = RATE_MB if feeds else 0
     options = ["--nproc", str(WORKERS), "--join-rate", str(rate), "--join-pause", "0"]

@@ -33,9 +33,9 @@ class LargeJoin:
 
     ordered_s: float
     joined_s: float
-    longest_s: float  # of the survivor's gaps from the order until a few steps after the join
+    longest_s: float  # the survivor's longest gap, from the order until shortly after the join
     usual_s: float
-    steps: int  # of the job, from the order to the membership
+    steps: int  # steps of the job from the order to the membership
 
     @property
     def over_s(self) -> float:

@@ -18,7 +18,7 @@ TASK_S = 0.05
 
 
 class Large(nn.Module):
-    """One parameter of so many bytes, of which a task uses a little."""
+    """One parameter of `nbytes` bytes, a task uses a little of it."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()

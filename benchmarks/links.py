@@ -14,7 +14,7 @@ from holdfast.core.types import WorkerId
 from holdfast.train.exchange.waits import Waits
 from labs.made_up_exchanges import BUCKETS, MadeUpExchange
 
-BEGIN, WITHIN = 40, 20  # steps: when something becomes slow, and by when it is to be found
+BEGIN, WITHIN = 40, 20  # steps: when something becomes slow, and the limit for finding it
 # How long a message takes, and how much of the computing is left when the first one can be sent.
 SHAPES = ((0.0002, 0.2), (0.004, 0.2), (0.004, 0.0), (0.02, 0.2))
 LATE_S = (0.06, 0.1, 0.2, 0.5)  # all messages of a step take longer by this
@@ -25,7 +25,7 @@ NETWORK, LINK, COMPUTING = "the network of a worker", "one link", "computing"
 
 @dataclass(slots=True)
 class Found:
-    """`wrong`: verdicts on others than the culprit, or of another kind."""
+    """Verdicts. `wrong`: those on others than the culprit, or of another kind."""
 
     cases: int = 0
     wrong: int = 0
@@ -33,7 +33,7 @@ class Found:
 
 
 def detect(what: str, workers: int, seeds: int) -> Found:
-    """One thing becomes slow; all shapes and sizes of it, each with so many seeds."""
+    """Make one thing slow; all its shapes and sizes, each with `seeds` seeds."""
     found = Found()
     for shape, size, seed in itertools.product(SHAPES, range(len(LATE_S)), range(seeds)):
         dice = random.Random(f"{what} {workers} {shape} {size} {seed}")
@@ -68,7 +68,7 @@ def _late(what: str, factor: float) -> Callable[[int, int], float]:
 
 
 def false_alarms(workers: int, worker_steps: int) -> tuple[int, int]:
-    """Of a sound job, and in how many worker-steps."""
+    """Count those of a sound job, and its worker-steps."""
     alarms, steps = 0, worker_steps // workers // len(SHAPES)
     for shape in SHAPES:
         made = MadeUpExchange(workers, random.Random(f"{workers} {shape}"), *shape)
@@ -81,7 +81,7 @@ def false_alarms(workers: int, worker_steps: int) -> tuple[int, int]:
 
 
 def observe_us(workers: int, late: bool, steps: int = 200) -> float:
-    """What it takes the leader to look at a step, in which all wait for one, or nobody does."""
+    """Return the leader's time to judge a step in which all wait for one, or nobody does."""
     dice = random.Random(workers)
     wait_us = 30_000 if late else 0
     rows = [
@@ -101,7 +101,7 @@ def observe_us(workers: int, late: bool, steps: int = 200) -> float:
 
 
 def wait_ns(waits: int = 100_000) -> float:
-    """What a member pays for each message that it waits for."""
+    """Return a member's time for each message that it waits for."""
     recorder = Waits(time.perf_counter)
     recorder.awaits()
     began = time.perf_counter()

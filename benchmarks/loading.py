@@ -1,7 +1,7 @@
-"""Whether loading keeps up: batches a second of `job.batches`, beside DataLoader's own.
+"""The speed of loading: batches a second of `job.batches`, beside DataLoader's own.
 
-Both go through the same dataset with the same batches and as many loading processes, in turns, in
-one process. Nothing is computed with what is loaded, so that only loading counts.
+Both go through the same dataset with the same batches and equally many loading processes, in turns,
+in one process. The batches are not used for anything, so that only loading counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WARM = 10  # batches before each measurement, and left after it
 
 
 class Pictures:
-    """Pictures that are flipped and scaled, as an augmentation does it; some 90 us for each."""
+    """Pictures that are flipped and scaled, as an augmentation does; some 90 us for each."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -44,7 +44,7 @@ class Pictures:
 
 
 class Rows:
-    """Rows of a table that lies in memory: what costs is everything around the samples."""
+    """Rows of a table in memory: only the work around the samples costs time."""
 
     def __init__(self, count: int) -> None:
         self._rows = torch.randn(count, 32)
@@ -57,12 +57,12 @@ class Rows:
 
 
 def tensors(count: int) -> TensorDataset:
-    """Return the rows of two tensors, which no code of a script's reads."""
+    """Return the rows of two tensors; no code of a script reads them."""
     return TensorDataset(torch.randn(count, 32), torch.arange(count) % 10)
 
 
 def tuples(count: int) -> list[tuple[torch.Tensor, float, int]]:
-    """Return a list of samples, which no code of a script's reads."""
+    """Return a list of samples; no code of a script reads them."""
     return [(row, 1.0, number % 10) for number, row in enumerate(torch.randn(count, 8))]
 
 
@@ -76,7 +76,7 @@ KINDS = {  # and the batches of each measurement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingRate:
-    """Says how many batches a second were loaded, in each round."""
+    """Gives the batches a second of each round."""
 
     kind: str
     processes: int
@@ -87,7 +87,7 @@ class LoadingRate:
     def ratio(self) -> float:
         """Return the median of the rounds' ratios, Holdfast to DataLoader.
 
-        Both of a round were measured within a second or two, and so met much the same neighbours.
+        Both of a round were measured within a second or two, so other work disturbed both alike.
         """
         pairs = zip(self.holdfast, self.loader, strict=True)
         return statistics.median(mine / theirs for mine, theirs in pairs)

@@ -1,6 +1,6 @@
-"""The memory tier: what it costs each step, and what it saves, by redundancy and by what is lost.
+"""The memory tier: its cost in each step and its savings, by redundancy and by kind of loss.
 
-Each node is an agent of its own with one worker, all on this machine. The script is that of
+Each node is an agent of its own with one worker, all on this machine. The script is the one of
 `holdfast demo`, a small GPT.
 """
 
@@ -29,8 +29,8 @@ from labs.local_nodes import LocalNodes, names
 SCRIPT = str(gpt.__file__)
 PACED = str(Path(__file__).with_name("paced_worker.py"))
 UNHURRIED_S = 300.0
-ENDLESS = 100_000  # steps, of a job that is told when to end
-LATER = 100  # so many steps
+ENDLESS = 100_000  # steps, of a job that ends when it is told to
+LATER = 100  # steps before the first loss
 TICKS = os.sysconf("SC_CLK_TCK")
 REDUNDANCIES = ("none", "replicate:2", "rs:2+1", "rs:4+2")
 NODES = 6
@@ -133,11 +133,11 @@ def cost_lines(rounds: int = ROUNDS) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """What became of one loss of all workers, and of some nodes with their memory."""
+    """Describes one loss of all workers, and of some nodes with their memory."""
 
     nodes: int
-    view: int  # with which the job went on
-    lost_at: int  # steps that were committed
+    view: int  # the view in which the job went on
+    lost_at: int  # committed steps
     began: int  # steps after which the job went on
     recovery_s: float
     stored: int  # bytes, on all nodes
@@ -148,7 +148,7 @@ class Loss:
 def lose(run: LocalRun, others: LocalNodes, here: Sequence[str], name: str, since: int = 0) -> Loss:
     """Kill all workers and some nodes, and have new nodes take their places.
 
-    `since`: the view with which the job has begun anew, if it has.
+    `since`: the view in which the job last began again, if it has.
     """
     status = run.status()
     stored = 0 if status["memory"] is None else int(status["memory"]["bytes"])
@@ -181,11 +181,11 @@ def lose(run: LocalRun, others: LocalNodes, here: Sequence[str], name: str, sinc
 
 
 def committed(run: LocalRun, since: int, before: int) -> int:
-    """Return how many steps were committed in views from one to before another, by the ledger."""
+    """Return the steps that were committed in views from `since` up to `before`, by the ledger."""
     steps = [-1]
     for path in (run.run_dir.path / "ledger").iterdir():
         for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # a line that its writer did not end
+            with contextlib.suppress(ValueError):  # a line that its writer did not finish
                 entry = json.loads(line)
                 if entry.get("kind") == "step" and since <= entry["view"] < before:
                     steps.append(entry["step"])
@@ -240,7 +240,7 @@ WARM, TIMED = 6, 20  # steps
 
 
 def anonymous_mb(pid: int) -> float:
-    """Return how much memory is a process's own: no files, and no pieces of the state."""
+    """Return the memory of a process alone: no files, and no pieces of the state."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) / 1e3
@@ -310,7 +310,7 @@ def spread_lines(losses: int = ROUNDS) -> Iterator[str]:
 
 
 def spread_losses(redundancy: str, nodes: bool, losses: int) -> tuple[int, list[float]]:
-    """Return the steps that were redone, and what each recovery took (s)."""
+    """Return the number of steps redone, and the duration of each recovery (s)."""
     flags = ["--nproc", "1", "--virtual", "4", "--nodes-min", str(TEAM), *SPREAD]
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -330,7 +330,7 @@ def spread_losses(redundancy: str, nodes: bool, losses: int) -> tuple[int, list[
         for waits in waiting:
             others.add(waits)
             until_told(run, waits)
-        until_step(run, step_of(run) + 100)  # they have imported by then what workers need
+        until_step(run, step_of(run) + 100)  # the workers have imported everything by then
         for _ in range(losses):
             until_step(run, step_of(run) + 10)
             seen, known = len(run.events("view")), step_of(run)
@@ -360,7 +360,7 @@ def until_told(run: LocalRun, name: str) -> None:
 
 
 def next_view(run: LocalRun, seen: int) -> dict[str, Any]:
-    """Wait for one more view than `seen`, and return what was told of it."""
+    """Wait for one more view than `seen`, and return its event."""
     run.until(lambda: len(run.events("view")) > seen, UNHURRIED_S, "a new view")
     return run.events("view")[seen]
 
@@ -390,9 +390,9 @@ def random_lines(within: int = 100, beyond: int = 20, seed: int = 1) -> Iterator
 def random_losses(
     redundancy: str, count: int, bounds: tuple[int, int], rng: random.Random
 ) -> tuple[int, str]:
-    """Return how many steps were redone, and whether the digest is the undisturbed job's."""
+    """Return the number of steps redone, and whether the digest is the undisturbed job's."""
     redone = since = 0
-    # The next loss may come before all new nodes have joined, but not before there are enough.
+    # The next loss may come before all new nodes have joined, but not before enough of them have.
     enough = min(read_redundancy(redundancy).pieces + 1, NODES)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -425,7 +425,7 @@ def random_losses(
 def random_job(
     redundancy: str, stop: Path, *options: str, nodes: int = NODES
 ) -> Iterator[tuple[LocalRun, LocalNodes]]:
-    """Run a job of a small model that ends at the step which will be written to a file.
+    """Run a job of a small model that ends at a step which is later written to a file.
 
     It rests after each step if there are several nodes, so that new ones soon join.
     """
@@ -435,7 +435,7 @@ def random_job(
 
 
 def end_at(step: int, stop: Path) -> None:
-    """Have a job end at a step, to which it has not come yet."""
+    """Have a job end at a step that it has not reached yet."""
     (stop.parent / "new").write_text(str(step))
     (stop.parent / "new").rename(stop)
 

@@ -1,9 +1,9 @@
 """Moving: what planned moves of workers between nodes cost a job that trains on.
 
-A job of two workers on one node; another node has one worker that waits. Workers are moved to and
-fro by `holdfast migrate`. Each move is two changes of the view: one takes part, one leaves. Steps
-near neither of them say how fast the job is; the rest is what the moves have cost. Starting new
-processes is not part of that.
+A job has two workers on one node; another node has one worker that waits. Workers are moved to and
+fro by `holdfast migrate`. Each move is two changes of the view: one worker joins, one leaves. Steps
+far from both show the speed of the job; the rest is the cost of the moves. The start of new
+processes is not part of it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def job(folder: Path, name: str, workers: int, task_s: float, until: int) -> Loc
 
 
 def members(run: LocalRun) -> dict[str, list[int]]:
-    """Return the members, and who waits ("spare NODE"), by node."""
+    """Return the members, and the waiting workers ("spare NODE"), by node."""
     found: dict[str, list[int]] = {}
     for each in run.status()["workers"]:
         if each["state"] in ("computing", "waiting"):
@@ -61,7 +61,7 @@ def move(run: LocalRun, number: int) -> str:
     run_dir = str(run.run_dir.path)
     command = [*HOLDFAST, "migrate", str(worker), "--to", to, "--run-dir", run_dir]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if "no worker waits" in done.stderr:  # it has begun anew since
+    if "no worker waits" in done.stderr:  # it has started again since
         return move(run, number)
     assert done.returncode == 0, done.stderr
     return to
@@ -75,8 +75,10 @@ def end_of(run: LocalRun) -> list[str]:
 
 
 def measure(moves: int = MOVES, task_s: float = 0.2) -> tuple[float, float, float, bool]:
-    """Return the median stall of a move in seconds, the worst, the share of time that is left for
-    training, and whether the digest is that of the undisturbed job."""
+    """Return median and worst stall, share of training time, and whether the digest is right.
+
+    Stalls are in seconds; the digest must be that of the undisturbed job.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         told = folder / "moved.txt"

@@ -49,7 +49,7 @@ class Switch:
     """Replaces the methods that observe by ones that do nothing, and puts them back."""
 
     def __init__(self) -> None:
-        self.seconds: dict[Any, float] = {}  # of the calls, by their class
+        self.seconds: dict[Any, float] = {}  # seconds of the calls, by their class
         self._kept: list[tuple[Any, str, Callable[..., Any]]] = [
             (owner, name, getattr(owner, name))
             for owner, names in (*OBSERVERS, DIGESTS)

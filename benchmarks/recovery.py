@@ -1,7 +1,7 @@
 """Recovery: from the moment a worker dies (or freezes) to the survivors' next committed step.
 
-The stall is what remains of that gap after the work itself: the gap between the survivors' commits
-around the fault, minus an undisturbed step, minus the tasks that a survivor had to compute again.
+The stall is that gap without the work itself: the gap between the survivors' commits around the
+fault, minus an undisturbed step, minus the tasks that a survivor had to compute again.
 """
 
 from __future__ import annotations

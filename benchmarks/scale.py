@@ -1,9 +1,10 @@
 """The coordinator of a large job: real sockets, a real coordinator process, simulated agents.
 
-Every agent has a connection of its own, reports once a second, and its workers do at once what they
-are told. Measured: the coordinator's share of one core while nothing happens, and the time from the
-loss of a node to the last agent's hearing of the view without it. The node's connection closes, but
-its loss is noticed by its silence, as always; that wait, set by the lease, is shown by itself.
+Every agent has a connection of its own, reports once a second, and its workers carry out their
+orders at once. Measured: the coordinator's share of one core while nothing happens, and the time
+from the loss of a node until the last agent hears of the view without it. The node's connection
+closes, but its loss is noticed by its silence, as always; that wait, set by the lease, is shown
+separately.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class FakeAgent:
     def report(self) -> None:
         self.seq += 1
         for worker, status in self.statuses.items():
-            # Who counts steps must count as all others do; it costs the coordinator the same.
+            # Workers that count steps must count alike; it costs the coordinator the same.
             self.statuses[worker] = replace(status, seq=self.seq, proved_at=time.monotonic())
         self.channel.send(
             AgentReport(
@@ -81,7 +82,7 @@ class FakeAgent:
                 self.report()
 
     def obey(self, directive: Directive) -> bool:
-        """Returns whether something changed that the coordinator should hear of at once."""
+        """Return whether something changed that the coordinator should hear of at once."""
         changed = False
         for each in directive.wanted:
             worker = each.worker
@@ -115,7 +116,7 @@ class Measured:
     cpu: float  # share of one core
     joined_s: float  # until all agents know the first view
     view_s: tuple[float, ...]  # from the decision that a node is lost to the last agent's view
-    silence_s: float  # that the lease makes the coordinator wait
+    silence_s: float  # the lease makes the coordinator wait this long
 
 
 class Scale:

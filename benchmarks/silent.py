@@ -1,7 +1,7 @@
-"""Wrong bits in running jobs: how many are found, who is named, what comes out in the end.
+"""Wrong bits in running jobs: how many are found, who is blamed, and the final digest.
 
-Each job of four workers meets many injections, one at a time, at steps far enough apart to tell
-which of them an event of the job's event log speaks of. An injection counts if it has struck.
+Each job of four workers meets many injections, one at a time, at steps so far apart that each event
+of the job's event log belongs to one of them. An injection counts if it has struck.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.testing.local_run import LocalRun
 RUN_S = 1200.0
 WORKERS = 4
 TASK_S = 0.003
-SPARE_STEPS = 40  # at the end of a job, in which the last injection is to be found
+SPARE_STEPS = 40  # steps at the end of a job, in which the last injection must be found
 APART_LIGHT, APART_HEAVY = 4, 200  # steps: no process is replaced for the light ones
 KINDS = {
     "gradient": "flip gradient",
@@ -36,7 +36,7 @@ SAMPLED = ("--audit", "0.05", "--fingerprint-steps", "16", "--save-every", "25")
 
 @dataclass(slots=True)
 class Found:
-    """Of one kind. `latencies`: steps, of those that were found. `jobs_right`: with equal bits."""
+    """Results of one kind. `latencies`: steps until found. `jobs_right`: with equal bits."""
 
     injected: int = 0
     located: int = 0
@@ -63,12 +63,12 @@ class Injection:
 
 
 def audited(per_job: dict[str, int], jobs: int) -> Table:
-    """Everything is computed twice: nothing wrong is ever used."""
+    """Measure with everything computed twice: nothing wrong is ever used."""
     return _measure(per_job, jobs, AUDITED, stored=False)
 
 
 def sampled(per_job: dict[str, int], jobs: int) -> Table:
-    """A share is: what is found too late is done again from a checkpoint."""
+    """Measure with a share computed twice; a late finding takes the job back to a checkpoint."""
     return _measure(per_job, jobs, SAMPLED, stored=True)
 
 
@@ -91,7 +91,7 @@ def _measure(per_job: dict[str, int], jobs: int, flags: Sequence[str], stored: b
 
 
 def _draw(per_job: dict[str, int], dice: random.Random) -> list[Injection]:
-    last = "arithmetic"  # whoever computes wrongly again and again is left out for minutes
+    last = "arithmetic"  # a worker that computes wrongly again and again is left out for minutes
     kinds = [kind for kind, count in per_job.items() for _ in range(count) if kind != last]
     dice.shuffle(kinds)
     hosts = [dice.randrange(WORKERS) for _ in kinds]
@@ -112,7 +112,7 @@ def _run(
     workers: int = WORKERS,
     task_s: float = TASK_S,
 ) -> tuple[list[str], str]:
-    """The event log's texts about what was wrong, and the digest of the model."""
+    """Return the event log's texts about mistakes, and the digest of the model."""
     script, out = Path(__file__).with_name("silent_worker.py"), folder / "digest"
     options = ["--nproc", str(workers), "--virtual", str(WORKERS), *flags]
     if injections:

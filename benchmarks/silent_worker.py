@@ -1,6 +1,6 @@
 """The training script of benchmarks/silent.py: STEPS TASK_S OUT FORGIVEN.
 
-FORGIVEN: so many mistakes before a worker leaves that does not repeat one at once.
+FORGIVEN: the number of mistakes for which a worker is forgiven, unless it repeats one at once.
 """
 
 from __future__ import annotations

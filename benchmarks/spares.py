@@ -1,8 +1,7 @@
 """Spares: how long a job of one worker stands still when that worker is killed.
 
 Jobs with a hot spare, with a warm one and with none, in turn; each writes a checkpoint after every
-step, so that all of them lose at most one. The time runs from the kill to the next step that
-comes to its end.
+step, so that all of them lose at most one. The time runs from the kill to the end of the next step.
 """
 
 from __future__ import annotations

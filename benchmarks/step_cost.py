@@ -1,7 +1,7 @@
-"""What a step costs a process, against DistributedDataParallel on gloo, each in its own launch.
+"""The cost of a step for a process, against DistributedDataParallel on gloo, in separate launches.
 
-CPU time of whole processes, all their threads, as the kernel counts it: on a machine where others
-work as well it says more than wall time. Launches of the two libraries take turns.
+CPU time of whole processes, all their threads, as the kernel counts it: on a machine with other
+work it says more than wall time. Launches of the two libraries take turns.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ Run = Callable[[Path, list[str], int], None]  # folder, arguments of the script,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What one launch spent for each step: means over its processes."""
+    """Costs of one launch for each step: means over its processes."""
 
     cpu_s: float
     system_s: float  # the part of the CPU time that the kernel worked
     wall_s: float
     faults: float  # page faults
     parameters: int
-    digests: tuple[str, ...]  # of the final models, all different ones
+    digests: tuple[str, ...]  # all different digests of the final models
 
 
 @dataclass(slots=True)
 class StepCost:
-    """The launches of both libraries with one model and so many workers."""
+    """The launches of both libraries with one model and `workers` workers."""
 
     model: str
     workers: int

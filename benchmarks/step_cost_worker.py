@@ -1,7 +1,7 @@
 """One process of benchmarks/step_cost.py, as a member of a Holdfast job or of a DDP group.
 
 Both train the same model on the same dataset with the same optimizer, each as its users would write
-it. What a process has spent is read at the end of a warm-up step and again at the end of the last.
+it. The costs of a process are read at the end of a warm-up step and again at the end of the last.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A model and what it is trained on: inputs of `shape`, ten classes."""
+    """A model and the shape of its inputs; it has ten classes."""
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ def conv() -> nn.Module:
 
 
 def small() -> nn.Module:
-    """Steps of about 4 milliseconds, in which what does not grow with the model shows."""
+    """Make a model with steps of about 4 ms, which show the costs that do not grow with it."""
     inner = [layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.ReLU())]
     return nn.Sequential(nn.Linear(256, 256), nn.ReLU(), *inner, nn.Linear(256, 10))
 
@@ -76,7 +76,7 @@ TASKS = {
 
 
 class Meter:
-    """Reads what this process has spent since the end of step `warm_up` - 1."""
+    """Reads the costs of this process since the end of step `warm_up` - 1."""
 
     def __init__(self, steps: int, warm_up: int) -> None:
         self.spent: dict[str, float] = {}  # for each step: seconds, and page faults
@@ -94,7 +94,7 @@ class Meter:
 
 
 def _spent() -> tuple[float, ...]:
-    used = resource.getrusage(resource.RUSAGE_SELF)  # of all threads
+    used = resource.getrusage(resource.RUSAGE_SELF)  # counts all threads
     cpu_s = used.ru_utime + used.ru_stime
     return time.perf_counter(), cpu_s, used.ru_stime, float(used.ru_minflt)
 

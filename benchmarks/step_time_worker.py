@@ -133,7 +133,7 @@ def main() -> None:
 
 @torch.no_grad()
 def update(model: nn.Module) -> None:
-    """Update parameters as SGD does: Holdfast refuses optimizers of what it does not protect."""
+    """Update parameters as SGD does: Holdfast refuses optimizers of unprotected parameters."""
     params = list(model.parameters())
     grads = [p.grad for p in params if p.grad is not None]
     no_momentum: list[torch.Tensor | None] = [None] * len(params)

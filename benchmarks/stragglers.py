@@ -1,4 +1,4 @@
-"""Slow workers: how surely and soon they are found, and what giving them less to do brings."""
+"""Slow workers: how surely and soon they are found, and the gain from giving them less to do."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from holdfast.testing.local_run import LocalRun
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.exchange.layout import Layout
 
-NOISE, ODD, COMMON = 0.03, 0.01, 0.1  # of a task's time; share of steps 1.3 to 3 times as long
-BEGIN, WITHIN = 60, 20  # steps: when slowness begins, and by when it is to be found
+NOISE, ODD, COMMON = 0.03, 0.01, 0.1  # shares of a task; share of steps 1.3 to 3 times as long
+BEGIN, WITHIN = 60, 20  # steps: when slowness begins, and the limit for finding it
 FACTORS = (1.2, 1.35, 1.5, 2.0, 3.0, 5.0, 10.0)
 PATTERNS: dict[str, Callable[[int, random.Random], float]] = {
     "constant": lambda step, dice: 1.0,
@@ -52,7 +52,7 @@ class Alarms:
 def made_up(
     workers: int, steps: int, dice: random.Random, slow: Callable[[int, int], float]
 ) -> list[list[float]]:
-    """Task times of each step; `slow(worker, step)` is the injected factor."""
+    """Return the task times of each step; `slow(worker, step)` is the injected factor."""
     rows = []
     for step in range(steps):
         length = math.exp(dice.gauss(0, COMMON))
@@ -65,7 +65,7 @@ def made_up(
 
 
 def detect(pattern: str, workers: int, seeds: int) -> Detection:
-    """One of the workers becomes slow; all factors, each with so many seeds."""
+    """Make one worker slow: all factors, each with `seeds` seeds."""
     found, when = Detection(), PATTERNS[pattern]
     for factor, seed in itertools.product(FACTORS, range(seeds)):
         dice = random.Random(f"{pattern} {workers} {factor} {seed}")
@@ -112,7 +112,7 @@ class Real:
 
 
 def detect_real(what: str, factors: Sequence[float], begin: int = 40, task_s: float = 0.05) -> Real:
-    """One of four workers becomes slow; `what` comes after the factor in the fault script."""
+    """Make one of four workers slow; `what` follows the factor in the fault script."""
     found, steps = Real(), begin + 2 * WITHIN
     for factor in factors:
         faults = f"worker 2 from step {begin} slow {factor} {what}"
@@ -127,7 +127,7 @@ def detect_real(what: str, factors: Sequence[float], begin: int = 40, task_s: fl
 
 
 def change_ms(workers: int, vranks: int) -> float:
-    """Median of 5: all that a change of the assignment costs, from the votes to the new layout."""
+    """Return the time of a change of the assignment, from votes to new layout: median of 5."""
     names = [WorkerId(i) for i in range(workers)]
     view = View(
         number=ViewNumber(1),
@@ -161,7 +161,7 @@ class Balance:
 
 
 def rebalance(vranks: int, task_s: float, pairs: int, steps: int = 40) -> Balance:
-    """Four workers, one of which takes twice as long for everything."""
+    """Measure four workers, one of them twice as slow in everything."""
     found = Balance()
     for _ in range(pairs):
         for flags, times in (((), found.moving_s), (("--no-rebalance",), found.still_s)):
@@ -178,12 +178,12 @@ class Speculation:
     waiting_s: list[float] = field(default_factory=list)
     going_on_s: list[float] = field(default_factory=list)
     suspended: int = 0
-    tasks: int = 0  # of all those runs, counted once
+    tasks: int = 0  # tasks of all those runs, counted once
     digests: set[str] = field(default_factory=set)
 
 
 def speculate(pairs: int, steps: int = 300, every: int = 25, task_s: float = 0.05) -> Speculation:
-    """One of four workers stands still now and then, for half a second to three seconds."""
+    """Have one of four workers stand still now and then, for half a second to three seconds."""
     found = Speculation()
     for pair in range(pairs):
         dice = random.Random(pair)
@@ -211,7 +211,7 @@ class Backup:
 
 
 def backup(pairs: int, steps: int = 300, task_s: float = 0.05) -> Backup:
-    """Five workers, all of which but the leader, whose clock is read, stand still now and then."""
+    """Have four of five workers stand still now and then; the leader, whose clock counts, never."""
     found = Backup()
     for pair in range(pairs):
         dice = random.Random(pair)
@@ -231,7 +231,7 @@ def backup(pairs: int, steps: int = 300, task_s: float = 0.05) -> Backup:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     ended: list[float]  # each step, seconds since the epoch
-    slow: list[tuple[float, str]]  # what is said of slow workers, and when
+    slow: list[tuple[float, str]]  # reports of slow workers, and when
     digest: str
     suspended: int
     dropped: float  # share of the samples
@@ -244,7 +244,7 @@ class Job:
 def run_job(
     vranks: int, task_s: float, steps: int, flags: tuple[str, ...], faults: str, nproc: int = 4
 ) -> Job:
-    """Workers that meet these faults."""
+    """Run a job of workers with these faults."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         out = folder / "out.json"

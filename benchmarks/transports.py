@@ -121,7 +121,7 @@ class Case:
     """One measurement. Rank 0 writes wall and CPU time, in ms, to the file `out`."""
 
     name: str
-    piece_bytes: int  # that each rank sends each other one; 0: the opening of a group
+    piece_bytes: int  # sent by each rank to each other one; 0: the opening of a group
     rounds: int
     out: Path
 

@@ -73,7 +73,7 @@ class Verified:
 
 
 def epoch_s(dataset: Any, checks: Checks | None = None, epochs: int = 1) -> float:
-    """Return the CPU seconds of loading so many epochs."""
+    """Return the CPU seconds of loading `epochs` epochs."""
     plan = SamplePlan(length=len(dataset), batch_size=32, virtual_ranks=1, seed=0)
     source = BatchSource(dataset, plan, LoadOptions(), checks)
     began = time.process_time()

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import holdfast
 
-TEST_SAMPLES = 360  # of 1,797; never trained on
+TEST_SAMPLES = 360  # taken from the 1,797 samples; never trained on
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:

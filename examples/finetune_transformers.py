@@ -45,7 +45,7 @@ def sums(count: int, seed: int) -> list[list[int]]:
 
 
 def collate(lines: list[list[int]]) -> dict[str, torch.Tensor]:
-    """Fill up to the longest line; what is filled in does not count."""
+    """Fill up to the longest line; the added tokens do not count."""
     longest = max(map(len, lines))
     filled = torch.tensor([line + [0] * (longest - len(line)) for line in lines])
     real = torch.tensor([[1] * len(line) + [0] * (longest - len(line)) for line in lines])

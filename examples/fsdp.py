@@ -25,7 +25,7 @@ WORDS, WIDTH, LENGTH = 64, 32, 24
 
 
 class Block(nn.Module):
-    """Attends to the words before each word, and thinks about what it has found."""
+    """Attends to the words before each word, and processes the result."""
 
     def __init__(self) -> None:
         super().__init__()

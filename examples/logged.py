@@ -42,14 +42,14 @@ def main() -> None:
     writers: list[SummaryWriter] = []
 
     def log(step: holdfast.Step) -> None:
-        """Write what a step has come to; each worker that comes to lead has a file of its own."""
+        """Write the results of a step; each worker that becomes leader has its own file."""
         if not writers:
             writers.append(SummaryWriter(options.logs))
         writer = writers[0]
         writer.add_scalar("loss", step.loss, step.index)
         for name, value in step.metrics.items():
             writer.add_scalar(name, value, step.index)
-        writer.flush()  # what is still in memory is lost with the worker
+        writer.flush()  # lines still in memory are lost with the worker
 
     job.on_step_end(log)
     for step in job.steps(data, until=options.steps):

@@ -1,10 +1,10 @@
 """Plays a GPU on a machine without one: tensors that are not the host's, and streams that lag.
 
-A FakeGpuTensor says that it lies on `cuda:0`, refuses what a real one refuses (`numpy()`, work on
-tensors of both kinds), and counts as computed at once. Backward passes run in a thread of their
-own. Copies in a stream other than the default one are carried out no sooner than somebody waits for
-them: who reads what a copy writes without having waited reads what was there before, which a real
-GPU does only now and then.
+A FakeGpuTensor reports the device `cuda:0`, refuses everything that a real one refuses (`numpy()`,
+work on tensors of both kinds), and counts as computed at once. Backward passes run in a thread of
+their own. Copies in a stream other than the default one are carried out only when somebody waits
+for them: a reader that has not waited for a copy reads the older bytes, which happens on a real GPU
+only now and then.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MIXED = {aten.copy_.default, aten._foreach_copy_.default}  # take tensors of bot
 
 
 class FakeStream:
-    """Holds copies that are still under way."""
+    """Keeps copies that are still under way."""
 
     def __init__(self, device: Any = None, *, eager: bool = False) -> None:
         self.eager = eager
         self._queued: collections.deque[Callable[[], object]] = collections.deque()
-        self.queued = 0  # so far
+        self.queued = 0  # number of copies queued so far
         self.done = 0
         self._lock = threading.RLock()
 

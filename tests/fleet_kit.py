@@ -31,7 +31,7 @@ POLICY = FleetPolicy(prefix=PREFIX, nodes=4, nodes_max=5, join_s=30.0, avoid_s=1
 
 
 class Violated(AssertionError):
-    """Says which invariant the truth contradicts."""
+    """Names the invariant that the truth contradicts."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class Faults:
     late_listings_s: float = 0.0  # at most
     repeats: float = 0.0
     bad_hosts: int = 0
-    copies: float = 0.0  # of placements that a manager makes twice
+    copies: float = 0.0  # share of placements that a manager makes twice
 
 
 def draw_faults(rng: random.Random) -> Faults:
@@ -94,7 +94,7 @@ def draw_faults(rng: random.Random) -> Faults:
 
 @dataclass(slots=True)
 class FleetWorld:
-    """Runs one seed; `run` raises Violated, or what the machine's own checks raise."""
+    """Runs one seed; `run` raises Violated, or the errors of the machine's own checks."""
 
     seed: int
     rng: random.Random
@@ -110,7 +110,7 @@ class FleetWorld:
     requests: dict[PlacementId, int] = field(default_factory=dict)
     in_flight: dict[PlacementId, int] = field(default_factory=dict)
     released: dict[str, float] = field(default_factory=dict)  # handle -> first asked for
-    told: dict[PlacementId, NodeSeen] = field(default_factory=dict)  # what a machine has last heard
+    told: dict[PlacementId, NodeSeen] = field(default_factory=dict)  # last one a machine heard
     listing: tuple[float, tuple[Placement, ...]] = (float("-inf"), ())  # the newest delivered
     drained: dict[PlacementId, float] = field(default_factory=dict)  # by this machine
     wasted: dict[str, int] = field(default_factory=dict)  # host -> agents that never came up
@@ -339,7 +339,7 @@ class FleetWorld:
         self._at(self.now + 1.0, lambda: self._die(thing, 1.0))
 
     def _live(self) -> None:
-        """Take what notices have announced."""
+        """Take the hosts that notices have announced."""
         if not self.finished:
             self._at(self.now + 1.0, self._live)
         for host, notice in list(self.notices.items()):
@@ -389,7 +389,7 @@ class FleetWorld:
     # ------------------------------------------------------------ the truth
 
     def _held(self) -> list[Thing]:
-        """Return what the manager holds and was not asked to end."""
+        """Return the placements that the manager holds and was not asked to end."""
         held = [t for t in self.things if t.listed is not Holding.ENDED]
         return [t for t in held if t.handle not in self.released]
 
@@ -448,7 +448,7 @@ class FleetWorld:
             self._require(len(leaving) < POLICY.disruptions_max, f"{id_} beside {leaving}")
 
     def _check_left(self, thing: Thing, until: float) -> None:
-        """Require that who was warned in time, and told so, was at least asked to leave."""
+        """Require that a node was asked to leave if it was warned in time, and reported that."""
         warned_at = self.warned.get((thing.id, self.notices[thing.host]), float("inf"))
         seen = self.told.get(thing.id)
         steady = not (self.faults.away_every_s or self.faults.restart_every_s)
@@ -468,7 +468,7 @@ class FleetWorld:
         held = self._held()
         self._require(len(held) == POLICY.nodes, f"the manager holds {[t.id for t in held]}")
         for host, count in self.wasted.items():
-            lives = self.epoch + 1  # what a machine knew of hosts, the next one learns again
+            lives = self.epoch + 1  # each new machine learns about the hosts again
             self._require(count <= 9 * lives, f"{host} failed {count} times and is asked again")
 
     def _check_finished(self) -> None:

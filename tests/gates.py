@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass
 class Site:
-    """`lines`: the gate's log. `channels`: those that were let in."""
+    """Keeps a gate's records. `lines`: its log. `channels`: connections that were let in."""
 
     port: int
     gate: Gate
@@ -44,7 +44,7 @@ async def answer(channel: Channel) -> None:
 async def site(
     serve: Serve = answer, tls: ssl.SSLContext | None = None, job: str = "", **policy: Any
 ) -> AsyncIterator[Site]:
-    """An open gate; nothing of it is left afterwards."""
+    """Open a gate; nothing of it is left afterwards."""
 
     async def keep_and_serve(channel: Channel) -> None:
         here.channels.append(channel)
@@ -64,7 +64,7 @@ async def site(
 
 
 def play(scene: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a scene; whatever the event loop complains about fails the test."""
+    """Run a scene; a complaint of the event loop fails the test."""
     complaints: list[dict[str, Any]] = []
 
     async def watched() -> T:
@@ -92,7 +92,7 @@ async def ask(channel: Channel) -> object:
 
 
 async def honest(here: Site, tls: ssl.SSLContext | None = None) -> None:
-    """Others are unaffected: someone who knows the secret is served."""
+    """Check that others are unaffected: a client with the secret is served."""
     patient = dataclasses.replace(here.gate.policy, handshake_s=PATIENCE_S)
     here.gate.policy = patient  # only strangers are pressed for time, however slow the machine is
     channel = await connect(HOST, here.port, SECRET, tls=tls)
@@ -116,7 +116,7 @@ class Stranger:
         self.writer.write(data)
 
     async def ended(self) -> bytes:
-        """Wait until the other side has closed the connection; returns what it had said."""
+        """Wait until the other side has closed the connection; return its last bytes."""
         said = b""
         with contextlib.suppress(ConnectionError):
             while data := await asyncio.wait_for(self.reader.read(1 << 16), PATIENCE_S):
@@ -130,7 +130,7 @@ async def stranger(here: Site, source: str = HOST) -> Stranger:
 
 
 async def shaken_hands(here: Site) -> tuple[Stranger, frames.Sealer]:
-    """A client inside the gate that can then send any bytes, with the sealer of its frames."""
+    """Return a client inside the gate that can send any bytes, with the sealer of its frames."""
     found = await stranger(here)
     theirs = frames.read_greeting(await found.reader.readexactly(frames.GREETING_BYTES), "server")
     mine = b"n" * frames.NONCE_BYTES
@@ -148,7 +148,7 @@ async def shaken_hands(here: Site) -> tuple[Stranger, frames.Sealer]:
 
 @dataclass
 class Tapped:
-    """One connection seen from between its ends; `alter` changes what the client says."""
+    """One connection seen from between its ends; `alter` changes the client's bytes."""
 
     port: int = 0
     client_said: bytes = b""
@@ -158,7 +158,7 @@ class Tapped:
 
 @contextlib.asynccontextmanager
 async def between(port: int) -> AsyncIterator[Tapped]:
-    """Listens, passes one connection on to `port`, and ends with it."""
+    """Listen, pass one connection on to `port`, and end with it."""
     tapped = Tapped()
     over = asyncio.Event()
 
@@ -188,7 +188,7 @@ async def between(port: int) -> AsyncIterator[Tapped]:
 
 
 async def refusal(attempt: Coroutine[Any, Any, Any]) -> str:
-    """The text of the error that an attempt to connect or to be served ends with."""
+    """Return the text of the error with which an attempt to connect or to be served ends."""
     try:
         channel = await attempt
         await ask(channel)

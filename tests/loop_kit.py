@@ -29,11 +29,10 @@ def results(
     all_return: bool = True,
     waits: bool = False,
 ) -> list[Any]:
-    """Run a script; returns its results on the workers that have finished it.
+    """Run a script; return its results on the workers that have finished it.
 
-    `settings`: of the job, beside the number of workers. `all_return`: without deaths all workers
-    have to come to the end. `waits`: for those that died, until they have joined again.
-    """
+    `settings`: options of the job, beside the number of workers. `all_return`: without deaths all
+    workers must reach the end. `waits`: wait for dead workers, until they have joined again."""
     found: dict[WorkerId, Any] = {}
 
     def run(job: Job, me: ThreadWorker) -> None:
@@ -59,7 +58,7 @@ def results(
 
 
 def everywhere(script: Script) -> Any:
-    """Run a script alone, on 2 and 4 workers and with deaths; returns what all of them return."""
+    """Run a script alone, on 2 and 4 workers and with deaths; return their common result."""
     (expected,) = results(script, 1)
     for workers in (2, 4):
         assert results(script, workers) == [expected] * workers
@@ -79,7 +78,7 @@ def everywhere(script: Script) -> Any:
 
 
 def net(inputs: int = 6, seed: int = 3) -> nn.Module:
-    """A model that does not depend on torch's own generator, which belongs to all threads."""
+    """Return a model that does not depend on torch's own generator, which all threads share."""
     model = nn.Sequential(nn.Linear(inputs, 9), nn.Tanh(), nn.Linear(9, 2))
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():

@@ -128,10 +128,10 @@ TUNED["the_proof_of_a_follower_is_dated_by_the_vote"] = TEAMS | {
 }
 TUNED["one_node_of_a_worker_takes_it_for_all_of_it"] = SPREAD | {"faults": ("isolation",)}
 TUNED["a_lost_node_keeps_its_place"] = SPREAD | {
-    "agents": 8,  # of which enough are left
+    "agents": 8,  # enough of them are left
     "faults": ("agent_lost", "worker_crash"),
 }
-TUNED["one_shard_stands_for_all"] = SPREAD | {  # what is not there is tried to be recalled for long
+TUNED["one_shard_stands_for_all"] = SPREAD | {  # the job tries for long to recall what is missing
     "faults": ("all_lost",),
     "abandon_s": 1000.0,
 }

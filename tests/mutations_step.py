@@ -1,4 +1,4 @@
-"""Planted bugs within a step: what counts, what is saved, copied, redone and asked for."""
+"""Planted bugs within a step: counting, saving, copying, redoing and asking."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mutation_kit import mutation
 
 
 def machines_with(patch: pytest.MonkeyPatch, step_machine: type[StepMachine]) -> Machines:
-    """Workers whose steps are decided by this machine."""
+    """Return machines whose workers' steps are decided by this machine."""
     patch.setattr(machine, "StepMachine", step_machine)
     return Machines()
 
@@ -103,7 +103,7 @@ def two_members_read_the_settlement_differently(patch: pytest.MonkeyPatch) -> Ma
 
 @mutation
 def who_is_dropped_adds_its_tasks(patch: pytest.MonkeyPatch) -> Machines:
-    """In place of zeros."""
+    """The dropped worker should add zeros."""
     plain = Settlement.counted
 
     def counted(self: Settlement, step: int) -> tuple[int, ...] | None:

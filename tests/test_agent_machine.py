@@ -1,4 +1,4 @@
-"""What an agent decides for its node: processes, reports, and who may act until when."""
+"""An agent's decisions for its node: processes, reports, and the right to act."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ POLICY = AgentPolicy(
 
 
 class Node:
-    """An agent with its coordinator: directives answer the newest report unless they say else."""
+    """An agent with its coordinator: directives answer the newest report unless told otherwise."""
 
     def __init__(self, workers: int = 2, job: str = "one") -> None:
         self.machine = AgentMachine(ME, ONE, workers, POLICY, pid=77, job=job)
@@ -111,7 +111,7 @@ def test_what_others_decide_on_is_reported_at_once_and_mere_progress_is_not() ->
     assert "SendReport" in kinds(node.say(1, promised=ViewNumber(1)))
     assert "SendReport" in kinds(node.say(1, reduced=True))
     assert node.status(0).committed == 3
-    assert node.status(0).pid == 1000  # as the agent knows it, not as the worker says
+    assert node.status(0).pid == 1000  # the agent's number counts, not the worker's
 
 
 def test_an_older_status_or_one_of_another_process_is_not_believed() -> None:
@@ -165,7 +165,7 @@ def test_who_meets_another_job_at_the_address_ends_its_workers_and_says_why() ->
     assert [(k.worker, k.incarnation) for k in killed] == [(0, 1), (1, 1)]  # and no report
     assert node.machine.deadline() is None
     assert node.feed(ag.CoordinatorReached("two")) == []
-    # Nothing that the other job's coordinator says counts, nor is one's own back for good.
+    # Nothing counts that the other job's coordinator says, nor is the own one back for good.
     assert node.want((0, 1), (2, 1), view_number=1) == []
     assert node.feed(ag.CoordinatorReached("one")) == []
     assert node.feed(ag.ProcessExited(WorkerId(0), ONE, -9)) == []
@@ -269,7 +269,7 @@ def test_a_frozen_process_is_killed_unless_the_agent_itself_has_paused_it() -> N
 
 
 def test_a_process_counts_as_silent_only_once_it_has_joined() -> None:
-    """Its script may wait for something outside before that, and nothing of it runs."""
+    """Before that its script may wait for something outside, and nothing of it runs."""
     node = Node()
     node.want((0, 1))
     node.feed(ag.Spawned(WorkerId(0), ONE, 1000))
@@ -325,7 +325,7 @@ def test_a_directive_of_another_time_or_for_somebody_else_changes_nothing() -> N
     former = Directive(term=9, seq=9, agent=ME, agent_incarnation=Incarnation(2))
     for each in (stranger, former):
         assert of(ag.Kill, node.feed(ag.DirectiveArrived(each))) == []
-    assert len(of(ag.Kill, node.want(term=4, seq=1))) == 1  # a later term counts from anew
+    assert len(of(ag.Kill, node.want(term=4, seq=1))) == 1  # a later term counts from the beginning
 
 
 def test_while_the_coordinator_still_learns_all_goes_on_as_before() -> None:
@@ -341,7 +341,7 @@ def test_while_the_coordinator_still_learns_all_goes_on_as_before() -> None:
 def test_workers_are_told_what_is_new_and_a_view_only_once() -> None:
     node = Node()
     node.run(0)
-    node.say(0, promised=ViewNumber(1))  # so that its lease is the coordinator's
+    node.say(0, promised=ViewNumber(1))  # so that its lease comes from the coordinator
     told = of(ag.SendWorker, node.want((0, 1), view_number=1, stop_view=ViewNumber(1)))
     assert [(s.worker, s.incarnation) for s in told] == [(0, 1)]
     assert told[0].directive.stop_view == 1

@@ -1,4 +1,4 @@
-"""Which tasks are computed twice, and what follows when the bits differ."""
+"""Which tasks are computed twice, and the consequences when the bits differ."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_so_many_tasks_are_audited_as_were_asked_for() -> None:
     audits = [audit for each in plans for audit in each]
     assert all(audit.owner == OWNERS[audit.vrank] not in audit.auditors for audit in audits)
     pairs = {(audit.owner, *audit.auditors) for audit in audits}
-    assert len(pairs) == 12  # everybody is held against everybody else
+    assert len(pairs) == 12  # everybody is compared with everybody else
     assert {audit.vrank for audit in audits} == set(range(16))
     assert plans == [plan(7, step, OWNERS, WORKERS, 0.05) for step in range(2000)]
     assert plans != [plan(8, step, OWNERS, WORKERS, 0.05) for step in range(2000)]
@@ -244,7 +244,7 @@ def test_what_is_invalidated_does_not_depend_on_the_order_of_reports(
     assert [e.view for e in forwards] == sorted(e.view for e in forwards)
     newest = max((each.view for each in found), default=0)
     accused = {w for each in found if each.view == newest for w in each.wrong}
-    for merged in (forwards, one_by_one):  # of the newest view nobody is forgotten
+    for merged in (forwards, one_by_one):  # nobody in the newest view is forgotten
         assert {w for each in merged if each.view == newest for w in each.wrong} == accused
 
 
@@ -303,7 +303,7 @@ def test_what_is_durable_is_what_was_saved_and_is_not_invalidated() -> None:
     assert durable.accused == [WorkerId(3)]
     durable.judge()
     assert durable.accused == []
-    durable.note([told(0, 2, 20), told(1, 1, 0, invalidation)])  # of a later view
+    durable.note([told(0, 2, 20), told(1, 1, 0, invalidation)])  # the report of a later view
     assert durable.step == 20
     later = Durable(durable.steps, durable.invalidations)  # another coordinator
     assert (later.step, later.accused) == (20, [])

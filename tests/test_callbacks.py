@@ -1,4 +1,4 @@
-"""Callbacks at the end of a step: by one worker, once for each step, whoever dies."""
+"""Callbacks at the end of a step: by one worker, once for each step, whichever worker dies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from test_examples import EXAMPLES
 from thread_cluster import Killed, ThreadCluster, ThreadWorker
 
 STEPS = 8
-Call = tuple[int, float, Any]  # step, its loss, what the script adds
+Call = tuple[int, float, Any]  # step, its loss, the script's own value
 
 
 def calls_of(
@@ -96,7 +96,7 @@ def test_a_call_is_not_made_again_if_the_leader_dies_within_it() -> None:
 
 
 def scalars(logs: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return what was written for each tag, by all writers, in order of steps."""
+    """Return the values written for each tag, by all writers, in order of steps."""
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
     found: dict[str, list[tuple[int, float]]] = collections.defaultdict(list)
     for path in sorted(logs.glob("events.*")):

@@ -1,7 +1,7 @@
 """Chaos: jobs of three nodes through random kills of anything, freezes, cuts and losses.
 
-Whatever happens, the result is that of the run that nothing happened to. A seed chooses what comes
-and how far apart; faults strike for a while, then the network heals and the job must end well.
+The result must always be that of an undisturbed run. A seed chooses the faults and the times
+between them; they strike for a while, then the network heals and the job must end well.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Chaos:
-    """Strikes one run; every method is one kind of fault. What needs healing is kept."""
+    """Strikes one run; every method is one kind of fault. Faults that must be healed are kept."""
 
     def __init__(self, run: LabRun, rng: random.Random) -> None:
         self.run = run
@@ -86,7 +86,7 @@ class Chaos:
         self._freeze(self.run.status()["coordinator"]["pid"])
 
     def crash_node(self) -> None:
-        """All its processes at once; the first node is the coordinator's and the launcher's."""
+        """Kill all of a node's processes; the first node has the coordinator and the launcher."""
         host = self.rng.choice(self.run.lab.hosts[1:])
         host.crash()
         self.run.join(host)
@@ -103,7 +103,7 @@ class Chaos:
         self.faults.append(self.run.lab.drop(host, self.rng.choice((5, 15, 30))))
 
     def relent(self) -> None:
-        """Something heals: one fault of the network, or one process."""
+        """Heal one fault of the network, or one process."""
         if self.faults and self.rng.random() < 0.7:
             self.faults.pop(self.rng.randrange(len(self.faults))).heal()
         if self.frozen:

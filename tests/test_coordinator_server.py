@@ -89,7 +89,7 @@ def test_only_the_newest_of_what_repeats_is_kept_and_never_before_its_record() -
 
 
 class GatedJournal(MemoryJournal):
-    """Saves only once it is let."""
+    """Saves only once the test lets it."""
 
     def __init__(self, store: MemoryStore) -> None:
         super().__init__(store)
@@ -121,7 +121,7 @@ def test_nothing_is_sent_before_its_record_is_durable(tmp_path: Path) -> None:
         answer = asyncio.ensure_future(channel.receive(Directive))
         while journal.asked < 2:
             await asyncio.sleep(0)
-        for _ in range(100):  # whatever is ready now gets its turn
+        for _ in range(100):  # every ready callback gets its turn
             await asyncio.sleep(0)
         assert not answer.done()
         journal.gate.release()
@@ -140,7 +140,7 @@ def test_nothing_is_sent_by_who_may_be_deposed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Left(Exception):
-        """Instead of the end of this process."""
+        """Stands for the end of this process."""
 
     def leave(error: Exception) -> None:
         raise Left(str(error))
@@ -211,5 +211,5 @@ def test_a_second_coordinator_is_refused_in_one_sentence(tmp_path: Path) -> None
             assert second.returncode == 1
         (line,) = text.splitlines()
         assert f"another coordinator has the journal {run_dir.journal}" in line
-    with CoordinatorProcess(run_dir):  # which the first's death has freed
+    with CoordinatorProcess(run_dir):  # the first one's death has freed it
         until(lambda: term_saved(run_dir) == 2, "the third's record")

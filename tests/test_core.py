@@ -99,7 +99,7 @@ def test_parent_and_children_agree(vranks: int) -> None:
 
 
 def test_the_order_of_a_sum_is_the_same_for_ever() -> None:
-    """Pinned: another tree changes the bits of every job."""
+    """The order is pinned: another tree changes the bits of every job."""
     shapes = {1: "0", 2: "(0+1)", 3: "((0+1)+2)", 5: "(((0+1)+(2+3))+4)"}
     shapes[7] = "(((0+1)+(2+3))+((4+5)+6))"
     for vranks, shape in shapes.items():
@@ -135,7 +135,7 @@ def test_parts_cover_a_range_once_and_are_about_equal(total: int, count: int, al
 
 
 def test_exact_products_are_the_same_for_ever() -> None:
-    """Pinned: what a machine computes of them is compared with a digest that was made before."""
+    """The products are pinned: a machine's results are compared with a digest made earlier."""
     tiny = ExactProduct(name="tiny", rows=2, inner=3, columns=2, entry_max=5, digest="")
     assert [each - 256 * (each > 127) for each in tiny.left()] == [-4, 1, 5, 3, -5, -1]
     assert [each - 256 * (each > 127) for each in tiny.right()] == [3, -2, -2, -4, -4, 1]
@@ -186,7 +186,7 @@ def test_in_the_middle_of_a_step_only_lost_vranks_move(vranks: int, data: st.Dat
 
 
 def test_assignments_are_the_same_for_ever() -> None:
-    """Pinned: coordinators of two releases must not move virtual ranks to and fro."""
+    """The assignments are pinned: coordinators of two releases must not move work to and fro."""
     before = [WorkerId(w) for w in (5, 5, 5, 2, 2, 9, 9)]
     workers = [WorkerId(w) for w in (0, 2, 5)]
     assert assign_at_boundary(7, workers, before) == (5, 5, 5, 2, 2, 0, 0)
@@ -220,13 +220,13 @@ def test_uncommitted_step_is_committed_only_if_all_hold_its_gradient(
     resumed, why = resume_step(survivors, lost=False)
     assert resumed == step + all(reduced)
     assert why
-    assert resume_step(survivors, lost=True)[0] == step  # who is lost may have doubted the sum
+    assert resume_step(survivors, lost=True)[0] == step  # the lost one may have doubted the sum
 
 
 @given(step=st.integers(1, 9), committed=st.lists(st.booleans(), min_size=1, max_size=6))
 def test_commit_of_one_is_the_commit_of_all(step: int, committed: list[bool]) -> None:
     survivors = [survivor(i, step - (not c), not c) for i, c in enumerate([*committed, True])]
-    for lost in (False, True):  # a commit takes the votes of all, also of one that is lost
+    for lost in (False, True):  # a commit takes all votes, also the lost one's
         assert resume_step(survivors, lost)[0] == step
 
 
@@ -333,7 +333,7 @@ def test_who_is_fenced_has_stopped_before(
 
 
 def facts(pairs: list[tuple[int, int]], joiners: set[int], workers: int) -> Facts:
-    """A stopped view of `workers` on nodes of their own, with complaints as `pairs`."""
+    """Return a stopped view of `workers` on nodes of their own, with complaints as `pairs`."""
     members = tuple(
         Member(worker=WorkerId(w), incarnation=Incarnation(1), agent=AgentId(f"n{w}"))
         for w in range(workers)
@@ -400,7 +400,7 @@ def asking(name: str, seq: int, asks: str, check: str) -> AgentReport:
 
 
 def drain_now(found: Facts) -> str:
-    """Drain the nodes that should be; return why others are not drained."""
+    """Drain the nodes that should be drained; return why others are not."""
     why_not, plan = drain(found)
     renew(found, *plan)
     return why_not
@@ -417,7 +417,7 @@ def renew(found: Facts, *news: Change | AgentReport) -> None:
 
 
 def nodes_asking(failing: dict[str, str], asked: Collection[str] = ()) -> Facts:
-    """Eight nodes with a place each; some fail a check, some are asked to leave."""
+    """Return eight nodes with a place each; some fail a check, some are asked to leave."""
     roster = LiveRoster(None, 0.0)
     for name in (f"n{i}" for i in range(8)):
         check = failing.get(name, "")

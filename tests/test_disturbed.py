@@ -240,8 +240,7 @@ def test_what_others_are_late_with_is_copied(
 def test_a_copy_of_a_late_task_is_an_audit_for_free(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
-    """Nothing else is audited here. A busy machine may be too late to copy; then the job runs
-    again."""
+    """Nothing else is audited here. If the machine is too busy to copy, the job runs again."""
     faults = "worker 2 step 20 flip gradient\nworker 2 step 20 stall 0.4"
     for attempt in range(4):
         folder = tmp_path / str(attempt)

@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 ARGS = {
     "gpt.py": ["--steps", "4", "--width", "32", "--layers", "1", "--batch-size", "4"],
     "digits.py": ["--epochs", "2", "--batch-size", "64"],
-    "fsdp.py": ["--steps", "4"],  # of one process; tests/test_sharded_workers.py has more
+    "fsdp.py": ["--steps", "4"],  # one process; tests/test_sharded_workers.py has more
     "gan.py": ["--steps", "21", "--batch-size", "8"],
     "moco.py": ["--epochs", "2", "--images", "192", "--batch-size", "8", "--queue", "64"],
     "ppo.py": ["--rollouts", "3", "--moves", "24"],
@@ -31,7 +31,7 @@ ARGS = {
 }
 
 
-# They import much, or have another example beside them that is as hard.
+# They import much, or are covered by another example of the same kind.
 SLOW = (
     *("digits.py", "fsdp.py", "finetune_transformers.py", "gan.py", "lightning_module.py"),
     *("moco.py", "ppo.py", "word_lm.py"),  # run below
@@ -42,7 +42,7 @@ SLOW = (
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in ARGS]
 )
 def test_the_last_line_does_not_depend_on_the_workers(name: str, tmp_path: Path) -> None:
-    # Not imported here: that changes the environment, of which no worker could then be forked.
+    # Not imported here: an import changes the environment, and no worker could then be forked.
     if name == "digits.py" and importlib.util.find_spec("sklearn") is None:
         pytest.skip("scikit-learn is not installed")
     for package in ("transformers", "lightning"):
@@ -63,7 +63,7 @@ def test_the_last_line_does_not_depend_on_the_workers(name: str, tmp_path: Path)
     [("gan.py", 43, 21 * 4 * 8), pytest.param("stream.py", 12, 12 * 4 * 2, marks=pytest.mark.slow)],
 )
 def test_deaths_change_nothing(name: str, steps: int, samples: int, tmp_path: Path) -> None:
-    """Of the GAN's steps every second one is a round, and the fortieth an evaluation."""
+    """Every second step of the GAN is a round, and every fortieth an evaluation."""
     faults = tmp_path / "faults.txt"
     faults.write_text(f"worker 1 step 5 kill\nworker 0 step {steps - 3} kill\n")
     script, last = [str(EXAMPLES / name), *ARGS[name]], []
@@ -80,7 +80,7 @@ def test_deaths_change_nothing(name: str, steps: int, samples: int, tmp_path: Pa
     assert len(run.events("lost")) == 2
 
 
-# In these virtual ranks keep states, or tasks hand over values.
+# The examples whose virtual ranks keep states, or whose tasks hand over values.
 TELLING = ("moco.py", "ppo.py", "word_lm.py")
 FAULTS = {
     1: "worker 0 step 3 kill\nworker 0 step 6 freeze\n",

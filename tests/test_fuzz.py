@@ -1,4 +1,4 @@
-"""No bytes do anything but what was announced: a message of an accepted kind, or one clean refusal.
+"""No bytes do anything unannounced: they give a message of an accepted kind, or one clean refusal.
 
 The quick tests are Hypothesis'; the slow ones run the fuzzers of fuzz/run.py, some million inputs.
 """
@@ -33,7 +33,7 @@ changes = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 3), st.binary(m
 
 
 def changed(data: bytes, how: list[tuple[int, int, bytes]]) -> bytes:
-    """`data` with some places overwritten, cut out or grown."""
+    """Return `data` with some places overwritten, cut out or grown."""
     for at, length, new in how:
         at %= len(data) + 1
         data = data[:at] + new + data[at + length :]
@@ -62,7 +62,7 @@ def test_changed_good_input(seed: bytes, how: list[tuple[int, int, bytes]]) -> N
 
 
 def test_the_seeds_are_good() -> None:
-    """Otherwise the fuzzers would begin from what is refused at once."""
+    """Otherwise the fuzzers would begin from inputs that are refused at once."""
     kinds = set()
     for seed in targets.seeds():
         targets.one_input(seed)
@@ -73,7 +73,7 @@ def test_the_seeds_are_good() -> None:
 
 
 def claims_much() -> list[bytes]:
-    """Short messages that claim to hold millions of things."""
+    """Return short messages that claim to hold millions of things."""
     key, pack = msgspec.msgpack.encode, b"\x00\xff\xff\xff"
     return [
         b"\x06\x81" + key("addresses") + b"\xdd" + pack,

@@ -60,7 +60,7 @@ def test_workers_take_turns_only_where_gpus_are_few() -> None:
 def test_every_process_has_its_own(
     nproc: int, procs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch sees no GPU in this test; what counts is what each process is told."""
+    """Torch sees no GPU in this test; the variables given to each process count."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

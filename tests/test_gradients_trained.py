@@ -67,7 +67,7 @@ def test_parameters_may_be_frozen_and_thawed(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def alone(job: Job, me: ThreadWorker) -> Any:
-        """Frozen parameters' gradients are removed by hand."""
+        """Remove frozen parameters' gradients by hand."""
         job.protect(model=model, optimizer=optimizer)
         twin = net()
         for step in job.steps(job.batches(dataset(), 3), until=STEPS):
@@ -86,7 +86,7 @@ def test_parameters_may_be_frozen_and_thawed(
 
 
 def rounds(job: Job, me: ThreadWorker) -> Any:
-    """As GANs are often written: what is not trained in a round is frozen meanwhile."""
+    """Freeze the parameters that a round does not train, as GANs often do."""
     critic, maker = net(6, 3), net(6, 4)
     for_critic = torch.optim.AdamW(critic.parameters(), lr=1e-2)
     for_maker = torch.optim.AdamW(maker.parameters(), lr=1e-2)
@@ -114,7 +114,7 @@ def test_what_a_round_does_not_train_may_be_frozen_in_it() -> None:
 
 
 def beside_rounds(job: Job, me: ThreadWorker) -> Any:
-    """What no round names is frozen beside the others, and these are frozen for a while."""
+    """Freeze modules that no round names beside the others, and these for a while."""
     model, idle = net(6, 3), net(6, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     job.protect(idle=idle, model=model, optimizer=optimizer)
@@ -128,7 +128,7 @@ def beside_rounds(job: Job, me: ThreadWorker) -> Any:
 
 
 def replaced(job: Job, me: ThreadWorker) -> Any:
-    """A layer is replaced by another of its kind, with a statistic of its own."""
+    """Replace a layer by another of its kind, with a statistic of its own."""
     model = nn.Sequential(net(), nn.BatchNorm1d(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     job.protect(model=model, optimizer=optimizer)
@@ -170,7 +170,7 @@ def test_deaths_change_nothing(script: Script) -> None:
 
 
 def outcome(script: Script, workers: int, kill_at: dict[int, int] | None = None) -> str:
-    """Run a script that fails; returns what the job's outcome was."""
+    """Run a script that fails; return the job's outcome."""
     spec = with_settings(SPEC, {"workers.nproc": workers, "workers.virtual": 4})
     at = {WorkerId(worker): number for worker, number in (kill_at or {}).items()}
 
@@ -224,7 +224,7 @@ def test_parameters_that_only_the_job_has_are_told() -> None:
     trained.load_state_dict({"now": ["model.bias"], "planned": both})
     assert trained.state_dict() == {"now": ["model.bias"], "planned": both}
     assert not model.weight.requires_grad
-    found = trained.look([])  # of a round that does not name it
+    found = trained.look([])  # a round that does not name it
     assert found is not None
     assert [name for name, _ in found] == both
     found = trained.look()

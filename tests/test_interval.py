@@ -1,4 +1,4 @@
-"""How often a job saves: the interval against a model of what is lost, and what is measured."""
+"""How often a job saves: the interval against a model of losses, and against measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.core.replica.save_interval import WORKER_MTBF_S, Pace, PacePolicy,
 
 
 def expected_s(work_s: float, interval_s: float, cost_s: float, mtbf_s: float) -> float:
-    """Wall time of `work_s` with exponential losses and a free restart: Daly's exact equation."""
+    """Return the time of `work_s` by Daly's exact equation: exponential losses, free restart."""
     return mtbf_s * math.expm1((interval_s + cost_s) / mtbf_s) * work_s / interval_s
 
 

@@ -1,4 +1,4 @@
-"""The job document: one field makes an option, and each way to say it comes to the same job."""
+"""The job document: one field makes an option, and each way to write it gives the same job."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STORES = ("", "/ckpt", "s3://bucket/prefix", "ec:2+1:/a,/b,/c", '/odd "place"\n\
 
 
 def values_of(setting: Setting) -> st.SearchStrategy[object]:
-    """Any values of the setting's type within its limits, and those at them."""
+    """Draw any values of the setting's type within its limits, and those at them."""
     about = setting.about
     found: st.SearchStrategy[object]
     if setting.key == "nodes.election":
@@ -74,7 +74,7 @@ def text() -> st.SearchStrategy[str]:
 
 @st.composite
 def specs(draw: st.DrawFn) -> JobSpec:
-    """Good jobs: a few settings are not at their defaults."""
+    """Draw good jobs: a few settings are not at their defaults."""
     keys = draw(st.lists(st.sampled_from(KEYS), unique=True, max_size=6))
     spec = with_settings(SPEC, {key: draw(values_of(SETTINGS[key])) for key in keys})
     spec = dataclasses.replace(spec, script=draw(text()), args=tuple(draw(st.lists(text()))))
@@ -83,12 +83,12 @@ def specs(draw: st.DrawFn) -> JobSpec:
 
 
 def told(spec: JobSpec) -> JobSpec:
-    """Without what each launch makes anew."""
+    """Return the document without the parts that each launch makes again."""
     return dataclasses.replace(spec, job="", cwd="")
 
 
 def flags(spec: JobSpec) -> list[str]:
-    """The command line that says all of a job."""
+    """Return the command line for a whole job."""
     found = []
     for each in SETTINGS.values():
         value = each.value_in(spec)

@@ -1,4 +1,4 @@
-"""Jobs in Kubernetes survive what happens to nodes and pods: against a fake, and a real one."""
+"""Jobs in Kubernetes survive faults of nodes and pods: against a fake, and a real one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from labs.kubernetes_cluster import (
 )
 
 pytestmark = pytest.mark.timeout(600)
-STEPS = "1000"  # of 0.3 s each until everything has happened
+STEPS = "1000"  # steps of 0.3 s each, until everything has happened
 STEP_S = 240.0
 needs_binaries = pytest.mark.skipif(bool(control_plane.missing()), reason=control_plane.missing())
 
@@ -86,7 +86,7 @@ class KubernetesRun:
             raise AssertionError(f"{error}\n{self.log()}") from None
 
     def serving(self) -> list[str]:
-        """Names of the agents that have work; none while somebody does not answer."""
+        """Return the agents that have work; none while somebody does not answer."""
         with contextlib.suppress(HoldfastError, OSError):
             return serving_nodes(self.status())
         return []
@@ -149,7 +149,7 @@ class KubernetesRun:
 
 
 class JobHarness:
-    """Is the harness of the contract suite for one job, whatever prefix is asked for."""
+    """Is the harness of the contract suite for one job, whatever prefix the suite asks for."""
 
     def __init__(self, run: KubernetesRun) -> None:
         self._run = run
@@ -212,7 +212,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def launched(cluster: KubernetesCluster, *options: str) -> tuple[KubernetesRun, Path]:
-    """Launch a job of three nodes, which goes on until the file appears that is returned."""
+    """Launch a job of three nodes; it goes on until the returned file appears."""
     run = KubernetesRun(cluster, "--nodes", "3", "--drain-s", "10", *options)
     go = cluster.folder / "go"
     run.launch(str(SCRIPTS / "paced.py"), str(go), STEPS)
@@ -234,7 +234,7 @@ def test_a_job_survives_in_a_fake(fake: KubernetesCluster, undisturbed: str) -> 
 
 @pytest.mark.slow
 def test_a_node_is_left_without_the_controller(fake: KubernetesCluster, undisturbed: str) -> None:
-    """The hook of its pod sees to that; the next controller finds that a node is missing.
+    """The hook of its pod leaves it; the next controller finds that a node is missing.
 
     All connections are encrypted.
     """
@@ -286,7 +286,7 @@ def stop(run: KubernetesRun) -> None:
 
 
 def _first(pid: int) -> bool:
-    """Tell whether this is the pod's own process, which has no parent in the pod."""
+    """Return whether this is the pod's own process, which has no parent in the pod."""
     return "--inside" not in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
 

@@ -24,8 +24,7 @@ FACTS = (
 
 
 def of_order(*steps):
-    """Return entries of a sampler: for each task the epoch, batch, the samples before it, its
-    count.
+    """Return a sampler's entries: for each task epoch, batch, samples before it, its count.
 
     A string before them is the word of the step.
     """

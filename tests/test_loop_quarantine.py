@@ -146,8 +146,7 @@ def test_what_is_bad_once_is_read_again(way: str, index: Path) -> None:
 
 
 class Flapping(Decaying):
-    """A copy of the data; the record read first is unreadable when the second run of a task reads
-    it.
+    """A copy of the data whose record that is read first is unreadable in a task's second run.
 
     A worker's first task is computed twice; the second of these runs counts.
     """

@@ -1,4 +1,4 @@
-"""The tool that plants bugs: what it plants, that it notices who notices, and how it counts."""
+"""The tool that plants bugs: it plants them, records which check notices each, and counts."""
 
 from __future__ import annotations
 
@@ -219,13 +219,13 @@ def test_who_is_caught_who_survives_and_who_is_equivalent(
     assert {m["outcome"]["by"] for m in report["caught"]} == {"test"}
     assert all(m["outcome"]["what"].startswith("tests/test_core.py") for m in report["caught"])
     assert (tree / FILE).read_text() == CODE
-    # What is known is not run again.
+    # Known results are not computed again.
     assert survey.main([*sample, "--resume", str(results)]) == run.returncode
     assert json.loads(capsys.readouterr().out) == report
 
 
 def test_every_mutant_of_the_tiny_module(tree: Path) -> None:
-    """Each is caught, but for those of the function without a test and the equivalent one."""
+    """Each is caught, except those of the function without a test and the equivalent one."""
     known = equivalents.read(tree / equivalents.FILE)
     same = [m for m in mutants(CODE) if known.reason(m)]
     assert [(m.function, m.rule) for m in same] == [("clamp", "boundary")]
@@ -252,7 +252,7 @@ def test_the_test_files_that_are_asked_are_there() -> None:
 
 
 def test_what_is_listed_as_equivalent_is_still_there() -> None:
-    """An entry whose code has changed says nothing any more."""
+    """An entry whose code has changed is of no use any more."""
     root = TESTS.parent
     known = equivalents.read(root / equivalents.FILE)
     every = survey.Survey(root, ["*"]).mutants()

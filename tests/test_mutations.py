@@ -1,4 +1,4 @@
-"""The checkers are worth what they catch: planted protocol bugs, each found in a few seeds.
+"""Proves the checkers: planted protocol bugs, each found in a few seeds.
 
 Every mutation is one mistake that a maintainer could make in the core. If one is no longer caught,
 either the checkers went blind or the mutated code is no longer reached; both need an answer. The
@@ -59,7 +59,7 @@ from mutation_kit import EVENTS_MAX, MUTATIONS, failure_of_unchanged_code, mutat
 
 
 def doctor(patch: pytest.MonkeyPatch, misread: Callable[[StateCopy], StateCopy]) -> Machines:
-    """A coordinator that misreads in every status what the worker holds of the state."""
+    """Make a coordinator that misreads in every status which state the worker holds."""
     plain = LiveRoster.hear
 
     def hear(self: LiveRoster, report: AgentReport, now: float) -> News:
@@ -93,7 +93,7 @@ def commits_although_one_survivor_has_no_gradient(patch: pytest.MonkeyPatch) -> 
 
 @mutation
 def commits_although_a_member_was_lost_before_its_vote(patch: pytest.MonkeyPatch) -> Machines:
-    """It may have been the only one to see that the sum is not finite."""
+    """The lost member may have been the only one to see that the sum is not finite."""
     patch.setattr(formation, "resume_step", lambda s, lost: resume_step(s, False))
     return Machines()
 
@@ -368,7 +368,7 @@ def proof_is_dated_by_the_vote(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def worker_minds_no_clock(patch: pytest.MonkeyPatch) -> Machines:
-    """With its agent frozen nobody pauses it, so it must stop by itself."""
+    """With its agent frozen nobody pauses it, so it must stop on its own."""
 
     class Timeless(WorkerMachine):
         def _directed(self, directive: Any) -> None:
@@ -444,7 +444,8 @@ def an_unreadable_checkpoint_is_tried_again(patch: pytest.MonkeyPatch) -> Machin
     return Machines()
 
 
-# Where to begin looking, so that the rare ones do not take long; any later seed may find them too.
+# The first seeds to search, so that the rare ones do not take long; a later seed may find them,
+# too.
 FIRST_SEED = {
     "a_broken_group_counts_once_all_have_noticed": 9,
     "a_checkpoint_counts_although_who_saved_it_left_uncompared": 221,
@@ -503,7 +504,7 @@ FIRST_SEED = {
 FOUND = (Violation.__name__, InvariantError.__name__)  # any other error is not a finding
 
 
-# It takes many seeds, or long ones, until these are noticed.
+# These are only noticed after many seeds, or long ones.
 SLOW = {
     "a_part_with_too_few_pieces_counts",
     "a_refused_joiner_is_the_scripts_doing_the_second_time",
@@ -523,7 +524,7 @@ def names() -> list[Any]:
     return [pytest.param(name, marks=slow) if name in SLOW else name for name in MUTATIONS]
 
 
-@pytest.mark.timeout(1800)  # a search ends after so many events, however slow the machine is
+@pytest.mark.timeout(1800)  # a search ends after a fixed number of events
 @pytest.mark.parametrize("name", names())
 def test_the_checkers_catch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     machines, tuned = MUTATIONS[name](monkeypatch), swarm_for(name)

@@ -1,4 +1,4 @@
-"""Tests who computes a joiner's first tasks, too, and what follows where it computes otherwise."""
+"""Tests which worker computes a joiner's first tasks, too, and what follows from other bits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_who_hosts_nothing_proves_itself_by_a_members_task() -> None:
     newcomers, view, idle = Newcomers(looks=True), joined(W1), (W0, W2, W3, W0)
     planned = (Audit(0, W0, (W2,)),)
     assert newcomers.audits(view, idle, planned) == (*planned, Audit(1, W2, (W1,)))
-    newcomers.accepted(view, (W0, W2))  # all was computed again, by others
+    newcomers.accepted(view, (W0, W2))  # others have computed everything again
     assert not newcomers.committed(W1)
     assert [audit.vrank for audit in newcomers.audits(view, OWNERS, ())] == [1, 5]
     newcomers.accepted(view, (W2, W1))
@@ -85,7 +85,7 @@ def test_who_has_joined_is_unproven_until_a_task_of_it_is_committed() -> None:
         return make_view(proposal, ViewNumber(9), old, roster).unproven
 
     assert unproven(4, 1, 3) == (W1, W3)
-    assert unproven(4, 0, 1, 2, 3) == ()  # the job begins: nobody holds more than they
+    assert unproven(4, 0, 1, 2, 3) == ()  # the job begins: nobody has more than they
     before = joined(W1)
     assert unproven(4, old=before) == (W1,)  # the step is done again
     assert unproven(4, 3, old=before) == (W1, W3)
@@ -149,7 +149,7 @@ def test_one_that_is_accepted_in_between_clears_the_script() -> None:
     assert judged(newcomers, joined(W1), leaves((W1, 1)))[1] is Refusal.QUARANTINED
     newcomers.accepted(joined(W3), (W0, W3))
     assert judged(newcomers, joined(W2), leaves((W2, 2)))[1] is Refusal.ANEW
-    # Beside one that is right, as well.
+    # the same beside a joiner that is right
     assert judged(newcomers, joined(W1, W3), leaves((W1, 1))) == ((W1,), Refusal.ANEW)
 
 
@@ -159,7 +159,7 @@ def test_one_that_is_accepted_in_between_clears_the_script() -> None:
         Ruling(sentence=Sentence.USE, wrong=((W1, 1),), steady=True),
         leaves((W1, 1), steady=False),  # it contradicts itself, as machines do
         leaves((W1, 1), (W2, 2)),  # so does a member
-        Ruling(sentence=Sentence.TIE, disputed=(2,), steady=True),  # of members
+        Ruling(sentence=Sentence.TIE, disputed=(2,), steady=True),  # a tie of members
         Ruling(sentence=Sentence.UNLIKE),
     ],
 )
@@ -189,7 +189,7 @@ def test_what_joiners_say_counts_only_where_the_others_have_no_majority() -> Non
     split = Court([W2, W3])
     split.rule({2: {W0: 9, W2: 2}}, (Audit(2, W2, (W0,)),), OWNERS, (W0, *joiners))
     last = split.rule({2: {W0: 9, W1: 2, W2: 2, W3: 2}}, (), OWNERS, (W0, *joiners))
-    assert last == leaves((W0, 2))  # of two members one is wrong: the joiners decide
+    assert last == leaves((W0, 2))  # one of two members is wrong: the joiners decide
 
 
 def status(
@@ -210,7 +210,7 @@ def test_scripts_that_end_after_other_steps_are_told() -> None:
     progress = Progress(0)
     behind = [status(1, 12), status(2, 11)]
     assert progress.uneven([status(1, 13)]) == ""
-    progress.ended(status(0, 5))  # what is known of it is older than its end
+    progress.ended(status(0, 5))  # the knowledge of it is older than its end
     assert progress.uneven([status(1, 13)]) == ""
     progress.ended(status(0, 12, ended=True))
     assert progress.uneven(behind) == ""

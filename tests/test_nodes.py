@@ -1,7 +1,7 @@
 """Jobs of three nodes, each with a network of its own that is really cut.
 
-The minority never commits a step, the majority soon goes on, and the result is that of a run that
-nothing happened to.
+The minority never commits a step, the majority soon goes on, and the result is that of an
+undisturbed run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS = 80
 OPTIONS = ("--virtual", "6")
 CALM = (str(SCRIPT), "--steps", str(STEPS))
 WORDS = (*CALM, "--task-s", "0.03")
-REJOIN = ("--until-members", str(STEPS - 10), "3")  # so that who comes back finds a job
+REJOIN = ("--until-members", str(STEPS - 10), "3")  # a node that comes back must find a job
 
 pytestmark = [
     pytest.mark.skipif(bool(Lab.available()), reason=Lab.available() or "-"),
@@ -44,7 +44,7 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The last line of the run that nothing happens to, on one node."""
+    """Return the last line of the undisturbed run, on one node."""
     run_dir = tmp_path_factory.mktemp("reference") / "run"
     with LocalRun(run_dir, ["--nproc", "2", *OPTIONS], CALM) as run:
         assert run.wait(RUN_S) == 0, run.log()
@@ -66,7 +66,7 @@ def outcome(run: LabRun) -> str:
 
 
 def rejoined(run: LabRun) -> bool:
-    """Whether a later view had a worker of each node again."""
+    """Return whether a later view had a worker of each node again."""
     return any("workers 0-2;" in event["text"] for event in run.events("view")[1:])
 
 
@@ -78,7 +78,7 @@ def until_step(run: LabRun, more: int = 1, within_s: float = RUN_S) -> float:
 
 
 def worker_of(run: LabRun, node: str) -> dict[str, Any]:
-    """The worker that runs on a node."""
+    """Return the worker that runs on a node."""
     pids = {p for host in run.lab.hosts if f"node{host.index}" == node for p in host.pids()}
     return next(w for w in run.status()["workers"] if w["pid"] in pids)
 
@@ -134,7 +134,7 @@ def test_a_node_that_dies_with_all_it_runs(run: LabRun, expected: str) -> None:
     run.lab.hosts[2].crash()
     run.until(lambda: run.status()["view"] > 1, RUN_S, "the others go on without it")
     until_step(run, 3)
-    run.join(run.lab.hosts[2])  # under the name that it had
+    run.join(run.lab.hosts[2])  # under its old name
     assert outcome(run) == expected
     assert rejoined(run)
 
@@ -208,7 +208,7 @@ def test_a_node_behind_a_slow_path_is_waited_for(lab: Lab, tmp_path: Path, expec
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("percent", [5, 15, 30])
 def test_a_network_that_loses_packets(run: LabRun, expected: str, percent: int) -> None:
-    """TCP repeats what is lost after ever longer pauses: a step takes seconds."""
+    """TCP repeats lost packets after longer and longer pauses: a step takes seconds."""
     fault = run.lab.drop(run.lab.hosts[2], percent)
     until_step(run, 20, LOSSY_S)
     run.lab.heal(fault)

@@ -1,4 +1,4 @@
-"""Plain rows: no generator is keyed for them, and whatever might draw keeps its random numbers."""
+"""Plain rows: no generator is keyed for them, and code that may draw keeps its random numbers."""
 
 import collections
 import random
@@ -80,7 +80,7 @@ def drawing_collate(samples):
 
 
 def bits(value):
-    """Return all that a batch holds, to compare by."""
+    """Return everything in a batch, in a form that can be compared."""
     if isinstance(value, dict | collections.UserDict):
         return {
             key: bits(value.data[key] if hasattr(value, "data") else value[key]) for key in value

@@ -1,7 +1,7 @@
-"""What a job's settings come to, and the numbers that are promised where nobody sets them.
+"""The policies that follow from a job's settings, and the promised defaults.
 
-A default ten times too great passes every test of the rule that reads it: so the numbers are here
-once more, each with what it means to a job.
+A default ten times too great passes every test of the rule that reads it, so the numbers are here
+once more, each with its meaning for a job.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What nodes keep in memory: which pieces where, and how far that brings a job that lost all."""
+"""The pieces in nodes' memory: their places, and the step to which they bring a job again."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_bad_settings_are_refused(text: str) -> None:
 
 
 def weakness(text: str, racks: str) -> str:
-    """Of members on nodes in these racks, one letter each."""
+    """Return the weakness of members on nodes in these racks, one letter each."""
     nodes = [AgentId(f"n{number}") for number in range(len(racks))]
     domains = {node: (f"rack={rack}",) for node, rack in zip(nodes, racks, strict=True)}
     members, redundancy = members_on(*nodes), read_redundancy(text)
@@ -205,7 +205,7 @@ def test_each_piece_is_kept_once_and_those_of_a_part_on_as_many_nodes_as_there_a
     assert sorted(p for p, _ in kept) == every
     together = Counter((p.part, agent) for p, agent in kept)
     assert max(together.values()) == -(-pieces // len(nodes))
-    # Whichever so many nodes are lost, the others have enough of each part.
+    # If any `parity` nodes are lost, the others have enough pieces of each part.
     lost = redundancy.nodes_to_lose(len(nodes))
     assert 0 <= lost < len(nodes)
     for gone in itertools.islice(itertools.combinations(ring, lost), 50):
@@ -216,7 +216,7 @@ def test_each_piece_is_kept_once_and_those_of_a_part_on_as_many_nodes_as_there_a
 def most_in_a_domain(
     ring: tuple[AgentId, ...], domains: dict[AgentId, Domains], size: int
 ) -> Counter[str]:
-    """For each label, the most pieces of one part that nodes with it keep."""
+    """Return for each label the most pieces of one part that nodes with it keep."""
     found: Counter[str] = Counter()
     for start in range(len(ring)):
         near = [ring[(start + i) % len(ring)] for i in range(size)]
@@ -250,7 +250,7 @@ def test_no_failure_domain_keeps_more_than_may_be_lost(
 
 
 def kept(view: int, node: int, *, states: tuple[int, ...] = (), **more: int) -> KeptPieces:
-    """What one of three nodes keeps by rs:2+1, with one worker on each."""
+    """Return the pieces that one of three nodes keeps by rs:2+1, with one worker on each."""
     members = members_on("a", "b", "c")
     pieces = pieces_of(view_with(members, make_ring(members, {}, RS)), members[node].worker, RS)
     return KeptPieces(view=view, worker=node, parts=3, pieces=pieces, states=states, **more)
@@ -354,12 +354,12 @@ def test_what_was_not_built_on_is_abandoned() -> None:
     assert len(found.abandoned) <= INVALIDATIONS_MAX
     for view, step in ((6, 1), (20, 3), (40, 59)):
         late = is_invalidated(found.abandoned, step, ViewNumber(view))
-        assert late or step <= view  # the oldest are forgotten with all that they abandon
+        assert late or step <= view  # the oldest are forgotten with the steps that they abandon
     assert is_invalidated(found.abandoned, 0, ViewNumber(6))
 
 
 def test_what_nodes_say_that_they_hold_but_do_not_give_is_not_asked_for_for_ever() -> None:
-    """It is tried again for as long as silent nodes are waited for, then the checkpoint counts."""
+    """They are tried again as long as silent nodes are awaited; then the checkpoint counts."""
     protection, durable = Protection(RS), Durable([2])
     before = three_nodes()
     recall = protection.recall(before, durable)

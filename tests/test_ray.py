@@ -1,4 +1,4 @@
-"""What Ray says is read, and its driver and actors may end at any time; without Ray."""
+"""Ray's tables are read, and its driver and actors may end at any time; without Ray."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WAIT_S = 30.0
 
 
 def tables(*actors: tuple[str, str, str], **nodes: dict[str, Any]) -> RayTables:
-    """Tables with actors (name, state, node), and nodes by their ids with what is special."""
+    """Return tables with actors (name, state, node), and nodes by ids with their special fields."""
     usual = {"resources": {"CPU": 8.0}, "drains": False, "drained_at": 0.0}
     return read_tables(
         {
@@ -197,7 +197,7 @@ threading.Event().wait()
 def actor(tmp_path: Path, script: str, *, stays: bool = True) -> tuple[subprocess.Popen[str], str]:
     """Start an actor, and return it once its command runs, with the mark of its processes.
 
-    `stays`: the command does not end by itself, and the actor with it.
+    `stays`: the command does not end on its own, and the actor with it.
     """
     mark = f"{tmp_path}/mark"
     process = subprocess.Popen(
@@ -265,7 +265,7 @@ def test_the_adapter_keeps_the_contract(case: Case, cluster: FakeRay) -> None:
 
 
 class Recorder(FakeRay):
-    """Keeps what it is asked to start, and starts nothing."""
+    """Keeps the orders to start, and starts nothing."""
 
     started: dict[str, Any]
 

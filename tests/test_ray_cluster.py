@@ -65,7 +65,7 @@ def cluster() -> Iterator[RayCluster]:
 
 
 class RayRun:
-    """A job on Ray that goes on slowly until it is let go."""
+    """A job on Ray that runs slowly until the test lets it go."""
 
     def __init__(self, tmp_path: Path, cluster: RayCluster, *options: str) -> None:
         self.go, self.cluster = tmp_path / "go", cluster
@@ -108,7 +108,7 @@ class RayRun:
         return found
 
     def saved(self) -> bool:
-        """Tell whether the coordinator knows of a checkpoint."""
+        """Return whether the coordinator knows of a checkpoint."""
         return any("is saved" in line for line in self.run.err)
 
     def written(self) -> str:
@@ -116,7 +116,7 @@ class RayRun:
         return "\n".join(p.read_text() for p in self.run.run_dir.path.glob("logs/hf-*.txt"))
 
     def digest(self) -> str:
-        """Let the job go on to its end, and return what it has printed; nothing is left."""
+        """Let the job go on to its end, and return its last line; no process is left."""
         self.go.touch()
         finish(self.run)
         (found,) = re.findall("^[0-9a-f]{64}$", self.written(), re.MULTILINE)

@@ -27,7 +27,7 @@ def saving(every: int = 10, *, compared: bool = False) -> Saves:
 
 
 def saved(saves: Saves, step: int, committed: int) -> list[Any]:
-    """Have a checkpoint agreed on, copied, and made durable once so many steps are committed."""
+    """Have a checkpoint agreed on, copied, and made durable after `committed` steps."""
     saves.agree(step, a_view(1, range(2)), Wish.SAVE)
     saves.at_boundary(step)
     saves.copied(step, 0.0, 0.1, "")
@@ -67,7 +67,7 @@ def test_only_what_was_agreed_on_is_copied() -> None:
 
 @pytest.mark.parametrize("early", [False, True])
 def test_a_worker_is_busy_from_the_order_to_the_answer(early: bool) -> None:
-    """Also if the answer is here before the script says that it has copied."""
+    """That holds even if the answer arrives before the script has reported its copy."""
     saves = saving()
     saves.agree(10, a_view(1, range(2)), Wish.SAVE)
     saves.at_boundary(10)
@@ -91,7 +91,7 @@ def test_a_checkpoint_counts_once_its_state_was_compared() -> None:
     assert counting(saves.compared(12)) == []
     assert counting(saved(saves, 20, 25)) == [20]  # it took long
     assert counting(saved(saves, 30, 30)) == []
-    assert counting(saves.finishing(30)) == [30]  # nothing follows in which it would be compared
+    assert counting(saves.finishing(30)) == [30]  # no step follows in which it could be compared
     saves.loop_entered()
     assert counting(saved(saves, 40, 40)) == []
     saves.want(1)  # the job ends
@@ -116,7 +116,7 @@ def counting(outcomes: list[Any]) -> list[int]:
 
 
 def test_a_copy_that_nobody_took_is_not_made_again_after_every_step() -> None:
-    """It costs time, as one that is saved does."""
+    """Such a copy costs as much time as one that is saved."""
     pace = PacePolicy(least_s=3600.0, most_s=3600.0)
     saves = Saves(SavePolicy(enabled=True, pace=pace), WorkerId(0))
     saves.enter(a_view(1, [0]), 0.0)
@@ -142,7 +142,7 @@ def test_an_operator_who_ends_the_job_has_one_checkpoint_made() -> None:
 
 @pytest.mark.parametrize("durable_first", [False, True])
 def test_what_a_worker_saved_that_left_uncompared_does_not_count(durable_first: bool) -> None:
-    """Whether or not it is durable by then; who comes in addition does no harm."""
+    """It does not matter whether it is durable by then, or whether workers have joined."""
     for others, counts in ((range(3), True), ([0], False)):
         saves = saving(compared=True)
         saves.loop_entered()
@@ -158,7 +158,7 @@ def test_what_a_worker_saved_that_left_uncompared_does_not_count(durable_first: 
     late = saving(compared=True)
     assert counting(saved(late, 10, 10)) == []
     late.enter(a_view(2, [0]), 0.0)
-    late.left(11)  # that was compared in the step before
+    late.left(11)  # a worker that was compared in the step before left
     assert counting(late.compared(11)) == [10]
 
 

@@ -1,4 +1,4 @@
-"""What several processes of a worker have done becomes one event, and no other."""
+"""The acts of a worker's several processes become one event, and no other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TASK = ev.TaskDone(4, 1, ev.Purpose.HOSTED, 8, digest=11)
 
 
 def hear_all(count: int, events: Sequence[ev.WorkerEvent]) -> list[ev.WorkerEvent]:
-    """What is told once each process has done its part, one after the other."""
+    """Return the events once each process has done its part, one after the other."""
     shards, told = ShardEvents(count), []
     for shard, event in enumerate(events):
         assert told == []
@@ -59,7 +59,7 @@ def hear_all(count: int, events: Sequence[ev.WorkerEvent]) -> list[ev.WorkerEven
 )
 def test_it_is_told_once_all_have_done_it(event: ev.WorkerEvent) -> None:
     (told,) = hear_all(3, [event] * 3)
-    if isinstance(told, ev.TaskDone):  # the digest is that of all of them
+    if isinstance(told, ev.TaskDone):  # the digest covers all of them
         told = dataclasses.replace(told, digest=TASK.digest)
     assert told == event
 
@@ -103,14 +103,14 @@ def test_a_worker_contradicts_itself_if_one_of_its_processes_does() -> None:
     digests = (11, FICKLE, 12)
     (told,) = hear_all(3, [dataclasses.replace(TASK, digest=digest) for digest in digests])
     assert told == dataclasses.replace(TASK, digest=FICKLE)
-    digests = (SUBSTITUTED, FICKLE, 12)  # they read other records, so nothing can be said of it
+    digests = (SUBSTITUTED, FICKLE, 12)  # they read other records, so their digests prove nothing
     (told,) = hear_all(3, [dataclasses.replace(TASK, digest=digest) for digest in digests])
     assert told == dataclasses.replace(TASK, digest=SUBSTITUTED)
     assert hear_all(2, [ev.LoopEntered(True), ev.LoopEntered(False)]) == [ev.LoopEntered(False)]
 
 
 def test_each_shard_counts_in_what_is_compared() -> None:
-    """Whichever of them has another fingerprint, what is told of the worker is another one."""
+    """If any shard has another fingerprint, the worker's fingerprint is another one."""
     plain = [11, 12, 13]
     others = [[*plain[:i], 99, *plain[i + 1 :]] for i in range(3)] + [[12, 11, 13]]
 
@@ -180,7 +180,7 @@ def test_the_worst_that_any_of_them_says_counts() -> None:
 
 
 def test_tasks_may_end_in_any_order() -> None:
-    """Each process goes its way; the machine hears of a task when the last one is done with it."""
+    """Each process goes its own pace; the machine hears of a task when the last has done it."""
     dice = random.Random(5)
     for _ in range(50):
         shards, vranks, told = ShardEvents(2), range(4), []
@@ -218,7 +218,7 @@ def test_a_view_that_is_over_is_forgotten() -> None:
 
 
 def test_who_carries_out_an_effect() -> None:
-    """Only what concerns the agent, or the worker as a whole, is for one process alone."""
+    """Only effects that concern the agent, or the worker as a whole, are for one process alone."""
     kinds = get_args(ef.WorkerEffect)
     alone = {kind.__name__ for kind in kinds if not is_shared(object.__new__(kind))}
     assert alone == {"Tell", "NoteDoubt", "Withdraw", "LookWhoIsLate", "GiveUp", "Exit"}
@@ -232,7 +232,7 @@ def test_a_wrong_sum_of_one_shard_is_put_right() -> None:
         shards = ShardEvents(2)
         for shard in range(2):
             pieces = list(right[shard])
-            if shard == 1:  # whichever piece member 1 sums in this run
+            if shard == 1:  # the piece that member 1 sums in this run
                 pieces[(1 + turned) % 3] += 500
             told = shards.hear(shard, ev.SumChecked(VIEW, 0, (tuple(pieces),) * 3))
         (event,) = told

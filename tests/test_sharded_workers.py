@@ -15,7 +15,7 @@ from holdfast.train.data.sampling import plan_of
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "fsdp.py"
 STEPS = 12
-SAMPLES = 4 * 8  # of a step
+SAMPLES = 4 * 8  # samples of a step
 Quiet = Callable[..., str]
 
 
@@ -36,7 +36,7 @@ def sharded(
 
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> Quiet:
-    """quiet(script...) -> what is printed last by an undisturbed job of one worker."""
+    """Return quiet(script...): the last line of an undisturbed job of one worker."""
     known: dict[tuple[object, ...], str] = {}
 
     def last(*script: str, procs: int = 2) -> str:
@@ -112,7 +112,7 @@ def test_what_else_a_job_can_do(options: tuple[str, ...], tmp_path: Path, quiet:
 def test_one_wrong_bit_in_one_process(
     faults: str, option: str, told: str, tmp_path: Path, quiet: Quiet
 ) -> None:
-    """It strikes whichever of the worker's processes comes there first."""
+    """It strikes the first of the worker's processes to reach the place."""
     script = tmp_path / "faults.txt"
     script.write_text(f"worker 1 step 5 {faults}\n")
     with sharded(tmp_path / "run", options=(option, "1", "--faults", str(script))) as run:
@@ -237,7 +237,7 @@ def test_a_checkpoint_begins_jobs_of_any_number_of_processes(tmp_path: Path) -> 
             finish(run)
             told.append([line for line in run.out if re.match(r"\d+ steps|loss", line)])
     first, *others = told
-    assert " steps " in first[0]  # of the newest: a save that is due while another goes on waits
+    assert " steps " in first[0]  # of the newest: a due save waits while another goes on
     assert all(other[0] == first[0] for other in others), told  # model and optimizer, to the bit
     losses = [[float(line.split()[1]) for line in lines[1:]] for lines in told]
     assert len(losses[0]) == 4

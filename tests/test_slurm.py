@@ -1,4 +1,4 @@
-"""What Slurm prints is read, and what it runs is written; the real one is in test_slurm_cluster."""
+"""Slurm's output is read, and its scripts are written; the real one is in test_slurm_cluster."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_options_that_are_none_are_refused(
 def run_with_fakes(
     tmp_path: Path, script: str, **commands: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script whose Slurm is these shell commands; what they are told is in `told`."""
+    """Run a script whose Slurm is these shell commands; `told` has their arguments."""
     for name in ("squeue", "scontrol", "scancel"):
         body = commands.get(name, "true")
         path = tmp_path / name

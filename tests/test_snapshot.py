@@ -84,7 +84,7 @@ def test_shares_are_the_state_again_in_the_order_of_the_ranks(
             )
             at = (each.tensor, each.stop) if each.stop < rows[each.tensor] else (each.tensor + 1, 0)
         widest = max((t.nbytes // max(rows[i], 1) for i, t in enumerate(tensors)), default=0)
-        assert abs(saved - share) < widest + size  # a row, and what rounding leaves to the last
+        assert abs(saved - share) < widest + size  # a row, and the remainder
     assert at == (len(tensors), 0)
 
 
@@ -128,7 +128,7 @@ def view(size: int, number: int = 1) -> View:
 
 @pytest.fixture
 def orders(tmp_path: Path) -> Iterator[socket.socket]:
-    """To a writer in a thread, which saves under tmp_path."""
+    """Give a socket to a writer in a thread, which saves under tmp_path."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     writer = Writer(Checkpoints(FileStorage(tmp_path)), Retention(last=3))
     thread = threading.Thread(target=writer.serve, args=(theirs,))
@@ -147,7 +147,7 @@ def a_saver(
     told: list[str] | None = None,
     state_print: int = 7,
 ) -> Saver:
-    """`saved`, `told`: the steps that are durable, and why others are not, go there."""
+    """Make a saver. `saved`, `told`: lists of durable steps, and of reasons why others are not."""
 
     def tell(save: SaveEnded) -> None:
         if save.durable:
@@ -170,7 +170,7 @@ def test_what_workers_saved_without_their_coordinator_is_begun_from_once_it_was_
     store = Checkpoints(FileStorage(tmp_path))
     restorer = Restorer(store, LoadedState({"thing": Thing(2)}))
     assert store.steps() == [30, 40, 50]
-    assert restorer.instead_of(10, ()) == 40  # nobody has said that 50 counts
+    assert restorer.instead_of(10, ()) == 40  # nobody has reported that 50 counts
     assert restorer.instead_of(10, (Invalidation(after=35, view=ViewNumber(1)),)) == 0
     assert restorer.instead_of(40, ()) == 30
     saver.copy(60, view(1, 2), WorkerId(0))
@@ -197,14 +197,14 @@ def test_what_several_workers_save_any_one_restores(
         restore_together(store, 40, things)
         assert all(same(thing, Thing(1)) for thing in things)
     assert store.storage.names(PARTS) == []
-    assert len(store.manifest(40).packs) == size  # nothing has changed: all is of step 10
+    assert len(store.manifest(40).packs) == size  # nothing has changed: all bytes are from step 10
     assert {p.split("/")[1][:12] for p in store.manifest(40).packs} == {f"{10:012d}"}
 
 
 def test_a_last_checkpoint_of_unlike_states_does_not_exist(
     tmp_path: Path, orders: socket.socket
 ) -> None:
-    """A bit may have flipped since states were compared, and no step follows that compares them."""
+    """A bit may have flipped since states were compared, and no step follows to compare them."""
     saved: list[int] = []
     told: list[str] = []
     for step, (other, checked) in enumerate(((8, True), (8, False), (7, True)), start=1):
@@ -221,7 +221,7 @@ def test_a_last_checkpoint_of_unlike_states_does_not_exist(
 def restore_together(
     store: Checkpoints, step: int, things: list[Thing], mail: type[Mail] = Mail
 ) -> None:
-    """Each thing is that of one member of a view."""
+    """Restore together; each thing belongs to one member of a view."""
     size = len(things)
     boxes = {(a, b): queue.Queue[torch.Tensor]() for a in range(size) for b in range(size)}
 
@@ -251,7 +251,7 @@ def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_newest_other_one(
     restorer = Restorer(store, LoadedState(thing))
     assert restorer.instead_of(40, ()) == 30
     assert restorer.instead_of(30, ()) == 20
-    assert restorer.instead_of(20, ()) == 10  # never one that is newer than what was agreed on
+    assert restorer.instead_of(20, ()) == 10  # never a newer one than was agreed on
     assert restorer.instead_of(10, ()) == 0
     manifest = tmp_path / manifest_name(30)
     manifest.write_bytes(manifest.read_bytes()[:-1])
@@ -265,7 +265,7 @@ def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_newest_other_one(
 def test_what_is_invalidated_is_neither_begun_from_nor_saved(
     tmp_path: Path, orders: socket.socket
 ) -> None:
-    """Also not by a writer that had begun before it was known; what a later view saves is not."""
+    """A writer that had begun before it was known saves nothing either; a later view may save."""
     saved: list[int] = []
     thing = {"thing": Thing(1)}
     told: list[str] = []
@@ -306,7 +306,7 @@ def test_a_skeleton_that_cannot_be_loaded_here_is_damage_and_not_a_store_that_is
 
 
 class Alike:
-    """Its tensors have names that look the same to a person."""
+    """Has tensors whose names look the same to a person."""
 
     def state_dict(self) -> dict[str, object]:
         return {"a": {"b": torch.zeros(2)}, "a.b": torch.ones(2)}
@@ -379,7 +379,7 @@ def put_table(arena: Arena, order: Order, slots: list[StagedItem]) -> Order:
 
 
 def order_share(orders: socket.socket, step: int, rank: int, size: int) -> int:
-    """A share with a single item; returns where the answer will come."""
+    """Order a share with a single item; return where the answer will come."""
     data = random.Random(f"{step} {rank}").randbytes(200_000)
     table = table_of([StagedItem(name=f"part{rank}", start=0, size=len(data))])
     arena = Arena()
@@ -406,7 +406,7 @@ def test_orders_end_with_those_who_give_them() -> None:
 
 
 def test_without_a_writer_no_more_is_copied_than_with_one() -> None:
-    """How often it is tried again is decided in the core: tests/test_saves.py."""
+    """The core decides how often it is tried again: tests/test_saves.py."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.close()
     told: list[SaveEnded] = []
@@ -431,7 +431,7 @@ class Enough(Exception):
 
 
 class Clock:
-    """Its pauses take no time; after the third long one it has had enough."""
+    """Has pauses that take no time; after the third long one it has had enough."""
 
     def __init__(self) -> None:
         self.paused: list[float] = []
@@ -477,7 +477,7 @@ def test_what_rots_is_found_and_with_parity_mended(
 
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
-    """A writer process, and where to send it orders; it saves under tmp_path / "store"."""
+    """Start a writer that saves under tmp_path / "store"; yield it, and a socket for its orders."""
     script = tmp_path / "script.py"
     script.touch()
     options = ["--store", str(tmp_path / "store"), str(script)]
@@ -533,7 +533,7 @@ def test_a_writer_that_is_to_end_finishes_what_it_has_begun(
     other = store.begin(10, token, writer=1)
     other.publish(other.write([Item(name="other", data=memoryview(b"abc"))], 1))
     assert read_answer(answers).durable
-    assert popen.wait(RUN_S) == 128 + signal.SIGTERM  # where it was to go on, it is started again
+    assert popen.wait(RUN_S) == 128 + signal.SIGTERM  # if it is needed, it is started again
     assert store.verify(10) == []
 
 
@@ -554,7 +554,7 @@ def test_a_writer_that_dies_is_noticed_and_what_it_wrote_is_garbage(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_copies_from_a_gpu_are_of_the_state_before_the_next_update() -> None:
-    """And of the buffers before the next forward pass, which changes them."""
+    """Copies of buffers are from before the next forward pass, which changes them."""
     model = torch.nn.Sequential(torch.nn.Linear(2000, 2000), torch.nn.BatchNorm1d(2000)).cuda()
     before = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
     places, at = [], 0

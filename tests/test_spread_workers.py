@@ -22,7 +22,7 @@ from test_memory_tier import end, recalls, refused, until_step
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "fsdp.py"
 STEPS = 16
-HELD = 6  # the step after which a job waits until something was done to it
+HELD = 6  # the step after which a job waits until the test has struck
 Quiet = Callable[[int], str]
 
 
@@ -55,13 +55,13 @@ def spread(
 
 
 def go(path: Path) -> None:
-    """Let a job go on that is held."""
+    """Let a held job go on."""
     (path / "go").touch()
 
 
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> Quiet:
-    """quiet(procs) -> what is printed last by one worker of so many processes on one node."""
+    """Return quiet(procs): the last line of one worker of `procs` processes on one node."""
     known: dict[int, str] = {}
 
     def last(procs: int) -> str:
@@ -84,7 +84,7 @@ def lost(run: LocalRun) -> list[str]:
     ("nodes", "procs", "redundancy", "faults"),
     [
         (2, 2, "replicate:2", "backward:0.1:5"),  # on the further node
-        # That of shard 0, which decides.
+        # The process of shard 0, which decides.
         pytest.param(3, 3, "rs:2+1", "end:0.0:7", marks=pytest.mark.slow),
         pytest.param(2, 4, "replicate:2", "task:0.3:4", marks=pytest.mark.slow),
         pytest.param(3, 3, "rs:2+1", "task:0.2:5,task:0.1:5", marks=pytest.mark.slow),
@@ -96,7 +96,7 @@ def lost(run: LocalRun) -> list[str]:
 def test_any_process_of_the_only_worker_may_be_lost(
     nodes: int, procs: int, redundancy: str, faults: str, tmp_path: Path, quiet: Quiet
 ) -> None:
-    """The others' shards are on their nodes still, and no step is computed again."""
+    """The others' shards are still on their nodes, and no step is computed again."""
     with spread(tmp_path, "--redundancy", redundancy, nodes=nodes, procs=procs, faults=faults) as (
         run,
         others,

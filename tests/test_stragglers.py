@@ -43,8 +43,7 @@ def nothing(worker: int, step: int, dice: random.Random) -> float:
 
 
 def slow(factor: float, when: Callable[[int, random.Random], float]) -> Inject:
-    """Return an injection; `when`: the share of the slowness at a number of steps after its
-    beginning."""
+    """Return an injection; `when`: the share of the slowness some steps after its beginning."""
 
     def inject(worker: int, step: int, dice: random.Random) -> float:
         if worker != VICTIM or step < BEGIN:
@@ -128,6 +127,7 @@ def test_alone_a_worker_is_held_against_its_own_past() -> None:
 @pytest.mark.parametrize("seed", [5, 1108, 1658, 3016])
 def test_a_machine_that_becomes_noisy_gives_no_trouble(seed: int) -> None:
     """A worker is slow, and then its slowness is lost in noise: no verdict may contradict another.
+
     The seeds once ended the job.
     """
     dice = random.Random(seed)

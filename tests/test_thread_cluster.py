@@ -30,7 +30,7 @@ def spec(workers: int, settings: dict[str, Any]) -> JobSpec:
 
 
 def build(width: int) -> nn.Module:
-    """A model that does not depend on torch's own generator, which belongs to all threads."""
+    """Return a model that does not depend on torch's own generator, which all threads share."""
     model = nn.Sequential(
         nn.Linear(6, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 2)
     )
@@ -52,7 +52,7 @@ def train(
     computes: Callable[[int], None] = lambda step: None,
     losses: list[float] | None = None,
 ) -> str:
-    """Train a small model; returns the digest of all that is protected."""
+    """Train a small model; return the digest of everything protected."""
     model = build(width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     job.protect(model=model, optimizer=optimizer)
@@ -87,7 +87,7 @@ class Run:
         settings: dict[str, Any] | None = None,
     ) -> None:
         self.digests: dict[WorkerId, str] = {}
-        self.losses: dict[WorkerId, list[float]] = {}  # of each step
+        self.losses: dict[WorkerId, list[float]] = {}  # losses of each step
         at = {WorkerId(worker): number for worker, number in (kill_at or {}).items()}
         self._dies = dies  # worker and step: between the commit and the optimizer's step
         self._wide = wide  # the worker with another model
@@ -178,7 +178,7 @@ def test_waits_are_counted_from_one_vote_to_the_next(
     monkeypatch.setattr(Waits, "begin", lambda self: (begun.append(self), plain(self)))
     run = Run(2, settings={"silent_errors.audit": 1.0})
     assert set(run.digests.values()) == {expected}
-    # The first ones begin with a view, of which a busy machine may need another one.
+    # The first exchanges begin with a view, and a busy machine may need another view.
     most = 2 * (STEPS + len(run.cluster.views))
     assert 2 * (STEPS + 1) <= len(begun) <= most, run.cluster.views
 
@@ -204,7 +204,7 @@ def test_with_every_task_computed_twice_the_result_is_the_same(expected: str) ->
 
 @pytest.mark.parametrize("late", range(3))
 def test_a_backup_worker_is_not_waited_for_and_replicas_stay_alike(late: int) -> None:
-    """Also if it is the one that settles who counts."""
+    """It may even be the worker that settles whose results count."""
     run = Run(3, late=late, settings={"stragglers.backup": 1})
     assert (run.outcome, run.cluster.errors) == ("", [])
     assert len(run.digests) == 3

@@ -1,4 +1,4 @@
-"""Whole jobs with --tls: what workers send cannot be read on the path, and nothing else changes."""
+"""Whole jobs with --tls: messages of workers cannot be read on the path; nothing else changes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from holdfast.testing.local_run import LocalRun
 
 pytestmark = pytest.mark.slow
 HOST = "127.0.0.1"
-SCALES = [2.0**power for power in range(-4, 5)]  # of gradients, by the number of tasks
+SCALES = [2.0**power for power in range(-4, 5)]  # scales of gradients, by the number of tasks
 
-# Sends all connections that a worker makes through a relay, which writes down what it carries. The
-# gradient, and so all that is exchanged of it, is a pattern that a reader recognises.
+# Sends all of a worker's connections through a relay, which records their bytes. The gradient, and
+# so everything exchanged of it, is a pattern that a reader recognises.
 TAPPED_SCRIPT = """
 import hashlib, itertools, os, socket, sys, threading
 import torch

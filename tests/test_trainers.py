@@ -1,4 +1,4 @@
-"""Trainers that people have end with the same bits on any number of workers, and through deaths."""
+"""Well-known trainers end with the same bits on any number of workers, and through deaths."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PACKAGES[LOGGED] = "lightning"
 def run(
     path: Path, name: str, workers: int, faults: str = "", rejoin: str = "", more: tuple = ()
 ) -> tuple[str, LocalRun]:
-    """Run a job to its end; returns its digest. The ledger must prove that all is well."""
+    """Run a job to its end; return its digest. The ledger must prove that all is well."""
     if importlib.util.find_spec(PACKAGES.get(name, name)) is None:
         pytest.skip(f"{PACKAGES.get(name, name)} is not installed")
     path.mkdir()
@@ -79,11 +79,11 @@ def test_a_death_changes_nothing(name: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [name for name in JOBS if name not in (EARLY, LOGGED)])
 def test_the_number_of_workers_deaths_and_joins_change_nothing(name: str, tmp_path: Path) -> None:
-    """A worker dies and comes back; then the leader dies, whose place another takes."""
+    """A worker dies and comes back; then the leader dies, and another takes its place."""
     alone, _ = run(tmp_path / "alone", name, 1)
     for workers in (2, 4):
         assert run(tmp_path / f"{workers}", name, workers)[0] == alone
-    late = 19 if name == "gan" else 9  # of which each step is two of the job
+    late = 19 if name == "gan" else 9  # each step of a GAN is two of the job
     faults = f"worker 1 step 3 kill\nworker 0 step {late} kill\n"
     struck, job = run(tmp_path / "struck", name, 2, faults=faults, rejoin="4,5,6,7")
     assert len(job.events("lost")) == 2
@@ -132,7 +132,7 @@ def test_a_checkpoint_of_hugging_face_goes_on_as_if_it_had_not_ended(tmp_path: P
 
 
 def plain(tmp_path: Path, trainer: str, arguments: str) -> list[float]:
-    """Train a small model on lines in their order by a Trainer; returns its parameters' sums."""
+    """Train a small model on lines in their order by a Trainer; return its parameters' sums."""
     code = f"""
 import sys; sys.path.insert(0, {str(EXAMPLES)!r})
 import holdfast, torch
@@ -164,7 +164,7 @@ print(*[float(p.detach().double().abs().sum()) for p in model.parameters()])
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_virtual_ranks_are_hugging_faces_gradient_accumulation(tmp_path: Path) -> None:
-    """Tokens weigh alike, in whatever batch they are, also in the last step of an epoch."""
+    """All tokens have the same weight, in every batch, also in the last step of an epoch."""
     pytest.importorskip("transformers")
     expected = plain(tmp_path, "Plain", "gradient_accumulation_steps=4")
     (tmp_path / "of").mkdir()
@@ -194,7 +194,7 @@ for name in ("transformers", "accelerate", "lightning", "lightning_loggers"):
 
 
 def test_a_job_that_begins_at_a_step_goes_on_as_the_whole_one() -> None:
-    """Which samples a step uses depends on its number, wherever the job has begun."""
+    """The samples of a step depend on its number, wherever the job has begun."""
     kept: dict[str, Any] = {}
 
     def whole(job: Job, me: Any) -> str:

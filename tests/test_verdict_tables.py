@@ -163,8 +163,7 @@ def test_what_is_little_of_a_step_is_not_worth_a_line(compute_us: int, told: boo
 
 
 def test_an_assignment_follows_the_speeds_step_by_step() -> None:
-    """Worker 1 is slow at first; later worker 2 is by far slower, loses all tasks and is tried
-    again."""
+    """Worker 1 is slow; later worker 2 is far slower, loses all tasks and is tried again."""
     policy = BalancePolicy(warm_up=1, window=2, gain=5, calm=8, retry=4)
     owners = [WorkerId(w) for w in (0, 0, 0, 1, 1, 1, 2, 2)]
     balancer = Balancer(policy, [WorkerId(w) for w in range(3)], owners)

@@ -1,7 +1,7 @@
 """Finds docstrings that do not begin with a whole sentence, for the rule docstring-sentence.
 
-English has no grammar that a few lines could check. What is caught is what riddles look like: a
-first word that leans on something unsaid, a noun phrase without a verb, one or two words.
+English has no grammar that a few lines could check. The rule catches the marks of riddles: a first
+word that leans on something unsaid, a noun phrase without a verb, one or two words.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from tidy_sets import Function
 
-# What follows one of these at the start is a part of a sentence; the reader must guess the rest.
+# These words at the start show a part of a sentence; the reader must guess the rest.
 FRAGMENT_OPENERS = frozenset(
     "After Again Also Although As At Because Before Beyond But By Else For From Here Hers His How "
     "If In Into It Its Like Nobody None Nor Not Nothing Of Often On Once Only Or Perhaps Same See "
@@ -40,7 +40,7 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 
 
 def riddle(docstring: str, errors: frozenset[str] = frozenset()) -> str | None:
-    """Tell why a docstring does not begin with a whole sentence, or None if it does.
+    """Return why a docstring does not begin with a whole sentence, or None if it does.
 
     `errors` holds the names of exceptions, which are no sentence's first word.
     """

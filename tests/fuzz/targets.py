@@ -1,4 +1,4 @@
-"""What any bytes at all may do to the code that reads them: the properties that fuzzing checks.
+"""The properties that fuzzing checks: what may happen when code reads any bytes at all.
 
 Each target takes bytes and fails with an AssertionError, or lets an exception through that nobody
 announced. They are driven by Hypothesis (test_fuzz.py) and by the fuzzers of fuzz/run.py.
@@ -156,7 +156,7 @@ def opened(stream: bytes, cuts: bytes, key: bytes | None) -> tuple[list[bytes], 
 
 
 def any_frames(data: bytes) -> None:
-    """Random bytes in random pieces: without a key what comes out is what went in."""
+    """Put random bytes through in random pieces: without a key the same bytes come out."""
     cuts, stream = data[1 : 1 + data[0] % 8], data[1 + data[0] % 8 :]
     payloads, refused = opened(stream, cuts, None)
     again = b"".join(frames.Sealer(None).seal(p) for p in payloads)
@@ -166,7 +166,7 @@ def any_frames(data: bytes) -> None:
 
 
 def damaged_frames(data: bytes) -> None:
-    """Sealed frames, reordered, repeated or partly replaced: only what was sealed comes out."""
+    """Reorder, repeat or replace sealed frames: only sealed bytes may come out."""
     how, junk = data[:9].ljust(9, b"\0"), data[9:]
     cuts, sealed = how[:2], [encode(MESSAGES[n % len(MESSAGES)]) for n in how[2:5]]
     sealer = frames.Sealer(KEY)

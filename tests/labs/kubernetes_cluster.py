@@ -36,11 +36,11 @@ from labs.kubelet import NODE_MARK, POD_MARK, kill_marked, marked
 
 NAMESPACE = "default"
 UP_S = 60.0
-AWAY_S = 1  # a node that is unreachable for so long loses its pods
+AWAY_S = 1  # a node that is unreachable for this long loses its pods
 PREFIX = "hf-fake-"
 
 
-OLD_BUDGET = "policy/v1beta1"  # of servers before 1.21
+OLD_BUDGET = "policy/v1beta1"  # the version for servers before 1.21
 create_namespaced_resource(
     "policy", "v1beta1", "PodDisruptionBudget", "poddisruptionbudgets"
 )  # so that the client knows it
@@ -77,13 +77,13 @@ class KubernetesCluster:
         return Client(KubeConfig.from_file(self.config), namespace=NAMESPACE)
 
     def manager(self, job: str = PREFIX) -> KubernetesManager:
-        """Make an adapter, after what a launch would have made."""
+        """Make an adapter, and the objects that a launch would have made."""
         self.apply(contract_objects(job))
         client = AsyncClient(KubeConfig.from_file(self.config), namespace=NAMESPACE)
         return KubernetesManager(client, NAMESPACE, job, ZONE)
 
     def apply(self, objects: list[dict[str, Any]]) -> None:
-        """Create objects, unless they are there."""
+        """Create objects that are missing."""
         for each in objects:
             code = self._create(each)
             if code == 404 and each["kind"] == "PodDisruptionBudget":
@@ -102,7 +102,7 @@ class KubernetesCluster:
     # ------------------------------------------------------------ nodes
 
     def start(self, host: str) -> None:
-        """Start the kubelet of a node; what runs there is not known to it."""
+        """Start the kubelet of a node; it does not know the processes there."""
         zone = self.domains[host][0].partition("=")[2]
         command = [sys.executable, str(Path(kubelet.__file__)), host, "--zone", zone]
         self._kubelets[host] = subprocess.Popen(
@@ -112,7 +112,7 @@ class KubernetesCluster:
         )
 
     def kill(self, host: str) -> None:
-        """End a node with all that runs there, without a word to anybody."""
+        """End a node with all its processes, without a word to anybody."""
         self.end(host)
 
     def end(self, host: str) -> None:
@@ -123,7 +123,7 @@ class KubernetesCluster:
         kill_marked(NODE_MARK, host)
 
     def freeze(self, host: str) -> None:
-        """Stop a node's kubelet, but not what runs there: the node is unreachable for others."""
+        """Stop a node's kubelet but not its processes: the node is unreachable for others."""
         self._kubelets[host].send_signal(signal.SIGSTOP)
 
     def drain(self, host: str, reason: str) -> None:
@@ -195,7 +195,7 @@ class KubernetesCluster:
 
 
 def contract_objects(job: str) -> list[dict[str, Any]]:
-    """Return what belongs to a job that consists of placements only."""
+    """Return the objects of a job that consists of placements only."""
     name, labels = instance_of(job), labels_of(job, AGENT)
     about = {"name": name, "namespace": NAMESPACE, "labels": labels_of(job)}
     alone = {"labelSelector": {"matchLabels": labels}, "topologyKey": "kubernetes.io/hostname"}
@@ -233,7 +233,7 @@ def contract_objects(job: str) -> list[dict[str, Any]]:
 
 
 def write_kubeconfig(path: Path, url: str, token: str = "", authority: Path | None = None) -> Path:
-    """Write how to reach an API. JSON is YAML."""
+    """Write the address and key of an API. JSON is YAML."""
     cluster: dict[str, Any] = {"server": url}
     if authority is None:
         cluster["insecure-skip-tls-verify"] = True  # else each client reads all authorities

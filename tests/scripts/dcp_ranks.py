@@ -2,7 +2,7 @@
 
 They are forked from this process, which has imported torch, and meet in FOLDER. They save or load
 a tensor sharded over all ranks by rows, one by columns, a replicated one, a small module with its
-optimizer, and plain values; what is loaded must be what was saved on any number.
+optimizer, and plain values; the loaded values must equal the saved ones on any number of ranks.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def run(rank: int, world: int, rendezvous: str, store: str, what: str, step: int
 
 
 def forked(rank: int, world: int, rendezvous: str, store: str, what: str, step: int) -> int:
-    """Start a rank; returns its process id."""
+    """Start a rank; return its process id."""
     pid = os.fork()
     if pid == 0:
         try:

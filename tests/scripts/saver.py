@@ -1,6 +1,6 @@
-"""Saves one checkpoint after the other, from where the newest one stands, until it is killed.
+"""Saves one checkpoint after the other, from the newest one on, until it is killed.
 
-The state of a step follows from its number, so whoever reads a checkpoint knows what it must hold.
+The state of a step follows from its number, so a reader of a checkpoint knows its right contents.
 Half of the state changes with each step. Garbage is collected in between.
 """
 
@@ -19,7 +19,7 @@ PARTS, PART_BYTES = 4, 3_000_000
 
 
 def state(step: int) -> dict[str, bytes]:
-    """Part i is what it was last made at: even ones at every step, odd ones at every fourth."""
+    """Part i keeps its last version: even parts change at every step, odd ones at every fourth."""
     made = {i: step if i % 2 == 0 else step - step % 4 for i in range(PARTS)}
     return {
         f"part{i}": random.Random(at * PARTS + i).randbytes(PART_BYTES) for i, at in made.items()

@@ -2,10 +2,10 @@
 
 --fault SIGNAL:POINT:STEP:WORKERS strikes the first incarnations of those workers with a real signal
 when they reach that point of that step (several: repeat it). EXIT instead of a signal calls
-os._exit(0), and EXITS does so in every incarnation. --rejoin STEP waits after that step
-until a lost worker is ready to come back, so that short runs see joins; --until-members STEP COUNT
-waits after that step until there are, or are about to be, so many members; --hold STEP FILE until
-there is that file. The last line printed is the SHA-256 of everything protected.
+os._exit(0), and EXITS does so in every incarnation. --rejoin STEP waits after that step until a
+lost worker is ready to come back, so that short runs see joins; --until-members STEP COUNT waits
+after that step until there are COUNT members, or are about to be; --hold STEP FILE until there is
+that file. The last line printed is the SHA-256 of everything protected.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Net(nn.Module):
 
 
 class Faults:
-    """Strikes this process when it comes by a named point."""
+    """Strikes this process when it reaches a named point."""
 
     def __init__(self, specs: list[str], job: holdfast.Job) -> None:
         self.step = -1
@@ -79,7 +79,7 @@ class Faults:
                 os.kill(os.getpid(), getattr(signal, name))
 
     def install(self, model: nn.Module) -> None:
-        """Wrap the library's own steps, so that the strike comes at an exact place inside them."""
+        """Wrap the library's own steps, so that the strike is at an exact place inside them."""
         model.last.weight.register_hook(lambda grad: self.at("backward"))
         _wrap(exchange.BucketSum, "gather", after=lambda: self.at("gather"))
         _wrap(exchange.BucketSum, "spread", after=lambda: self.at("spread"))
@@ -121,7 +121,7 @@ def _wrap(owner: object, name: str, before=lambda: None, after=lambda: None) -> 
 
 
 def digest(trees: dict[str, Any]) -> str:
-    """Digest the states of all objects, whatever the order in which an optimizer keeps its own."""
+    """Digest the states of all objects, in whatever order an optimizer keeps its own."""
     kept = trees["optimizer"]["state"]
     trees["optimizer"]["state"] = {place: kept[place] for place in sorted(kept)}
     skeleton, tensors = state.flatten(trees, "state")
@@ -132,7 +132,7 @@ def digest(trees: dict[str, Any]) -> str:
 
 
 def gathered(job: holdfast.Job) -> dict[str, Any]:
-    """Return the whole state, of which this worker holds a share; all workers do so together."""
+    """Return the whole state, of which this worker has a share; all workers do so together."""
     sharding = job._script._data.sharding
     skeleton, found = GatheredState(sharding).capture(
         lambda _, tensors, __: [Extent(i, 0, each.nbytes) for i, each in enumerate(tensors)]

@@ -29,7 +29,7 @@ class CartPole:
         return self.state
 
     def step(self, action: int) -> tuple[torch.Tensor, float, bool]:
-        """Push for 0.02 s; return what is seen then, the reward, and whether the pole fell."""
+        """Push for 0.02 s; return the new observation, the reward, and whether the pole fell."""
         x, speed, angle, turning = self.state.tolist()
         push = 10.0 if action else -10.0
         cos, sin = math.cos(angle), math.sin(angle)
@@ -42,7 +42,7 @@ class CartPole:
 
 
 class Policy(nn.Module):
-    """Chooses moves, and keeps what it thought of each until the episode is over."""
+    """Chooses moves, and keeps its opinion of each until the episode is over."""
 
     def __init__(self) -> None:
         super().__init__()

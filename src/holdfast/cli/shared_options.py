@@ -32,7 +32,7 @@ def add_tls(parser: argparse._ActionsContainer) -> None:
 
 
 def add_plain(parser: argparse._ActionsContainer) -> None:
-    """Add the option --plain, for people who want no line that changes."""
+    """Add the option --plain, for terminals without changing lines."""
     parser.add_argument(
         "--plain",
         action="store_true",

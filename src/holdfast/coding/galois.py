@@ -1,6 +1,6 @@
 """Computes in GF(2^8), the field of the erasure codes: small matrices, and rows of bytes by table.
 
-The field is that of ISA-L: polynomials over two elements modulo x^8 + x^4 + x^3 + x^2 + 1. ISA-L
+The field is the one of ISA-L: polynomials over two elements modulo x^8 + x^4 + x^3 + x^2 + 1. ISA-L
 itself works on whole buffers, where speed counts (reed_solomon.py).
 """
 

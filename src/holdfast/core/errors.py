@@ -14,7 +14,7 @@ HoldfastError
 |   |-- Unreachable     no server of a service carried out a request in time
 |   |-- Refused         a service is there and declines a request
 |   `-- Deposed         this coordinator's term is over: another may lead
-`-- InvariantError      our own bug: carries what was expected and what was found
+`-- InvariantError      our own bug: carries the expected and the actual value
 """
 
 from __future__ import annotations

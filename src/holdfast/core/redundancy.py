@@ -1,8 +1,8 @@
 """Defines how nodes protect a job's state in their memory, as values: pieces, and their places.
 
-A protected state is cut into as many **parts** as nodes of the view's ring hold it. Each part is
-coded into `data + parity` **pieces**, and any `data` of them give the part. A part's first piece is
-kept on one of the nodes that hold it, and its others on those that follow in the ring, again and
+A protected state is cut into one **part** for each node of the view's ring that holds it. Each part
+is coded into `data + parity` **pieces**, and any `data` of them give the part. A part's first piece
+is kept on one of the nodes that hold it, and its others on those that follow in the ring, again and
 again if there are fewer nodes than pieces.
 """
 

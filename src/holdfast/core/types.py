@@ -265,7 +265,7 @@ class View:
     catching_up: tuple[LateWorker, ...] = ()  # joiners that catch up
     fed: tuple[Follower, ...] = ()  # joiners that were fed, and may still wait for the last step
     spares: tuple[WorkerId, ...] = ()  # host nothing as long as no other member is lost
-    invalidations: tuple[Invalidation, ...] = ()  # all that are known
+    invalidations: tuple[Invalidation, ...] = ()  # all known ones
     ring: tuple[AgentId, ...] = ()  # nodes that keep pieces of the state; none: nothing is kept
     pieces_at: tuple[str, ...] = ()  # HOST:PORT where they serve these
     recall: Recall | None = None  # from what the members make the state again

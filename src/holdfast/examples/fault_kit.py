@@ -1,8 +1,8 @@
-"""Describes faults as data, strikes them at a running job, and measures what each one cost.
+"""Describes faults as data, strikes them at a running job, and measures the cost of each.
 
-Everything is driven by what the job shows from outside (its status, its events, the steps that it
-has committed), never by a timer. Which workers are struck depends only on the order given in each
-fault, as long as those workers live.
+Everything follows the outside of the job (its status, its events, its committed steps), never a
+timer. The workers to strike depend only on the order given in each fault, as long as those workers
+live.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REST_S = 6.0  # a rest may end after so long, however few steps a slow machine h
 
 
 class FaultKind(enum.Enum):
-    """Says what is done to a worker."""
+    """Names the fault that strikes a worker."""
 
     KILL = "kill"
     FREEZE = "freeze"

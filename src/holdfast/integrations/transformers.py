@@ -147,7 +147,7 @@ class TrainerMixin:
             count = None if items is None else float(items)
             self._turn = step, count
             # The model divides by the batch's own items, and `_backward` multiplies again: right
-            # for models, too, that take no notice of what they are given.
+            # also for models that ignore the number of items they are given.
             self.training_step(model, inputs, None if items is None else items.clamp(min=1))
         self._follow()  # the leader may have changed
         norm = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None

@@ -129,7 +129,7 @@ def _of_node(pod: Pod, node: Node, clocks: TwoClocks) -> Iterator[Notice]:
             until = clocks.until(added, limited_s) if added is not None else now + limited_s
             yield Notice(reason=reason, until=until)
         elif taint.effect == "NoSchedule" and not bearable_s and taint.key not in PASSING:
-            if taint.key != UNSCHEDULABLE:  # that one is handled above
+            if taint.key != UNSCHEDULABLE:  # a cordon, which is handled above
                 yield Notice(reason=reason)
 
 

@@ -13,7 +13,7 @@ from holdfast.sim.arithmetic import Key
 from holdfast.sim.seams import Actor, Clock
 
 CROWD = 64  # members from which on a group's exchanges are meetings
-TELLERS = 3  # so many closing ends of a group are noticed by peers: enough for all
+TELLERS = 3  # this many closing ends of a group reach its peers: enough for all
 
 
 class Meetings:

@@ -151,7 +151,7 @@ class _Writer:
         self._under_way: list[tuple[Future[None], memoryview]] = []
         self._buffer = self._next_buffer()
         self._filled = 0  # bytes in that buffer
-        self._offset = 0  # that buffer's place in the file
+        self._offset = 0  # place of the buffer in the file
 
     def add(self, part: memoryview) -> None:
         for piece in _pieces(part, BUFFER_BYTES - self._filled):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SHARE_MIN = 0.02  # of one processor; threads that only watch something need less
+SHARE_MIN = 0.02  # share of one processor; threads that only watch something need less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

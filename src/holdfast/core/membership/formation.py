@@ -218,7 +218,7 @@ def why_broken(
             if status.late and minds_late:
                 reason = reason or f"worker {member.worker} waits for {_name_late(facts)}"
         elif status.at_boundary and status.committed > view.resume_step:
-            stopped = True  # a planned change, if the others come to rest too
+            stopped = True  # a planned change, if the others stop, too
         else:
             reason = reason or f"worker {member.worker} lost touch with another"
     if silent and len(silent) < len(view.members):
@@ -280,8 +280,8 @@ def _find_survivors(facts: Facts) -> Sequence[WorkerStatus] | None:
 def unreachable(facts: Facts) -> list[WorkerId]:
     """Choose members to leave out so that all others reach each other: few, best not the leader.
 
-    Each member names the members that its network does not reach. Joiners go first, then whoever
-    takes part in most of these pairs, then one of a node with fewer members.
+    Each member names the members that its network does not reach. Joiners are chosen first, then
+    members that are in most of these pairs, then one of a node with fewer members.
     """
     view = facts.view
     if view is None:

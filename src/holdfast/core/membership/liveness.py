@@ -1,4 +1,4 @@
-"""Tells frozen processes from busy ones by the kernel's counters, never by one timeout.
+"""Distinguishes frozen processes from busy ones by the kernel's counters, never by one timeout.
 
 A worker that has joined its job has a control thread that either wakes several times a second or,
 while other code holds the interpreter lock, retries for it every few milliseconds. Either way the

@@ -1,4 +1,4 @@
-"""Knows of which job a node is, and whether another one has taken its coordinator's place.
+"""Keeps a node's own job, and notices if another job has taken its coordinator's place.
 
 Jobs can share a secret and an address. When the machine of the first one's coordinator dies, its
 agents wait at that address; a job that is begun there next is none of theirs.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 
 class OwnJob:
-    """Holds the job of one node, which never changes once it is known.
+    """Keeps the job of one node, which never changes once it is known.
 
-    `other`: the job that was met in its place; empty if none was. `ended`: whether the job is over,
-    as was learnt without its coordinator.
+    `other`: the job that was met in its place; empty if none was. `ended`: whether the node has
+    learnt, without its coordinator, that the job is over.
     """
 
     def __init__(self, name: str) -> None:

@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from holdfast.core.types import WorkerStatus
 
-_TOLD = attrgetter("late", "ended", "at_boundary")  # of the phase; the rest is mere progress
+_TOLD = attrgetter("late", "ended", "at_boundary")  # news in a phase; the rest is mere progress
 
 
 def is_urgent(old: WorkerStatus, new: WorkerStatus) -> bool:

@@ -60,7 +60,7 @@ class Saves:
         self._durable: list[SaveEnded] = []  # not compared yet
         self._savers: dict[
             tuple[int, ViewNumber], tuple[Member, ...]
-        ] = {}  # of saves that may count
+        ] = {}  # savers of checkpoints that may count
 
     def enter(self, view: View, now: float) -> None:
         """Record the members of a new view."""

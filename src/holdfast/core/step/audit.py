@@ -1,6 +1,6 @@
 """Decides which tasks are computed twice, and which worker was wrong if the bits differ. Pure.
 
-A task is a pure function, so two workers must come to the same bits. Every member of a view makes
+A task is a pure function, so two workers must compute the same bits. Every member of a view makes
 the same plan for a step; tasks that differ are computed again by everybody, and the majority rules.
 Where every worker contradicts itself the hardware is not deterministic: then a few sums of each
 gradient are compared instead, within a tolerance.
@@ -49,7 +49,7 @@ class Audit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """Holds `right`, the majority's digest or None, and `wrong`, the workers that differ."""
+    """Gives `right`, the majority's digest or None, and `wrong`, the workers that differ."""
 
     right: int | None
     wrong: tuple[WorkerId, ...] = ()
@@ -259,7 +259,7 @@ class Court:
         return Ruling(sentence=Sentence.LEAVE, wrong=fickle)
 
     def _fickle(self) -> tuple[tuple[WorkerId, int], ...]:
-        """Return workers, and tasks, that have come to several digests of the same task."""
+        """Return workers and tasks, where a worker has computed several digests of one task."""
         said: dict[tuple[WorkerId, int], set[int]] = {}
         for attempt in self._heard:
             for vrank, each in attempt.items():

@@ -1,6 +1,6 @@
 """Decides how many virtual ranks each worker hosts, from their speeds. Pure.
 
-All members of a view hear the same times in the votes and come to the same decision, so a change of
+All members of a view hear the same times in the votes and make the same decision, so a change of
 the assignment needs no view of its own: it holds from the next step on. All numbers are whole, so
 that no rounding differs between machines. A change must promise a clear gain, over several steps,
 and each one makes the next wait longer: an assignment that swings costs more than a mediocre one.

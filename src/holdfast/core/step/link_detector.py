@@ -72,7 +72,7 @@ class LinkDetector:
         self._recent: deque[dict[int, tuple[int, int]]] = deque()  # by step, of each who waited
         self._hits: Counter[tuple[int, int]] = Counter()  # recent steps, by peer and who waited
         self._hits_of: Counter[int] = Counter()  # the same, by peer
-        self._slow: dict[tuple[int, int | None], None] = {}  # reported: peer, who waits or None
+        self._slow: dict[tuple[int, int | None], None] = {}  # reported: peer, waiting one or None
 
     def observe(self, waits: Sequence[Wait], compute_us: Sequence[int]) -> list[LinkVerdict]:
         """Take in the waits and computing times of a step, by rank; return new verdicts."""

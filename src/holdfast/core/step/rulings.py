@@ -1,6 +1,6 @@
 """Finds wrong workers, and the consequences, from one member's record of all in its view. Pure.
 
-All members hear the same, so all come to the same ruling. A wrong worker leaves the job; and where
+All members hear the same, so all reach the same ruling. A wrong worker leaves the job; and where
 something wrong may have been used already, all discard their state and begin from a checkpoint.
 """
 
@@ -130,7 +130,7 @@ class Rulings:
         return out
 
     def refuse(self, step: int, workers: Sequence[WorkerId], refusal: Refusal) -> list[Outcome]:
-        """Record that these workers, which have joined, come to other results than the others."""
+        """Record that these workers, which have joined, compute other results than the others."""
         named = ", ".join(f"worker {worker}" for worker in workers)
         text = (
             f"{named} joined before step {step}, and computes its tasks otherwise than others, "

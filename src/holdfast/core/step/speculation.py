@@ -27,7 +27,7 @@ class Patience:
     after a step's duration and `least_s` (or what the building of the group took, if longer).
     """
 
-    steps: int = 8  # must have been timed before
+    steps: int = 8  # least number of steps that have been timed before
     times: float = 1.0  # the duration of a task, or a step
     least_s: float = 0.5
     copies: float = 0.0  # copied tasks for each task that the worker computes itself; 0: none

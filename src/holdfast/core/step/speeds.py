@@ -46,7 +46,7 @@ class Speeds:
         Returns events: kinds and texts.
         """
         counts = self._balancer.counts
-        number = dict(zip(self._hosts, counts, strict=True))  # of tasks: spares have none
+        number = dict(zip(self._hosts, counts, strict=True))  # tasks of each host: spares have none
         costs = dict(zip(self._view.workers, compute_us, strict=True))
         found: list[tuple[str, str]] = []
         if leads:

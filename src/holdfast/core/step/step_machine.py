@@ -488,7 +488,7 @@ class StepMachine:
         return CONTRADICTED if sums.unlike and compares else FINITE
 
     def _contradicted(self) -> list[Outcome]:
-        """Report speculative tasks that came to other bits than the tasks that they copy."""
+        """Report speculative tasks whose bits differ from those of the tasks that they copy."""
         if self.doubt != CONTRADICTED:
             return []
         sums = self._sums

@@ -1,8 +1,8 @@
 """Finds which sum of a bucket is right, when members have summed it more than once. Pure.
 
 Each piece of a bucket is summed by one member, and in each further run by another one; every member
-then shows digests of all its pieces. There are as many pieces as members, and where workers have
-several processes, as many for each shard, one shard after the other.
+then shows digests of all its pieces. The number of pieces is the number of members; where workers
+have several processes, it is that number for each shard, one shard after the other.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ BYTES_MAX = 1 << 20  # a file that is longer begins from the start
 def write_stacks(reason: str, shard: int = 0) -> None:
     """Append the stacks of all threads but this one to the file, below a line with the reason.
 
-    All processes of a worker on one node write to the same file; `shard` is that of this one.
+    All processes of a worker on one node write to the same file; `shard`: the shard of this one.
     """
     path = os.environ.get(VARIABLE, "")
     if not path:
