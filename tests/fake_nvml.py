@@ -146,7 +146,7 @@ class FakeNvml:
         return SimpleNamespace(used=self._told(gpu, gpu.used))
 
     def nvmlDeviceGetFieldValues(self, gpu: Gpu, fields: list[int]) -> list[Any]:
-        """As the real one: what is not supported is said in each value, not raised."""
+        """Answer like the real one: unsupported values are marked, nothing raised."""
         assert fields == [230]
         self._told(gpu, 0)
         code = self.NVML_SUCCESS if gpu.recovery is not None else self.NVML_ERROR_NOT_SUPPORTED
@@ -182,6 +182,6 @@ class FakeNvml:
 
 
 def names_used() -> list[str]:
-    """Everything of the real module that the fake stands for."""
+    """Return the names in the real module for which the fake stands."""
     own = {f.name for f in dataclasses.fields(FakeNvml)}
     return [n for n in dir(FakeNvml) if n.upper().startswith("NVML") and n not in own]

@@ -1,9 +1,9 @@
-"""Has the members of a job in threads wait for workers that come back, so that these join in time.
+"""Has the members of a job in threads wait for workers that come back, so that they join in time.
 
 A worker that died is started again at once, but on a busy machine the others may be at the job's
-end before it is ready. With this gate they do not open a step while it is the turn of the worker
-that comes back, or of the coordinator: until it is ready, until the change of the view by which it
-joins is announced, or until it has applied the steps that it was fed.
+end before it is ready. With this gate they do not open a step while they must wait for the worker
+that comes back, or for the coordinator: until the worker is ready, until the change of the view in
+which it joins is announced, or until it has applied the steps that it was fed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.train.step.probe import Probe
 if TYPE_CHECKING:
     from thread_cluster import ThreadCluster, ThreadWorker
 
-FEED_STEPS = 10  # in which the members agree on a copy of the state, make it and send it
+FEED_STEPS = 10  # steps in which the members agree on a copy of the state, make it and send it
 
 
 class JoinerGate(Probe):
@@ -28,10 +28,10 @@ class JoinerGate(Probe):
     def __init__(self, cluster: ThreadCluster) -> None:
         self._cluster = cluster
         self._returned: set[WorkerId] = set()
-        self._ordered_at: dict[int, int] = {}  # number of an order to feed: step of a member then
+        self._ordered_at: dict[int, int] = {}  # number of an order to feed: a member's step then
 
     def boundary(self, step: int, protected: Mapping[str, Any]) -> None:
-        """Wait before this step; at most as long as a job may take that hangs."""
+        """Wait before this step, but no longer than a job may take."""
         this = threading.current_thread()
         running = [w for w in list(self._cluster.workers.values()) if w.thread is this]
         for me in filter(self._is_member, running):

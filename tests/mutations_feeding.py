@@ -27,7 +27,7 @@ from mutation_kit import mutation
 
 @mutation
 def the_first_step_is_not_fed(patch: pytest.MonkeyPatch) -> Machines:
-    """What follows the copied state begins one step too late."""
+    """The steps after the copied state begin one too late."""
 
     plain = Feeding.committed
 
@@ -118,7 +118,7 @@ def who_has_yet_to_take_the_last_step_counts_as_a_survivor(
 
 @mutation
 def all_wait_while_who_is_fed_receives_the_state_again(patch: pytest.MonkeyPatch) -> Machines:
-    """Nobody is ever taken for fed: each joins in a pause, and what was fed is thrown away."""
+    """No worker ever counts as fed: each joins in a pause, and the fed state is thrown away."""
 
     def abreast(self: Followers, facts: Facts) -> tuple[Follower, ...]:
         return ()

@@ -1,4 +1,4 @@
-"""Planted bugs in what nodes keep in their memory: pieces, what counts, and what is recalled."""
+"""Planted bugs in the nodes' memory: the pieces kept, those that count, and recalling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planted bugs of what is promised to people, and of what workers say of their scripts."""
+"""Planted bugs in the promises to people, and in workers' reports on their scripts."""
 
 from __future__ import annotations
 

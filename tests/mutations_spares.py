@@ -31,7 +31,7 @@ def spares_are_given_tasks_to_balance(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def who_is_lost_gives_its_place_up(patch: pytest.MonkeyPatch) -> Machines:
-    """Spares are kept as long as there are any, whoever is lost."""
+    """All spares are kept, even if a worker is lost."""
 
     def choose(
         workers: Collection[WorkerId],
@@ -73,7 +73,7 @@ def everyone_may_be_a_member(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def hot_spares_are_not_brought_up_to_date(patch: pytest.MonkeyPatch) -> Machines:
-    """They wait as warm ones do, until a member is lost."""
+    """They wait like warm ones until a member is lost."""
 
     def room(self: Reserve) -> Room:
         return Room(hosts=min(max(self.places, 1), self.policy.virtual_ranks))

@@ -1,4 +1,4 @@
-"""Planted bugs of finding out what is wrong, and of going back to before it."""
+"""Planted bugs in finding a mistake, and in going back to the state before it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def each_member_plans_comparisons_of_its_own(patch: pytest.MonkeyPatch) -> Machi
 def two_workers_that_contradict_themselves_are_the_scripts_doing(
     patch: pytest.MonkeyPatch,
 ) -> Machines:
-    """Even where a majority agrees on the result."""
+    """The script is blamed even where a majority agrees on the result."""
     plain = Court.rule
 
     def rule(self: Court, digests: audit.Digests, *rest: Any) -> Ruling:

@@ -12,8 +12,8 @@ from typing import Any
 
 from labs.network_lab import Host
 
-PATIENCE_S = 20.0  # bounds what must happen
-SILENCE_S = 0.3  # how long nothing must happen to count as silence
+PATIENCE_S = 20.0  # time limit for events that must happen
+SILENCE_S = 0.3  # after this long without an event it counts as silence
 PYTHON = [sys.executable, "-S", "-E", "-c"]  # starts at once
 
 ECHO = """
@@ -47,7 +47,7 @@ def until(ready: Callable[[], Any]) -> Any:
 
 
 def serve(host: Host, program: str = ECHO, address: str = "", port: int = 0) -> tuple[int, int]:
-    """Start a server process in the host; returns its pid and port."""
+    """Start a server process in the host; return its pid and port."""
     command = [*PYTHON, program, address or host.address, str(port)]
     server = host.popen(command, stdout=subprocess.PIPE)
     with server.stdout:
@@ -55,7 +55,7 @@ def serve(host: Host, program: str = ECHO, address: str = "", port: int = 0) -> 
 
 
 def call(host: Host, address: str, port: int, timeout_s: float = PATIENCE_S) -> str:
-    """What a client process in the host gets from a server: the echo, or the name of an error."""
+    """Return what a client process in the host gets from a server: the echo, or an error's name."""
     command = [*PYTHON, CLIENT, address, str(port), str(timeout_s)]
     return host.run(command, stdout=subprocess.PIPE, text=True).stdout.strip()
 
@@ -68,7 +68,7 @@ def connected(host: Host, address: str, port: int) -> socket.socket:
 
 
 def receive(connection: socket.socket, size: int) -> bytes:
-    """`size` bytes, or all until the end if that comes earlier."""
+    """Receive `size` bytes, or all until the end if that is earlier."""
     found = b""
     while len(found) < size and (part := connection.recv(size - len(found))):
         found += part

@@ -2,10 +2,10 @@
 
     python tests/port_counts.py     prints the table of docs/porting.md
 
-Lines are compared as they stand in the files, without indentation, blank lines and docstrings of
-modules. A line counts if the ported script has it and the plain one has not; what a port only
-leaves out does not count. Three ports are examples of one file; of these, what the folder's other
-scripts import does not count, nor what only that needs.
+Lines are compared as they are in the files, without indentation, blank lines and docstrings of
+modules. A line counts if the ported script has it and the plain one does not; lines that a port
+only leaves out do not count. Three ports are examples of one file; in these, code that the folder's
+other scripts import does not count, nor code that only this needs.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def lines_of(path: Path) -> list[str]:
 
 
 def _shared_names(model: Path) -> Iterator[str]:
-    """Yield what a folder's model.py imports from the example."""
+    """Yield the names that a folder's model.py imports from the example."""
     for part in ast.parse(model.read_text()).body:
         if isinstance(part, ast.ImportFrom) and part.module == model.parent.name:
             yield from (each.name for each in part.names)
 
 
 def _without_shared(body: list[ast.stmt], shared: set[str]) -> list[ast.stmt]:
-    """Leave out what defines shared names, and then whatever nothing else uses."""
+    """Leave out the definitions of shared names, and then everything that nothing else uses."""
     kept = [part for part in body if not shared & _defined(part)]
     while True:
         used = [set(_used(part)) for part in kept]

@@ -1,8 +1,8 @@
 """Stories: scenarios of the machines of the core as text, commands with their effects below.
 
 A story file begins with two lines that say what it shows. Then come its parts, with a blank line
-between them: remarks (`# ...`), one command or more, `----`, and what the machines did. Commands
-are in story_commands.py and story_faults.py; the cluster in which they happen, in story_cluster.py.
+between them: remarks (`# ...`), one command or more, `----`, and the effects on the machines.
+story_commands.py and story_faults.py define the commands; story_cluster.py is the cluster.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INTRODUCTION_LINES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Commands, and what follows from them. `line`: of the first command in its file."""
+    """Commands, and their effects. `line`: the first command's line in its file."""
 
     line: int
     remarks: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ def read(path: Path) -> Story:
 
 
 def parse(text: str, name: str) -> Story:
-    """Parse a story; what cannot be one fails with file and line."""
+    """Parse a story; text that is none fails with file and line."""
     paragraphs = list(_paragraphs(text))
     if not paragraphs or len(paragraphs[0][1]) != INTRODUCTION_LINES:
         raise StoryError(f"{name}:1: a story begins with two lines that say what it shows")

@@ -1,4 +1,4 @@
-"""How gradients come into buckets: when these are full, whose they are, what is refused."""
+"""How gradients get into buckets: when these are full, whose they are, which are refused."""
 
 from __future__ import annotations
 

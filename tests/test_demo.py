@@ -1,4 +1,4 @@
-"""The demo proves what it says, and says so when there is nothing to prove or something differs."""
+"""The demo proves its claim, and says so when there is nothing to prove or something differs."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ WORKERS = [
 
 
 class FakeRun:
-    """What a Striker sees of a run; nothing is hurt: `strike` is replaced as well."""
+    """Shows a Striker a run; nothing is hurt: `strike` is replaced as well."""
 
     def __init__(self) -> None:
         self.told: list[dict[str, Any]] = []
@@ -280,17 +280,17 @@ class Clock:
 
 
 class ImaginedRun(FakeRun):
-    """Shows what a run of four workers would show on a machine of some speed."""
+    """Shows a run of four workers as it would be on a machine of some speed."""
 
     def __init__(self, path: Path, clock: Clock, step_s: float, join_s: float) -> None:
         super().__init__()
         self.run_dir = types.SimpleNamespace(path=path)
         self.out: list[str] = []
-        self.steps: int | None = None  # after which it ends
+        self.steps: int | None = None  # its last step
         self.join_s = join_s
         self._clock, self._step_s = clock, step_s
         self._next = clock.now + join_s + step_s
-        self._absent: dict[int, float] = {}  # worker -> when it was struck
+        self._absent: dict[int, float] = {}  # worker -> time of its fault
 
     @property
     def commits(self) -> list[StepEnd]:

@@ -1,4 +1,4 @@
-"""`holdfast doctor`: measuring, in bounds, and telling; nothing here depends on how fast we are."""
+"""`holdfast doctor`: measuring, in bounds, and reporting; no test depends on our speed."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def command(*args: str, **more: Any) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_real_quick_examination(tmp_path: Path) -> None:
-    """With real children. Its verdict is this machine's business; what must be right is not."""
+    """Real children run. The verdict depends on this machine; the form of the report does not."""
     found = command("--quick", "--json", "--dir", str(tmp_path))
     report = doctor.read_report(found.stdout.encode())
     assert graded(report, "arithmetic") == {OK}
@@ -344,7 +344,7 @@ def test_one_machine_serves_and_another_measures(tmp_path: Path) -> None:
     secret.write_text("ab" * 32)
     secret.chmod(0o600)
     serve = [*HOLDFAST, "doctor", "--serve", "--host", "127.0.0.1", "--secret-file", str(secret)]
-    # Whoever runs the tests may ignore this signal, as a shell's background jobs do.
+    # The process that runs the tests may ignore this signal, as a shell's background jobs do.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as server:
         signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""The driver of a worker's machine: effects reach whom they are for, whatever goes wrong."""
+"""The driver of a worker's machine: effects reach their targets, even if something goes wrong."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Ordering(WorkerMachine):
 
 
 class Waking(Monitor):
-    """Counts how often the threads that wait are woken."""
+    """Counts how often the waiting threads are woken."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Waking(Monitor):
 
 
 class Link:
-    """Keeps what the agent is told."""
+    """Keeps the messages to the agent."""
 
     def __init__(self) -> None:
         self.told: list[WorkerStatus] = []
@@ -83,7 +83,7 @@ REDUCE = ef.Reduce(ONE, 3, (WorkerId(0),), (0,))
 @pytest.mark.parametrize(
     ("effects", "woken"),
     [
-        ((ef.Begin(3),), False),  # for the script, which is not the one that waits
+        ((ef.Begin(3),), False),  # for the script, which is not waiting
         ((REDUCE,), False),  # there is nothing to sum yet
         ((REDUCE, ef.ShareRows(ONE, 3)), True),
         ((ef.CheckSum(ONE, 0, 0),), True),

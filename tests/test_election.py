@@ -1,4 +1,4 @@
-"""The leadership that coordinators are elected to: one holds it at a time, and knows until when."""
+"""The leadership of coordinators: one holds it at a time, and knows until when."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdCluster]:
 
 
 def quiet(text: str) -> None:
-    """What a standby says about its waiting, where a test does not care."""
+    """Ignore a standby's lines about its waiting."""
 
 
 # ---------------------------------------------------------------- leadership
@@ -163,7 +163,7 @@ def test_lost_answers_change_nothing(cluster: EtcdCluster, tmp_path: Path) -> No
             for release_loop in range(3):
                 path.lose = release_loop
                 await journal.save(JobRecord(term=1, release_loop=release_loop))
-            for request in reversed(path.requests):  # late copies of all that was ever written
+            for request in reversed(path.requests):  # late copies of every write
                 await path.repeat(request)
             found = await leadership.etcd.read(leadership.url.key("record"), WAIT_S)
             assert found is not None
@@ -182,7 +182,7 @@ def test_the_office_ends_by_its_own_clock(cluster: EtcdCluster, tmp_path: Path) 
         leadership = await election.campaign(HOST, 1, quiet)
         now += LONG_TTL_S * 0.9
         leadership.check()
-        now += LONG_TTL_S * 0.1  # etcd has not ended the lease: it knows of no such time
+        now += LONG_TTL_S * 0.1  # etcd has not ended the lease: it knows no such time
         with pytest.raises(Deposed, match="was not renewed"):
             leadership.check()
         with pytest.raises(Deposed):
@@ -210,7 +210,7 @@ def test_a_record_from_a_later_term_is_not_followed(cluster: EtcdCluster, tmp_pa
 
 
 def test_what_counts_is_when_the_renewal_was_sent() -> None:
-    """The answer comes late: the lease has run since etcd got the question."""
+    """The answer is late: the lease has run since etcd got the question."""
     now = 100.0
 
     class SlowEtcd(EtcdClient):
@@ -265,13 +265,13 @@ def test_whose_office_is_taken_away_notices(how: str, cluster: EtcdCluster, tmp_
 
 
 async def renewed(leadership: Leadership) -> None:
-    """Until the leadership is prolonged once more."""
+    """Wait until the leadership is prolonged once more."""
     calls: list[float] = []
     enough = asyncio.Event()
 
     def prolonged(left_s: float) -> None:
         calls.append(left_s)
-        if len(calls) > 1:  # the first comes at once
+        if len(calls) > 1:  # the first is made at once
             enough.set()
 
     leadership.on_prolonged(prolonged)

@@ -1,4 +1,4 @@
-"""The fork server: its processes are as if the agent had started them."""
+"""The fork server: its processes behave as if the agent had started them."""
 
 from __future__ import annotations
 
@@ -120,14 +120,14 @@ def test_processes_end_with_the_agent(site: Site) -> None:
 def test_what_is_read_only_at_import_cannot_differ(site: Site) -> None:
     assert site.fork(WAITS, OMP_NUM_THREADS="3") is None
     assert site.fork(WAITS, CUDA_LAUNCH_BLOCKING="1") is None
-    process = site.start("", CUDA_VISIBLE_DEVICES="1")  # which is read as a GPU is used
+    process = site.start("", CUDA_VISIBLE_DEVICES="1")  # read when a GPU is first used
     assert process.wait() == 0
 
 
 def test_descriptors_come_where_they_are_asked_for_however_high(
     site: Site,
 ) -> None:
-    """Those of an agent with many workers are above whatever the server uses itself."""
+    """An agent with many workers has descriptors above those that the server uses itself."""
     high = [fcntl.fcntl(site.say_write, fcntl.F_DUPFD, 200 + number) for number in range(12)]
     ends = [os.pipe() for _ in high]
     for place, (_, write) in zip(high, ends, strict=True):
@@ -171,7 +171,7 @@ def test_a_node_forks_its_workers_unless_it_has_gpus(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A worker that takes a lost one's place is not to spend its first seconds on imports."""
+    """A worker that takes a lost one's place must not spend its first seconds on imports."""
     started: list[Path] = []
 
     @contextlib.contextmanager

@@ -86,7 +86,7 @@ CASES = [
     ("gpu-clocks", Gpu(reasons=None), SKIPPED, "does not tell"),
     ("gpu-pcie", Gpu(width=(8, 16)), WARN, "x8"),
     ("gpu-pcie", Gpu(generation=(3, 5)), WARN, "generation 3"),
-    ("gpu-pcie", Gpu(generation=(1, 5), state=8), OK, "generation 1"),  # it rests
+    ("gpu-pcie", Gpu(generation=(1, 5), state=8), OK, "generation 1"),  # it is resting
     ("gpu-pcie", Gpu(width=None), SKIPPED, "does not tell"),
     ("gpu-memory", Gpu(used=LIMITS.gpu_memory_used_bytes), OK, "2.0 GiB"),
     ("gpu-memory", Gpu(used=LIMITS.gpu_memory_used_bytes + 1), WARN, "in use"),
@@ -233,7 +233,7 @@ def test_bits_and_actions_are_those_of_the_real_library() -> None:
 
 
 def test_this_machine_answers_or_says_why() -> None:
-    """The real library, if there is one, on whatever is here."""
+    """The real library, if there is one, examines this machine."""
     if importlib.util.find_spec("pynvml") is None:
         pytest.skip("nvidia-ml-py is not installed")
     report = gpu_looker(0)()

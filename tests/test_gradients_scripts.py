@@ -1,4 +1,4 @@
-"""What scripts do with parameters and gradients, each with equal bits on any workers."""
+"""Scripts' uses of parameters and gradients, each with equal bits on any workers."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def averaged(job: Job, me: ThreadWorker) -> Any:
 
 
 class Mixed(nn.Module):
-    """Parameters of many dtypes, some of which cannot be trained."""
+    """Parameters of many dtypes; some of them cannot be trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Cube(torch.autograd.Function):
 
 
 def checkpointed(job: Job, me: ThreadWorker) -> Any:
-    """Reentrant checkpointing, where each parameter is in one part, and a function of one's own."""
+    """Reentrant checkpointing, each parameter in one part only, and a function of one's own."""
     first, second = seeded(nn.Linear(6, 6)), seeded(nn.Linear(6, 2), 4)
     model = nn.ModuleList([first, second])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -161,7 +161,7 @@ def checkpointed(job: Job, me: ThreadWorker) -> Any:
 
 
 def hooked(job: Job, me: ThreadWorker) -> Any:
-    """Hooks of one's own see each task's gradient, also those that came after `protect`."""
+    """Hooks of one's own see each task's gradient, also those registered after `protect`."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     seen: list[torch.Size] = []
@@ -201,7 +201,7 @@ def again_through_the_same_graph(job: Job, me: ThreadWorker) -> Any:
 
 
 def scaled(job: Job, me: ThreadWorker) -> Any:
-    """Autocast and a scaler, whose first scale is too great for a step."""
+    """Autocast and a scaler whose first scale is too great for a step."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=2)
@@ -289,7 +289,7 @@ def test_a_weight_in_two_reentrant_checkpoints_is_refused() -> None:
 
 
 def test_a_hook_that_takes_the_gradient_away_is_refused() -> None:
-    """As those that apply an optimizer within the backward pass."""
+    """So are hooks that apply an optimizer within the backward pass."""
 
     def use(step: Any, model: nn.Module, optimizer: Any, x: Any, y: Any) -> None:
         def apply(param: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Sparse gradients: summed row by row in canonical order, whoever computes them."""
+"""Sparse gradients: summed row by row in canonical order, on whichever workers compute them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WORDS, WIDTH = 40, 5
 
 
 class Words(nn.Module):
-    """Two tables, one of which tasks may leave alone, and a dense layer."""
+    """Two tables and a dense layer; tasks may leave one of the tables alone."""
 
     def __init__(self, *, sparse: bool = True) -> None:
         super().__init__()

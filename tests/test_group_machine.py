@@ -1,4 +1,4 @@
-"""The machine of groups in a world of faults, judged by what really happened; and planted bugs."""
+"""The machine of groups in a world of faults, judged by the truth; and planted bugs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from holdfast.core.types import (
     WorkerStatus,
 )
 
-SEEDS = 40  # in which every planted bug is found
+SEEDS = 40  # every planted bug is found in these
 WORLDS = 240
 
 
@@ -170,7 +170,7 @@ def test_a_planted_bug_is_found(
 
 
 class Desk:
-    """One node with two processes, one spare and a store, as its reports tell."""
+    """One node with two processes, one spare and a store, according to its reports."""
 
     def __init__(self, restarts_max: int = 1) -> None:
         policy = dataclasses.replace(POLICY, nodes_max=1, spares=1, restarts_max=restarts_max)

@@ -1,4 +1,4 @@
-"""Tests that state which a script keeps beside the job is told, in a process of its own."""
+"""Tests that a script's own state beside the job is reported, in a process of its own."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_averages_for_the_scripts_own_plots_are_its_own(tmp_path: Path) -> None:
 
 
 class Average:
-    """Keeps an average of weights, of which its state holds copies: all of them, or a few."""
+    """Keeps an average of weights; its state has copies of all of them, or of a few."""
 
     def __init__(self, model: nn.Module, kind: str, kept: int | None = None) -> None:
         self._model = model

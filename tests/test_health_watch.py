@@ -1,4 +1,4 @@
-"""What a history of findings leads to: one bad sample never drains, and trust is earned again."""
+"""The results of a history of findings: one bad sample never drains; trust is earned again."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def drained(policy: WatchPolicy = POLICY) -> EventLog:
 
 
 def probation(story: EventLog, grade: Grade = OK, rounds_max: int = 10_000) -> int:
-    """Rounds until the node is taken back."""
+    """Return the number of rounds until the node is taken back."""
     for count in range(1, rounds_max):
         if story.round(grade) is Health.HEALTHY:
             return count
@@ -236,7 +236,7 @@ def test_a_verdict_can_travel() -> None:
 
 
 def nodes(*checks: str) -> list[tuple[str, str]]:
-    """Nodes n0, n1, ... each with the check that it fails, or "" for a healthy one."""
+    """Return nodes n0, n1, ... each with the check that it fails, or "" for a healthy one."""
     return [(f"n{i}", check) for i, check in enumerate(checks)]
 
 
@@ -276,7 +276,7 @@ ROUNDS = st.lists(
 def test_any_history_keeps_the_promises(
     rounds: list[tuple[float, list[tuple[int, Grade]]]],
 ) -> None:
-    """Whatever comes: a drain has three failures of one check behind it, over 15 s at least."""
+    """A drain has three failures of one check behind it, over 15 s at least."""
     watch = Watch(replace(POLICY, probation_s=60.0, probation_samples=2))
     seen: dict[int, list[tuple[float, Grade]]] = {}
     now, before = 0.0, Health.HEALTHY

@@ -148,7 +148,7 @@ def test_a_replay_after_all_workers_were_lost_is_reported_but_no_fault(tmp_path)
 
 
 def test_what_was_withdrawn_does_not_count(tmp_path):
-    """Whoever says so speaks for all; the same steps were done again, with another loss."""
+    """A withdrawal holds for all; the same steps were done again, with another loss."""
     wrong = [dataclasses.replace(entry(s), loss=9.0) for s in range(4, 9)]
     write(tmp_path, 0, [*[entry(s) for s in range(4)], *wrong])
     path = write(tmp_path, 1, [*[entry(s) for s in range(4)], *wrong[:3]])
@@ -450,7 +450,7 @@ def failing_write(error_number, accept):
 
 
 def without(one, worker):
-    """What this worker computed of the step was dropped."""
+    """Return a step in which this worker's results were dropped."""
     kept = [owner != worker for owner in OWNERS]
     return dataclasses.replace(
         one,

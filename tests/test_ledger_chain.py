@@ -1,4 +1,4 @@
-"""The lines of a ledger are chained: what was changed, left out or put in is found."""
+"""The lines of a ledger are chained: lines that were changed, left out or added are found."""
 
 from __future__ import annotations
 

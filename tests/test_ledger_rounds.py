@@ -1,4 +1,4 @@
-"""What the ledger proves of script steps that consist of several of the job's."""
+"""The ledger's proof where one step of the script is several steps of the job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from test_ledger import OWNERS, PLAN, audit, entry, write
 
 
 def of_rounds(*places):
-    """Entries of a job whose script's steps consist of several of the job's."""
+    """Return entries of a job whose script's steps consist of several of the job's."""
     found = []
     for place in places:
         plain = entry(place.index)
@@ -75,7 +75,7 @@ STREAM = StreamPlan(batch_size=3, virtual_ranks=4, seed=11)
 
 
 def of_stream(*steps):
-    """Entries of a stream: for each shard the epoch, what was taken of it, and the count."""
+    """Return entries of a stream: for each shard the epoch, the samples taken, and the count."""
     return [
         LedgerEntry(
             place=Place(index, index),

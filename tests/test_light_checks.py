@@ -96,12 +96,12 @@ def watcher() -> Iterator[Callable[[list[str]], Watcher]]:
 
 
 def wait(source: Watcher | int) -> None:
-    """Until there is something to read."""
+    """Wait until there is something to read."""
     assert select.select([source], [], [], RUN_S)[0]
 
 
 def polled(watcher: Watcher) -> tuple[bytes | None, str]:
-    """What comes next."""
+    """Return the next answer."""
     while (found := watcher.poll()) == (None, ""):
         wait(watcher)
     return found
@@ -164,7 +164,7 @@ def light(
 
 
 def scripted(*samples: Any) -> list[str]:
-    """A child that gives these answers, the last one for ever."""
+    """Return the command of a child that gives these answers, the last one for ever."""
     texts = [msgspec.json.encode(sample).decode() for sample in samples]
     code = (
         f"import sys\ntexts = {texts!r}\nsys.stdin.readline()\n"
@@ -195,7 +195,7 @@ def test_a_disk_that_stops_answering_drains_the_node(
 
 
 def told(checks: LightChecks, watcher: Watcher, now: float) -> dict[str, Finding]:
-    """The round in which the answer to the last question is told; it may come in pieces."""
+    """Return the round that reports the answer to the last question; it may arrive in pieces."""
     while watcher.waited_s(now):
         wait(watcher)
         found = checks.round(now)
@@ -284,7 +284,7 @@ def test_light_checks_need_no_torch_and_no_numpy() -> None:
 
 
 def test_a_child_dies_with_the_process_that_asked(tmp_path: Path) -> None:
-    """Even one that has stopped answering."""
+    """The child dies even if it has stopped answering."""
     code = (
         "import os, select, signal, sys\n"
         "from holdfast.health.measure.light import light_checks\n"

@@ -19,9 +19,9 @@ from holdfast.train.step.reduction import BucketSum
 from labs.made_up_exchanges import BUCKETS, MadeUpExchange
 
 BEGIN = 40  # the step at which something becomes slow
-# How long a message takes, and how much of the computing is left when the first one can be sent.
+# The time of a message, and the computing that is left when the first one can be sent.
 SHAPES = [(0.0002, 0.2), (0.004, 0.2), (0.02, 0.2), (0.02, 0.0)]
-Factor = Callable[[int, int, int], float]  # step, from, to: how much longer a message takes
+Factor = Callable[[int, int, int], float]  # step, from, to: a factor for a message's time
 
 
 def watch(
@@ -32,7 +32,7 @@ def watch(
     slow: Callable[[int, int], float],
     link: Factor,
 ) -> tuple[list[tuple[int, LinkVerdict]], int]:
-    """What is said of links, with the steps; and how often somebody's computing was called slow."""
+    """Return the verdicts on links, with the steps; and how often computing was called slow."""
     made = MadeUpExchange(size, random.Random(seed), *shape)
     workers = [WorkerId(10 + m) for m in range(size)]  # no ranks
     links, detector = LinkDetector(workers), Detector(workers)
@@ -51,14 +51,14 @@ def sound(*_: int) -> float:
 
 
 def since(begin: int, factor: float, *who: int) -> Callable[..., float]:
-    """From that step on, for this worker, or from this one to that one."""
+    """Return a factor from that step on, for this worker, or from this one to that one."""
     return lambda step, *at: factor if step >= begin and at[: len(who)] == who else 1.0
 
 
 @pytest.mark.parametrize("size", [3, 12])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_slow_network_is_found_within_twenty_steps(size: int, shape: tuple[float, float]) -> None:
-    """And nobody else's, nor anybody's computing."""
+    """No other network is blamed, nor anybody's computing."""
     for seed, late_s in enumerate([0.1, 0.2, 0.5]):
         factor = 1 + late_s / shape[0] / BUCKETS
         found, blamed = watch(size, seed, shape, BEGIN + 20, sound, since(BEGIN, factor, 1))
@@ -69,7 +69,7 @@ def test_a_slow_network_is_found_within_twenty_steps(size: int, shape: tuple[flo
 @pytest.mark.parametrize("size", [2, 3, 12])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_slow_link_is_found_within_twenty_steps(size: int, shape: tuple[float, float]) -> None:
-    """Though who receives through it is late with its own gradients, and others wait for it."""
+    """The receiver over it is late with its own gradients, and others wait for it."""
     for seed, late_s in enumerate([0.1, 0.2, 0.5]):
         factor = 1 + late_s / shape[0] / BUCKETS
         found, _ = watch(size, seed, shape, BEGIN + 20, sound, since(BEGIN, factor, 1, 0))

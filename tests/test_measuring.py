@@ -1,4 +1,4 @@
-"""What the doctor measures with: kernel files, arithmetic, memory, disk, and the way to a peer."""
+"""The doctor's means: kernel files, arithmetic, memory, disk, and the way to a peer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PROC = {
 
 @pytest.fixture
 def host(tmp_path: Path) -> Callable[..., HostReader]:
-    """host(files) -> a reader of a made-up machine."""
+    """Return host(files), which makes a reader of a made-up machine."""
 
     def make(files: dict[str, str] | None = None) -> HostReader:
         for name, text in (PROC | (files or {})).items():
@@ -114,7 +114,7 @@ V1 = {
     "sys/fs/cgroup/pids/a/pids.max": "100\n",
     "sys/fs/cgroup/pids/a/pids.current": "90\n",
 }
-# In a container without a name space for cgroups the path is the host's, and not to be found.
+# In a container without a name space for cgroups the path is the host's, and does not exist.
 HIDDEN = {
     (name.replace("/a/", "/") if "/memory/memory" not in name else "unused"): text
     for name, text in V1.items()
@@ -201,7 +201,7 @@ def test_records() -> None:
 
 
 def test_following_the_log(tmp_path: Path) -> None:
-    """A FIFO stands for the device: it gives what is there, and never waits."""
+    """A FIFO stands for the device: it gives the bytes that are there, and never waits."""
     device = tmp_path / "kmsg"
     os.mkfifo(device)
     log = KernelLog(device)
@@ -422,7 +422,7 @@ def against_a_server(
     clock: Callable[[], float] = time.time,
     policy: ServePolicy | None = None,
 ) -> tuple[Any, list[str]]:
-    """(what `ask(port)` returned, what the server said)."""
+    """Return the result of `ask(port)`, and the server's lines."""
     said: list[str] = []
 
     async def both(listener: socket.socket) -> Any:

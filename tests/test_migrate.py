@@ -93,7 +93,7 @@ class Nodes:
         return found
 
     def finish(self) -> str:
-        """End the job at the same step; returns the digest that all workers have come to."""
+        """End the job at the same step; return the digest of all workers."""
         self.stop.touch()
         assert self.run.wait(RUN_S) == 0, self.run.log()
         (found,) = set(self.stop.with_suffix(".digests").read_text().splitlines())
@@ -244,7 +244,7 @@ def test_what_cannot_be_moved_is_refused_in_one_sentence(nodes: Nodes) -> None:
 
 
 def test_a_node_with_little_time_is_left_before_its_end(nodes: Nodes) -> None:
-    """A deadline is kept, whether or not somebody has received the state by then."""
+    """A deadline is kept, whether or not a worker has received the state by then."""
     with nodes.node("b", 2):
         nodes.spares("b", 2)
         drained = nodes("drain", "node0", "--deadline", "4")

@@ -1,4 +1,4 @@
-"""What members keep for one that is late, and how it receives that: two of them, in threads."""
+"""Steps that members keep for a late one, and its receiving them: two members, in threads."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_only_so_much_is_kept_and_the_newest_of_it(monkeypatch: pytest.MonkeyPat
     assert [is_kept(missed, index) for index in range(11)] == [False] * 4 + [True] * 6 + [False]
     missed.forget()
     assert not any(is_kept(missed, index) for index in range(11))
-    for index in range(20, 26):  # what was forgotten takes no room
+    for index in range(20, 26):  # forgotten steps take no room
         missed.keep(index, lambda numel: slice(0, numel))
     assert all(is_kept(missed, index) for index in range(20, 26))
     monkeypatch.setattr(missed_steps, "KEPT_BYTES_MAX", 0)

@@ -1,4 +1,4 @@
-"""Tests of an optimizer around another one, such as SAM, whose parameter groups are the same."""
+"""Tests of an optimizer around another one with the same parameter groups, as in SAM."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_an_inner_optimizer_whose_state_is_not_in_the_outer_ones_is_refused() ->
 
 def test_an_outer_optimizer_with_the_inner_ones_state_is_enough() -> None:
     class Whole(Around):
-        """Has the state of the inner optimizer for its own."""
+        """Returns the inner optimizer's state as its own."""
 
         def __init__(self, params: Any) -> None:
             super().__init__(params)

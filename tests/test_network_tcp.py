@@ -1,4 +1,4 @@
-"""What TCP tells of a peer that is cut off, and of one that is merely frozen (SIGSTOP).
+"""The signs in TCP of a peer that is cut off, and of one that is merely frozen (SIGSTOP).
 
 With keepalive after 1 s, then every 1 s, and a TCP_USER_TIMEOUT of 2 s, on Linux 6.18:
 
@@ -11,8 +11,8 @@ With keepalive after 1 s, then every 1 s, and a TCP_USER_TIMEOUT of 2 s, on Linu
 | idle, no keepalive       | lives for ever                | lives                         |
 
 So TCP_USER_TIMEOUT does not tell a cut from a frozen peer once the window is full (some 130 kB that
-nobody reads): a window that stays closed counts as silence, although every probe is answered. What
-does tell them apart:
+nobody reads): a window that stays closed counts as silence, although every probe is answered. Three
+other signs do:
 
 - a second, quiet connection with keepalive and TCP_USER_TIMEOUT, on which nothing large is sent:
   it ends when the peer is cut off, and only then;
@@ -22,7 +22,7 @@ does tell them apart:
   no answer either;
 - a new connect, which a frozen listener's kernel accepts until its backlog is full.
 
-A frozen machine is as silent as a cut one, and nothing on the network can tell.
+A frozen machine is as silent as a cut one, and nothing on the network shows the difference.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from network_peers import PATIENCE_S, PYTHON, SILENCE_S, connected, until
 
 pytestmark = pytest.mark.skipif(bool(Lab.available()), reason=Lab.available())
 
-KEEPALIVE_S = 1  # to the first probe and from one to the next; the kernel's smallest
+KEEPALIVE_S = 1  # until the first probe, and from one to the next; the kernel's smallest
 SLACK_S = 2.0  # a retransmission's time (0.2 to 0.4 s), and a busy machine
 
 DEAF = """
@@ -97,7 +97,7 @@ def look(connection: socket.socket, began: float) -> Seen:
 
 
 def watch(connections: dict[Name, socket.socket], began: float, until_s: float) -> dict[Name, Seen]:
-    """Until all have ended, or `until_s` after `began`."""
+    """Watch until all have ended, or until `until_s` after `began`."""
     seen: dict[Name, Seen] = {}
     poll = select.poll()
     names = {connection.fileno(): name for name, connection in connections.items()}
@@ -123,7 +123,7 @@ def watchful(
 
 
 def fill(connection: socket.socket) -> int:
-    """Send until nothing more is taken; returns how much was."""
+    """Send until the kernel takes no more; return the number of bytes."""
     connection.setblocking(False)
     sent = 0
     with contextlib.suppress(BlockingIOError):
@@ -133,7 +133,7 @@ def fill(connection: socket.socket) -> int:
 
 
 def closed_window(connection: socket.socket) -> bool:
-    """Whether the peer has acknowledged all it was sent and takes no more."""
+    """Return whether the peer has acknowledged everything sent and takes no more."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     (unacked,) = struct.unpack_from("I", info, 24)
     (notsent,) = struct.unpack_from("I", info, 144)
@@ -203,7 +203,7 @@ def accepts(client: Host, address: tuple[str, int]) -> bool:
     ],
 )
 def observed(request: pytest.FixtureRequest) -> Observed:
-    """All cases at the same time."""
+    """Return the outcomes of all cases, observed at the same time."""
     user_s, watched_s = request.param
     with Lab(3) as lab, contextlib.ExitStack() as stack:
         a, b, c = lab.hosts

@@ -18,12 +18,12 @@ from holdfast.core.errors import UserError, WorldError
 from holdfast.runtime.node.notices import MachineNotice, NoticeSource, notice_source
 from holdfast.testing.local_run import LocalRun
 
-Answer = Callable[[str, str, dict[str, str]], tuple[int, str]]  # of method, path and headers
+Answer = Callable[[str, str, dict[str, str]], tuple[int, str]]  # method, path, headers: a reply
 
 
 @contextlib.contextmanager
 def serving(answer: Answer) -> Iterator[str]:
-    """Serve what `answer` says; yields the URL."""
+    """Serve the replies of `answer`; yield the URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -151,7 +151,7 @@ for step in job.steps(data, until=100_000):
 
 
 def test_a_job_that_is_taken_away_whole_is_saved_twice(tmp_path: Path) -> None:
-    """At once, and as late as there is time for it: in between it trains."""
+    """It is saved at once, and again as late as possible; in between it trains."""
     (tmp_path / "train.py").write_text(SCRIPT)
     told = threading.Event()
     answer = '{"in_s": 8, "reason": "the lab closes"}'

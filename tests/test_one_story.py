@@ -1,4 +1,4 @@
-"""Six faults strike one job; all that shows it afterwards tells the same, with the same numbers."""
+"""Six faults strike one job; all reports on it agree, with the same numbers."""
 
 from __future__ import annotations
 
@@ -108,8 +108,10 @@ class Striker:
 
 @pytest.fixture(scope="module")
 def struck(tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
-    """A run that six faults have struck: a wrong bit, a kill, a freeze, the loss of the
-    coordinator, the loss of a node, a drain."""
+    """Return a run that six faults have struck.
+
+    They are a wrong bit, a kill, a freeze, the coordinator's loss, a node's loss and a drain.
+    """
     folder = tmp_path_factory.mktemp("struck")
     faults, stop = folder / "faults", folder / "stop"
     faults.write_text("worker 1  step 9  flip parameter\n")
@@ -173,7 +175,7 @@ def test_all_viewers_tell_the_same_story(
 
 
 def check_events(run: LocalRun, told: list[dict[str, Any]]) -> None:
-    """Every fault has left its event; all but the coordinator's loss began an incident."""
+    """Check that every fault has left its event; all but the coordinator's loss are incidents."""
     texts = " ".join(event["text"] for event in run.events())
     assert "(drained by the operator)" in texts
     assert run.events("wrong")
@@ -252,7 +254,7 @@ def check_page(path: Path, report: dict[str, Any], capsys: pytest.CaptureFixture
 def check_replay(
     run: LocalRun, told: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The decisions of both coordinators are made again, and announce the same events."""
+    """Check that the decisions of both coordinators, made again, announce the same events."""
     found = show(capsys, "incident", "replay", str(run.run_dir.path), "--json")
     assert [each["term"] for each in found] == [1, 2]
     announced = {each["id"] for each in found for each in each["announced"]}

@@ -1,4 +1,4 @@
-"""Each order for a node is claimed once, by whoever is first; the book is closed to others."""
+"""Each order for a node is claimed once, by the first to ask; the book is closed to others."""
 
 from __future__ import annotations
 

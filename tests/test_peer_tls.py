@@ -1,4 +1,4 @@
-"""TLS between workers: what travels is encrypted, and only certificates of the operator get in."""
+"""TLS between workers: their traffic is encrypted, and only the operator's certificates get in."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory, authority: trustme.CA) -> Pat
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Certificates of an authority that the job does not know."""
+    """Return certificates of an authority that the job does not know."""
     return make_certificates(tmp_path_factory.mktemp("others"), HOST)
 
 
@@ -79,7 +79,7 @@ def test_the_contract_over_tls(case: Callable[[GroupMember], None], ours: Path) 
 
 
 def of_rank(folder: Path, other: Path, rank: int, build_s: float = 2.0) -> MakeTransport:
-    """Return what makes the transport of one process; the last of three uses `other`."""
+    """Return the maker of one process's transport; the last of three uses `other`."""
     listener = TcpListener(HOST, PeerIdentity.of(KEY, other if rank == 2 else folder))
     return lambda: TcpTransport(listener, build_s=build_s, ended_s=0.5)
 
@@ -119,7 +119,7 @@ def test_a_peer_that_freezes_in_the_handshake_is_left_in_time(ours: Path) -> Non
 
 
 def test_a_peer_that_never_shakes_hands_is_left_in_time(ours: Path) -> None:
-    """As one that is frozen: its kernel takes connections in, and nothing answers them."""
+    """It looks frozen: its kernel takes connections in, and nothing answers them."""
     with socket.create_server((HOST, 0)) as silent:
         number = b"\0" * 8
         addresses = {"silent/1": number + f"{HOST}:{silent.getsockname()[1]}/{HOST}".encode()}
@@ -148,7 +148,7 @@ def test_a_member_with_certificates_of_another_authority_is_refused(
 
 
 class Tapped(SharedRendezvous):
-    """A rendezvous by which connections go through a relay, which writes down what it carries."""
+    """A rendezvous whose connections go through a relay that records their bytes."""
 
     heard: bytearray
 
@@ -159,7 +159,7 @@ class Tapped(SharedRendezvous):
 
 
 def relay(target: tuple[str, int], heard: bytearray) -> str:
-    """Pass all connections on to `target`; returns where."""
+    """Pass all connections on to `target`; return the address."""
     listener = socket.create_server((HOST, 0))
 
     def carry(near: socket.socket, far: socket.socket) -> None:
@@ -208,7 +208,7 @@ def test_a_tensor_can_be_read_on_the_path_only_without_tls(encrypted: bool, ours
 
 
 def wires(folder: Path) -> tuple[TlsWire, TlsWire]:
-    """Two connected ends."""
+    """Return two connected ends."""
     identity = PeerIdentity.of(KEY, folder)
     arrived: queue.Queue[socket.socket] = queue.Queue()
     listener, address = open_listener(HOST)
@@ -273,7 +273,7 @@ def test_a_send_that_is_stuck_ends_with_the_connection(ours: Path) -> None:
 
 @contextmanager
 def pieces(folder: Path) -> Iterator[str]:
-    """Serve pieces; yields where."""
+    """Serve pieces; yield the address."""
     yield PieceServer(NodeMemory(), PeerIdentity.of(KEY, folder)).listen(HOST)
 
 
@@ -296,7 +296,7 @@ def of_another_authority(folder: Path, others: Path) -> ssl.SSLContext:
 
 
 def is_refused(channel: socket.socket) -> bool:
-    """Return whether one that knows the key is not let in."""
+    """Return whether a process that knows the key is not let in."""
     with channel:
         try:
             peer_stream.introduce(channel, KEY, MAGIC, (0, 0, 0), time.monotonic() + PATIENCE_S)

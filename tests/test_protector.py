@@ -1,4 +1,4 @@
-"""What a worker does where its pieces cannot be made: it says so, and lets the room go."""
+"""A worker whose pieces cannot be made says so, and frees the room."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ VIEW = View(
 
 
 class Told:
-    """A protector of a small model, and what it says."""
+    """A protector of a small model, and its messages."""
 
     def __init__(self, budget: int = BUDGET) -> None:
         self.events: list[ev.WorkerEvent] = []
@@ -68,7 +68,7 @@ def test_a_state_is_protected() -> None:
 
 @pytest.mark.parametrize("redundancy", ["replicate:1", "replicate:2", "rs:2+1"])
 def test_each_member_asks_for_the_bytes_that_its_pieces_are_made_of(redundancy: str) -> None:
-    """Where each worker holds its share of the state only, nobody is sent anything else."""
+    """Where each worker holds only its share of the state, it sends nothing else."""
     asked: list[Any] = []
 
     def capture(wanted: Any) -> Any:
@@ -88,7 +88,7 @@ def test_each_member_asks_for_the_bytes_that_its_pieces_are_made_of(redundancy: 
         for tensor, start, stop in asked[0](b"", tensors, rank):
             assert 0 <= start < stop <= tensors[tensor].nbytes
             times[tensor][start:stop] += 1
-    # Of each part every data piece is made of its own bytes, and a parity piece of all of them.
+    # Each data piece of a part is made of its own bytes, and a parity piece of all of them.
     once = chosen.pieces if chosen.data == 1 else 1 + chosen.parity
     assert all(bool((each == once).all()) for each in times), times
 
@@ -150,7 +150,7 @@ def test_a_budget_that_holds_too_little_is_the_users_error() -> None:
 
 
 def test_a_state_that_cannot_be_captured_is_told() -> None:
-    """Other workers may hold shares of it that cannot be reached."""
+    """Other workers may have shares of it that cannot be reached."""
     told: list[Any] = []
 
     def capture(_: object) -> Any:
@@ -210,7 +210,7 @@ class Keeping:
         )
 
     def keep(self, index: int) -> bool:
-        """Keep a step; returns whether it is said that there is hardly room for more."""
+        """Keep a step; return whether the protector reports that it is nearly full."""
         fill_step(self.step, index)
         told = self.protector.keep(index, VIEW)
         assert (told.view, told.step) == (VIEW.number, index)
@@ -222,7 +222,7 @@ class Keeping:
 
 
 def test_a_budget_for_two_steps_is_enough_to_begin_with() -> None:
-    """How large the state is shows only once it is protected."""
+    """The size of the state shows only once it is protected."""
     needed = Keeping().bytes_of_a_step()
     keeping = Keeping(2 * needed)
     keeping.keep(1)

@@ -25,7 +25,7 @@ Answer = tuple[int, dict[str, str], bytes]
 
 
 class Server:
-    """Answers each request by `reply`, and keeps what it was asked."""
+    """Answers each request by `reply`, and keeps the requests."""
 
     def __init__(self, tls: Path | None = None) -> None:
         self.reply: Callable[[BaseHTTPRequestHandler], Answer] = lambda request: (200, {}, b"{}")

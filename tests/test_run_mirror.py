@@ -28,7 +28,7 @@ CONTACT = Contact(address=("127.0.0.1", 1))
 
 
 class Twins:
-    """Holds a run and its mirror, which asks without a network. `replies`: how many it took."""
+    """Keeps a run and its mirror, which asks without a network. `replies`: how many it took."""
 
     def __init__(self, tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
         self.run = tmp_path / "run"
@@ -46,7 +46,7 @@ class Twins:
         return (self.mirror.run_dir.path / name).read_bytes()
 
     def assert_equal(self) -> None:
-        """Assert that both have the same files, but for logs and those of the machine itself."""
+        """Assert that both have the same files, except logs and the machine's own files."""
         names = [p.relative_to(self.run).as_posix() for p in sorted(self.run.rglob("*.json*"))]
         assert {"events.jsonl", "job.json", "ledger/worker-00000-00001.jsonl"} < {*names}
         for name in names:

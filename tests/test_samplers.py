@@ -37,7 +37,7 @@ SIZE, STEPS, V = 70, 9, 4
 
 
 class Buckets(Sampler[list[int]]):
-    """Batches of like lengths, in another order and number in every epoch; its length is wrong."""
+    """Batches of similar lengths, in another order and number each epoch; its length is wrong."""
 
     def __init__(self) -> None:
         self.dice = random.Random(1)
@@ -58,7 +58,7 @@ class Buckets(Sampler[list[int]]):
 
 
 def own_generator() -> torch.Generator:
-    """The global one belongs to all threads of a test's job."""
+    """Return a generator for one job: all threads of a test share the global one."""
     return torch.Generator().manual_seed(3)
 
 
@@ -88,7 +88,7 @@ def trained(job: Job, me: ThreadWorker, kind: str) -> Any:
 
 
 def by_hand(kind: str) -> tuple[nn.Module, list[tuple[int, int]]]:
-    """Train as one process would, on what the sampler gives for (seed 0, epoch)."""
+    """Train as one process would, on the indices that the sampler gives for (seed 0, epoch)."""
     model, data = net(), dataset(SIZE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     sampler = loader(kind).batch_sampler
@@ -141,7 +141,7 @@ def test_another_loop_does_not_move_a_samplers_order() -> None:
         return digest(model), [epoch for epoch, *_ in job._progress.orders[0]]
 
     _, epochs = everywhere(script)
-    assert epochs == [1]  # of 9 batches, in 3 steps: 2 and 1, and 2 of the next
+    assert epochs == [1]  # an epoch of 9 batches, in 3 steps: 2 and 1, and 2 of the next
 
 
 class Unkeyed(Sampler[int]):
@@ -182,7 +182,7 @@ def test_a_state_of_another_order_is_told() -> None:
 
 
 class Scales(Sampler[Any]):
-    """Names samples by more than a number, as for pictures of several sizes."""
+    """Names samples by more than a number, for instance pictures of several sizes."""
 
     def __iter__(self) -> Iterator[Any]:
         yield [(0, "s"), 1]
@@ -271,7 +271,7 @@ def test_a_sampler_without_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Keyed:
-    """Is longer than anybody knows, and depends on the global generators."""
+    """Has an unknown length, and depends on the global generators."""
 
     def __getitem__(self, key: int) -> Any:
         return torch.tensor([key]), torch.rand(2), random.random()

@@ -1,4 +1,4 @@
-"""What is skipped is told in one line, and can be made to fail."""
+"""Skipped tests are reported in one line, and can be made to fail."""
 
 from __future__ import annotations
 

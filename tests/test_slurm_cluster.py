@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: its adapter keeps the contract, and jobs survive what happens."""
+"""A real Slurm on this machine: its adapter keeps the contract, and jobs survive its faults."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
         return finish(run)
 
 
-# `sbatch --wait` takes a job that is requeued for one that has ended.
+# `sbatch --wait` considers a requeued job ended.
 SUBMIT = """
 id=$(sbatch --parsable "$0") || exit 1
 echo "$id"
@@ -124,7 +124,7 @@ class SlurmRun:
         return bool(Checkpoints(open_storage(str(self.run_dir.parent / "store"))).steps())
 
     def digest(self) -> str:
-        """Let the job go on to its end, and return what it has printed."""
+        """Let the job go on to its end, and return its output."""
         self.go.touch()
         assert self.run.wait(JOB_S) == 0, self.log()
         written = "\n".join(p.read_text() for p in self.outputs())

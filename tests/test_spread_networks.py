@@ -31,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What is printed last by one worker on one node."""
+    """Return the last line of one worker on one node."""
     path = tmp_path_factory.mktemp("quiet") / "run"
     with LocalRun(path, GROUP, [str(EXAMPLE), "--steps", str(STEPS)]) as run:
         return finish(run)
@@ -55,12 +55,12 @@ def last(run: LabRun) -> set[str]:
 
 
 def go(path: Path) -> None:
-    """Let a job go on that is held."""
+    """Let a held job go on."""
     (path / "go").touch()
 
 
 def teams(run: LabRun) -> list[list[int]]:
-    """The hosts of each worker: those that have joined first."""
+    """Return the hosts of each worker: those that joined first."""
     told = [event["text"] for event in run.events("node") if "are spread over" in event["text"]]
     names = [text.split(" nodes ")[1].split(", ") for text in told]
     return [[int(name.removeprefix("node")) for name in team] for team in names]
@@ -79,7 +79,7 @@ def test_a_worker_is_spread_over_hosts(tmp_path: Path, expected: str) -> None:
 def test_a_host_is_cut_off_and_one_that_waits_takes_its_place(
     tmp_path: Path, expected: str
 ) -> None:
-    """What the lost one held comes from the memory of the other one."""
+    """The lost node's part comes from the memory of the other one."""
     hold = f"held:0.0:{HELD}"
     options = ("--nodes-max", "4", "--redundancy", "replicate:2")
     with Lab(3) as lab, spread(lab, tmp_path, *options, faults=hold) as run:
@@ -95,7 +95,7 @@ def test_a_host_is_cut_off_and_one_that_waits_takes_its_place(
 
 
 def test_two_hosts_of_a_worker_are_separated(tmp_path: Path, expected: str) -> None:
-    """Both reach the coordinator and the other worker, which goes on; theirs comes back."""
+    """Both reach the coordinator and the other worker, which goes on; their worker comes back."""
     hold = f"held:0.0:{HELD},held:1.0:{HELD}"
     with Lab(4) as lab, spread(lab, tmp_path, nodes_min=4, faults=hold) as run:
         until_step(run, HELD)

@@ -76,7 +76,7 @@ class Candidates:
         asyncio.run(open_election(self.url).publish(SPEC, self.secret))
 
     def start(self) -> int:
-        """One more; returns its number."""
+        """Start one more; return its number."""
         run_dir = RunDir(self._path / f"run{len(self.run_dirs)}")
         arguments = ("--election", self.url, "--run-dir", str(run_dir.path), "--host", HOST)
         with open(self._path / f"log{len(self.run_dirs)}", "wb") as log:
@@ -96,7 +96,7 @@ class Candidates:
         return [i for i in range(len(self.run_dirs)) if "is the leader" in str(self.log(i))]
 
     def after(self, term: int) -> Chief:
-        """The one that serves in a later term, once it does."""
+        """Return the one that serves in a later term, once it does."""
 
         def later() -> Chief | None:
             with contextlib.suppress(OSError, UserError):
@@ -131,7 +131,7 @@ def candidates(cluster: EtcdCluster, tmp_path: Path) -> Iterator[Candidates]:
 
 
 async def status(found: Leader, secret: bytes) -> Any:
-    """What it answers. OSError when it does not."""
+    """Return its answer. OSError when there is none."""
     channel = await connect(found.host, found.port, secret)
     channel.send(StatusRequest())
     reply = await asyncio.wait_for(channel.receive(StatusReply), WAIT_S)
@@ -142,7 +142,7 @@ async def status(found: Leader, secret: bytes) -> Any:
 
 
 def gone(pid: int) -> bool:
-    """Ended, whether or not its parent has noticed."""
+    """Return whether it has ended, even if its parent has not noticed."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     return True
@@ -164,7 +164,7 @@ def test_three_candidates_and_a_killed_coordinator(candidates: Candidates) -> No
 
 
 async def records_since(cluster: EtcdCluster, url: str, revision: int) -> list[JobRecord]:
-    """Every record that was written after `revision`."""
+    """Return every record that was written after `revision`."""
     client, key = cluster.client(), parse_election(url).key("record")
     body = {"key": base64.b64encode(key.encode()).decode()}
     newest = await client.request("/v3/kv/range", body, WAIT_S)
@@ -178,7 +178,7 @@ async def records_since(cluster: EtcdCluster, url: str, revision: int) -> list[J
 
 
 async def report(channel: Channel, seq: int) -> None:
-    """A node's report, which the coordinator answers."""
+    """Send a node's report, which the coordinator answers."""
     agent, one = AgentId("node0"), Incarnation(1)
     channel.send(AgentReport(agent=agent, incarnation=one, seq=seq, slots=1))
     await asyncio.sleep(0)
@@ -203,7 +203,7 @@ def test_a_coordinator_that_was_frozen_does_nothing_any_more(
         assert answer.heard == 1
         os.kill(first.pid, signal.SIGSTOP)
         before = events.read_text()
-        await report(channel, 2)  # it is the first thing to do on waking
+        await report(channel, 2)  # it does this first on waking
         second = await loop.run_in_executor(None, candidates.after, first.term)
         leader = await cluster.client().read(parse_election(candidates.url).key("leader"), WAIT_S)
         assert leader is not None
@@ -283,7 +283,7 @@ def test_ctrl_c_at_a_standby_of_the_launcher_ends_the_job(
 def test_a_node_with_a_run_directory_of_its_own_learns_from_etcd_that_the_job_is_over(
     cluster: EtcdCluster, tmp_path: Path
 ) -> None:
-    """No coordinator is left that could tell it."""
+    """No coordinator is left to tell it."""
     url, run_dir, own = cluster.url(tmp_path.name), RunDir(tmp_path / "a"), RunDir(tmp_path / "b")
     run_dir.create(SPEC, bytes(range(32)))
     contact = contact_by(url)

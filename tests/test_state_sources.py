@@ -1,4 +1,4 @@
-"""How a worker begins from a checkpoint, and what it says of one that cannot be read."""
+"""How a worker begins from a checkpoint, and how it reports one that cannot be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step may cost a process, where it can be counted rather than timed."""
+"""The cost of a step for a process, where it can be counted rather than timed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ before = faults()
 for _ in range(10): step()
 sys.stdout.write(str((faults() - before) // 10))
 """
-PAGES = (16 << 22) // os.sysconf("SC_PAGE_SIZE")  # of what it takes
+PAGES = (16 << 22) // os.sysconf("SC_PAGE_SIZE")  # pages of the memory that it takes
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def test_the_contract(case: str, kind: str, tmp_path: Path) -> None:
 
 
 def test_a_file_system_without_direct_writes_will_do(tmp_path: Path) -> None:
-    """Such as memory: /dev/shm refuses O_DIRECT."""
+    """Memory is one: /dev/shm refuses O_DIRECT."""
     folder = Path("/dev/shm") / f"holdfast-test-{os.getpid()}"
     try:
         for case in STORAGE_CASES.values():
@@ -50,7 +50,7 @@ def test_a_file_system_without_direct_writes_will_do(tmp_path: Path) -> None:
 
 def test_a_disk_that_stops_taking_odd_sizes_is_written_to_all_the_same(tmp_path: Path) -> None:
     class Picky(RealDisk):
-        """Splits writes as a disk that is nearly full does; the rest is then not aligned."""
+        """Splits writes like a disk that is nearly full; the rest is then not aligned."""
 
         def write(self, handle: int, data: memoryview, offset: int) -> None:
             super().write(handle, data[:1000], offset)
@@ -81,7 +81,7 @@ def test_nothing_is_left_unfinished_and_what_others_left_is_swept(tmp_path: Path
 
 
 def unfinished(root: Path) -> list[str]:
-    """The parts of the name under which a storage writes."""
+    """Return the parts of the name under which a storage writes."""
 
     def parts() -> Iterator[bytes]:
         (path,) = (root / ".unfinished").iterdir()

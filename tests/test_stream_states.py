@@ -1,4 +1,4 @@
-"""Streams whose readers can say where they stand: jobs of threads, with the packages people use."""
+"""Streams whose readers report their place: jobs of threads, with well-known packages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sample(shard: int, i: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Resumable:
-    """Reads a shard, and can go on where another one stood."""
+    """Reads a shard, and can go on from another one's place."""
 
     def __init__(self, shard: int) -> None:
         self.shard, self.at, self.epoch = shard, 0, 0
@@ -61,7 +61,7 @@ class OfTensors(Resumable):
 
 
 class Lying(Resumable):
-    """Goes on somewhere else, as a shuffled one that fills its buffer anew."""
+    """Goes on somewhere else, like a shuffled one that fills its buffer again."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.at = state["at"] + 1
@@ -163,7 +163,7 @@ def test_states_are_told_only_where_there_are_any() -> None:
 
 @pytest.mark.parametrize("told", [(0, 3), (1, 6), (1, 3), (1, 0)])
 def test_a_state_of_another_place_is_not_used(told: tuple[int, int]) -> None:
-    """The shard stands after 3 samples of epoch 1, which began in step 3."""
+    """The state is of sample 3 of epoch 1, which began in step 3."""
     plan = StreamPlan(batch_size=3, virtual_ranks=1, seed=0)
     state = msgspec.msgpack.encode({"at": told[1], "epoch": told[0]})
     made: list[Resumable] = []
@@ -281,7 +281,7 @@ def paired(rows: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Numbers(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Is what torchdata's loader keeps the state of."""
+    """Is the dataset whose state torchdata's loader keeps."""
 
     def __init__(self, shard: int) -> None:
         self.shard, self.at = shard, 0

@@ -1,4 +1,4 @@
-"""A dead network is noticed in seconds, a frozen peer is not taken for one, dialling is bounded."""
+"""A dead network is noticed in seconds, a frozen peer is no dead one, dialling is bounded."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_frozen_peer_keeps_its_connection() -> None:
 
 
 def test_dialling_gives_up_in_time() -> None:
-    """A listener whose queue is full ignores whoever comes next, as a dead host does."""
+    """A listener with a full queue ignores new connections, as a dead host does."""
 
     async def scene() -> str:
         with socket.socket() as listener, contextlib.ExitStack() as queue:

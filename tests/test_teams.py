@@ -1,4 +1,4 @@
-"""Over which nodes workers are spread: teams, their repair, and what their members may hold."""
+"""The nodes of spread workers: teams, their repair, and the pieces their members may hold."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_what_ends_on_a_further_node_ends_the_worker() -> None:
 
 
 def spread_view(workers: int, size: int, redundancy: Redundancy) -> View:
-    """Return a view of workers that are spread over so many nodes each, a shard on each."""
+    """Return a view of workers spread over `size` nodes each, with a shard on each."""
     members = tuple(
         Member(
             worker=WorkerId(w),

@@ -1,4 +1,4 @@
-"""The uses of a worker's time: what is counted as what, and when lines are written."""
+"""The uses of a worker's time: how each is counted, and when lines are written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trackers in real jobs: no step twice, one run though the leader dies, incidents told."""
+"""Trackers in real jobs: no step twice, one run though the leader dies, incidents reported."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Collector(http.server.ThreadingHTTPServer):
         self.bodies: dict[str, list[bytes]] = {}
 
     def decode(self, path: str, make: Callable[[], Any]) -> list[Any]:
-        """Return the requests that came to this path."""
+        """Return the requests that this path has got."""
         found = []
         for body in self.bodies.get(path, []):
             request = make()

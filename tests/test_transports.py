@@ -39,7 +39,7 @@ from holdfast.train.script.environment import WorkerEnvironment, take_channel
 
 KEY = b"k" * 32
 IDENTITY = PeerIdentity(key=KEY)
-PATIENCE_S = 30.0  # for what must happen
+PATIENCE_S = 30.0  # time limit for events that must happen
 BUILD_S = 2.0  # an impostor waits for this long, though the others give up at once
 
 
@@ -49,7 +49,7 @@ def tcp(rank: int) -> MakeTransport:
 
 
 def tcp_with_impostor(rank: int) -> MakeTransport:
-    """Of three, the last has another job's key."""
+    """Return the transport of a rank; of three, the last has another job's key."""
     listener = TcpListener("127.0.0.1", IDENTITY if rank < 2 else PeerIdentity(key=b"j" * 32))
     return lambda: TcpTransport(listener, build_s=BUILD_S)
 
@@ -60,7 +60,7 @@ def tcp_with_keyless_impostor(rank: int) -> MakeTransport:
 
 
 class Echo(PeerProof):
-    """An impostor without the key: it shows everyone the token that they have just shown it."""
+    """An impostor without the key: it repeats to everyone the token that it was just shown."""
 
     def _check_token(self) -> bytes:
         return self._data
@@ -145,7 +145,7 @@ def test_the_fake_tells_who_is_unplugged() -> None:
 
 
 def ends_beside_a_frozen_member(member: GroupMember) -> None:
-    """Check that an abort frees who sends to, and waits for, a process that is stopped."""
+    """Check that an abort frees threads that send to a stopped process, or wait for it."""
     transport = member.open("frozen")
     member.addresses[f"pid/{member.rank}"] = os.getpid()
     member.meet("frozen")

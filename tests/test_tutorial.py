@@ -23,7 +23,7 @@ def test_the_tutorial_prints_what_it_shows(tmp_path: Path) -> None:
     reader.follow()
     digests = [line for line in reader.printed if line.startswith("model ")]
     plain, *jobs = digests
-    assert len(jobs) == 3  # on one worker; on four, of which one is killed; resumed
+    assert len(jobs) == 3  # on one worker; on four, one of them killed; resumed
     assert set(jobs) == {jobs[0]}
     assert plain != jobs[0]  # its batches have another order
     text = "\n".join(reader.printed)

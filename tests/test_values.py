@@ -1,4 +1,4 @@
-"""What workers tell each other, and what scripts keep, in jobs of threads."""
+"""Values that workers exchange and scripts keep, in jobs of threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thread_cluster import ThreadWorker
 
 
 def with_values(job: Job, me: ThreadWorker) -> Any:
-    """What is agreed on, evaluated and kept decides how training goes on."""
+    """Values that are agreed on, evaluated and kept decide how training goes on."""
     model, optimizer = protected(job)
     job.values["best"] = 1e9
     job.values["seen"] = []
@@ -49,7 +49,7 @@ def test_values_are_a_part_of_the_state() -> None:
 
 
 def test_all_members_keep_the_values_of_a_step_as_the_same_bytes() -> None:
-    """Each has its own first; pieces for the nodes' memory are cut by different members."""
+    """Each has its own first; different members cut pieces for the nodes' memory."""
     found = set()
     for mine in range(3):
         values = StepValues()

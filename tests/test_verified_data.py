@@ -1,4 +1,4 @@
-"""Indexes of training data: no flipped bit is missed, and what is no index is refused."""
+"""Indexes of training data: no flipped bit is missed, and bytes that are no index are refused."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ NOWHERE = Path("nowhere")
 
 
 def nothing(count: int) -> None:
-    """Take no notice of progress."""
+    """Ignore the progress."""
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Three files: of several blocks, of one that is not full, and empty."""
+    """Make three files: of several blocks, of one that is not full, and empty."""
     root, chance = tmp_path / "data", random.Random(1)
     (root / "part").mkdir(parents=True)
     (root / "a.bin").write_bytes(chance.randbytes(5 * BLOCK + 17))
@@ -60,7 +60,7 @@ def written(root: Path, path: Path) -> FileIndex:
 
 
 def flip(path: Path, place: int) -> None:
-    """Flip one bit of a file, whose number is `place`."""
+    """Flip one bit of a file; `place` is its number."""
     data = bytearray(path.read_bytes())
     data[place // 8] ^= 1 << place % 8
     path.write_bytes(data)
@@ -214,7 +214,7 @@ def test_an_index_is_read_as_it_was_written(tree: Path, tmp_path: Path) -> None:
 
 
 def heads() -> Iterator[dict[str, Any]]:
-    """Heads that no index has, though its own digest is right."""
+    """Yield heads that no index has, though their own digests are right."""
     good = {"of": "files", "version": 1, "block_bytes": BLOCK, "files": [["a", 1]]}
     yield from ({**good, "version": 2}, {**good, "more": 1}, {**good, "of": "else"})
     yield from ({**good, "block_bytes": 0}, {**good, "files": [["a", -1]]})

@@ -1,4 +1,4 @@
-"""Erasure-coded volumes: any m of them may be lost, or lie, and every byte is still there."""
+"""Erasure-coded volumes: any m of them may be lost, or lie, and no byte is lost."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_three_lost_volumes_are_too_many_and_it_is_said() -> None:
 
 
 class Unplugged(MemoryStorage):
-    """Has all that it had, and says nothing."""
+    """Has kept all its bytes, and does not answer."""
 
     def size(self, name: str) -> int | None:
         raise WorldError("no answer")

@@ -1,4 +1,4 @@
-"""Frames and messages: what is damaged, replayed, foreign or malformed is refused, cleanly."""
+"""Frames and messages: damaged, replayed, foreign or malformed ones are refused, cleanly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The mechanical house rules that test_tidy.py enforces, each with its reason.
 
-A rule reads syntax trees and never runs what it judges. Where a rule's reason does not apply, it is
-broken in the open: `# tidy: allow RULE because ...` on the line that is reported.
+A rule reads syntax trees and never runs the code it judges. Where a rule's reason does not apply,
+it is broken in the open: `# tidy: allow RULE because ...` on the line that is reported.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ NEWER_THAN_310 = {
 
 @dataclass(frozen=True)
 class Rule:
-    """`find` sees all modules at once, since some rules are about how they hang together."""
+    """Is one rule. `find` sees all modules at once, since some rules are about connections."""
 
     name: str
     find: Callable[[list[Module]], Iterator[Finding]]
@@ -81,7 +81,7 @@ class Rule:
 
 
 def imports(module: Module) -> Iterator[tuple[int, str]]:
-    """Every dotted name the file imports, at any depth; `from a import b` gives a and a.b."""
+    """Yield every dotted name the file imports, at any depth; `from a import b` gives a and a.b."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -305,7 +305,7 @@ def find_undocumented_api(modules: list[Module]) -> Iterator[Finding]:
 
 
 def uses(module: Module, known: dict[str, Module]) -> Iterator[str]:
-    """Modules this one needs: imported, or named in a string as in `python -m NAME`."""
+    """Yield the modules this one needs: imported, or named in a string as in `python -m NAME`."""
     for _, name in imports(module):
         yield name
     texts, frames = [], [("", "")]  # around a word of the file, as in f"holdfast.cli.{...}_command"
@@ -488,7 +488,7 @@ RULES = [
 
 
 def broken(rule: Rule, modules: list[Module]) -> list[str]:
-    """What breaks `rule`, one line each, except where the source says why it may."""
+    """Return the places that break `rule`, one line each, except where the source says why."""
     found: dict[tuple[str, int], str] = {}
     for f in rule.find(modules):
         lines = f.module.source.splitlines()

@@ -31,13 +31,13 @@ class EtcdCluster:
         self.endpoints: list[Endpoint] = []
         self._path = path
         self._size = size
-        self._tls = tls  # files: "ca", and "cert" and "key" by it, for all members
+        self._tls = tls  # files: "ca", and "cert" and "key" signed by it, for all members
         self._commands: list[list[str]] = []
         self._members: list[subprocess.Popen[bytes]] = []
 
     @staticmethod
     def available() -> str:
-        """Tell why there can be no cluster here; empty if there can."""
+        """Return why there can be no cluster here; empty if there can."""
         return "" if shutil.which("etcd") else "`etcd` is not installed (package etcd-server)"
 
     def __enter__(self) -> EtcdCluster:
@@ -117,7 +117,7 @@ class EtcdCluster:
         everyone = ",".join(f"m{i}={peer}" for i, peer in enumerate(peers))
         self._commands = [
             [
-                # The kernel ends it with this process, however that ends.
+                # The kernel ends it with this process, even if that is killed.
                 *("setpriv", "--pdeathsig", "KILL", "etcd", "--name", f"m{i}"),
                 *("--data-dir", str(path / f"m{i}")),
                 *("--listen-client-urls", ours[i]),

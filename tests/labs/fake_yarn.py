@@ -1,7 +1,7 @@
 """Plays a ResourceManager with its services API and the node managers behind it, over real HTTP.
 
-It keeps services as Hadoop's own code does where that matters, starts a real process for each
-container, and replaces those that end. Shapes and words are from Hadoop 3.3 and later:
+It treats services as Hadoop's own code does in the points that matter, starts a real process for
+each container, and replaces those that end. Shapes and words are from Hadoop 3.3 and later:
 
 * `API`: hadoop-yarn-services-api, YARN-Simplified-V1-API-Layer-For-Services.yaml, and
   https://hadoop.apache.org/docs/stable/hadoop-yarn/hadoop-yarn-site/ (YarnServiceAPI.html)
@@ -118,8 +118,8 @@ class FakeYarn:
     """Keeps all services and nodes; used as a context manager it serves them at `url`.
 
     It is the harness of the contract as well. `away`: it answers nothing. `off`: the services API
-    is switched off. `failing`: number of the next requests, all of which fail.
-    `start_s`: until a master is up. `timeouts`: of decommissioning nodes, in seconds.
+    is switched off. `failing`: the number of the next requests, which all fail. `start_s`: until a
+    master is up. `timeouts`: of decommissioning nodes, in seconds.
     """
 
     def __init__(self, folder: Path, hosts: int = 4, start_s: float = 0.1) -> None:
@@ -184,7 +184,7 @@ class FakeYarn:
     # ------------------------------------------------------------ requests
 
     def handle(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        """Carry out one request. HttpProblem says why it is refused."""
+        """Carry out one request; raise HttpProblem with the reason if it is refused."""
         with self.lock:
             if self.failing:
                 self.failing -= 1

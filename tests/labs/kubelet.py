@@ -2,10 +2,10 @@
 
     python tests/labs/kubelet.py NAME --root DIR [--zone ZONE]
 
-It registers the node, renews its lease and its Ready condition, runs what the scheduler has bound
-to the node, and ends deleted pods: the hook preStop, SIGTERM, and SIGKILL after the grace
-period. KUBECONFIG says where the API is. Images mean nothing here, all pods share the file system
-and the address of this machine, and paths below DIR stand for volumes.
+It registers the node, renews its lease and its Ready condition, runs the pods that the scheduler
+has bound to the node, and ends deleted pods: the hook preStop, SIGTERM, and SIGKILL after the grace
+period. KUBECONFIG names the API. Images mean nothing here, all pods share the file system and the
+address of this machine, and paths below DIR stand for volumes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ POD_MARK, NODE_MARK = "HOLDFAST_TEST_POD", "HOLDFAST_TEST_NODE"
 
 
 def marked(mark: str, value: str) -> list[int]:
-    """Return the live processes whose environment says so."""
+    """Return the live processes with this mark in their environment."""
     wanted, found = f"{mark}={value}".encode(), []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -61,13 +61,13 @@ def kill_marked(mark: str, value: str) -> None:
 
 
 def expand(word: str, environment: dict[str, str]) -> str:
-    """Put in the values of variables that a command names."""
+    """Replace the variables in a command by their values."""
     return re.sub(r"\$\((\w+)\)", lambda m: environment.get(m[1], m[0]), word)
 
 
 @dataclass
 class RunningPod:
-    """Holds what the kubelet knows of a pod: its only container's process."""
+    """Describes a pod to the kubelet: the process of its only container."""
 
     name: str
     namespace: str
@@ -97,7 +97,7 @@ class Kubelet:
             except ApiError as error:
                 sys.stderr.write(f"kubelet {self._name}: {error}\n")
             except HTTPError:
-                pass  # the API is away: what runs goes on
+                pass  # the API is away: pods go on
             time.sleep(LOOK_S)
 
     def _look(self) -> None:

@@ -1,6 +1,6 @@
 """Simulates exchanges of gradients in virtual time, by the engine's own rules.
 
-It serves to test what votes say of waits: which links are slow is known here.
+It tests the reports on waits in votes: here the slow links are known.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ BUCKETS = 3
 COMPUTE_S = 0.1
 NOISE, MESSAGE_NOISE = 0.03, 0.2  # relative, of computing and of messages
 ODD = 0.01  # share of both that takes 1.3 to 3 times as long
-VOTE_S = 0.002  # the end of a vote is not seen by all at the same time
+VOTE_S = 0.002  # members see the end of a vote at different times
 
 
 class MadeUpExchange:
-    """Simulates a job, and what each member's vote would say of its waits.
+    """Simulates a job, and the report on its waits in each member's vote.
 
     A member fills its buckets during the last part of its computing, sends each to all others, and
     cannot begin with further ones while it waits. The messages of a link go one after the other.

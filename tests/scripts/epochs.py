@@ -1,6 +1,6 @@
-"""Trains for epochs, written in two ways: as loops one after the other, or by job.epochs.
+"""Trains for epochs, written in two ways: as loops in sequence, or by job.epochs.
 
-Prints each step, and at the end a digest of the model and of what was kept.
+Prints each step, and at the end a digest of the model and of the kept values.
 """
 
 from __future__ import annotations

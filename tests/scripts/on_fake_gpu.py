@@ -1,7 +1,7 @@
 """A training script whose parameters lie on the fake GPU of tests/fake_gpu.py, or on the host.
 
 --kill STEP:WORKERS kills the first incarnations of those workers in that step; after the step
---rejoin, steps are slow until as many workers as at the beginning are members.
+--rejoin, steps are slow until there are again all the members of the beginning.
 """
 
 from __future__ import annotations
