@@ -12,6 +12,7 @@ LAUNCHERS = {
     "slurm": "a batch job of Slurm, and further ones as it grows",
     "ray": "nodes of a Ray cluster, by an actor on each",
     "yarn": "containers of a service on a Hadoop cluster",
+    "mesos": "tasks of a framework on a Mesos cluster",
     "local": "processes of this machine that stand for nodes, to try things out",
     "k8s": "pods of Kubernetes: writes the manifests, or applies them",
 }

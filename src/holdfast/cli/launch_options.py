@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from holdfast.cli import run_command
 from holdfast.cli.job_config import read_config
@@ -117,3 +119,16 @@ def agent_options(options: argparse.Namespace) -> tuple[str, ...]:
     checks = [word for check in options.check for word in ("--check", check)]
     limit = ["--check-limit-s", f"{options.check_limit_s:g}"] if checks else []
     return (*notices, *checks, *limit)
+
+
+def own_address(option: str, address: str) -> str:
+    """Return the address of this machine from which another one is reached."""
+    parts = urlsplit(address)
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+        kind, _, _, _, there = found[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.connect(there)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UserError(f"{option} {address} cannot be reached ({error.strerror})") from None

@@ -6,12 +6,10 @@ import argparse
 import asyncio
 import getpass
 import re
-import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from holdfast.cli.launch_options import (
     ABANDON_S,
@@ -20,6 +18,7 @@ from holdfast.cli.launch_options import (
     check_launch,
     launch_parser,
     make_run_dir,
+    own_address,
     prefer,
 )
 from holdfast.core.errors import Refused, UserError, WorldError, first_line
@@ -61,7 +60,7 @@ def main(argv: list[str]) -> int:
         "user": access.user,
         "ca": access.ca,
         "kerberos": "yes" if proved else "",
-        "listen": options.host or own_address(access.address),
+        "listen": options.host or own_address("--rm", access.address),
         **{key: str(getattr(options, key)) for key in ("service", "queue", *LIMITS)},
         **{key: getattr(options, key) for key in ("principal", "keytab")},
     }
@@ -203,16 +202,3 @@ def destroy(run_dir: RunDir) -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-def own_address(address: str) -> str:
-    """Return the address of this machine from which another one is reached."""
-    parts = urlsplit(address)
-    try:
-        found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
-        kind, _, _, _, there = found[0]
-        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-            probe.connect(there)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise UserError(f"--rm {address} cannot be reached ({error.strerror})") from None

@@ -224,7 +224,7 @@ def _domains_of(offer: Mapping[str, Any]) -> Domains:
     return tuple(f"{key}={found[key]['name']}" for key in ("region", "zone") if key in found)
 
 
-def link_of(told: Mapping[str, str]) -> RestLink:
+def access_of(told: Mapping[str, str]) -> RestAccess:
     """Return how Mesos is reached, by the settings of a plan. UserError: there is no password."""
     password = ""
     if told["password_file"]:
@@ -232,8 +232,9 @@ def link_of(told: Mapping[str, str]) -> RestLink:
             password = read_regular(told["password_file"], DOCUMENT_BYTES_MAX).decode().strip()
         except (OSError, ValueError) as error:
             raise UserError(f"--password-file cannot be read: {error}") from None
-    access = RestAccess(address=told["master"], user=told["user"], password=password, ca=told["ca"])
-    return RestLink(access, NAME, PROOF)
+        if not password:
+            raise UserError(f"--password-file {told['password_file']} is empty: write one into it")
+    return RestAccess(address=told["master"], user=told["user"], password=password, ca=told["ca"])
 
 
 def open_manager(plan: FleetPlan, spec: JobSpec) -> MesosManager:
@@ -250,5 +251,7 @@ def open_manager(plan: FleetPlan, spec: JobSpec) -> MesosManager:
         gpus=int(told["gpus"]),
         failover_s=float(told["failover_s"]),
     )
-    session = MesosSession(link_of(told), framework, Path(run_dir, FRAMEWORK))
+    session = MesosSession(
+        RestLink(access_of(told), NAME, PROOF), framework, Path(run_dir, FRAMEWORK)
+    )
     return MesosManager(session, framework, OrderBook(Path(run_dir, ORDERS)))

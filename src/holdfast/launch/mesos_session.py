@@ -94,7 +94,7 @@ class MesosSession:
         if self._stream is not None and not self._stream.is_broken():
             return self._stream
         self.close()
-        kept = self._kept_id()
+        kept = self.kept_id()
         try:
             stream = subscribe(self._link, self._framework.info(kept))
         except Refused as error:
@@ -128,9 +128,15 @@ class MesosSession:
             stream.close()  # the next one is offered what this one may hold without our knowledge
             raise
 
+    def kept_id(self) -> str:
+        """Return the framework's id in Mesos; "" if it has none yet."""
+        with contextlib.suppress(FileNotFoundError):
+            return read_regular(self._id_file, DOCUMENT_BYTES_MAX).decode().strip()
+        return ""
+
     def end(self) -> None:
         """Have Mesos end the framework with all its tasks, if there is one."""
-        if self._kept_id():
+        if self.kept_id():
             self.call("TEARDOWN")
             self._id_file.unlink()
             self.close()
@@ -139,11 +145,6 @@ class MesosSession:
         """End the subscription; tasks go on until the failover time-out."""
         if self._stream is not None:
             self._stream.close()
-
-    def _kept_id(self) -> str:
-        with contextlib.suppress(FileNotFoundError):
-            return read_regular(self._id_file, DOCUMENT_BYTES_MAX).decode().strip()
-        return ""
 
 
 def say(text: str) -> None:

@@ -93,7 +93,7 @@ def subscribe(link: RestLink, framework: dict[str, Any]) -> MesosStream:
     call: dict[str, Any] = {"type": "SUBSCRIBE", "subscribe": {"framework_info": framework}}
     if "id" in framework:
         call["framework_id"] = framework["id"]
-    response = link.open("POST", SCHEDULER, call, {}, SILENCE_S_MAX)
+    response = link.of_any(lambda: link.open("POST", SCHEDULER, call, {}, SILENCE_S_MAX))
     try:
         if response.status == UNKNOWN:
             raise Refused(f"there is no Mesos master: it has no {SCHEDULER}")
@@ -101,7 +101,7 @@ def subscribe(link: RestLink, framework: dict[str, Any]) -> MesosStream:
             raise link.failure(read_answer(response)[0])
         first = next(read_records(response), {})
         if first.get("type") == "ERROR":
-            raise Refused(str(first["error"]["message"]))
+            raise Refused(f"Mesos says: {first['error']['message']}")
         told = first["subscribed"]
         framework_id = str(told["framework_id"]["value"])
         beat_s = float(told.get("heartbeat_interval_seconds") or HEARTBEAT_S)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import functools
 import http.client
 import importlib
@@ -16,10 +17,10 @@ import json
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from holdfast.core.errors import Refused, Unreachable, UserError, first_line
@@ -28,6 +29,7 @@ ANSWER_S = 20.0
 BYTES_MAX = 64 << 20
 UNKNOWN, BROKEN, WHO_ASKS, ELSEWHERE = 404, 500, 401, (307, 308)
 NOT_JSON = object()  # in place of the document of an answer
+Answered = TypeVar("Answered")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +147,16 @@ class RestLink:
             return answer
         except (OSError, http.client.HTTPException) as error:
             raise self.silence(error) from None
+
+    def of_any(self, ask: Callable[[], Answered]) -> Answered:
+        """Ask all servers in turn, until one answers. Unreachable: none does.
+
+        `ask`: a question to this link that may be asked twice.
+        """
+        for _ in self._servers[1:]:
+            with contextlib.suppress(Unreachable):
+                return ask()
+        return ask()
 
     def open(
         self, method: str, path: str, body: Any, headers: Mapping[str, str], within_s: float

@@ -1,0 +1,188 @@
+"""`holdfast launch mesos` runs a job in tasks of one Mesos framework."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.cli.launch_options import (
+    ABANDON_S,
+    HERE,
+    WAIT,
+    check_launch,
+    launch_parser,
+    make_run_dir,
+    own_address,
+    prefer,
+)
+from holdfast.core.errors import Refused, UserError, WorldError, first_line
+from holdfast.launch.cluster_job import launch_cluster_job
+from holdfast.launch.fleet_plan import read_plan
+from holdfast.launch.mesos_manager import NAME, PROOF, access_of, open_manager
+from holdfast.launch.mesos_session import MesosSession
+from holdfast.launch.rest_link import NOT_JSON, UNKNOWN, RestLink, check_access
+from holdfast.runtime.rundir import RunDir
+
+EXAMPLE = "http://HOST:5050, a master's web address"
+OPERATOR, FORBIDDEN = "/api/v1", 403
+LIMITS: dict[str, tuple[float, float]] = {
+    "cpus": (0.01, 10_000),
+    "memory": (1, 1 << 30),
+    "gpus": (0, 10_000),
+    "failover_s": (60, 31_536_000),
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run a job to its end. Returns the exit status."""
+    options = parser().parse_args(argv)
+    check_launch(options)
+    check_values(options)
+    prefer(options, "nodes.abandon_s", ABANDON_S)
+    settings = {
+        "runs_as": getpass.getuser(),
+        "ca": str(options.ca_file.absolute()) if options.ca_file is not None else "",
+        "password_file": str(options.password_file.absolute()) if options.password_file else "",
+        **{key: str(getattr(options, key)) for key in ("master", "user", "role", *LIMITS)},
+    }
+    access = access_of(settings)
+    check_access(access, "--master", EXAMPLE)
+    check_cluster(RestLink(access, NAME, PROOF), options)
+    settings["listen"] = options.host or own_address("--master", options.master.split(",")[0])
+    run_dir = make_run_dir(options, "mesos", settings)
+    start(run_dir)
+    try:
+        return go_on(run_dir, settings["listen"], options.port)
+    except BaseException:  # the framework would outlive this command
+        end(run_dir)
+        raise
+
+
+def go_on(run_dir: RunDir, host: str, port: int) -> int:
+    """Run a job, or go on with it, from here; the framework ends with it."""
+    code = launch_cluster_job(
+        run_dir, read_plan(run_dir).settings["listen"] if host == HERE else host, port
+    )
+    end(run_dir)
+    return code
+
+
+def parser() -> argparse.ArgumentParser:
+    found = launch_parser(
+        "mesos",
+        "Run a training script on a Mesos cluster, in tasks of one framework: one agent in each, "
+        "each on a host of its own. Nodes that are lost are replaced, and hosts that are scheduled "
+        "for maintenance are left. Coordinator and fleet run here. The run directory must be on a "
+        "file system that all hosts share; workers' output goes to files in it.",
+    )
+    found.set_defaults(host="")
+    group = found.add_argument_group("Mesos")
+    for name, metavar, default, text in (
+        ("master", "URL", "", "address of a master, or of several with commas, http://HOST:5050"),
+        ("role", "NAME", "*", "role whose resources are used (default %(default)s)"),
+        ("user", "NAME", "", "prove to be NAME, the principal, with --password-file"),
+    ):
+        group.add_argument(f"--{name}", metavar=metavar, default=default, help=text)
+    for name, metavar, kind, number, text in (
+        ("cpus", "N", float, 1.0, "CPUs of each task (default %(default)g)"),
+        ("memory", "MB", int, 4096, "memory of each task, in MB (default %(default)s)"),
+        ("gpus", "N", int, 0, "GPUs of each task (default %(default)s)"),
+        ("failover-s", "S", float, 3600.0, "Mesos ends all tasks when neither this command nor "
+         "`holdfast resume` is there for so long (default %(default)g)"),
+    ):  # fmt: skip
+        group.add_argument(f"--{name}", metavar=metavar, type=kind, default=number, help=text)
+    for name, text in (
+        ("password-file", "read --user's password from a file that only you can read"),
+        ("ca-file", "trust the certificates in this file (https)"),
+    ):
+        group.add_argument(f"--{name}", type=Path, metavar="FILE", help=text)
+    group.add_argument(
+        WAIT,
+        action="store_true",
+        help="begin although the cluster has fewer nodes than --nodes: they will come",
+    )
+    return found
+
+
+def check_values(options: argparse.Namespace) -> None:
+    """Raise UserError for a value that Mesos would refuse, or could never satisfy."""
+    if not options.master:
+        raise UserError(f"there is no Mesos master to ask: name one, --master {EXAMPLE}")
+    for name, (least, most) in LIMITS.items():
+        given = getattr(options, name)
+        if not least <= given <= most:
+            option = name.replace("_", "-")
+            raise UserError(f"--{option} {given:g} must be from {least:g} to {most:g}")
+    if bool(options.user) != bool(options.password_file):
+        raise UserError("--user and --password-file belong together: give both, or none")
+
+
+def check_cluster(link: RestLink, options: argparse.Namespace) -> None:
+    """Raise UserError unless a master of Mesos is there, and it has agents enough."""
+    try:
+        answer = link.of_any(lambda: link.ask_now("POST", OPERATOR, {"type": "GET_AGENTS"}))
+        if answer.status == UNKNOWN or answer.document is NOT_JSON:
+            raise UserError(f"--master {options.master} is no Mesos: it does not know {OPERATOR}")
+        if answer.status == FORBIDDEN:
+            return  # agents are shown to operators alone
+        if not answer.accepted:
+            raise link.failure(answer)
+    except WorldError as error:
+        raise UserError(f"--master {options.master} cannot be used: {first_line(error)}") from None
+    agents = answer.document.get("get_agents", {}).get("agents", ())
+    fitting = sum(has_room(each, options) for each in agents)
+    if fitting < options.nodes and not options.wait_for_nodes:
+        wanted = {"CPUs": options.cpus, "MB": options.memory, "GPUs": options.gpus}
+        text = ", ".join(f"{number:g} {name}" for name, number in wanted.items() if number)
+        raise UserError(
+            f"--nodes {options.nodes}: the cluster has {fitting} with {text}; ask for fewer or "
+            f"smaller ones, or give {WAIT} if they will come"
+        )
+
+
+def has_room(agent: Mapping[str, Any], options: argparse.Namespace) -> bool:
+    """Return whether an agent is large enough for one of the tasks."""
+    total = dict.fromkeys(("cpus", "mem", "gpus"), 0.0)
+    for each in agent.get("total_resources", ()):
+        if each["name"] in total:
+            total[each["name"]] += each["scalar"]["value"]
+    enough = total["cpus"] >= options.cpus and total["mem"] >= options.memory
+    return bool(agent.get("active") and enough and total["gpus"] >= options.gpus)
+
+
+def start(run_dir: RunDir) -> None:
+    """Have Mesos know the framework. UserError: it refuses."""
+    told, session = read_plan(run_dir).settings, session_of(run_dir)
+    try:
+        session.subscription()
+    except Refused as error:
+        if "ole" in first_line(error):  # role, or Role
+            text = f"--role {told['role']}: {first_line(error)}; name another"
+            raise UserError(text) from None
+        raise UserError(f"the framework is refused: {first_line(error)}") from None
+    except WorldError as error:
+        raise UserError(f"--master {told['master']} cannot be used: {first_line(error)}") from None
+    finally:
+        session.close()
+
+
+def end(run_dir: RunDir) -> None:
+    """End the framework, or say that it may still be there."""
+    session = session_of(run_dir)
+    try:
+        session.end()
+    except (WorldError, OSError) as error:
+        print(
+            f"holdfast: framework {session.kept_id()} may still be there ({first_line(error)}): "
+            f"remove it with `curl -d frameworkId={session.kept_id()} MASTER/master/teardown`",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def session_of(run_dir: RunDir) -> MesosSession:
+    return open_manager(read_plan(run_dir), run_dir.spec()).session
