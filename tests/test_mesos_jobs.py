@@ -162,7 +162,8 @@ def test_a_launcher_that_is_killed_is_resumed(
     job = MesosRun(tmp_path, fake.url, "--nodes", "3", *store)
     with job.run:
         before = job.serving(3)
-        job.until(lambda: any("is saved" in line for line in job.run.err), "a checkpoint")
+        # The first is surely in the coordinator's journal when the second one is told.
+        job.until(lambda: sum("is saved" in line for line in job.run.err) > 1, "two checkpoints")
         os.kill(job.run.pid, signal.SIGKILL)
     job.run = LocalRun(job.folder, [], [], command=("resume", str(job.folder)))
     with job.run:

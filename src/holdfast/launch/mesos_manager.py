@@ -8,10 +8,11 @@ that is started later can ask Mesos for all tasks by their names.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from holdfast.launch.fleet_plan import FleetPlan, job_prefix
 from holdfast.launch.mesos_session import FRAMEWORK, MesosFramework, MesosSession, say
 from holdfast.launch.mesos_stream import MesosStream
 from holdfast.launch.order_book import ORDERS, BookEntry, OrderBook
-from holdfast.launch.rest_link import RestAccess, RestLink
+from holdfast.launch.rest_link import ANSWER_S, RestAccess, RestLink
 from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, read_regular
 
 NAME = "Mesos"
@@ -68,7 +69,7 @@ class MesosManager:
     # ------------------------------------------------------------ the contract
 
     def _observe(self) -> list[Placement]:
-        with self._alone:
+        with self._turn():
             entries = self._book.entries()
             stream = self._renew()
             held = [entry for entry in entries if entry.holder and not self._is_over(entry)]
@@ -79,12 +80,12 @@ class MesosManager:
             return [self._placement(e) for e in self._book.entries() if e.waits or e.holder]
 
     def _request(self, order: PlacementOrder) -> None:
-        with self._alone:
+        with self._turn():
             self._book.add(order)
             self.session.call("REVIVE")  # offers come again, those refused too
 
     def _release(self, id_: PlacementId) -> None:
-        with self._alone:
+        with self._turn():
             entry = self._book.find(id_)
             if entry is None or (entry.waits and self._book.withdraw(id_)):
                 return
@@ -93,8 +94,17 @@ class MesosManager:
                 self.session.call("KILL", _task_of(entry))
 
     def _close(self) -> None:
-        with self._alone:
+        with self._turn():
             self.session.close()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        if not self._alone.acquire(timeout=ANSWER_S):
+            raise Unreachable("Mesos has not answered an earlier question yet")
+        try:
+            yield
+        finally:
+            self._alone.release()
 
     def _renew(self) -> MesosStream:
         """Return the subscription. A new one begins without offers, and asks for all tasks."""
