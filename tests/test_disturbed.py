@@ -467,7 +467,7 @@ def test_what_is_rightly_not_finite_is_committed(start: Start, tmp_path: Path) -
     with start(*AUDITED, nproc=3, options=options) as run:
         finish(run)
     (text,) = wrong(run)
-    assert text == "the gradient of step 7 is not finite, on all who compute it"
+    assert text == "the gradient of step 7 is not finite, on all workers that compute it"
     assert verify(run.run_dir.path, SamplePlan.from_dict).ok
 
 

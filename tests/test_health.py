@@ -191,7 +191,7 @@ CASES = [
     ("disk-write", disk(write_per_s=99e6), WARN, "99 MB/s"),
     ("disk-write", disk(write_per_s=9e6), FAIL, "9 MB/s"),
     ("disk-read-back", disk(), OK, "read back"),
-    ("disk-read-back", disk(read_back_wrong=True), FAIL, "not what was written"),
+    ("disk-read-back", disk(read_back_wrong=True), FAIL, "other bytes were read"),
     ("disk", busy_disk(failure="Input/output error"), FAIL, "Input/output"),
     ("disk-sync", busy_disk(sync_s=4.0), OK, "4000"),  # a checkpoint is being written
     ("disk-sync", busy_disk(sync_s=6.0), WARN, "6000"),

@@ -302,7 +302,7 @@ def endless_line(paths):
         (missing_step, "no copy of step 3"),
         (missing_start, "no copy of step 0 to 1"),
         (twice_in_one_file, "step 11 is written twice by incarnation (1, 1)"),
-        (moved_without_total_loss, "committed again in view 2 by [(0, 1), (1, 1)], who had"),
+        (moved_without_total_loss, "committed again in view 2 by [(0, 1), (1, 1)], which had"),
         (survivor_wrote_both, "committed again in view 2 by [(0, 1)"),
         (other_hosts_in_the_same_view, "step 3 was committed again in view 1"),
         (vrank_missing, "step 3 has 3 counts for 4 virtual ranks"),
@@ -497,7 +497,7 @@ def test_no_more_may_be_dropped_than_was_declared(tmp_path):
         one = without(without(entry(3), 0), 1)
         write(tmp_path, worker, [*map(entry, range(3)), one], backup=1)
     report = audit(tmp_path)
-    assert "step 3 dropped what 2 workers computed, of which it may drop 1" in report.findings[0]
+    assert "step 3 dropped the results of 2 workers, but may drop those of 1" in report.findings[0]
     assert report.lost == 12
 
 

@@ -93,7 +93,7 @@ def test_a_question_is_one_request_in_the_users_name(server: Server) -> None:
         (500, b'{"diagnostics": null}', Unreachable, "YARN says: HTTP status 500"),
         (503, b"<html>", Unreachable, "YARN says: HTTP status 503"),
         (200, b"<html>", Refused, "YARN says: HTTP status 200"),
-        (401, b"", Refused, "YARN wants to know who asks: use --kerberos, and run kinit"),
+        (401, b"", Refused, "YARN demands a proof of identity: use --kerberos, and run kinit"),
     ],
 )
 def test_what_is_not_accepted_is_told_apart(

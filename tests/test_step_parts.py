@@ -370,7 +370,7 @@ def test_sums_that_are_rightly_not_finite_leave_others_in_peace_for_a_while() ->
     assert not found.believes_not_finite(0, 7)
     found.doubted(4, [W1])
     assert texts(found.settled(4, rightly=True)) == [
-        "the gradient of step 4 is not finite, on all who compute it"
+        "the gradient of step 4 is not finite, on all workers that compute it"
     ]
     assert found.believes_not_finite(4 + CALM_STEPS - 1, 7)
     assert not found.believes_not_finite(4 + CALM_STEPS, 7)

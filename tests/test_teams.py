@@ -105,7 +105,7 @@ def test_a_drained_node_is_left_if_memory_keeps_the_state() -> None:
     assert admitted(cluster, view=view, most=2, protected=False)[1] == []
     assert cluster.roster.wants(W0, Incarnation(1))
     (line,) = admitted(cluster, view=view, most=2)[1]
-    assert line.startswith("worker 0 begins anew without node b")
+    assert line.startswith("worker 0 begins again without node b")
     assert not cluster.roster.wants(W0, Incarnation(1))
 
 

@@ -247,7 +247,7 @@ def lower(baseline: dict[str, int]) -> dict[str, int]:
 
 
 def main(argv: list[str]) -> int:
-    """Show what is there, or lower the baseline."""
+    """Show the phrases, or lower the baseline."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("files", nargs="*", help="show every phrase in these")
     parser.add_argument("--lower", action="store_true", help="rewrite the baseline")

@@ -67,8 +67,8 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=float("inf"),
         metavar="SECONDS",
-        help="this machine ends so many seconds after it has sent this command SIGTERM: the time "
-        "that a cluster manager gives (default: others take over its work, however long it takes)",
+        help="this machine ends this many seconds after it has sent this command SIGTERM: the "
+        "time that a cluster manager gives (default: others take over its work without a limit)",
     )
     add_notices(found)
     add_domains(found)

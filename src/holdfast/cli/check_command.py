@@ -43,8 +43,8 @@ def parser() -> argparse.ArgumentParser:
         prog="holdfast check",
         usage="%(prog)s [OPTION ...] SCRIPT [ARG ...]",
         allow_abbrev=False,  # options of the script would be taken for short forms of these
-        description="Run the first steps of a training script on 1 worker, on 2, and on 2 of which "
-        "one is killed and comes back, compare the bits step by step, and name what differs.",
+        description="Run the first steps of a training script on 1 worker, on 2, and on 2 again "
+        "with one killed and started again, compare the bits step by step, and name what differs.",
     )
     found.add_argument(
         "script", nargs="?", default="", metavar="SCRIPT", help="the training script"

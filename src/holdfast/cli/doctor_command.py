@@ -114,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=3600.0,
         metavar="S",
-        help="--serve and --watch end by themselves after so many seconds (default 3600)",
+        help="end --serve and --watch after this many seconds (default 3600)",
     )
     return found
 

@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="holdfast explain",
         description="List the incidents of a run, newest last, or tell the story of one: the "
-        "fault, what was done, and what it cost. It reads the run's event log.",
+        "fault, the reaction, and the cost. It reads the run's event log.",
     )
     found.add_argument("run_dir", metavar="RUN", help="directory of the run")
     found.add_argument("event", metavar="EVENT", nargs="?", help="id of an event of an incident")

@@ -144,8 +144,8 @@ def _check_values(options: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     found = launch_parser(
         "k8s",
-        "Write the manifests of a job for Kubernetes: a coordinator, which keeps as many pods of "
-        "agents as the job needs, and replaces those that are lost. They hold the job's secret.",
+        "Write the manifests of a job for Kubernetes: a coordinator, which keeps the number of "
+        "agents' pods that the job needs, and replaces lost ones. They hold the job's secret.",
     )
     found.set_defaults(host="", port=PORT)
     group = found.add_argument_group("Kubernetes")
@@ -153,7 +153,7 @@ def parser() -> argparse.ArgumentParser:
     for name, metavar, default, text in (
         ("image", "IMAGE", "", "image with Python, Holdfast and the script"),
         ("workdir", "DIR", "/workspace", "where the script is in the image"),
-        ("namespace", "NAME", "default", "namespace of all that belongs to the job"),
+        ("namespace", "NAME", "default", "namespace of everything that belongs to the job"),
         ("cpu", "N", "", "processor cores of each agent's pod, such as 8 or 500m"),
         ("memory", "SIZE", "", "memory of each agent's pod, such as 64Gi"),
         ("gpus", "N", "", "NVIDIA GPUs of each agent's pod"),

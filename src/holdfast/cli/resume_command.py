@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         prog="holdfast resume",
         description="Continue a run that was interrupted, failed, or lost its machine: same "
         "script, same arguments, from its newest checkpoint or, without one, from step 0. The "
-        "result is that of an undisturbed run. Further nodes must join again.",
+        "result equals that of an undisturbed run. Further nodes must join again.",
     )
     found.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     found.add_argument(

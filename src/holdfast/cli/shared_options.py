@@ -25,7 +25,7 @@ def add_tls(parser: argparse._ActionsContainer) -> None:
         "--tls",
         type=Path,
         metavar="DIR",
-        help="encrypt all that nodes and workers say to each other with TLS, but for NCCL and "
+        help="encrypt all traffic between nodes and workers with TLS, except that of NCCL and "
         "torch.distributed; DIR holds this machine's certificate tls.crt (for a server and a "
         "client), its key tls.key, and ca.crt, the authority of all the job's certificates",
     )

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         "--nodes", type=_nodes, metavar="N", help="a large job on N nodes, up to 10,000 and more"
     )
     size.add_argument(
-        "--tables", action="store_true", help="servers of tables and those who read them, instead"
+        "--tables", action="store_true", help="servers of tables and their clients, instead"
     )
     parser.add_argument("--trace", action="store_true", help="with --seed: print every event")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

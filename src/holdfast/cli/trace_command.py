@@ -42,8 +42,8 @@ def _write(file: IO[str], entries: Iterator[dict[str, object]]) -> int:
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="holdfast trace",
-        description="Write a trace of a run in Chrome's format: a lane for each worker, with what "
-        "it spent its time on, events with arrows from their causes, and incidents.",
+        description="Write a trace of a run in Chrome's format: a lane for each worker, with the "
+        "uses of its time, events with arrows from their causes, and incidents.",
     )
     found.add_argument("run_dir", metavar="RUN", type=Path, help="directory of the run")
     found.add_argument(

@@ -143,8 +143,8 @@ class ReedSolomon:
         wrong = _span(parity_check, seen, orthogonal)
         if wrong is None:
             raise Damaged(
-                f"{len(numbers)} pieces, of which {self.k} are enough, contradict each other in so "
-                "many ways that the wrong ones cannot be told from the right ones"
+                f"{len(numbers)} pieces ({self.k} are enough) contradict each other in too many "
+                "ways: the wrong ones cannot be told from the right ones"
             )
         return tuple(numbers[i] for i in wrong)
 

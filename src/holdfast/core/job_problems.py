@@ -98,8 +98,8 @@ def _conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]:
         )
     if backup and spec.silent_errors.audit:
         yield (
-            f"{say('stragglers.backup')} and {say('silent_errors.audit')} exclude each other: what "
-            "is discarded cannot be compared, so set one of them to 0"
+            f"{say('stragglers.backup')} and {say('silent_errors.audit')} exclude each other: "
+            "dropped results cannot be compared, so set one of them to 0"
         )
 
 
@@ -158,8 +158,8 @@ def _server_conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]
         return
     if spec.servers.replicas > count:
         yield (
-            f"{say('servers.replicas')} is greater than {say('servers.count')}: each row is on so "
-            "many of the servers, so use more servers or fewer replicas"
+            f"{say('servers.replicas')} is greater than {say('servers.count')}: each replica "
+            "of a row needs its own server, so use more servers or fewer replicas"
         )
     if spec.servers.staleness and spec.checkpoints.store:
         yield (

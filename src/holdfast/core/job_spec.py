@@ -117,7 +117,7 @@ class Workers:
     spares: int | None = setting(
         0,
         "further workers to start on each node, which wait until one that trains is lost or "
-        "leaves; auto: as many in the whole job as its rate of losses makes worth it",
+        "leaves; auto: the number for the whole job that its rate of losses makes worth it",
         metavar="N|auto",
         least=0,
         most=PROCESSES_MAX,
@@ -355,7 +355,7 @@ class MemorySettings:
     redundancy: str = setting(
         "none",
         "keep the state, and the gradients of the steps since, in the memory of several nodes: "
-        "none, replicate:R (R copies) or rs:K+M (K + M pieces, of which any K are enough)",
+        "none, replicate:R (R copies) or rs:K+M (K + M pieces; any K are enough)",
         metavar="none|replicate:R|rs:K+M",
     )
     every: int | None = setting(

@@ -182,7 +182,7 @@ def _judge_usable(disk: DiskSample) -> Finding:
 
 def _judge_disk_write(disk: DiskSample, rate: float, limits: Limits) -> list[Finding]:
     grade, spoilt = grade_below(rate, *limits.disk_write), disk.read_back_wrong
-    read = "what was read is not what was written" if spoilt else "what was written was read back"
+    read = "other bytes were read than written" if spoilt else "the same bytes were read back"
     return [
         Finding(
             check="disk-write",

@@ -28,13 +28,13 @@ _BADNESS = {Grade.SKIPPED: 0, Grade.OK: 1, Grade.WARN: 2, Grade.FAIL: 3}
 class Finding:
     """Describes one check's measurement, its limit, and the remedy."""
 
-    check: str  # the check's name, such as disk-sync; documented in docs/doctor.md
+    check: str  # the check's name (disk-sync, for example); documented in docs/doctor.md
     grade: Grade
     reason: str  # one line
     subject: str = ""  # one of several: GPU 3, a directory, a peer
     value: float | None = None
     unit: str = ""
-    limit: str = ""  # in words, such as: warn above 0.1, fail above 1
+    limit: str = ""  # in words, for example: warn above 0.1, fail above 1
     advice: str = ""  # what to do; empty when there is nothing to do
 
     @property

@@ -127,7 +127,7 @@ class RestLink:
     def failure(self, answer: RestAnswer) -> Refused | Unreachable:
         """Return the error that an answer stands for."""
         if answer.status == WHO_ASKS:
-            return Refused(f"{self._name} wants to know who asks: {self._proof}")
+            return Refused(f"{self._name} demands a proof of identity: {self._proof}")
         kind = Unreachable if answer.status >= BROKEN else Refused
         return kind(f"{self._name} says: {answer.problem}")
 

@@ -381,8 +381,8 @@ class _Audit:
         hosts = {entry.hosts[vrank] for vrank in found}
         if header.backup and len(hosts) > header.backup:
             self.find(
-                f"{where}: step {entry.step} dropped what {len(hosts)} workers computed, of which "
-                f"it may drop {header.backup}"
+                f"{where}: step {entry.step} dropped the results of {len(hosts)} workers, but may "
+                f"drop those of {header.backup}"
             )
         return tuple(found) if len(hosts) <= header.backup else ()
 
@@ -484,7 +484,7 @@ class _Audit:
         for view, involved in sorted(groups.values(), key=lambda group: group[0]):
             again = sorted(seen & involved)
             if again or view == last_view:
-                who = f"by {again}, who had done so before" if again else "by others"
+                who = f"by {again}, which had done so before" if again else "by others"
                 self.find(f"{step.where}: step {number} was committed again in view {view} {who}")
                 return
             seen |= involved

@@ -90,7 +90,7 @@ class LeftOut:
             return task, str(error)
         again = sorted(set(told) & before)
         if again:
-            return task, f"tells anew of record {again[0]}, which was left out before"
+            return task, f"reports record {again[0]} again, which was left out before"
         unmet = sorted(set(told) - met)
         if unmet:
             return task, f"tells of record {unmet[0]}, which it had no reason to read"

@@ -123,7 +123,7 @@ def _waterfall(goodput: Goodput) -> list[str]:
             f'style="width:{share:.2%}"></div></div></td>'
             f'<td class="dim">{escape(MEANINGS[part])}</td></tr>'
         )
-    head = f"Time of all workers, {describe_seconds(goodput.total_s)}, by what it was spent on."
+    head = f"Time of all workers, {describe_seconds(goodput.total_s)}, by its use."
     body = "".join(rows)
     return [
         "<h2>Where the time went</h2>",

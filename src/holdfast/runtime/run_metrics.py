@@ -90,7 +90,7 @@ def _state_of(node: NodeStatus) -> str:
 
 
 def _of_times(goodput: Goodput) -> Iterator[Metric]:
-    text = "Seconds of workers by what they were spent on; the parts sum up to all time."
+    text = "Seconds of workers by their use; the parts add up to all time."
     times = GaugeMetricFamily("holdfast_worker_time_seconds", text, labels=["part"])
     for part, seconds in goodput.parts().items():
         times.add_metric([part.value], seconds)

@@ -136,7 +136,7 @@ def decode_index(data: bytes, where: str) -> Index:
     if block_digest(body) != data[-DIGEST_BYTES:]:
         raise UserError(
             f"{where} is damaged or cut off, as its own digest shows: take a copy of it, or write "
-            "it anew with `holdfast data index` from data that are known to be sound"
+            "it again with `holdfast data index` from data that are known to be sound"
         )
     if newer:
         raise UserError(f"{where} {newer}")

@@ -142,7 +142,7 @@ class VolumeStorage:
             found = self._check_shards(name, placed, number)
             if found:
                 wrong.append(number)
-                what = f"{found} of its blocks are not what they were"
+                what = f"{found} of its blocks have changed"
                 bad.append(f"{name} on volume {volume}: {what}")
         for number in wrong:
             blocks = self._rebuilt(name, placed, number)
@@ -230,7 +230,7 @@ class VolumeStorage:
             table = bytearray(geometry.count * DIGEST_BYTES)
             storage.read(name, geometry.shards_bytes, memoryview(table))
             if digest(table) != footer.table:
-                raise Damaged(f"{where} is damaged: its digests are not what they were")
+                raise Damaged(f"{where} is damaged: its digests have changed")
             return footer, bytes(table)
         except Missing:
             return None
@@ -270,7 +270,7 @@ class VolumeStorage:
             good = digest(block) == _entry(placed.tables[number], stripe.index)
             if not good:
                 where = f"{stripe.offset} to {stripe.offset + stripe.shard}"
-                self._tell(f"{name} on volume {volume}: bytes {where} are not what they were")
+                self._tell(f"{name} on volume {volume}: bytes {where} have changed")
             found.append(block if good else None)
         return found
 

@@ -20,7 +20,7 @@ ACTIONS = {
     "slow FACTOR": "every task takes FACTOR times as long",
     "slow FACTOR at random P": "the same, for a share P of the tasks",
     "stall SECONDS": "one pause in the first task of the step",
-    "slow link BYTES": "it sends no more than so many bytes a second",
+    "slow link BYTES": "it sends at most this many bytes a second",
     "flip parameter|optimizer|gradient|received": "one bit of it, once in the step",
     "poison nan|inf": "one such number in a gradient, once in the step",
     "overflow": "all of every gradient is infinite, as when mixed precision begins",

@@ -84,8 +84,8 @@ from holdfast.train.step.trained import Named
 
 CHANGED = (
     "a task changes the attribute {path}, which is set back before the next task, so that no task "
-    "depends on the ones before it; what is to be kept belongs in a buffer (register_buffer) or in "
-    "job.values"
+    "depends on the ones before it; to keep a value, put it into a buffer (register_buffer) or "
+    "into job.values"
 )
 
 NCCL_IN_THE_CLEAR = "--tls does not encrypt what GPUs exchange by NCCL"

@@ -366,7 +366,7 @@ class Job:
     def _check_nothing_dropped(self, call: str, what: str) -> None:
         if self._environment.spec.backup().workers:
             raise UserError(
-                f"{call} with --backup: what is dropped of {what} would be lost; use "
+                f"{call} with --backup: dropped results of {what} would be lost; use "
                 "job.batches(dataset, batch_size), or no backup workers"
             )
 

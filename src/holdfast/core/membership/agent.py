@@ -36,7 +36,7 @@ from holdfast.core.types import (
 )
 
 QUIT = (
-    "the script ended its process with exit status 0 before it came to its end: by os._exit, or a "
+    "the script ended its process with exit status 0 before its last line: by os._exit, or a "
     "library that calls it"
 )
 UNANSWERED_MAX = 1024  # reports whose sending time is remembered until the coordinator answers

@@ -448,7 +448,7 @@ def dirty_candidates(facts: Facts, replicated: bool) -> list[tuple[WorkerStatus,
 
 def why_again(replicated: bool) -> str:
     """Return the reason that a job which has begun before begins again."""
-    return "every worker was lost" if replicated else "all workers begin anew, to share the state"
+    return "every worker was lost" if replicated else "all workers begin again, to share the state"
 
 
 def discarded(facts: Facts) -> bool:

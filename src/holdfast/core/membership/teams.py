@@ -84,7 +84,7 @@ def _leave_drained(facts: Facts, teams: Sequence[Team], waiting: int) -> list[Ch
             if roster.wants(member.worker, member.incarnation):
                 plan.append(OrderNext(member.worker))
                 text = (
-                    f"worker {member.worker} begins anew without node {drained[0]}, as the nodes' "
+                    f"worker {member.worker} begins again without node {drained[0]}, as the nodes' "
                     f"memory has it ({roster.draining(drained[0])})"
                 )
                 plan.append(Announce("node", text))

@@ -93,7 +93,7 @@ class Audits:
         if near:
             then = f"from now on audits compare within {self.tolerance:g} of a gradient's norm"
         return (
-            f"the same task comes to other numbers each time: {then}; use deterministic algorithms "
+            f"the same task gives other numbers each time: {then}; use deterministic algorithms "
             "(torch.use_deterministic_algorithms)"
         )
 

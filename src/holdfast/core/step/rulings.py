@@ -97,7 +97,7 @@ class Rulings:
         if rightly:
             if self._doubted == step:
                 out += self.tell(
-                    f"the gradient of step {step} is not finite, on all who compute it"
+                    f"the gradient of step {step} is not finite, on all workers that compute it"
                     if len(self._view.members) > 1
                     else f"the gradient of step {step} is not finite, each time it is computed"
                 )

@@ -245,7 +245,7 @@ def _damage_line(damage: str, spec: JobSpec) -> str:
     """Return what to say of a lost record: for a while the agents are asked, and all waits."""
     lease = spec.policy().lease
     return (
-        f"{damage}; waiting up to {lease.fence_s:g} s for agents to say what they run, or "
+        f"{damage}; waiting up to {lease.fence_s:g} s for agents to report their processes, or "
         f"{lease.abandon_s:g} s if some that could act stay silent"
     )
 

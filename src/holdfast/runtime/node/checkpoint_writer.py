@@ -78,7 +78,7 @@ class Writer:
                     for line in scrub(self._store, Pacer(rate, pause)):
                         _say(line)
                 except HoldfastError as error:
-                    _say(f"what is kept cannot be verified: {error}")
+                    _say(f"the kept checkpoints cannot be verified: {error}")
 
     def _carry_out(self, delivery: Delivery) -> None:
         answer = SaveAnswer(problem="the checkpoint writer has failed, and says why on its console")

@@ -110,7 +110,7 @@ def _own(found: str | None) -> MachineNotice | None:
     in_s = float(answer["in_s"])
     if not in_s >= 0:
         raise ValueError(f"in_s {in_s} is no time from now")
-    return MachineNotice(in_s=in_s, reason=str(answer.get("reason") or "it is to be taken away"))
+    return MachineNotice(in_s=in_s, reason=str(answer.get("reason") or "it will be taken away"))
 
 
 def _azure_s(event: Mapping[str, Any]) -> float:

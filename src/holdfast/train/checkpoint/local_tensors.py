@@ -83,8 +83,8 @@ def _word(placement: Any) -> str:
     if kind == "_StridedShard":
         return f"S{placement.dim}/{placement.split_factor}"
     raise UserError(
-        f"a protected tensor is distributed as {placement}, which is no state: keep what is cut "
-        "(Shard) or copied (Replicate)"
+        f"a protected tensor is distributed as {placement}, which is no state: protect tensors "
+        "that are cut (Shard) or copied (Replicate)"
     )
 
 
@@ -167,7 +167,7 @@ def check_meshes(params: Iterable[tuple[str, torch.Tensor]], procs: int) -> None
             raise UserError(
                 f"{name} is distributed over a mesh of {size} processes, and each worker of this "
                 f"job has {procs}: give fully_shard or parallelize_module job.mesh, and start the "
-                "job with as many processes by --procs-per-worker"
+                "job with that number of processes by --procs-per-worker"
             )
 
 

@@ -87,7 +87,7 @@ class Quarantine:
             try:
                 bad = _decode(data)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                raise WireError(f"what was told of bad records cannot be read: {error}") from None
+                raise WireError(f"a report of bad records cannot be read: {error}") from None
             if any(not 0 <= record < self.length for record in bad):
                 raise WireError(f"records {sorted(bad)} are told of, of {self.length}")
             news[vrank] = {r: why for r, why in bad.items() if r not in self.known(vrank)}

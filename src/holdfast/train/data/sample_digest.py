@@ -124,8 +124,8 @@ def _add_other(value: Any, put: Callable[[Any], None], path: str) -> None:
         _add([str(value.mode), list(value.size), value.tobytes()], put, path)
     else:
         raise UserError(
-            f"{path} is a {type(value).__name__}, of which no digest is known: return tensors, "
-            "arrays, numbers, strings, bytes, or tuples, lists and dictionaries of them"
+            f"{path} is a {type(value).__name__}, for which Holdfast has no digest: return "
+            "tensors, arrays, numbers, strings, bytes, or tuples, lists and dictionaries of them"
         )
 
 

@@ -202,7 +202,7 @@ class StreamSource:
     def _refuse(self, why: str) -> None:
         self._refuses = True
         self.stream.tell(
-            f"where the readers of a stream stand is not kept, and a shard that comes to another "
+            f"the places of a stream's readers are not kept, and a shard that moves to another "
             f"worker is read from its beginning: {why}"
         )
 

@@ -127,7 +127,7 @@ class SampleReader:
         if len(index) != self._length:
             raise UserError(
                 f"the index is of {len(index)} samples but {name} has {self._length}: give the "
-                "index of this dataset, or write it anew with `holdfast data index`"
+                "index of this dataset, or write it again with `holdfast data index`"
             )
         probes = sorted({0, self._length // 2, self._length - 1})
         errors = self._read(probes, {}, lambda: None)[1]

@@ -55,7 +55,7 @@ class EpochStart:
             raise UserError(
                 f"a worker that has joined in epoch {self._progress.epoch[1]} calls job.evaluate "
                 f"or job.agree before its steps more often than others have ({len(told)} times): "
-                "what stands there must be the same on all workers"
+                "the calls there must be the same on all workers"
             )
         self._asked += 1
         return told[self._asked - 1]

@@ -91,7 +91,7 @@ class OptimizerWatch:
         if scheduled and all(_is_no_scheduler(each) for each in self._protected.values()):
             raise UserError(
                 f"a learning rate scheduler of {name} is not protected, so that a worker that "
-                "joins would begin it anew: job.protect(scheduler=...)"
+                "joins would begin with a fresh one: job.protect(scheduler=...)"
             )
 
     def _look_at_inner(self, optimizer: torch.optim.Optimizer, name: str) -> None:
@@ -106,8 +106,8 @@ class OptimizerWatch:
         if not _is_among(mine, tensors_in(self._protected[outer].state_dict())):
             raise UserError(
                 f"{outer} is protected, but the state of the {name} inside it is not in its "
-                "state_dict(), so that a worker that joins would begin it anew: name that "
-                "optimizer in job.protect(...), too"
+                "state_dict(), so that a worker that joins would begin with a fresh one: name "
+                "that optimizer in job.protect(...), too"
             )
 
 

@@ -118,7 +118,7 @@ class RankState:
         if self._vrank is None:
             raise UserError(
                 f"the rank state {self._name!r} {what} outside of a task: use `value` in the loop "
-                "over a step's batches, and [virtual rank] elsewhere to read what was committed"
+                "over a step's batches, and [virtual rank] elsewhere to read the committed value"
             )
         return self._vrank
 

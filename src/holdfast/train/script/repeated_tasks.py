@@ -227,6 +227,6 @@ def _other_batch(task: str) -> str:
         f"{task} got another batch when the dataset was asked again for the same samples: "
         "derive a sample from its index and from the global generators of Python, NumPy and torch, "
         "which are keyed by the task; not from generators or counters of the dataset's own, of its "
-        "transforms' or collate_fn's, or from what was set after its copies in loading processes "
+        "transforms' or collate_fn's, or from values set after its copies in loading processes "
         "were made (set_epoch)"
     )

@@ -400,8 +400,8 @@ class ScriptThread:
         """
         if self.is_open:
             raise UserError(
-                "a step is not complete: go through all its batches before anything that workers "
-                "do together (evaluate, agree, another round)"
+                "a step is not complete: go through all its batches before a call that workers "
+                "make together (evaluate, agree, another round)"
             )
         data, guard = self._data, self.guard
         current.probe.boundary(self._at, guard.prints.protected)

@@ -66,7 +66,7 @@ class UnprotectedModules:
         if self._changed > 1:
             raise UserError(
                 f"the script changes the parameters of a {type(changed[0]).__name__} that is not "
-                "protected, so that a worker that joins would begin it anew: name it in "
+                "protected, so that a worker that joins would begin with a fresh one: name it in "
                 "job.protect(...), as averages of weights and target networks must be; or put it "
                 "into job.scratch if no result depends on it"
             )
@@ -88,9 +88,10 @@ class UnprotectedModules:
             if times > 1:
                 raise UserError(
                     f"the script changes a dictionary of tensors with names of parameters "
-                    f"({next(iter(each))}, ...), which a worker that joins would begin anew: keep "
-                    "such averages in a module (torch.optim.swa_utils.AveragedModel) that is named "
-                    "in job.protect(...), or, if no result depends on them, in job.scratch"
+                    f"({next(iter(each))}, ...), so that a worker that joins would begin "
+                    "with fresh ones: keep such averages in a module (torch.optim.swa_utils."
+                    "AveragedModel) that is named in job.protect(...), or, if no result depends on "
+                    "them, in job.scratch"
                 )
 
     def _contents(self) -> set[str]:

@@ -87,7 +87,7 @@ class StoreSource(PlainSource):
                     restorer.withdraw(invalidations)
                     break
                 except WorldError as error:
-                    say(f"what is invalidated cannot be removed just now: {error}")
+                    say(f"invalidated checkpoints cannot be removed just now: {error}")
                     time.sleep(STORE_PAUSE_S)
 
         threading.Thread(target=withdraw, name="holdfast-withdraw", daemon=True).start()

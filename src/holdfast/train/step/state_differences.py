@@ -66,7 +66,7 @@ def _uneven(path: str, texts: Mapping[WorkerId, str], step: int) -> str:
     return (
         f"{what}, at step {step}: every worker must set it alike, from step.loss, job.values or "
         "job.agree(...), not from a batch's own loss, a clock, job.worker, job.is_leader, or a "
-        "variable that a worker that joins begins anew (keep it in job.values)"
+        "variable that is fresh on a worker that joins (keep it in job.values)"
     )
 
 
