@@ -16,12 +16,15 @@ from holdfast.core.servers.holdings import (
     Holdings,
     HoldingsEffect,
     ResetAsked,
+    ResetShards,
+    ShardsDamaged,
     ShardStanding,
     UpdateArrived,
 )
 from holdfast.core.servers.placement import SHARDS, find_holders, find_shards
 from holdfast.core.servers.reading import Ask, Give, Lost, OrderCopy, OrderReset, RowReading
 from holdfast.sim.table_servers import (
+    SimServer,
     TableSimOptions,
     TableSimReport,
     TableWorld,
@@ -37,7 +40,7 @@ Patch = pytest.MonkeyPatch
 
 def total(options: TableSimOptions, seeds: Sequence[int]) -> TableSimReport:
     reports = [TableWorld(options, seed).run() for seed in seeds]
-    names = ("steps", "reads", "copies", "gives", "restarts", "faults")
+    names = ("steps", "reads", "copies", "gives", "restarts", "damages", "faults")
     return TableSimReport(**{name: sum(getattr(r, name) for r in reports) for name in names})
 
 
@@ -48,6 +51,7 @@ def test_no_seed_breaks_a_rule() -> None:
 def test_faults_have_consequences() -> None:
     found = total(TableSimOptions(), range(10))
     assert min(found.reads, found.copies, found.gives, found.faults) > 50
+    assert found.damages > 10
 
 
 def test_one_server_may_be_lost_without_a_step() -> None:
@@ -138,6 +142,21 @@ def resets_good_rows(patch: Patch) -> None:
     patch.setattr(Holdings, "_reset", reset)
 
 
+def reads_without_a_look(patch: Patch) -> None:
+    """Let a server send rows, and copies, that its memory has changed by itself."""
+    patch.setattr(SimServer, "drop_damaged", lambda *_: None)
+
+
+def keeps_what_is_damaged(patch: Patch) -> None:
+    """Let a server go on with damaged shards if their first values are still known."""
+    plain = Holdings._begin_again
+
+    def begin_again(self: Holdings, shards: tuple[int, ...]) -> list[HoldingsEffect]:
+        return plain(self, tuple(shard for shard in shards if self._floors[shard] > 0))
+
+    patch.setattr(Holdings, "_begin_again", begin_again)
+
+
 def gives_up_at_once(patch: Patch) -> None:
     """Let a reader give rows up as soon as nobody has answered."""
     patch.setattr(reading, "DENIALS_MAX", 0)
@@ -182,6 +201,8 @@ def _served_without_copies(plain: Callable[..., Any]) -> Callable[..., Any]:
         (keeps_later_rows, LONG),
         (forgets_what_waits, TableSimOptions()),
         (resets_good_rows, TableSimOptions(servers=2, replicas=1)),
+        (reads_without_a_look, TableSimOptions()),
+        (keeps_what_is_damaged, TableSimOptions()),
         (gives_up_at_once, TableSimOptions()),
         (waits_for_the_first, TableSimOptions()),
         (never_gives_up, TableSimOptions(servers=2, replicas=1)),
@@ -242,6 +263,18 @@ def test_rows_that_can_still_be_read_are_not_reset() -> None:
     assert holdings.judge(1, [0]).past == (0,)
     assert holdings.handle(ResetAsked((0,)))
     assert holdings.judge(0, [0]).can_serve
+
+
+def test_damaged_shards_begin_again_and_take_what_has_waited() -> None:
+    holdings = Holdings([0, 1])
+    holdings.handle(UpdateArrived(1, (0, 1), 1))
+    holdings.handle(UpdateArrived(3, (0, 1), 3))
+    assert holdings.handle(ShardsDamaged((1, 5))) == [ResetShards((1,))]
+    assert [holdings.version(shard) for shard in (0, 1)] == [1, 0]
+    assert holdings.judge(1, [0, 1]) == ShardStanding(behind=((1, 0),))
+    holdings.handle(UpdateArrived(1, (1,), 4))
+    effects = holdings.handle(UpdateArrived(2, (0, 1), 5))
+    assert ApplyUpdate(3, (0, 1), 3) in effects
 
 
 def test_a_reader_asks_another_server_and_has_the_first_one_copy() -> None:

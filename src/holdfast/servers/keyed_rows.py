@@ -17,6 +17,7 @@ import torch
 from holdfast.core.servers.placement import SHARDS
 from holdfast.servers.key_index import KeyIndex
 from holdfast.servers.row_optimizers import RowOptimizer
+from holdfast.servers.row_sums import RowSums
 from holdfast.servers.row_values import fill_rows, hash_keys
 from holdfast.servers.table_shape import FREQUENCY, TableShape
 
@@ -78,14 +79,18 @@ class KeyCounts:
         """Return the keys that get a row at an update, and cells [n] with new counts [n, 2]."""
         if not self.cells:
             return keys, torch.empty(0, dtype=torch.int64), self.seen[:0].clone()
-        hashes = (hash_keys(keys) >> np.uint64(8)) % np.uint64(self.cells)
-        at = self._firsts[self._shape.shards_of(keys)]
-        at += torch.from_numpy(hashes.astype(np.int64))
+        at = self.find_cells(keys)
         cells, inverse, uses = at.unique(return_inverse=True, return_counts=True)
         old = self.seen[cells]
         counts = torch.where(old[:, LAST] + FORGET_AFTER >= number, old[:, USES], 0) + uses
         admitted = keys[counts[inverse] >= self._admit_after]
         return admitted, cells, torch.stack([counts, torch.full_like(counts, number)], dim=1)
+
+    def find_cells(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return the cell [n] of each key [n], if there are any cells."""
+        hashes = (hash_keys(keys) >> np.uint64(8)) % np.uint64(self.cells)
+        at = self._firsts[self._shape.shards_of(keys)]
+        return at + torch.from_numpy(hashes.astype(np.int64))
 
 
 class KeyedTable:
@@ -95,7 +100,7 @@ class KeyedTable:
     [places, 2] int64 (how many updates have used the key, 0 for a free place; the last of these),
     `rows` [places, dim], and the slots of the optimizer. `seen` [cells, 2] int64 does for keys
     without a row as `used` does, but several keys share a cell. `undoes`: earlier versions can be
-    read.
+    read, and each row has a checksum, as on a server.
     """
 
     def __init__(
@@ -110,6 +115,7 @@ class KeyedTable:
         self._undoes = undoes
         self.shape, self._rules, self._rule = shape, shape.keyed, rule
         self._order = {shard: i for i, shard in enumerate(shards)}
+        self._shards = torch.tensor(list(shards), dtype=torch.int64)
         size = len(shards) * shape.shard_rows
         self.arrays: dict[str, torch.Tensor] = {
             "rows": torch.zeros(size, shape.dim),
@@ -126,6 +132,11 @@ class KeyedTable:
         self._undos: list[_Undo] = []
         self._index: KeyIndex | None = None
         self._free: dict[int, torch.Tensor] = {}  # free places of each shard, in growing order
+        # Of what is read, and of what updates need besides.
+        needed = [self.arrays[name] for name in ("used", *slots)]
+        self._row_sums = self._seal_all([self.arrays["rows"], self.arrays["keys"]])
+        self._update_sums = self._seal_all(needed)
+        self._seen_sums = self._seal_all([self._counts.seen])
 
     @property
     def array_names(self) -> list[str]:
@@ -150,8 +161,43 @@ class KeyedTable:
         """Empty a shard: all keys have their first values."""
         for name, part in zip(self.array_names, self.parts(shard), strict=True):
             part.fill_(self._first_slots.get(name, 0))
+        self._seal_shard(shard)
         self._forget_undos(shard)
         self.forget_index()
+
+    def find_damaged(self, keys: torch.Tensor, *, whole: bool) -> set[int]:
+        """Return the shards in which rows of these keys have changed by themselves.
+
+        `whole`: what updates of them need is looked at, too; that is all of a shard that must give
+        rows up.
+        """
+        places = self._indexed().find(keys)
+        there = places[places >= 0]
+        damaged = self._row_sums.find_damaged(there)
+        found = set(self._shards[damaged // self.shape.shard_rows].tolist())
+        if not whole:
+            return found
+        damaged = self._update_sums.find_damaged(there)
+        found |= set(self._shards[damaged // self.shape.shard_rows].tolist())
+        lacks = keys[places < 0]
+        if self._counts.cells:
+            damaged = self._seen_sums.find_damaged(self._counts.find_cells(lacks))
+            found |= set(self._shards[damaged // self._counts.cells].tolist())
+        shards, counts = self.shape.shards_of(lacks).unique(return_counts=True)
+        for shard, count in zip(shards.tolist(), counts.tolist(), strict=True):
+            if count > len(self._free[shard]) and self.is_damaged(shard, range(1 << 62)):
+                found.add(shard)
+        return found
+
+    def is_damaged(self, shard: int, part: range) -> bool:
+        """Return whether something in this part of a shard's places has changed by itself."""
+        sums = ("rows", self._row_sums), ("used", self._update_sums), ("seen", self._seen_sums)
+        for name, each in sums:
+            start, stop = self._range_of(shard, name)
+            places = range(start + part.start, min(start + part.stop, stop))
+            if len(each.find_damaged(places)):
+                return True
+        return False
 
     def first_values(self, keys: torch.Tensor) -> torch.Tensor:
         """Return the first values [n, dim] of the rows of these keys."""
@@ -212,6 +258,10 @@ class KeyedTable:
         used[places, LAST] = number
         slots = {name: self.arrays[name] for name in self._first_slots}
         self._rule.update_at(places, self.arrays["rows"], slots, grads, lr=rate, step=step)
+        if self._undoes:
+            for sums in (self._row_sums, self._update_sums):
+                sums.seal(torch.cat([places, moves.places, moves.emptied]))
+            self._seen_sums.seal(cells)
 
     def forget_undos(self, floor: int) -> None:
         """Drop what undoes updates up to `floor`."""
@@ -246,6 +296,7 @@ class KeyedTable:
         """Take over the arrays of a shard, as `parts` yields them."""
         for mine, other in zip(self.parts(shard), arrays, strict=True):
             mine.copy_(other)
+        self._seal_shard(shard)
         self._forget_undos(shard)
         self.forget_index()
 
@@ -312,6 +363,23 @@ class KeyedTable:
         arrays["used"][moves.places] = 0
         self._taken[moves.places] = True
         self._indexed().add(moves.keys, moves.places)
+
+    # ------------------------------------------------------------ checksums
+
+    def _seal_all(self, arrays: Sequence[torch.Tensor]) -> RowSums:
+        """Return the checksums of these arrays' rows; of none unless this is on a server."""
+        sums = RowSums([array if self._undoes else array[:0] for array in arrays])
+        if self._undoes:
+            sums.seal(range(len(arrays[0])))
+        return sums
+
+    def _seal_shard(self, shard: int) -> None:
+        """Take all of a shard as it is now for right."""
+        if not self._undoes:
+            return
+        sums = ("rows", self._row_sums), ("used", self._update_sums), ("seen", self._seen_sums)
+        for name, each in sums:
+            each.seal(range(*self._range_of(shard, name)))
 
     # ------------------------------------------------------------ places
 

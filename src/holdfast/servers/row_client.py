@@ -308,11 +308,20 @@ class RowClient:
         answer = peer_stream.receive_message(channel, wire.Answer)
         if answer.unknown:
             raise WireError("the server does not know these tables any more")
+        self._tell_of_damage(ask.server, answer)
         if not answer.standing.can_serve:
             job.orders += reading.refused(ask.server, ask.shards, answer.standing)
             return
         job.receive(channel, answer, ask.shards)
         job.orders += reading.served(ask.server, ask.shards)
+
+    def _tell_of_damage(self, server: int, answer: wire.Answer) -> None:
+        if answer.dropped:
+            shards = ", ".join(map(str, answer.dropped))
+            self._access.tell(
+                f"server {server}: memory with rows of {self._group.name} has changed by itself; "
+                f"the server drops shards {shards} and gets them again"
+            )
 
     def _give(self, to: _Connection, after: int, shards: Sequence[int]) -> None:
         for number, update in self._kept.since(after):
@@ -337,6 +346,7 @@ class RowClient:
         if update is None:
             return
         answer = connection.give(number, shards, update)
+        self._tell_of_damage(server, answer)
         standing = replace(answer.standing, past=())
         holders = {shard: self.holders[shard] for shard in shards}
         for effect in bring_up(server, standing, self._kept.after(number), holders):

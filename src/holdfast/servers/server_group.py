@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.core.errors import UserError, WireError, assert_never
+from holdfast.core.errors import Damaged, UserError, WireError, assert_never
 from holdfast.core.servers.holdings import (
     WINDOW,
     AdoptCopy,
@@ -26,6 +26,7 @@ from holdfast.core.servers.holdings import (
     HoldingsEvent,
     ResetAsked,
     ResetShards,
+    ShardsDamaged,
     ShardStanding,
     UpdateArrived,
 )
@@ -33,6 +34,7 @@ from holdfast.servers.keyed_rows import KeyedTable
 from holdfast.servers.server_rows import ServerTable
 from holdfast.servers.server_wire import TABLES_MAX, TableGroup
 
+EVERY_PLACE = range(1 << 62)
 EARLY_S = 0.05  # a read waits for an update on its way up to this long
 
 
@@ -60,6 +62,8 @@ class ServerGroup:
         self._copies: dict[int, list[list[torch.Tensor]]] = {}  # by shard: arrays of each table
         self._tokens = 0
         self._pins: list[int] = []  # versions that are being saved
+        self._damaged: set[int] = set()  # shards to drop
+        self._dropped: set[int] = set()  # those that nobody was told of yet
         self._changed = threading.Condition()
 
     def begin(self) -> None:
@@ -93,9 +97,11 @@ class ServerGroup:
         with self._changed:
             while True:
                 standing = self._holdings.judge(version, shards)
-                if standing.can_serve:
+                if standing.can_serve and self._are_sound(keys):
                     pairs = zip(self._tables, keys, strict=True)
                     return [table.read(each, version) for table, each in pairs]
+                if standing.can_serve:
+                    continue  # some were dropped
                 left_s = until - time.monotonic()
                 early = all(have == version - 1 for _, have in standing.behind)
                 if not early or standing.past or standing.copying or left_s <= 0:
@@ -115,6 +121,27 @@ class ServerGroup:
         """Apply an event that brings no rows."""
         with self._changed:
             self._handle(event)
+
+    def scrub(self, shard: int, part: range) -> None:
+        """Look for memory that has changed by itself in this part of a shard's places."""
+        with self._changed:
+            if any(table.is_damaged(shard, part) for table in self._tables):
+                self._drop({shard})
+
+    def scrub_part(self, round_number: int, rounds: int) -> None:
+        """Look at the next part of all rows; after `rounds` calls each was looked at once."""
+        per_shard = max(rounds // max(len(self.shards), 1), 1)
+        shard = self.shards[round_number // per_shard % len(self.shards)]
+        rows = max((table.shape.shard_rows for table in self._tables), default=0)
+        part = -(-rows // per_shard)
+        first = round_number % per_shard * part
+        self.scrub(shard, range(first, first + part))
+
+    def take_dropped(self) -> tuple[int, ...]:
+        """Return the shards that were dropped since the last call, as their memory had changed."""
+        with self._changed:
+            dropped, self._dropped = tuple(sorted(self._dropped)), set()
+            return dropped
 
     def is_copying(self, shards: Sequence[int]) -> bool:
         """Return whether some of these shards are being fetched."""
@@ -138,8 +165,12 @@ class ServerGroup:
             self._pins.remove(version)
 
     def copy_as_of(self, shard: int, version: int, table: int, array: int) -> torch.Tensor:
-        """Return a copy of one array of a shard as of a version that is pinned."""
+        """Return a copy of one array of a shard as of a version that is pinned. Damaged."""
         with self._changed:
+            if self._tables[table].is_damaged(shard, EVERY_PLACE):
+                self._drop({shard})
+            if not self._holdings.judge(version, [shard]).can_serve:
+                raise Damaged(f"shard {shard} of {self.group.name} has changed in memory by itself")
             return self._tables[table].copy(shard, version, array)
 
     def array_names(self, table: int) -> list[str]:
@@ -150,6 +181,7 @@ class ServerGroup:
         """Return a shard's version, and copies of its arrays, table by table. WireError."""
         if shard not in self.shards:
             raise WireError(f"shard {shard} is not on this server")
+        self.scrub(shard, EVERY_PLACE)
         with self._changed:
             version = self._holdings.version(shard)
             return version, [part.clone() for table in self._tables for part in table.parts(shard)]
@@ -169,6 +201,8 @@ class ServerGroup:
         kept = self._tables[table]
         if not isinstance(kept, KeyedTable) or not set(shards) <= set(self.shards):
             raise WireError(f"the keys of table {table} in shards {shards} are not here")
+        for shard in shards:
+            self.scrub(shard, EVERY_PLACE)
         with self._changed:
             standing = self._holdings.judge(version, shards)
             if not standing.can_serve:
@@ -202,18 +236,49 @@ class ServerGroup:
                     self._updates.pop(token, None)
                 case _:
                     assert_never(effect)
+        if self._damaged:
+            self._drop(self._damaged)
+            return
         for table in self._tables:
             table.forget_undos(min([self._holdings.floor, *self._pins]))
         self._changed.notify_all()
 
+    def _drop(self, shards: set[int]) -> None:
+        """Begin again with the first values of shards whose memory has changed by itself."""
+        self._damaged = set()
+        self._dropped |= shards
+        self._handle(ShardsDamaged(tuple(sorted(shards))))
+
+    def _are_sound(self, keys: Sequence[torch.Tensor]) -> bool:
+        """Return whether the rows of these keys are as written; else drop their shards."""
+        found = self._find_damaged(list(zip(self._tables, keys, strict=True)), whole=False)
+        if found:
+            self._drop(found)
+        return not found
+
     def _apply(self, number: int, shards: Sequence[int], update: RowUpdate) -> None:
-        for i, table in enumerate(self._tables):
+        """Apply an update to those of these shards that are sound; the others are to be dropped."""
+        masks = [t.shape.are_in(shards, k) for t, k in zip(self._tables, update.keys, strict=True)]
+        chosen = zip(self._tables, update.keys, masks, strict=True)
+        wanted = [(table, keys[mask]) for table, keys, mask in chosen]
+        damaged = self._find_damaged(wanted, whole=True)
+        if damaged:
+            self._damaged |= damaged
+            self._apply(number, [shard for shard in shards if shard not in damaged], update)
+            return
+        for i, (table, mask) in enumerate(zip(self._tables, masks, strict=True)):
             keys, grads = update.keys[i], update.grads[i]
-            mine = table.shape.are_in(shards, keys)
-            if not bool(mine.all()):
-                keys, grads = keys[mine], grads[mine]
+            if not bool(mask.all()):
+                keys, grads = keys[mask], grads[mask]
             if len(keys):
                 table.update(keys, grads, update.rates[i], update.steps[i], number)
+
+    def _find_damaged(
+        self, wanted: Sequence[tuple[ServerTable | KeyedTable, torch.Tensor]], *, whole: bool
+    ) -> set[int]:
+        """Return the shards in which rows of these keys have changed by themselves."""
+        found = [table.find_damaged(keys, whole=whole) for table, keys in wanted if len(keys)]
+        return set().union(*found)
 
     def _check_keys(self, shards: Sequence[int], keys: Sequence[torch.Tensor]) -> None:
         """Raise WireError for keys that these shards do not hold."""

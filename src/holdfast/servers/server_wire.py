@@ -161,7 +161,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     array after it.
 
     `unknown`: the server does not know the group, so BeginGroup must come first. `version`: of the
-    shard that was asked for. The others are those of ShardStanding.
+    shard that was asked for. `dropped`: shards that the server has dropped since its last answer
+    of this kind, as its memory had changed by itself. The others are those of ShardStanding.
     """
 
     problem: str = ""
@@ -171,6 +172,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     copying: tuple[int, ...] = ()
     version: int = 0
     sizes: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
 
     @property
     def standing(self) -> ShardStanding:

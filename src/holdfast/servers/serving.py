@@ -6,8 +6,10 @@ only moves bytes. Whoever connects has proved that it is of the job.
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +32,8 @@ from holdfast.servers import server_wire as wire
 from holdfast.servers.server_group import RowUpdate, ServerGroup
 from holdfast.servers.table_store import TableStore
 
+SCRUB_EVERY_S = 0.5  # between two looks at a part of the rows
+SCRUB_ROUNDS = 1200  # after which every row was looked at: ten minutes
 FETCH_S = 20.0  # a server that a shard is copied from may be silent up to this long
 GROUPS_MAX = 1 << 12
 REQUEST: Any = wire.Request  # the type of all of them
@@ -55,6 +59,7 @@ class RowServer:
 
     def listen(self, host: str) -> str:
         """Begin to serve; returns the address to announce. OSError, UserError."""
+        threading.Thread(target=self._scrub, name="holdfast-scrub", daemon=True).start()
         return serve(host, self._identity, wire.MAGIC, self._serve, self._say)
 
     def _serve(self, channel: socket.socket, _: peer_stream.Purpose) -> None:
@@ -130,7 +135,7 @@ class RowServer:
         self._check_count(group, request.counts)
         found = group.read(request.version, request.shards, keys)
         if isinstance(found, ShardStanding):
-            peer_stream.send_message(channel, _told(found))
+            peer_stream.send_message(channel, self._told(group, found))
             return
         sizes = tuple(rows.numel() for rows in found)
         peer_stream.send_message(channel, wire.Answer(sizes=sizes))
@@ -147,7 +152,25 @@ class RowServer:
         grads = [wire.receive_array(channel, (n, shape.dim)) for n, shape in shapes]
         update = RowUpdate(keys=keys, grads=grads, steps=request.steps, rates=request.rates)
         standing = group.update(request.number, request.shards, update)
-        peer_stream.send_message(channel, _told(standing))
+        peer_stream.send_message(channel, self._told(group, standing))
+
+    def _told(self, group: ServerGroup, standing: ShardStanding) -> wire.Answer:
+        """Return the answer that says how far shards are, and which were dropped."""
+        dropped = group.take_dropped()
+        if dropped:
+            self._say(f"memory with rows of {group.group.name} has changed: shards {dropped}")
+        return wire.Answer(
+            behind=standing.behind, past=standing.past, copying=standing.copying, dropped=dropped
+        )
+
+    def _scrub(self) -> None:
+        """Look at all rows again and again, so that none is damaged in all its copies."""
+        for round_number in itertools.count():
+            time.sleep(SCRUB_EVERY_S)
+            with self._lock:
+                groups = list(self._groups.values())
+            for group in groups:
+                group.scrub_part(round_number, SCRUB_ROUNDS)
 
     def _check_count(self, group: ServerGroup, *given: Sequence[object]) -> None:
         count = len(group.group.tables)
@@ -164,7 +187,7 @@ class RowServer:
             raise WireError(f"there is no table {request.table}")
         keys = group.keys_as_of(request.version, request.shards, request.table)
         if isinstance(keys, ShardStanding):
-            peer_stream.send_message(channel, _told(keys))
+            peer_stream.send_message(channel, self._told(group, keys))
             return
         peer_stream.send_message(channel, wire.Answer(sizes=(len(keys),)))
         wire.send_array(channel, keys)
@@ -257,7 +280,3 @@ def _fetch_shard(
         for array in table:
             wire.fill_array(channel, array)
     return answer.version, arrays
-
-
-def _told(standing: ShardStanding) -> wire.Answer:
-    return wire.Answer(behind=standing.behind, past=standing.past, copying=standing.copying)

@@ -2,15 +2,15 @@
 
 The machines are the product's (core/servers/); rows are one number for each shard, and an update
 changes it in a way that no other order or repetition of updates could. So the right answer to every
-read is known beforehand. Servers die, freeze and are cut off, workers die and forget their last
-updates, and messages come late or never.
+read is known beforehand. Servers die, freeze and are cut off, their memory changes by itself,
+workers die and forget their last updates, and messages come late or never.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from holdfast.core.errors import InvariantError, assert_never, require
@@ -25,6 +25,7 @@ from holdfast.core.servers.holdings import (
     HoldingsEvent,
     ResetAsked,
     ResetShards,
+    ShardsDamaged,
     ShardStanding,
     UpdateArrived,
 )
@@ -73,6 +74,7 @@ class TableSimReport:
     copies: int
     gives: int
     restarts: int  # times that the whole job began again, since rows were lost
+    damages: int  # shards that servers have dropped, since their memory had changed
     faults: int
 
 
@@ -105,6 +107,8 @@ class SimServer:
         self.cut_until = 0.0
         self._truth = truth
         self.values = {shard: truth.value(shard, 0) for shard in shards}
+        self._written = dict(self.values)  # stands for the checksums of the rows
+        self.damages = 0
         self._old: dict[int, list[tuple[int, int]]] = {shard: [] for shard in shards}
         self._copies: dict[int, int] = {}
         self._tokens: set[int] = set()
@@ -115,29 +119,57 @@ class SimServer:
             self._tokens.add(event.token)
         if isinstance(event, CopyArrived):
             self._copies[event.shard] = copied
+        damaged: list[int] = []
         for effect in self.holdings.handle(event):
             match effect:
                 case ApplyUpdate(number, shards, token):
                     self._need(token in self._tokens, f"update {number} was forgotten before")
+                    damaged += [shard for shard in shards if self.is_damaged(shard)]
                     for shard in shards:
-                        self._old[shard].append((number, self.values[shard]))
-                        self.values[shard] = grow(shard, self.values[shard], number)
+                        if shard not in damaged:
+                            self._old[shard].append((number, self.values[shard]))
+                            self._write(shard, grow(shard, self.values[shard], number))
                 case AdoptCopy(shard):
-                    self.values[shard] = self._copies.pop(shard)
+                    self._write(shard, self._copies.pop(shard))
                     self._old[shard].clear()
                 case ResetShards(shards):
                     for shard in shards:
-                        self.values[shard] = self._truth.value(shard, 0)
+                        self._write(shard, self._truth.value(shard, 0))
                         self._old[shard].clear()
                 case ForgetUpdate(token):
                     self._tokens.discard(token)
                 case _:
                     assert_never(effect)
         self.holdings.check()
-        for shard, value in self.values.items():
+        if damaged:
+            self.drop(damaged)
+            return
+        for shard, value in self._written.items():
             version = self.holdings.version(shard)
             right = value == self._truth.value(shard, version)
             self._need(right, f"shard {shard} is not as after {version} updates")
+
+    def _write(self, shard: int, value: int) -> None:
+        self.values[shard] = self._written[shard] = value
+
+    def flip(self, shard: int, bit: int) -> None:
+        """Change a value as a fault of the memory does."""
+        self.values[shard] ^= 1 << bit
+
+    def is_damaged(self, shard: int) -> bool:
+        """Return whether a value is not as it was written."""
+        return self.values[shard] != self._written[shard]
+
+    def drop(self, shards: Sequence[int]) -> None:
+        """Begin again with the first values of shards whose memory has changed."""
+        self.damages += len(shards)
+        self.handle(ShardsDamaged(tuple(shards)))
+
+    def drop_damaged(self, shards: Sequence[int]) -> None:
+        """Drop those of these shards whose memory has changed."""
+        found = [shard for shard in shards if shard in self.values and self.is_damaged(shard)]
+        if found:
+            self.drop(found)
 
     def read(self, shard: int, version: int) -> int:
         """Return a value as of a version, by undoing later updates."""
@@ -231,7 +263,8 @@ class TableWorld:
         self._begun_from: int | None = None  # the one that the job has gone back to
         self._tokens = 0
         self._kept = KEPT + options.staleness
-        self._counts = dict.fromkeys(("reads", "copies", "gives", "restarts", "faults"), 0)
+        counted = "reads", "copies", "gives", "restarts", "damages", "faults"
+        self._counts = dict.fromkeys(counted, 0)
 
     def run(self) -> TableSimReport:
         """Simulate until every worker has taken all steps."""
@@ -244,6 +277,7 @@ class TableWorld:
             if self._time.now > self._options.ends_by:
                 raise Violation(f"no end in {self._options.ends_by:g} s: {self._workers}")
         least = min(worker.committed for worker in self._workers)
+        self._counts["damages"] += sum(server.damages for server in self._time.servers)
         return TableSimReport(steps=least, **self._counts)
 
     def _is_over(self) -> bool:
@@ -315,6 +349,7 @@ class TableWorld:
         version = worker.version
 
         def act(server: SimServer) -> object:
+            server.drop_damaged(shards)
             standing = server.holdings.judge(version, shards)
             if not standing.can_serve:
                 return standing
@@ -411,6 +446,7 @@ class TableWorld:
             target.handle(CopyBegun(tuple(wanted)))
 
             def give(origin: SimServer) -> object:
+                origin.drop_damaged(wanted)
                 return {s: (origin.holdings.version(s), origin.values[s]) for s in wanted}
 
             def receive(found: object) -> None:
@@ -477,12 +513,14 @@ class TableWorld:
         self._counts["faults"] += 1
         number = self._dice.randrange(self._options.servers)
         server = self._time.servers[number]
-        match self._dice.choice(("kill", "kill", "freeze", "cut", "forget")):
+        match self._dice.choice(("kill", "kill", "freeze", "cut", "forget", "flip")):
             case "kill":
                 server.is_dead = True
                 delay_s = self._dice.choice((0.02, 0.2, 1.0))
                 self._time.after(delay_s, lambda: self._restart(number, server))
-            case "freeze":
+            case "flip" if not server.is_dead:
+                self._flip(server)
+            case "freeze" | "flip":
                 server.frozen_until = self._time.now + self._dice.uniform(0.1, 1.5)
             case "cut":
                 server.cut_until = self._time.now + self._dice.uniform(0.1, 1.5)
@@ -496,7 +534,13 @@ class TableWorld:
                 elif worker.number not in self._arrived:
                     self._time.after(0.05, self._starter(worker))
 
+    def _flip(self, server: SimServer) -> None:
+        for shard in self._dice.sample(sorted(server.values), min(2, len(server.values))):
+            server.flip(shard, self._dice.randrange(60))
+
     def _restart(self, number: int, server: SimServer) -> None:
+        self._counts["damages"] += server.damages
+        server.damages = 0
         if self._time.servers[number] is server:
             self._time.servers[number] = self._new_server(number)
 

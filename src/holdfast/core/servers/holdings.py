@@ -62,7 +62,14 @@ class ResetAsked:
     shards: tuple[int, ...]
 
 
-HoldingsEvent = UpdateArrived | CopyBegun | CopyArrived | CopyFailed | ResetAsked
+@dataclass(frozen=True, slots=True)
+class ShardsDamaged:
+    """Reports that rows of these shards have changed in memory by themselves."""
+
+    shards: tuple[int, ...]
+
+
+HoldingsEvent = UpdateArrived | CopyBegun | CopyArrived | CopyFailed | ResetAsked | ShardsDamaged
 
 # ---------------------------------------------------------------- effects
 
@@ -143,6 +150,8 @@ class Holdings:
                 return self._catch_up(self._held(shards))
             case ResetAsked(shards):
                 return self._reset(self._held(shards))
+            case ShardsDamaged(shards):
+                return self._begin_again(self._held(shards))
             case _:
                 assert_never(event)
         return []
@@ -258,7 +267,9 @@ class Holdings:
 
     def _reset(self, shards: tuple[int, ...]) -> list[HoldingsEffect]:
         """Begin again, unless the first values can still be read."""
-        found = tuple(shard for shard in shards if self._floors[shard] > 0)
-        for shard in found:
+        return self._begin_again(tuple(shard for shard in shards if self._floors[shard] > 0))
+
+    def _begin_again(self, shards: tuple[int, ...]) -> list[HoldingsEffect]:
+        for shard in shards:
             self._versions[shard] = self._floors[shard] = 0
-        return [ResetShards(found), *self._catch_up(found)] if found else []
+        return [ResetShards(shards), *self._catch_up(shards)] if shards else []

@@ -1,0 +1,63 @@
+"""Keeps a checksum of each row, so that memory which has changed by itself is noticed.
+
+A server's memory holds rows for months, and a flipped bit in one of them would go into a model
+unseen. So a row is compared with its checksum before it is read, updated or copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+CHECKED_AT_ONCE = 1 << 16  # rows
+
+
+class RowSums:
+    """Keeps checksums of the rows of some arrays, which have a row for each place.
+
+    `arrays`: [places, width] each, of numbers of 4 or 8 bytes. A checksum is the sum of a row's
+    32-bit words, each times an odd number of its own, modulo 2^32: a single flipped bit always
+    changes it.
+    """
+
+    def __init__(self, arrays: Sequence[torch.Tensor]) -> None:
+        self._words = [array.view(torch.int32) for array in arrays]
+        width = sum(words.shape[1] for words in self._words)
+        factors = torch.arange(width, dtype=torch.int64) * 0x9E3779B1 + 0x85EBCA6B
+        self._factors = (factors | 1).to(torch.int32)
+        self._sums = torch.zeros(len(self._words[0]), dtype=torch.int32)
+
+    def seal(self, places: torch.Tensor | range) -> None:
+        """Take the rows at these places as they are now for right."""
+        if isinstance(places, torch.Tensor):
+            self._sums[places] = self._sum_rows([w.index_select(0, places) for w in self._words])
+            return
+        for part in _split(places):
+            self._sums[part] = self._sum_rows([words[part] for words in self._words])
+
+    def find_damaged(self, places: torch.Tensor | range) -> torch.Tensor:
+        """Return those of these places whose rows are not as they were sealed."""
+        if isinstance(places, torch.Tensor):
+            found = self._sum_rows([words.index_select(0, places) for words in self._words])
+            return places[found != self._sums.index_select(0, places)]
+        damaged = []
+        for part in _split(places):
+            found = self._sum_rows([words[part] for words in self._words])
+            damaged.append((found != self._sums[part]).nonzero().flatten() + part.start)
+        return torch.cat(damaged) if damaged else torch.empty(0, dtype=torch.int64)
+
+    def _sum_rows(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the checksums [n] of rows, from their words [n, width] in each array."""
+        found = torch.zeros(len(parts[0]), dtype=torch.int32)
+        at = 0
+        for words in parts:
+            factors = self._factors[at : at + words.shape[1]]
+            found += (words * factors).sum(1, dtype=torch.int32)
+            at += words.shape[1]
+        return found
+
+
+def _split(places: range) -> list[slice]:
+    starts = range(places.start, places.stop, CHECKED_AT_ONCE)
+    return [slice(start, min(start + CHECKED_AT_ONCE, places.stop)) for start in starts]
