@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from conftest import Start, finish
+from holdfast.core.servers.placement import SHARDS, find_holders
+from holdfast.servers import EmbeddingBag
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
 from holdfast.testing.local_run import LocalRun, strike
@@ -217,3 +219,44 @@ def test_random_losses_change_nothing(seed: int, start: Start, digest: Digest) -
             else:
                 strike(dice.choice(list(run.until_members(1).values())), how)
         assert finish(run) == digest(200)
+
+
+def flip_in_memory(pid: int, wanted: list[bytes]) -> int:
+    """Change one bit of each of these patterns that a process has; return how many it has."""
+    found = 0
+    lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
+    with Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory:
+        for line in lines:
+            place, mode, *_ = line.split()
+            if not mode.startswith("rw"):
+                continue
+            start, stop = (int(each, 16) for each in place.split("-"))
+            memory.seek(start)
+            part = memory.read(stop - start)
+            for each in wanted:
+                at = part.find(each)
+                memory.seek(start + at)
+                # What has moved meanwhile is left alone: it may be something else by now.
+                if at >= 0 and memory.read(len(each)) == each:
+                    memory.seek(start + at)
+                    memory.write(bytes([each[0] ^ 0x10]))
+                    found += 1
+    return found
+
+
+def test_bits_that_flip_in_a_servers_memory_change_nothing(start: Start) -> None:
+    """Of rows that nobody uses, so that they are where they were until the end reads them all."""
+    used, rows = 200, 1000
+    first = EmbeddingBag(rows, 4, name="users", seed=0).weight.detach().numpy()
+    mine = [r for r in range(used, rows - SHARDS) if find_holders(2, 2)[r % SHARDS][0] == 1]
+    pairs = [first[row].tobytes() + first[row + SHARDS].tobytes() for row in mine[::50]]
+    words = ("--rows", str(rows), "--task-s", "0.05", "--steps", "40")
+    with start(*words, nproc=1, script="tables.py", options=("--virtual", "4")) as run:
+        plain = finish(run)
+    with start(*words, nproc=2, script="tables.py", options=flags(2, 2)) as run:
+        server = servers_of(run, 2)[1]
+        until_step(run, 5)
+        assert flip_in_memory(server, pairs) == len(pairs)
+        assert finish(run) == plain
+    assert any("server 1: memory with rows of" in e["text"] for e in run.events("tables"))
+    assert not run.events("back")

@@ -18,13 +18,14 @@ ROWS, DIM, BAG = 200, 4, 3
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--task-s", type=float, default=0.0)
+parser.add_argument("--rows", type=int, default=ROWS, help="more than the ids that are used")
 parser.add_argument("--keyed", action="store_true", help="items have any keys, and too little room")
 options = parser.parse_args()
 
 job = holdfast.join()
 rules = {"num_embeddings": None, "max_capacity": 96, "admit_after": 2}
 sizes = {"items": rules if options.keyed else {"num_embeddings": ROWS}}
-sizes["users"] = {"num_embeddings": ROWS}
+sizes["users"] = {"num_embeddings": options.rows}
 bags = servers.EmbeddingBagCollection(
     [
         servers.EmbeddingBagConfig(name=name, embedding_dim=DIM, **size)

@@ -17,7 +17,7 @@ import torch
 from holdfast.core.servers.placement import SHARDS
 from holdfast.servers.key_index import KeyIndex
 from holdfast.servers.row_optimizers import RowOptimizer
-from holdfast.servers.row_sums import RowSums
+from holdfast.servers.row_checksums import RowChecksums
 from holdfast.servers.row_values import fill_rows, hash_keys
 from holdfast.servers.table_shape import FREQUENCY, TableShape
 
@@ -366,9 +366,9 @@ class KeyedTable:
 
     # ------------------------------------------------------------ checksums
 
-    def _seal_all(self, arrays: Sequence[torch.Tensor]) -> RowSums:
+    def _seal_all(self, arrays: Sequence[torch.Tensor]) -> RowChecksums:
         """Return the checksums of these arrays' rows; of none unless this is on a server."""
-        sums = RowSums([array if self._undoes else array[:0] for array in arrays])
+        sums = RowChecksums([array if self._undoes else array[:0] for array in arrays])
         if self._undoes:
             sums.seal(range(len(arrays[0])))
         return sums

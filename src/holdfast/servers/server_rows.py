@@ -14,7 +14,7 @@ import torch
 
 from holdfast.core.servers.placement import SHARDS
 from holdfast.servers.row_optimizers import RowOptimizer
-from holdfast.servers.row_sums import RowSums
+from holdfast.servers.row_checksums import RowChecksums
 from holdfast.servers.row_values import fill_rows
 from holdfast.servers.table_shape import TableShape
 
@@ -58,8 +58,8 @@ class ServerTable:
         }
         self._undos: list[Undo] = []
         self._shards = torch.tensor(list(shards), dtype=torch.int64)
-        self._row_sums = RowSums([self._rows])
-        self._slot_sums = RowSums(list(self._slots.values())) if self._slots else None
+        self._row_sums = RowChecksums([self._rows])
+        self._slot_sums = RowChecksums(list(self._slots.values())) if self._slots else None
         for shard in shards:
             self.begin(shard)
 

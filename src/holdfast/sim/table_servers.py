@@ -519,7 +519,9 @@ class TableWorld:
                 delay_s = self._dice.choice((0.02, 0.2, 1.0))
                 self._time.after(delay_s, lambda: self._restart(number, server))
             case "flip" if not server.is_dead:
-                self._flip(server)
+                shards = self._dice.sample(sorted(server.values), min(2, len(server.values)))
+                for shard in shards:
+                    server.flip(shard, self._dice.randrange(60))
             case "freeze" | "flip":
                 server.frozen_until = self._time.now + self._dice.uniform(0.1, 1.5)
             case "cut":
@@ -533,10 +535,6 @@ class TableWorld:
                     self._time.after(self._time.latency(), self._starter(worker))
                 elif worker.number not in self._arrived:
                     self._time.after(0.05, self._starter(worker))
-
-    def _flip(self, server: SimServer) -> None:
-        for shard in self._dice.sample(sorted(server.values), min(2, len(server.values))):
-            server.flip(shard, self._dice.randrange(60))
 
     def _restart(self, number: int, server: SimServer) -> None:
         self._counts["damages"] += server.damages

@@ -13,7 +13,7 @@ import torch
 CHECKED_AT_ONCE = 1 << 16  # rows
 
 
-class RowSums:
+class RowChecksums:
     """Keeps checksums of the rows of some arrays, which have a row for each place.
 
     `arrays`: [places, width] each, of numbers of 4 or 8 bytes. A checksum is the sum of a row's

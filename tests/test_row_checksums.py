@@ -12,7 +12,7 @@ from holdfast.core.servers.placement import SHARDS
 from holdfast.servers import RowOptimizer
 from holdfast.servers.keyed_rows import KeyedTable
 from holdfast.servers.row_client import KEPT
-from holdfast.servers.row_sums import RowSums
+from holdfast.servers.row_checksums import RowChecksums
 from holdfast.servers.server_group import EVERY_PLACE, RowUpdate, ServerGroup
 from holdfast.servers.server_rows import ServerTable
 from holdfast.servers.table_shape import KeyRules, TableShape
@@ -28,7 +28,7 @@ def flip(array: torch.Tensor, row: int, column: int = 0, bit: int = 7) -> None:
 
 def test_any_flipped_bit_is_noticed_and_nothing_else() -> None:
     arrays = [torch.randn(50, 5), torch.arange(100).reshape(50, 2), torch.zeros(50, 1)]
-    sums = RowSums(arrays)
+    sums = RowChecksums(arrays)
     sums.seal(range(50))
     assert len(sums.find_damaged(range(50))) == 0
     dice = random.Random(3)
@@ -44,7 +44,7 @@ def test_any_flipped_bit_is_noticed_and_nothing_else() -> None:
 
 def test_rows_count_as_right_once_they_are_sealed() -> None:
     rows = torch.randn(200, 3)
-    sums = RowSums([rows])
+    sums = RowChecksums([rows])
     sums.seal(range(200))
     rows[10:20] += 1.0
     assert sums.find_damaged(range(200)).tolist() == list(range(10, 20))
