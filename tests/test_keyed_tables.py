@@ -49,7 +49,7 @@ class Model:
 
     def first(self, key: int) -> torch.Tensor:
         blank = KeyedTable(replace(self.shape, keyed=KeyRules(capacity=1)), [], self.rule)
-        return blank.first_values(torch.tensor([key]))[0]
+        return first_values(blank.shape, torch.tensor([key]))[0]
 
     def shard(self, key: int) -> int:
         return int(self.shape.shards_of(torch.tensor([key])))

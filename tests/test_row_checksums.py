@@ -11,10 +11,11 @@ from holdfast.core.errors import Damaged, UserError
 from holdfast.core.servers.placement import SHARDS
 from holdfast.servers import RowOptimizer
 from holdfast.servers.keyed_rows import KeyedTable
-from holdfast.servers.row_client import KEPT
 from holdfast.servers.row_checksums import RowChecksums
+from holdfast.servers.row_client import KEPT
 from holdfast.servers.server_group import EVERY_PLACE, RowUpdate, ServerGroup
 from holdfast.servers.server_rows import ServerTable
+from holdfast.servers.serving import scrub
 from holdfast.servers.table_shape import KeyRules, TableShape
 from test_row_servers import RULES, Servers, everything, expected, group, update
 
@@ -107,7 +108,7 @@ def test_rows_that_nobody_reads_are_looked_at_in_turn() -> None:
     flip(table._slots["sum"], 2 * table.shape.shard_rows + 1)  # of shard 2
     rounds = 32
     for number in range(rounds):
-        found.scrub_part(number, rounds)
+        scrub(found, number, rounds)
     assert found.take_dropped() == (2,)
     assert found.take_dropped() == ()
 
@@ -153,7 +154,7 @@ def keyed_table() -> KeyedTable:
         keys = torch.randint(0, 90, (60,), generator=dice).unique()
         assert table.find_damaged(keys, whole=True) == set()
         table.update(keys, torch.ones(len(keys), 4), 0.1, number, number)
-    assert not any(table.is_damaged(shard, EVERY_PLACE) for shard in ALL)
+    assert not any(table.checksums.is_damaged(shard, EVERY_PLACE) for shard in ALL)
     return table
 
 
@@ -164,7 +165,7 @@ def test_every_array_of_a_table_of_keys_is_watched(array: str) -> None:
     shard = 5
     row = shard * places
     flip(table.arrays[array], row, bit=2)
-    assert [s for s in ALL if table.is_damaged(s, EVERY_PLACE)] == [shard]
+    assert [s for s in ALL if table.checksums.is_damaged(s, EVERY_PLACE)] == [shard]
     wanted = torch.arange(2000)
     assert table.find_damaged(wanted, whole=True) == {shard}
     assert table.find_damaged(wanted, whole=False) <= {shard}
@@ -182,4 +183,4 @@ def test_a_row_of_a_key_is_not_read_after_its_memory_has_changed() -> None:
 def test_a_worker_keeps_no_checksums() -> None:
     table = KeyedTable(KEYED, ALL, RULES[1], undoes=False)
     table.update(torch.arange(5), torch.ones(5, 4), 0.1, 1, 1)
-    assert all(len(sums._sums) == 0 for sums in (table._row_sums, table._update_sums))
+    assert table.checksums._sets == {}

@@ -16,8 +16,8 @@ import torch
 
 from holdfast.core.servers.placement import SHARDS
 from holdfast.servers.key_index import KeyIndex
+from holdfast.servers.row_checksums import ShardChecksums
 from holdfast.servers.row_optimizers import RowOptimizer
-from holdfast.servers.row_checksums import RowChecksums
 from holdfast.servers.row_values import fill_rows, hash_keys
 from holdfast.servers.table_shape import FREQUENCY, TableShape
 
@@ -93,6 +93,15 @@ class KeyCounts:
         return at + torch.from_numpy(hashes.astype(np.int64))
 
 
+def first_values(shape: TableShape, keys: torch.Tensor) -> torch.Tensor:
+    """Return the first values [n, dim] of the rows of these keys."""
+    rows = torch.empty(len(keys), shape.dim)
+    fill_rows(rows, hash_keys(keys), shape.seed, *shape.limits)
+    if shape.padding is not None:
+        rows[keys == shape.padding] = 0.0
+    return rows
+
+
 class KeyedTable:
     """Keeps the rows of one table by key, in some shards: what ServerTable is for numbered rows.
 
@@ -115,7 +124,6 @@ class KeyedTable:
         self._undoes = undoes
         self.shape, self._rules, self._rule = shape, shape.keyed, rule
         self._order = {shard: i for i, shard in enumerate(shards)}
-        self._shards = torch.tensor(list(shards), dtype=torch.int64)
         size = len(shards) * shape.shard_rows
         self.arrays: dict[str, torch.Tensor] = {
             "rows": torch.zeros(size, shape.dim),
@@ -132,11 +140,14 @@ class KeyedTable:
         self._undos: list[_Undo] = []
         self._index: KeyIndex | None = None
         self._free: dict[int, torch.Tensor] = {}  # free places of each shard, in growing order
-        # Of what is read, and of what updates need besides.
-        needed = [self.arrays[name] for name in ("used", *slots)]
-        self._row_sums = self._seal_all([self.arrays["rows"], self.arrays["keys"]])
-        self._update_sums = self._seal_all(needed)
-        self._seen_sums = self._seal_all([self._counts.seen])
+        sets = {
+            "read": [self.arrays["rows"], self.arrays["keys"]],
+            "updated": [self.arrays["used"], *(self.arrays[name] for name in slots)],
+            "seen": [self._counts.seen],
+        }
+        self.checksums = ShardChecksums(shards, sets if undoes else {})
+        for shard in shards:
+            self.checksums.seal_shard(shard)
 
     @property
     def array_names(self) -> list[str]:
@@ -161,7 +172,7 @@ class KeyedTable:
         """Empty a shard: all keys have their first values."""
         for name, part in zip(self.array_names, self.parts(shard), strict=True):
             part.fill_(self._first_slots.get(name, 0))
-        self._seal_shard(shard)
+        self.checksums.seal_shard(shard)
         self._forget_undos(shard)
         self.forget_index()
 
@@ -173,40 +184,18 @@ class KeyedTable:
         """
         places = self._indexed().find(keys)
         there = places[places >= 0]
-        damaged = self._row_sums.find_damaged(there)
-        found = set(self._shards[damaged // self.shape.shard_rows].tolist())
+        found = self.checksums.find_damaged(there, "read")
         if not whole:
             return found
-        damaged = self._update_sums.find_damaged(there)
-        found |= set(self._shards[damaged // self.shape.shard_rows].tolist())
+        found |= self.checksums.find_damaged(there, "updated")
         lacks = keys[places < 0]
         if self._counts.cells:
-            damaged = self._seen_sums.find_damaged(self._counts.find_cells(lacks))
-            found |= set(self._shards[damaged // self._counts.cells].tolist())
+            found |= self.checksums.find_damaged(self._counts.find_cells(lacks), "seen")
         shards, counts = self.shape.shards_of(lacks).unique(return_counts=True)
         for shard, count in zip(shards.tolist(), counts.tolist(), strict=True):
-            if count > len(self._free[shard]) and self.is_damaged(shard, range(1 << 62)):
+            if count > len(self._free[shard]) and self.checksums.is_damaged(shard, range(1 << 62)):
                 found.add(shard)
         return found
-
-    def is_damaged(self, shard: int, part: range) -> bool:
-        """Return whether something in this part of a shard's places has changed by itself."""
-        sums = ("rows", self._row_sums), ("used", self._update_sums), ("seen", self._seen_sums)
-        for name, each in sums:
-            start, stop = self._range_of(shard, name)
-            places = range(start + part.start, min(start + part.stop, stop))
-            if len(each.find_damaged(places)):
-                return True
-        return False
-
-    def first_values(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the first values [n, dim] of the rows of these keys."""
-        shape = self.shape
-        rows = torch.empty(len(keys), shape.dim)
-        fill_rows(rows, hash_keys(keys), shape.seed, *shape.limits)
-        if shape.padding is not None:
-            rows[keys == shape.padding] = 0.0
-        return rows
 
     def read(self, keys: torch.Tensor, version: int) -> torch.Tensor:
         """Return rows [keys, dim] as they were after `version` updates."""
@@ -215,13 +204,13 @@ class KeyedTable:
         if bool(there.all()):
             found = self.arrays["rows"].index_select(0, places)
         else:
-            found = self.first_values(keys)
+            found = first_values(self.shape, keys)
             found[there] = self.arrays["rows"].index_select(0, places[there])
         for undo in reversed(self._undos):
             if undo.number > version:
                 added = torch.isin(keys, undo.added)
                 if bool(added.any()):
-                    found[added] = self.first_values(keys[added])
+                    found[added] = first_values(self.shape, keys[added])
                 before, order = undo.before
                 if len(before):
                     at = torch.searchsorted(before, keys).clamp_(max=len(before) - 1)
@@ -258,10 +247,8 @@ class KeyedTable:
         used[places, LAST] = number
         slots = {name: self.arrays[name] for name in self._first_slots}
         self._rule.update_at(places, self.arrays["rows"], slots, grads, lr=rate, step=step)
-        if self._undoes:
-            for sums in (self._row_sums, self._update_sums):
-                sums.seal(torch.cat([places, moves.places, moves.emptied]))
-            self._seen_sums.seal(cells)
+        self.checksums.seal(torch.cat([places, moves.places, moves.emptied]), "read", "updated")
+        self.checksums.seal(cells, "seen")
 
     def forget_undos(self, floor: int) -> None:
         """Drop what undoes updates up to `floor`."""
@@ -296,7 +283,7 @@ class KeyedTable:
         """Take over the arrays of a shard, as `parts` yields them."""
         for mine, other in zip(self.parts(shard), arrays, strict=True):
             mine.copy_(other)
-        self._seal_shard(shard)
+        self.checksums.seal_shard(shard)
         self._forget_undos(shard)
         self.forget_index()
 
@@ -357,29 +344,12 @@ class KeyedTable:
         if not len(moves.keys):
             return
         arrays["keys"][moves.places, 0] = moves.keys
-        arrays["rows"][moves.places] = self.first_values(moves.keys)
+        arrays["rows"][moves.places] = first_values(self.shape, moves.keys)
         for name, first in self._first_slots.items():
             arrays[name][moves.places] = first
         arrays["used"][moves.places] = 0
         self._taken[moves.places] = True
         self._indexed().add(moves.keys, moves.places)
-
-    # ------------------------------------------------------------ checksums
-
-    def _seal_all(self, arrays: Sequence[torch.Tensor]) -> RowChecksums:
-        """Return the checksums of these arrays' rows; of none unless this is on a server."""
-        sums = RowChecksums([array if self._undoes else array[:0] for array in arrays])
-        if self._undoes:
-            sums.seal(range(len(arrays[0])))
-        return sums
-
-    def _seal_shard(self, shard: int) -> None:
-        """Take all of a shard as it is now for right."""
-        if not self._undoes:
-            return
-        sums = ("rows", self._row_sums), ("used", self._update_sums), ("seen", self._seen_sums)
-        for name, each in sums:
-            each.seal(range(*self._range_of(shard, name)))
 
     # ------------------------------------------------------------ places
 

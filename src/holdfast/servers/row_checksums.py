@@ -6,7 +6,7 @@ unseen. So a row is compared with its checksum before it is read, updated or cop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -61,3 +61,48 @@ class RowChecksums:
 def _split(places: range) -> list[slice]:
     starts = range(places.start, places.stop, CHECKED_AT_ONCE)
     return [slice(start, min(start + CHECKED_AT_ONCE, places.stop)) for start in starts]
+
+
+class ShardChecksums:
+    """Keeps the checksums of one table's arrays, in sets that are looked at together.
+
+    `sets`: by name, arrays [places, width] with the places of these shards, one after the other.
+    """
+
+    def __init__(self, shards: Sequence[int], sets: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        self._shards = torch.tensor(list(shards), dtype=torch.int64)
+        self._order = {shard: i for i, shard in enumerate(shards)}
+        used = {name: arrays for name, arrays in sets.items() if arrays and len(arrays[0])}
+        self._sets = {name: RowChecksums(arrays) for name, arrays in used.items()}
+        self._sizes = {name: len(arrays[0]) // len(shards) for name, arrays in used.items()}
+
+    def seal(self, places: torch.Tensor, *names: str) -> None:
+        """Take these places of some sets as they are now for right."""
+        for name in names:
+            if name in self._sets:
+                self._sets[name].seal(places)
+
+    def seal_shard(self, shard: int) -> None:
+        """Take all of a shard as it is now for right."""
+        for name, each in self._sets.items():
+            first = self._order[shard] * self._sizes[name]
+            each.seal(range(first, first + self._sizes[name]))
+
+    def find_damaged(self, places: torch.Tensor, *names: str) -> set[int]:
+        """Return the shards in which these places of some sets have changed by themselves."""
+        found: set[int] = set()
+        for name in names:
+            if name in self._sets:
+                damaged = self._sets[name].find_damaged(places)
+                found |= set(self._shards[damaged // self._sizes[name]].tolist())
+        return found
+
+    def is_damaged(self, shard: int, part: range) -> bool:
+        """Return whether anything in this part of a shard's places has changed by itself."""
+        for name, each in self._sets.items():
+            size = self._sizes[name]
+            first = self._order[shard] * size
+            places = range(first + part.start, first + min(part.stop, size))
+            if len(each.find_damaged(places)):
+                return True
+        return False

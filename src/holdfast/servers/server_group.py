@@ -92,16 +92,18 @@ class ServerGroup:
         self, version: int, shards: Sequence[int], keys: Sequence[torch.Tensor]
     ) -> list[torch.Tensor] | ShardStanding:
         """Return the rows of each table as of `version`, or how far the shards are. WireError."""
-        self._check_keys(shards, keys)
+        _check_keys(self, shards, keys)
         until = time.monotonic() + EARLY_S
         with self._changed:
             while True:
                 standing = self._holdings.judge(version, shards)
-                if standing.can_serve and self._are_sound(keys):
-                    pairs = zip(self._tables, keys, strict=True)
-                    return [table.read(each, version) for table, each in pairs]
                 if standing.can_serve:
-                    continue  # some were dropped
+                    damaged = _find_damaged(self._tables, keys, whole=False)
+                    if not damaged:
+                        pairs = zip(self._tables, keys, strict=True)
+                        return [table.read(each, version) for table, each in pairs]
+                    self._drop(damaged)
+                    continue
                 left_s = until - time.monotonic()
                 early = all(have == version - 1 for _, have in standing.behind)
                 if not early or standing.past or standing.copying or left_s <= 0:
@@ -110,7 +112,7 @@ class ServerGroup:
 
     def update(self, number: int, shards: Sequence[int], update: RowUpdate) -> ShardStanding:
         """Take an update in; returns how far these shards are now. WireError."""
-        self._check_keys(shards, update.keys)
+        _check_keys(self, shards, update.keys)
         with self._changed:
             self._tokens += 1
             self._updates[self._tokens] = update
@@ -125,17 +127,8 @@ class ServerGroup:
     def scrub(self, shard: int, part: range) -> None:
         """Look for memory that has changed by itself in this part of a shard's places."""
         with self._changed:
-            if any(table.is_damaged(shard, part) for table in self._tables):
+            if any(table.checksums.is_damaged(shard, part) for table in self._tables):
                 self._drop({shard})
-
-    def scrub_part(self, round_number: int, rounds: int) -> None:
-        """Look at the next part of all rows; after `rounds` calls each was looked at once."""
-        per_shard = max(rounds // max(len(self.shards), 1), 1)
-        shard = self.shards[round_number // per_shard % len(self.shards)]
-        rows = max((table.shape.shard_rows for table in self._tables), default=0)
-        part = -(-rows // per_shard)
-        first = round_number % per_shard * part
-        self.scrub(shard, range(first, first + part))
 
     def take_dropped(self) -> tuple[int, ...]:
         """Return the shards that were dropped since the last call, as their memory had changed."""
@@ -167,7 +160,7 @@ class ServerGroup:
     def copy_as_of(self, shard: int, version: int, table: int, array: int) -> torch.Tensor:
         """Return a copy of one array of a shard as of a version that is pinned. Damaged."""
         with self._changed:
-            if self._tables[table].is_damaged(shard, EVERY_PLACE):
+            if self._tables[table].checksums.is_damaged(shard, EVERY_PLACE):
                 self._drop({shard})
             if not self._holdings.judge(version, [shard]).can_serve:
                 raise Damaged(f"shard {shard} of {self.group.name} has changed in memory by itself")
@@ -223,7 +216,7 @@ class ServerGroup:
         for effect in self._holdings.handle(event):
             match effect:
                 case ApplyUpdate(number, shards, token):
-                    self._apply(number, shards, self._updates[token])
+                    self._damaged |= _apply(self._tables, number, shards, self._updates[token])
                 case AdoptCopy(shard):
                     pairs = zip(self._tables, self._copies.pop(shard), strict=True)
                     for table, arrays in pairs:
@@ -249,48 +242,47 @@ class ServerGroup:
         self._dropped |= shards
         self._handle(ShardsDamaged(tuple(sorted(shards))))
 
-    def _are_sound(self, keys: Sequence[torch.Tensor]) -> bool:
-        """Return whether the rows of these keys are as written; else drop their shards."""
-        found = self._find_damaged(list(zip(self._tables, keys, strict=True)), whole=False)
-        if found:
-            self._drop(found)
-        return not found
 
-    def _apply(self, number: int, shards: Sequence[int], update: RowUpdate) -> None:
-        """Apply an update to those of these shards that are sound; the others are to be dropped."""
-        masks = [t.shape.are_in(shards, k) for t, k in zip(self._tables, update.keys, strict=True)]
-        chosen = zip(self._tables, update.keys, masks, strict=True)
-        wanted = [(table, keys[mask]) for table, keys, mask in chosen]
-        damaged = self._find_damaged(wanted, whole=True)
-        if damaged:
-            self._damaged |= damaged
-            self._apply(number, [shard for shard in shards if shard not in damaged], update)
-            return
-        for i, (table, mask) in enumerate(zip(self._tables, masks, strict=True)):
-            keys, grads = update.keys[i], update.grads[i]
-            if not bool(mask.all()):
-                keys, grads = keys[mask], grads[mask]
-            if len(keys):
-                table.update(keys, grads, update.rates[i], update.steps[i], number)
+def _apply(
+    tables: Sequence[ServerTable | KeyedTable],
+    number: int,
+    shards: Sequence[int],
+    update: RowUpdate,
+) -> set[int]:
+    """Apply an update to those of these shards that are sound; return the others."""
+    masks = [t.shape.are_in(shards, k) for t, k in zip(tables, update.keys, strict=True)]
+    chosen = [keys[mask] for keys, mask in zip(update.keys, masks, strict=True)]
+    damaged = _find_damaged(tables, chosen, whole=True)
+    if damaged:
+        sound = [shard for shard in shards if shard not in damaged]
+        return damaged | _apply(tables, number, sound, update)
+    for i, (table, keys) in enumerate(zip(tables, chosen, strict=True)):
+        if len(keys):
+            grads = update.grads[i]
+            grads = grads if len(keys) == len(grads) else grads[masks[i]]
+            table.update(keys, grads, update.rates[i], update.steps[i], number)
+    return set()
 
-    def _find_damaged(
-        self, wanted: Sequence[tuple[ServerTable | KeyedTable, torch.Tensor]], *, whole: bool
-    ) -> set[int]:
-        """Return the shards in which rows of these keys have changed by themselves."""
-        found = [table.find_damaged(keys, whole=whole) for table, keys in wanted if len(keys)]
-        return set().union(*found)
 
-    def _check_keys(self, shards: Sequence[int], keys: Sequence[torch.Tensor]) -> None:
-        """Raise WireError for keys that these shards do not hold."""
-        if not set(shards) <= set(self.shards):
-            raise WireError(f"shards {sorted(set(shards) - set(self.shards))} are not here")
-        for shape, each in zip(self.group.tables, keys, strict=True):
-            if not len(each):
-                continue
-            least, most = (int(k) for k in torch.aminmax(each))
-            known = shape.keyed is not None or (least >= 0 and most < shape.count)
-            if not known or not bool(shape.are_in(shards, each).all()):
-                raise WireError(f"table {shape.name}: keys from {least} to {most} are not here")
+def _find_damaged(
+    tables: Sequence[ServerTable | KeyedTable], keys: Sequence[torch.Tensor], *, whole: bool
+) -> set[int]:
+    """Return the shards in which rows of these keys [n] have changed by themselves."""
+    pairs = zip(tables, keys, strict=True)
+    return set().union(*(t.find_damaged(each, whole=whole) for t, each in pairs if len(each)))
+
+
+def _check_keys(group: ServerGroup, shards: Sequence[int], keys: Sequence[torch.Tensor]) -> None:
+    """Raise WireError for keys that these shards do not hold."""
+    if not set(shards) <= set(group.shards):
+        raise WireError(f"shards {sorted(set(shards) - set(group.shards))} are not here")
+    for shape, each in zip(group.group.tables, keys, strict=True):
+        if not len(each):
+            continue
+        least, most = (int(k) for k in torch.aminmax(each))
+        known = shape.keyed is not None or (least >= 0 and most < shape.count)
+        if not known or not bool(shape.are_in(shards, each).all()):
+            raise WireError(f"table {shape.name}: keys from {least} to {most} are not here")
 
 
 def _describe(shape: object) -> str:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from holdfast.core.servers.placement import SHARDS
+from holdfast.servers.row_checksums import ShardChecksums
 from holdfast.servers.row_optimizers import RowOptimizer
-from holdfast.servers.row_checksums import RowChecksums
 from holdfast.servers.row_values import fill_rows
 from holdfast.servers.table_shape import TableShape
 
@@ -57,9 +57,8 @@ class ServerTable:
             for name, (width, first) in rule.slots(shape.dim).items()
         }
         self._undos: list[Undo] = []
-        self._shards = torch.tensor(list(shards), dtype=torch.int64)
-        self._row_sums = RowChecksums([self._rows])
-        self._slot_sums = RowChecksums(list(self._slots.values())) if self._slots else None
+        sets = {"read": [self._rows], "updated": list(self._slots.values())}
+        self.checksums = ShardChecksums(shards, sets)
         for shard in shards:
             self.begin(shard)
 
@@ -75,7 +74,7 @@ class ServerTable:
             self._rows[places.start + shape.padding // SHARDS] = 0.0
         for name, (_, first_value) in self._rule.slots(shape.dim).items():
             self._slots[name][places.start : places.stop] = first_value
-        self._seal(places)
+        self.checksums.seal_shard(shard)
         self._forget_undos(places)
 
     def read(self, keys: torch.Tensor, version: int) -> torch.Tensor:
@@ -97,25 +96,16 @@ class ServerTable:
         old = {name: each.index_select(0, places) for name, each in self._slots.items()}
         self._undos.append(Undo(number, places, self._rows.index_select(0, places), old))
         self._rule.update_at(places, self._rows, self._slots, grads[order], lr=rate, step=step)
-        self._seal(places)
+        self.checksums.seal(places, "read", "updated")
 
     def find_damaged(self, keys: torch.Tensor, *, whole: bool) -> set[int]:
         """Return the shards in which rows of these keys have changed by themselves.
 
         `whole`: what their optimizer keeps is looked at, too.
         """
-        places = self._place(keys)
-        found = self._row_sums.find_damaged(places)
-        if whole and self._slot_sums is not None:
-            found = torch.cat([found, self._slot_sums.find_damaged(places)])
-        return set(self._shards[found // self.shape.shard_rows].tolist())
-
-    def is_damaged(self, shard: int, part: range) -> bool:
-        """Return whether something in this part of a shard's places has changed by itself."""
-        first = self._places_of(shard).start
-        places = range(first + part.start, first + min(part.stop, self.shape.shard_rows))
-        sums = (self._row_sums, self._slot_sums)
-        return any(each is not None and len(each.find_damaged(places)) for each in sums)
+        return self.checksums.find_damaged(
+            self._place(keys), "read", *(["updated"] if whole else [])
+        )
 
     def forget_undos(self, floor: int) -> None:
         """Drop what undoes updates up to `floor`."""
@@ -147,14 +137,8 @@ class ServerTable:
         """Take over the arrays of a shard, as `parts` yields them."""
         for mine, other in zip(self.parts(shard), arrays, strict=True):
             mine.copy_(other)
-        self._seal(self._places_of(shard))
+        self.checksums.seal_shard(shard)
         self._forget_undos(self._places_of(shard))
-
-    def _seal(self, places: torch.Tensor | range) -> None:
-        """Take these places as they are now for right."""
-        self._row_sums.seal(places)
-        if self._slot_sums is not None:
-            self._slot_sums.seal(places)
 
     def _place(self, keys: torch.Tensor) -> torch.Tensor:
         return self._first_place[keys % SHARDS] + keys // SHARDS

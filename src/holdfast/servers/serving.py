@@ -170,7 +170,7 @@ class RowServer:
             with self._lock:
                 groups = list(self._groups.values())
             for group in groups:
-                group.scrub_part(round_number, SCRUB_ROUNDS)
+                scrub(group, round_number, SCRUB_ROUNDS)
 
     def _check_count(self, group: ServerGroup, *given: Sequence[object]) -> None:
         count = len(group.group.tables)
@@ -280,3 +280,13 @@ def _fetch_shard(
         for array in table:
             wire.fill_array(channel, array)
     return answer.version, arrays
+
+
+def scrub(group: ServerGroup, round_number: int, rounds: int) -> None:
+    """Look at the next part of all rows; after `rounds` calls each was looked at once."""
+    per_shard = max(rounds // max(len(group.shards), 1), 1)
+    shard = group.shards[round_number // per_shard % len(group.shards)]
+    rows = max((shape.shard_rows for shape in group.group.tables), default=0)
+    part = -(-rows // per_shard)
+    first = round_number % per_shard * part
+    group.scrub(shard, range(first, first + part))
