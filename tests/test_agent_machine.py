@@ -436,7 +436,7 @@ def test_a_view_that_is_all_here_goes_on_without_anybody_until_somebody_has_prom
 
 
 @pytest.mark.parametrize("gone", ["ended", "killed"])
-def test_a_view_of_which_a_member_is_gone_is_not_all_here(gone: str) -> None:
+def test_a_view_with_a_lost_member_is_not_complete(gone: str) -> None:
     node = Node()
     node.run(0, 1)
     if gone == "ended":

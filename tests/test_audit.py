@@ -42,7 +42,7 @@ WORKERS = [WorkerId(i) for i in range(4)]
 OWNERS = [WorkerId(i // 4) for i in range(16)]
 
 
-def test_so_many_tasks_are_audited_as_were_asked_for() -> None:
+def test_the_wanted_share_of_tasks_is_audited() -> None:
     plans = [plan(7, step, OWNERS, WORKERS, 0.05) for step in range(2000)]
     assert 0.045 < sum(map(len, plans)) / (2000 * len(OWNERS)) < 0.055
     audits = [audit for each in plans for audit in each]
@@ -54,7 +54,7 @@ def test_so_many_tasks_are_audited_as_were_asked_for() -> None:
     assert plans != [plan(8, step, OWNERS, WORKERS, 0.05) for step in range(2000)]
 
 
-def test_so_many_sums_are_audited_as_were_asked_for() -> None:
+def test_the_wanted_share_of_sums_is_audited() -> None:
     plans = [plan_sums(7, step, 10, 0.05) for step in range(4000)]
     assert 0.045 < sum(map(len, plans)) / 40_000 < 0.055
     assert {bucket for each in plans for bucket in each} == set(range(10))
@@ -200,7 +200,7 @@ def test_wrong_gradients_go_back_to_the_last_audit_that_agreed() -> None:
     assert trust.doubt(WORKERS[:2], 20, diverged=False) == Doubt(sums=0, saved=0)
 
 
-def test_who_has_just_come_holds_what_was_compared() -> None:
+def test_a_worker_that_has_just_come_holds_the_compared_state() -> None:
     trust = trusted(64, 20, lambda step: ())
     trust.enter(a_view(20, 1, 2, joiners=(1,)), compared=True)
     trust.summed(20, a_view(20, 1, 2).owners, ())
@@ -221,7 +221,7 @@ INVALIDATION = st.lists(
 
 
 @given(INVALIDATION, INVALIDATION, st.integers(0, 10), st.integers(1, 10))
-def test_what_is_invalidated_stays_so(
+def test_an_invalidation_stays(
     first: list[Invalidation], second: list[Invalidation], step: int, view: int
 ) -> None:
     merged = merge(merge((), first), second)
@@ -233,7 +233,7 @@ def test_what_is_invalidated_stays_so(
 
 
 @given(INVALIDATION)
-def test_what_is_invalidated_does_not_depend_on_the_order_of_reports(
+def test_invalidations_do_not_depend_on_the_order_of_reports(
     found: list[Invalidation],
 ) -> None:
     forwards = merge((), found)
@@ -290,7 +290,7 @@ def told(worker: int, view: int, saved: int, *invalidations: Invalidation) -> Wo
     )
 
 
-def test_what_is_durable_is_what_was_saved_and_is_not_invalidated() -> None:
+def test_steps_that_were_saved_and_are_not_invalidated_are_durable() -> None:
     durable = Durable()
     for step in (10, 20, 30):
         durable.note([told(0, 1, step)])

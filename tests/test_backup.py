@@ -211,7 +211,9 @@ def test_a_worker_that_stands_still_for_long_is_suspended_and_catches_up(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["vote", "gather", "voted"])
-def test_a_death_when_it_is_settled_who_counts(point: str, start: Start, tmp_path: Path) -> None:
+def test_a_death_while_the_results_that_count_are_settled(
+    point: str, start: Start, tmp_path: Path
+) -> None:
     """Either all commit the step as it was settled, or it is settled again."""
     script = (*SCRIPT, "--all", "--fault", f"SIGKILL:{point}:5:0")
     with start(*script, nproc=5, options=options(tmp_path, "worker 2 step 5 stall 0.3")) as run:

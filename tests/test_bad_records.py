@@ -58,7 +58,7 @@ def test_a_mirror_makes_a_run_whole(start: Start, data: tuple[str, str, str]) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", ["store", "memory"])
-def test_what_is_quarantined_stays_so_when_every_worker_is_lost(
+def test_records_stay_quarantined_when_every_worker_is_lost(
     kept: str, start: Start, data: tuple[str, str, str], tmp_path: Path
 ) -> None:
     """The list of bad records is a part of the state, in checkpoints and in the nodes' memory."""

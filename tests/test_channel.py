@@ -495,7 +495,7 @@ def test_running_out_of_descriptors_is_a_pause() -> None:
     play(scene)
 
 
-def test_a_closed_gate_lets_nobody_in_and_keeps_who_is_inside() -> None:
+def test_a_closed_gate_lets_nobody_in_and_keeps_its_connections() -> None:
     async def scene() -> None:
         async with site(handshake_s=PATIENCE_S) as here:
             inside = await connect(HOST, here.port, SECRET)

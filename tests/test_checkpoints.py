@@ -92,7 +92,7 @@ def stored_bytes(storage: MemoryStorage) -> int:
     return sum(len(data) for name, data in storage.objects.items() if name.startswith(PACKS))
 
 
-def test_what_is_saved_is_loaded_with_all_it_says_of_itself() -> None:
+def test_a_saved_state_is_loaded_with_its_description() -> None:
     store, state = Checkpoints(MemoryStorage()), make_state(1)
     save(store, 7, state)
     loaded = Loaded()
@@ -107,7 +107,7 @@ def test_what_is_saved_is_loaded_with_all_it_says_of_itself() -> None:
     assert store.storage.names(SAVING) == []
 
 
-def test_what_has_not_changed_is_not_written_again() -> None:
+def test_unchanged_chunks_are_not_written_again() -> None:
     storage = MemoryStorage()
     store, state = Checkpoints(storage), make_state(1)
     save(store, 1, state)
@@ -220,7 +220,7 @@ def test_what_is_wrong_is_told_to_the_byte() -> None:
     store.load(1, Loaded(only="bias"))
 
 
-def test_a_pack_that_is_cut_short_spoils_only_what_it_has_lost() -> None:
+def test_a_pack_that_is_cut_short_spoils_only_the_lost_part() -> None:
     storage = MemoryStorage()
     store = Checkpoints(storage)
     save(store, 1, make_state(1))
@@ -418,7 +418,7 @@ def test_which_checkpoints_are_kept() -> None:
     assert choose_kept([], Retention(), 0.0) == ()
 
 
-def test_collecting_keeps_every_byte_of_what_is_kept() -> None:
+def test_collecting_keeps_every_byte_of_kept_checkpoints() -> None:
     storage = MemoryStorage()
     store, state = Checkpoints(storage), make_state(1)
     for step in range(1, 9):
@@ -431,7 +431,7 @@ def test_collecting_keeps_every_byte_of_what_is_kept() -> None:
     assert set(storage.names(PACKS)) == used
 
 
-def test_a_pack_of_which_little_is_used_dies_out() -> None:
+def test_a_pack_that_is_little_used_dies_out() -> None:
     """The chunks that are still used are written again, so that no space is lost for ever."""
     storage = MemoryStorage()
     store, rng = Checkpoints(storage), random.Random(0)

@@ -141,7 +141,7 @@ def begun(*names: str, **fields: Any) -> Job:
 # ---------------------------------------------------------------- the beginning
 
 
-def test_the_job_starts_once_all_are_ready_and_what_is_decided_is_durable_first() -> None:
+def test_the_job_starts_once_all_are_ready_and_decisions_are_durable_first() -> None:
     job = Job("a", "b")
     assert [[w.worker for w in job.told[n].wanted] for n in ("a", "b")] == [[0], [1]]
     job.say("a", 0)
@@ -366,7 +366,7 @@ def test_a_snapshot_tells_which_view_is_stopped_and_which_is_about_to_change() -
     assert found.stop_view == job.number
 
 
-def test_what_was_said_of_a_checkpoint_is_kept_though_its_agent_begins_anew_at_once() -> None:
+def test_reports_on_a_checkpoint_are_kept_though_their_agent_restarts_at_once() -> None:
     job = begun("a", "b")
     job.say("a", 0, saved=4, committed=6)
     job.pass_time(job.now + 5.0)

@@ -136,7 +136,7 @@ def test_nothing_is_sent_before_its_record_is_durable(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_nothing_is_sent_by_who_may_be_deposed(
+def test_a_coordinator_that_may_be_deposed_sends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Left(Exception):

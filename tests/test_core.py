@@ -57,7 +57,7 @@ def definition(vranks: int) -> str:
 
 
 @given(vranks=st.integers(1, 40), data=st.data())
-def test_sum_does_not_depend_on_who_merged_what(vranks: int, data: st.DataObject) -> None:
+def test_the_sum_does_not_depend_on_the_merging_workers(vranks: int, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(vranks)))
     owners = data.draw(st.lists(st.integers(0, 4), min_size=vranks, max_size=vranks))
     whole: dict[tree.Node, str] = {}

@@ -204,7 +204,7 @@ def test_a_late_worker_is_suspended_and_catches_up(
         ),
     ],
 )
-def test_who_cannot_catch_up_begins_anew(
+def test_a_worker_that_cannot_catch_up_is_replaced(
     step: int, faults: str, start: Start, reference: Reference, tmp_path: Path
 ) -> None:
     with start(*LATE, options=disturbed(tmp_path, faults)) as run:
@@ -379,7 +379,7 @@ def test_a_state_that_has_become_another_is_found_without_audits_and_the_job_goe
 
 
 @pytest.mark.slow
-def test_what_was_computed_wrongly_before_an_audit_found_out_is_done_again(
+def test_steps_computed_wrongly_before_an_audit_found_out_are_redone(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
     faults = "worker 1 from step 27 multiply wrongly"

@@ -307,7 +307,7 @@ def keeps(kind: str) -> Callable[[Job, ThreadWorker], None]:
         ("start", "time.monotonic()", 2),
     ],
 )
-def test_what_is_steady_on_one_worker_is_found_by_another(
+def test_a_steady_difference_on_one_worker_is_found_by_another(
     kind: str, says: str, workers: int
 ) -> None:
     found = told(keeps(kind), workers)

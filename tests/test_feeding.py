@@ -145,7 +145,7 @@ class Average:
         self.held.copy_(state["held"])
 
 
-def test_a_wrong_state_is_found_before_who_is_fed_joins() -> None:
+def test_a_wrong_state_is_found_before_a_fed_worker_joins() -> None:
     """Members compare all that they have copied, also the parts that no other check looks at."""
 
     def flips(job: Job, me: ThreadWorker) -> str:

@@ -51,7 +51,7 @@ def lag(worker: int, committed: int, incarnation: int = 1) -> LateWorker:
 # ---------------------------------------------------------------- who is fenced
 
 
-def test_who_died_is_fenced_and_who_is_silent_only_after_its_lease() -> None:
+def test_a_dead_worker_is_fenced_at_once_and_a_silent_one_after_its_lease() -> None:
     cluster = Cluster(member(0), member(1, stage=Stage.LOST))
     first, second = view_of(0, 1).members
     heard = cluster.facts(view_of(0, 1))
@@ -139,7 +139,7 @@ def test_who_was_suspended_returns_once_it_is_done(
     assert fo.returning(cluster.facts(view, 5), step) == []  # one of its nodes is silent
 
 
-def test_who_has_missed_too_much_is_better_started_anew() -> None:
+def test_a_worker_that_has_missed_too_much_is_better_replaced() -> None:
     view = view_of(0, suspended=(lag(1, 5),))
     cluster = Cluster(member(0), member(1))
     for step, behind in ((5 + STEPS_MISSED_MAX, []), (6 + STEPS_MISSED_MAX, [1])):
@@ -218,7 +218,7 @@ def test_a_silent_node_stops_the_view_if_others_can_go_on() -> None:
 # ---------------------------------------------------------------- planned changes
 
 
-def test_a_change_is_planned_for_who_can_join_then_for_drains_then_for_too_few() -> None:
+def test_a_change_is_planned_for_joiners_then_for_drains_then_for_too_few() -> None:
     cluster = Cluster(member(0), member(1), status(4))
     facts = cluster.facts(view_of(0, 1))
     assert fo.why_change(with_room(facts, 3), 1, 5) == ("join", "worker 4 joins")
@@ -326,7 +326,7 @@ def following(cluster: Cluster, view: Any, *, vranks: int = 4, **fields: Any) ->
     return fo.next_view(with_room(facts, vranks), survivors, workers_min, **fields)
 
 
-def test_at_rest_who_waits_joins_as_far_as_there_are_virtual_ranks() -> None:
+def test_at_rest_waiting_workers_join_as_far_as_there_are_virtual_ranks() -> None:
     cluster = Cluster(resting(0), resting(1), status(4), status(5))
     found = following(cluster, view_of(0, 1), vranks=3)
     assert (found.workers, found.joiners, found.resume_step) == ((0, 1, 4), (4,), 5)
@@ -364,7 +364,7 @@ def test_who_is_late_is_suspended_where_that_is_allowed() -> None:
     assert following(cluster, view).suspended == ()
 
 
-def test_who_was_suspended_comes_back_if_all_who_kept_its_steps_are_there() -> None:
+def test_a_suspended_worker_returns_if_all_keepers_of_its_steps_are_there() -> None:
     view = view_of(0, 2, suspended=(lag(1, 3),))
     there = Cluster(resting(0), resting(2), resting(1))
     found = following(there, view, vranks=3)
@@ -376,7 +376,7 @@ def test_who_was_suspended_comes_back_if_all_who_kept_its_steps_are_there() -> N
     assert (full.workers, full.catching_up) == ((0, 2), ())
 
 
-def test_who_comes_back_goes_before_who_is_new() -> None:
+def test_a_returning_worker_goes_before_a_new_one() -> None:
     view = view_of(0, suspended=(lag(1, 3),))
     found = following(Cluster(resting(0), resting(1), status(4)), view, vranks=2)
     assert found.workers == (0, 1)

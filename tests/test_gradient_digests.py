@@ -310,7 +310,7 @@ def test_a_sharded_optimizer_has_the_same_digests(
     compared([clean, other], capsys, steps=STEPS)
 
 
-def test_states_of_which_other_parts_were_digested_are_not_compared(
+def test_states_with_digests_of_other_parts_are_not_compared(
     clean: Path, tmp_path: Path, capsys: Capsys
 ) -> None:
     other = trained(tmp_path / "job", 1, options=("--digest-steps", "1"))

@@ -373,7 +373,7 @@ def refused(make: Callable[[], nn.Module], use: Callable[[nn.Module, torch.Tenso
     return results(script, 1)[0]
 
 
-def test_what_is_not_a_table_is_refused() -> None:
+def test_a_sparse_gradient_outside_of_tables_is_refused() -> None:
     text = refused(
         lambda: nn.Linear(WIDTH, WORDS),
         lambda m, batch: nn.functional.embedding(batch, m.weight, sparse=True),

@@ -194,7 +194,7 @@ def grows(job: Job, me: ThreadWorker) -> Any:
     return digest(model)
 
 
-def test_a_model_may_grow_but_who_joins_later_is_told_to_build_it_whole() -> None:
+def test_a_model_may_grow_but_a_later_joiner_is_told_to_build_it_whole() -> None:
     (expected,) = results(grows, 1)
     assert results(grows, 2) == [expected] * 2
     text = outcome(grows, 2, {1: 40})

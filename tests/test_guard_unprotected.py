@@ -116,7 +116,7 @@ class Meter:
 
 
 @pytest.mark.parametrize("place", ["meter", "meters", "norms"])
-def test_what_is_in_scratch_is_not_looked_at(place: str) -> None:
+def test_values_in_scratch_are_not_looked_at(place: str) -> None:
     model, scratch = net(), dict[str, Any]()
     meter = Meter(model)
     others = UnprotectedModules(scratch=scratch)
@@ -128,7 +128,7 @@ def test_what_is_in_scratch_is_not_looked_at(place: str) -> None:
             scratch["mine"] = kept[place]
 
 
-def test_what_is_not_in_scratch_is_looked_at() -> None:
+def test_values_outside_scratch_are_looked_at() -> None:
     model = net()
     meter = Meter(model)
     others = UnprotectedModules(scratch={"mine": {"step": 1}})

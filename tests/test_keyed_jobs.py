@@ -39,7 +39,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.param(1, flags(2, 2), marks=pytest.mark.slow),
     ],
 )
-def test_the_result_does_not_depend_on_who_holds_the_rows(
+def test_the_result_does_not_depend_on_the_holders_of_rows(
     workers: int, options: tuple[str, ...], start: Start, expected: str
 ) -> None:
     words = ("--keyed", "--steps", str(STEPS))

@@ -147,7 +147,7 @@ def test_a_replay_after_all_workers_were_lost_is_reported_but_no_fault(tmp_path)
     assert report.samples == 2 * 50 + 2 * 12
 
 
-def test_what_was_withdrawn_does_not_count(tmp_path):
+def test_withdrawn_steps_do_not_count(tmp_path):
     """A withdrawal holds for all; the same steps were done again, with another loss."""
     wrong = [dataclasses.replace(entry(s), loss=9.0) for s in range(4, 9)]
     write(tmp_path, 0, [*[entry(s) for s in range(4)], *wrong])
@@ -459,7 +459,7 @@ def without(one, worker):
     )
 
 
-def test_what_was_dropped_by_choice_is_told_and_no_fault(tmp_path):
+def test_samples_dropped_by_choice_are_reported_and_no_fault(tmp_path):
     left_out = {2: 0, 4: 1, 7: 1}  # in step 4 it has no sample
     entries = [without(entry(s), left_out.get(s)) for s in range(STEPS)]
     for worker in (0, 1):
@@ -475,7 +475,7 @@ def test_what_was_dropped_by_choice_is_told_and_no_fault(tmp_path):
     assert "every other sample was used exactly once" in text
 
 
-def test_what_was_dropped_and_not_declared_is_lost(tmp_path):
+def test_samples_dropped_without_declaration_are_lost(tmp_path):
     for worker in (0, 1):
         write(tmp_path, worker, [without(entry(s), 1) for s in range(5)])
     report = audit(tmp_path)

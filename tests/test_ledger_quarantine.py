@@ -141,7 +141,7 @@ def test_neighbours_have_different_substitutes() -> None:
     assert len(set(used.tolist())) == 100
 
 
-def test_what_is_told_is_left_out_from_the_next_step_on() -> None:
+def test_a_reported_record_is_left_out_from_the_next_step_on() -> None:
     one = Quarantine(1, 50, {}, most=9)
     assert one.hear({2: encode_bad({7: "why"})}) == {2: {7: "why"}}
     assert one.hear({2: encode_bad({7: "why"}), 3: b"\x80"}) == {}  # the step's next round

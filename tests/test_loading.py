@@ -153,7 +153,7 @@ def test_an_empty_share_has_no_batch(source):
         assert one.batch(1, 2) is None
 
 
-def test_what_was_loaded_ahead_survives_a_change_of_assignment(source):
+def test_batches_loaded_ahead_survive_a_change_of_assignment(source):
     expected = reference(Noisy())
     one = source(Noisy(), prefetch_factor=4)
     one.follow([0, 1], 0, STEPS)

@@ -132,7 +132,7 @@ def test_sound_data_give_the_same_bits_with_and_without_an_index(index: Path) ->
 
 
 @pytest.mark.parametrize("way", ["flip", "error"])
-def test_what_is_bad_once_is_read_again(way: str, index: Path) -> None:
+def test_a_record_that_is_bad_once_is_read_again(way: str, index: Path) -> None:
     (plain,) = run(train(lambda me: dataset(RECORDS), None), 1)
     copies = {}
 
@@ -208,7 +208,7 @@ def only_on(worker: int) -> Copy:
     return lambda me: Decaying(BAD if (me.worker, me.incarnation) == (worker, 1) else {})
 
 
-def test_what_is_bad_on_one_worker_is_left_out_by_all(index: Path, tmp_path: Path) -> None:
+def test_a_record_that_is_bad_on_one_worker_is_left_out_by_all(index: Path, tmp_path: Path) -> None:
     """The ledger proves it, also if the worker dies before or after it has reported the record.
 
     A record that only the dead worker could not read stays out for all. If the worker had not
@@ -269,7 +269,7 @@ def test_data_workers_verify_what_they_read(index: Path) -> None:
     assert run(train(lambda me: Decaying(BAD), index, num_workers=1, mirrors=mirror), 1) == [plain]
 
 
-def test_what_was_loaded_ahead_leaves_out_what_is_quarantined_since() -> None:
+def test_batches_loaded_ahead_leave_out_records_quarantined_since() -> None:
     """The record is readable on this worker; another worker has reported it."""
     plan = SamplePlan(length=RECORDS, batch_size=3, virtual_ranks=4, seed=1)
     quarantine = Quarantine(1, RECORDS, {}, most=9)

@@ -155,7 +155,7 @@ def test_a_sample_is_of_different_lines_and_follows_from_its_seed() -> None:
     assert {m.line for m in draw(every, sources, 1, 100)} == lines
 
 
-def test_what_is_no_program_is_passed_over() -> None:
+def test_a_change_that_gives_no_program_is_passed_over() -> None:
     code = "def f(a):\n    for b in a:\n        continue\n"
     broken = Mutant(
         path=FILE, function="f", line=3, rule="x", before="", after="", start=0, end=3, text="("
@@ -196,7 +196,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_who_is_caught_who_survives_and_who_is_equivalent(
+def test_mutants_are_caught_survive_or_are_equivalent(
     tree: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = tree / "results.jsonl"
@@ -251,7 +251,7 @@ def test_the_test_files_that_are_asked_are_there() -> None:
     assert all((TESTS.parent / name).exists() for name in scope.DRIVERS)
 
 
-def test_what_is_listed_as_equivalent_is_still_there() -> None:
+def test_the_code_of_listed_equivalents_is_still_there() -> None:
     """An entry whose code has changed is of no use any more."""
     root = TESTS.parent
     known = equivalents.read(root / equivalents.FILE)

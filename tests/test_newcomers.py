@@ -171,7 +171,7 @@ def test_what_is_judged_as_ever(ruling: Ruling) -> None:
     assert judged(proved, joined(W1), leaves((W1, 1)))[0] == ()
 
 
-def test_a_court_knows_who_is_steady() -> None:
+def test_a_court_knows_the_steady_workers() -> None:
     def last(*said: dict[WorkerId, int]) -> Ruling:
         court = Court()
         return [court.rule({1: each}, (), OWNERS, (W0, W1, W2)) for each in said][-1]

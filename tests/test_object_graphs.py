@@ -71,7 +71,7 @@ def test_objects_of_all_kinds_come_back() -> None:
     assert found[2:] == [1 << 80, -(1 << 70)]
 
 
-def test_caches_are_made_anew() -> None:
+def test_caches_are_made_again() -> None:
     cache = LatestFacts()
     cache._made_from = ("not", "kept")  # type: ignore[assignment]
     found = load_graph(dump_graph([cache, cache], [LatestFacts]), [LatestFacts])

@@ -135,7 +135,7 @@ def test_in_memory_it_is_the_same() -> None:
         ("", "empty place"),
     ],
 )
-def test_what_is_no_store_is_refused(text: str, words: str) -> None:
+def test_a_text_that_names_no_store_is_refused(text: str, words: str) -> None:
     with pytest.raises(UserError, match=words) as told:
         open_storage(text)
     assert "\n" not in str(told.value)

@@ -35,7 +35,7 @@ def test_an_order_is_claimed_once_and_kept(book: OrderBook) -> None:
     assert not book.withdraw(wanted.id)
 
 
-def test_of_many_who_claim_an_order_one_gets_it(book: OrderBook) -> None:
+def test_one_of_many_claims_gets_an_order(book: OrderBook) -> None:
     wanted = [order(number) for number in range(20)]
     for each in wanted:
         book.add(each)

@@ -283,7 +283,7 @@ def test_a_peer_that_is_not_wanted_is_told_of_and_closed() -> None:
         here.serves()
 
 
-def test_a_closed_listener_lets_nobody_in_and_keeps_who_is_inside() -> None:
+def test_a_closed_listener_lets_nobody_in_and_keeps_its_connections() -> None:
     with site(proof_s=PATIENCE_S) as here:
         inside = peer_stream.connect(here.address, IDENTITY, MAGIC, (1, 2, 3))
         channel, _ = here.arrived.get(timeout=PATIENCE_S)

@@ -128,7 +128,7 @@ def test_a_step_that_is_computed_again_takes_the_place_of_the_first_attempt() ->
         assert arena.used == used
 
 
-def test_what_is_older_than_a_protected_state_is_dropped() -> None:
+def test_pieces_older_than_a_protected_state_are_dropped() -> None:
     with file_of() as (arena, reading):
         put(arena, STATE, 0, b"old" * 9)
         for step in range(6):

@@ -109,7 +109,7 @@ def test_too_few_nodes_are_told() -> None:
     assert "bears the loss of 0 nodes instead of 1" in weakness("replicate:2", "a")
 
 
-def test_what_is_not_protected_is_told_when_it_changes() -> None:
+def test_an_unprotected_value_is_reported_when_it_changes() -> None:
     protection, cluster = Protection(RS), Cluster()
     roster = cluster.roster
     for agent in "abc":
@@ -157,7 +157,7 @@ def a_vote(step: int, protect: bool, staged: int) -> Vote:
     return Vote(view=ViewNumber(1), step=step, protect=protect, staged=staged)
 
 
-def test_a_state_is_due_after_so_many_steps_or_without_room_for_more() -> None:
+def test_a_state_is_due_after_some_steps_or_without_room_for_more() -> None:
     member = ProtectingMember(5)
     assert member.walk(13, 0.1, copying_s=100.0) == [1, 6, 11]
     member.protecting.full = True
@@ -303,7 +303,7 @@ def test_a_checkpoint_is_begun_from_where_it_is_newer_or_gradients_follow_it() -
     assert find(*later, checkpoint=3) == Recall(base=3, view=0, sources=(GradientSource(1, 3, 5),))
 
 
-def test_what_is_invalidated_is_not_recalled() -> None:
+def test_an_invalidated_state_is_not_recalled() -> None:
     every = [kept(1, node, states=(2, 4), first=2, end=6, committed=6) for node in range(3)]
     assert find(*every).step == 6
     found = find(*every, wrong=3)
@@ -339,7 +339,7 @@ def test_nodes_are_waited_for_that_may_hold_what_brings_the_job_further() -> Non
     assert nothing.recall(three_nodes(1, 2), Durable()).step == 0
 
 
-def test_what_was_not_built_on_is_abandoned() -> None:
+def test_steps_that_no_view_built_on_are_abandoned() -> None:
     first = view_of(0, 1, 2)
     begins = view_of(0, 1, 2, number=ViewNumber(7), joiners=(0, 1, 2), resume_step=2)
     _, found = PROTECTION.protect(begins, first, Roster(None, 0.0))

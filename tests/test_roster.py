@@ -56,7 +56,7 @@ def wanted(cluster: Cluster, name: AgentId, view: Any = None) -> list[tuple[int,
 # ---------------------------------------------------------------- hearing
 
 
-def test_an_old_or_repeated_report_is_stale_and_a_new_agent_begins_anew() -> None:
+def test_an_old_or_repeated_report_is_stale_and_a_new_agent_starts_fresh() -> None:
     cluster = Cluster(status(0))
     seq = cluster.roster.nodes[N0].report.seq
     cluster.now = 5.0
@@ -95,7 +95,7 @@ def test_what_can_change_a_decision_is_a_change(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "change", [dict(committed=6), dict(reduced=True), dict(phase=Phase.WAITING)]
 )
-def test_progress_is_a_change_only_of_who_has_stopped(change: dict[str, Any]) -> None:
+def test_progress_is_a_change_only_for_stopped_workers(change: dict[str, Any]) -> None:
     for one, news in ((member(0), News.NOTHING), (stopped(0), News.CHANGE)):
         cluster = Cluster(one)
         assert cluster.hear("n0", dataclasses.replace(one, **change)) is news
@@ -152,7 +152,7 @@ def test_what_was_recorded_is_known_again_and_its_losses_were_counted() -> None:
     assert roster.slot_records() == (dataclasses.replace(slot, incarnation=Incarnation(5)),)
 
 
-def test_a_slot_that_is_ordered_anew_gets_the_next_incarnation_at_once() -> None:
+def test_a_slot_that_is_ordered_again_gets_the_next_incarnation_at_once() -> None:
     cluster = Cluster(status(0))
     cluster.put(0, respawn_at=9.0)
     assert wanted(cluster, N0) == []
@@ -255,7 +255,7 @@ def test_who_is_dead_was_said_to_have_ended(heard: WorkerStatus, dead: bool) -> 
     assert cluster.roster.dead(ZERO, Incarnation(1)) is dead
 
 
-def test_a_process_of_which_a_speaking_agent_says_nothing_is_dead() -> None:
+def test_a_process_that_a_speaking_agent_does_not_name_is_dead() -> None:
     cluster = Cluster(member(0))
     cluster.hear("n0")
     assert cluster.roster.dead(ZERO, Incarnation(1))
@@ -344,7 +344,7 @@ def admitted(cluster: Cluster, *words: Any, **fields: Any) -> tuple[tuple[AgentI
     return waiting, cluster.change(*plan)
 
 
-def test_so_many_nodes_take_part_and_a_lost_one_makes_room() -> None:
+def test_a_limited_number_of_nodes_takes_part_and_a_lost_one_makes_room() -> None:
     cluster = Cluster(member(0), member(1))
     cluster.hear("n2")
     view, late = view_of(0, 1), 1.0 + LEASE.abandon_s + LEASE.margin_s
@@ -367,7 +367,7 @@ def test_of_too_many_nodes_those_without_members_are_dismissed() -> None:
     assert waiting == (N1,)
 
 
-def test_what_is_said_of_nodes_is_said_once() -> None:
+def test_news_of_nodes_is_reported_once() -> None:
     cluster = Cluster(member(0), member(1))
 
     def attend(before: Attendance, silent: int, *waiting: AgentId, why: str = "") -> Any:
@@ -468,7 +468,7 @@ def test_a_member_is_lost_with_its_agent_and_with_its_node_once_that_is_given_up
     assert lose(cluster, view, 1) == ["1: its node is lost"]
 
 
-def test_a_loss_that_was_counted_does_not_double_the_first_wait_of_who_is_wrong() -> None:
+def test_a_counted_loss_does_not_double_the_first_wait_of_a_wrong_worker() -> None:
     """A worker that computes wrongly leaves on its own, and its loss may be heard first."""
     cluster = Cluster(member(0), status(1, stage=Stage.LOST, detail="signal 9"))
     assert lose(cluster) == ["1: signal 9"]
@@ -506,7 +506,7 @@ def test_the_newest_checkpoint_that_can_be_read_is_begun_from() -> None:
     assert durable.steps == tuple(range(1000 + KNOWN_MAX, 1000 + 2 * KNOWN_MAX))
 
 
-def test_what_is_invalidated_does_not_count_until_it_is_saved_anew() -> None:
+def test_an_invalidated_step_does_not_count_until_it_is_saved_again() -> None:
     durable = Durable((10, 20, 30))
     durable.note([status(0, invalidations=(invalid(20, 4, 7),))])
     assert durable.steps == (10, 20)

@@ -38,7 +38,7 @@ def answered(step: int, number: int = 1) -> SaveEnded:
     return SaveEnded(step, ViewNumber(number), durable=True, first=True)
 
 
-def test_every_so_many_steps_the_leader_wants_one_and_once_for_each() -> None:
+def test_the_leader_wants_a_save_at_intervals_and_once_for_each() -> None:
     saves, wanted = saving(), []
     for step in range(4, 40):
         due, _ = saves.opinion(step, float(step), leads=True)

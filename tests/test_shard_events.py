@@ -81,7 +81,7 @@ def test_what_one_process_notices_is_told_at_once(event: ev.WorkerEvent) -> None
     assert ShardEvents(3).hear(2, event) == [event]
 
 
-def test_what_all_say_to_people_is_said_once() -> None:
+def test_words_of_all_to_people_are_said_once() -> None:
     shards, note = ShardEvents(2), ev.EventNoted("script", "mind this")
     assert shards.hear(1, note) == [note]
     assert shards.hear(0, note) == []
@@ -91,7 +91,7 @@ def test_what_all_say_to_people_is_said_once() -> None:
     assert shards.hear(0, ev.EventNoted("script", "and that")) != []
 
 
-def test_what_all_have_said_takes_no_memory() -> None:
+def test_words_that_all_have_said_take_no_memory() -> None:
     shards, note = ShardEvents(3), ev.EventNoted("script", "mind this")
     before = sys.getrefcount(note)
     for shard in range(3):
@@ -109,7 +109,7 @@ def test_a_worker_contradicts_itself_if_one_of_its_processes_does() -> None:
     assert hear_all(2, [ev.LoopEntered(True), ev.LoopEntered(False)]) == [ev.LoopEntered(False)]
 
 
-def test_each_shard_counts_in_what_is_compared() -> None:
+def test_each_shard_counts_in_the_comparison() -> None:
     """If any shard has another fingerprint, the worker's fingerprint is another one."""
     plain = [11, 12, 13]
     others = [[*plain[:i], 99, *plain[i + 1 :]] for i in range(3)] + [[12, 11, 13]]

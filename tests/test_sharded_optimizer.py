@@ -239,7 +239,7 @@ def test_the_largest_goes_to_whoever_has_least() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_each_updates_what_it_owns_and_all_have_all(size: int) -> None:
+def test_each_updates_its_share_and_all_have_all(size: int) -> None:
     (alone,), members = trained(1), trained(size)
     assert set().union(*(member.held for member in members)) == alone.held
     assert sum(len(member.held) for member in members) == len(alone.held)
@@ -252,7 +252,7 @@ def test_each_updates_what_it_owns_and_all_have_all(size: int) -> None:
             assert torch.equal(kept, alone.optimizer.state_dict()["state"][place]["exp_avg"])
 
 
-def test_the_whole_state_is_that_of_one_who_holds_all() -> None:
+def test_the_whole_state_equals_that_of_a_worker_with_all() -> None:
     (alone,), members = trained(1), trained(3)
     whole = GatheredState(alone.sharding).capture(everything)
     found: dict[int, Any] = {}
@@ -327,7 +327,7 @@ def test_a_loaded_state_leaves_out_what_others_own() -> None:
         assert member.held == held  # the others do not know of it, so it stays
 
 
-def test_a_new_view_shares_out_anew() -> None:
+def test_a_new_view_shares_out_again() -> None:
     member = trained(1)[0]
     assert len(member.held) == 6
     boxes = mailboxes(2)

@@ -262,7 +262,7 @@ def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_newest_other_one(
     )
 
 
-def test_what_is_invalidated_is_neither_begun_from_nor_saved(
+def test_an_invalidated_checkpoint_is_neither_loaded_nor_saved(
     tmp_path: Path, orders: socket.socket
 ) -> None:
     """A writer that had begun before it was known saves nothing either; a later view may save."""
@@ -398,7 +398,7 @@ def order_share(orders: socket.socket, step: int, rank: int, size: int) -> int:
     return send(orders, order, arena)
 
 
-def test_orders_end_with_those_who_give_them() -> None:
+def test_orders_end_with_their_givers() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.close()
     assert receive(theirs) is None

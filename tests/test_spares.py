@@ -95,7 +95,7 @@ def test_a_warm_spare_joins_when_another_is_lost(undisturbed: str) -> None:
 # ---------------------------------------------------------------- how many
 
 
-def test_so_many_spares_are_needed() -> None:
+def test_the_number_of_spares_follows_from_losses() -> None:
     assert spares_needed(0.0) == 0
     assert spares_needed(0.005) == 0
     assert spares_needed(0.1) == 1

@@ -222,7 +222,7 @@ def late_one() -> tuple[Company, Walker, Walker]:
     return company, first, last
 
 
-def test_a_copy_is_adopted_once_and_only_by_who_hosts_the_virtual_rank() -> None:
+def test_a_copy_is_adopted_once_and_only_by_the_host_of_the_virtual_rank() -> None:
     company, first, _ = late_one()
     for walker in company.walkers[:2]:
         walker.feed(ev.GroupBroken(ViewNumber(1), "a peer died"))
@@ -264,7 +264,7 @@ def test_nobody_begins_a_copy_in_a_view_that_was_given_up() -> None:
     assert len(purposes(first, Purpose.SPECULATIVE)) == 1
 
 
-def test_who_was_late_in_an_old_view_is_looked_at_anew() -> None:
+def test_a_late_worker_of_an_old_view_is_looked_at_again() -> None:
     company, first, last = late_one()
     last.holds = lambda task: False
     for walker in company.walkers:
@@ -325,7 +325,7 @@ def test_several_machines_that_contradict_themselves_end_the_job_by_its_script()
 # ---------------------------------------------------------------- who counts, saves, stores
 
 
-def test_what_is_dropped_is_zeros_and_all_members_agree_on_it() -> None:
+def test_dropped_results_are_zeros_and_all_members_agree_on_them() -> None:
     policy = StepPolicy(backup=BackupPolicy(workers=1))
     company = Company(3, policy)
     last = company.walkers[2]
@@ -345,7 +345,7 @@ def test_what_is_dropped_is_zeros_and_all_members_agree_on_it() -> None:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_checkpoint_counts_if_all_who_saved_it_have_compared(leaves: bool) -> None:
+def test_a_checkpoint_counts_if_all_its_savers_have_compared(leaves: bool) -> None:
     saves = SavePolicy(enabled=True, every=1, compared=True)
     company = Company(3, StepPolicy(saves=saves, keeps=True, cycle=1, audit=0.0))
     company.enter(a_view(1, range(3), joiners=range(3)))

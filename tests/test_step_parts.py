@@ -160,7 +160,7 @@ def test_less_is_asked_for_in_two_stages_if_a_tolerance_is_given() -> None:
         assert found.tolerance == tolerance
 
 
-def test_a_plan_is_made_once_in_a_view_and_anew_in_the_next() -> None:
+def test_a_plan_is_made_once_in_a_view_and_again_in_the_next() -> None:
     found, owners = audits(), [W0, W1]
     assert found.wants_digest(9)  # any digest may be asked for
     assert found.owed(W0, OpenStep(2)) == []
@@ -194,7 +194,7 @@ def test_who_owes_what_for_audits() -> None:
     assert found.row(OpenStep(2)) == (0, 0, -1)
 
 
-def test_audits_are_ruled_on_by_what_each_has_told() -> None:
+def test_audits_are_ruled_on_by_the_words_of_all() -> None:
     found, view = audits(), a_view(1, [0, 1, 2])
     found.plan_again((Audit(0, W0, (W1, W2)), Audit(1, W1, (W2,))))
     good = found.rule([(7, 0, -1), (7, 8, -1), (7, 8, -1)], view, [W0, W1])
@@ -230,7 +230,7 @@ def test_near_gradients_count_as_the_same() -> None:
     assert found.rule([rows[0], far], view, [W0, W1]).sentence is Sentence.AGAIN
 
 
-def test_what_is_audited_is_the_same_for_ever() -> None:
+def test_the_choice_of_audits_is_the_same_for_ever() -> None:
     """The choice is pinned: members must choose alike while a job moves to another release."""
     workers, owners = [W0, W1, W2, W3], [WorkerId(v % 4) for v in range(16)]
     planned = [audit.plan(1, step, owners, workers, 0.2) for step in range(3)]
@@ -271,7 +271,7 @@ def test_a_copy_that_alone_is_wrong_is_its_holders() -> None:
     assert majority([damaged, right, right]) == (5, 6, 7)
 
 
-def test_without_a_majority_of_two_who_summed_nothing_is_decided() -> None:
+def test_without_a_majority_a_sum_stays_undecided() -> None:
     each_other = [((n, n),) * 2 for n in range(3)]
     assert majority(each_other) is None
     one_only = [((5, 6),) * 2, ((5, 6),) * 2, ((8, 9),) * 2]
@@ -549,7 +549,7 @@ def test_copies_and_suspensions_are_a_share_of_the_work() -> None:
     assert not Budget(0.0, 20).allows(100)
 
 
-def test_only_who_is_not_late_copies_and_nobody_if_the_late_are_the_most() -> None:
+def test_only_punctual_workers_copy_and_nobody_if_most_are_late() -> None:
     owners, workers = [W0, W0, W1, W2], [W0, W1, W2]
     assert worth_copying(owners, workers, [W2], W1) == (3,)
     assert worth_copying(owners, workers, [W2], W0) == ()

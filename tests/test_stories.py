@@ -130,7 +130,7 @@ def test_a_story_is_written_as_it_is_read() -> None:
     assert story.parts[1].line == 9
 
 
-def test_neighbours_who_do_the_same_are_written_as_one() -> None:
+def test_neighbours_that_do_the_same_are_written_as_one() -> None:
     blocks = [("worker 0", ("a",)), ("worker 2", ("a",)), ("node1", ("a",)), ("worker 1", ("b",))]
     assert merged([*blocks[:2], blocks[3]]) == ["workers 0, 2: a", "worker 1: b"]
     assert merged(blocks[1:3]) == ["worker 2, node1: a"]

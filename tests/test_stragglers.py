@@ -258,7 +258,7 @@ def test_the_leader_tells_of_what_costs_something() -> None:
     assert [kind for kind, _ in events(100, True, BalancePolicy())] == ["balance"]
 
 
-def test_what_comes_and_goes_is_told_once() -> None:
+def test_slowness_that_comes_and_goes_is_reported_once() -> None:
     """As on a laptop with other programs, worker 1 is late for a while, again and again."""
     workers = _ids(range(2))
     members = tuple(
@@ -307,7 +307,7 @@ def after(found: Lateness) -> tuple[float, float]:
     return found.copy_at - found.began_at, found.late_at - found.began_at
 
 
-def test_patience_is_what_was_usual_and_what_the_answer_costs() -> None:
+def test_patience_is_the_usual_wait_and_the_cost_of_the_answer() -> None:
     patience = Patience(copies=1.0, least_s=0.5)
     steady = lateness([0.1] * 10, [0.02] * 10, patience)
     assert after(steady) == pytest.approx((0.12, 0.02 + 0.12 + 0.5))

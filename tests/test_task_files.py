@@ -189,7 +189,7 @@ def test_temporary_files_of_tasks_are_not_told(kit: Kit) -> None:
     assert not kit.told
 
 
-def test_the_search_counts_a_script_of_which_an_event_has_told() -> None:
+def test_the_search_counts_a_script_that_an_event_has_named() -> None:
     script = compose(118)
     said = f"the file {script.names[0]}.db: the result depends on the workers"
     runs = Run(name="", digest="a"), Run(name="", digest="b", events=(said,))

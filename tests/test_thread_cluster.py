@@ -212,7 +212,7 @@ def test_a_backup_worker_is_not_waited_for_and_replicas_stay_alike(late: int) ->
 
 
 @pytest.mark.parametrize("number", range(16, 23))
-def test_a_death_while_it_is_settled_who_counts_leaves_replicas_alike(number: int) -> None:
+def test_a_death_while_results_are_settled_leaves_replicas_alike(number: int) -> None:
     """Worker 0 settles that, and dies at any exchange of a step: the step counts, or is redone."""
     run = Run(4, {0: number}, late=2, settings={"stragglers.backup": 1})
     assert (run.outcome, run.cluster.errors) == ("", [])

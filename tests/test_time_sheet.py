@@ -134,7 +134,7 @@ def test_a_wait_becomes_a_stall_and_a_transfer_and_a_wait_again() -> None:
     }
 
 
-def test_who_hosts_nothing_is_a_spare_and_who_is_through_waits_for_the_end() -> None:
+def test_a_worker_without_tasks_is_a_spare_and_a_finished_one_waits_for_the_end() -> None:
     sheet, clock, lines = make()
     sheet.take(ef.Begin(0), view=1)
     for one in (status(hosted=()), status(phase=Phase.BOUNDARY, hosted=()), status(Phase.ENDED)):

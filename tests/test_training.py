@@ -100,7 +100,7 @@ def together(*actions: object) -> list[BaseException]:
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), vranks=st.integers(1, 9), seed=st.integers(0, 100))
-def test_the_sum_does_not_depend_on_who_hosts_what(
+def test_the_sum_does_not_depend_on_the_assignment(
     data: st.DataObject, vranks: int, seed: int
 ) -> None:
     size = data.draw(st.integers(1, vranks))
@@ -219,7 +219,7 @@ def test_a_sum_is_checked_and_put_right(size: int) -> None:
     assert checked(size, the_sum) == [[last]] * size
 
 
-def test_of_two_who_sum_otherwise_each_time_nobody_is_believed(
+def test_two_members_that_sum_otherwise_each_time_are_not_believed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain = BucketSum._fold

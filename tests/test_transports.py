@@ -131,7 +131,7 @@ def test_the_fake_notices_a_tensor_that_is_touched_too_early() -> None:
     assert "was touched before the wait" in complaints[0]
 
 
-def test_the_fake_tells_who_is_unplugged() -> None:
+def test_the_fake_names_unplugged_members() -> None:
     def unplugged(member: GroupMember) -> None:
         transport = member.open("unplugged")
         assert transport.lost() == []

@@ -101,7 +101,7 @@ def test_values_may_be_told_before_the_gradients_are_used() -> None:
     assert results(script, 3) == plain * 3
 
 
-def test_an_evaluation_that_counts_what_it_sees_begins_anew_on_each_virtual_rank() -> None:
+def test_an_evaluation_that_counts_its_batches_begins_again_on_each_virtual_rank() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -64,7 +64,7 @@ def test_the_first_frame_must_be_small() -> None:
         list(frames.Opener(KEY, bytes_max=1000, first_bytes_max=10).feed(large[:4]))
 
 
-def test_what_came_before_a_bad_frame_is_delivered() -> None:
+def test_frames_before_a_bad_one_are_delivered() -> None:
     sealer = frames.Sealer(KEY)
     found = frames.Opener(KEY).feed(sealer.seal(b"good") + sealer.seal(b"good") + b"\xff" * 4)
     assert [next(found), next(found)] == [b"good", b"good"]

@@ -378,7 +378,7 @@ def test_a_vote_proves_that_all_acted_when_the_step_began() -> None:
     assert walker.machine.lateness.began_at == 7.0
 
 
-def test_who_waits_looks_who_is_late_once_and_later_says_so_once() -> None:
+def test_a_waiting_worker_looks_for_late_ones_once_and_reports_them_once() -> None:
     patience = Patience(steps=1, times=1.0, least_s=10.0, copies=1.0)
     company = Company(2, StepPolicy(patience=patience))
     company.enter(a_view(1, range(2), joiners=range(2)))
@@ -413,7 +413,7 @@ def behind(step: int, missed: int) -> View:
     return dataclasses.replace(plain, catching_up=(lag,))
 
 
-def test_who_was_suspended_applies_what_it_has_missed_in_order() -> None:
+def test_a_suspended_worker_applies_its_missed_steps_in_order() -> None:
     company = Company(2)
     late = company.walkers[1]
     company.stops_at = Topic.VOTE
@@ -458,7 +458,7 @@ def test_who_rested_when_it_was_suspended_begins_at_once_to_catch_up() -> None:
     assert late.feed(ev.Connected(THREE)) == [ef.ObtainStep(MEMBERS, THREE, 1)]
 
 
-def test_donors_send_what_was_missed_and_then_compare() -> None:
+def test_donors_send_missed_steps_and_then_compare() -> None:
     company = Company(2)
     company.stops_at = Topic.VOTE
     company.enter(a_view(1, range(2), joiners=range(2)))
@@ -472,7 +472,7 @@ def test_donors_send_what_was_missed_and_then_compare() -> None:
 # ---------------------------------------------------------------- invalidations
 
 
-def test_what_is_invalidated_does_not_count_as_saved_any_more() -> None:
+def test_an_invalidated_step_does_not_count_as_saved_any_more() -> None:
     policy = StepPolicy(saves=SavePolicy(enabled=True, every=1), keeps=True)
     company, walker = alone(policy)
     walker.feed(ev.AtBoundary())
