@@ -132,7 +132,8 @@ def test_a_job_survives_a_killed_and_a_drained_host(
         assert_survives(job.run, harness, job.go.touch)
         assert job.digest() == undisturbed
     assert not fake.services
-    assert len(job.run.events("drain")) == 1
+    # The fleet says this once of each node; events of the job depend on who is late just then.
+    assert sum(" is drained: " in line for line in job.run.err) == 1, job.run.err
 
 
 def test_a_job_survives_a_lost_container_a_master_that_starts_again_and_its_fleets_death(
