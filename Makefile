@@ -21,15 +21,19 @@ COUNT ?= 1000000
 PYTEST_OPTIONS ?=
 SEED ?= 0
 MUTANTS ?=
+PEERS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # No compiling: it would take as long as the rest, for modules that are mostly never imported.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
+PEERS_ENV := build/peers
+PEERS_PIP := $(PEERS_ENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile \
+  -c benchmarks/peers_constraints.txt
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: help demo check lint types rules test test-all test-clusters fuzz sim mutants bench docs release clean
+.PHONY: help demo check lint types rules test test-all test-clusters fuzz sim mutants bench bench-peers docs release clean
 .DELETE_ON_ERROR:
 
 help:
@@ -80,6 +84,19 @@ mutants: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
+
+# Other frameworks, in an environment of their own; torchft's wheel is for Python 3.11 on Linux.
+# PEERS="--kills 2 --freezes 1" for a shorter look.
+bench-peers: $(STAMP) $(PEERS_ENV)/.installed
+	$(BIN)/python benchmarks/peers.py $(PEERS)
+
+$(PEERS_ENV)/.installed: benchmarks/peers_constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
+	  { echo "torchft needs Python 3.11: make bench-peers PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(PEERS_ENV)
+	$(PEERS_PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch numpy
+	$(PEERS_PIP) torchft 'ray[train]' torchdata
+	@touch $@
 
 # The site asks other servers for nothing, neither while it is built nor where it is read.
 docs: $(VENV)/.installed-docs
