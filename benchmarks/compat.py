@@ -145,7 +145,9 @@ def lines(kills: int = KILLS) -> Iterator[str]:
     ratio = medians[0] / medians[1]
     yield f"Where torchrun comes back it takes {ratio:.0f} times as long. Where it"
     yield "does not, the processes of its next group hang in gloo's connectFullMesh, within"
-    yield "init_process_group."
+    yield "init_process_group: they read addresses of the group before, a known fault of torch"
+    yield "(https://github.com/pytorch/pytorch/issues/135712). [PEERS.md](PEERS.md) has times with"
+    yield "the setting that avoids it."
 
 
 if __name__ == "__main__":

@@ -82,12 +82,15 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5, help="kills of each framework")
     parser.add_argument("--freezes", type=int, default=3, help="freezes of each framework")
     parser.add_argument("--resume", action="store_true", help="keep the runs there are")
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="leave out all other frameworks")
     parser.add_argument("--sheet", action="store_true", help="only write the sheet again")
     options = parser.parse_args()
     if not options.sheet and not options.resume:
         shutil.rmtree(OUT, ignore_errors=True)
     for framework, fault, i in planned_runs(options.kills, options.freezes):
         name = run_name(framework, fault, i)
+        if options.only and framework not in options.only:
+            continue
         if options.sheet or (OUT / f"{name}.json").exists():
             continue
         began = time.monotonic()

@@ -180,10 +180,11 @@ class PeerRun:
         self._steps = steps
         self._launchers: list[subprocess.Popen[bytes]] = []
         self._deadline = 0.0
+        self._limit_s = RUN_S
         self._reader = RecordReader(folder)
 
     def __enter__(self) -> PeerRun:
-        self._deadline = time.monotonic() + RUN_S
+        self._deadline = time.monotonic() + self._limit_s
         (self._folder / "records").mkdir(parents=True)
         shared = {**os.environ, "PEERS_FOLDER": str(self._folder), "PEERS_STEPS": str(self._steps)}
         shared |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -219,7 +220,7 @@ class PeerRun:
             if fault is not None:
                 struck_at, pid = self._strike(fault)
                 if self._framework in PARTIAL:
-                    self._deadline = struck_at + PARTIAL_S
+                    self._limit_s, self._deadline = PARTIAL_S, struck_at + PARTIAL_S
             self._until(self._has_ended, "the end of a worker")
             until = time.monotonic() + LAST_S
             while len(self._of_kind("end")) < WORKERS and time.monotonic() < until:
@@ -259,7 +260,7 @@ class PeerRun:
     def _until(self, ready: Callable[[], Any], what: str) -> Any:
         while not (found := ready()):
             if time.monotonic() > self._deadline:
-                raise TimeoutError(f"not in {RUN_S:g} s: {what}")
+                raise TimeoutError(f"not in {self._limit_s:g} s: {what}")
             time.sleep(POLL_S)
         return found
 

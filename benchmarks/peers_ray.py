@@ -53,6 +53,8 @@ def main() -> None:
     here = str(Path(__file__).parent)
     passed = {name: os.environ[name] for name in ("PEERS_FOLDER", "PEERS_STEPS")}
     passed |= {"PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
+    # Ray gives workers a lower priority (15) than other processes, which counts on a busy machine.
+    os.environ.update(RAY_worker_niceness="0")
     ray.init(
         num_cpus=peers_task.WORKERS + 1,
         include_dashboard=False,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import peers_figures
 import peers_launch
+import peers_text
 from peers_launch import RunResult
-from peers_text import AFTER, BEFORE
 
 PACKAGES = ("torch", "torchft", "ray", "torchdata")
 LOAD_MAX = 0.5  # the sheet says so if the machine had a higher load before a run
@@ -55,28 +55,29 @@ def processor() -> str:
 
 def lines(results: Sequence[RunResult]) -> Iterator[str]:
     """Yield the sheet's sections."""
-    yield from BEFORE
+    yield from peers_text.RUNS.splitlines()
     yield ""
     yield "## kill -9 of one of 3 workers"
     yield ""
     yield from fault_table(results, "kill")
     yield ""
-    yield from own_hook_lines(results)
+    yield from partial_lines(results)
     yield "## One of 3 workers frozen (SIGSTOP)"
+    yield ""
+    yield from peers_text.FROZEN.splitlines()
     yield ""
     yield from fault_table(results, "freeze")
     yield ""
     yield "## The model that comes out"
     yield ""
-    yield "Of the runs with a kill; medians, and the worst in parentheses. A batch has 8 samples,"
-    yield "a step 3 batches, the epoch 2,400 samples. In vain: computed, and not in the model."
+    yield from peers_text.MODEL.splitlines()
     yield ""
     yield from model_table(results)
     yield ""
     yield "## Steps without faults"
     yield ""
     yield from step_table(results)
-    errors = [result for result in results if result.error]
+    errors = [x for x in results if x.error and x.framework in whole_frameworks()]
     if errors:
         yield ""
         yield "## Runs that did not end well"
@@ -86,7 +87,7 @@ def lines(results: Sequence[RunResult]) -> Iterator[str]:
             yield f"{result.framework}, {kind}:"
             yield ""
             yield from (f"    {line[:110]}" for line in result.error.splitlines())
-    yield from AFTER
+    yield from peers_text.PEERS
 
 
 def of_fault(results: Sequence[RunResult], framework: str, kind: str) -> list[RunResult]:
@@ -134,18 +135,18 @@ def fault_table(results: Sequence[RunResult], kind: str) -> Iterator[str]:
         )
 
 
-def own_hook_lines(results: Sequence[RunResult]) -> Iterator[str]:
-    """Yield what torchft does after a kill with its own hook."""
-    for framework in sorted(peers_launch.PARTIAL):
+def partial_lines(results: Sequence[RunResult]) -> Iterator[str]:
+    """Yield what peers do without a change that the others of their runs have."""
+    for framework, text in peers_text.PARTIAL.items():
         runs = of_fault(results, framework, "kill")
-        if not runs:
-            continue
-        ended = sum(survivors_ended(result) > 0 for result in runs)
-        again = sum(first_step_after(result) == 0 for result in runs)
-        yield f"torchft without our change to its hook: in {ended} of {len(runs)} kills the"
-        yield "survivors' processes ended with an AssertionError, and in"
-        yield f"{again} of {len(runs)} the training began again at step 0."
-        yield ""
+        if runs:
+            yield from text.format(
+                count=len(runs),
+                ended=sum(survivors_ended(result) > 0 for result in runs),
+                again=sum(first_step_after(result) == 0 for result in runs),
+                failed=sum(bool(result.error) for result in runs),
+            ).splitlines()
+            yield ""
 
 
 def survivors_ended(result: RunResult) -> int:
@@ -176,13 +177,15 @@ def model_table(results: Sequence[RunResult]) -> Iterator[str]:
             continue
         uses = [peers_figures.sample_use(result) for result in runs]
         bits = set().union(*(peers_figures.digests(result) for result in calm))
+        calm_vain = statistics.median(peers_figures.sample_use(x).vain for x in calm)
         same = sum(peers_figures.digests(result) == bits for result in runs)
 
         def column(pick: Callable[[peers_figures.SampleUse], int], uses=uses) -> str:
             return spread([pick(use) for use in uses], "{:.0f}")
 
         yield (
-            f"| {framework} | {column(lambda use: use.vain)} | {column(lambda use: use.twice)} "
+            f"| {framework} | {column(lambda use: use.vain)} [{calm_vain:.0f}] "
+            f"| {column(lambda use: use.twice)} "
             f"| {column(lambda use: use.never)} | {same} of {len(runs)} "
             f"| {'the same' if len(bits) == 1 else f'{len(bits)} different models'} |"
         )
