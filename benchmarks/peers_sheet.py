@@ -35,14 +35,15 @@ def head(results: Sequence[RunResult], versions: Mapping[str, str]) -> Iterator[
     yield f"# Measured on {today}"
     yield ""
     yield f"{os.cpu_count()} cores ({processor()}), Python {platform.python_version()}, {named},"
-    yield "one thread per worker. `make bench-peers` makes this sheet anew."
+    yield "one thread per worker. `make bench-peers` writes this sheet again."
     loads = [result.load for result in results]
     if max(loads) > LOAD_MAX:
         yield ""
-        yield "**The machine was busy with other work**: its load was"
-        yield f"{statistics.median(loads):.1f} before the runs in the median, {max(loads):.1f} at"
-        yield f"worst, on {os.cpu_count()} cores. Times are longer than on an idle machine, above"
-        yield "all those in which processes start."
+        yield "**The machine was busy with other work**: before a run its load was between"
+        middle = statistics.median(loads)
+        yield f"{min(loads):.0f} and {max(loads):.0f}, in the median {middle:.0f}. On an idle"
+        yield "machine all times are shorter, most of all where processes start and import torch."
+        yield "Compare the rows with each other; a few per cent of a step's time say nothing."
 
 
 def processor() -> str:
@@ -55,6 +56,7 @@ def processor() -> str:
 
 def lines(results: Sequence[RunResult]) -> Iterator[str]:
     """Yield the sheet's sections."""
+    yield ""
     yield from peers_text.RUNS.splitlines()
     yield ""
     yield "## kill -9 of one of 3 workers"
@@ -167,7 +169,7 @@ def model_table(results: Sequence[RunResult]) -> Iterator[str]:
     """Yield how the epoch's samples were used, and whether the bits are the undisturbed ones."""
     yield (
         "| | batches in vain | samples used twice | samples never used | same bits as undisturbed "
-        "| two undisturbed runs |"
+        "| undisturbed runs |"
     )
     yield "|---|---|---|---|---|---|"
     for framework in whole_frameworks():
@@ -187,7 +189,7 @@ def model_table(results: Sequence[RunResult]) -> Iterator[str]:
             f"| {framework} | {column(lambda use: use.vain)} [{calm_vain:.0f}] "
             f"| {column(lambda use: use.twice)} "
             f"| {column(lambda use: use.never)} | {same} of {len(runs)} "
-            f"| {'the same' if len(bits) == 1 else f'{len(bits)} different models'} |"
+            f"| {'one model' if len(bits) == 1 else f'{len(bits)} models'} from {len(calm)} |"
         )
 
 

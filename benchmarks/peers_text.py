@@ -12,7 +12,8 @@ recovery and not about arithmetic. Each run is one launch with at most one fault
 12 and 25, at a random moment, a random worker is struck. The frameworks take turns and meet the
 same faults. Each figure is the median, with the worst in parentheses.
 
-- **pause**: the longest gap between two commits until all work again, less a usual step.
+- **pause**: the longest gap between two commits until all work again, less a usual step. Work that
+  is computed again counts as a pause, and so does the return of the third worker.
 - **next new step late by**: how much later than usual the step after the struck one is committed.
   After a return to a checkpoint this includes the steps that are computed again.
 - **all at work again after**: from the fault until three processes have each computed a part of
@@ -31,12 +32,13 @@ batches of the first steps again to check that the script repeats its results.""
 
 PARTIAL = {
     "torchft, own hook": """\
-torchft as it is, without our change to its hook: after {count} kills the processes of the survivors
-ended in {ended} with an AssertionError, and the training went back to step 0 in {again}.""",
+torchft as it is, without our change to its hook: in {ended} of {count} runs the processes of the
+survivors ended with an AssertionError, too, and in {again} the training went back to step 0 (a
+script that also writes checkpoints of the model would have gone back to one of these).""",
     "torchrun, shared store": """\
-torchrun without TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: of {count} trainings {failed} had not
-ended 90 s after the kill; the new processes look for each other at addresses of the old ones ("Gloo
-connectFullMesh failed ... Connection refused").""",
+torchrun without TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: in {failed} of {count} runs the training had
+not ended 90 s after the kill; the new processes look for each other at addresses of the old ones
+("Gloo connectFullMesh failed ... Connection refused").""",
 }
 
 PEERS = """
@@ -80,7 +82,7 @@ tolerance](https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html)
 that the driver starts on this machine. As with torchrun, all workers start again from the
 checkpoint; starting actors takes longer than processes.
 
-## What was not compared
+## Not compared
 
 GPUs and NCCL, several machines, lost networks, loss of all workers at once, sharded models
 (torchft's HSDP), LocalSGD and DiLoCo of torchft, elastic sizes of torchrun and Ray, large models
