@@ -66,8 +66,9 @@ comes back here.
 **torchrun** of torch 2.13 follows PyTorch's
 [tutorial](https://docs.pytorch.org/tutorials/beginner/ddp_series_fault_tolerance.html): DDP, a
 checkpoint every 10 steps by rank 0 (with the loader's state, by torchdata), `--max-restarts 100`.
-Two settings are shorter than the defaults: gloo's time-out is 10 s (default: 30 min), and
-`--shutdown-timeout 5` (default: 30 s). `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` is the way round [a
+gloo's time-out is 10 s (default: 30 min). A frozen process is killed 30 s later: torchrun grants
+these to each process that it ends before a group starts again, also with `--shutdown-timeout 5`.
+`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` is the way round [a
 fault](https://github.com/pytorch/pytorch/issues/135712) of groups that start again. All processes
 start again and import torch, which is most of its time; the steps since the checkpoint are
 computed again, and no sample is lost. The bits differ because DDP puts gradients into other
@@ -80,12 +81,14 @@ tolerance](https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html)
 `TorchTrainer` with `FailureConfig(max_failures=-1)`, a reported checkpoint every 10 steps,
 `TorchConfig(timeout_s=10)` (default: 30 min), `RAY_worker_niceness=0` (default: 15), on a cluster
 that the driver starts on this machine. As with torchrun, all workers start again from the
-checkpoint; starting actors takes longer than processes.
+checkpoint; starting its actors takes longer than starting processes. A report counts once the
+controller has asked all workers for it, so that a freeze soon after a report may lose that
+checkpoint.
 
 ## Not compared
 
 GPUs and NCCL, several machines, lost networks, loss of all workers at once, sharded models
-(torchft's HSDP), LocalSGD and DiLoCo of torchft, elastic sizes of torchrun and Ray, large models
-(where a checkpoint and a transfer of the state take long), and launchers that keep processes
-waiting.
+(torchft's HSDP), LocalSGD and DiLoCo of torchft, elastic sizes of torchrun and Ray, torchrun's
+timers for hung processes (which a script must set), large models (where a checkpoint and a
+transfer of the state take long), and launchers that keep processes waiting.
 """.splitlines()
