@@ -28,7 +28,9 @@ each framework are named below."""
 MODEL = """\
 Of the runs with a kill. A batch has 8 samples, a step 3 batches, the epoch 2,400 samples. In vain:
 computed, and not in the model; in brackets the same for undisturbed runs, where Holdfast computes
-batches of the first steps again to check that the script repeats its results."""
+batches of the first steps again to check that the script repeats its results. torchrun and Ray
+Train use each sample once; their bits differ after a return to a checkpoint. The reason, and how to
+avoid it, are named below. A run that goes back to step 0 has the undisturbed bits."""
 
 PARTIAL = {
     "torchft, own hook": """\
@@ -81,9 +83,9 @@ tolerance](https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html)
 `TorchTrainer` with `FailureConfig(max_failures=-1)`, a reported checkpoint every 10 steps,
 `TorchConfig(timeout_s=10)` (default: 30 min), `RAY_worker_niceness=0` (default: 15), on a cluster
 that the driver starts on this machine. As with torchrun, all workers start again from the
-checkpoint; starting its actors takes longer than starting processes. A report counts once the
-controller has asked all workers for it, so that a freeze soon after a report may lose that
-checkpoint.
+checkpoint; starting its actors takes longer than starting processes. The controller asks its
+workers for their reports every 2 s, so that a fault soon after a report loses that checkpoint:
+with checkpoints every 2 s, as here, some runs go back two of them, or to the beginning.
 
 ## Not compared
 
