@@ -113,14 +113,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark the tests in slow_tests.txt. A name there that belongs to no test is an error."""
     lines = (Path(__file__).parent / "slow_tests.txt").read_text().splitlines()
     slow = {line for line in lines if line and not line.startswith("#")}
-    found, functions = set(), set()
+    found, files = set(), set()
     for item in items:
         name = item.nodeid.removeprefix("tests/")
-        functions.add(name.partition("[")[0])
+        files.add(name.partition("::")[0])
         if name in slow:
             found.add(name)
             item.add_marker(pytest.mark.slow)
-    stale = [name for name in slow - found if name.partition("[")[0] in functions]
+    stale = [name for name in slow - found if name.partition("::")[0] in files]
     if stale and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"slow_tests.txt names tests that do not exist: {sorted(stale)}")
 
