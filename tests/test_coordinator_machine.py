@@ -10,6 +10,7 @@ import pytest
 from holdfast.core.job_spec import CoordinatorPolicy
 from holdfast.core.membership import coordinator_events as ce
 from holdfast.core.membership.coordinator import SKIPPED, CoordinatorMachine
+from holdfast.core.membership.last_saves import ORDERS_PER_TERM
 from holdfast.core.membership.restart import RestartPolicy
 from holdfast.core.types import (
     RELEASE_ALL,
@@ -397,7 +398,7 @@ def test_a_job_that_is_taken_away_whole_is_saved_at_once_and_as_late_as_can_be()
     assert not job.told["a"].save_wanted  # worker 1 can go on
     job.node("b", draining="taken away", leaves_in_s=50.0)
     first = job.told["a"].save_wanted
-    assert first
+    assert first > 7 * ORDERS_PER_TERM  # no coordinator before this one, of term 7, has used it
     job.pass_time(103.0)
     job.say("a", 0, committed=9, saved=7)  # it took three seconds
     job.pass_time(152.5)
@@ -501,6 +502,7 @@ def test_without_the_record_all_is_learnt_and_numbers_that_were_given_are_passed
     assert not any(isinstance(e, ce.Persist) for e in job.done)
     assert job.view == before.view
     job.pass_time(100.0 + LEASE.fence_s - 0.1)
+    assert job.machine.deadline() == 100.0 + LEASE.fence_s
     assert job.told["a"].undecided
     job.pass_time(100.0 + LEASE.fence_s + 0.6)
     assert not job.told["a"].undecided

@@ -20,6 +20,7 @@ from holdfast.core.types import (
     AgentId,
     Incarnation,
     LateWorker,
+    Leaving,
     Phase,
     Stage,
     StateCopy,
@@ -110,6 +111,19 @@ def test_a_member_without_the_state_may_join_once_it_has_given_the_view_up() -> 
 
 def test_candidates_come_in_order() -> None:
     assert numbers(fo.candidates(Cluster(status(2), status(0), status(1)).facts())) == [0, 1, 2]
+
+
+def test_workers_on_a_node_that_another_is_moved_to_come_first() -> None:
+    cluster = Cluster(status(0), status(1), status(2))
+    cluster.hear(
+        "n0",
+        status(0),
+        leaving=(Leaving(worker=WorkerId(0), incarnation=Incarnation(1), to=AgentId("n2")),),
+    )
+    facts = cluster.facts()
+    awaited = [w for w in (0, 1, 2) if facts.roster.awaits_worker(AgentId(f"n{w}"))]
+    assert awaited == [2]
+    assert numbers(fo.candidates(facts)) == [2, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from holdfast.core.job_spec import GroupPolicy
 from holdfast.core.membership import group
 from holdfast.core.membership.activity import ActivityMeter, ActivitySample
 from holdfast.core.membership.agent import AgentMachine
+from holdfast.core.membership.changes import OrderNext, PutSlot
 from holdfast.core.membership.coordinator_events import (
     Announce,
     CoordinatorEffect,
@@ -24,18 +25,21 @@ from holdfast.core.membership.coordinator_events import (
 from holdfast.core.membership.facts import Facts
 from holdfast.core.membership.group import GroupMachine
 from holdfast.core.membership.group_faults import Trials
+from holdfast.core.membership.group_places import restore_slots
 from holdfast.core.membership.job_changes import EndJob
 from holdfast.core.membership.roster import Roster, SlotState
 from holdfast.core.types import (
     AgentId,
     AgentReport,
     Incarnation,
+    ProcessRole,
     Stage,
     Tick,
     ViewNumber,
     WorkerId,
     WorkerStatus,
 )
+from roster_kit import Cluster, status
 
 SEEDS = 40  # every planted bug is found in these
 WORLDS = 240
@@ -247,6 +251,38 @@ def test_a_fault_ends_all_and_the_second_in_a_row_waits_and_the_third_is_too_muc
     assert outcome is not None
     assert outcome.startswith("rank 0 on n failed: , after 2 restarts without progress")
     assert any("in 0.5 s (2 of at most 2 without progress)" in text for text in desk.texts())
+
+
+def test_a_process_that_fails_before_it_has_a_rank_ends_the_job() -> None:
+    desk = Desk()
+    desk.report()
+    desk.report()
+    view = desk.machine.view
+    assert view is not None
+    (spare,) = set(desk.wanted) - {view.leader, *view.owners}
+    desk.report({spare: Stage.FAILED}, view=view.number)
+    assert desk.machine.outcome is None  # it was in a group that was lost with the journal
+    desk.report({spare: Stage.FAILED})
+    assert desk.machine.outcome == "no process can be started: "
+
+
+def test_a_member_that_fails_is_a_fault_of_its_group() -> None:
+    desk = Desk()
+    desk.report()
+    desk.report()
+    desk.report({1: Stage.FAILED})
+    assert desk.machine.outcome is None
+
+
+def test_after_the_record_is_lost_every_node_has_one_store() -> None:
+    cluster = Cluster(status(0), status(1))
+    assert [s.role for s in cluster.roster.slots.values()] == [ProcessRole.WORKER] * 2
+    plan = restore_slots(cluster.roster)
+    cluster.change(*(change for change in plan if isinstance(change, PutSlot)))
+    assert [s.role for s in cluster.roster.slots.values()] == [ProcessRole.STORE] * 2
+    assert [change.worker for change in plan if isinstance(change, OrderNext)] == [0, 1]
+    again = restore_slots(cluster.roster)
+    assert not any(isinstance(change, PutSlot) for change in again)
 
 
 def test_repeated_and_late_reports_change_nothing() -> None:

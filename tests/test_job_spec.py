@@ -278,6 +278,11 @@ def test_options_that_a_script_has_no_use_for(options: str, problem: str) -> Non
     assert make_spec(parser().parse_args(["--compat", "--waiting", "0", __file__])).compat.enabled
 
 
+def test_a_redundancy_that_does_not_exist_is_refused() -> None:
+    problem = find_problem(with_settings(SPEC, {"memory.redundancy": "parity:3"}))
+    assert "parity:3" in problem
+
+
 def test_backup_and_audit_exclude_each_other() -> None:
     values = {"workers.nproc": 2, "stragglers.backup": 1, "silent_errors.audit": 0.5}
     problem = find_problem(with_settings(SPEC, values))

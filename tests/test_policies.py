@@ -11,9 +11,17 @@ import dataclasses
 import pytest
 
 from holdfast.core import invalidations
+from holdfast.core.fleet.placements import FleetPolicy
 from holdfast.core.job_problems import find_problem
 from holdfast.core.job_spec import CoordinatorPolicy, JobSpec, Nodes, Stragglers, Workers
-from holdfast.core.membership import agent, coordinator, durable, formation, review_schedule
+from holdfast.core.membership import (
+    agent,
+    coordinator,
+    durable,
+    formation,
+    reserve,
+    review_schedule,
+)
 from holdfast.core.membership.agent import AgentPolicy
 from holdfast.core.membership.lease import LeasePolicy
 from holdfast.core.membership.liveness import FreezePolicy
@@ -21,7 +29,7 @@ from holdfast.core.membership.restart import RestartPolicy
 from holdfast.core.replica import save_interval
 from holdfast.core.replica.save_interval import PacePolicy
 from holdfast.core.replica.saves import SavePolicy
-from holdfast.core.step import audit, rulings, speculation
+from holdfast.core.step import audit, newcomers, rulings, speculation
 from holdfast.core.step.backup import BackupPolicy
 from holdfast.core.step.balance import WINDOW_TIMES_MAX, BalancePolicy
 from holdfast.core.step.speculation import Patience
@@ -35,6 +43,7 @@ from holdfast.core.types import (
     WorkerStatus,
 )
 from holdfast.core.worker import standing
+from holdfast.memory import arena
 
 
 def job(**sections: object) -> JobSpec:
@@ -104,6 +113,15 @@ def test_what_a_step_does_where_nobody_says() -> None:
     policy = StepPolicy()
     assert (policy.seed, policy.audit, policy.audit_tolerance) == (0, 0.0, 0.0)
     assert (policy.cycle, policy.keeps) == (0, False)
+    assert (policy.protect_every, policy.script_cycle, policy.processor) == (0, 0, 0)
+
+
+def test_what_a_fleet_waits_for_where_nobody_says() -> None:
+    fleet = FleetPolicy(prefix="", nodes=1, nodes_max=1)
+    assert (fleet.disruptions_max, fleet.drain_lead_s, fleet.again_s) == (1, 60.0, 5.0)
+    assert (fleet.answer_s, fleet.retry_s, fleet.retry_max_s) == (60.0, 2.0, 120.0)
+    assert (fleet.picky_tries, fleet.unseen_s, fleet.join_s, fleet.lost_s) == (3, 60.0, 300.0, 5.0)
+    assert (fleet.farewell_s, fleet.disowned_s, fleet.avoid_s) == (10.0, 30.0, 60.0)
 
 
 ENDLESS = ("acting_until", "leaves_in_s")  # as long as nobody says otherwise
@@ -137,6 +155,8 @@ def test_what_is_kept_is_bounded_by() -> None:
     assert (audit.ATTEMPTS_MAX, rulings.MISTAKES_MAX, rulings.CALM_STEPS) == (3, 1, 64)
     assert (speculation.STEPS_TIMED, speculation.SPREADS) == (16, 6.0)
     assert WINDOW_TIMES_MAX == 8
+    assert (newcomers.REFUSED_MAX, reserve.REPLACED_MAX) == (1, 8)
+    assert (arena.PARTS_MAX, arena.COUNT_MAX) == (100_000, 1 << 53)
     assert save_interval.STEPS_KEPT == 50
     # 419 unexpected interruptions of 16,384 GPUs in 54 days: of one worker, in five years.
     assert 5.0 < save_interval.WORKER_MTBF_S / (365 * 86_400) < 6.0

@@ -14,6 +14,7 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.backup import BackupPolicy
 from holdfast.core.step.events import Purpose, Topic
+from holdfast.core.step.rulings import Rulings
 from holdfast.core.step.speculation import Patience
 from holdfast.core.step.step_policy import StepPolicy
 from holdfast.core.types import Phase, StateCopy, ViewNumber, WorkerDirective, WorkerId
@@ -142,6 +143,42 @@ def test_who_rests_and_sees_its_group_break_passes_it_on(event: ev.WorkerEvent) 
     assert first.status.promised == 1
     assert ef.Abort(ViewNumber(1)) in first.feed(event)
     assert ef.Abort(ViewNumber(1)) not in first.feed(event)
+
+
+def test_states_count_as_compared_only_after_joiners_came_in_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[bool] = []
+    plain = Rulings.synced
+
+    def synced(self: Rulings, *, compared: bool) -> None:
+        told.append(compared)
+        plain(self, compared=compared)
+
+    monkeypatch.setattr(Rulings, "synced", synced)
+    company = walked(2)
+    assert told == [True, True]
+    company.stops_at = None
+    company.settle()
+    company.until(2)
+    for walker in company.walkers:
+        walker.feed(ev.Directed(WorkerDirective(stop_view=ViewNumber(1))))
+        walker.feed(ev.AtBoundary())
+    company.enter(a_view(2, range(2), step=2))
+    assert told == [True, True, False, False]
+
+
+def test_a_lost_state_is_given_up_by_all_but_earlier_checkpoints_are_not() -> None:
+    company = walked(2)
+    company.stops_at = None
+    company.settle()
+    company.until(3)
+    walker = company.walkers[0]
+    walker.feed(ev.StateLost())
+    (invalidation,) = walker.status.invalidations
+    assert (invalidation.after, invalidation.view, invalidation.wrong) == (3, 1, ())
+    assert walker.status.promised == 1
+    assert walker.status.state is not StateCopy.CURRENT
 
 
 # ---------------------------------------------------------------- again
