@@ -83,9 +83,11 @@ tolerance](https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html)
 `TorchTrainer` with `FailureConfig(max_failures=-1)`, a reported checkpoint every 10 steps,
 `TorchConfig(timeout_s=10)` (default: 30 min), `RAY_worker_niceness=0` (default: 15), on a cluster
 that the driver starts on this machine. As with torchrun, all workers start again from the
-checkpoint; starting its actors takes longer than starting processes. The controller asks its
-workers for their reports every 2 s, so that a fault soon after a report loses that checkpoint:
-with checkpoints every 2 s, as here, some runs go back two of them, or to the beginning.
+checkpoint; its actors import more than plain processes do, so that its restart suffers most from
+a busy machine: by the controller's log most of the pause is the start of the new group. The
+controller asks its workers for their reports every 2 s, so that a fault soon after a report loses
+that checkpoint: with checkpoints every 2 s, as here, some runs go back two of them, or to the
+beginning.
 
 ## Not compared
 
