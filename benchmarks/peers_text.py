@@ -48,7 +48,8 @@ PEERS = """
 
 **Holdfast** runs with its defaults, and with a checkpoint every 10 steps. The survivors redo the
 lost third of the step and go on with two workers, until the third has come back; it joins between
-two steps.
+two steps. Workers are forked from a process that has imported torch, so that a busy machine slows
+their start less than that of the others.
 
 **torchft 0.2.0** is set up as its [README](https://github.com/meta-pytorch/torchft) and its
 `train_ddp.py` show: a lighthouse with `--min_replicas 1 --quorum_tick_ms 100 --join_timeout_ms
