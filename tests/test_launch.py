@@ -98,7 +98,8 @@ def test_a_job_survives_a_killed_and_a_drained_host(
     with on_the_fake(tmp_path, cluster) as run:
         assert_survives(run, cluster, (tmp_path / "go").touch)
         assert finish(run) == undisturbed
-    assert len(run.events("drain")) == 1
+    # The fleet says this once of each node; events of the job depend on who is late just then.
+    assert sum(" is drained: " in line for line in run.err) == 1, run.err
 
 
 @pytest.mark.slow

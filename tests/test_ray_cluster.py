@@ -149,7 +149,8 @@ def test_a_job_survives_lost_raylets_and_actors_deadlines_and_its_fleets_death(
         cluster.drain(host, "a new fan", within_s=30)
         assert host not in job.three(without=drained).values()
         assert job.digest() == undisturbed
-    assert len(job.run.events("drain")) == 1
+    # The fleet says this once of each node; events of the job depend on who is late just then.
+    assert sum(" is drained: " in line for line in job.run.err) == 1, job.run.err
 
 
 def test_an_interrupted_job_is_resumed(
