@@ -227,3 +227,31 @@ def test_a_bit_flipped_in_any_message_is_put_right(number: int, expected: str) -
     assert (run.outcome, run.cluster.errors) == ("", [])
     assert set(run.digests.values()) == {expected}
     assert [transport.damages_next for transport in run.cluster.damaging] == [False]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_loss_of_a_step_is_the_mean_over_its_samples(workers: int) -> None:
+    """Also in the last step of an epoch, in which virtual ranks have unequal numbers of them."""
+    values = torch.arange(10.0).square()
+    data = torch.utils.data.TensorDataset(values[:, None])
+    found: list[tuple[float, float]] = []
+
+    def script(job: Job, me: ThreadWorker) -> None:
+        weight = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(weight.weight)
+        optimizer = torch.optim.SGD(weight.parameters(), lr=0.0)
+        job.protect(weight=weight, optimizer=optimizer)
+        for step in job.steps(job.batches(data, 2, shuffle=False), until=2):
+            for (given,) in step:
+                step.backward(weight(given).mean())
+            expected = values[:8] if step.index == 0 else values[8:]
+            found.append((step.loss, expected.mean().item()))
+            optimizer.step()
+            optimizer.zero_grad()
+        job._end_open_loop()
+        job._wait_for_others()
+
+    cluster = ThreadCluster(spec(workers, {}), script)
+    assert (cluster.run(), cluster.errors) == ("", [])
+    assert len(found) == 2 * workers
+    assert all(loss == expected for loss, expected in found)
