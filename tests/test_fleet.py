@@ -48,6 +48,13 @@ def three_nodes() -> FleetMachine:
     return machine
 
 
+def test_a_snapshot_names_the_state_of_each_node() -> None:
+    machine = three_nodes()
+    seen = serving(1), serving(2, members=0), serving(3, members=0, silent=True)
+    machine.handle(fe.JobHeard(seen), 2.0)
+    assert [n.state for n in machine.snapshot().nodes] == ["serving", "here", "silent"]
+
+
 def test_a_notice_becomes_a_drain_with_its_deadline_and_another_node_is_requested() -> None:
     machine = three_nodes()
     warned = placed(2, Notice(reason="maintenance", until=300.0))

@@ -457,6 +457,17 @@ def test_a_clean_probation_of_a_member_ends_its_strikes() -> None:
     assert cluster.roster.slots[ONE].strikes == 3
 
 
+def test_a_probation_begins_again_when_a_worker_was_no_member_in_between() -> None:
+    cluster = Cluster(member(0), member(1))
+    cluster.put(ZERO, strikes=3)
+    for cluster.now, members in ((1.0, (0, 1)), (9.0, (1,)), (10.0, (0, 1)), (19.9, (0, 1))):
+        lose(cluster, view_of(*members))
+        assert cluster.roster.slots[ZERO].strikes == 3
+    cluster.now = 20.0
+    lose(cluster, view_of(0, 1))
+    assert cluster.roster.slots[ZERO].strikes == 0
+
+
 def test_a_member_is_lost_with_its_agent_and_with_its_node_once_that_is_given_up() -> None:
     cluster = Cluster(member(0), member(1), status(2))
     cluster.hear("n0")  # the agent has started again, and runs nothing

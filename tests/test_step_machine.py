@@ -359,6 +359,15 @@ def test_several_machines_that_contradict_themselves_end_the_job_by_its_script()
         assert walker.orders(ef.Commit) == []
 
 
+def test_a_lone_worker_compares_a_sum_with_its_last_attempt() -> None:
+    found = Rulings(WorkerId(0), 4, keeps=True, looks=True)
+    found.enter(a_view(1, range(1)))
+    for bits in (5, 6):
+        assert not found.believes_not_finite(3, bits)
+        found.doubted(3, [], bits)
+    assert found._bits[-1] == 6
+
+
 # ---------------------------------------------------------------- who counts, saves, stores
 
 

@@ -401,14 +401,6 @@ def test_a_lone_worker_believes_what_is_not_finite_with_the_same_bits_and_never_
         assert texts([told])
 
 
-def test_a_lone_worker_compares_with_its_last_attempt() -> None:
-    found = ruling(workers=1)
-    for bits in (5, 6):
-        assert not found.believes_not_finite(3, bits)
-        found.doubted(3, [], bits)
-    assert found._bits[-1] == 6
-
-
 def test_whose_numbers_were_finite_again_has_made_a_mistake() -> None:
     found = ruling()
     found.doubted(4, [W1, W1])
