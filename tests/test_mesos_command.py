@@ -74,7 +74,7 @@ def test_a_master_that_wants_to_know_who_asks_is_told(
     fake: FakeMesos, capsys: pytest.CaptureFixture[str], password: str
 ) -> None:
     fake.knobs.passwords = {"joe": "open sesame"}
-    who = "Mesos wants to know who asks: give --user and --password-file"
+    who = "Mesos demands a proof of identity: give --user and --password-file"
     assert who in refusal(fake, capsys)
     assert who in refusal(fake, capsys, "--user", "ann", "--password-file", password)
     assert "belong together" in refusal(fake, capsys, "--user", "joe")

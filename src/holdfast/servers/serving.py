@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -165,8 +164,9 @@ class RowServer:
 
     def _scrub(self) -> None:
         """Look at all rows again and again, so that none is damaged in all its copies."""
+        pause = threading.Event()
         for round_number in itertools.count():
-            time.sleep(SCRUB_EVERY_S)
+            pause.wait(SCRUB_EVERY_S)
             with self._lock:
                 groups = list(self._groups.values())
             for group in groups:
