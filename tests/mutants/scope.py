@@ -30,13 +30,13 @@ DRIVERS = (
 TEST_FILES = tuple(
     f"tests/test_{name}.py"
     for name in """
-        absurd_sizes agent_machine audit backup coordinator_machine core decisions domains driver
-        feeding fleet fleet_rules formation group_machine interval job_spec keyed_tables links
-        measuring missed_steps newcomers order_book piece_memory piece_post policies progress
-        protection protector recalling replica_feeds review_schedule roster routine_lines
-        row_servers sampling saves server_places shard_events slow_followers spares state_sources
-        step_drivers step_machine step_parts stories stragglers table_sim teams tensor_coding
-        thread_cluster training transitions verdict_tables worker_machine
+        absurd_sizes agent_machine audit backup buckets_judged coordinator_machine core decisions
+        domains driver feeding fleet fleet_rules formation group_machine interval job_spec
+        keyed_tables links measuring missed_steps newcomers order_book piece_memory piece_post
+        policies progress protection protector recalling replica_feeds review_schedule roster
+        routine_lines row_servers sampling saves server_places shard_events slow_followers spares
+        state_sources step_drivers step_machine step_parts stories stragglers table_sim teams
+        tensor_coding thread_cluster training transitions verdict_tables worker_machine
     """.split()
 )
 DRIVER_TESTS = (
