@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import launch_mesos
+from holdfast.cli import launch_application
 from holdfast.cli.main import main
 from holdfast.launch.fleet_plan import read_plan
 from holdfast.launch.mesos_manager import access_of
@@ -131,7 +131,7 @@ def test_a_framework_has_the_jobs_name_and_ends_with_the_job(
         seen.append((framework.info["name"], host))
         return 130
 
-    monkeypatch.setattr(launch_mesos, "launch_cluster_job", job)
+    monkeypatch.setattr(launch_application, "launch_cluster_job", job)
     who = ("--user", "joe", "--password-file", password)
     assert launch(fake, "--nodes", "9", "--role", "gpu", "--failover-s", "600", *who) == 130
     assert seen == [(f"hf-{RunDir(fake.folder / 'run').spec().job[:8]}", "127.0.0.1")]
@@ -141,7 +141,7 @@ def test_a_framework_has_the_jobs_name_and_ends_with_the_job(
 def test_the_next_master_is_asked_while_one_is_down(
     fake: FakeMesos, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_mesos, "launch_cluster_job", lambda *how: 0)
+    monkeypatch.setattr(launch_application, "launch_cluster_job", lambda *how: 0)
     assert launch(fake, "--master", f"http://127.0.0.1:1,{fake.url}") == 0
     assert fake.calls == ["GET_AGENTS", "SUBSCRIBE", "REVIVE", "SUBSCRIBE", "REVIVE", "TEARDOWN"]
 
@@ -157,7 +157,7 @@ def test_a_framework_ends_with_a_job_that_cannot_begin_and_a_lasting_one_is_name
         fake.away(True)
         return 0
 
-    monkeypatch.setattr(launch_mesos, "launch_cluster_job", job)
+    monkeypatch.setattr(launch_application, "launch_cluster_job", job)
     assert launch(fake, "--run-dir", str(fake.folder / "other")) == 0
     said = capsys.readouterr().err
     assert f"framework {names[0]} may still be there (Mesos does not answer at" in said

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli import launch_yarn
+from holdfast.cli import launch_application
 from holdfast.cli.main import main
 from holdfast.core.errors import Refused, Unreachable
 from holdfast.core.fleet.placements import Holding, Placement, PlacementId
@@ -299,7 +299,7 @@ def test_a_service_name_that_is_taken_is_named(
 
 def test_too_few_nodes_are_refused(fake: FakeYarn, capsys: pytest.CaptureFixture[str]) -> None:
     said = refusal(fake, capsys, "--nodes", "5")
-    assert "--nodes 5: the cluster has 4 with 4096 MB and 1 virtual cores" in said
+    assert "--nodes 5: the cluster has 4 with 4096 MB, 1 virtual cores" in said
     assert "the cluster has 0 with 9000 MB" in refusal(fake, capsys, "--memory", "9000")
     fake.drain("nm0", "")
     assert "the cluster has 3" in refusal(fake, capsys, "--nodes", "4")
@@ -310,9 +310,9 @@ def test_too_few_nodes_are_refused(fake: FakeYarn, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--cpus", "0"], "--cpus 0: a container has from 1 to 10000"),
-        (["--memory", "-1"], "--memory -1: a container has from 1 to"),
-        (["--gpus", "-1"], "--gpus -1: a container has from 0 to"),
+        (["--cpus", "0"], "--cpus 0 must be from 1 to 10000"),
+        (["--memory", "-1"], "--memory -1 must be from 1 to"),
+        (["--gpus", "-1"], "--gpus -1 must be from 0 to"),
         (["--principal", "me@X"], "--principal and --keytab belong together"),
         (["--ca-file", "/none.pem"], "--ca-file /none.pem is no file: name one"),
         (["--ca-file", __file__], "holds no certificates"),
@@ -339,7 +339,7 @@ def test_a_service_has_the_jobs_name_and_nodes_and_ends_with_the_job(
     def size_of(service: FakeService) -> int:
         return int(service.component["number_of_containers"])
 
-    monkeypatch.setattr(launch_yarn, "launch_cluster_job", job)
+    monkeypatch.setattr(launch_application, "launch_cluster_job", job)
     assert launch(fake, "--nodes", "2", "--queue", "gpu", "--user", "joe") == 130
     name = f"hf-{RunDir(fake.folder / 'run').spec().job[:8]}"
     assert seen == [(name, 2, "127.0.0.1")]
@@ -356,7 +356,7 @@ def test_a_service_ends_with_a_job_that_cannot_begin_and_a_lasting_one_is_named(
         fake.away(True)
         return 0
 
-    monkeypatch.setattr(launch_yarn, "launch_cluster_job", job)
+    monkeypatch.setattr(launch_application, "launch_cluster_job", job)
     assert launch(fake, "--run-dir", str(fake.folder / "other"), "--service", "train") == 0
     said = capsys.readouterr().err
     assert "service train may still be there (YARN does not answer at" in said

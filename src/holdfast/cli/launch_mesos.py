@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import argparse
 import getpass
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from holdfast.cli.launch_application import (
+    check_limits,
+    check_room,
+    end_application,
+    application_parser,
+    path_of,
+    run_application,
+)
 from holdfast.cli.launch_options import (
     ABANDON_S,
-    HERE,
-    WAIT,
     check_launch,
-    launch_parser,
     make_run_dir,
     own_address,
     prefer,
 )
 from holdfast.core.errors import Refused, UserError, WorldError, first_line
-from holdfast.launch.cluster_job import launch_cluster_job
 from holdfast.launch.fleet_plan import read_plan
 from holdfast.launch.mesos_manager import NAME, PROOF, access_of, open_manager
 from holdfast.launch.mesos_session import MesosSession
@@ -45,8 +47,8 @@ def main(argv: list[str]) -> int:
     prefer(options, "nodes.abandon_s", ABANDON_S)
     settings = {
         "runs_as": getpass.getuser(),
-        "ca": str(options.ca_file.absolute()) if options.ca_file is not None else "",
-        "password_file": str(options.password_file.absolute()) if options.password_file else "",
+        "ca": path_of(options.ca_file),
+        "password_file": path_of(options.password_file),
         **{key: str(getattr(options, key)) for key in ("master", "user", "role", *LIMITS)},
     }
     access = access_of(settings)
@@ -64,61 +66,35 @@ def main(argv: list[str]) -> int:
 
 def go_on(run_dir: RunDir, host: str, port: int) -> int:
     """Run a job, or go on with it, from here; the framework ends with it."""
-    code = launch_cluster_job(
-        run_dir, read_plan(run_dir).settings["listen"] if host == HERE else host, port
-    )
-    end(run_dir)
-    return code
+    return run_application(run_dir, host, port, end)
 
 
 def parser() -> argparse.ArgumentParser:
-    found = launch_parser(
+    return application_parser(
         "mesos",
-        "Run a training script on a Mesos cluster, in tasks of one framework: one agent in each, "
-        "each on a host of its own. Nodes that are lost are replaced, and hosts that are scheduled "
-        "for maintenance are left. Coordinator and fleet run here. The run directory must be on a "
-        "file system that all hosts share; workers' output goes to files in it.",
-    )
-    found.set_defaults(host="")
-    group = found.add_argument_group("Mesos")
-    for name, metavar, default, text in (
+        "Mesos",
+        (
+            "a Mesos cluster, in tasks of one framework",
+            "hosts that are scheduled for maintenance",
+        ),
         ("master", "URL", "", "address of a master, or of several with commas, http://HOST:5050"),
         ("role", "NAME", "*", "role whose resources are used (default %(default)s)"),
         ("user", "NAME", "", "prove to be NAME, the principal, with --password-file"),
-    ):
-        group.add_argument(f"--{name}", metavar=metavar, default=default, help=text)
-    for name, metavar, kind, number, text in (
-        ("cpus", "N", float, 1.0, "CPUs of each task (default %(default)g)"),
-        ("memory", "MB", int, 4096, "memory of each task, in MB (default %(default)s)"),
-        ("gpus", "N", int, 0, "GPUs of each task (default %(default)s)"),
-        ("failover-s", "S", float, 3600.0, "Mesos ends all tasks when neither this command nor "
+        ("cpus", "N", 1.0, "CPUs of each task (default %(default)g)"),
+        ("memory", "MB", 4096, "memory of each task, in MB (default %(default)s)"),
+        ("gpus", "N", 0, "GPUs of each task (default %(default)s)"),
+        ("failover-s", "S", 3600.0, "Mesos ends all tasks when neither this command nor "
          "`holdfast resume` is there for so long (default %(default)g)"),
-    ):  # fmt: skip
-        group.add_argument(f"--{name}", metavar=metavar, type=kind, default=number, help=text)
-    for name, text in (
-        ("password-file", "read --user's password from a file that only you can read"),
-        ("ca-file", "trust the certificates in this file (https)"),
-    ):
-        group.add_argument(f"--{name}", type=Path, metavar="FILE", help=text)
-    group.add_argument(
-        WAIT,
-        action="store_true",
-        help="begin although the cluster has fewer nodes than --nodes: they will come",
-    )
-    return found
+        ("password-file", "FILE", None, "read --user's password from a file only you can read"),
+        ("ca-file", "FILE", None, "trust the certificates in this file (https)"),
+    )  # fmt: skip
 
 
 def check_values(options: argparse.Namespace) -> None:
     """Raise UserError for a value that Mesos would refuse, or could never satisfy."""
     if not options.master:
         raise UserError(f"there is no Mesos master to ask: name one, --master {EXAMPLE}")
-    for name, (least, most) in LIMITS.items():
-        given = getattr(options, name)
-        if not least <= given <= most:
-            option = name.replace("_", "-")
-            raise UserError(f"--{option} {given:g} must be from {least:g} to {most:g}")
-    if bool(options.user) != bool(options.password_file):
-        raise UserError("--user and --password-file belong together: give both, or none")
+    check_limits(options, LIMITS, "user", "password-file")
 
 
 def check_cluster(link: RestLink, options: argparse.Namespace) -> None:
@@ -135,13 +111,8 @@ def check_cluster(link: RestLink, options: argparse.Namespace) -> None:
         raise UserError(f"--master {options.master} cannot be used: {first_line(error)}") from None
     agents = answer.document.get("get_agents", {}).get("agents", ())
     fitting = sum(has_room(each, options) for each in agents)
-    if fitting < options.nodes and not options.wait_for_nodes:
-        wanted = {"CPUs": options.cpus, "MB": options.memory, "GPUs": options.gpus}
-        text = ", ".join(f"{number:g} {name}" for name, number in wanted.items() if number)
-        raise UserError(
-            f"--nodes {options.nodes}: the cluster has {fitting} with {text}; ask for fewer or "
-            f"smaller ones, or give {WAIT} if they will come"
-        )
+    wanted = {"CPUs": options.cpus, "MB": options.memory, "GPUs": options.gpus}
+    check_room(options, fitting, wanted)
 
 
 def has_room(agent: Mapping[str, Any], options: argparse.Namespace) -> bool:
@@ -173,15 +144,8 @@ def start(run_dir: RunDir) -> None:
 def end(run_dir: RunDir) -> None:
     """End the framework, or say that it may still be there."""
     session = session_of(run_dir)
-    try:
-        session.end()
-    except (WorldError, OSError) as error:
-        print(
-            f"holdfast: framework {session.kept_id()} may still be there ({first_line(error)}): "
-            f"remove it with `curl -d frameworkId={session.kept_id()} MASTER/master/teardown`",
-            file=sys.stderr,
-            flush=True,
-        )
+    remedy = f"curl -d frameworkId={session.kept_id()} MASTER/master/teardown"
+    end_application(session.end, f"framework {session.kept_id()}", remedy)
 
 
 def session_of(run_dir: RunDir) -> MesosSession:
