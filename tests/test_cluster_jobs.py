@@ -211,7 +211,7 @@ def test_a_job_survives_a_killed_and_a_drained_host(
         assert_survives(job.run, harness, job.go.touch)
         assert job.digest() == undisturbed
     assert not cluster.held()
-    # The fleet says this once of each node; a worker that is late then may hide the job's own event.
+    # The fleet says this once of each node; a worker that is late may hide the event of the job.
     assert sum(" is drained: " in line for line in job.run.err) == 1, job.run.err
 
 

@@ -1,4 +1,4 @@
-"""Helps launchers whose manager knows a job as one application: YARN's service, Mesos' framework."""
+"""Helps launchers whose manager knows a job as an application: YARN's service, Mesos' framework."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.cli.launch_application import (
+    application_parser,
     check_limits,
     check_room,
     end_application,
-    application_parser,
     path_of,
     run_application,
 )
