@@ -81,7 +81,7 @@ class NodeMemories:
         """A view begins: what a worker has not put into memory by now never will be."""
         self._keepers[worker] = Keeper()
         if view.ring:
-            self._all.formed(view)
+            self._all.record_view(view)
 
     def copied(self, worker: WorkerId, copy: ef.CopyState) -> None:
         """A worker's script has copied its share of the state."""

@@ -24,7 +24,7 @@ def add(left: int, right: int) -> int:
     return hash((left, right, 5))
 
 
-def not_finite(place: int) -> int:
+def make_not_finite(place: int) -> int:
     """Make a gradient that is not finite in one place."""
     return _NOT_FINITE - place
 

@@ -34,7 +34,7 @@ from holdfast.sim.arithmetic import (
     expected_sum,
     task,
 )
-from holdfast.sim.endings import Endings, out_of_time
+from holdfast.sim.endings import Endings, is_out_of_time
 from holdfast.sim.memories import Memories
 from holdfast.sim.promises import Promises
 from holdfast.sim.proofs import Proofs
@@ -99,10 +99,10 @@ class Truth:
 
     def start(self) -> None:
         """Run the whole job without faults."""
-        self.goes_on(0, expected_sum(INITIAL_STATE, 0, self.vranks))
+        self.compute_rest(0, expected_sum(INITIAL_STATE, 0, self.vranks))
         self.errors.start()
 
-    def goes_on(self, step: int, total: int) -> None:
+    def compute_rest(self, step: int, total: int) -> None:
         """Compute the rest of the job from the sum of one step."""
         del self.sums[step:], self.states[step + 1 :]
         for later in range(step, self.steps):
@@ -112,7 +112,7 @@ class Truth:
 
     # ------------------------------------------------------------ processes
 
-    def spawned(self, process: Actor) -> None:
+    def record_start(self, process: Actor) -> None:
         key = process.key
         if key in self.processes:
             raise Violation(f"worker {key[0]} was started twice as incarnation {key[1]}")
@@ -122,31 +122,31 @@ class Truth:
             # A coordinator without its journal may give a number twice, to nodes unknown to it.
             if other.agent == process.agent or not forgotten:
                 raise Violation(f"two processes of worker {key[0]} live: {other.key}, {key}")
-        self.promises.spawned(process, self.live.values())
+        self.promises.check_start(process, self.live.values())
         of_worker.append(process)
         self.processes[key] = process
         self.live[key] = process
 
-    def died(self, process: Actor) -> None:
+    def record_end(self, process: Actor) -> None:
         del self.live[process.key]
         self.live_of[int(process.worker)].remove(process)
         self.leading.pop(process.key, None)
-        self.errors.died(process)
+        self.errors.record_end(process)
         self.count["died"] += 1
 
-    def left(self, process: Actor) -> None:
+    def check_script_end(self, process: Actor) -> None:
         """Check that a script that ran to its end holds the result of the job."""
         wrong = process.state != self.states[self.steps] and not self.errors.hidden
         if process.step != self.steps or wrong:
             raise Violation(f"worker {process.key} finished at step {process.step} of {self.steps}")
-        self.errors.ended()
+        self.errors.check_script_end()
         self.completed = True
         if self._options.backup.workers:
             self.errors.hidden = True  # the others may drop different results in the last steps
 
-    def released(self, process: Actor, loop: int) -> None:
+    def check_release(self, process: Actor, loop: int) -> None:
         """Check that a worker may leave a loop that has ended."""
-        self.promises.released(process, loop, self.views.get(self.newest))
+        self.promises.check_release(process, loop, self.views.get(self.newest))
 
     def look(self, now: float, disturbed_until: float) -> None:
         """Check that the job goes on, unless it ends."""
@@ -156,12 +156,12 @@ class Truth:
             ordered = [p for p in running if self.ordered.get(p.worker) == p.key[1]]
             self.quiet_times.look(now, disturbed_until, self.views.get(self.newest), ordered)
 
-    def finished(self, outcome: str, now: float) -> None:
-        """The coordinator says that the job is over."""
-        self.promises.finished(self.live.values(), now)
-        self.endings.finished(outcome, now)
+    def check_outcome(self, outcome: str, now: float) -> None:
+        """Check what the coordinator says at the end of the job."""
+        self.promises.check_outcome(self.live.values(), now)
+        self.endings.check_outcome(outcome, now)
 
-    def killed(self, process: Actor, reason: str) -> None:
+    def check_kill(self, process: Actor, reason: str) -> None:
         """Check that a worker is ended for a reason that holds."""
         if reason.startswith("frozen") and not process.froze:
             raise Violation(f"worker {process.key} is ended as frozen: it never was")
@@ -183,7 +183,7 @@ class Truth:
         if ordered <= process.key[1] and disk.release_loop != RELEASE_ALL:
             raise Violation(f"worker {process.key} is ended for a directive that does not hold")
 
-    def replaced(self, worker: int) -> None:
+    def check_replacement(self, worker: int) -> None:
         """Check that something is wrong with the process of a worker that counts as hung."""
         for process in self.live.values():
             if process.worker == worker and not process.ailing:
@@ -191,21 +191,21 @@ class Truth:
 
     # ------------------------------------------------------------ membership
 
-    def persisted(self, record: JobRecord, now: float) -> None:
+    def check_record(self, record: JobRecord, now: float) -> None:
         if self.disk is not None and self.disk.term > record.term:
             raise Violation("a deposed coordinator wrote to the journal")
         if self.disk is not None and not self.forgotten:
-            self.promises.remembers(self.disk, record)
+            self.promises.check_remembered(self.disk, record)
         self.disk, self.forgotten = record, False
         if record.view is not None:
-            self._formed(record.view, now)  # judged by the orders before this record
+            self._check_view(record.view, now)  # judged by the orders before this record
         if record.slots is not self._slots:
-            self.promises.ordered(record, now)
+            self.promises.check_orders(record, now)
             self._slots = record.slots
             self.ordered = {int(s.worker): int(s.incarnation) for s in record.slots}
 
-    def directed(self, directive: Directive, now: float) -> None:
-        """Check that what the coordinator says is durable."""
+    def check_directive(self, directive: Directive, now: float) -> None:
+        """Check that the coordinator only says what is durable."""
         if self.forgotten:
             return
         for each in directive.wanted:
@@ -215,12 +215,12 @@ class Truth:
         view = directive.view
         if view is None:
             return
-        self._formed(view, now)
+        self._check_view(view, now)
         kept = self.disk.view if self.disk else None
         if kept is None or kept.number < view.number:
             raise Violation(f"view {view.number} was sent before it was durable")
 
-    def _formed(self, view: View, now: float) -> None:
+    def _check_view(self, view: View, now: float) -> None:
         known = self.views.get(view.number)
         if known is not None:
             if known is not view and known != view:
@@ -232,7 +232,7 @@ class Truth:
             if (member.worker, member.incarnation) not in self.processes:
                 raise Violation(f"view {view.number} has a member that was never started: {member}")
         before = self.views.get(self.newest)
-        self.promises.formed(before, view)
+        self.promises.check_view(before, view)
         self.views[view.number] = view
         self.newest = view.number
         for member in before.members if before else ():
@@ -245,11 +245,11 @@ class Truth:
             shares = self._options.shard_optimizer
             if shares and view.donors and process.step < self._options.steps:
                 raise Violation(f"worker {process.key} goes on with its share of the state only")
-            holds = status.has_state and not view.donors and not self._discarded(before)
+            holds = status.has_state and not view.donors and not self._is_state_discarded(before)
             holds = holds and not shares
-            if process.paused or out_of_time(process):
+            if process.paused or is_out_of_time(process):
                 if holds and not (self.disk is not None and self.disk.forgotten):
-                    self.promises.starts_again(view, process, now)
+                    self.promises.check_given_up(view, process, now)
                 continue
             if self.disk is not None and self.disk.forgotten and status.view < before.number:
                 continue  # a view that was lost with the journal before anybody heard of it
@@ -266,35 +266,35 @@ class Truth:
             if view.base not in self.saved and not view.invalidations:
                 raise Violation(f"view {view.number} begins from a checkpoint that nobody saved")
         if not view.donors:
-            self.memories.begins_again(
+            self.memories.check_new_beginning(
                 view, lambda a: self.reaches(a) and not self.promises.is_given_up(a, now)
             )
-            self.errors.began(view)
+            self.errors.check_view_beginning(view)
             if self._options.backup.workers:
                 step = view.resume_step
-                self.goes_on(step, expected_sum(self.states[step], step, self.vranks))
+                self.compute_rest(step, expected_sum(self.states[step], step, self.vranks))
         for fed in view.fed:
             wrong = self.processes[fed.worker, fed.incarnation].feeds.is_wrong
             if wrong and not self.errors.hidden:
                 raise Violation(f"worker {fed.worker} joins with something wrong that it was fed")
-        self._balanced(view)
-        self.spare_rules.formed(view)
-        self.memories.formed(view)
+        self._check_balance(view)
+        self.spare_rules.check_view(view)
+        self.memories.record_view(view)
 
-    def _discarded(self, view: View) -> bool:
+    def _is_state_discarded(self, view: View) -> bool:
         """Return whether a member knows that no member's state can be trusted."""
         members = (self.processes[(m.worker, m.incarnation)] for m in view.members)
         return any(member.machine.snapshot().discarded for member in members)
 
-    def share_written(self, step: int, view: View, rank: int, copy: Copy) -> None:
+    def record_share(self, step: int, view: View, rank: int, copy: Copy) -> None:
         """Record a share of a checkpoint that a writer has written."""
         self._shares.setdefault((step, view.number), {})[rank] = copy
 
-    def shares_complete(self, step: int, view: View) -> bool:
+    def are_shares_complete(self, step: int, view: View) -> bool:
         """Return whether all shares of a checkpoint are written."""
         return len(self._shares.get((step, view.number), {})) == len(view.members)
 
-    def made_durable(self, step: int, view: View, *, checked: bool) -> bool:
+    def make_durable(self, step: int, view: View, *, checked: bool) -> bool:
         """Put the shares together, unless the checkpoint is invalidated meanwhile.
 
         `checked`: unless they are unlike, either.
@@ -313,32 +313,32 @@ class Truth:
         self.durable[step, view.number] = states.pop(), flip
         return True
 
-    def said(self, process: Actor, before: WorkerStatus, status: WorkerStatus) -> None:
+    def check_status(self, process: Actor, before: WorkerStatus, status: WorkerStatus) -> None:
         """Check what a worker tells its agent of itself."""
         if status.saved and status.saved != before.saved:
-            self._said_saved(process, status.saved)
+            self._check_saved(process, status.saved)
         if status.invalidations != before.invalidations:
-            self._heard_doubts(process, status.invalidations)
+            self._record_doubts(process, status.invalidations)
         told = before.events[-1].number if before.events else 0
         for event in status.events:
             if event.number > told and "other numbers each time" in event.text:
-                self._unlike(process)
+                self._check_determinism(process)
 
-    def _unlike(self, process: Actor) -> None:
+    def _check_determinism(self, process: Actor) -> None:
         """Check that members that take their hardware for not deterministic are all wrong."""
         keys = process.group.keys if process.group is not None else ()
         if any(self.processes[key].spoiling.lied_in < process.step for key in keys):
             raise Violation("deterministic machines are taken for others")
         self.errors.hidden = self.errors.compares_nothing = True  # all of them were wrong
 
-    def _heard_doubts(self, process: Actor, invalidations: Invalidations) -> None:
+    def _record_doubts(self, process: Actor, invalidations: Invalidations) -> None:
         """Record the errors that members know; those that a view reports to joiners are old."""
         news = [each for each in invalidations if not is_covered(each, self._doubts)]
         self._doubts = merge(self._doubts, news)
         if news and process.group is not None:
-            self.errors.noticed(process.group.keys)
+            self.errors.record_notice(process.group.keys)
 
-    def _said_saved(self, process: Actor, step: int) -> None:
+    def _check_saved(self, process: Actor, step: int) -> None:
         """Check that a checkpoint exists which a worker says is saved."""
         found = [key for key in self.durable if key[0] == step]
         known = [key for key in found if not is_invalidated(self.invalidations, step, key[1])]
@@ -353,33 +353,33 @@ class Truth:
         if known and self.saved_in.get(step, -1) < known[-1][1]:
             self.saved[step], self.saved_in[step] = self.durable[known[-1]], known[-1][1]
             self.rotten.pop(step, None)
-            self.errors.saved(step)
+            self.errors.check_save(step)
 
-    def withdrawn(self, invalidations: Invalidations) -> None:
+    def record_withdrawal(self, invalidations: Invalidations) -> None:
         """Record that a worker removes the checkpoints that are invalidated."""
         self.invalidations = merge(self.invalidations, invalidations)
         for step, made_in in list(self.saved_in.items()):
             if is_invalidated(self.invalidations, step, made_in):
                 del self.saved[step], self.saved_in[step]
 
-    def restored(self, step: int) -> tuple[int, int | None]:
+    def check_loaded_state(self, step: int) -> tuple[int, int | None]:
         """Check the state read from a checkpoint; return it, and its value if a bit flipped."""
         state, flipped = self.saved[step]
         if flipped is not None and len(self.views[self.saved_in[step]].members) == 1:
             self.errors.hidden = True  # nobody else was there to notice
         if self._options.backup.workers:  # it may be of a history in which other tasks were dropped
             self.states[step] = state or 0
-            self.goes_on(step, expected_sum(self.states[step], step, self.vranks))
+            self.compute_rest(step, expected_sum(self.states[step], step, self.vranks))
         if (state, flipped) != (self.states[step], None) and not self.errors.hidden:
             raise Violation(f"the checkpoint of step {step} has other contents")
         return state or 0, flipped
 
-    def _balanced(self, view: View) -> None:
+    def _check_balance(self, view: View) -> None:
         owned = sum(map(len, view.hosted().values()))
         if len(view.owners) != self.vranks or owned != self.vranks:
             raise Violation(f"view {view.number} hosts {owned} of {self.vranks} virtual ranks")
 
-    def installed(self, process: Actor, view: View, before: int, promised: int) -> None:
+    def check_install(self, process: Actor, view: View, before: int, promised: int) -> None:
         """Check a view when a worker builds its group; `promised`: the view it promised before."""
         if promised >= view.number:
             raise Violation(f"worker {process.key} installs view {view.number}: it gave that up")
@@ -402,13 +402,13 @@ class Truth:
 
     # ------------------------------------------------------------ content
 
-    def donated(self, process: Actor, view: View) -> None:
+    def check_donation(self, process: Actor, view: View) -> None:
         if not process.at_rest:
             raise Violation(f"worker {process.key} donates in the middle of a step")
         if process.state != self.states[view.resume_step] and not self.errors.hidden:
             raise Violation(f"worker {process.key} donates a state that is not the job's")
 
-    def staged(self, process: Actor, step: int) -> None:
+    def check_staging(self, process: Actor, step: int) -> None:
         """Check what a member copies for workers that follow: the job's state, at rest."""
         if not process.at_rest or process.step != step:
             raise Violation(f"worker {process.key} copies its state in the middle of a step")
@@ -416,22 +416,22 @@ class Truth:
             raise Violation(f"worker {process.key} copies a state that is not the job's")
         self.count["staged"] += 1
 
-    def hosted(self, view: int, step: int, owners: tuple[WorkerId, ...]) -> None:
+    def check_hosts(self, view: int, step: int, owners: tuple[WorkerId, ...]) -> None:
         """Check that all members of a view agree who hosts what in a step."""
         known = self.owners.setdefault((view, step), owners)
         if known != owners:
             raise Violation(f"in view {view} two assignments hold for step {step}")
         self.reassigned += known is owners and self.owners.get((view, step - 1), owners) != owners
 
-    def summing(self, view: View, reduce: Reduce) -> None:
+    def check_reduce(self, view: View, reduce: Reduce) -> None:
         """Check that all members of a view sum a step alike: who hosts what, and who counts."""
-        self.hosted(view.number, reduce.step, reduce.owners)
-        self.spare_rules.hosted(view, reduce.step, reduce.owners)
+        self.check_hosts(view.number, reduce.step, reduce.owners)
+        self.spare_rules.check_hosts(view, reduce.step, reduce.owners)
         counted = tuple(reduce.counted)
         if self.counted.setdefault((view.number, reduce.step), counted) != counted:
             raise Violation(f"in view {view.number} step {reduce.step} counts other members")
 
-    def adopted(self, process: Actor, vrank: int) -> None:
+    def check_adoption(self, process: Actor, vrank: int) -> None:
         """Check a speculative task that becomes a worker's own: it is there, once, and hosted."""
         self.count["adopted"] += 1
         view = process.exchanges.view
@@ -439,13 +439,13 @@ class Truth:
         if vrank not in process.copies or vrank in process.tokens or not hosts:
             raise Violation(f"worker {process.key} adopts virtual rank {vrank} wrongly")
 
-    def copies(self, process: Actor, step: int, vrank: int) -> None:
+    def check_copy(self, process: Actor, step: int, vrank: int) -> None:
         """Check that whoever owns a task that is copied was seen to be late with it."""
         view = process.exchanges.view
         if view is None or process.exchanges.looked != (view.number, step):
             raise Violation(f"worker {process.key} copies virtual rank {vrank} without a look")
 
-    def contradicted(self, process: Actor, step: int, parts: Parts) -> None:
+    def check_contradictions(self, process: Actor, step: int, parts: Parts) -> None:
         """Check that no wrong sum is committed if a sound worker has computed another one."""
         if process.spoiling.spoiled or self.errors.hidden or "poison" in self._options.faults:
             return
@@ -454,14 +454,14 @@ class Truth:
             if unlike and token not in (DROPPED, task(self.states[step], step, vrank)):
                 raise Violation(f"step {step} is committed with virtual rank {vrank} of {sender}")
 
-    def put_together(self, process: Actor, step: int, shares: list[Share]) -> None:
+    def check_pieces(self, process: Actor, step: int, shares: list[Share]) -> None:
         """Check that a late worker receives one piece of its missed step from each member."""
         if [(share.rank, share.size) for share in shares] != list(
             zip(range(len(shares)), [len(shares)] * len(shares), strict=True)
         ):
             raise Violation(f"worker {process.key} gets pieces {shares} of step {step}")
 
-    def synced(self, process: Actor, view: View, digests: dict[int, Copy]) -> None:
+    def check_sync(self, process: Actor, view: View, digests: dict[int, Copy]) -> None:
         if digests is self._synced:
             return  # all members of a large group share them
         self._synced = digests
@@ -470,7 +470,7 @@ class Truth:
             if view.joiners and not right:
                 raise Violation(f"worker {worker} starts view {view.number} from a wrong state")
 
-    def reduced(self, view: View, step: int, parts: Parts, total: int) -> None:
+    def check_sum(self, view: View, step: int, parts: Parts, total: int) -> None:
         """Check a sum that is about to be committed, which these members' tokens went into."""
         if parts is self._reduced:
             return  # all members of a large group share them
@@ -487,35 +487,35 @@ class Truth:
             if self._options.backup.workers and token == DROPPED:
                 self.drops[step, total] = True
             elif token != task(self.states[step], step, vrank):
-                self.errors.used(view, step, sender, vrank, token)
+                self.errors.check_used(view, step, sender, vrank, token)
             seen[vrank] = sender
         if len(seen) != self.vranks:
             raise Violation(f"step {step} is summed from {len(seen)} of {self.vranks} vranks")
         counted = {sender for sender, _, token in parts if token != DROPPED}
-        self._enough(view, step, len(counted), {sender for sender, _, _ in parts})
+        self._check_left_out(view, step, len(counted), {sender for sender, _, _ in parts})
 
-    def _enough(self, view: View, step: int, counted: int, hosts: set[Key]) -> None:
+    def _check_left_out(self, view: View, step: int, counted: int, hosts: set[Key]) -> None:
         """Check that a step leaves out the results of no more members than allowed."""
         needed = self._options.backup.needed(len(view.members))
         if counted < needed - (len(view.members) - len(hosts)):
             raise Violation(f"step {step} counts {counted} members of {len(view.members)}")
 
-    def opened(self, process: Actor, step: int) -> None:
+    def check_opening(self, process: Actor, step: int) -> None:
         """Check that a script begins to compute the step that its state is of."""
         if process.step != step:
             raise Violation(
                 f"worker {process.key} opens step {step}, its state is of {process.step}"
             )
 
-    def copied(self, step: int) -> None:
+    def record_copy(self, step: int) -> None:
         """Record that a share of the state was copied: the next step checks the whole state."""
-        self.errors.looks_at_all(step)
+        self.errors.record_comparison(step)
 
-    def redone(self, process: Actor) -> None:
+    def count_repeat(self, process: Actor) -> None:
         """Count that a worker computes its step once more."""
         self.count["redone"] += 1
 
-    def voted(self, process: Actor, step: int, by_vote: bool) -> None:
+    def check_vote(self, process: Actor, step: int, by_vote: bool) -> None:
         """Check the committing of a step that a worker learns of and has yet to apply."""
         if by_vote and process.machine.snapshot().view < self.newest:
             raise Violation(
@@ -524,32 +524,32 @@ class Truth:
             )
         parts, view = process.exchanges.parts, self.views.get(process.machine.snapshot().view)
         if by_vote and view is not None:
-            self.promises.voted(view, step)
+            self.promises.check_vote(view, step)
         replays = view is not None and view.recall is not None and step < view.resume_step
         if view is not None and not replays and not view.feeds(process.worker):
             summed_in = process.exchanges.summed_in if process.total_step == step else None
-            self.memories.committed(process.agent, step, summed_in or view)
+            self.memories.record_commit(process.agent, step, summed_in or view)
         if view is not None and process.total_step == step and parts and process.total is not None:
             summed_in = process.exchanges.summed_in or view
             if len(summed_in.members) == 1 and process.exchanges.wrongly:
                 self.errors.hidden = True  # nobody else was there to sum it
             if by_vote:
-                self.contradicted(process, step, parts)
-            self.reduced(summed_in, step, parts, process.total)
+                self.check_contradictions(process, step, parts)
+            self.check_sum(summed_in, step, parts, process.total)
 
-    def committed(self, process: Actor, step: int, total: int | None, now: float) -> None:
+    def check_commit(self, process: Actor, step: int, total: int | None, now: float) -> None:
         """Check that a worker applies a step of the job, and to the right state."""
-        self.quiet_times.moved(now)
+        self.quiet_times.record_commit(now)
         self.commits += 1
-        self.endings.committed(step)
-        self.left_aside(process, step)
+        self.endings.record_commit(step)
+        self.check_suspended(process, step)
         if step >= self.steps:
             raise Violation(f"worker {process.key} commits step {step} of {self.steps}")
-        self.errors.committed(process, step, total)
+        self.errors.check_commit(process, step, total)
         if process.state != self.states[step] and not self.errors.hidden:
             raise Violation(f"worker {process.key} applies step {step} to another state")
 
-    def left_aside(self, process: Actor, step: int) -> None:
+    def check_suspended(self, process: Actor, step: int) -> None:
         """Check that a worker that was suspended comes back, or is replaced."""
         view = self.views.get(process.machine.snapshot().view)
         for lag in view.suspended if view is not None else ():
@@ -558,31 +558,31 @@ class Truth:
             if wanted and step - lag.committed > STEPS_MISSED_MAX + STEPS_UNHEARD:
                 raise Violation(f"worker {key} was suspended in step {lag.committed} and forgotten")
 
-    def begun(self, process: Actor) -> None:
+    def check_beginning(self, process: Actor) -> None:
         """Check that a vote that announces a change is the last of its view, for everyone."""
         if process.machine.snapshot().view == process.last_step_of:
             raise Violation(f"worker {process.key} begins another step after an announced change")
 
-    def applied(self, process: Actor) -> None:
+    def check_applied_state(self, process: Actor) -> None:
         """Check a step that is applied, unless the job has gone back to before it meanwhile."""
         given_up = is_invalidated(self._doubts, process.step, process.machine.snapshot().view)
         right = process.state == self.states[process.step] or given_up
         if not right and not self.errors.hidden:
             raise Violation(f"worker {process.key} diverged at step {process.step}")
 
-    def woken(self, process: Actor) -> None:
+    def check_waking(self, process: Actor) -> None:
         """Check that a paused worker that its agent lets go on acts in no view of the past."""
         status = process.machine.snapshot()
         if self.newest > status.view > status.promised:
             raise Violation(f"worker {process.key} wakes in view {status.view} of {self.newest}")
-        self.acted(process)
+        self.check_leaders(process)
 
-    def read(self, directive: Directive) -> None:
+    def check_answer(self, directive: Directive) -> None:
         """Check that a worker that asks after a view was formed is told of it: linearizability."""
         if directive.view_number < self.newest and self.newest > self.newest_lost:
             raise Violation(f"view {self.newest} was formed, {directive.view_number} was answered")
 
-    def acted(self, process: Actor) -> None:
+    def check_leaders(self, process: Actor) -> None:
         """Check after every event of a worker that no two workers believe that they lead."""
         machine = process.machine
         leads = machine.leads(process.host.clock()) and not process.paused

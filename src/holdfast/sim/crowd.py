@@ -42,7 +42,7 @@ class Meetings:
         for member in members:
             member.post(world.delay(world.options.data_s), gathered, member, what, bodies)
 
-    def may_tell(self, number: int) -> bool:
-        """Count one more closing end; tell whether it matters to the other members."""
+    def count_closing(self, number: int) -> bool:
+        """Count one more closing end; return whether it matters to the other members."""
         self._tellers[number] = self._tellers.get(number, 0) + 1
         return self._tellers[number] <= TELLERS

@@ -72,7 +72,7 @@ class DataNetwork:
         group = process.group = Group(self.shapes.of(view))
         here = self._arrived.setdefault(group.number, [])
         here.append(process)
-        process.post(world.options.link_s, self._unbuilt, process, view.number)
+        process.post(world.options.link_s, self._report_unreachable, process, view.number)
         process.post(world.options.build_timeout_s, self._build_timeout, process, view.number)
         if len(here) < len(group.keys):
             return
@@ -81,9 +81,13 @@ class DataNetwork:
         if self._apart and any(self.is_apart(a, b) for a in here for b in here):
             return
         for p in here:
-            p.post(world.rng.uniform(0.2, 1.0) * world.options.build_s, p.connected, group.number)
+            p.post(
+                world.rng.uniform(0.2, 1.0) * world.options.build_s,
+                p.handle_connection,
+                group.number,
+            )
 
-    def counting(self, view: View, balance: BalancePolicy | None) -> Counting:
+    def counting_of(self, view: View, balance: BalancePolicy | None) -> Counting:
         """Return the counter of a view's votes: a member's own, or a large group's shared one."""
         if len(view.members) <= CROWD:
             return Counting(view, balance)
@@ -94,11 +98,11 @@ class DataNetwork:
     # ------------------------------------------------------------ messages
 
     def tell_all(self, process: Actor, group: Group, what: What, body: object) -> None:
-        """Send a message to all members and the sender; each one's `told` receives it."""
+        """Send a message to all members and the sender; each one's `receive` takes it."""
         if len(group.keys) > CROWD:
             name = (int(group.number), *what)
             members = self._arrived[group.number]
-            self.meetings.give(process, members, name, body, gathered)
+            self.meetings.give(process, members, name, body, handle_gather)
             return
         group.heard.setdefault(what, {})[process.key] = body
         for key in group.keys:
@@ -123,7 +127,7 @@ class DataNetwork:
         at = world.now + extra_s + world.delay(world.options.data_s)
         at = max(at, self._last.get(link, 0.0))
         self._last[link] = at
-        world.at(at - world.now, self._deliver, link, sender, receiver, what, body)
+        world.call_later(at - world.now, self._deliver, link, sender, receiver, what, body)
 
     def _deliver(
         self,
@@ -139,32 +143,32 @@ class DataNetwork:
             if self.is_apart(sender, receiver):
                 self._cut_links[link] = True  # order is kept: nothing later may overtake the loss
                 return
-        receiver.deliver(received, (receiver, link[0], what, sender.key, body))
+        receiver.deliver(handle_message, (receiver, link[0], what, sender.key, body))
 
     # ------------------------------------------------------------ what all have said
 
-    def in_order(self, group: Group, bodies: dict[Key, Any]) -> tuple[Any, ...]:
+    def bodies_in_order(self, group: Group, bodies: dict[Key, Any]) -> tuple[Any, ...]:
         """Return the messages of all members, by rank."""
         if bodies is not self._ordered[0]:
             self._ordered = (bodies, tuple(bodies[key] for key in group.keys))
         return self._ordered[1]
 
-    def summed(
+    def combine(
         self, group: Group, bodies: dict[Key, Any], fold: Callable[[Group, dict[Key, Any]], T]
     ) -> T:
-        """Return the combination of the members' contributions."""
+        """Combine the contributions of the members."""
         if bodies is not self._summed[0]:
             self._summed = (bodies, fold(group, bodies))
         found: T = self._summed[1]
         return found
 
-    def by_worker(self, bodies: dict[Key, Any]) -> dict[int, Any]:
+    def bodies_by_worker(self, bodies: dict[Key, Any]) -> dict[int, Any]:
         """Return the messages of all members, by worker."""
         if bodies is not self._named[0]:
             self._named = (bodies, {key[0]: body for key, body in bodies.items()})
         return self._named[1]
 
-    def held(self, group: Group, prints: dict[Key, Any]) -> dict[WorkerId, int]:
+    def held_prints(self, group: Group, prints: dict[Key, Any]) -> dict[WorkerId, int]:
         """Return the prints of those that hold the state already."""
         if prints is not self._held[0]:
             view = group.view
@@ -193,13 +197,13 @@ class DataNetwork:
         world, options = self._world, self._world.options
         if world.rng.random() < options.cut_in_flight:
             process.cut_through = max(process.cut_through, group.number)
-        if len(group.keys) > CROWD and not self.meetings.may_tell(group.number):
+        if len(group.keys) > CROWD and not self.meetings.count_closing(group.number):
             return
         for peer in self._arrived.get(group.number, ()):
             if peer is process or not peer.alive or world.rng.random() < options.unheard_break:
                 continue
             delay_s = world.delay(options.data_s) * world.rng.choice((1, 1, 20))
-            peer.post(delay_s, broken, peer, group.number, reason)
+            peer.post(delay_s, handle_break, peer, group.number, reason)
 
     def cut_link(self, a: Actor, b: Actor, number: int) -> None:
         """Break a connection between two live workers; at least one of them is told."""
@@ -207,7 +211,7 @@ class DataNetwork:
         self._cut_links[(number, a.key, b.key)] = self._cut_links[(number, b.key, a.key)] = True
         told = rng.choice(((a,), (b,), (a, b)))
         for process in told:
-            process.post(rng.uniform(0.0, 0.5), broken, process, number, "link broke")
+            process.post(rng.uniform(0.0, 0.5), handle_break, process, number, "link broke")
 
     def silence(self, a: Actor, b: Actor, number: int) -> None:
         """Let nothing pass between two workers; in time the kernel says so, to one or both.
@@ -220,12 +224,12 @@ class DataNetwork:
         for process in told:
             peer = b if process is a else a
             delay_s = world.rng.uniform(1.0, 1.5) * world.options.link_s
-            process.post(delay_s, link_lost, process, number, peer.worker)
+            process.post(delay_s, handle_lost_link, process, number, peer.worker)
 
     def part(self, a: str, b: str) -> None:
         """Cut two nodes' data networks from each other; groups across them break."""
         self._apart[(a, b)] = self._apart[(b, a)] = True
-        live = self._world.live()
+        live = self._world.live_processes()
         for p in live:
             for q in live:
                 if p.agent == a and q.agent == b and p.group is not None and q.group is not None:
@@ -241,7 +245,7 @@ class DataNetwork:
         """Return whether two nodes' data networks are cut from each other."""
         return (a, b) in self._apart
 
-    def _unbuilt(self, process: Actor, number: int) -> None:
+    def _report_unreachable(self, process: Actor, number: int) -> None:
         """Report the unreachable members to one whose group takes long to build."""
         group = process.open_group(number)
         if group is None or process.is_connected:
@@ -261,32 +265,32 @@ class DataNetwork:
         return (a.agent, b.agent) in self._apart
 
 
-def link_lost(process: Actor, number: int, peer: WorkerId) -> None:
+def handle_lost_link(process: Actor, number: int, peer: WorkerId) -> None:
     """Report to a process that the kernel has given up a connection."""
     group = process.open_group(number)
     if group is not None:
         process.feed(LinkLost(group.view.number, (peer,)))
 
 
-def broken(process: Actor, number: int, reason: str) -> None:
-    """A connection of the group has ended."""
+def handle_break(process: Actor, number: int, reason: str) -> None:
+    """Report to a process that a connection of the group has ended."""
     group = process.open_group(number)
     if group is not None:
         process.feed(GroupBroken(group.view.number, reason))
 
 
-def received(process: Actor, number: int, what: What, sender: Key, body: object) -> None:
-    """A message has come."""
+def handle_message(process: Actor, number: int, what: What, sender: Key, body: object) -> None:
+    """Give a message that has come to its receiver."""
     group = process.open_group(number)
     if group is not None:
         group.heard.setdefault(what, {})[sender] = body
-        process.told(what)
+        process.receive(what)
 
 
-def gathered(process: Actor, what: tuple[int, str, int], bodies: dict[Key, Any]) -> None:
-    """An all-gather of a large group is done."""
+def handle_gather(process: Actor, what: tuple[int, str, int], bodies: dict[Key, Any]) -> None:
+    """Give a member what an all-gather of a large group has gathered."""
     number, kind, turn = what
     group = process.open_group(number)
     if group is not None:
         group.heard[kind, turn] = bodies
-        process.told((kind, turn))
+        process.receive((kind, turn))

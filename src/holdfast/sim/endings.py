@@ -19,7 +19,7 @@ STOPPED = "its operator has stopped it"
 SCRIPT_FAILED = "its script raises"
 
 
-def out_of_time(process: Actor) -> bool:
+def is_out_of_time(process: Actor) -> bool:
     """Return whether its right to act has ended by its own clock, which it reads before it acts."""
     return process.host.clock() >= process.machine.acting_until
 
@@ -59,35 +59,35 @@ class Endings:
         truth = self._truth
         return truth.completed or truth.count["failed"] > 0 or self.stop_at is not None
 
-    def committed(self, step: int) -> None:
+    def record_commit(self, step: int) -> None:
         """Record that a step is committed, perhaps a second time."""
         if step >= self._furthest:
             self._furthest = step + 1
             self._died[step + 1] = self._truth.count["died"]
 
-    def heard(self, report: AgentReport) -> None:
+    def record_report(self, report: AgentReport) -> None:
         """Record the step that the job has reached, by a node's report to the coordinator."""
         steps = [status.committed for status in report.workers if status.has_state]
         self._heard = max([self._heard, *steps])
 
-    def stop_asked(self, step: int, now: float) -> None:
-        """The operator ends the job, which has reached this step."""
+    def record_stop_request(self, step: int, now: float) -> None:
+        """Record that the operator ends the job, which has reached this step."""
         if self.stop_at is None:
             self.stop_at, self._stop_in, self._stopped_at = step, self._truth.newest, now
 
-    def delayed(self, now: float, delay_s: float) -> None:
+    def record_delay(self, now: float, delay_s: float) -> None:
         """Record that from now on something takes much longer than it usually does."""
         since, until = max(now, self._long_until), now + delay_s
         if until > since:
             self._long_until = until
             self._long_s += until - (since if self.stop_at is not None else until)
 
-    def stop_asked_again(self) -> bool:
-        """The operator wants no last checkpoint; return whether the job was to be stopped."""
+    def record_hurry(self) -> bool:
+        """Record that no last checkpoint is wanted; return whether the job was to be stopped."""
         self._hurried = self.stop_at is not None
         return self._hurried
 
-    def finished(self, outcome: str, now: float) -> None:
+    def check_outcome(self, outcome: str, now: float) -> None:
         """Check the outcome of the job, as the coordinator says it."""
         truth, options = self._truth, self._options
         if not outcome:
@@ -95,10 +95,10 @@ class Endings:
                 raise Violation("the job was declared done and no script ever reached its end")
         elif outcome == STOPPED and self.stop_at is not None:
             truth.count["stopped"] += 1
-            self._stopped(now)
+            self._check_stop(now)
         elif (
             (outcome.endswith(f"failed: {SCRIPT_FAILED}") and truth.count["failed"])
-            or (self._tells_of_losses(outcome) and options.losses_max < self._lost_at_one_step())
+            or (self._tells_of_losses(outcome) and options.losses_max < self._count_losses())
             or (self._blamed and self._blamed in outcome)
         ):
             pass
@@ -108,7 +108,7 @@ class Endings:
             if not hopeless or "given up after" not in outcome or "\n" in outcome:
                 raise Violation(f"the job gave up: {outcome}")
 
-    def blamed_script(self, view: View | None, reason: str) -> None:
+    def check_script_blame(self, view: View | None, reason: str) -> None:
         """Check that, if a member of a view blames the script, too many machines are wrong to tell.
 
         They are if half of all, or of those that have not just joined, are; or more machines in
@@ -129,13 +129,13 @@ class Endings:
     def _tells_of_losses(self, outcome: str) -> bool:
         return "were lost at step" in outcome or "the job began again" in outcome
 
-    def _lost_at_one_step(self) -> int:
+    def _count_losses(self) -> int:
         """Count the processes that ended, or may not act, since the job last came further."""
         truth = self._truth
-        silent = [p for p in truth.live.values() if p.paused or out_of_time(p)]
+        silent = [p for p in truth.live.values() if p.paused or is_out_of_time(p)]
         return truth.count["died"] - self._died.get(self._heard - 1, 0) + len(silent)
 
-    def _stopped(self, now: float) -> None:
+    def _check_stop(self, now: float) -> None:
         """Check that a job which is stopped in good health has saved its newest state, and soon."""
         truth, options = self._truth, self._options
         step, processes = self.stop_at or 0, truth.processes.values()

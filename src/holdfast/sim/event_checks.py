@@ -22,12 +22,12 @@ class EventChecks:
         self._view: View | None = None  # the newest one in a line of the present coordinator
         self._owed: dict[str, int] = {}  # views after a fault, without their end: their numbers
 
-    def listens(self, view: View | None) -> None:
+    def record_coordinator_start(self, view: View | None) -> None:
         """Record that a coordinator starts: it knows nothing of incidents before it."""
         self._view = view
         self._owed.clear()
 
-    def told(self, line: Announce, view: View | None) -> None:
+    def check_line(self, line: Announce, view: View | None) -> None:
         """Check a line. `view`: the newest in the journal."""
         if not line.id or line.id in self._kinds:
             raise Violation(f"the event {line.text!r} has the id {line.id!r}, which is not new")
@@ -36,14 +36,14 @@ class EventChecks:
                 raise Violation(f"event {line.id} has the cause {cause}, which was not told")
         self._kinds[line.id], self._causes[line.id] = line.kind, line.causes
         if line.kind == "view" and view is not None:
-            self._view_told(line, view)
+            self._check_view_line(line, view)
         elif line.kind == RESUMED:
             for cause in line.causes:
                 self._owed.pop(cause, None)
             if line.cost is None or not self._has_root(line):
                 raise Violation(f"event {line.id} ends an incident without a fault or a cost")
 
-    def _view_told(self, line: Announce, view: View) -> None:
+    def _check_view_line(self, line: Announce, view: View) -> None:
         before, self._view = self._view, view
         gone = set(before.workers) - set(view.workers) if before is not None else set()
         if not gone:
@@ -63,7 +63,7 @@ class EventChecks:
             found += new
         return False
 
-    def heard(self, report: AgentReport) -> None:
+    def check_report(self, report: AgentReport) -> None:
         """Check, after the coordinator took in a report of a commit, that the incident is ended."""
         view = self._view
         if view is None or view.number not in self._owed.values():

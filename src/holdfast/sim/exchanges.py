@@ -94,18 +94,18 @@ class Exchanges:
                 if topic is Topic.CONFESS:
                     row = (*row, hash((process.state, process.spoiling.flipped)))
                 data.tell_all(process, group, group.turn(topic.value), row)
-                self.told(group.present(topic.value), group)
+                self.receive(group.newest_turn(topic.value), group)
             case ef.Reduce():
-                self._world.truth.summing(group.view, effect)
+                self._world.truth.check_reduce(group.view, effect)
                 self._reduce = effect
-                group.heard.pop(group.present("part"), None)
+                group.heard.pop(group.newest_turn("part"), None)
                 group.turn("part")
             case ef.ShareRows():
                 self._contribute(group)
             case ef.CheckSum():
                 self._check = effect
                 data.tell_all(process, group, group.turn("piece"), self._piece(effect.run, group))
-                self.told(group.present("piece"), group)
+                self.receive(group.newest_turn("piece"), group)
             case ef.PutRight():
                 process.total = self._true_total
             case ef.SendDone(_, step, samples):
@@ -114,7 +114,7 @@ class Exchanges:
                 for key in group.keys[1:]:
                     data.send(process, group, key, ("counted", step), ranks)
             case ef.LookWhoIsLate(_, step):
-                late = self._awaited(group)
+                late = self._awaited_ranks(group)
                 self.looked = (group.view.number, step)
                 process.feed(ev.StillAwaited(group.view.number, step, late))
 
@@ -128,9 +128,9 @@ class Exchanges:
         if group is not None:
             self._met[kind] = met
             self._world.data.tell_all(process, group, group.turn(kind), None)
-            self.told(group.present(kind), group)
+            self.receive(group.newest_turn(kind), group)
 
-    def told(self, what: What, group: Group) -> None:
+    def receive(self, what: What, group: Group) -> None:
         """Take in a message from a member; go on once all members have sent theirs."""
         process, (kind, number) = self._process, what
         view = group.view.number
@@ -145,11 +145,11 @@ class Exchanges:
                 self._sum(group)
             case _:
                 found = group.all_heard(what)
-                if found is not None and what == group.present(kind):
+                if found is not None and what == group.newest_turn(kind):
                     del group.heard[what]
-                    rows = self._world.data.in_order(group, found)
+                    rows = self._world.data.bodies_in_order(group, found)
                     if kind == "piece":
-                        self._checked(rows, group)
+                        self._finish_check(rows, group)
                     elif kind in MEETINGS:
                         self._met.pop(kind)()
                     else:
@@ -171,19 +171,19 @@ class Exchanges:
         wrongly = False
         if self._world.options.kind_of(reduce.step) is StepKind.GRADIENTS:
             wrongly, spoiling.sums_wrongly = spoiling.sums_wrongly, False
-        copied = process.feeds.copied_before(reduce.step)
+        copied = process.feeds.copied_fingerprint(reduce.step)
         mine = Contribution(tokens, part, whole, copied, wrongly)
-        self._world.data.tell_all(process, group, group.present("part"), mine)
+        self._world.data.tell_all(process, group, group.newest_turn("part"), mine)
         self._sum(group)
 
     def _sum(self, group: Group) -> None:
         """Sum the contributions in the canonical order, once all have arrived."""
         process, reduce = self._process, self._reduce
-        found = group.all_heard(group.present("part"))
+        found = group.all_heard(group.newest_turn("part"))
         if found is None or reduce is None or process.key not in found:
             return
         self._reduce, self.summed_in = None, group.view
-        mine = self._world.data.summed(group, found, self._fold)
+        mine = self._world.data.combine(group, found, self._fold)
         self.parts, self._true_total, self.wrongly = mine.parts, mine.total, mine.wrongly
         process.total = hash((mine.total, mine.wrongly)) if mine.wrongly else mine.total
         process.total_step = reduce.step
@@ -231,8 +231,8 @@ class Exchanges:
         right = hash((self._true_total, (rank + run) % size))
         return right + 1 if run == 0 and rank in self.wrongly else right
 
-    def _checked(self, pieces: Sequence[int], group: Group) -> None:
-        """All members have told of the piece that they have summed: by rank."""
+    def _finish_check(self, pieces: Sequence[int], group: Group) -> None:
+        """Report the digests of the pieces that all members have summed, by rank."""
         check, size = self._check, len(group.keys)
         if check is not None:
             self._check = None
@@ -240,10 +240,10 @@ class Exchanges:
             event = ev.SumChecked(group.view.number, check.bucket, (row,) * size)
             self._process.feed(event)
 
-    def _awaited(self, group: Group) -> tuple[int, ...]:
+    def _awaited_ranks(self, group: Group) -> tuple[int, ...]:
         """Return the members that have not sent their part of the present sum."""
         if len(group.keys) > CROWD:
             return ()
-        here = group.heard.get(group.present("part"), {})
+        here = group.heard.get(group.newest_turn("part"), {})
         mine = self._process.key
         return tuple(r for r, key in enumerate(group.keys) if key not in here and key != mine)

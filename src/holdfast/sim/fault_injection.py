@@ -23,7 +23,7 @@ class FaultyWorld(HostWorld, Protocol):
     cut: dict[tuple[str, bool], int]
     events: int
 
-    def live(self) -> list[Process]: ...
+    def live_processes(self) -> list[Process]: ...
 
     def mark(self, text: str) -> None: ...
 
@@ -51,18 +51,20 @@ class Faults:
         self._inside_worker = "worker_crash_inside" in kinds
         self._inside_coordinator = "coordinator_crash_inside" in kinds
         self.active = True
-        self._world.at(self._world.options.faults_end_s, self._stop)
-        self._next()
+        self._world.call_later(self._world.options.faults_end_s, self._stop)
+        self._strike_next()
 
     def _stop(self) -> None:
         """Let the world heal: stopped processes and cut links come back by their own timers."""
         self.active = self._inside_worker = self._inside_coordinator = False
 
-    def _next(self) -> None:
+    def _strike_next(self) -> None:
         world = self._world
         if self.active and self._kinds:
             self._strike(world.rng.choice(self._kinds))
-            world.at(world.rng.expovariate(1 / world.options.fault_every_s), self._next)
+            world.call_later(
+                world.rng.expovariate(1 / world.options.fault_every_s), self._strike_next
+            )
 
     # ------------------------------------------------------------ in the middle of things
 
@@ -74,7 +76,7 @@ class Faults:
         self._note("worker_crash_inside")
         process.end(-11, "crashed between two effects")
         if "all_lost" in self._kinds and world.events % 2:  # all others at the same moment
-            self._lose_all([each for each in world.live() if each is not process])
+            self._lose_all([each for each in world.live_processes() if each is not process])
         return True
 
     def strikes_coordinator(self) -> bool:
@@ -83,13 +85,17 @@ class Faults:
             return False
         self._note("coordinator_crash_inside")
         world.coordinator.crash()
-        self._heals(world.rng.uniform(0.1, 4.0), world.coordinator.start)
+        self._heal_later(world.rng.uniform(0.1, 4.0), world.coordinator.start)
         return True
 
-    def lies_again(self, process: Process) -> int:
+    def draw_lie_at_start(self, process: Process) -> int:
         """Return what a process that starts adds to its results, if its machine is wrong."""
         lies = self._lying.get(process.worker, 0)
-        wrong = lies and self.active and not any(p.spoiling.spoiled for p in self._world.live())
+        wrong = (
+            lies
+            and self.active
+            and not any(p.spoiling.spoiled for p in self._world.live_processes())
+        )
         return lies if wrong else 0
 
     def loses_journal(self) -> bool:
@@ -109,7 +115,7 @@ class Faults:
 
     def _strike(self, kind: str) -> None:
         world, rng = self._world, self._world.rng
-        live = world.live()
+        live = world.live_processes()
         match kind:
             case "agent_crash" | "agent_lost" | "partition" | "data_partition" | "writer_crash":
                 self._strike_node(kind)
@@ -122,12 +128,14 @@ class Faults:
             case "coordinator_crash":
                 self._note(kind)
                 world.coordinator.crash()
-                self._heals(rng.choice((0.5, 8.0)) * rng.uniform(0.1, 1.0), world.coordinator.start)
+                self._heal_later(
+                    rng.choice((0.5, 8.0)) * rng.uniform(0.1, 1.0), world.coordinator.start
+                )
             case "coordinator_freeze":
                 if not world.coordinator.frozen:
                     self._note(kind)
                     world.coordinator.frozen = True
-                    self._heals(self._duration_s(), world.coordinator.thaw)
+                    self._heal_later(self._duration_s(), world.coordinator.thaw)
             case "rot":
                 if world.truth.saved:
                     self._note(kind)
@@ -141,7 +149,7 @@ class Faults:
                     world.store_silent = True
                     world.truth.endings.store_silent_since = world.now
                     if kind != STORE_LOST:
-                        self._heals(self._duration_s(), self._store_answers)
+                        self._heal_later(self._duration_s(), self._store_answers)
             case _:
                 if live:
                     self._note(kind)
@@ -159,7 +167,7 @@ class Faults:
         hosts = self._hosts()
         for host in rng.sample(hosts, min(nodes, max(len(hosts) - 1, 0))):
             host.crash()
-            self._heals(self._duration_s(), host.start)
+            self._heal_later(self._duration_s(), host.start)
         for process in live:
             process.end(-9, "crashed")
 
@@ -169,7 +177,7 @@ class Faults:
 
     def _break_link(self) -> None:
         world = self._world
-        live = [p for p in world.live() if p.group is not None and p.group.open]
+        live = [p for p in world.live_processes() if p.group is not None and p.group.open]
         a = world.rng.choice(live) if live else None
         if a is None or a.group is None:
             return
@@ -190,24 +198,24 @@ class Faults:
                 process.stopped = process.froze = True
                 process.host.watch(process)
                 if rng.random() < 0.7:  # else only the agent ends it
-                    self._heals(rng.uniform(0.1, 4.0), process.resume)
+                    self._heal_later(rng.uniform(0.1, 4.0), process.resume)
             case "silent":
                 process.ailing = process.ailing or process.silenced  # so often that it may count
                 process.silent = process.silenced = True
                 process.host.watch(process)
-                self._heals(rng.uniform(0.5, 6.0), process.resume)
+                self._heal_later(rng.uniform(0.5, 6.0), process.resume)
             case "busy":
                 process.stuck = process.ailing = True
-                self._heals(rng.uniform(0.5, 6.0), self._unstick, process)
+                self._heal_later(rng.uniform(0.5, 6.0), self._unstick, process)
             case "stuck":
                 process.stuck = process.ailing = rng.random() < 0.2 or process.ailing
-                self._heals(3 * world.options.hang_s, self._unstick, process)
+                self._heal_later(3 * world.options.hang_s, self._unstick, process)
             case "flip" | "liar" | "lie_once" | "poison" | "sum_wrongly":
                 self._spoil(kind, process)
             case "slow":
                 process.ailing = True
                 process.slowness = rng.uniform(2.0, 10.0)
-                self._heals(rng.uniform(1.0, 20.0), self._hasten, process)
+                self._heal_later(rng.uniform(1.0, 20.0), self._hasten, process)
 
     def _strike_further(self, kind: str, process: Process) -> None:
         """Strike a worker's processes on one of its further nodes."""
@@ -224,12 +232,12 @@ class Faults:
                 process.ailing = True
                 each.stopped, each.silent = kind == "freeze", kind == "silent"
                 each.host.watch(each)
-                self._heals(rng.uniform(0.1, 6.0), each.resume)
+                self._heal_later(rng.uniform(0.1, 6.0), each.resume)
 
     def _spoil(self, kind: str, process: Process) -> None:
         """Make the bits of a process wrong, from here on or once."""
         world, rng = self._world, self._world.rng
-        if not may_be_wrong(process, world.live()):
+        if not can_be_wrong(process, world.live_processes()):
             return
         match kind:
             case "flip":
@@ -239,7 +247,7 @@ class Faults:
             case "liar":
                 process.spoiling.lies = rng.choice((7, -1))
                 if world.options.wrong_together:
-                    process.spoiling.lies = lie_of_its_own(process, self._steady)
+                    process.spoiling.lies = draw_own_lie(process, self._steady)
                 is_one_of_many = world.options.wrong_together and self._lying
                 if world.options.wrong_stays and not is_one_of_many:
                     self._lying[process.worker] = process.spoiling.lies
@@ -260,7 +268,7 @@ class Faults:
             case "agent_crash":
                 self._note(kind)
                 host.crash()
-                self._heals(duration_s, host.start)
+                self._heal_later(duration_s, host.start)
             case "agent_lost":
                 if len(hosts) > 1 and rng.random() < 0.3:
                     self._note(kind)
@@ -273,19 +281,19 @@ class Faults:
                 if not host.frozen and host.machine is not None:
                     self._note(kind)
                     self._freeze(host, whole=kind == "node_freeze")
-                    self._heals(duration_s, self._thaw, host)
+                    self._heal_later(duration_s, self._thaw, host)
             case "drain":
                 self._note(kind)
                 host.drained = True
                 host.handle(ag.Drained("asked for", rng.choice(("", "disk"))))
-                self._heals(duration_s, host.handle, ag.Drained(""))
+                self._heal_later(duration_s, host.handle, ag.Drained(""))
             case "notice":  # a notice of this machine's end; another machine comes later
                 self._note(kind)
                 host.drained = True
                 in_s = rng.uniform(0.5, 8.0)
                 host.handle(ag.Drained("taken away", deadline_s=in_s))
-                self._heals(in_s, host.crash)
-                self._heals(in_s + duration_s, host.start)
+                self._heal_later(in_s, host.crash)
+                self._heal_later(in_s + duration_s, host.start)
             case "move" if host.processes:
                 self._note(kind)
                 worker, to = rng.choice(sorted(host.processes)), rng.choice(hosts).name
@@ -301,13 +309,13 @@ class Faults:
                 for other in hosts:
                     if other is not host:
                         world.data.part(host.name, other.name)
-                        self._heals(duration_s, world.data.join, host.name, other.name)
+                        self._heal_later(duration_s, world.data.join, host.name, other.name)
             case "data_partition":
                 other = rng.choice(hosts)
                 if other is not host:
                     self._note(kind)
                     world.data.part(host.name, other.name)
-                    self._heals(duration_s, world.data.join, host.name, other.name)
+                    self._heal_later(duration_s, world.data.join, host.name, other.name)
 
     def _strike_rack(self, kind: str) -> None:
         """Neighbours fail at the same moment, and come back one by one."""
@@ -321,7 +329,7 @@ class Faults:
             back_s = duration_s * rng.uniform(1.0, 1.5)
             if kind == "rack_crash":
                 host.crash()
-                self._heals(back_s, host.start)
+                self._heal_later(back_s, host.start)
             else:
                 self._cut(host, (True, False), back_s)
 
@@ -331,14 +339,14 @@ class Faults:
 
     def _duration_s(self) -> float:
         rng = self._world.rng
-        return min(rng.choice((0.2, 1.0, 10.0)) * rng.uniform(0.2, 2.0), self._left_s() + 1)
+        return min(rng.choice((0.2, 1.0, 10.0)) * rng.uniform(0.2, 2.0), self._remaining_s() + 1)
 
     def _cut(self, host: AgentHost, directions: tuple[bool, ...], duration_s: float) -> None:
         """Cut a host off from the coordinator; `directions`: True towards it, False from it."""
         cut = self._world.cut
         for up in directions:
             cut[(host.name, up)] = cut.get((host.name, up), 0) + 1
-            self._heals(duration_s, self._heal, host.name, up)
+            self._heal_later(duration_s, self._heal, host.name, up)
 
     def _freeze(self, host: AgentHost, whole: bool) -> None:
         host.frozen = True
@@ -356,12 +364,12 @@ class Faults:
 
     # ------------------------------------------------------------ leaves
 
-    def _heals(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+    def _heal_later(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
         """Undo a fault, later; until then the world is disturbed."""
         self.disturbed_until = max(self.disturbed_until, self._world.now + delay_s)
-        self._world.at(delay_s, call, *args)
+        self._world.call_later(delay_s, call, *args)
 
-    def _left_s(self) -> float:
+    def _remaining_s(self) -> float:
         return max(self._world.options.faults_end_s - self._world.now, 0.0)
 
     def _heal(self, name: str, up: bool) -> None:
@@ -379,7 +387,7 @@ class Faults:
         self._world.mark(f"fault: {kind}")
 
 
-def may_be_wrong(process: Process, live: Sequence[Process]) -> bool:
+def can_be_wrong(process: Process, live: Sequence[Process]) -> bool:
     """Return whether one more process may be wrong: alone, or since most members are sound."""
     if not process.world.options.wrong_together:
         return not any(each.spoiling.spoiled for each in live)
@@ -392,7 +400,7 @@ def may_be_wrong(process: Process, live: Sequence[Process]) -> bool:
     return all(_are_mostly_sound(each, process) for each in (list(members.values()), proven))
 
 
-def lie_of_its_own(process: Process, steady: dict[int, None]) -> int:
+def draw_own_lie(process: Process, steady: dict[int, None]) -> int:
     """Return the error of one of several wrong processes: no two agree, and few are steady."""
     view = process.exchanges.view
     if view is None or process.worker in view.unproven:

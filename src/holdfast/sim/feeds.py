@@ -86,7 +86,7 @@ class Feeds(SimulatedEnd):
 
     # ------------------------------------------------------------ feeding
 
-    def copied(self, order: ef.CopyState, began: float) -> ev.StateCopied:
+    def take_copy(self, order: ef.CopyState, began: float) -> ev.StateCopied:
         """Send this process's copy of the state."""
         assert order.order is not None, "followers are fed by an order"
         number, problem = order.order.number, self._stage(order)
@@ -101,13 +101,13 @@ class Feeds(SimulatedEnd):
         view = effect.view
         self._order, self._place = effect.order, (view.rank(process.worker), len(view.members))
         flipped = process.spoiling.flipped
-        world.truth.staged(process, effect.step)
+        world.truth.check_staging(process, effect.step)
         copy = StagedCopy(effect.step, *self._place, process.state, flipped)
         self._copied = copy
         self._send(copy, world.options.load_s)
         return ""
 
-    def copied_before(self, step: int) -> int:
+    def copied_fingerprint(self, step: int) -> int:
         """Return a fingerprint of the state that was copied one step before; 0: none was."""
         copy = self._copied
         if copy is None or copy.step != step - 1:
@@ -153,7 +153,7 @@ class Feeds(SimulatedEnd):
             self._break(self._order)
         self._order = None
 
-    def died(self) -> None:
+    def break_off(self) -> None:
         """Break off whatever this process sends."""
         self._end(finish=False)
 
@@ -172,7 +172,7 @@ class Feeds(SimulatedEnd):
             if (order.number, key) in self._full:
                 raise Violation(f"worker {self._process.key} feeds {key}: no memory is left for it")
             message = FedMessage(order.number, content, compared)
-            world.at(at - world.now, self._arrive, key, message)
+            world.call_later(at - world.now, self._arrive, key, message)
 
     def _break(self, order: FollowOrder) -> None:
         world = self._world
@@ -181,7 +181,7 @@ class Feeds(SimulatedEnd):
             soon = world.now + world.delay(world.options.data_s)
             at = soon if lost else max(soon, self._free_at.get(key, 0.0))
             message = FedMessage(order.number, None, broken=True)
-            world.at(at - world.now, self._arrive, key, message)
+            world.call_later(at - world.now, self._arrive, key, message)
 
     def _followers(self, order: FollowOrder | None) -> list[Key]:
         return [(int(f.worker), int(f.incarnation)) for f in order.followers] if order else []
@@ -190,7 +190,7 @@ class Feeds(SimulatedEnd):
         receiver = self._world.processes.get(key)
         if receiver is None or self._world.data.is_apart(self._process, receiver):
             return
-        receiver.deliver(_heard, (receiver, message))
+        receiver.deliver(_deliver_message, (receiver, message))
 
     # ------------------------------------------------------------ being fed
 
@@ -200,7 +200,7 @@ class Feeds(SimulatedEnd):
         if order is not None:
             self._look()
 
-    def heard(self, message: FedMessage) -> None:
+    def receive(self, message: FedMessage) -> None:
         """Take in a message."""
         match message.content:
             case None:
@@ -234,9 +234,9 @@ class Feeds(SimulatedEnd):
         """Load the state, which takes a while."""
         process, world = self._process, self._world
         process.state = None
-        process.post(world.delay(world.options.load_s), self._loaded, order.order)
+        process.post(world.delay(world.options.load_s), self._finish_load, order.order)
 
-    def _loaded(self, number: int) -> None:
+    def _finish_load(self, number: int) -> None:
         process = self._process
         if number != self._number:
             return
@@ -256,12 +256,12 @@ class Feeds(SimulatedEnd):
         """Put a sum that was fed where the script applies it."""
         process, step = self._process, order.step
         shares = sorted(self._steps[self._number].pop(step))
-        self._world.truth.put_together(process, step, shares)
+        self._world.truth.check_pieces(process, step, shares)
         process.total, process.total_step = shares[0].total, step
         self._world.truth.count["steps fed"] += 1
         process.feed(ev.StepObtained(SourceKind.FEED, order.view, step))
 
 
-def _heard(receiver: Actor, message: FedMessage) -> None:
+def _deliver_message(receiver: Actor, message: FedMessage) -> None:
     """A message to a follower has come."""
-    receiver.feeds.heard(message)
+    receiver.feeds.receive(message)

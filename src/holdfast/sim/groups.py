@@ -55,7 +55,7 @@ class Group:
         self.turns[kind] = self.turns.get(kind, -1) + 1
         return kind, self.turns[kind]
 
-    def present(self, kind: str) -> What:
+    def newest_turn(self, kind: str) -> What:
         """Return the exchange of this kind that was begun last."""
         return kind, self.turns.get(kind, -1)
 

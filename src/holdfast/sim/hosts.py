@@ -33,7 +33,7 @@ class HostStriker(InsideStriker, Protocol):
 
     def loses_journal(self) -> bool: ...
 
-    def lies_again(self, process: Process) -> int: ...
+    def draw_lie_at_start(self, process: Process) -> int: ...
 
 
 class HostMaker(WorkerMaker, Protocol):
@@ -70,7 +70,7 @@ class HostWorld(WorkerWorld, Protocol):
     @property
     def coordinator_policy(self) -> CoordinatorPolicy: ...
 
-    def spawned(self, process: Process) -> None: ...
+    def record_start(self, process: Process) -> None: ...
 
     def transmit(
         self, agent: str, up: bool, hear: Callable[[Any], None], message: object
@@ -104,9 +104,9 @@ class CoordinatorHost:
             world.truth.forgotten = True
             world.truth.newest_lost = world.truth.newest
         forgotten = world.truth.forgotten
-        world.truth.promises.listens(world.now)
+        world.truth.promises.record_coordinator_start(world.now)
         known = record.view if record is not None and not forgotten else None
-        world.truth.promises.events.listens(known)
+        world.truth.promises.events.record_coordinator_start(known)
         self.machine = world.machines.coordinator(
             world.coordinator_policy,
             self.term,
@@ -122,14 +122,14 @@ class CoordinatorHost:
         if self.outcome is not None:
             return
         if self.machine is None or self.frozen or self.machine.snapshot().record.view is None:
-            world.at(1.0, self.stop)
+            world.call_later(1.0, self.stop)
             return
-        world.truth.endings.stop_asked(self.machine.snapshot().step, world.now)
+        world.truth.endings.record_stop_request(self.machine.snapshot().step, world.now)
         self.handle(ce.StopRequested(STOPPED, saves=world.options.save_every > 0))
 
     def stop_at_once(self) -> None:
         """The operator does not wait for a last checkpoint any more."""
-        asked = self.world.truth.endings.stop_asked_again()
+        asked = self.world.truth.endings.record_hurry()
         if asked and self.machine is not None and not self.frozen:
             self.handle(ce.StopRequested(STOPPED, saves=self.world.options.save_every > 0))
 
@@ -155,8 +155,8 @@ class CoordinatorHost:
             self._backlog.append(event)
             return
         if isinstance(event, ce.ReportArrived):
-            world.truth.promises.heard(event.report, world.now)
-            world.truth.endings.heard(event.report)
+            world.truth.promises.record_report(event.report, world.now)
+            world.truth.endings.record_report(event.report)
         effects = machine.handle(event, self._clock())
         world.note(self, event, effects)
         machine.check()
@@ -165,30 +165,32 @@ class CoordinatorHost:
                 return
             self._carry_out(effect)
         if isinstance(event, ce.ReportArrived):
-            world.truth.promises.events.heard(event.report)
+            world.truth.promises.events.check_report(event.report)
         self._sleep()
 
     def _carry_out(self, effect: ce.CoordinatorEffect) -> None:
         world = self.world
         match effect:
             case ce.Persist(record):
-                world.truth.persisted(record, world.now)
+                world.truth.check_record(record, world.now)
             case ce.SendDirective(directive):
-                world.truth.directed(directive, world.now)
+                world.truth.check_directive(directive, world.now)
                 host = world.hosts[directive.agent]
-                world.truth.read(directive)
+                world.truth.check_answer(directive)
                 world.transmit(host.name, False, host.hear, directive)
             case ce.Announce(kind, _, worker):
                 disk = world.truth.disk
-                world.truth.promises.events.told(effect, disk.view if disk is not None else None)
+                world.truth.promises.events.check_line(
+                    effect, disk.view if disk is not None else None
+                )
                 if kind == "replaced" and "hung" in effect.text and worker is not None:
-                    world.truth.replaced(worker)
+                    world.truth.check_replacement(worker)
             case ce.Finish(outcome):
-                world.truth.finished(outcome, world.now)
+                world.truth.check_outcome(outcome, world.now)
                 self.outcome = outcome
                 self.machine = None
                 for host in world.hosts.values():
-                    world.at(world.rng.uniform(0.0, WORD_S), host.look_for_word)
+                    world.call_later(world.rng.uniform(0.0, WORD_S), host.look_for_word)
 
     def _clock(self) -> float:
         return self.world.now + self.offset_s
@@ -202,9 +204,9 @@ class CoordinatorHost:
         at = deadline - self.offset_s + 1e-6
         if self._wake_at is None or at < self._wake_at:
             self._wake_at = at
-            self.world.at(max(at - self.world.now, 0.0), self._woken, self.term, at)
+            self.world.call_later(max(at - self.world.now, 0.0), self._wake, self.term, at)
 
-    def _woken(self, term: int, at: float) -> None:
+    def _wake(self, term: int, at: float) -> None:
         if self.machine is not None and self.term == term and self._wake_at == at:
             self._wake_at = None
             self.handle(Tick())
@@ -226,7 +228,7 @@ class AgentHost:
         self.frozen = False  # the agent's process; its workers run on
         self.drained = False  # now or before
         self.writer = WriterHost(world, world.truth)
-        self.memory = HostMemory(world.options.redundancy, self._memory_holds)
+        self.memory = HostMemory(world.options.redundancy, self._take_memory_report)
         world.truth.memories.of[name] = self.memory
         self._held: tuple[KeptPieces, ...] | None = None  # what the agent has not seen there yet
         self._backlog: deque[ag.AgentEvent] = deque()
@@ -249,7 +251,7 @@ class AgentHost:
         )
         self.handle(Tick())
         if world.coordinator.outcome is not None:
-            world.at(WORD_S, self.look_for_word)
+            world.call_later(WORD_S, self.look_for_word)
 
     def look_for_word(self) -> None:
         """Find the word that the job has left, in its run directory or etcd, that it is over."""
@@ -304,14 +306,14 @@ class AgentHost:
                     at = world.now + world.delay(world.options.channel_s)
                     at = max(at, self._channel_free.get(worker, 0.0))
                     self._channel_free[worker] = at
-                    process.post(at - world.now, process.directed, directive)
+                    process.post(at - world.now, process.handle_directive, directive)
             case ag.Spawn(worker, incarnation, _, place):
                 if place:
                     self.processes[worker] = Further(world, self, worker, incarnation, place)
                 else:
                     first = Process(world, self, worker, incarnation)
-                    first.spoiling.lies = world.faults.lies_again(first)
-                    world.spawned(first)
+                    first.spoiling.lies = world.faults.draw_lie_at_start(first)
+                    world.record_start(first)
                     self.processes[worker] = first
                 self.processes[worker].start()
                 pid = world.count["spawns"]
@@ -322,8 +324,8 @@ class AgentHost:
                 process = self.processes.get(worker)
                 if process is not None and process.key[1] == incarnation:
                     if isinstance(process, Process):
-                        world.truth.killed(process, reason)
-                    world.at(world.rng.uniform(0.0, 0.05), process.end, -9, reason)
+                        world.truth.check_kill(process, reason)
+                    world.call_later(world.rng.uniform(0.0, 0.05), process.end, -9, reason)
             case ag.Pause(worker, incarnation):
                 process = self.processes.get(worker)
                 if process is not None and process.key[1] == incarnation:
@@ -334,7 +336,7 @@ class AgentHost:
                 if process is not None and process.key[1] == incarnation:
                     process.paused = False
                     if isinstance(process, Process):
-                        world.truth.woken(process)
+                        world.truth.check_waking(process)
                     process.wake()
             case ag.Quit():
                 self.gone = True
@@ -342,20 +344,20 @@ class AgentHost:
 
     # ------------------------------------------------------------ workers
 
-    def worker_said(self, process: Process | Further, status: WorkerStatus) -> None:
+    def handle_status(self, process: Process | Further, status: WorkerStatus) -> None:
         """Pass on what a process said, even just before it died, to the agent."""
         current = self.processes.get(process.worker)
         if current is not None and current.key == process.key:
             self.handle(ag.WorkerSaid(status))
 
-    def process_ended(
+    def handle_process_end(
         self, process: Process | Further, code: int, detail: str, reported: bool = False
     ) -> None:
         """Have the agent hear that a process has ended, a little later."""
         incarnation = Incarnation(process.key[1])
         self._later(0.02, ag.ProcessExited(process.worker, incarnation, code, detail, reported))
 
-    def _memory_holds(self, kept: tuple[KeptPieces, ...]) -> None:
+    def _take_memory_report(self, kept: tuple[KeptPieces, ...]) -> None:
         self._held = kept
 
     def watch(self, process: Process | Further) -> None:
@@ -371,7 +373,7 @@ class AgentHost:
         if self._watched.get(process.worker) is not process or not process.alive:
             return
         if self.frozen and process.paused:  # nobody looks
-            self.world.at(0.25, self._sample, process, progress)
+            self.world.call_later(0.25, self._sample, process, progress)
             return
         stands = process.stopped or process.paused
         if not stands:
@@ -379,7 +381,7 @@ class AgentHost:
         sample = ProcessSample(state="T" if stands else "S", progress=progress)
         self.handle(ag.Sampled(process.worker, Incarnation(process.key[1]), sample))
         if process.alive and not process.running:
-            self.world.at(0.25, self._sample, process, progress)
+            self.world.call_later(0.25, self._sample, process, progress)
         else:
             self._watched.pop(process.worker, None)
 
@@ -391,7 +393,7 @@ class AgentHost:
     # ------------------------------------------------------------ time
 
     def _later(self, delay_s: float, event: ag.AgentEvent) -> None:
-        self.world.at(self.world.delay(delay_s), self._handle_if, self.incarnation, event)
+        self.world.call_later(self.world.delay(delay_s), self._handle_if, self.incarnation, event)
 
     def _handle_if(self, incarnation: int, event: ag.AgentEvent) -> None:
         if self.incarnation == incarnation:
@@ -414,9 +416,9 @@ class AgentHost:
         at = max(self.world_time(deadline) + 1e-6, self.world.now) + late_s
         if self._wake_at is None or at < self._wake_at:
             self._wake_at = at
-            self.world.at(at - self.world.now, self._woken, self.incarnation, at)
+            self.world.call_later(at - self.world.now, self._wake, self.incarnation, at)
 
-    def _woken(self, incarnation: int, at: float) -> None:
+    def _wake(self, incarnation: int, at: float) -> None:
         if self.machine is not None and self.incarnation == incarnation and self._wake_at == at:
             self._wake_at = None
             self.handle(Tick())

@@ -149,7 +149,7 @@ class Memories:
 
     # ------------------------------------------------------------ what must not be lost
 
-    def formed(self, view: View) -> None:
+    def record_view(self, view: View) -> None:
         """Record which nodes keep pieces during a view."""
         self._rings[view.number] = {agent: self.of[agent].losses for agent in view.ring}
         self._layouts[view.number] = [
@@ -160,12 +160,12 @@ class Memories:
             for piece in pieces_of(view, member.worker, self._redundancy, shard, place)
         ]
 
-    def committed(self, agent: AgentId, step: int, view: View) -> None:
+    def record_commit(self, agent: AgentId, step: int, view: View) -> None:
         """Record that a worker of a node commits a step that was summed in a view."""
         self._summed_in[step] = view.number
         self._known_to.setdefault(step, {})[agent] = self.of[agent].losses
 
-    def forgot(self, agent: AgentId, view: int, step: int) -> None:
+    def record_forgetting(self, agent: AgentId, view: int, step: int) -> None:
         """Record that a worker takes the state after `step` steps as protected by a view.
 
         The node drops older pieces, although they may bear a loss that the newer ones do not.
@@ -173,7 +173,7 @@ class Memories:
         self._dropped[agent] = max(self._dropped.get(agent, 0), step)
         self._bases.setdefault((step, view), {})[agent] = self.of[agent].losses
 
-    def begins_again(self, view: View, reach: Reach) -> None:
+    def check_new_beginning(self, view: View, reach: Reach) -> None:
         """Check that a view that begins from memory begins as far as it must."""
         known, step = view.invalidations, 0
         invalid = False  # a state that counts replaces older ones, even if it is wrong

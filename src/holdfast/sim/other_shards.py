@@ -32,7 +32,7 @@ class OtherShards:
         self.behind = 0  # things that shard 0 has done and another one has not
         self._free = [0.0] * count  # when a shard has done all its work so far
 
-    def heard(
+    def follow_first(
         self, event: WorkerEvent, now: float, later: Later, *, may_break: bool
     ) -> Sequence[WorkerEvent]:
         """Return what the machine is told of what shard 0 has done; the others follow."""
@@ -46,10 +46,10 @@ class OtherShards:
             lag_s = self._rng.expovariate(1.0) * self._lag_s
             self._free[shard] = max(self._free[shard], now + lag_s)
             self.behind += 1
-            later(shard, self._free[shard] - now, self._late, shard, copy)
+            later(shard, self._free[shard] - now, self._follow, shard, copy)
         return self._events.hear(0, event)
 
-    def late_by(self, now: float) -> float:
+    def lag_s(self, now: float) -> float:
         """Return the seconds until the slowest shard is level with shard 0."""
         return max(self._free) - now
 
@@ -57,7 +57,7 @@ class OtherShards:
         """Begin a view: what only some have done in earlier ones is not waited for."""
         self._events.begin(view)
 
-    def _late(self, shard: int, event: WorkerEvent) -> None:
+    def _follow(self, shard: int, event: WorkerEvent) -> None:
         self.behind -= 1
         for told in self._events.hear(shard, event):
             self._feed(told)

@@ -34,13 +34,13 @@ class Promises:
 
     # ------------------------------------------------------------ what the coordinator knows
 
-    def listens(self, now: float) -> None:
+    def record_coordinator_start(self, now: float) -> None:
         """Record that a coordinator starts, without any report yet."""
         self._started_at = now
         self._heard.clear()
         self._refused.clear()
 
-    def heard(self, report: AgentReport, now: float) -> None:
+    def record_report(self, report: AgentReport, now: float) -> None:
         """Record that the coordinator takes in a report."""
         _, newest = self._heard.get(report.agent, (now, None))
         if newest is None or (report.incarnation, report.seq) > (newest.incarnation, newest.seq):
@@ -54,7 +54,7 @@ class Promises:
 
     # ------------------------------------------------------------ what is promised
 
-    def ordered(self, record: JobRecord, now: float) -> None:
+    def check_orders(self, record: JobRecord, now: float) -> None:
         """Check what the journal orders."""
         for slot in record.slots:
             if now - self._heard_at(slot.agent) >= self._options.abandon_s:
@@ -64,13 +64,13 @@ class Promises:
         if len(nodes) > self._options.nodes_max and not ends:
             raise Violation(f"{nodes} have slots: {self._options.nodes_max} nodes may take part")
 
-    def spawned(self, process: Actor, live: Iterable[Actor]) -> None:
+    def check_start(self, process: Actor, live: Iterable[Actor]) -> None:
         """Check that a node runs no more processes than it has slots."""
         here = [other.key for other in live if other.agent == process.agent]
         if len(here) >= self._options.slots:
             raise Violation(f"{process.agent} has {self._options.slots} slots, {here} live there")
 
-    def remembers(self, before: JobRecord, record: JobRecord) -> None:
+    def check_remembered(self, before: JobRecord, record: JobRecord) -> None:
         """Check that no checkpoint that the journal knows is forgotten, or passed over."""
         known = [
             step
@@ -86,7 +86,7 @@ class Promises:
             if view.resume_step < max(known, default=0):
                 raise Violation(f"view {view.number} begins from {view.resume_step} of {known}")
 
-    def formed(self, before: View | None, view: View) -> None:
+    def check_view(self, before: View | None, view: View) -> None:
         """Check the members of a new view, and its leader."""
         nodes = len(self._heard)
         if before is None and nodes < self._options.nodes_min:
@@ -105,7 +105,7 @@ class Promises:
             if newest is not None and newest[1].draining and not newest[1].failing:
                 raise Violation(f"worker {worker} joins on {member.agent}, which is drained")
 
-    def starts_again(self, view: View, holder: Actor, now: float) -> None:
+    def check_given_up(self, view: View, holder: Actor, now: float) -> None:
         """Check that a silent process which holds the state is given up as late as is promised.
 
         It may be sooner if the nodes' memory brings the job as far as it was known to be.
@@ -124,25 +124,25 @@ class Promises:
         """Return whether the coordinator has heard nothing of a node for too long."""
         return now - self._heard_at(agent) >= self._options.abandon_s
 
-    def voted(self, view: View, step: int) -> None:
+    def check_vote(self, view: View, step: int) -> None:
         """Check that too few members stop at the next boundary, and wait for more."""
         first = self._votes.setdefault(view.number, step)
         rested = any(self._options.rests_before(each) for each in range(first + 1, step + 1))
         if len(view.members) < self._options.workers_min and rested:
             raise Violation(f"{len(view.members)} workers go on in view {view.number}")
 
-    def released(self, process: Actor, loop: int, newest: View | None) -> None:
+    def check_release(self, process: Actor, loop: int, newest: View | None) -> None:
         """Check that nobody leaves a loop before the script of a leader has gone on from it."""
         member = newest.member(newest.leader) if newest is not None else None
         leads = member is not None and process.key == (member.worker, member.incarnation)
         if not leads and self._loops_left < loop:
             raise Violation(f"worker {process.key} leaves loop {loop} before a leader has")
 
-    def left_loop(self, loop: int) -> None:
+    def record_loop_end(self, loop: int) -> None:
         """Record that a script goes on from a loop."""
         self._loops_left = max(self._loops_left, loop)
 
-    def finished(self, live: Iterable[Actor], now: float) -> None:
+    def check_outcome(self, live: Iterable[Actor], now: float) -> None:
         """Check that nothing runs when the job is over, but on nodes that nobody can hear."""
         for process in live:
             if now < self._heard_by_any.get(process.agent, now) + self._fence_s:

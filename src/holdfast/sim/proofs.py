@@ -18,20 +18,22 @@ class Proofs:
         self._ended: dict[Key, float] = {}
         self._promised: dict[Key, list[tuple[int, float]]] = {}  # up to which view, and when
 
-    def ended(self, key: Key, now: float) -> None:
+    def record_end(self, key: Key, now: float) -> None:
         """Record that a process ends."""
         self._ended[key] = now
 
-    def said(self, key: Key, before: WorkerStatus, status: WorkerStatus, now: float) -> None:
+    def record_promise(
+        self, key: Key, before: WorkerStatus, status: WorkerStatus, now: float
+    ) -> None:
         """Record that a process promises not to act any more in some views."""
         if status.promised > before.promised:
             self._promised.setdefault(key, []).append((status.promised, now))
 
-    def voted(self, number: int, step: int) -> None:
+    def record_vote(self, number: int, step: int) -> None:
         """Record that a worker has heard the votes of all members of a view for a step."""
         self._voted.add((number, step))
 
-    def proved(self, key: Key, number: int, step: int, proved_at: float) -> None:
+    def check_proof(self, key: Key, number: int, step: int, proved_at: float) -> None:
         """Check that no member of a view had ceased to act in it at a moment of the world's time.
 
         `key`: of the worker that concludes it from a step. A member that has ended or promised is

@@ -26,7 +26,7 @@ class QuietTimes:
         self._newest = 0
         self._idle: dict[Key, float] = {}  # since when
 
-    def moved(self, now: float) -> None:
+    def record_commit(self, now: float) -> None:
         """Record that a step is committed."""
         self._moved_at = now
 

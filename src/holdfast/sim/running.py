@@ -26,7 +26,7 @@ class Running:
 
     def post(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
         """Have this process do something later, if it still lives then."""
-        self._clock.at(delay_s, self.deliver, call, args)
+        self._clock.call_later(delay_s, self.deliver, call, args)
 
     def deliver(self, call: Callable[..., None], args: tuple[Any, ...]) -> None:
         """Do something now, or once the process runs again."""

@@ -73,11 +73,11 @@ class SimulatedMover:
             case ef.SyncState() if group is not None:
                 self._sync.begin(group)
 
-    def copied(self, order: ef.CopyState, began: float) -> ev.StateCopied:
+    def take_copy(self, order: ef.CopyState, began: float) -> ev.StateCopied:
         """Give a copy of the state to its sink, once the script has made it."""
-        return self._sinks[order.sink].copied(order, began)
+        return self._sinks[order.sink].take_copy(order, began)
 
-    def told(self, what: What, group: Group) -> None:
+    def receive(self, what: What, group: Group) -> None:
         """Take in a message from a member."""
         if what[0] == "missed":
             self._members.receive(group)

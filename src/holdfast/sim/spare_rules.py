@@ -21,7 +21,7 @@ class SpareRules:
         self._hot = options.hot_spares
         self._last: View | None = None
 
-    def formed(self, view: View) -> None:
+    def check_view(self, view: View) -> None:
         """Check a view that the coordinator has formed."""
         last, self._last = self._last, view
         # A fed worker takes the place of one that is about to leave, in a later view.
@@ -48,7 +48,7 @@ class SpareRules:
             return len(view.members) < self._most
         return self._hot or len(view.members) < min(self._most, self._per_node * nodes)
 
-    def hosted(self, view: View, step: int, owners: Collection[WorkerId]) -> None:
+    def check_hosts(self, view: View, step: int, owners: Collection[WorkerId]) -> None:
         """Check who computes a step."""
         working = sorted(frozenset(owners) & frozenset(view.spares))
         if working:

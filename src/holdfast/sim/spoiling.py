@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-from holdfast.sim.arithmetic import not_finite, task
+from holdfast.sim.arithmetic import make_not_finite, task
 
 LACKS = 7919  # a number that no token differs by from another
 
@@ -48,5 +48,5 @@ class Spoiling:
             self.poisoned[step] += 1
             self._count["poisoned"] += 1
             count = self._count["poisoned"]  # no two have the same bits by chance
-            token = not_finite(64 * count + self._rng.randrange(64))
+            token = make_not_finite(64 * count + self._rng.randrange(64))
         return token

@@ -45,7 +45,7 @@ class FirstProcess(Protocol):
 
     def deliver(self, call: Callable[..., None], args: tuple[Any, ...]) -> None: ...
 
-    def met(self) -> None: ...
+    def run_script(self) -> None: ...
 
     def end(self, code: int, detail: str = "") -> None: ...
 
@@ -63,9 +63,9 @@ class SpreadNode(Protocol):
 
     def world_time(self, clock: float) -> float: ...
 
-    def worker_said(self, process: Any, status: WorkerStatus) -> None: ...
+    def handle_status(self, process: Any, status: WorkerStatus) -> None: ...
 
-    def process_ended(
+    def handle_process_end(
         self, process: Any, code: int, detail: str, reported: bool = False
     ) -> None: ...
 
@@ -118,16 +118,16 @@ class Further(Running):
         """Look for the process on the first node."""
         self.post(self.world.delay(self.world.options.boot_s / 4), self._meet)
 
-    def directed(self, directive: WorkerDirective) -> None:
+    def handle_directive(self, directive: WorkerDirective) -> None:
         """Take in nothing: directives are for the process on the first node."""
 
-    def committed(self, view: int, commit: ef.Commit) -> None:
+    def apply_commit(self, view: int, commit: ef.Commit) -> None:
         """Apply a step, and tell the agent if that shows that all members have acted."""
         proved_at = self._proofs.committed(self.host.clock(), voted=commit.voted)
         if proved_at is None:
             return
         world = self.world
-        world.truth.proofs.proved(self.key, view, commit.step, self.host.world_time(proved_at))
+        world.truth.proofs.check_proof(self.key, view, commit.step, self.host.world_time(proved_at))
         self._said += 1
         status = WorkerStatus(
             worker=self.worker,
@@ -136,17 +136,19 @@ class Further(Running):
             stage=Stage.READY,
             proved_at=proved_at,
         )
-        world.at(world.delay(world.options.channel_s), self.host.worker_said, self, status)
+        world.call_later(
+            world.delay(world.options.channel_s), self.host.handle_status, self, status
+        )
 
     def end(self, code: int, detail: str = "", *, reported: bool = False) -> None:
         """End here and now; its agent hears of it a little later, and so do the others."""
         if not self.alive:
             return
         self.alive = False
-        self.host.process_ended(self, code, detail, reported)
+        self.host.handle_process_end(self, code, detail, reported)
         first = self.world.first_process(self.key)
         if first is not None:
-            first.spread.lost(self)
+            first.spread.handle_loss(self)
 
     def _meet(self) -> None:
         first = self.world.first_process(self.key)
@@ -181,16 +183,16 @@ class Spread:
             return
         self.further[further.place] = further
         if len(self.further) == self._nodes - 1:
-            self._first.met()
+            self._first.run_script()
 
-    def lost(self, further: Further) -> None:
-        """Hear that a connection has ended, unless the network lost that with the node."""
+    def handle_loss(self, further: Further) -> None:
+        """End the worker whose connection has ended, unless the network lost that with the node."""
         if self.further.get(further.place) is further and self._is_heard(further.agent):
             why = f"its process on {further.agent} is gone"
             self._first.post(self._world.delay(0.005), self._first.end, -9, why)
 
-    def ended(self, *, well: bool) -> None:
-        """Take the others along: the process on the first node has ended."""
+    def end_others(self, *, well: bool) -> None:
+        """End the processes on further nodes, since that on the first node has ended."""
         for each in self.further.values():
             if self._is_heard(each.agent):
                 how, why = 0 if well else -9, "its worker has ended"
@@ -202,14 +204,14 @@ class Spread:
         if not place:
             self._first.post(delay_s, call, *args)
         else:
-            self._world.at(delay_s, self._go, place, self._first.deliver, (call, args))
+            self._world.call_later(delay_s, self._go, place, self._first.deliver, (call, args))
 
-    def committed(self, view: int, commit: ef.Commit) -> None:
+    def apply_commit(self, view: int, commit: ef.Commit) -> None:
         """Have the processes on further nodes apply a step, after all earlier orders."""
         for place, each in self.further.items():
-            self._go(place, each.committed, (view, commit))
+            self._go(place, each.apply_commit, (view, commit))
 
-    def everywhere(self, call: Callable[[Memory, AgentId, int], None]) -> None:
+    def visit_memories(self, call: Callable[[Memory, AgentId, int], None]) -> None:
         """Do something with the memory of each of the worker's nodes."""
         call(self._memory, self._first.agent, 0)
         for place, each in self.further.items():
@@ -228,7 +230,7 @@ class Spread:
         further, held = self.further[place], self._held[place]
         if held and self._world.are_apart(self._first.agent, further.agent):
             self._first.ailing = True
-            self._world.at(RETRY_S, self._drain, place)
+            self._world.call_later(RETRY_S, self._drain, place)
             return
         while held:
             call, args = held[0]

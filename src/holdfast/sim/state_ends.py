@@ -51,7 +51,7 @@ class SimulatedEnd:
         """Begin to put a step where the script applies it."""
         raise AssertionError(f"no step comes from {order.source}")
 
-    def copied(self, order: ef.CopyState, began: float) -> ev.StateCopied:
+    def take_copy(self, order: ef.CopyState, began: float) -> ev.StateCopied:
         """Take the copy that was begun at a time and is complete now."""
         raise AssertionError(f"nothing is copied for {order.sink}")
 
@@ -78,7 +78,7 @@ class StoreEnd(SimulatedEnd):
         process, view, world, step = self._process, group.view, self._world, order.step
         if world.store_silent:
             reason = f"the checkpoint of step {step} cannot be read just now"
-            process.post(1.0, process.feed, _failed(SourceKind.STORE, group, reason))
+            process.post(1.0, process.feed, _make_failure(SourceKind.STORE, group, reason))
             return
         truth = world.truth
         reader = group.keys[view.number % len(group.keys)]
@@ -92,16 +92,18 @@ class StoreEnd(SimulatedEnd):
             return
         process.feed(ev.Loading())
         process.state = None
-        process.post(world.delay(world.options.load_s), self._loaded, group.number)
+        process.post(world.delay(world.options.load_s), self._finish_load, group.number)
 
-    def _loaded(self, number: int) -> None:
+    def _finish_load(self, number: int) -> None:
         process, group = self._process, self._process.open_group(number)
         if group is not None:
             process.step = group.view.base
-            process.state, process.spoiling.flipped = self._world.truth.restored(process.step)
+            process.state, process.spoiling.flipped = self._world.truth.check_loaded_state(
+                process.step
+            )
             process.feed(ev.StateObtained(SourceKind.STORE, group.view.number))
 
-    def copied(self, order: ef.CopyState, began: float) -> ev.StateCopied:
+    def take_copy(self, order: ef.CopyState, began: float) -> ev.StateCopied:
         """Have the copy written."""
         self._writer.save(self._process, order)
         return ev.StateCopied(order.sink, order.step, self._world.now - began)
@@ -120,15 +122,15 @@ class MemoryEnd(SimulatedEnd):
         process, world = self._process, self._world
         process.feed(ev.Loading())
         process.state = None
-        process.post(world.delay(world.options.load_s), self._loaded, order.view, recall)
+        process.post(world.delay(world.options.load_s), self._finish_recall, order.view, recall)
 
-    def _loaded(self, number: ViewNumber, recall: Recall) -> None:
+    def _finish_recall(self, number: ViewNumber, recall: Recall) -> None:
         process, group = self._process, self._process.open_group(number)
         if group is None:
             return
         copy = self._world.truth.memories.state(recall.view, recall.base, self._world.reaches)
         if copy is None:
-            process.feed(_failed(SourceKind.MEMORY, group, "pieces of the state are missing"))
+            process.feed(_make_failure(SourceKind.MEMORY, group, "pieces of the state are missing"))
             return
         process.step = recall.base
         process.state, process.spoiling.flipped = copy
@@ -143,26 +145,28 @@ class MemoryEnd(SimulatedEnd):
         view = next(s.view for s in recall.sources if s.first <= step < s.end)
         total = self._world.truth.memories.total(view, step, self._world.reaches)
         if total is None:
-            process.feed(_failed(SourceKind.MEMORY, group, "pieces of a gradient are missing"))
+            process.feed(
+                _make_failure(SourceKind.MEMORY, group, "pieces of a gradient are missing")
+            )
             return
         process.total, process.total_step, process.exchanges.parts = total, step, ()
         self._world.truth.count["steps recalled"] += 1
         process.feed(ev.StepObtained(SourceKind.MEMORY, group.view.number, step))
 
-    def copied(self, order: ef.CopyState, began: float) -> ev.StateCopied:
+    def take_copy(self, order: ef.CopyState, began: float) -> ev.StateCopied:
         """Begin to make pieces of the copy; the script may go on meanwhile."""
         process, world = self._process, self._world
-        world.truth.copied(order.step)
+        world.truth.record_copy(order.step)
         copy = (process.state, process.spoiling.flipped)
-        process.post(world.delay(world.options.load_s), self._protected, order, copy)
+        process.post(world.delay(world.options.load_s), self._finish_protection, order, copy)
         return ev.StateCopied(order.sink, order.step)
 
-    def _protected(self, order: ef.CopyState, copy: Copy) -> None:
+    def _finish_protection(self, order: ef.CopyState, copy: Copy) -> None:
         problem = ""
         if self._world.rng.random() < self._world.options.feed_fails:
             problem = "there is no memory for it"
         else:
-            self._process.spread.everywhere(partial(self._keep_state, order, copy))
+            self._process.spread.visit_memories(partial(self._keep_state, order, copy))
         self._process.feed(ev.StateProtected(order.step, problem))
 
     def _keep_state(
@@ -181,7 +185,7 @@ class MemoryEnd(SimulatedEnd):
         process, worker = self._process, self._process.worker
         if process.open_group(view.number) is not None and process.total_step == step:
             total = process.total
-            process.spread.everywhere(
+            process.spread.visit_memories(
                 lambda memory, _, place: memory.keep_sum(view, worker, step, total, place)
             )
             full = self._world.rng.random() < self._world.options.feed_fails
@@ -189,10 +193,10 @@ class MemoryEnd(SimulatedEnd):
 
     def forget(self, order: ef.Forget) -> None:
         """Drop states and steps older than a protected state, on all of the worker's nodes."""
-        self._process.spread.everywhere(partial(self._forget, order.view, order.step))
+        self._process.spread.visit_memories(partial(self._forget, order.view, order.step))
 
     def _forget(self, view: int, step: int, memory: Memory, agent: AgentId, _: int) -> None:
-        self._world.truth.memories.forgot(agent, view, step)
+        self._world.truth.memories.record_forgetting(agent, view, step)
         memory.forget(view, step)
 
 
@@ -243,7 +247,7 @@ class MembersEnd(SimulatedEnd):
         if len(shares) == len(group.view.donors):
             self._receiving = None
             kept = [shares[key] for key in sorted(shares)]
-            self._world.truth.put_together(process, receiving.step, kept)
+            self._world.truth.check_pieces(process, receiving.step, kept)
             process.total, process.total_step = kept[0].total, receiving.step
             process.exchanges.parts = ()
             process.feed(ev.StepObtained(SourceKind.MEMBERS, group.view.number, receiving.step))
@@ -255,5 +259,5 @@ def _recall_of(group: Group | None) -> Recall:
     return recall
 
 
-def _failed(source: SourceKind, group: Group, reason: str) -> ev.ObtainFailed:
+def _make_failure(source: SourceKind, group: Group, reason: str) -> ev.ObtainFailed:
     return ev.ObtainFailed(source, group.view.number, reason)

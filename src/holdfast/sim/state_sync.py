@@ -36,7 +36,7 @@ class SimulatedSync:
         process, view, data = self._process, group.view, self._world.data
         if self._under_way == "print" and (prints := group.all_heard(("print", 0))) is not None:
             back = frozenset(lag.worker for lag in view.catching_up)
-            held = data.held(group, prints)
+            held = data.held_prints(group, prints)
             if len(set(held.values())) > 1:
                 self._under_way = ""
                 process.feed(ev.StatesCompared(view.number, tuple(sorted(held.items()))))
@@ -54,13 +54,13 @@ class SimulatedSync:
                 process.post(delay_s, self._store, group.number)
         if self._under_way == "digest" and (digests := group.all_heard(("digest", 0))) is not None:
             self._under_way = ""
-            self._world.truth.synced(process, view, data.by_worker(digests))
+            self._world.truth.check_sync(process, view, data.bodies_by_worker(digests))
             process.feed(ev.StatesCompared(view.number))
 
     def _donate(self, group: Group, back: frozenset[WorkerId]) -> None:
         process, view, world = self._process, group.view, self._world
         if process.worker not in view.joiners:
-            world.truth.donated(process, view)
+            world.truth.check_donation(process, view)
             body = (process.state, process.step, process.spoiling.flipped)
             for key in group.keys:
                 if key[0] in view.joiners and key[0] not in back:

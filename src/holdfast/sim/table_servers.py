@@ -199,12 +199,12 @@ class RowMessages:
         self.now, _, act = heapq.heappop(self._queue)
         act()
 
-    def at(self, when: float, act: Callable[[], None]) -> None:
+    def call_at(self, when: float, act: Callable[[], None]) -> None:
         self._order += 1
         heapq.heappush(self._queue, (when, self._order, act))
 
-    def after(self, delay_s: float, act: Callable[[], None]) -> None:
-        self.at(self.now + delay_s, act)
+    def call_after(self, delay_s: float, act: Callable[[], None]) -> None:
+        self.call_at(self.now + delay_s, act)
 
     def latency(self) -> float:
         """Draw how long a message takes, in seconds."""
@@ -225,15 +225,15 @@ class RowMessages:
 
         def deliver() -> None:
             if server.is_dead or server is not self.servers[number]:
-                self.after(self.latency(), lambda: reply(None))
+                self.call_after(self.latency(), lambda: reply(None))
             elif self.now < server.frozen_until:
-                self.at(server.frozen_until + self.latency(), deliver)
+                self.call_at(server.frozen_until + self.latency(), deliver)
             elif self.now >= server.cut_until:
                 found = act(server)
-                self.after(self.latency(), lambda: reply(found))
+                self.call_after(self.latency(), lambda: reply(found))
 
-        self.after(self.latency(), deliver)
-        self.after(PATIENCE_S, lambda: reply(None))
+        self.call_after(self.latency(), deliver)
+        self.call_after(PATIENCE_S, lambda: reply(None))
 
 
 @dataclass(slots=True)
@@ -269,9 +269,9 @@ class TableWorld:
     def run(self) -> TableSimReport:
         """Simulate until every worker has taken all steps."""
         for _ in range(self._options.faults):
-            self._time.at(self._dice.uniform(0.05, self._options.quiet_at), self._strike)
+            self._time.call_at(self._dice.uniform(0.05, self._options.quiet_at), self._strike)
         for worker in self._workers:
-            self._time.at(self._dice.uniform(0, 0.05), self._starter(worker))
+            self._time.call_at(self._dice.uniform(0, 0.05), self._starter(worker))
         while not self._is_over():
             self._time.step()
             if self._time.now > self._options.ends_by:
@@ -336,7 +336,7 @@ class TableWorld:
                     reading.try_again()
                     self._go_on(worker, reading)
 
-                self._time.after(WAIT_S, again)
+                self._time.call_after(WAIT_S, again)
             case Lost(shards):
                 self._check_lost(worker, shards)
                 self._begin_again()
@@ -423,7 +423,7 @@ class TableWorld:
             each.committed += 1
             each.kept_after = max(each.kept_after, each.committed - self._kept)
             self._push(each)
-            self._time.after(self._dice.uniform(0.001, 0.03), self._starter(each))
+            self._time.call_after(self._dice.uniform(0.001, 0.03), self._starter(each))
 
     def _push(self, worker: SimWorker) -> None:
         """Send the update of this worker's part of the shards to all servers of these shards."""
@@ -478,7 +478,7 @@ class TableWorld:
                     target.handle(arrived, self._truth.value(shard, version))
                 target.handle(CopyFailed(tuple(wanted)))
 
-            self._time.after(self._time.latency(), arrive)
+            self._time.call_after(self._time.latency(), arrive)
 
         self._time.call(number, load, lambda _: None)
 
@@ -502,7 +502,7 @@ class TableWorld:
             worker.committed = worker.kept_after = self._saved
             worker.attempt += 1
             worker.reading = None
-            self._time.after(self._dice.uniform(0.01, 0.1), self._starter(worker))
+            self._time.call_after(self._dice.uniform(0.01, 0.1), self._starter(worker))
 
     # ------------------------------------------------------------ faults
 
@@ -517,7 +517,7 @@ class TableWorld:
             case "kill":
                 server.is_dead = True
                 delay_s = self._dice.choice((0.02, 0.2, 1.0))
-                self._time.after(delay_s, lambda: self._restart(number, server))
+                self._time.call_after(delay_s, lambda: self._restart(number, server))
             case "flip" if not server.is_dead:
                 shards = self._dice.sample(sorted(server.values), min(2, len(server.values)))
                 for shard in shards:
@@ -532,9 +532,9 @@ class TableWorld:
                 worker.attempt += 1
                 if worker.reading is not None:
                     worker.reading = None
-                    self._time.after(self._time.latency(), self._starter(worker))
+                    self._time.call_after(self._time.latency(), self._starter(worker))
                 elif worker.number not in self._arrived:
-                    self._time.after(0.05, self._starter(worker))
+                    self._time.call_after(0.05, self._starter(worker))
 
     def _restart(self, number: int, server: SimServer) -> None:
         self._counts["damages"] += server.damages

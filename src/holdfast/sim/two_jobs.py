@@ -49,7 +49,7 @@ class SharedAddress(CoordinatorHost):
         met_at = self._met.get(host.name, self._later.now)
         if self._later.now > met_at + END_S:
             raise Violation(f"{host.name} is still there {END_S:g} s after it met another job")
-        self.world.at(RECONNECT_S, self.connect, host)
+        self.world.call_later(RECONNECT_S, self.connect, host)
 
     def hear(self, report: AgentReport) -> None:
         """Pass on what an agent reports that takes this coordinator for its own."""
@@ -75,7 +75,7 @@ def run_after_another(later: World) -> None:
     first.crash()
     later.begin()
     for host in others:
-        earlier.at(earlier.rng.uniform(0.0, 2.0), address.connect, host)
+        earlier.call_later(earlier.rng.uniform(0.0, 2.0), address.connect, host)
     _run_both(earlier, later)
 
 
@@ -89,7 +89,7 @@ def _run_both(earlier: World, later: World) -> None:
                 if member.agent in earlier.hosts:
                     raise Violation(f"view {checked} includes node {member.agent} of another job")
     if not later.over:
-        raise later.unfinished()
+        raise later.describe_delay()
 
 
 def _earlier(options: Options) -> Options:

@@ -64,7 +64,7 @@ class WorkerWorld(ExchangeWorld, MovingWorld, SpreadWorld, Protocol):
     @property
     def faults(self) -> InsideStriker: ...
 
-    def ended(self, process: Process) -> None: ...
+    def record_end(self, process: Process) -> None: ...
 
     def note(self, who: object, event: object, effects: list[Any]) -> None: ...
 
@@ -80,9 +80,9 @@ class WorkerNode(ProcessNode, Protocol):
 
     def world_time(self, clock: float) -> float: ...
 
-    def worker_said(self, process: Process, status: WorkerStatus) -> None: ...
+    def handle_status(self, process: Process, status: WorkerStatus) -> None: ...
 
-    def process_ended(
+    def handle_process_end(
         self, process: Process, code: int, detail: str, reported: bool = False
     ) -> None: ...
 
@@ -102,7 +102,7 @@ class Process(Running):
         self.worker = worker
         self.key: Key = (int(worker), int(incarnation))
         self.machine = world.machines.worker(
-            worker, incarnation, world.options.step_policy(), world.data.counting
+            worker, incarnation, world.options.step_policy(), world.data.counting_of
         )
         self.silenced = False  # it was silent at some time
         self.froze = False  # it was stopped by a fault at some time
@@ -147,10 +147,10 @@ class Process(Running):
         if options.feeds and options.procs == 1:  # no worker of several processes can be fed
             self.feed(ev.Reachable("here"))
         if options.spread == 1:
-            self.met()
+            self.run_script()
         self.post(self.world.rng.uniform(0.0, options.heartbeat_s), self._heartbeat)
 
-    def met(self) -> None:
+    def run_script(self) -> None:
         """Run the script: all processes of this worker are here."""
         self.post(self.world.rng.uniform(0.5, 1.5) * self.world.options.boot_s, self._enter_loop)
 
@@ -162,12 +162,12 @@ class Process(Running):
         if not self.alive:
             return
         self.alive = False
-        self.world.ended(self)
-        self.feeds.died()
-        self.spread.ended(well=reported)
+        self.world.record_end(self)
+        self.feeds.break_off()
+        self.spread.end_others(well=reported)
         if self.group is not None:
             self.world.data.close(self, self.group, "peer died")
-        self.host.process_ended(self, code, detail, reported)
+        self.host.handle_process_end(self, code, detail, reported)
 
     @property
     def feeds(self) -> Feeds:
@@ -185,9 +185,9 @@ class Process(Running):
         """Take in an event of this process; it may wait for the worker's other processes."""
         world = self.world
         shaky = bool(world.options.faults) and world.now < world.options.faults_end_s
-        for told in self._shards.heard(event, world.now, self.spread.later, may_break=shaky):
+        for told in self._shards.follow_first(event, world.now, self.spread.later, may_break=shaky):
             self._hand(told)
-        if self._shards.late_by(world.now) > world.options.hang_s / 4:
+        if self._shards.lag_s(world.now) > world.options.hang_s / 4:
             self.ailing = True
 
     def _hand(self, event: WorkerEvent) -> None:
@@ -206,7 +206,7 @@ class Process(Running):
                 if self.alive and not self.world.faults.strikes_inside(self):
                     self._carry_out(effect, event, before)
             if self.alive:
-                self.world.truth.acted(self)
+                self.world.truth.check_leaders(self)
         self._feeding = False
         if self.alive and not self._shards.behind:
             check_script(self, self.machine.snapshot())
@@ -220,15 +220,15 @@ class Process(Running):
         at = self.host.world_time(deadline) + self.world.rng.uniform(0.0, 0.1)
         if self._wake_at is None or at < self._wake_at:
             self._wake_at = at
-            self.post(max(at - self.world.now, 0.0), self._woken, at)
+            self.post(max(at - self.world.now, 0.0), self._wake, at)
 
-    def _woken(self, at: float) -> None:
+    def _wake(self, at: float) -> None:
         if self._wake_at != at:
             return
         if self.world.now > at + LATE_S:  # it stood still: messages of the agent are read first
             pause_s = self.world.rng.uniform(0.0, 0.1)
             self._wake_at = self.world.now + pause_s
-            self.post(pause_s, self._woken, self._wake_at)
+            self.post(pause_s, self._wake, self._wake_at)
             return
         self._wake_at = None
         self.feed(Tick())
@@ -242,30 +242,30 @@ class Process(Running):
                 if self.group is not None and self.group.number <= number:
                     world.data.close(self, self.group, "peer aborted")
             case ef.Install(view):
-                world.truth.installed(self, view, before, self._said.promised)
-                world.truth.hosted(view.number, view.resume_step, view.owners)
+                world.truth.check_install(self, view, before, self._said.promised)
+                world.truth.check_hosts(view.number, view.resume_step, view.owners)
                 self.is_connected = False
                 self._shards.enter(view.number)
                 self.exchanges.enter(view)
                 self.mover.enter(view)
                 world.data.install(self, view)
             case ef.Exit():
-                world.truth.errors.noticed([self.key])
+                world.truth.errors.record_notice([self.key])
                 self.end(-9, "computes wrongly")
             case ef.GiveUp(reason, by_script):
                 if by_script:
-                    world.truth.endings.blamed_script(self.exchanges.view, reason)
+                    world.truth.endings.check_script_blame(self.exchanges.view, reason)
                 self.end(1, reason)
             case ef.Redo(_):
                 self.tokens, self.copies = {}, {}
-                world.truth.redone(self)
+                world.truth.count_repeat(self)
             case ef.Adopt(vrank):
-                world.truth.adopted(self, vrank)
+                world.truth.check_adoption(self, vrank)
                 self.tokens[vrank] = self.copies.pop(vrank)
             case ef.Withdraw(invalidations):
-                world.truth.withdrawn(invalidations)
+                world.truth.record_withdrawal(invalidations)
             case ef.NoteDoubt(_, _, again):
-                world.truth.errors.doubted(again)
+                world.truth.errors.check_doubt(again)
             case ef.Commit():
                 # Its tasks that have not begun are cancelled.
                 kept = [each for each in self._script if not isinstance(each, ef.Compute)]
@@ -273,18 +273,20 @@ class Process(Running):
                 if isinstance(event, ev.Gathered) and world.data.announces(event.rows):
                     self.last_step_of = event.view
                 number, by_vote = self.machine.snapshot().view, isinstance(event, ev.Gathered)
-                world.truth.voted(self, effect.step, by_vote=by_vote)
+                world.truth.check_vote(self, effect.step, by_vote=by_vote)
                 if by_vote:
-                    world.truth.proofs.voted(number, effect.step)
-                self.spread.committed(number, effect)
+                    world.truth.proofs.record_vote(number, effect.step)
+                self.spread.apply_commit(number, effect)
                 self._script_next()
             case ef.MarkCommitted(number, step):
-                self.spread.everywhere(lambda memory, _, __: memory.mark(number, self.worker, step))
+                self.spread.visit_memories(
+                    lambda memory, _, __: memory.mark(number, self.worker, step)
+                )
             case _ if isinstance(effect, ef.ScriptEffect):
                 if isinstance(effect, ef.Release):
-                    world.truth.released(self, effect.loop)
+                    world.truth.check_release(self, effect.loop)
                 if isinstance(effect, ef.Compute) and effect.purpose is Purpose.SPECULATIVE:
-                    world.truth.copies(self, effect.step, effect.vrank)
+                    world.truth.check_copy(self, effect.step, effect.vrank)
                 self._script.append(effect)
                 self._script_next()
             case _:
@@ -297,20 +299,20 @@ class Process(Running):
         elif group is not None:
             self.exchanges.carry_out(effect, group)
 
-    def connected(self, number: int) -> None:
+    def handle_connection(self, number: int) -> None:
         """Record that all members of the view's group are connected."""
         group = self.open_group(number)
         if group is not None:
             self.is_connected = True
             self.feed(ev.Connected(group.view.number))
 
-    def told(self, what: What) -> None:
+    def receive(self, what: What) -> None:
         """Take in something that other members said."""
         if self.group is not None and self.group.open:
             part = self.mover if what[0] in MESSAGES else self.exchanges
-            part.told(what, self.group)
+            part.receive(what, self.group)
 
-    def directed(self, directive: WorkerDirective) -> None:
+    def handle_directive(self, directive: WorkerDirective) -> None:
         """Take in a directive that the agent passes on."""
         self.feed(ev.Directed(directive))
 
@@ -318,15 +320,15 @@ class Process(Running):
         """Over the channel to the agent, which keeps order."""
         world = self.world
         before, self._said = self._said, status
-        world.truth.said(self, before, status)
-        world.truth.proofs.said(self.key, before, status, world.now)
+        world.truth.check_status(self, before, status)
+        world.truth.proofs.record_promise(self.key, before, status, world.now)
         if status.proved_at != before.proved_at:
             proved_at = self.host.world_time(status.proved_at)
             step = status.committed - 1
-            world.truth.proofs.proved(self.key, status.view, step, proved_at)
+            world.truth.proofs.check_proof(self.key, status.view, step, proved_at)
         at = max(world.now + world.delay(world.options.channel_s), self._channel_free)
         self._channel_free = at
-        world.at(at - world.now, self.host.worker_said, self, status)
+        world.call_later(at - world.now, self.host.handle_status, self, status)
 
     def _heartbeat(self) -> None:
         self._tell(self.machine.snapshot())
@@ -364,14 +366,14 @@ class Process(Running):
     def _leave_loop(self) -> None:
         """Leave the loop: a leader that shares the state waits until all have theirs."""
         if not self.world.options.shard_optimizer:
-            self._left_loop()
+            self._finish_loop()
             return
         leads = self.machine.leads(self.host.clock())
-        self.exchanges.meet("end", self._left_loop if leads else lambda: None)
+        self.exchanges.meet("end", self._finish_loop if leads else lambda: None)
         if not leads:
-            self._left_loop()
+            self._finish_loop()
 
-    def _left_loop(self) -> None:
+    def _finish_loop(self) -> None:
         self.feed(ev.LoopFinishing())
         self.feed(ev.LoopEnded())
 
@@ -396,19 +398,19 @@ class Process(Running):
                 timed = world.options.kind_of(effect.step) is StepKind.GRADIENTS
                 if effect.purpose is Purpose.HOSTED and timed:
                     self.compute_us += int(delay_s * 1e6)
-                self.post(delay_s, self._computed, effect)
+                self.post(delay_s, self._finish_task, effect)
             case ef.Commit(step=step):
                 self._commit(step)
             case ef.CopyState():
                 self._busy = True
                 delay_s = world.delay(world.options.load_s) / 4
-                self.post(delay_s, self._copied, effect, world.now)
+                self.post(delay_s, self._finish_copy, effect, world.now)
             case ef.Release(_):
-                self.post(world.delay(0.001), self._released)
+                self.post(world.delay(0.001), self._leave_script_loop)
 
     def _begin(self, step: int, whole: bool) -> None:
         self.at_rest = False
-        self.world.truth.begun(self)
+        self.world.truth.check_beginning(self)
         if step >= self.until:
             self._leave_loop()
             return
@@ -419,12 +421,12 @@ class Process(Running):
     def _open(self, step: int, whole: bool, *, rested: bool) -> None:
         self.open_step, self.whole = step, whole or step == self.until - 1
         self.tokens, self.copies, self.compute_us = {}, {}, 0
-        self.world.truth.opened(self, step)
+        self.world.truth.check_opening(self, step)
         self.feed(ev.StepOpened(step, self.world.options.kind_of(step), rested))
 
-    def _computed(self, task: ef.Compute) -> None:
+    def _finish_task(self, task: ef.Compute) -> None:
         if self.stuck:
-            self.post(0.25, self._computed, task)
+            self.post(0.25, self._finish_task, task)
             return
         self._busy = self._copying = False
         if self.world.options.fails_in == task.step:
@@ -452,24 +454,24 @@ class Process(Running):
 
     def _commit(self, step: int) -> None:
         total = self.total if self.total_step == step else None
-        self.world.truth.committed(self, step, total, self.world.now)
+        self.world.truth.check_commit(self, step, total, self.world.now)
         self.open_step, self._busy = -1, True
         before, self.state = self.state, None
         optimizer_s = self.world.options.optimizer_s
         delay_s = self.world.rng.uniform(0.5, 1.5) * optimizer_s * self.slowness
-        self.post(delay_s, self._applied, before, step, total)
+        self.post(delay_s, self._exchange_updates, before, step, total)
 
-    def _applied(self, before: int, step: int, total: int) -> None:
+    def _exchange_updates(self, before: int, step: int, total: int) -> None:
         if self.world.options.shard_optimizer:  # members send each other the shares they lack
-            self.exchanges.meet("update", lambda: self._updated(before, step, total))
+            self.exchanges.meet("update", lambda: self._finish_update(before, step, total))
         else:
-            self._updated(before, step, total)
+            self._finish_update(before, step, total)
 
-    def _updated(self, before: int, step: int, total: int) -> None:
+    def _finish_update(self, before: int, step: int, total: int) -> None:
         self.state = apply(before, step, total)
         self.step = step + 1
         self._busy = False
-        self.world.truth.applied(self)
+        self.world.truth.check_applied_state(self)
         if self.step >= self.until:
             self._leave_loop()
         elif self.world.options.rests_before(self.step):
@@ -478,16 +480,16 @@ class Process(Running):
             self._open(self.step, whole=False, rested=False)
         self._script_next()
 
-    def _copied(self, order: ef.CopyState, began: float) -> None:
+    def _finish_copy(self, order: ef.CopyState, began: float) -> None:
         """Go on once the state is copied, for whichever sink it is."""
         self._busy = False
-        self.feed(self.mover.copied(order, began))
+        self.feed(self.mover.take_copy(order, began))
         self._script_next()
 
-    def _released(self) -> None:
-        self.world.truth.promises.left_loop(self.loop)
+    def _leave_script_loop(self) -> None:
+        self.world.truth.promises.record_loop_end(self.loop)
         if self.loop == len(self.world.options.loops):
-            self.world.truth.left(self)
+            self.world.truth.check_script_end(self)
             self.end(0, reported=True)
         else:
             self._enter_loop()

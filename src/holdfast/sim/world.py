@@ -52,7 +52,7 @@ class Timeline:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = 0
 
-    def at(self, delay_s: float, call: Callable[..., None], args: tuple[Any, ...]) -> None:
+    def call_later(self, delay_s: float, call: Callable[..., None], args: tuple[Any, ...]) -> None:
         """Have something happen later."""
         self._order += 1
         heapq.heappush(self._heap, (self.now + delay_s, self._order, call, args))
@@ -157,13 +157,13 @@ class World:
         while not self.over and self.timeline.step(deadline):
             self.count_event()
         if not self.over:
-            raise self.unfinished()
+            raise self.describe_delay()
 
     def begin(self) -> None:
         """Have the job begin now."""
         self.truth.start()
         self._start()
-        self.at(LOOK_S, self._look)
+        self.call_later(LOOK_S, self._look)
 
     @property
     def over(self) -> bool:
@@ -178,7 +178,7 @@ class World:
         if self.events > EVENTS_MAX * max(1, self.options.agents // 10):
             raise Violation(f"no end after {self.events} events")
 
-    def unfinished(self) -> Violation:
+    def describe_delay(self) -> Violation:
         """Return the violation of a job that has not ended in time."""
         waited_s = self.options.finish_by_s - self.options.faults_end_s
         return Violation(f"not finished {waited_s:.0f} s after the faults")
@@ -187,10 +187,10 @@ class World:
         """Have the checkers look at the job as it is, whatever happens in it."""
         if self.coordinator.outcome is None:
             self.truth.look(self.now, self.faults.disturbed_until)
-            self.at(LOOK_S, self._look)
+            self.call_later(LOOK_S, self._look)
 
-    def at(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
-        self.timeline.at(delay_s, call, args)
+    def call_later(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+        self.timeline.call_later(delay_s, call, args)
 
     def delay(self, typical_s: float) -> float:
         """Mostly about `typical_s`, now and then many times that, up to `DELAY_MAX` times."""
@@ -198,7 +198,7 @@ class World:
         value = typical_s * (0.5 + rng.random())
         if rng.random() >= 0.02:
             return value
-        self.truth.endings.delayed(self.now, value * LONG)
+        self.truth.endings.record_delay(self.now, value * LONG)
         return value * LONG
 
     def _start(self) -> None:
@@ -209,12 +209,12 @@ class World:
             self.hosts[name] = AgentHost(self, name)
             late = i >= options.agents - options.agents_late
             span_s = options.faults_end_s if late else 0.5
-            self.at(self.rng.uniform(0.0, span_s), self.hosts[name].start)
-        self.at(self.rng.uniform(0.0, 0.5), self.coordinator.start)
+            self.call_later(self.rng.uniform(0.0, span_s), self.hosts[name].start)
+        self.call_later(self.rng.uniform(0.0, 0.5), self.coordinator.start)
         if options.stop_s:
-            self.at(options.stop_s, self.coordinator.stop)
+            self.call_later(options.stop_s, self.coordinator.stop)
         if options.stop_again_s:
-            self.at(options.stop_again_s, self.coordinator.stop_at_once)
+            self.call_later(options.stop_again_s, self.coordinator.stop_at_once)
 
     # ------------------------------------------------------------ the control network
 
@@ -225,9 +225,11 @@ class World:
         options, lossy = self.options, self.faults.active and self.options.loss > 0
         if lossy and self.rng.random() < options.loss:
             return
-        self.at(self.delay(options.control_s), self._arrive, agent, up, hear, message)
+        self.call_later(self.delay(options.control_s), self._arrive, agent, up, hear, message)
         if lossy and self.rng.random() < options.duplicate:
-            self.at(self.delay(options.control_s * 20), self._arrive, agent, up, hear, message)
+            self.call_later(
+                self.delay(options.control_s * 20), self._arrive, agent, up, hear, message
+            )
 
     def _arrive(self, agent: str, up: bool, hear: Callable[[Any], None], message: object) -> None:
         if not self.cut.get((agent, up)):
@@ -253,16 +255,16 @@ class World:
         """Return whether a node has not crashed."""
         return self.hosts[agent].machine is not None
 
-    def spawned(self, process: Process) -> None:
+    def record_start(self, process: Process) -> None:
         self.count["spawns"] += 1
-        self.truth.spawned(process)
+        self.truth.record_start(process)
         self.processes[process.key] = process
 
-    def ended(self, process: Process) -> None:
-        self.truth.died(process)
-        self.truth.proofs.ended(process.key, self.now)
+    def record_end(self, process: Process) -> None:
+        self.truth.record_end(process)
+        self.truth.proofs.record_end(process.key, self.now)
 
-    def live(self) -> list[Process]:
+    def live_processes(self) -> list[Process]:
         return [self.processes[key] for key in sorted(self.truth.live)]
 
     # ------------------------------------------------------------ the story
@@ -295,20 +297,20 @@ def tell(now: float, who: object, event: object, effects: Any) -> str:
             name = f"coordinator.{who.term}"
         case _:
             return f"{now:10.4f}  *** {event}"
-    lines = [f"{now:10.4f}  {name:14} {_short(event)}"]
-    lines += [f"{'':28}-> {_short(effect)}" for effect in effects]
+    lines = [f"{now:10.4f}  {name:14} {_shorten(event)}"]
+    lines += [f"{'':28}-> {_shorten(effect)}" for effect in effects]
     return "\n".join(lines)
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     """Write a dataclass without the noise: without names of types and default values."""
     if isinstance(value, tuple):
-        return "(" + ", ".join(_short(v) for v in value) + ")"
+        return "(" + ", ".join(_shorten(v) for v in value) + ")"
     fields = getattr(value, "__dataclass_fields__", None)
     if fields is None:
         return str(value)
     shown = [
-        f"{name}={_short(getattr(value, name))}"
+        f"{name}={_shorten(getattr(value, name))}"
         for name, field in fields.items()
         if getattr(value, name) != field.default
     ]

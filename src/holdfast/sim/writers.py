@@ -38,17 +38,17 @@ class WriterHost:
         copy: Copy = (process.state, process.spoiling.flipped)
         order = (process, share)
         self._under_way.append(order)
-        self._truth.copied(share.step)
+        self._truth.record_copy(share.step)
         delay_s = world.delay(world.options.load_s)
-        world.at(delay_s, self._written, self._starts, order, copy)
+        world.call_later(delay_s, self._finish_write, self._starts, order, copy)
 
-    def _written(self, starts: int, order: tuple[Actor, CopyState], copy: Copy) -> None:
+    def _finish_write(self, starts: int, order: tuple[Actor, CopyState], copy: Copy) -> None:
         if starts != self._starts:
             return
         process, share = order
         step, view = share.step, share.view
         rank, truth = view.rank(process.worker), self._truth
-        truth.share_written(step, view, rank, copy)
+        truth.record_share(step, view, rank, copy)
         if rank == 0:
             self._await_others(starts, order, self._world.now + 4 * self._world.options.load_s + 1)
         else:
@@ -60,14 +60,14 @@ class WriterHost:
             return
         process, share = order
         step, view, world = share.step, share.view, self._world
-        if self._truth.shares_complete(step, view):
-            durable = self._truth.made_durable(step, view, checked=share.checked)
+        if self._truth.are_shares_complete(step, view):
+            durable = self._truth.make_durable(step, view, checked=share.checked)
             problem = "" if durable else "it is invalidated, or its shares are unlike"
             event = SaveEnded(step, view.number, durable, problem)
         elif world.now > until:
             event = SaveEnded(step, view.number, problem="a share did not come")
         else:
-            world.at(LOOK_S, self._await_others, starts, order, until)
+            world.call_later(LOOK_S, self._await_others, starts, order, until)
             return
         self._under_way.remove(order)
         process.post(0.001, process.feed, event)

@@ -30,7 +30,7 @@ class History(Protocol):
     drops: dict[tuple[int, int], bool]
     processes: dict[Key, Actor]
 
-    def goes_on(self, step: int, total: int) -> None: ...
+    def compute_rest(self, step: int, total: int) -> None: ...
 
 
 class Errors:
@@ -65,7 +65,9 @@ class Errors:
     def start(self) -> None:
         self._right = list(self._truth.states), list(self._truth.sums)
 
-    def used(self, view: View, step: int, sender: tuple[int, int], vrank: int, token: int) -> None:
+    def check_used(
+        self, view: View, step: int, sender: tuple[int, int], vrank: int, token: int
+    ) -> None:
         """Check whether something wrong may go into a sum that is committed, and note it."""
         members = [self._truth.processes[(m.worker, m.incarnation)] for m in view.members]
         flips = {member.spoiling.flipped for member in members}
@@ -83,11 +85,11 @@ class Errors:
         self._used.add(step)
         self._by_flip = self._by_flip or self._truth.processes[sender].spoiling.flipped is not None
 
-    def looks_at_all(self, step: int) -> None:
+    def record_comparison(self, step: int) -> None:
         """Record that every task and state is audited and compared in this step."""
         self._looks[step] = True
 
-    def _seen_by(self, step: int) -> bool:
+    def _is_seen_by(self, step: int) -> bool:
         """Return whether the error must have been seen before this step was committed."""
         if self.since is None or self.hidden:
             return False
@@ -95,7 +97,7 @@ class Errors:
             return True
         return any(self.since < look < step for look in self._looks)
 
-    def committed(self, process: Actor, step: int, total: int | None) -> None:
+    def check_commit(self, process: Actor, step: int, total: int | None) -> None:
         truth = self._truth
         last = truth.completed and bool(truth.drops)  # no worker goes on from its commit
         if self._decided.setdefault(step, total) != total and not last:
@@ -104,21 +106,21 @@ class Errors:
                 raise Violation(f"step {step} is committed with two sums")
             self._decided[step] = total  # the worker that committed the other total died unheard
             if truth.drops and total is not None and not self.hidden:
-                truth.goes_on(step, total)
+                truth.compute_rest(step, total)
         self._committers.setdefault(step, []).append(process.key)
         if self.hidden:
             return
         if total is not None and (step, total) in truth.drops and total != truth.sums[step]:
-            truth.goes_on(step, total)
+            truth.compute_rest(step, total)
         if total != truth.sums[step]:
             if step not in self._used or total is None:
                 raise Violation(f"worker {process.key} commits step {step} with other contents")
             self.since = step if self.since is None else min(step, self.since)
-            truth.goes_on(step, total)
-        if self._seen_by(step):
+            truth.compute_rest(step, total)
+        if self._is_seen_by(step):
             raise Violation(f"nobody sees until step {step} what is wrong since {self.since}")
 
-    def saved(self, step: int) -> None:
+    def check_save(self, step: int) -> None:
         """Check that no wrong gradient is part of two checkpoints in a row without an event."""
         if self.since is not None and step > self.since and not self.hidden:
             self._saved_wrong += 1
@@ -127,7 +129,7 @@ class Errors:
                     f"a second checkpoint, {step}, with what is wrong since {self.since}"
                 )
 
-    def noticed(self, wrong: Iterable[tuple[int, int]]) -> None:
+    def record_notice(self, wrong: Iterable[tuple[int, int]]) -> None:
         """A member of a view knows that something is wrong; and who, or that it is one of these."""
         for key in wrong:
             self._noticed.add(key)
@@ -135,20 +137,20 @@ class Errors:
             if spoiling.flipped is not None or spoiling.lies:
                 self._noticed_ill.add(key)
 
-    def doubted(self, again: bool) -> None:
+    def check_doubt(self, again: bool) -> None:
         """Check that, if the ledger doubts results and keeps them, there are no checkpoints."""
         if not again:
             if self._keeps:
                 raise Violation("the job keeps checkpoints, and does not go back to one")
             self.hidden = True
 
-    def died(self, process: Actor) -> None:
+    def record_end(self, process: Actor) -> None:
         ill = process.spoiling.flipped is not None or process.spoiling.lies
         used = self.since is not None or self._used
         if ill and used and process.key not in self._noticed_ill:
             self.hidden = True
 
-    def began(self, view: View) -> None:
+    def check_view_beginning(self, view: View) -> None:
         """Check that all begin from a state that is right: a checkpoint, or the beginning."""
         for step in [s for s in self._decided if s >= view.resume_step]:
             del self._decided[step], self._committers[step]
@@ -170,7 +172,7 @@ class Errors:
         self._noticed.clear()
         self._noticed_ill.clear()
 
-    def ended(self) -> None:
+    def check_script_end(self) -> None:
         """Check, at a script's end, that only errors after the last comparison are unseen."""
-        if self._seen_by(self._truth.steps):
+        if self._is_seen_by(self._truth.steps):
             raise Violation(f"the job ends with what is wrong since step {self.since}")
