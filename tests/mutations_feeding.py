@@ -103,7 +103,7 @@ def a_view_without_tasks_for_who_was_fed_proves_it(patch: pytest.MonkeyPatch) ->
         found = proposal.joiners
         return tuple(sorted(found)) if len(found) < len(proposal.workers) else ()
 
-    patch.setattr(view_making, "_unproven", unproven)
+    patch.setattr(view_making, "_find_unproven", unproven)
     return Machines()
 
 
@@ -123,5 +123,5 @@ def all_wait_while_who_is_fed_receives_the_state_again(patch: pytest.MonkeyPatch
     def abreast(self: Followers, facts: Facts) -> tuple[Follower, ...]:
         return ()
 
-    patch.setattr(Followers, "abreast", abreast)
+    patch.setattr(Followers, "caught_up", abreast)
     return Machines()

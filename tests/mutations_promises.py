@@ -61,15 +61,15 @@ def a_view_names_no_fault_as_its_cause(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def whoever_ends_with_status_0_has_come_to_its_end(patch: pytest.MonkeyPatch) -> Machines:
     class Trusting(AgentMachine):
-        def _exited(self, event: ProcessExited) -> bool:
-            return super()._exited(dataclasses.replace(event, reported=True))
+        def _handle_exit(self, event: ProcessExited) -> bool:
+            return super()._handle_exit(dataclasses.replace(event, reported=True))
 
     return Machines(agent=Trusting)
 
 
 @mutation
 def a_stop_waits_although_its_checkpoint_is_durable(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(Stopping, "over", lambda self, durable, now: now >= self.until)
+    patch.setattr(Stopping, "is_over", lambda self, durable, now: now >= self.until)
     return Machines()
 
 
@@ -108,8 +108,8 @@ def the_word_that_the_job_is_over_is_not_believed(patch: pytest.MonkeyPatch) -> 
 
 @mutation
 def only_nodes_that_were_heard_count(patch: pytest.MonkeyPatch) -> Machines:
-    heard = property(lambda self: [name for name in self.nodes if self.here(name)])
-    patch.setattr(Roster, "placed", heard)
+    heard = property(lambda self: [name for name in self.nodes if self.workers_of(name)])
+    patch.setattr(Roster, "nodes_with_places", heard)
     return Machines()
 
 
@@ -150,18 +150,18 @@ def what_was_not_reported_does_not_run(patch: pytest.MonkeyPatch) -> Machines:
     def over(self: Roster, now: float, fence_s: float) -> bool:
         return not any(s.stage.alive for n in self.nodes.values() for s in n.statuses.values())
 
-    patch.setattr(Roster, "over", over)
+    patch.setattr(Roster, "is_over", over)
     return Machines()
 
 
 @mutation
 def too_few_workers_go_on(patch: pytest.MonkeyPatch) -> Machines:
-    plain = co.why_change
+    plain = co.choose_change
 
     def why_change(facts: Facts, workers_min: int, step: int) -> tuple[str, str] | None:
         return plain(facts, 1, step)
 
-    patch.setattr(co, "why_change", why_change)
+    patch.setattr(co, "choose_change", why_change)
     return Machines()
 
 
@@ -206,17 +206,17 @@ def the_oldest_checkpoint_is_begun_from(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def nobody_waits_for_a_silent_holder_of_the_state(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(Facts, "may_return", lambda self, member: False)
+    patch.setattr(Facts, "can_return", lambda self, member: False)
     return Machines()
 
 
 @mutation
 def a_paused_process_counts_as_frozen(patch: pytest.MonkeyPatch) -> Machines:
     class Observing(AgentMachine):
-        def _sampled(
+        def _handle_sample(
             self, worker: WorkerId, incarnation: Incarnation, sample: ProcessSample
         ) -> list[AgentEffect]:
-            process = self._current(worker, incarnation)
+            process = self._find_current(worker, incarnation)
             if process is None or not process.running:
                 return []
             reason = process.detector.observe(sample)
@@ -282,11 +282,11 @@ def a_worker_in_its_own_code_is_taken_to_rest(patch: pytest.MonkeyPatch) -> Mach
 
 @mutation
 def nobody_is_asked_to_join(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(co, "why_change", lambda facts, workers_min, step: None)
+    patch.setattr(co, "choose_change", lambda facts, workers_min, step: None)
     return Machines()
 
 
 @mutation
 def views_follow_each_other_for_no_reason(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(co, "why_change", lambda facts, workers_min, step: ("join", "again"))
+    patch.setattr(co, "choose_change", lambda facts, workers_min, step: ("join", "again"))
     return Machines()

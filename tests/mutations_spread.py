@@ -20,7 +20,7 @@ from mutation_kit import SPREAD, TUNED, mutation
 
 @mutation
 def the_loss_of_a_further_node_is_not_noticed(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(restart, "_why_lost_elsewhere", lambda *_: None)
+    patch.setattr(restart, "_reason_of_loss_elsewhere", lambda *_: None)
     return Machines()
 
 
@@ -82,14 +82,14 @@ def a_follower_takes_any_commit_for_a_proof(patch: pytest.MonkeyPatch) -> Machin
 @mutation
 def one_node_of_a_worker_takes_it_for_all_of_it(patch: pytest.MonkeyPatch) -> Machines:
     class Alone(AgentMachine):
-        def _alone(self) -> bool:
+        def _is_alone(self) -> bool:
             plain = self._directive
             if plain is not None and plain.view is not None:
                 members = (dataclasses.replace(m, further=()) for m in plain.view.members)
                 view = dataclasses.replace(plain.view, members=tuple(members))
                 self._directive = dataclasses.replace(plain, view=view)
             try:
-                return super()._alone()
+                return super()._is_alone()
             finally:
                 self._directive = plain
 

@@ -132,5 +132,5 @@ def the_late_one_goes_on_in_the_old_view(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def who_stays_away_is_forgotten(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(coordinator, "too_far_behind", lambda facts, step: [])
+    patch.setattr(coordinator, "find_too_far_behind", lambda facts, step: [])
     return Machines()

@@ -132,10 +132,10 @@ def a_refused_joiner_is_the_scripts_doing_the_second_time(patch: pytest.MonkeyPa
 
 @mutation
 def who_was_unproven_is_proved_by_a_new_view(patch: pytest.MonkeyPatch) -> Machines:
-    plain = view_making._unproven
+    plain = view_making._find_unproven
 
     def unproven(proposal: Proposal, old: View | None, roster: Roster) -> tuple[WorkerId, ...]:
         return plain(proposal, None, roster)
 
-    patch.setattr(view_making, "_unproven", unproven)
+    patch.setattr(view_making, "_find_unproven", unproven)
     return Machines()

@@ -16,8 +16,8 @@ from holdfast.core.exact_products import NARROW, WIDE, ExactProduct, digest_of
 from holdfast.core.membership.admission import drain
 from holdfast.core.membership.changes import AddSlot, Change
 from holdfast.core.membership.draining import choose_drains
-from holdfast.core.membership.formation import Facts, spans, unreachable
-from holdfast.core.membership.lease import LeasePolicy, acting_until, fenced_from
+from holdfast.core.membership.formation import Facts, choose_unreachable, spans
+from holdfast.core.membership.lease import LeasePolicy, acting_deadline, fence_time
 from holdfast.core.membership.live_roster import LiveRoster
 from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
 from holdfast.core.membership.resume import resume_step
@@ -322,9 +322,9 @@ def test_who_is_fenced_has_stopped_before(
     """Times of one true clock; the node's own runs faster or slower by `drift` from time 0."""
     proved = min(proved, witness)  # nothing proves more than the witness allows
     rate = 1 + drift
-    stops_at = acting_until(answered * rate, proved * rate, policy) / rate
-    fenced_at = fenced_from(answered + heard_late, witness, policy)
-    alone = fenced_from(answered + heard_late, None, policy)
+    stops_at = acting_deadline(answered * rate, proved * rate, policy) / rate
+    fenced_at = fence_time(answered + heard_late, witness, policy)
+    alone = fence_time(answered + heard_late, None, policy)
     span_s = policy.abandon_s if fenced_at == alone else policy.lease_s
     assert stops_at <= fenced_at + span_s * 0.06
 
@@ -372,7 +372,7 @@ def test_who_is_left_out_reconnects_the_rest(data: st.DataObject, workers: int) 
     joiners = data.draw(st.sets(st.integers(0, workers - 1), max_size=workers - 1))
     several = st.tuples(st.integers(0, workers - 1), st.integers(0, workers - 1))
     pairs = [p for p in data.draw(st.lists(several, max_size=8)) if p[0] != p[1]]
-    left_out = unreachable(facts(pairs, joiners, workers))
+    left_out = choose_unreachable(facts(pairs, joiners, workers))
     kept = set(range(workers)) - set(left_out)
     assert not any(a in kept and b in kept for a, b in pairs)
     assert kept - joiners, "nobody who holds the state is left"
@@ -380,9 +380,9 @@ def test_who_is_left_out_reconnects_the_rest(data: st.DataObject, workers: int) 
 
 
 def test_a_pair_costs_one_worker_and_not_the_leader() -> None:
-    assert unreachable(facts([(0, 1), (1, 0)], set(), 3)) == [1]
-    assert unreachable(facts([(2, 0)], {2}, 3)) == [2]
-    assert unreachable(facts([(1, 0), (1, 2), (2, 1)], set(), 3)) == [1]
+    assert choose_unreachable(facts([(0, 1), (1, 0)], set(), 3)) == [1]
+    assert choose_unreachable(facts([(2, 0)], {2}, 3)) == [2]
+    assert choose_unreachable(facts([(1, 0), (1, 2), (2, 1)], set(), 3)) == [1]
 
 
 # ---------------------------------------------------------------- drains
@@ -473,12 +473,12 @@ def test_a_drained_node_stays_so_when_another_begins_to_fail() -> None:
 def test_a_node_that_is_well_again_is_used_again() -> None:
     found = nodes_asking({"n3": "disk"})
     drain_now(found)
-    ordered = [each.incarnation for each in found.roster.wanted(AgentId("n3"), None)]
+    ordered = [each.incarnation for each in found.roster.processes_for(AgentId("n3"), None)]
     renew(found, asking("n3", 2, "", ""))
     drain_now(found)
     assert drained(found) == []
     assert ordered == []
-    assert [each.incarnation for each in found.roster.wanted(AgentId("n3"), None)] == [2]
+    assert [each.incarnation for each in found.roster.processes_for(AgentId("n3"), None)] == [2]
 
 
 def test_an_error_is_told_in_one_line_whatever_it_says() -> None:

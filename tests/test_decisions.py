@@ -135,11 +135,11 @@ def test_what_is_found_in_facts_is_found_once_until_something_changes() -> None:
 
     first = update(1)
     assert first.feeding
-    assert [update(1).once(find), update(1).once(find)] == [1, 1]
+    assert [update(1).find_once(find), update(1).find_once(find)] == [1, 1]
     assert update(1) is first
     for found, changed in enumerate((update(2), update(2, now=2.0)), start=2):
         assert changed is not first
-        assert changed.once(find) == found
+        assert changed.find_once(find) == found
     assert survivors_of(first) is survivors_of(first)
     assert candidates(first) is candidates(first)
 

@@ -201,7 +201,7 @@ def a_deadline_is_not_looked_at(patch: pytest.MonkeyPatch) -> Faults | None:
 
 @planted
 def hosts_that_fail_are_asked_again(patch: pytest.MonkeyPatch) -> Faults | None:
-    patch.setattr(HostStrikes, "avoided", lambda self, now: [])
+    patch.setattr(HostStrikes, "hosts_to_avoid", lambda self, now: [])
     return Faults(bad_hosts=5, kill_every_s=10.0)
 
 

@@ -109,8 +109,8 @@ def test_times_to_look_are_those_at_which_something_changes() -> None:
 def test_a_host_is_avoided_for_longer_each_time_until_it_has_served_for_long_enough() -> None:
     strikes = HostStrikes(POLICY)
     assert strikes.strike("h1", 0.0) == POLICY.avoid_s
-    assert strikes.avoided(POLICY.avoid_s - 0.1) == ["h1"]
-    assert strikes.avoided(POLICY.avoid_s) == []
+    assert strikes.hosts_to_avoid(POLICY.avoid_s - 0.1) == ["h1"]
+    assert strikes.hosts_to_avoid(POLICY.avoid_s) == []
     assert strikes.strike("h1", 1000.0) == 2 * POLICY.avoid_s
     strikes.note_serving(["h1"], 2000.0)
     strikes.note_serving([], 2001.0)  # it has to begin again

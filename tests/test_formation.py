@@ -56,12 +56,12 @@ def test_a_dead_worker_is_fenced_at_once_and_a_silent_one_after_its_lease() -> N
     cluster = Cluster(member(0), member(1, stage=Stage.LOST))
     first, second = view_of(0, 1).members
     heard = cluster.facts(view_of(0, 1))
-    assert (heard.sound(first), heard.fenced(first), heard.may_return(first)) == (
+    assert (heard.is_sound(first), heard.is_fenced(first), heard.can_return(first)) == (
         True,
         False,
         False,
     )
-    assert (heard.sound(second), heard.fenced(second)) == (False, True)
+    assert (heard.is_sound(second), heard.is_fenced(second)) == (False, True)
     fence_at = 1.0 + LEASE.fence_s
     for now, witness_at, fenced in (
         (fence_at - 0.1, 0.0, False),
@@ -72,10 +72,10 @@ def test_a_dead_worker_is_fenced_at_once_and_a_silent_one_after_its_lease() -> N
         (1.0 + LEASE.abandon_s + LEASE.margin_s, None, True),
     ):
         silent = cluster.facts(view_of(0, 1), 0, now=now, witness_at=witness_at)
-        assert silent.fenced(first) is fenced
-        assert silent.may_return(first) is (now < 1.0 + LEASE.abandon_s + LEASE.margin_s)
-    assert not cluster.facts(view_of(0, 1), 1).may_return(second)
-    assert cluster.facts(view_of(0, 1)).abandoned(second)
+        assert silent.is_fenced(first) is fenced
+        assert silent.can_return(first) is (now < 1.0 + LEASE.abandon_s + LEASE.margin_s)
+    assert not cluster.facts(view_of(0, 1), 1).can_return(second)
+    assert cluster.facts(view_of(0, 1)).is_abandoned(second)
 
 
 # ---------------------------------------------------------------- who may join
@@ -145,22 +145,22 @@ def test_who_was_suspended_returns_once_it_is_done(
     cluster = Cluster(member(0), member(1))
     cluster.hear("n1", heard)
     view = view_of(0, suspended=(lag(1, 5),))
-    assert fo.returning(cluster.facts(view), step) == ([lag(1, 5)] if returns else [])
-    assert fo.returning(cluster.facts(view, 1), step) == []
-    assert fo.returning(cluster.facts(view_of(0)), step) == []
-    assert fo.returning(cluster.facts(), step) == []
+    assert fo.find_returning(cluster.facts(view), step) == ([lag(1, 5)] if returns else [])
+    assert fo.find_returning(cluster.facts(view, 1), step) == []
+    assert fo.find_returning(cluster.facts(view_of(0)), step) == []
+    assert fo.find_returning(cluster.facts(), step) == []
     cluster.put(1, further=(AgentId("n5"),))
-    assert fo.returning(cluster.facts(view, 5), step) == []  # one of its nodes is silent
+    assert fo.find_returning(cluster.facts(view, 5), step) == []  # one of its nodes is silent
 
 
 def test_a_worker_that_has_missed_too_much_is_better_replaced() -> None:
     view = view_of(0, suspended=(lag(1, 5),))
     cluster = Cluster(member(0), member(1))
     for step, behind in ((5 + STEPS_MISSED_MAX, []), (6 + STEPS_MISSED_MAX, [1])):
-        assert numbers(fo.too_far_behind(cluster.facts(view), step)) == behind
+        assert numbers(fo.find_too_far_behind(cluster.facts(view), step)) == behind
     cluster.hear("n1", member(1, stage=Stage.LOST))
-    assert fo.too_far_behind(cluster.facts(view), 500) == []
-    assert fo.too_far_behind(cluster.facts(), 500) == []
+    assert fo.find_too_far_behind(cluster.facts(view), 500) == []
+    assert fo.find_too_far_behind(cluster.facts(), 500) == []
 
 
 # ---------------------------------------------------------------- who is late
@@ -181,7 +181,7 @@ def test_a_worker_that_has_missed_too_much_is_better_replaced() -> None:
 def test_who_is_late_computes_while_as_many_wait(
     survivors: list[WorkerStatus], late: list[int]
 ) -> None:
-    assert numbers(fo.late_workers(survivors)) == late
+    assert numbers(fo.workers_to_suspend(survivors)) == late
 
 
 # ---------------------------------------------------------------- when a view must stop
@@ -204,29 +204,29 @@ BROKEN = [
 @pytest.mark.parametrize(("statuses", "why"), BROKEN)
 def test_why_a_view_must_stop(statuses: tuple[WorkerStatus, ...], why: str | None) -> None:
     facts = Cluster(*statuses).facts(view_of(0, 1))
-    found = fo.why_broken(facts, 5.0, 5.0, minds_late=True)
+    found = fo.reason_to_stop(facts, 5.0, 5.0, minds_late=True)
     assert (found is None) if why is None else (why in str(found))
-    assert fo.why_broken(Cluster(*statuses).facts(), 5.0, 5.0) is None
+    assert fo.reason_to_stop(Cluster(*statuses).facts(), 5.0, 5.0) is None
 
 
 def test_all_late_workers_are_named() -> None:
     facts = Cluster(member(0, **OVERDUE), member(1), member(2)).facts(view_of(0, 1, 2))
     told = "worker 0 waits for workers 1, 2, which are late"
-    assert fo.why_broken(facts, 5.0, 5.0, minds_late=True) == told
+    assert fo.reason_to_stop(facts, 5.0, 5.0, minds_late=True) == told
 
 
 def test_a_planned_stop_is_waited_for_and_the_late_only_where_that_is_allowed() -> None:
     waits = Cluster(member(0, **WAITING), resting(1)).facts(view_of(0, 1))
-    assert fo.why_broken(waits, 4.9, 5.0) is None
+    assert fo.reason_to_stop(waits, 4.9, 5.0) is None
     overdue = Cluster(member(0, **OVERDUE), member(1)).facts(view_of(0, 1))
-    assert fo.why_broken(overdue, 5.0, 5.0, minds_late=False) is None
+    assert fo.reason_to_stop(overdue, 5.0, 5.0, minds_late=False) is None
 
 
 def test_a_silent_node_stops_the_view_if_others_can_go_on() -> None:
     cluster = Cluster(member(0), member(1))
     one = cluster.facts(view_of(0, 1), 1)
-    assert fo.why_broken(one, 0.0, 5.0) == "node n1 has not been heard for a while"
-    assert fo.why_broken(cluster.facts(view_of(0, 1), 0, 1), 0.0, 5.0) is None
+    assert fo.reason_to_stop(one, 0.0, 5.0) == "node n1 has not been heard for a while"
+    assert fo.reason_to_stop(cluster.facts(view_of(0, 1), 0, 1), 0.0, 5.0) is None
 
 
 # ---------------------------------------------------------------- planned changes
@@ -235,31 +235,31 @@ def test_a_silent_node_stops_the_view_if_others_can_go_on() -> None:
 def test_a_change_is_planned_for_joiners_then_for_drains_then_for_too_few() -> None:
     cluster = Cluster(member(0), member(1), status(4))
     facts = cluster.facts(view_of(0, 1))
-    assert fo.why_change(with_room(facts, 3), 1, 5) == ("join", "worker 4 joins")
-    assert fo.why_change(with_room(facts, 2), 1, 5) is None  # no virtual rank is left for it
-    assert fo.why_change(with_room(facts, 2), 3, 5) == ("wait", "the job waits")
-    assert fo.why_change(with_room(facts, 2), 2, 5) is None
+    assert fo.choose_change(with_room(facts, 3), 1, 5) == ("join", "worker 4 joins")
+    assert fo.choose_change(with_room(facts, 2), 1, 5) is None  # no virtual rank is left for it
+    assert fo.choose_change(with_room(facts, 2), 3, 5) == ("wait", "the job waits")
+    assert fo.choose_change(with_room(facts, 2), 2, 5) is None
     for name in ("n0", "n1"):
         cluster.drain(name)
         expected = ("drain", f"node n0 is left ({'asked'})")
-        assert fo.why_change(with_room(facts, 2), 3, 5) == expected
+        assert fo.choose_change(with_room(facts, 2), 3, 5) == expected
     view = view_of(0, suspended=(lag(1, 5),))
     back = Cluster(member(0), member(1, **WAITING)).facts(view)
-    assert fo.why_change(with_room(back, 2), 1, 8) == ("join", "worker 1 joins")
-    assert fo.why_change(with_room(back, 1), 1, 8) is None
+    assert fo.choose_change(with_room(back, 2), 1, 8) == ("join", "worker 1 joins")
+    assert fo.choose_change(with_room(back, 1), 1, 8) is None
 
 
 def test_a_node_is_left_only_if_others_can_go_on() -> None:
     cluster = Cluster(member(0), member(1))
     facts = cluster.facts(view_of(0, 1))
-    assert fo.leaving(facts, 1) == {}
+    assert fo.find_leaving(facts, 1) == {}
     cluster.drain("n0")
-    assert fo.leaving(facts, 1) == {"node n0": "asked"}
+    assert fo.find_leaving(facts, 1) == {"node n0": "asked"}
     cluster.drain("n1", "disk")
-    assert fo.leaving(facts, 1) == {}  # nobody would be left
+    assert fo.find_leaving(facts, 1) == {}  # nobody would be left
     joined = Cluster(member(0), status(4))
     joined.drain("n0")
-    assert fo.leaving(joined.facts(view_of(0)), 1) == {"node n0": "asked"}
+    assert fo.find_leaving(joined.facts(view_of(0)), 1) == {"node n0": "asked"}
 
 
 # ---------------------------------------------------------------- who survives
@@ -298,17 +298,17 @@ def test_who_had_to_stop_while_it_caught_up_is_interrupted() -> None:
         (stopped(1, state=StateCopy.DIRTY, stage=Stage.LOST), []),
     ):
         facts = Cluster(stopped(0, state=StateCopy.DIRTY), one).facts(view)
-        assert numbers(fo.interrupted(facts)) == found
-    assert fo.interrupted(Cluster(stopped(0)).facts()) == []
+        assert numbers(fo.interrupted_members(facts)) == found
+    assert fo.interrupted_members(Cluster(stopped(0)).facts()) == []
 
 
 def test_nobody_begins_from_a_state_that_is_discarded() -> None:
     wrong = stopped(1, state=StateCopy.DISCARDED)
     cluster = Cluster(stopped(0), wrong)
-    assert fo.discarded(cluster.facts(view_of(0, 1)))
+    assert fo.is_state_discarded(cluster.facts(view_of(0, 1)))
     cluster.change(OrderNext(WorkerId(1)))
-    assert not fo.discarded(cluster.facts(view_of(0, 1)))
-    assert not fo.discarded(Cluster(stopped(0)).facts(view_of(0)))
+    assert not fo.is_state_discarded(cluster.facts(view_of(0, 1)))
+    assert not fo.is_state_discarded(Cluster(stopped(0)).facts(view_of(0)))
 
 
 def test_the_view_is_surely_the_newest_if_all_its_members_are_heard_of_and_well() -> None:
@@ -319,9 +319,9 @@ def test_the_view_is_surely_the_newest_if_all_its_members_are_heard_of_and_well(
         (member(1, stage=Stage.LOST), False),
         (member(1, incarnation=2), False),
     ):
-        assert fo.surely_newest(Cluster(member(0), second).facts(view)) is sure
-    assert not fo.surely_newest(Cluster(member(0)).facts(view))
-    assert not fo.surely_newest(Cluster(member(0)).facts())
+        assert fo.is_surely_newest(Cluster(member(0), second).facts(view)) is sure
+    assert not fo.is_surely_newest(Cluster(member(0)).facts(view))
+    assert not fo.is_surely_newest(Cluster(member(0)).facts())
 
 
 # ---------------------------------------------------------------- the next view
@@ -337,7 +337,7 @@ def following(cluster: Cluster, view: Any, *, vranks: int = 4, **fields: Any) ->
     survivors = fo.survivors_of(facts)
     assert survivors is not None
     workers_min = fields.pop("workers_min", 1)
-    return fo.next_view(with_room(facts, vranks), survivors, workers_min, **fields)
+    return fo.propose_view(with_room(facts, vranks), survivors, workers_min, **fields)
 
 
 def test_at_rest_waiting_workers_join_as_far_as_there_are_virtual_ranks() -> None:
@@ -402,15 +402,15 @@ def test_what_a_member_committed_that_is_left_out_is_not_redone() -> None:
     view = view_of(0, 1, 2)
     survivors = [s for s in cluster.roster.newest.values() if s.worker != 2]
     for propose in (
-        lambda: fo.next_view(with_room(cluster.facts(view), 3), survivors, 1),
-        lambda: fo.last_view(cluster.facts(view), survivors),
+        lambda: fo.propose_view(with_room(cluster.facts(view), 3), survivors, 1),
+        lambda: fo.propose_last_view(cluster.facts(view), survivors),
     ):
         found = propose()
         assert found is not None
         assert found.resume_step == 6
     older = stopped(2, committed=6, view=ViewNumber(2))  # its report is about another history
     cluster.hear("n2", older)
-    found = fo.next_view(with_room(cluster.facts(view), 3), survivors, 1)
+    found = fo.propose_view(with_room(cluster.facts(view), 3), survivors, 1)
     assert found is not None
     assert found.resume_step == 5
 
@@ -497,7 +497,7 @@ def test_a_view_keeps_its_leader_as_long_as_it_holds_the_state() -> None:
 def test_the_last_view_waits_for_nobody(missing: int) -> None:
     statuses = [stopped(w, committed=5, reduced=True) for w in range(4) if w != missing]
     cluster = Cluster(*statuses, status(5))
-    found = fo.last_view(cluster.facts(view_of(0, 1, 2, 3)), statuses)
+    found = fo.propose_last_view(cluster.facts(view_of(0, 1, 2, 3)), statuses)
     assert set(found.workers) == set(found.owners) == {0, 1, 2, 3} - {missing}
     assert (found.resume_step, found.joiners) == (5, ())  # the lost worker may not have reduced it
 
@@ -517,5 +517,7 @@ def test_only_links_of_the_present_view_count_as_broken() -> None:
     for view, left_out in ((THREE, [WorkerId(1)]), (ViewNumber(2), [])):
         names = member(0, unreached=(WorkerId(1),), view=view)
         facts = Cluster(names, member(1), member(2)).facts(view_of(0, 1, 2))
-        assert fo.unreachable(facts) == left_out
-    assert fo.unreachable(Cluster(member(0)).facts(view_of(0, 1))) == []  # one was never heard
+        assert fo.choose_unreachable(facts) == left_out
+    assert (
+        fo.choose_unreachable(Cluster(member(0)).facts(view_of(0, 1))) == []
+    )  # one was never heard

@@ -66,21 +66,21 @@ def test_many_worlds(loses_journal: bool, nodes_max: int) -> None:
 
 
 def nobody_waits_for_the_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GroupMachine, "_gone", lambda self, now: True)
+    patch.setattr(GroupMachine, "_is_gone", lambda self, now: True)
 
 
 def a_silent_node_is_lost_at_once(patch: pytest.MonkeyPatch) -> None:
     def lost(self: GroupMachine, name: AgentId, now: float) -> bool:
         return now >= self._heard_at(name) + 1.5
 
-    patch.setattr(GroupMachine, "_node_lost", lost)
+    patch.setattr(GroupMachine, "_is_node_lost", lost)
 
 
 def a_node_alone_is_fenced_as_others_are(patch: pytest.MonkeyPatch) -> None:
     def lost(self: GroupMachine, name: AgentId, now: float) -> bool:
         return now >= self._heard_at(name) + self._policy.lease.fence_s
 
-    patch.setattr(GroupMachine, "_node_lost", lost)
+    patch.setattr(GroupMachine, "_is_node_lost", lost)
 
 
 def it_is_told_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def one_that_is_done_is_enough(patch: pytest.MonkeyPatch) -> None:
 
     def supervise(self: GroupMachine, facts: Facts) -> group.Plan:
         done = any(status.stage is Stage.EXITED for status in facts.roster.newest.values())
-        return [EndJob("")] if done and self._running() else plain(self, facts)
+        return [EndJob("")] if done and self._is_running() else plain(self, facts)
 
     patch.setattr(GroupMachine, "_plan_supervision", supervise)
 
@@ -119,7 +119,7 @@ def nobody_sees_that_it_hangs(patch: pytest.MonkeyPatch) -> None:
 
 
 def who_died_with_its_agent_is_not_missed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Roster, "dead", lambda self, worker, incarnation: False)
+    patch.setattr(Roster, "is_dead", lambda self, worker, incarnation: False)
 
 
 def an_incarnation_is_ordered_twice(patch: pytest.MonkeyPatch) -> None:

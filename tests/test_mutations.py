@@ -298,16 +298,16 @@ def next_incarnation_starts_before_the_old_one_ended(patch: pytest.MonkeyPatch) 
 @mutation
 def lost_worker_is_still_ordered_during_its_back_off(patch: pytest.MonkeyPatch) -> Machines:
     def wanted(self: Roster, name: Any, view: Any) -> Iterator[Any]:
-        for worker in self.here(name):
+        for worker in self.workers_of(name):
             yield from self._wanted_as(worker, self.slots[worker].incarnation, name)
 
-    patch.setattr(Roster, "wanted", wanted)
+    patch.setattr(Roster, "processes_for", wanted)
     return Machines()
 
 
 @mutation
 def nobody_fences_without_a_lease(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(ag, "acting_until", lambda answered_at, proved_at, policy: 1e9)
+    patch.setattr(ag, "acting_deadline", lambda answered_at, proved_at, policy: 1e9)
     return Machines()
 
 
@@ -316,17 +316,17 @@ def coordinator_gives_up_leases_too_early(patch: pytest.MonkeyPatch) -> Machines
     def early(heard_at: float, witness_at: float | None, policy: le.LeasePolicy) -> float:
         return heard_at + policy.suspect_s + 0.1
 
-    patch.setattr(facts_module, "fenced_from", early)
+    patch.setattr(facts_module, "fence_time", early)
     return Machines()
 
 
 @mutation
 def lease_runs_from_when_the_answer_came(patch: pytest.MonkeyPatch) -> Machines:
     class Generous(AgentMachine):
-        def _directed(self, directive: Any, now: float) -> list[ag.AgentEffect]:
+        def _handle_directive(self, directive: Any, now: float) -> list[ag.AgentEffect]:
             if directive.heard in self._sent_at:
                 self._sent_at[directive.heard] = now + 2.0
-            return super()._directed(directive, now)
+            return super()._handle_directive(directive, now)
 
     return Machines(agent=Generous)
 
@@ -334,11 +334,11 @@ def lease_runs_from_when_the_answer_came(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def agent_obeys_an_older_term(patch: pytest.MonkeyPatch) -> Machines:
     class Obedient(AgentMachine):
-        def _directed(self, directive: Any, now: float) -> list[ag.AgentEffect]:
+        def _handle_directive(self, directive: Any, now: float) -> list[ag.AgentEffect]:
             old = self._directive
             if old is not None and directive.term < old.term:
                 self._directive = dataclasses.replace(old, term=0)
-            return super()._directed(directive, now)
+            return super()._handle_directive(directive, now)
 
     return Machines(agent=Obedient)
 
@@ -348,9 +348,9 @@ def witness_is_ignored(patch: pytest.MonkeyPatch) -> Machines:
     """A node that others heard acting until just now counts as fenced by its silence alone."""
 
     def forgetful(heard_at: float, witness_at: float | None, policy: le.LeasePolicy) -> float:
-        return le.fenced_from(heard_at, None if witness_at is None else heard_at, policy)
+        return le.fence_time(heard_at, None if witness_at is None else heard_at, policy)
 
-    patch.setattr(facts_module, "fenced_from", forgetful)
+    patch.setattr(facts_module, "fence_time", forgetful)
     return Machines()
 
 
@@ -395,7 +395,7 @@ def incarnations_are_reused_after_the_loss_of_the_journal(patch: pytest.MonkeyPa
 
 @mutation
 def replaced_worker_stays_a_survivor(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(Roster, "ordered", lambda self, status: status.worker in self.slots)
+    patch.setattr(Roster, "is_ordered", lambda self, status: status.worker in self.slots)
     return Machines()
 
 

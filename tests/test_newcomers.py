@@ -209,15 +209,15 @@ def status(
 def test_scripts_that_end_after_other_steps_are_told() -> None:
     progress = Progress(0)
     behind = [status(1, 12), status(2, 11)]
-    assert progress.uneven([status(1, 13)]) == ""
-    progress.ended(status(0, 5))  # the knowledge of it is older than its end
-    assert progress.uneven([status(1, 13)]) == ""
-    progress.ended(status(0, 12, ended=True))
-    assert progress.uneven(behind) == ""
-    assert progress.uneven([status(1, 13, loop=2)]) == ""
+    assert progress.reason_of_uneven_ends([status(1, 13)]) == ""
+    progress.record_end(status(0, 5))  # the knowledge of it is older than its end
+    assert progress.reason_of_uneven_ends([status(1, 13)]) == ""
+    progress.record_end(status(0, 12, ended=True))
+    assert progress.reason_of_uneven_ends(behind) == ""
+    assert progress.reason_of_uneven_ends([status(1, 13, loop=2)]) == ""
     # It was lost in a view before the job began again from an earlier step.
-    assert progress.uneven([status(1, 13, view=4)]) == ""
-    found = progress.uneven([*behind, status(1, 13, view=6)])
+    assert progress.reason_of_uneven_ends([status(1, 13, view=4)]) == ""
+    found = progress.reason_of_uneven_ends([*behind, status(1, 13, view=6)])
     assert "worker 1 goes on after step 12, where that of worker 0 has ended" in found
-    progress.ended(status(1, 30, ended=True))  # the first counts
-    assert progress.uneven([status(1, 13)]) != ""
+    progress.record_end(status(1, 30, ended=True))  # the first counts
+    assert progress.reason_of_uneven_ends([status(1, 13)]) != ""

@@ -64,21 +64,21 @@ def test_options_after_the_script_are_pointed_out(
 
 def test_a_failure_that_repeats_itself_is_counted() -> None:
     failures = Recurring()
-    said = [failures.failed(f"step {step}", "the disk is full") for step in range(1, 101)]
+    said = [failures.count_failure(f"step {step}", "the disk is full") for step in range(1, 101)]
     assert [text for text in said if text] == [
         "step 1 is not saved: the disk is full",
         "step 10 is not saved, nor were the 9 before it: the disk is full",
         "step 100 is not saved, nor were the 99 before it: the disk is full",
     ]
-    assert failures.succeeded() == "; the 100 before it were not"
-    assert failures.succeeded() == ""
-    assert failures.failed("step 7", "why") == "step 7 is not saved: why"
+    assert failures.forget_failures() == "; the 100 before it were not"
+    assert failures.forget_failures() == ""
+    assert failures.count_failure("step 7", "why") == "step 7 is not saved: why"
 
 
 def test_one_worker_is_no_plural() -> None:
     progress = Progress(5)
     progress.count_loss("its node is lost")
-    assert progress.hopeless(0, 9).startswith("1 worker was lost at step 5")
+    assert progress.reason_to_give_up(0, 9).startswith("1 worker was lost at step 5")
 
 
 def test_crashes_at_one_step_cast_doubt_on_the_script() -> None:
@@ -94,7 +94,7 @@ def test_crashes_at_one_step_cast_doubt_on_the_script() -> None:
     assert "30 losses" in again
     assert "--losses-max" in again
     assert "lost 3 times at step 5" in lost()
-    progress.reached(6)
+    progress.record_step(6)
     assert "script" not in lost()
 
 

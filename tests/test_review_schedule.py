@@ -24,7 +24,7 @@ def agenda(*, reviewed: bool = True) -> tuple[Agenda, Cluster]:
     found = Agenda(POLICY, cluster.roster, 1.0)
     if reviewed:
         assert found.due(1.0)
-        found.reviewed(1.0, [])
+        found.record_review(1.0, [])
     return found, cluster
 
 
@@ -39,7 +39,7 @@ def test_the_first_review_is_due_at_once_and_none_before_its_time() -> None:
     assert found.deadline == 1.0
     assert not found.due(0.9)
     assert found.due(1.0)
-    found.reviewed(1.0, [])
+    found.record_review(1.0, [])
     assert not found.due(1.0)
 
 
@@ -60,21 +60,21 @@ def test_a_change_is_reviewed_after_a_pause_that_grows_with_the_job() -> None:
     assert found.deadline == 1.0 + pause_s
     assert not found.due(1.0 + 0.9 * pause_s)
     assert found.due(1.0 + pause_s)
-    found.reviewed(1.0 + pause_s, [])
+    found.record_review(1.0 + pause_s, [])
     found.change(1.2)
     assert found.deadline == 1.2
     assert found.due(1.2)
-    found.reviewed(1.2, [])
+    found.record_review(1.2, [])
     found.change(1.2, at_once=True)
     assert found.due(1.2)
-    found.reviewed(1.2, [])
+    found.record_review(1.2, [])
     found.change(9.0)
     assert found.deadline == 1.0 + LEASE.suspect_s  # the earlier deadline stays
 
 
 def test_an_alarm_is_kept_whoever_is_heard() -> None:
     found, cluster = agenda()
-    found.reviewed(1.0, [0.5, 1.0, 2.0, 3.0])  # those that are over count no more
+    found.record_review(1.0, [0.5, 1.0, 2.0, 3.0])  # those that are over count no more
     assert found.deadline == 2.0
     hear_both(cluster, 1.9)
     assert not found.due(1.99)
@@ -87,14 +87,14 @@ def test_who_is_silent_is_reviewed_again_when_it_is_fenced_and_when_it_is_given_
     cluster.hear("n0", member(0))
     assert found.due(3.0)
     assert found.silent == {"n1"}
-    found.reviewed(3.0, [])
+    found.record_review(3.0, [])
     times = []
     while len(times) < 2:
         cluster.now = found.deadline or 0.0
         cluster.hear("n0", member(0, committed=int(cluster.now * 1000)))  # the job moves
         if found.due(cluster.now):
             times.append(cluster.now)
-            found.reviewed(cluster.now, [])
+            found.record_review(cluster.now, [])
     lost_at = 1.0 + LEASE.abandon_s + LEASE.margin_s
     assert times == pytest.approx([1.0 + LEASE.fence_s, lost_at])
     cluster.hear("n1", member(1))
@@ -106,7 +106,7 @@ def test_who_is_silent_is_reviewed_again_when_it_is_fenced_and_when_it_is_given_
 def test_a_process_that_waits_to_be_started_again_is_an_alarm() -> None:
     found, cluster = agenda()
     cluster.put(1, respawn_at=1.75)
-    found.reviewed(1.0, [])
+    found.record_review(1.0, [])
     assert found.deadline == 1.75
 
 
@@ -118,7 +118,7 @@ def test_a_job_that_stands_still_is_reviewed_at_both_limits_and_not_while_it_mov
         hear_both(cluster, now)
         if found.due(now):
             reviews.append(now)
-            found.reviewed(now, [])
+            found.record_review(now, [])
     assert reviews == pytest.approx([1.0 + POLICY.patience_s, 1.0 + POLICY.hang_s])
     assert found.still_since == 1.0
     hear_both(cluster, 60.0, phase=Phase.WAITING)
@@ -170,7 +170,7 @@ class Reports:
     def _look(self) -> None:
         now = self.cluster.now
         if self.found.due(now):
-            self.found.reviewed(now, [])
+            self.found.record_review(now, [])
 
 
 def test_who_was_suspected_for_nothing_may_be_silent_for_longer() -> None:

@@ -50,7 +50,7 @@ AT_MOST_TWO = CoordinatorPolicy(virtual_ranks=2, nodes_max=2)
 
 
 def wanted(cluster: Cluster, name: AgentId, view: Any = None) -> list[tuple[int, int]]:
-    return [(w.worker, w.incarnation) for w in cluster.roster.wanted(name, view)]
+    return [(w.worker, w.incarnation) for w in cluster.roster.processes_for(name, view)]
 
 
 # ---------------------------------------------------------------- hearing
@@ -134,11 +134,11 @@ def test_numbers_of_workers_are_never_given_twice() -> None:
     cluster.change(DismissNode(N1))
     assert list(cluster.roster.slots) == [0]
     assert cluster.roster.status(ONE) is None
-    assert cluster.roster.here(N1) == ()
+    assert cluster.roster.workers_of(N1) == ()
     cluster.hear("n1", slots=2)
     for _ in range(2):  # it keeps the slots it has
         admitted(cluster)
-        assert cluster.roster.here(N1) == (2, 3)
+        assert cluster.roster.workers_of(N1) == (2, 3)
     assert cluster.roster.workers_named == 4
 
 
@@ -146,7 +146,7 @@ def test_what_was_recorded_is_known_again_and_its_losses_were_counted() -> None:
     slot = Slot(worker=ONE, agent=N1, incarnation=Incarnation(4))
     roster = LiveRoster(JobRecord(term=1, slots=(slot,), workers_named=7), 3.0)
     assert roster.slot_records() == (slot,)
-    assert (roster.workers_named, roster.unheard(), roster.heard_at(N1)) == (7, [N1], 3.0)
+    assert (roster.workers_named, roster.unheard_nodes(), roster.heard_at(N1)) == (7, [N1], 3.0)
     assert roster.slots[ONE].counted == 3
     roster.apply(OrderNext(ONE))
     assert roster.slot_records() == (dataclasses.replace(slot, incarnation=Incarnation(5)),)
@@ -180,11 +180,11 @@ def test_on_a_node_that_is_drained_only_members_go_on() -> None:
 def test_as_the_job_ends_living_members_may_finish() -> None:
     cluster = Cluster(member(0), member(1, stage=Stage.EXITED), status(2))
     view = view_of(0, 1)
-    found = [list(cluster.roster.leaving(name, view)) for name in (N0, N1, N2)]
+    found = [list(cluster.roster.processes_to_finish(name, view)) for name in (N0, N1, N2)]
     assert [len(each) for each in found] == [1, 0, 0]
     assert (found[0][0].worker, found[0][0].incarnation) == (0, 1)
     assert found[0][0].role is ProcessRole.WORKER
-    assert list(cluster.roster.leaving(N0, None)) == []
+    assert list(cluster.roster.processes_to_finish(N0, None)) == []
 
 
 def test_as_the_job_ends_a_member_that_never_got_the_state_is_ended() -> None:
@@ -197,7 +197,7 @@ def test_as_the_job_ends_a_member_that_never_got_the_state_is_ended() -> None:
     ):
         ended = status(0, stage=Stage.EXITED)
         cluster = Cluster(ended, member(1, state=state, promised=promised))
-        found = list(cluster.roster.leaving(N1, view))
+        found = list(cluster.roster.processes_to_finish(N1, view))
         assert [each.worker for each in found] == ([1] if stays else [])
 
 
@@ -252,60 +252,60 @@ def test_after_the_loss_of_the_record_what_runs_is_known_from_the_agents() -> No
 def test_who_is_dead_was_said_to_have_ended(heard: WorkerStatus, dead: bool) -> None:
     cluster = Cluster(member(0))
     cluster.hear("n0", heard)
-    assert cluster.roster.dead(ZERO, Incarnation(1)) is dead
+    assert cluster.roster.is_dead(ZERO, Incarnation(1)) is dead
 
 
 def test_a_process_that_a_speaking_agent_does_not_name_is_dead() -> None:
     cluster = Cluster(member(0))
     cluster.hear("n0")
-    assert cluster.roster.dead(ZERO, Incarnation(1))
-    assert cluster.roster.dead(WorkerId(7), Incarnation(1))  # it has no slot
+    assert cluster.roster.is_dead(ZERO, Incarnation(1))
+    assert cluster.roster.is_dead(WorkerId(7), Incarnation(1))  # it has no slot
     unheard = LiveRoster(
         JobRecord(term=1, slots=(Slot(worker=ZERO, agent=N0, incarnation=1),)), 0.0
     )
-    assert not unheard.dead(ZERO, Incarnation(1))
+    assert not unheard.is_dead(ZERO, Incarnation(1))
 
 
 def test_only_the_ordered_incarnation_is_wanted() -> None:
     cluster = Cluster(member(0))
-    assert cluster.roster.ordered(member(0))
-    assert not cluster.roster.ordered(member(0, incarnation=2))
-    assert not cluster.roster.ordered(member(3))
+    assert cluster.roster.is_ordered(member(0))
+    assert not cluster.roster.is_ordered(member(0, incarnation=2))
+    assert not cluster.roster.is_ordered(member(3))
     assert cluster.roster.status(ZERO, Incarnation(1)) == member(0)
     assert cluster.roster.status(ZERO, Incarnation(2)) is None
     assert cluster.roster.status(ZERO) == member(0)
     cluster.put(0, respawn_at=3.0)
-    assert not cluster.roster.ordered(member(0))
+    assert not cluster.roster.is_ordered(member(0))
 
 
 def test_the_job_is_over_once_all_that_lives_has_ended_or_must_have() -> None:
     cluster = Cluster(member(0), member(1, stage=Stage.EXITED))
-    assert not cluster.roster.over(1.0, LEASE.fence_s)
-    assert not cluster.roster.over(3.4, LEASE.fence_s)
-    assert cluster.roster.over(3.5, LEASE.fence_s)  # after such a silence it has ended itself
+    assert not cluster.roster.is_over(1.0, LEASE.fence_s)
+    assert not cluster.roster.is_over(3.4, LEASE.fence_s)
+    assert cluster.roster.is_over(3.5, LEASE.fence_s)  # after such a silence it has ended itself
     cluster.hear("n0", member(0, stage=Stage.LOST))
-    assert not cluster.roster.over(1.0, LEASE.fence_s)  # a process ordered there may still start
+    assert not cluster.roster.is_over(1.0, LEASE.fence_s)  # a process ordered there may still start
     cluster.hear("n0", member(0, stage=Stage.LOST), ending=True)
-    assert not cluster.roster.over(1.0, LEASE.fence_s)
+    assert not cluster.roster.is_over(1.0, LEASE.fence_s)
     cluster.hear("n1", member(1, stage=Stage.EXITED), ending=True)
-    assert cluster.roster.over(1.0, LEASE.fence_s)
+    assert cluster.roster.is_over(1.0, LEASE.fence_s)
     cluster.hear("n1", member(1), ending=True)
-    assert not cluster.roster.over(1.0, LEASE.fence_s)
+    assert not cluster.roster.is_over(1.0, LEASE.fence_s)
     cluster.hear("n1", member(1, stage=Stage.EXITED), ending=True)
     record = JobRecord(term=1, slots=(Slot(worker=ZERO, agent=N0, incarnation=Incarnation(1)),))
     unheard = LiveRoster(record, 10.0)
-    assert not unheard.over(12.4, LEASE.fence_s)
-    assert unheard.over(12.5, LEASE.fence_s)
+    assert not unheard.is_over(12.4, LEASE.fence_s)
+    assert unheard.is_over(12.5, LEASE.fence_s)
 
 
 def test_all_have_exited_if_every_slots_worker_has() -> None:
     cluster = Cluster(member(0, stage=Stage.EXITED), member(1))
-    assert not cluster.roster.all_exited()
+    assert not cluster.roster.have_all_exited()
     cluster.hear("n1", member(1, stage=Stage.EXITED))
-    assert cluster.roster.all_exited()
+    assert cluster.roster.have_all_exited()
     cluster.hear("n1")
-    assert not cluster.roster.all_exited()
-    assert not Cluster().roster.all_exited()
+    assert not cluster.roster.have_all_exited()
+    assert not Cluster().roster.have_all_exited()
 
 
 def test_a_snapshot_shows_nodes_in_order() -> None:
@@ -352,18 +352,18 @@ def test_a_limited_number_of_nodes_takes_part_and_a_lost_one_makes_room() -> Non
     assert admitted(cluster, view, 2) == ((), [])  # a silent node gets nothing
     assert admitted(cluster, view, 1, now=late - 0.1) == ((N2,), [])
     assert admitted(cluster, view, 1, now=late) == ((), ["node n2 takes the place of node n1"])
-    assert cluster.roster.here(N2) == (2,)
-    assert cluster.roster.here(N1) == ()
+    assert cluster.roster.workers_of(N2) == (2,)
+    assert cluster.roster.workers_of(N1) == ()
     cluster.hear("n0", member(0), slots=2)  # further slots of a node that takes part
     assert admitted(cluster, view) == ((N1,), [])
-    assert cluster.roster.here(N0) == (0, 3)
+    assert cluster.roster.workers_of(N0) == (0, 3)
 
 
 def test_of_too_many_nodes_those_without_members_are_dismissed() -> None:
     """A coordinator without its record has taken back every node that spoke."""
     cluster = Cluster(member(0), status(1), status(2))
     waiting, _ = admitted(cluster, view_of(0))
-    assert sorted(cluster.roster.placed) == ["n0", "n2"]
+    assert sorted(cluster.roster.nodes_with_places) == ["n0", "n2"]
     assert waiting == (N1,)
 
 
@@ -560,5 +560,5 @@ def test_each_event_is_told_once_though_statuses_repeat_them() -> None:
 
 def test_a_job_that_is_stopped_ends_after_the_checkpoint_or_in_time() -> None:
     stopping = Stopping("enough", 10, 50.0)
-    found = [stopping.over(*each) for each in ((9, 49.9), (10, 0.0), (0, 50.0))]
+    found = [stopping.is_over(*each) for each in ((9, 49.9), (10, 0.0), (0, 50.0))]
     assert found == [False, True, True]

@@ -156,7 +156,7 @@ def test_more_spares_are_kept_the_more_workers_are_lost() -> None:
     assert roster.nodes[NODE].spares_wanted == spares_needed(0.4)
     assert lines[-1].startswith("2 spares are kept on all nodes together: ")
     assert "and 100 s to replace one: more are away for less than 1% of the time" in lines[-1]
-    assert roster.nodes[NODE].wanted == 10
+    assert roster.nodes[NODE].processes_for == 10
 
 
 def test_settings_that_contradict_each_other() -> None:

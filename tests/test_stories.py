@@ -180,7 +180,7 @@ class _SpeaksFirst(CoordinatorMachine):
 class _NeverPauses(AgentMachine):
     """Does not stop workers that have lost the right to act."""
 
-    def _acting_until(self, process: object, alone: bool, now: float) -> float:
+    def _acting_deadline(self, process: object, alone: bool, now: float) -> float:
         return now + 100.0
 
 
@@ -215,15 +215,15 @@ def test_a_planted_mistake_changes_the_story(name: str, machines: Machines) -> N
     [
         ("somebody_committed", formation, "resume_step", lambda *_: (2, "all is redone")),
         ("death_after_sum", formation, "resume_step", lambda *_: (3, "all commit it")),
-        ("frozen_node", facts, "fenced_from", lambda heard_at, *_: heard_at),
-        ("link_lost", coordinator, "unreachable", lambda _: []),
+        ("frozen_node", facts, "fence_time", lambda heard_at, *_: heard_at),
+        ("link_lost", coordinator, "choose_unreachable", lambda _: []),
         ("wrong_gradient", audit, "by_all", lambda one, _: one),
         ("not_finite", step_machine.Audits, "all_twice", lambda *_: ()),
-        ("late_suspended", formation, "late_workers", lambda _: []),
+        ("late_suspended", formation, "workers_to_suspend", lambda _: []),
         ("saving", Saves, "compared", lambda *_: []),
         ("spare", Reserve, "room", lambda self: Room(hosts=4)),
         ("hot_spare", Reserve, "room", lambda self: Room(hosts=4)),
-        ("move", formation, "leaving", lambda *_: {}),
+        ("move", formation, "find_leaving", lambda *_: {}),
         ("memory", protection, "find_recall", lambda *_: Recall(base=0, view=0, sources=())),
         ("shards", ShardEvents, "hear", lambda _, shard, event: [] if shard else [event]),
         ("spread", teams, "_is_lost", lambda *_: False),

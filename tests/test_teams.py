@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from holdfast.core.membership.changes import CountLoss
-from holdfast.core.membership.formation import candidates, why_broken
+from holdfast.core.membership.formation import candidates, reason_to_stop
 from holdfast.core.membership.group_faults import find_fault
 from holdfast.core.membership.protection import find_recall, make_ring
 from holdfast.core.membership.restart import RestartPolicy, replace_lost
@@ -157,9 +157,9 @@ def test_what_ends_on_a_further_node_ends_the_worker() -> None:
     admitted(cluster)
     view = acting(cluster, A, B)
     assert losses(cluster, view, now=1.0, bridges=False) == []
-    assert why_broken(cluster.facts(view), 0.0, 1.0) is None
+    assert reason_to_stop(cluster.facts(view), 0.0, 1.0) is None
     cluster.hear("b", status(0, stage=Stage.LOST, place=1, detail="crashed"))
-    assert not cluster.facts(view).sound(view.members[0])
+    assert not cluster.facts(view).is_sound(view.members[0])
     assert losses(cluster, view, now=1.0, bridges=False) == ["on node b: crashed"]
     restarted = nodes("a", "b")
     admitted(restarted)

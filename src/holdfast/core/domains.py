@@ -31,7 +31,7 @@ def read_domains(labels: Iterable[str]) -> Domains:
     return tuple(found[key] for key in sorted(found))
 
 
-def joined(theirs: Domains, own: Domains) -> Domains:
+def join_labels(theirs: Domains, own: Domains) -> Domains:
     """Join labels from two sources; of one key `own` counts."""
     by_key = {label.partition("=")[0]: label for label in (*theirs, *own)}
     return tuple(by_key[key] for key in sorted(by_key))

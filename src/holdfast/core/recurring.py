@@ -9,7 +9,7 @@ class Recurring:
     def __init__(self) -> None:
         self._failures = 0  # in a row
 
-    def failed(self, what: str, problem: str) -> str:
+    def count_failure(self, what: str, problem: str) -> str:
         """Count a failure; return a line about it, or "" if it was reported recently."""
         self._failures += 1
         count = self._failures
@@ -19,7 +19,7 @@ class Recurring:
             return f"{what} is not saved, nor were the {count - 1} before it: {problem}"
         return ""
 
-    def succeeded(self) -> str:
+    def forget_failures(self) -> str:
         """Forget the failures; return how many there were, to follow a line; else nothing."""
         count, self._failures = self._failures, 0
         many = "one before it was" if count == 1 else f"{count} before it were"

@@ -94,7 +94,7 @@ class FleetMachine:
             case JobHeard(nodes):
                 effects += self._hear(nodes, now)
             case RequestAnswered(id_, problem):
-                effects += self._answered(id_, problem, now)
+                effects += self._handle_answer(id_, problem, now)
             case NodesWanted(nodes):
                 self._wanted = min(max(nodes, 0), self._policy.nodes_max)
             case JobEnded():
@@ -123,7 +123,7 @@ class FleetMachine:
                 )
                 for n in self._nodes.values()
             ),
-            avoided=tuple(self._hosts.avoided(self._now)),
+            avoided=tuple(self._hosts.hosts_to_avoid(self._now)),
             finished=self._finished,
         )
 
@@ -160,9 +160,9 @@ class FleetMachine:
         for node in self._nodes.values():
             if node.hear(seen.get(node.id), now):
                 self._failures = 0
-                yield Note(f"node {node.id} is here{_on(node)}")
+                yield Note(f"node {node.id} is here{_place_of(node)}")
 
-    def _answered(self, id_: PlacementId, problem: str, now: float) -> Iterator[FleetEffect]:
+    def _handle_answer(self, id_: PlacementId, problem: str, now: float) -> Iterator[FleetEffect]:
         node = self._nodes.get(id_)
         if node is None or node.answer_until is None:
             return
@@ -170,7 +170,7 @@ class FleetMachine:
         if not problem:
             node.granted_at = now
             return
-        wait_s = _doubled(self._policy.retry_s, node.tries, self._policy.retry_max_s)
+        wait_s = _double_delay(self._policy.retry_s, node.tries, self._policy.retry_max_s)
         node.retry_at = now + wait_s
         yield Note(f"node {id_} could not be requested ({problem}): again in {wait_s:g} s")
 
@@ -179,7 +179,7 @@ class FleetMachine:
     def _advance(self, now: float) -> Iterator[FleetEffect]:
         for node in self._nodes.values():
             if node.answer_until is not None and now >= node.answer_until:
-                yield from self._answered(node.id, "no answer", now)
+                yield from self._handle_answer(node.id, "no answer", now)
         yield from self._judge(now)
         self._choose_leaving(now)
         yield from self._drop_surplus()
@@ -206,12 +206,12 @@ class FleetMachine:
                 continue
             if not node.heard and node.host and node.notice is None:
                 self._failures += 1
-                wait_s = _doubled(policy.retry_s, self._failures, policy.retry_max_s)
+                wait_s = _double_delay(policy.retry_s, self._failures, policy.retry_max_s)
                 self._request_from = now + wait_s
             avoided = ""
             if blame and node.host:
                 avoided = f"; {node.host} is avoided for {self._hosts.strike(node.host, now):g} s"
-            yield Note(f"node {node.id}{_on(node)}: {node.over}{avoided}")
+            yield Note(f"node {node.id}{_place_of(node)}: {node.over}{avoided}")
         self._hosts.note_serving([n.host for n in self._nodes.values() if n.serves], now)
 
     def _choose_leaving(self, now: float) -> None:
@@ -241,7 +241,7 @@ class FleetMachine:
                 node.leaving = NOT_NEEDED
             else:
                 node.over = NOT_NEEDED
-                yield Note(f"node {node.id}{_on(node)}: {NOT_NEEDED}")
+                yield Note(f"node {node.id}{_place_of(node)}: {NOT_NEEDED}")
 
     def _drain(self, now: float) -> Iterator[FleetEffect]:
         """Have nodes left: a few at a time, unless the manager's deadline is near."""
@@ -259,7 +259,7 @@ class FleetMachine:
                     continue
                 disturbed += node.members > 0
                 node.drain_at = now
-                yield Note(f"node {node.id}{_on(node)} is drained: {reason}")
+                yield Note(f"node {node.id}{_place_of(node)} is drained: {reason}")
             if node.drain_at is not None and now >= node.drain_at:
                 node.drain_at = now + policy.again_s
                 if not known:
@@ -282,7 +282,9 @@ class FleetMachine:
                 node.releases, node.release_at = 0, float("-inf")
             elif now >= node.release_at:
                 node.releases += 1
-                wait_s = _doubled(self._policy.retry_s, node.releases, self._policy.retry_max_s)
+                wait_s = _double_delay(
+                    self._policy.retry_s, node.releases, self._policy.retry_max_s
+                )
                 node.release_at = now + wait_s
                 for each in present:
                     why = node.over or "there is another one of the same id"
@@ -309,7 +311,7 @@ class FleetMachine:
                 id_ = PlacementId(f"{self._policy.prefix}{self._epoch}-{self._made}")
                 self._nodes[id_] = FleetNode(id_, retry_at=now)
         noticed = [node.host for node in nodes if node.notice is not None and node.host]
-        hosts = tuple(sorted({*self._hosts.avoided(now), *noticed}))
+        hosts = tuple(sorted({*self._hosts.hosts_to_avoid(now), *noticed}))
         for node in self._nodes.values():
             if node.retry_at is None or now < node.retry_at or node.over:
                 continue
@@ -322,11 +324,11 @@ class FleetMachine:
             yield Request(node.id, hosts if picky else tuple(sorted(noticed)))
 
 
-def _doubled(first_s: float, times: int, most_s: float) -> float:
+def _double_delay(first_s: float, times: int, most_s: float) -> float:
     return min(first_s * 2.0 ** min(max(times - 1, 0), 30), most_s)
 
 
-def _on(node: FleetNode) -> str:
+def _place_of(node: FleetNode) -> str:
     return f" (on {node.host})" if node.host else ""
 
 

@@ -46,7 +46,7 @@ class HostStrikes:
             elif now >= host.serves_since + self._policy.probation_s:
                 del self._hosts[name]
 
-    def avoided(self, now: float) -> list[str]:
+    def hosts_to_avoid(self, now: float) -> list[str]:
         return sorted(name for name, host in self._hosts.items() if now < host.avoid_until)
 
     def strikes(self, host: str) -> int:

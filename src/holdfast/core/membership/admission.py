@@ -112,7 +112,7 @@ def admit(facts: Facts, policy: CoordinatorPolicy) -> tuple[tuple[AgentId, ...],
         protected = policy.redundancy.data > 0
         return admit_teams(facts, nodes_max, policy.spread, protected=protected)
     roster = facts.roster
-    placed = {name: len(roster.here(name)) for name in roster.placed}
+    placed = {name: len(roster.workers_of(name)) for name in roster.nodes_with_places}
     plan: list[Change] = []
 
     def dismiss(name: AgentId) -> None:
@@ -123,7 +123,7 @@ def admit(facts: Facts, policy: CoordinatorPolicy) -> tuple[tuple[AgentId, ...],
         dismiss(name)
     waiting: list[AgentId] = []
     for name, node in roster.nodes.items():
-        if node.wanted <= placed.get(name, 0) or name in facts.silent:
+        if node.processes_for <= placed.get(name, 0) or name in facts.silent:
             continue
         if name not in placed and len(placed) >= nodes_max:
             lost = _choose_lost(facts, placed)
@@ -132,15 +132,15 @@ def admit(facts: Facts, policy: CoordinatorPolicy) -> tuple[tuple[AgentId, ...],
                 continue
             dismiss(lost)
             plan.append(Announce("node", f"node {name} takes the place of node {lost}"))
-        count = node.wanted - placed.get(name, 0)
+        count = node.processes_for - placed.get(name, 0)
         plan += [AddSlot(SlotState(name, roster.first)) for _ in range(count)]
-        placed[name] = node.wanted
+        placed[name] = node.processes_for
     return tuple(waiting), plan
 
 
 def _choose_beyond(facts: Facts, nodes_max: int) -> list[AgentId]:
     """Choose nodes without members that a coordinator has taken back after its record was lost."""
-    placed = facts.roster.placed
+    placed = facts.roster.nodes_with_places
     acting = {m.agent for m in facts.members}
     idle = [n for n in placed if n not in acting]
     return idle[: max(len(placed) - nodes_max, 0)]
@@ -151,7 +151,7 @@ def _choose_lost(facts: Facts, placed: Mapping[AgentId, int]) -> AgentId | None:
     with_slots = [n for n in placed if n in facts.silent]
     if not with_slots:
         return None
-    acting = {m.agent for m in facts.members if not facts.abandoned(m)}
+    acting = {m.agent for m in facts.members if not facts.is_abandoned(m)}
     return next((n for n in with_slots if n not in acting), None)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from holdfast.core.domains import Domains
 from holdfast.core.errors import assert_never, require
 from holdfast.core.membership.departure import Departure
-from holdfast.core.membership.lease import LeasePolicy, acting_until
+from holdfast.core.membership.lease import LeasePolicy, acting_deadline
 from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
 from holdfast.core.membership.own_job import OwnJob
 from holdfast.core.membership.urgency import is_urgent
@@ -294,20 +294,20 @@ class AgentMachine:
         urgent, self._now = False, now
         match event:
             case DirectiveArrived(directive):
-                effects += self._directed(directive, now)
+                effects += self._handle_directive(directive, now)
             case WorkerSaid(status):
-                urgent = self._worker_said(status)
+                urgent = self._handle_status(status)
             case Spawned(worker, incarnation, pid, meets_at):
-                process = self._current(worker, incarnation)
+                process = self._find_current(worker, incarnation)
                 if process is not None:
                     meets_at = meets_at or process.status.meets_at
                     process.status = dataclasses.replace(process.status, pid=pid, meets_at=meets_at)
                     urgent = True
             case ProcessExited():
-                urgent = self._exited(event)
+                urgent = self._handle_exit(event)
                 effects += self._reconcile(now)
             case Sampled(worker, incarnation, sample):
-                effects += self._sampled(worker, incarnation, sample)
+                effects += self._handle_sample(worker, incarnation, sample)
             case CoordinatorReached(job):
                 urgent = self._job.meet(job)
                 effects += [] if urgent else self._end_all("another job is where ours was")
@@ -363,7 +363,7 @@ class AgentMachine:
 
     # ------------------------------------------------------------ directives
 
-    def _directed(self, directive: Directive, now: float) -> list[AgentEffect]:
+    def _handle_directive(self, directive: Directive, now: float) -> list[AgentEffect]:
         old = self._directive
         if directive.agent != self._agent or directive.agent_incarnation != self._incarnation:
             return []
@@ -440,9 +440,9 @@ class AgentMachine:
 
     # ------------------------------------------------------------ workers
 
-    def _worker_said(self, status: WorkerStatus) -> bool:
+    def _handle_status(self, status: WorkerStatus) -> bool:
         """Take in a status; return whether to report it before the next heartbeat."""
-        process = self._current(status.worker, status.incarnation)
+        process = self._find_current(status.worker, status.incarnation)
         if process is None or not process.status.stage.alive or status.seq <= process.status.seq:
             return False
         old = process.status
@@ -451,17 +451,17 @@ class AgentMachine:
         process.detector.joined = True
         return is_urgent(old, status)
 
-    def _sampled(
+    def _handle_sample(
         self, worker: WorkerId, incarnation: Incarnation, sample: ProcessSample
     ) -> list[AgentEffect]:
-        process = self._current(worker, incarnation)
+        process = self._find_current(worker, incarnation)
         if process is None or not process.running or process.paused:
             return []
         reason = process.detector.observe(sample)
         return self._kill(worker, reason) if reason is not None else []
 
-    def _exited(self, event: ProcessExited) -> bool:
-        process = self._current(event.worker, event.incarnation)
+    def _handle_exit(self, event: ProcessExited) -> bool:
+        process = self._find_current(event.worker, event.incarnation)
         if process is None:
             return False
         process.running = False
@@ -505,7 +505,7 @@ class AgentMachine:
         abandoned = self._answered_at is not None and (
             now >= self._answered_at + self._policy.lease.abandon_s
         )
-        alone = self._alone()
+        alone = self._is_alone()
         undecided = self._directive is not None and self._directive.undecided
         for worker, process in self._processes.items():
             if not process.running or process.killed_for:
@@ -513,7 +513,7 @@ class AgentMachine:
             if abandoned:
                 effects += self._kill(worker, "no coordinator was heard for too long")
                 continue
-            until = self._acting_until(process, alone, now)
+            until = self._acting_deadline(process, alone, now)
             incarnation = process.status.incarnation
             # A coordinator that still learns cannot know whether others have gone on meanwhile.
             if now >= until or (process.paused and undecided):
@@ -531,14 +531,14 @@ class AgentMachine:
             self._fence_at = until if self._fence_at is None else min(self._fence_at, until)
         return effects
 
-    def _acting_until(self, process: _Process, alone: bool, now: float) -> float:
+    def _acting_deadline(self, process: _Process, alone: bool, now: float) -> float:
         answered_at = self._answered_at
         if answered_at is None:
             return now
         proved_at = now if alone else process.status.proved_at
-        return acting_until(answered_at, proved_at, self._policy.lease)
+        return acting_deadline(answered_at, proved_at, self._policy.lease)
 
-    def _alone(self) -> bool:
+    def _is_alone(self) -> bool:
         """Return whether all members of the view run here and act in it, as reported so far.
 
         One that runs on other nodes as well does not: the coordinator may have given those up.
@@ -547,7 +547,7 @@ class AgentMachine:
         if view is None:
             return False
         for member in view.members:
-            process = self._current(member.worker, member.incarnation)
+            process = self._find_current(member.worker, member.incarnation)
             if process is None or not process.running or process.paused or process.killed_for:
                 return False
             if member.further or process.status.promised >= view.number:
@@ -576,7 +576,7 @@ class AgentMachine:
             pid=self._pid,
             draining=self._departure.reason,
             failing=self._departure.failing,
-            leaves_in_s=self._departure.left_s(self._now),
+            leaves_in_s=self._departure.remaining_s(self._now),
             domains=self._domains,
             kept=self._held.kept,
             pieces_at=self._held.address,
@@ -601,9 +601,9 @@ class AgentMachine:
         return news
 
     def _runs(self, leaving: Leaving) -> bool:
-        return self._current(leaving.worker, leaving.incarnation) is not None
+        return self._find_current(leaving.worker, leaving.incarnation) is not None
 
-    def _current(self, worker: WorkerId, incarnation: Incarnation) -> _Process | None:
+    def _find_current(self, worker: WorkerId, incarnation: Incarnation) -> _Process | None:
         process = self._processes.get(worker)
         if process is None or process.status.incarnation != incarnation:
             return None

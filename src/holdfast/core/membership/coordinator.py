@@ -39,22 +39,22 @@ from holdfast.core.membership.formation import (
     LEAVE_RESERVE_S,
     BasisOfView,
     beginners,
+    choose_change,
+    choose_unreachable,
     dirty_candidates,
     find_state_source,
-    interrupted,
-    last_view,
-    next_view,
+    find_too_far_behind,
+    interrupted_members,
+    is_surely_newest,
     present_nodes,
+    propose_last_view,
+    propose_view,
+    reason_to_begin_again,
+    reason_to_stop,
     replace_left_out,
     room_beside_drained,
     spans,
-    surely_newest,
     survivors_of,
-    too_far_behind,
-    unreachable,
-    why_again,
-    why_broken,
-    why_change,
 )
 from holdfast.core.membership.job_changes import (
     AwaitBeginners,
@@ -77,7 +77,7 @@ from holdfast.core.membership.live_roster import News
 from holdfast.core.membership.progress import Progress
 from holdfast.core.membership.protection import Protection
 from holdfast.core.membership.reserve import Reserve, ReservePolicy
-from holdfast.core.membership.restart import hung, quarantine, quarantine_wrong, replace_lost
+from holdfast.core.membership.restart import find_hung, quarantine, quarantine_wrong, replace_lost
 from holdfast.core.membership.review_schedule import Agenda
 from holdfast.core.membership.server_places import ServerPlaces
 from holdfast.core.membership.stopping import Stopping
@@ -164,7 +164,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             return False
         if learns:
             self._learn(report)
-        for status in filter(roster.ordered, speakers(report.workers)):
+        for status in filter(roster.is_ordered, speakers(report.workers)):
             self._checkpoint_reports[status.worker, status.incarnation] = status
         self._note_step(report, now)
         if learns or news is News.CHANGE or report.agent in self._agenda.silent:
@@ -179,11 +179,11 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         view = self._view
         for status in report.workers:
             if view is not None and view.includes(status.worker, status.incarnation):
-                if self._progress.reached(status.committed) and view.suspended:
+                if self._progress.record_step(status.committed) and view.suspended:
                     self._agenda.change(now)  # suspended workers fall further behind
 
     def _is_witness(self, member: Member) -> bool:
-        if self._roster.dead(member.worker, member.incarnation):
+        if self._roster.is_dead(member.worker, member.incarnation):
             return True
         status = self._roster.status(member.worker, member.incarnation)
         return status is not None and status.promised >= self._number
@@ -211,7 +211,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         """Take in the workers' reports of checkpoints, also from agents that restarted since."""
         roster, said = self._roster, self._checkpoint_reports
         self._checkpoint_reports = {}
-        speaking = filter(roster.ordered, speakers(roster.newest.values()))
+        speaking = filter(roster.is_ordered, speakers(roster.newest.values()))
         self._durable.note([*said.values(), *speaking])
 
     def _facts(self, now: float) -> Facts:
@@ -233,7 +233,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         return self._agenda.due(now)
 
     def _end_review(self, now: float) -> None:
-        self._agenda.reviewed(now, self._alarms())
+        self._agenda.record_review(now, self._alarms())
 
     def _alarms(self) -> Iterator[float]:
         """Yield when time alone changes a decision, for reasons of the whole job."""
@@ -296,7 +296,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         )
         lease = self._policy.lease
         given_up_at = facts.roster.started_at + lease.abandon_s + lease.margin_s
-        until = self._learn_until if surely_newest(facts) else given_up_at
+        until = self._learn_until if is_surely_newest(facts) else given_up_at
         if facts.now < until or behind:
             return []
         return [EndLearning(), Stir()]  # until now nobody could be told to go on
@@ -330,28 +330,28 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
 
     def _plan_for_hung(self, facts: Facts) -> Plan:
         """Replace workers if nothing has moved for very long while a member waits for others."""
-        unheard = any(facts.unheard(member) for member in facts.members)
+        unheard = any(facts.find_silent_node(member) for member in facts.members)
         still_since = facts.now if unheard else self._agenda.still_since
         if facts.now < still_since + self._policy.hang_s:
             return [Stir()] if unheard else []
         reason = f"hung for {self._policy.hang_s:g} s"
-        return [*self._replace(hung(facts), reason), Stir()]
+        return [*self._replace(find_hung(facts), reason), Stir()]
 
     def _plan_for_lost(self, facts: Facts) -> Plan:
-        bridges = self._protection.bridging(facts, self._durable)
+        bridges = self._protection.make_coverage_test(facts, self._durable)
         return [*replace_lost(facts, self._policy.restart, bridges)]
 
     def _plan_end(self, facts: Facts) -> Plan:
         """End the job if it has failed, or has been stopped."""
         policy = self._policy
-        if failed := facts.roster.failed():
+        if failed := facts.roster.failed_workers():
             first = min(failed, key=lambda status: status.worker)
             why = f"worker {first.worker} failed: {first.detail}"
             return [EndJob(why), Announce("failed", why, first.worker)]
-        if why := self._progress.hopeless(policy.restart.losses_max, policy.retreats_max):
+        if why := self._progress.reason_to_give_up(policy.restart.losses_max, policy.retreats_max):
             return [EndJob(why), Announce("failed", why)]
         stopping = self._stopping
-        if stopping is not None and stopping.over(self._durable.step, facts.now):
+        if stopping is not None and stopping.is_over(self._durable.step, facts.now):
             return [EndJob(stopping.reason), Announce("stop", stopping.reason)]
         return []
 
@@ -370,15 +370,15 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         if self._outcome is not None:
             return []
         if self._release_loop < RELEASE_ALL:
-            return [EndJob("")] if facts.roster.all_exited() else []
-        if why := self._progress.uneven(facts.roster.newest.values()):
+            return [EndJob("")] if facts.roster.have_all_exited() else []
+        if why := self._progress.reason_of_uneven_ends(facts.roster.newest.values()):
             return [EndJob(why), Announce("failed", why)]
-        left = [member for member in facts.members if not facts.fenced(member)]
+        left = [member for member in facts.members if not facts.is_fenced(member)]
         return [] if left else [EndJob("")]
 
     def _has_unfinished(self, facts: Facts) -> bool:
         """Return whether a member has the last gradient but not its votes: a view commits it."""
-        left = [facts.status(member) for member in facts.members if not facts.fenced(member)]
+        left = [facts.status(member) for member in facts.members if not facts.is_fenced(member)]
         return any(status is not None and not status.ended for status in left)
 
     def _plan_stop(self, facts: Facts) -> Plan:
@@ -388,7 +388,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             return []
         waited_s = facts.now - self._agenda.still_since
         minds_late = self._budget.allows(self._progress.step)
-        reason = why_broken(facts, waited_s, self._policy.patience_s, minds_late)
+        reason = reason_to_stop(facts, waited_s, self._policy.patience_s, minds_late)
         if reason is None:
             return []
         text = f"view {view.number} is stopped: {reason}"
@@ -396,7 +396,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
 
     def _plan_separation(self, facts: Facts) -> Plan:
         """Leave out workers that others do not reach, once nobody can act in the view any more."""
-        left_out = unreachable(facts) if survivors_of(facts) is not None else []
+        left_out = choose_unreachable(facts) if survivors_of(facts) is not None else []
         restart = self._policy.restart
         return [change for worker in left_out for change in quarantine(facts, worker, restart)]
 
@@ -409,7 +409,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         """Restart processes whose state is of no use for the next view."""
         source, plan = self._source(facts), Plan()
         if source is BasisOfView.SURVIVORS:
-            return self._replace(interrupted(facts), "it had to stop while it caught up")
+            return self._replace(interrupted_members(facts), "it had to stop while it caught up")
         if source is BasisOfView.DISCARDED:
             invalidations = self._durable.invalidations
             if not self._progress.has_gone_back(invalidations):
@@ -429,10 +429,10 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             case BasisOfView.UNKNOWN | BasisOfView.AWAITED:
                 return []
             case BasisOfView.LAST_SURVIVORS:
-                return self._install(facts, last_view(facts, survivors))
+                return self._install(facts, propose_last_view(facts, survivors))
             case BasisOfView.SURVIVORS:
                 minds_late = policy.speculation > 0
-                proposal = next_view(facts, survivors, policy.workers_min, minds_late)
+                proposal = propose_view(facts, survivors, policy.workers_min, minds_late)
                 return [] if proposal is None else self._install(facts, proposal)
             case BasisOfView.DISCARDED | BasisOfView.RECALLED:
                 return self._begin(facts)
@@ -448,7 +448,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         recall = self._protection.recall(facts, self._durable)
         if not ready or recall is None:
             return [AwaitBeginners(since)]
-        why = "" if facts.view is None else why_again(policy.replicated)
+        why = "" if facts.view is None else reason_to_begin_again(policy.replicated)
         proposal = initial_view(ready, facts.room, policy.virtual_ranks, recall, why)
         return [AwaitBeginners(None), *self._install(facts, proposal, begins=True)]
 
@@ -483,9 +483,9 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         step, number = self._progress.step, self._number
         if max(self._stop_view, self._pending_view) >= number:  # the view's end is decided
             return []
-        found = too_far_behind(facts, step)
+        found = find_too_far_behind(facts, step)
         plan = self._replace(found, "it was suspended and has missed too many steps")
-        change = why_change(facts, self._policy.workers_min, step)
+        change = choose_change(facts, self._policy.workers_min, step)
         if change is not None and not any(status.ended for status in facts.known):
             text = f"{change[1]} at the next step boundary"
             plan += [PlanChange(number), Announce(change[0], text)]
@@ -537,7 +537,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             case ReleaseLoop(loop, leader):
                 self._release_loop = max(self._release_loop, loop)
                 if loop == RELEASE_ALL:
-                    self._progress.ended(leader)
+                    self._progress.record_end(leader)
             case _:
                 self._roster.apply(change)
         return []
@@ -550,7 +550,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
 
     def _install_view(self, change: InstallView, now: float) -> None:
         if change.begins:
-            self._progress.begins(change.view.resume_step)
+            self._progress.begin(change.view.resume_step)
         self._budget.spend(change.redone)
         self._view, self._views_used = change.view, change.view.number
         self._witness_at = None
@@ -585,11 +585,11 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             servers=self._server_places.book if self._outcome is None else (),
         )
 
-    def _wanted(self, name: AgentId) -> tuple[WantedProcess, ...]:
+    def _processes_for(self, name: AgentId) -> tuple[WantedProcess, ...]:
         if self._release_loop < RELEASE_ALL or self._outcome is not None:
-            return super()._wanted(name)
+            return super()._processes_for(name)
         undecided = self._learn_until is not None
-        return () if undecided else tuple(self._roster.leaving(name, self._view))
+        return () if undecided else tuple(self._roster.processes_to_finish(name, self._view))
 
     def _record(self) -> JobRecord:
         return dataclasses.replace(

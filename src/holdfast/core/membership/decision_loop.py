@@ -138,7 +138,7 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
             self._persisted = record
             effects.insert(0, Persist(record))
         effects += self._directives(reply_to)
-        over = self._outcome is not None and self._roster.over(now, self._lease.fence_s)
+        over = self._outcome is not None and self._roster.is_over(now, self._lease.fence_s)
         if over and not self._finished:
             self._finished = True
             effects.append(Finish(self._outcome or ""))
@@ -189,7 +189,11 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
             if sent is not None and sent.incarnation != report.incarnation:
                 sent = None
             known = max(report.view_known, sent.common.view_number if sent else NO_VIEW)
-            new = sent is None or sent.common is not common or sent.wanted != self._wanted(name)
+            new = (
+                sent is None
+                or sent.common is not common
+                or sent.wanted != self._processes_for(name)
+            )
             if name == reply_to or known < self._number or new:
                 found.append(self._answer(name))
         return found
@@ -210,7 +214,7 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
             agent=name,
             agent_incarnation=report.incarnation,
             heard=report.seq,
-            wanted=self._wanted(name),
+            wanted=self._processes_for(name),
             view=view if view and report.view_known < view.number else None,
         )
         self._sent[name] = _Sent(report.incarnation, common, directive.wanted)
@@ -228,10 +232,10 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
             shutdown=self._outcome is not None,
         )
 
-    def _wanted(self, name: AgentId) -> tuple[WantedProcess, ...]:
+    def _processes_for(self, name: AgentId) -> tuple[WantedProcess, ...]:
         if self._outcome is not None or self._learn_until is not None:
             return ()
-        return tuple(self._roster.wanted(name, self._view))
+        return tuple(self._roster.processes_for(name, self._view))
 
     # ------------------------------------------------------------ knowing
 

@@ -25,6 +25,6 @@ class Departure:
         self._by = min(self._by, by) if for_good else by
         return news
 
-    def left_s(self, now: float) -> float:
+    def remaining_s(self, now: float) -> float:
         """Return the seconds until this node is taken away; infinite if that is not known."""
         return max(self._by - now, 0.0)

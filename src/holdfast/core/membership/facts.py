@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from holdfast.core.membership.lease import LeasePolicy, fenced_from
+from holdfast.core.membership.lease import LeasePolicy, fence_time
 from holdfast.core.membership.roster import Roster
 from holdfast.core.membership.view_making import NO_LIMIT, Room
 from holdfast.core.types import AgentId, Follower, Member, View, WorkerId, WorkerStatus
@@ -41,7 +41,7 @@ class Facts:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def once(self, find: Callable[[Facts], T]) -> T:
+    def find_once(self, find: Callable[[Facts], T]) -> T:
         """Return the value of `find`, computed once for these facts: large jobs have many members.
 
         All callers share the value, so none may change it. A change of the roster makes it void.
@@ -65,48 +65,48 @@ class Facts:
     def status(self, member: Member) -> WorkerStatus | None:
         return self.roster.status(member.worker, member.incarnation)
 
-    def sound(self, member: Member) -> bool:
+    def is_sound(self, member: Member) -> bool:
         """Return whether this process was heard of lately, and lives."""
         status = self.status(member)
         alive = status is not None and status.stage.alive
-        crippled = self.roster.crippled(member.worker, member.incarnation)
-        return alive and self.unheard(member) is None and not crippled
+        crippled = self.roster.is_crippled(member.worker, member.incarnation)
+        return alive and self.find_silent_node(member) is None and not crippled
 
-    def unheard(self, member: Member) -> AgentId | None:
+    def find_silent_node(self, member: Member) -> AgentId | None:
         """Return one of its nodes that is silent, if there is one."""
         return next((name for name in member.nodes if name in self.silent), None)
 
-    def fenced(self, member: Member) -> bool:
+    def is_fenced(self, member: Member) -> bool:
         """Return whether this process can never act in the view again: dead, or without lease."""
-        if self.sound(member):
+        if self.is_sound(member):
             return False
-        if self._dead(member):
+        if self._is_dead(member):
             return True
         heard_at = self.roster.heard_at(member.agent)
-        return member.agent in self.silent and self.now >= fenced_from(
+        return member.agent in self.silent and self.now >= fence_time(
             heard_at, self.witness_at, self.lease
         )
 
-    def may_return(self, member: Member) -> bool:
-        return member.agent in self.silent and not self.abandoned(member)
+    def can_return(self, member: Member) -> bool:
+        return member.agent in self.silent and not self.is_abandoned(member)
 
-    def may_hold(self, member: Member) -> bool:
+    def can_hold(self, member: Member) -> bool:
         """Return whether a silent node may still hold the state, or keep pieces of it."""
         if not member.further:
-            return self.may_return(member)
-        return any(n in self.silent and not given_up_on(self, n) for n in member.nodes)
+            return self.can_return(member)
+        return any(n in self.silent and not is_given_up(self, n) for n in member.nodes)
 
-    def abandoned(self, member: Member) -> bool:
+    def is_abandoned(self, member: Member) -> bool:
         """Return whether the state that this process may hold is given up as well."""
-        return self._dead(member) or given_up_on(self, member.agent)
+        return self._is_dead(member) or is_given_up(self, member.agent)
 
-    def _dead(self, member: Member) -> bool:
+    def _is_dead(self, member: Member) -> bool:
         roster, worker, incarnation = self.roster, member.worker, member.incarnation
-        if roster.dead(worker, incarnation):
+        if roster.is_dead(worker, incarnation):
             return True
         fenced_at = roster.heard_at(member.agent) + self.lease.fence_s
         silent = member.agent in self.silent and self.now >= fenced_at
-        return silent and roster.crippled(worker, incarnation)
+        return silent and roster.is_crippled(worker, incarnation)
 
 
 class LatestFacts:
@@ -126,10 +126,10 @@ class LatestFacts:
         return self._facts
 
 
-def given_up_on(facts: Facts, agent: AgentId) -> bool:
+def is_given_up(facts: Facts, agent: AgentId) -> bool:
     """Return whether a node has been silent for too long to be waited for."""
     heard_at = facts.roster.heard_at(agent)
-    return facts.now >= fenced_from(heard_at, None, facts.lease)
+    return facts.now >= fence_time(heard_at, None, facts.lease)
 
 
 def silent_nodes(
@@ -141,5 +141,5 @@ def silent_nodes(
     nodes = roster.nodes.items()
     silent = [name for name, node in nodes if now >= node.heard_at + lease.suspect_s]
     if now >= max(roster.started_at, listening_since) + lease.fence_s:
-        silent += roster.unheard()
+        silent += roster.unheard_nodes()
     return frozenset(silent)

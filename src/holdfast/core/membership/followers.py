@@ -31,9 +31,9 @@ class Followers:
         """Return the facts with the workers that are fed, or have been."""
         if not self.enabled or facts.view is None:
             return facts
-        now = [follower.worker for follower, _ in self._left(facts)]
+        now = [follower.worker for follower, _ in self._remaining(facts)]
         fed = frozenset([*now, *(s.worker for s in candidates(facts) if self.follows(s))])
-        abreast = self.abreast(facts)
+        abreast = self.caught_up(facts)
         return dataclasses.replace(facts, abreast=abreast, waiting_for=fed, feeding=bool(now))
 
     def follows(self, status: WorkerStatus) -> bool:
@@ -42,9 +42,9 @@ class Followers:
         fit = status.address and not status.dirty and key not in self.refused
         return bool(self.enabled and fit)
 
-    def abreast(self, facts: Facts) -> tuple[Follower, ...]:
+    def caught_up(self, facts: Facts) -> tuple[Follower, ...]:
         """Return the followers that caught up, once all remaining ones have."""
-        order, left = self.order, self._left(facts)
+        order, left = self.order, self._remaining(facts)
         done = [f for f, status in left if order is not None and status.abreast == order.number]
         return tuple(done) if len(done) == len(left) else ()
 
@@ -62,7 +62,7 @@ class Followers:
         if found.order is not None:
             order, found = found.order, found._refuse(facts)
             failed = any(status.unfed >= order.number for status in facts.known)
-            if failed or not found._left(facts):
+            if failed or not found._remaining(facts):
                 who = name_workers([follower.worker for follower in order.followers])
                 lines.append(Announce("join", f"{who} cannot be fed any more"))
                 found = dataclasses.replace(found, order=None)
@@ -83,12 +83,12 @@ class Followers:
         lines.append(Announce("join", f"{who} the state while the others train"))
         return dataclasses.replace(found, order=order, newest=order.number), lines
 
-    def _left(self, facts: Facts) -> list[tuple[Follower, WorkerStatus]]:
+    def _remaining(self, facts: Facts) -> list[tuple[Follower, WorkerStatus]]:
         """List the followers of the present order that can still be fed."""
         order, found = self.order, []
         for follower in order.followers if order is not None else ():
             status = facts.roster.status(follower.worker, follower.incarnation)
-            if order is None or status is None or not facts.roster.ordered(status):
+            if order is None or status is None or not facts.roster.is_ordered(status):
                 continue
             agent = facts.roster.slots[follower.worker].agent
             here = agent not in facts.silent and not facts.roster.draining(agent)
@@ -119,7 +119,7 @@ def strays(facts: Facts, order: FollowOrder | None) -> list[WorkerStatus]:
     for status in facts.roster.newest.values():
         key = status.worker, status.incarnation
         holds = status.has_state or (status.dirty and status.committed > 0)
-        if status.stage is not Stage.READY or not holds or not facts.roster.ordered(status):
+        if status.stage is not Stage.READY or not holds or not facts.roster.is_ordered(status):
             continue
         if view.includes(*key) or key in late or (order is not None and order.names(*key)):
             continue

@@ -42,7 +42,7 @@ class BasisOfView(enum.Enum):
 
 def candidates(facts: Facts) -> Sequence[WorkerStatus]:
     """Find workers that could join a view: ready, wanted, heard, and without the job's state."""
-    return facts.once(_find_candidates)
+    return facts.find_once(_find_candidates)
 
 
 def _find_candidates(facts: Facts) -> Sequence[WorkerStatus]:
@@ -51,15 +51,15 @@ def _find_candidates(facts: Facts) -> Sequence[WorkerStatus]:
     ready = [s for s in roster.newest.values() if s.stage == Stage.READY and not s.has_state]
     for status in sorted(ready, key=lambda s: s.worker):
         worker = status.worker
-        if not roster.ordered(status):
+        if not roster.is_ordered(status):
             continue
         if view is not None and view.includes(worker, status.incarnation):
             if status.promised < view.number:
                 continue
         silent = any(name in facts.silent for name in roster.slots[worker].nodes)
         # One that has begun to catch up, and had to stop, may be anywhere between two steps.
-        if not silent and not roster.drained_of(worker) and not status.committed:
-            found += [status] if roster.complete(status) else []
+        if not silent and not roster.drained_node(worker) and not status.committed:
+            found += [status] if roster.is_complete(status) else []
     moves = any(node.report.leaving for node in roster.nodes.values())
     if moves:  # a worker on a node to which another one is to be moved comes first
         found.sort(key=lambda s: not roster.awaits_worker(roster.slots[s.worker].agent))
@@ -73,27 +73,31 @@ def joiners_in_a_pause(facts: Facts) -> list[WorkerStatus]:
 
 def room_beside_drained(facts: Facts) -> int:
     """Return how many more could be members once those on drained nodes have left."""
-    stay = [m for m in facts.members if not facts.roster.leaves(m.worker)]
+    stay = [m for m in facts.members if not facts.roster.reason_to_leave(m.worker)]
     late = facts.view.suspended if facts.view is not None else ()
     return max(facts.room.members - len(stay) - len(late), 0)
 
 
-def returning(facts: Facts, step: int) -> list[LateWorker]:
+def find_returning(facts: Facts, step: int) -> list[LateWorker]:
     """Find suspended workers that are done with what made them late and can still catch up."""
     view, roster, found = facts.view, facts.roster, []
     for lag in view.suspended if view is not None else ():
         status = roster.status(lag.worker, lag.incarnation)
-        if status is None or not roster.ordered(status) or step - lag.committed > STEPS_MISSED_MAX:
+        if (
+            status is None
+            or not roster.is_ordered(status)
+            or step - lag.committed > STEPS_MISSED_MAX
+        ):
             continue
         silent = any(name in facts.silent for name in roster.slots[lag.worker].nodes)
         done = status.waiting or status.at_boundary
         ready = status.stage == Stage.READY and status.has_state and done
-        if ready and not silent and not roster.drained_of(lag.worker):
+        if ready and not silent and not roster.drained_node(lag.worker):
             found.append(lag)
     return found
 
 
-def too_far_behind(facts: Facts, step: int) -> list[WorkerStatus]:
+def find_too_far_behind(facts: Facts, step: int) -> list[WorkerStatus]:
     """Find suspended workers that have missed so much that a new process would be sooner there."""
     view, roster = facts.view, facts.roster
     lags = view.suspended if view is not None else ()
@@ -102,10 +106,10 @@ def too_far_behind(facts: Facts, step: int) -> list[WorkerStatus]:
         for g in lags
         if step - g.committed > STEPS_MISSED_MAX
     ]
-    return [s for s in found if s is not None and s.stage.alive and roster.ordered(s)]
+    return [s for s in found if s is not None and s.stage.alive and roster.is_ordered(s)]
 
 
-def late_workers(survivors: Sequence[WorkerStatus]) -> list[WorkerStatus]:
+def workers_to_suspend(survivors: Sequence[WorkerStatus]) -> list[WorkerStatus]:
     """Return the workers to suspend: those within a task, if no fewer others wait."""
     newest = max(s.committed for s in survivors)
     waiting = [s for s in survivors if s.waiting or s.reduced]
@@ -143,7 +147,7 @@ def say_who_is_late(late: Sequence[WorkerStatus], step: int) -> str:
     return f"{say_of_workers([status.worker for status in late], one, several)} suspended"
 
 
-def surely_newest(facts: Facts) -> bool:
+def is_surely_newest(facts: Facts) -> bool:
     """Return whether no later view than this one can exist, as far as its members say.
 
     A later one would need a member of this one that takes part in it, or has died since.
@@ -162,14 +166,14 @@ def who_leaves(facts: Facts, workers: Sequence[WorkerId], workers_min: int) -> d
     roster = facts.roster
     if not any(node.draining or node.report.leaving for node in roster.nodes.values()):
         return {}
-    why = {worker: reason for worker in workers if (reason := roster.leaves(worker))}
-    found = {w: reason for w, reason in why.items() if roster.drained_of(w)}
+    why = {worker: reason for worker in workers if (reason := roster.reason_to_leave(worker))}
+    found = {w: reason for w, reason in why.items() if roster.drained_node(w)}
     spared = len(workers) - len(found) + len(candidates(facts)) - workers_min
     moved = [worker for worker in why if worker not in found]
     return found | {worker: why[worker] for worker in moved[: max(spared, 0)]}
 
 
-def leaving(facts: Facts, workers_min: int) -> dict[str, str]:
+def find_leaving(facts: Facts, workers_min: int) -> dict[str, str]:
     """Find workers and nodes to be left at the next boundary, with reasons, if others can go on.
 
     Workers that are being fed are waited for: they take the places of those that leave, if these
@@ -179,7 +183,7 @@ def leaving(facts: Facts, workers_min: int) -> dict[str, str]:
     found = who_leaves(facts, workers, workers_min)
     if not found or (len(found) == len(workers) and not candidates(facts)):
         return {}
-    agents = {w: roster.drained_of(w) or roster.slots[w].agent for w in found}
+    agents = {w: roster.drained_node(w) or roster.slots[w].agent for w in found}
     until = min(roster.nodes[agent].leave_by for agent in agents.values())
     if facts.feeding and facts.now < until - LEAVE_RESERVE_S:
         return {}
@@ -189,7 +193,7 @@ def leaving(facts: Facts, workers_min: int) -> dict[str, str]:
     }
 
 
-def why_broken(
+def reason_to_stop(
     facts: Facts, waited_s: float, patience_s: float, minds_late: bool = False
 ) -> str | None:
     """Return why the present view must be stopped, if it must.
@@ -205,9 +209,9 @@ def why_broken(
     silent: list[AgentId] = []
     for member in view.members:
         status = facts.status(member)
-        if facts.fenced(member):
+        if facts.is_fenced(member):
             reason = f"worker {member.worker} is gone"
-        elif name := facts.unheard(member):
+        elif name := facts.find_silent_node(member):
             silent.append(name)
         elif status is None:
             continue
@@ -237,15 +241,15 @@ def _name_late(facts: Facts) -> str:
     return f"{name_workers(late)}, which {'is' if len(late) == 1 else 'are'} late"
 
 
-def why_change(facts: Facts, workers_min: int, step: int) -> tuple[str, str] | None:
+def choose_change(facts: Facts, workers_min: int, step: int) -> tuple[str, str] | None:
     """Choose a planned change of the view: its kind and its text. None if all is well."""
     members = len(facts.members)
     room = members < facts.room.members
     joiners = joiners_in_a_pause(facts) if room else []
-    back = returning(facts, step) if room else []
+    back = find_returning(facts, step) if room else []
     fed = facts.abreast if room_beside_drained(facts) else ()
     joining = _names(joiners, back, fed)
-    left = leaving(facts, workers_min)
+    left = find_leaving(facts, workers_min)
     if joining:
         return "join", say_of_workers(joining, "joins", "join")
     if left:
@@ -256,28 +260,28 @@ def why_change(facts: Facts, workers_min: int, step: int) -> tuple[str, str] | N
 
 def survivors_of(facts: Facts) -> Sequence[WorkerStatus] | None:
     """Return the members that hold the state and can go on; None while anyone may still act."""
-    return facts.once(_find_survivors)
+    return facts.find_once(_find_survivors)
 
 
 def _find_survivors(facts: Facts) -> Sequence[WorkerStatus] | None:
     view, roster = facts.view, facts.roster
     alive: list[WorkerStatus] = []
     for member in facts.members:
-        if facts.fenced(member):
+        if facts.is_fenced(member):
             continue
         status = facts.status(member)
         if status is None or view is None or status.promised < view.number:
             return None
-        if facts.unheard(member):
+        if facts.find_silent_node(member):
             return None
         # A worker that should catch up, and has not begun to, holds the state of an older step.
         behind = view.is_late(member.worker) and status.view < view.number
-        if roster.ordered(status) and not behind:  # else its agent will end it
+        if roster.is_ordered(status) and not behind:  # else its agent will end it
             alive.append(status)
     return [s for s in alive if s.has_state]
 
 
-def unreachable(facts: Facts) -> list[WorkerId]:
+def choose_unreachable(facts: Facts) -> list[WorkerId]:
     """Choose members to leave out so that all others reach each other: few, best not the leader.
 
     Each member names the members that its network does not reach. Joiners are chosen first, then
@@ -286,7 +290,7 @@ def unreachable(facts: Facts) -> list[WorkerId]:
     view = facts.view
     if view is None:
         return []
-    present = [m for m in view.members if not facts.fenced(m)]
+    present = [m for m in view.members if not facts.is_fenced(m)]
     names = {m.worker for m in present}
     pairs: list[tuple[WorkerId, WorkerId]] = []
     for member in present:
@@ -311,7 +315,7 @@ def unreachable(facts: Facts) -> list[WorkerId]:
     return left_out
 
 
-def next_view(
+def propose_view(
     facts: Facts,
     survivors: Sequence[WorkerStatus],
     workers_min: int,
@@ -331,7 +335,7 @@ def next_view(
     kept = [worker for worker in everyone if worker not in drained]
     most = facts.room.members
     room = max(most - len(kept), 0)
-    back = returning(facts, step)[:room] if at_rest and len(kept) == len(survivors) else []
+    back = find_returning(facts, step)[:room] if at_rest and len(kept) == len(survivors) else []
     if not _all_kept(view, kept):
         back = []
     # A worker that is fed needs all its feeders, and nobody else joins with it: others do not wait.
@@ -344,7 +348,7 @@ def next_view(
     enough = len(kept) + len(back) + len(fed) >= max(workers_min, 1)
     find = joiners_in_a_pause if enough else candidates
     joiners = find(facts)[: room - len(back)] if at_rest and not fed else []
-    late = late_workers(survivors) if minds_late and not at_rest else []
+    late = workers_to_suspend(survivors) if minds_late and not at_rest else []
     if not at_rest or not kept:
         # A node is left only while no step is under way, and by way of a view in which others
         # have received its state.
@@ -424,12 +428,12 @@ def present_owners(view: View, survivors: Sequence[WorkerStatus]) -> tuple[Worke
     return tuple(owners)
 
 
-def interrupted(facts: Facts) -> list[WorkerStatus]:
+def interrupted_members(facts: Facts) -> list[WorkerStatus]:
     """List members that had to stop while they caught up: they may be between any two steps."""
     view = facts.view
     late = _names([], view.catching_up, view.fed) if view is not None else []
     known = [s for s in facts.known if s.worker in late and s.stage == Stage.READY]
-    return [s for s in known if s.dirty and s.has_stopped and facts.roster.ordered(s)]
+    return [s for s in known if s.dirty and s.has_stopped and facts.roster.is_ordered(s)]
 
 
 def dirty_candidates(facts: Facts, replicated: bool) -> list[tuple[WorkerStatus, str]]:
@@ -439,22 +443,22 @@ def dirty_candidates(facts: Facts, replicated: bool) -> list[tuple[WorkerStatus,
     """
     roster = facts.roster
     heard = [s for w, s in roster.newest.items() if roster.slots[w].agent not in facts.silent]
-    ready = [s for s in heard if s.stage == Stage.READY and roster.ordered(s)]
+    ready = [s for s in heard if s.stage == Stage.READY and roster.is_ordered(s)]
     found = sorted((s for s in ready if s.dirty or s.has_state), key=lambda s: s.worker)
     why = "its state is neither initial nor the job's"
     share = "it holds its share of the state only"
     return [(s, share if s.has_state and not replicated else why) for s in found]
 
 
-def why_again(replicated: bool) -> str:
+def reason_to_begin_again(replicated: bool) -> str:
     """Return the reason that a job which has begun before begins again."""
     return "every worker was lost" if replicated else "all workers begin again, to share the state"
 
 
-def discarded(facts: Facts) -> bool:
+def is_state_discarded(facts: Facts) -> bool:
     """Return whether a worker says that the states which the workers hold are discarded."""
     roster = facts.roster
-    return any(s.discarded and roster.ordered(s) for s in roster.newest.values())
+    return any(s.discarded and roster.is_ordered(s) for s in roster.newest.values())
 
 
 def find_state_source(
@@ -468,7 +472,7 @@ def find_state_source(
     survivors = survivors_of(facts)
     if survivors is None:
         return BasisOfView.UNKNOWN
-    if discarded(facts) and not finishing:
+    if is_state_discarded(facts) and not finishing:
         return BasisOfView.DISCARDED
     if survivors and (finishing or replicated):
         return BasisOfView.LAST_SURVIVORS if finishing else BasisOfView.SURVIVORS
@@ -503,7 +507,7 @@ def beginners(facts: Facts, nodes_min: int, workers_min: int | None) -> list[Wor
     return ready if enough else []
 
 
-def last_view(facts: Facts, survivors: Sequence[WorkerStatus]) -> Proposal:
+def propose_last_view(facts: Facts, survivors: Sequence[WorkerStatus]) -> Proposal:
     """Propose a view while the job finishes: nobody joins, and nobody is waited for."""
     view = facts.view
     assert view is not None
@@ -528,7 +532,7 @@ def replace_left_out(facts: Facts, proposal: Proposal) -> list[OrderNext | Annou
     plan: list[OrderNext | Announce] = []
     for member in facts.members:
         if member.worker not in staying and roster.wants(member.worker, member.incarnation):
-            if reason := roster.leaves(member.worker):
+            if reason := roster.reason_to_leave(member.worker):
                 text = f"worker {member.worker} leaves: {reason}"
                 plan.append(Announce("leave", text, member.worker))
             plan.append(OrderNext(member.worker))  # only a new incarnation may come back

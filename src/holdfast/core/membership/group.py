@@ -88,7 +88,9 @@ class GroupMachine(DecisionLoop[GroupChange]):
         return self._deadline
 
     def snapshot(self) -> CoordinatorSnapshot:
-        return self._snapshot(self._trials.furthest, NO_VIEW if self._running() else self._number)
+        return self._snapshot(
+            self._trials.furthest, NO_VIEW if self._is_running() else self._number
+        )
 
     def check(self) -> None:
         view = self._view
@@ -116,7 +118,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
         if self._learn_until is not None:
             self._recall(report)
             self._views_used = ViewNumber(max(self._views_used, report.view_known + SKIPPED))
-            if report.view is not None and _surely_newest(report.view, report):
+            if report.view is not None and _is_surely_newest(report.view, report):
                 fenced = roster.started_at + self._lease.fence_s
                 self._learn_until = min(self._learn_until, fenced)
         view = self._view
@@ -152,7 +154,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
     def _alarms(self) -> Iterator[float]:
         """Yield when time alone changes a decision, as far as one knows now."""
         lease, roster, policy = self._policy.lease, self._roster, self._policy
-        for name in [*roster.nodes, *roster.unheard()]:
+        for name in [*roster.nodes, *roster.unheard_nodes()]:
             heard_at = max(roster.heard_at(name), self._awake_since)
             yield heard_at + lease.suspect_s
             yield heard_at + lease.fence_s
@@ -160,7 +162,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
         yield from (s.respawn_at for s in roster.slots.values() if s.respawn_at is not None)
         if self._learn_until is not None:
             yield self._learn_until
-        if self._running():
+        if self._is_running():
             yield self._still_since() + policy.hang_s
         else:
             yield self._trials.next_at
@@ -197,9 +199,9 @@ class GroupMachine(DecisionLoop[GroupChange]):
     def _plan_admission(self, facts: Facts) -> Plan:
         """Let nodes take part, up to the number that may."""
         roster, policy, plan = facts.roster, self._policy, Plan()
-        placed, waiting = len(roster.placed), []
+        placed, waiting = len(roster.nodes_with_places), []
         for name, node in roster.nodes.items():
-            if roster.here(name) or name in facts.silent or node.report.draining:
+            if roster.workers_of(name) or name in facts.silent or node.report.draining:
                 continue
             if policy.working(node.report.slots) < 1:
                 continue
@@ -214,23 +216,23 @@ class GroupMachine(DecisionLoop[GroupChange]):
     def _plan_supervision(self, facts: Facts) -> Plan:
         """End the group if it has done its work, a process of it failed, or nodes come or go."""
         view, roster, now = facts.view, facts.roster, facts.now
-        if view is None or not self._running():
+        if view is None or not self._is_running():
             return []
         statuses = [facts.status(member) for member in ranks_of(view)]
         if all(status is not None and status.stage is Stage.EXITED for status in statuses):
             return [EndJob("")]
-        lost = [name for name in roster.placed if self._node_lost(name, now)]
+        lost = [name for name in roster.nodes_with_places if self._is_node_lost(name, now)]
         fault, hang_s = find_fault(view, roster, lost), self._policy.hang_s
         if fault is None and now >= self._still_since() + hang_s:
             fault = GroupFault(f"no process has been at work for {hang_s:g} s: the group hangs")
         if fault is not None:
             return self._restart(facts, fault)
-        if why := self._why_change(facts, view):
+        if why := self._reason_to_change(facts, view):
             text = f"{why}: the group is restarted"
             return [*self._end_group(facts), Announce("restart", text)]
         return []
 
-    def _why_change(self, facts: Facts, view: View) -> str:
+    def _reason_to_change(self, facts: Facts, view: View) -> str:
         """Return why a sound group should be another: a node is to leave, or can take part."""
         roster, policy = facts.roster, self._policy
         inside = list(dict.fromkeys(m.agent for m in ranks_of(view)))
@@ -263,7 +265,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
         view, roster, plan = facts.view, facts.roster, Plan()
         plan.append(AwaitGroup())
         for member in view.members if view is not None else ():
-            alive = not roster.dead(member.worker, member.incarnation)
+            alive = not roster.is_dead(member.worker, member.incarnation)
             serves = view is not None and member.worker == view.leader
             if member.worker in roster.slots and not (alive and serves):
                 plan.append(OrderNext(member.worker))
@@ -272,17 +274,19 @@ class GroupMachine(DecisionLoop[GroupChange]):
     def _plan_dismissals(self, facts: Facts) -> Plan:
         """Take their slots from nodes that are lost, to make room for others."""
         plan: Plan = []
-        for name in facts.roster.placed:
-            if self._node_lost(name, facts.now):
+        for name in facts.roster.nodes_with_places:
+            if self._is_node_lost(name, facts.now):
                 plan += [DismissNode(name), Announce("node", f"node {name} is lost")]
         return plan
 
     def _plan_group(self, facts: Facts) -> Plan:
         """Form the next group, once nothing of the one before runs any more."""
         policy, roster, now = self._policy, facts.roster, facts.now
-        if self._running() or now < self._trials.next_at or not self._gone(now):
+        if self._is_running() or now < self._trials.next_at or not self._is_gone(now):
             return []
-        present = [n for n in roster.placed if n not in facts.silent and not roster.draining(n)]
+        present = [
+            n for n in roster.nodes_with_places if n not in facts.silent and not roster.draining(n)
+        ]
         ready = ready_nodes(roster, policy, facts.silent, None)
         if len(ready) < policy.nodes_min:
             return []
@@ -303,7 +307,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
         """Give up if a process fails before it is told a rank: the next one would as well."""
         view = facts.view
         for status in facts.roster.newest.values():
-            if status.stage is not Stage.FAILED or not facts.roster.ordered(status):
+            if status.stage is not Stage.FAILED or not facts.roster.is_ordered(status):
                 continue
             if status.view != NO_VIEW:
                 continue  # its group was lost with the journal
@@ -341,29 +345,29 @@ class GroupMachine(DecisionLoop[GroupChange]):
 
     # ------------------------------------------------------------ knowing
 
-    def _running(self) -> bool:
+    def _is_running(self) -> bool:
         """Return whether there is a group whose processes should all run."""
         view = self._view
         return view is not None and all(
             self._roster.wants(m.worker, m.incarnation) for m in ranks_of(view)
         )
 
-    def _gone(self, now: float) -> bool:
+    def _is_gone(self, now: float) -> bool:
         """Return whether no process of the last group can act any more, or of one unknown to us."""
         ranks = ranks_of(self._view) if self._view is not None else ()
-        dead, roster = self._roster.dead, self._roster
-        heard = [node for name, node in roster.nodes.items() if not self._node_lost(name, now)]
+        dead, roster = self._roster.is_dead, self._roster
+        heard = [node for name, node in roster.nodes.items() if not self._is_node_lost(name, now)]
         told = [s for node in heard for s in node.statuses.values() if s.view != NO_VIEW]
-        if any(s.stage.alive and not roster.ordered(s) for s in told):
+        if any(s.stage.alive and not roster.is_ordered(s) for s in told):
             return False
-        return all(dead(m.worker, m.incarnation) or self._node_lost(m.agent, now) for m in ranks)
+        return all(dead(m.worker, m.incarnation) or self._is_node_lost(m.agent, now) for m in ranks)
 
     def _silent(self, now: float) -> frozenset[AgentId]:
         lease, roster = self._policy.lease, self._roster
-        names = [*roster.nodes, *roster.unheard()]
+        names = [*roster.nodes, *roster.unheard_nodes()]
         return frozenset(n for n in names if now >= self._heard_at(n) + lease.suspect_s)
 
-    def _node_lost(self, name: AgentId, now: float) -> bool:
+    def _is_node_lost(self, name: AgentId, now: float) -> bool:
         """Return whether a node's processes surely do not act any more, since its lease is over.
 
         Only a group that is all on one node goes on there without a coordinator, for `abandon_s`.
@@ -381,7 +385,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
         return max(self._trials.still_since(self._roster.moved_at), self._awake_since)
 
 
-def _surely_newest(view: View, report: AgentReport) -> bool:
+def _is_surely_newest(view: View, report: AgentReport) -> bool:
     """Return whether no later group can have been formed, as far as one agent knows.
 
     A group that is all on one node acts there unheard for as long as nobody forms another. One on

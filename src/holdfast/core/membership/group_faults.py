@@ -84,18 +84,18 @@ def find_fault(view: View, roster: Roster, lost: Sequence[AgentId]) -> GroupFaul
         status = roster.status(member.worker, member.incarnation)
         if status is not None and status.stage in (Stage.LOST, Stage.FAILED):
             ended.append((rank, status))
-        elif roster.dead(member.worker, member.incarnation) and status is None:
+        elif roster.is_dead(member.worker, member.incarnation) and status is None:
             return GroupFault(f"rank {rank} on {member.agent} was lost: its agent was restarted")
     if ended:
         rank, status = min(ended, key=lambda each: (each[1].stage is not Stage.LOST, each[0]))
-        return _told(rank, ranks[rank], status)
+        return _make_fault(rank, ranks[rank], status)
     store = view.member(view.leader)
-    if store is not None and roster.dead(store.worker, store.incarnation):
+    if store is not None and roster.is_dead(store.worker, store.incarnation):
         return GroupFault(f"the process of the store on {store.agent} was lost")
     return None
 
 
-def _told(rank: int, member: Member, status: WorkerStatus) -> GroupFault:
+def _make_fault(rank: int, member: Member, status: WorkerStatus) -> GroupFault:
     first, _, rest = status.detail.partition("\n")
     if rest:
         return GroupFault(f"rank {rank} on {member.agent} failed", status.detail)

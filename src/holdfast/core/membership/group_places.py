@@ -33,20 +33,20 @@ def admit_node(roster: Roster, name: AgentId) -> list[Change]:
 def restore_slots(roster: Roster) -> list[Change]:
     """Replace all processes after the record was lost; one on every node serves as a store."""
     plan: list[Change] = []
-    for name in roster.placed:
-        slots = [(worker, roster.slots[worker]) for worker in roster.here(name)]
+    for name in roster.nodes_with_places:
+        slots = [(worker, roster.slots[worker]) for worker in roster.workers_of(name)]
         if all(slot.role is ProcessRole.WORKER for _, slot in slots):
             worker, slot = slots[0]
             plan.append(PutSlot(worker, dataclasses.replace(slot, role=ProcessRole.STORE)))
     return [*plan, *(OrderNext(worker) for worker in roster.slots)]
 
 
-def waiting_here(roster: Roster, name: AgentId, role: ProcessRole) -> list[WorkerId]:
+def find_waiting(roster: Roster, name: AgentId, role: ProcessRole) -> list[WorkerId]:
     """Find a node's processes in a role that wait for a rank, or may serve a group's store."""
     found = []
-    for worker in roster.here(name):
+    for worker in roster.workers_of(name):
         status = roster.status(worker)
-        if roster.slots[worker].role is not role or status is None or not roster.ordered(status):
+        if roster.slots[worker].role is not role or status is None or not roster.is_ordered(status):
             continue
         free = status.view == NO_VIEW or role is ProcessRole.STORE
         if status.stage is Stage.READY and free:
@@ -59,14 +59,14 @@ def ready_nodes(
 ) -> list[AgentId]:
     """Find nodes where enough processes wait to be given a rank; members of `view` do not."""
     found = []
-    for name in roster.placed:
+    for name in roster.nodes_with_places:
         if name in silent or roster.draining(name) or name not in roster.nodes:
             continue
-        waiting = waiting_here(roster, name, ProcessRole.WORKER)
+        waiting = find_waiting(roster, name, ProcessRole.WORKER)
         if view is not None:
             waiting = [w for w in waiting if view.member(w) is None]
         enough = len(waiting) >= policy.working(roster.nodes[name].report.slots)
-        if enough and waiting_here(roster, name, ProcessRole.STORE):
+        if enough and find_waiting(roster, name, ProcessRole.STORE):
             found.append(name)
     return found
 
@@ -78,8 +78,8 @@ def form_view(
     owners: list[WorkerId] = []
     for name in nodes:
         count = policy.working(roster.nodes[name].report.slots)
-        owners += waiting_here(roster, name, ProcessRole.WORKER)[:count]
-    leader = waiting_here(roster, nodes[0], ProcessRole.STORE)[0]
+        owners += find_waiting(roster, name, ProcessRole.WORKER)[:count]
+    leader = find_waiting(roster, nodes[0], ProcessRole.STORE)[0]
     members = [
         Member(worker=w, incarnation=roster.slots[w].incarnation, agent=roster.slots[w].agent)
         for w in sorted([*owners, leader])

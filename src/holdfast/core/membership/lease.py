@@ -38,13 +38,13 @@ class LeasePolicy:
         return self.lease_s + self.margin_s
 
 
-def acting_until(answered_at: float, proved_at: float, policy: LeasePolicy) -> float:
+def acting_deadline(answered_at: float, proved_at: float, policy: LeasePolicy) -> float:
     """Return when a worker must stop acting, by its node's clock, as both renewals are."""
     renewed_at = max(answered_at, proved_at)
     return min(renewed_at + policy.lease_s, answered_at + policy.abandon_s)
 
 
-def fenced_from(heard_at: float, witness_at: float | None, policy: LeasePolicy) -> float:
+def fence_time(heard_at: float, witness_at: float | None, policy: LeasePolicy) -> float:
     """Return from when a silent node's workers surely do not act, by the coordinator's clock.
 
     `heard_at`: when the newest report came, or the coordinator started. `witness_at`: when it

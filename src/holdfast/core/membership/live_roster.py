@@ -69,7 +69,7 @@ class LiveRoster(Roster):
         changed = old.fresh or not same
         for worker, status in statuses.items():
             last = old.statuses.get(worker)
-            if last is None or differs(last, status):
+            if last is None or has_changed(last, status):
                 changed = True
             if last is not None and has_moved(last, status):
                 self.moved_at = now
@@ -116,7 +116,7 @@ class LiveRoster(Roster):
         self._slots[worker] = slot
         if not is_new:
             return
-        self._by_node[slot.agent] = (*self.here(slot.agent), worker)
+        self._by_node[slot.agent] = (*self.workers_of(slot.agent), worker)
         for name in slot.further:
             self._beside[name] = (*self._beside.get(name, ()), worker)
         self.workers_named = max(self.workers_named, worker + 1)
@@ -136,7 +136,7 @@ class LiveRoster(Roster):
 
     def _note_newest(self, name: AgentId) -> None:
         statuses = self._nodes[name].statuses
-        for worker in self.here(name):
+        for worker in self.workers_of(name):
             if worker in statuses:
                 self._newest[worker] = statuses[worker]
             else:
@@ -153,7 +153,7 @@ _RESTING = attrgetter("committed", "reduced", "waiting")
 _MOVING = attrgetter("committed", "waiting", "activity")
 
 
-def differs(old: WorkerStatus, new: WorkerStatus) -> bool:
+def has_changed(old: WorkerStatus, new: WorkerStatus) -> bool:
     """Return whether something changed that is not mere progress within a view."""
     if _DECISIVE(old) != _DECISIVE(new):
         return True

@@ -34,7 +34,7 @@ class Progress:
         self._invalidations: Invalidations = ()  # those for which the job has gone back
         self._ended: WorkerStatus | None = None  # status of the first leader whose script has ended
 
-    def reached(self, step: int) -> bool:
+    def record_step(self, step: int) -> bool:
         """Record the step of a member of the view; return whether it is the newest."""
         if step <= self.step:
             return False
@@ -43,13 +43,13 @@ class Progress:
             self._furthest, self._retreats, self._falls, self._crashes = step, 0, 0, 0
         return True
 
-    def begins(self, step: int) -> None:
+    def begin(self, step: int) -> None:
         """Begin the job, or begin it again after all workers were lost, from this step.
 
         The nodes' memory may hold steps that no worker has lived to report.
         """
         if step > self._furthest:
-            self.reached(step)
+            self.record_step(step)
         self.step = step
         self._falls += self._lost_since_begun
         self._lost_since_begun = False
@@ -80,12 +80,12 @@ class Progress:
         self._invalidations = invalidations
         self._retreats += 1
 
-    def ended(self, leader: WorkerStatus) -> None:
+    def record_end(self, leader: WorkerStatus) -> None:
         """Record that the script of a leader has ended, though its newest status may be older."""
         if leader.ended:
             self._ended = self._ended or leader
 
-    def uneven(self, statuses: Iterable[WorkerStatus]) -> str:
+    def reason_of_uneven_ends(self, statuses: Iterable[WorkerStatus]) -> str:
         """Return why scripts do not all end after the same step; empty if they may.
 
         Statuses of views before the one in which the leader ended do not count: since then the
@@ -104,7 +104,7 @@ class Progress:
             "workers; use job.stop(), or keep what `break` depends on in job.values"
         )
 
-    def hopeless(self, losses_max: int, retreats_max: int) -> str:
+    def reason_to_give_up(self, losses_max: int, retreats_max: int) -> str:
         """Return why to give up; empty to go on."""
         if self.losses > losses_max:
             count = "1 worker was" if self.losses == 1 else f"{self.losses} workers were"

@@ -16,7 +16,7 @@ from holdfast.core.invalidations import (
     merge,
 )
 from holdfast.core.membership.durable import Durable
-from holdfast.core.membership.facts import Facts, given_up_on
+from holdfast.core.membership.facts import Facts, is_given_up
 from holdfast.core.membership.roster import Roster
 from holdfast.core.redundancy import GradientSource, KeptPieces, Recall, Redundancy
 from holdfast.core.types import NO_VIEW, AgentId, Invalidation, Member, View, ViewNumber
@@ -67,11 +67,11 @@ class Protection:
 
         It does not if what other nodes keep brings it as far as anybody is known to have come.
         """
-        if not any(facts.may_hold(member) for member in facts.members):
+        if not any(facts.can_hold(member) for member in facts.members):
             return False
         return not self._bridges(facts, durable)
 
-    def bridging(self, facts: Facts, durable: Durable) -> Callable[[], bool]:
+    def make_coverage_test(self, facts: Facts, durable: Durable) -> Callable[[], bool]:
         """Return a predicate: does node memory cover every step known to be committed?"""
         return partial(self._bridges, facts, durable)
 
@@ -79,7 +79,9 @@ class Protection:
         recall = self.recall(facts, durable) if self.redundancy.data else None
         known = [status.committed for status in facts.known]
         number = facts.view.number if facts.view is not None else 0
-        for each in self._kept(facts, frozenset()):  # including workers that have no slots any more
+        for each in self._kept_pieces(
+            facts, frozenset()
+        ):  # including workers that have no slots any more
             known += [each.committed] if each.view == number else []
         return recall is not None and recall.step >= max(known, default=0)
 
@@ -95,7 +97,7 @@ class Protection:
             return Recall(base=durable.step, view=0, sources=())
         if _has_more_to_tell(facts):
             return None
-        now = self._find(view, self._kept(facts, silent), durable)
+        now = self._find(view, self._kept_pieces(facts, silent), durable)
         heard = [n for name, n in sorted(facts.roster.nodes.items()) if name not in silent]
         nodes = tuple(
             node.report.pieces_at for node in heard if node.report.kept and node.report.pieces_at
@@ -105,10 +107,10 @@ class Protection:
             return now
         if self._recall_keeps_failing(now, view, facts):
             return self._find(view, [], durable)
-        given_up = frozenset(name for name in silent if given_up_on(facts, name))
-        if any(name not in given_up for name in facts.roster.unheard()):
+        given_up = frozenset(name for name in silent if is_given_up(facts, name))
+        if any(name not in given_up for name in facts.roster.unheard_nodes()):
             return None
-        later = self._find(view, self._kept(facts, given_up), durable)
+        later = self._find(view, self._kept_pieces(facts, given_up), durable)
         return now if later.step <= now.step else None
 
     def note_failures(self, facts: Facts, durable: Durable) -> Protection:
@@ -116,7 +118,7 @@ class Protection:
         view = facts.view
         if not self.redundancy.data or _has_more_to_tell(facts) or view is None:
             return self
-        this = self._find(view, self._kept(facts, facts.silent), durable)
+        this = self._find(view, self._kept_pieces(facts, facts.silent), durable)
         if view.recall is None or dataclasses.replace(view.recall, nodes=()) != this:
             return self
         failed_in = self.failed_in
@@ -136,7 +138,7 @@ class Protection:
             return False
         return facts.now >= self.failing[1] + facts.lease.abandon_s
 
-    def _kept(self, facts: Facts, without: frozenset[AgentId]) -> list[KeptPieces]:
+    def _kept_pieces(self, facts: Facts, without: frozenset[AgentId]) -> list[KeptPieces]:
         nodes = facts.roster.nodes.items()
         return [kept for name, node in nodes if name not in without for kept in node.report.kept]
 

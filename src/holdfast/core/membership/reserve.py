@@ -84,7 +84,7 @@ class Reserve:
         if self.policy.spares is not None:
             return found, plan
         found = found._look(roster, now)
-        wanted, why = found._needed(len(roster.slots))
+        wanted, why = found._count_needed(len(roster.slots))
         if wanted != self.wanted:
             plural = "spare is" if wanted == 1 else "spares are"
             plan.append(Announce("node", f"{wanted} {plural} kept on all nodes together: {why}"))
@@ -114,7 +114,7 @@ class Reserve:
             replaced_s=tuple(replaced_s[-REPLACED_MAX:]),
         )
 
-    def _needed(self, workers: int) -> tuple[int, str]:
+    def _count_needed(self, workers: int) -> tuple[int, str]:
         rate = (self.losses + FORMER) / (self.worked_s + FORMER * LOSS_EVERY_S)
         replace_s = max(self.replaced_s, default=REPLACE_S)
         found = spares_needed(rate * workers * replace_s)

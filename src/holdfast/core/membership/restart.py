@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from holdfast.core.membership.changes import Change, CountLoss, PutSlot
 from holdfast.core.membership.coordinator_events import Announce
-from holdfast.core.membership.facts import Facts, given_up_on
+from holdfast.core.membership.facts import Facts, is_given_up
 from holdfast.core.membership.roster import SlotState
 from holdfast.core.types import Stage, WorkerId, WorkerStatus
 
@@ -48,7 +48,7 @@ def replace_lost(
                     if not slot.further:
                         continue  # almost all are, almost always
             slot = _end_probation(facts, worker, slot, policy)
-            lost = _why_lost(facts, worker, slot) or _why_lost_elsewhere(
+            lost = _reason_of_loss(facts, worker, slot) or _reason_of_loss_elsewhere(
                 facts, worker, slot, bridges
             )
             if lost is not None:
@@ -68,13 +68,13 @@ def _after_loss(slot: SlotState, now: float, policy: RestartPolicy) -> SlotState
         return dataclasses.replace(slot, respawn_at=now)
     strikes = slot.strikes + 1
     excess = strikes - policy.strikes_free
-    wait_s = _double(policy.backoff_s, excess, policy.backoff_max_s) if excess > 0 else 0.0
+    wait_s = _double_delay(policy.backoff_s, excess, policy.backoff_max_s) if excess > 0 else 0.0
     return dataclasses.replace(
         slot, counted=slot.incarnation, strikes=strikes, respawn_at=now + wait_s
     )
 
 
-def hung(facts: Facts) -> list[WorkerStatus]:
+def find_hung(facts: Facts) -> list[WorkerStatus]:
     """Find members that others wait for, when nothing has moved for very long."""
     known = facts.known
     if not any(status.waiting and status.hosted for status in known):
@@ -89,10 +89,10 @@ def quarantine(
     roster, before = facts.roster, facts.roster.slots[worker]
     strikes, wrongs = before.strikes + 1, before.wrongs + wrong
     if wrong:  # its own loss may have been counted as a strike before or not
-        wait_s = _double(policy.wrong_s, wrongs, policy.wrong_max_s)
+        wait_s = _double_delay(policy.wrong_s, wrongs, policy.wrong_max_s)
         why = "it computes wrongly"
     else:
-        wait_s = _double(policy.quarantine_s, strikes, policy.quarantine_max_s)
+        wait_s = _double_delay(policy.quarantine_s, strikes, policy.quarantine_max_s)
         why = "the network does not reach it"
     slot = before.order_next(roster.first)  # its process is of no use: its state grows old
     slot = dataclasses.replace(slot, strikes=strikes, wrongs=wrongs, respawn_at=facts.now + wait_s)
@@ -109,7 +109,7 @@ def quarantine_wrong(
     return [change for plan in plans for change in plan]
 
 
-def _double(first_s: float, times: int, most_s: float) -> float:
+def _double_delay(first_s: float, times: int, most_s: float) -> float:
     return min(first_s * 2.0 ** min(times - 1, 20), most_s)
 
 
@@ -127,14 +127,14 @@ def _end_probation(
     return slot
 
 
-def _why_lost(facts: Facts, worker: WorkerId, slot: SlotState) -> str | None:
+def _reason_of_loss(facts: Facts, worker: WorkerId, slot: SlotState) -> str | None:
     """Return why the ordered incarnation of `worker` is gone, or None while it is not."""
     node = facts.roster.nodes.get(slot.agent)
     member = facts.view.member(worker) if facts.view is not None else None
     if member is not None and member.incarnation != slot.incarnation:
         member = None
     if node is None or slot.agent in facts.silent:
-        lost = member is not None and facts.abandoned(member)
+        lost = member is not None and facts.is_abandoned(member)
         return "its node is lost" if lost else None
     status = node.statuses.get(worker)
     if status is None or status.incarnation < slot.incarnation:
@@ -143,7 +143,7 @@ def _why_lost(facts: Facts, worker: WorkerId, slot: SlotState) -> str | None:
     return status.detail or "gone" if status.stage == Stage.LOST else None
 
 
-def _why_lost_elsewhere(
+def _reason_of_loss_elsewhere(
     facts: Facts, worker: WorkerId, slot: SlotState, bridges: Callable[[], bool]
 ) -> str | None:
     """Return why a spread worker is gone since some of its processes are, or None while it is not.
@@ -157,7 +157,9 @@ def _why_lost_elsewhere(
     for name in slot.nodes if slot.further else ():
         if name in facts.silent:
             fenced = acts and facts.now >= roster.heard_at(name) + fence_s
-            if fenced and (given_up_on(facts, name) or _others_hold(facts, worker) or bridges()):
+            if fenced and (
+                is_given_up(facts, name) or _can_others_go_on(facts, worker) or bridges()
+            ):
                 return f"its node {name} is lost"
             continue
         node = roster.nodes.get(name)
@@ -172,8 +174,8 @@ def _why_lost_elsewhere(
     return None
 
 
-def _others_hold(facts: Facts, worker: WorkerId) -> bool:
+def _can_others_go_on(facts: Facts, worker: WorkerId) -> bool:
     """Return whether other members can go on, with the state that they hold."""
-    others = [m for m in facts.members if m.worker != worker and facts.sound(m)]
+    others = [m for m in facts.members if m.worker != worker and facts.is_sound(m)]
     found = [facts.status(member) for member in others]
     return any(status is not None and status.has_state for status in found)

@@ -54,7 +54,7 @@ class Agenda:
         self.deadline = due if self.deadline is None else min(due, self.deadline)
 
     def due(self, now: float) -> bool:
-        """Return whether to review now; then `reviewed` must follow."""
+        """Return whether to review now; then `record_review` must follow."""
         if self.deadline is None or now < self.deadline:
             return False
         if now > self.deadline + self._policy.lease.suspect_s / 2:
@@ -68,7 +68,7 @@ class Agenda:
         self._set_deadline(now)
         return False
 
-    def reviewed(self, now: float, alarms: Iterable[float]) -> None:
+    def record_review(self, now: float, alarms: Iterable[float]) -> None:
         """Record a review. `alarms`: times that change a decision, whatever comes before them."""
         lease, roster = self._policy.lease, self._roster
         unheard = [roster.started_at, *(roster.heard_at(name) for name in sorted(self.silent))]

@@ -43,7 +43,7 @@ class NodeState:
     fresh: bool = True  # nothing has been decided yet since its agent first spoke
 
     @property
-    def wanted(self) -> int:
+    def processes_for(self) -> int:
         """Return how many of its slots are used."""
         return self.report.slots - max(self.report.spares - self.spares_wanted, 0)
 
@@ -111,13 +111,13 @@ class Roster:
         self.slots: Mapping[WorkerId, SlotState] = MappingProxyType(self._slots)
         self.newest: Mapping[WorkerId, WorkerStatus] = MappingProxyType(self._newest)
 
-    def here(self, name: AgentId) -> tuple[WorkerId, ...]:
+    def workers_of(self, name: AgentId) -> tuple[WorkerId, ...]:
         """Return the workers that this is the node of, or the first of their nodes."""
         return self._by_node.get(name, ())
 
     def on(self, name: AgentId) -> tuple[WorkerId, ...]:
         """Return all workers that have processes on a node."""
-        return self.here(name) + self._beside.get(name, ())
+        return self.workers_of(name) + self._beside.get(name, ())
 
     def slot_records(self) -> tuple[Slot, ...]:
         if self._records is None:
@@ -133,7 +133,7 @@ class Roster:
             )
         return self._records
 
-    def wanted(self, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
+    def processes_for(self, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
         """Yield processes for a node; a lost one never again as the same incarnation.
 
         On a node that is being drained these are only members of the view: nothing starts there.
@@ -141,18 +141,18 @@ class Roster:
         for worker in self.on(name):
             slot = self.slots[worker]
             acts = view is not None and view.includes(worker, slot.incarnation)
-            stays = acts or not self.drained_of(worker)
+            stays = acts or not self.drained_node(worker)
             if slot.respawn_at is None and stays:
                 yield from self._wanted_as(worker, slot.incarnation, name)
 
-    def leaving(self, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
+    def processes_to_finish(self, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
         """Yield processes that may finish on a node as the job ends: living members of the view.
 
         A member that promised before it had the state can never get it any more.
         """
         for worker in self.on(name):
             member = view.member(worker) if view is not None else None
-            if view is None or member is None or self.dead(worker, member.incarnation):
+            if view is None or member is None or self.is_dead(worker, member.incarnation):
                 continue
             status = self.status(worker, member.incarnation)
             stranded = status and status.promised >= view.number and not status.has_state
@@ -180,14 +180,14 @@ class Roster:
         node = self.nodes.get(name)
         return node.draining if node is not None else ""
 
-    def drained_of(self, worker: WorkerId) -> AgentId | None:
+    def drained_node(self, worker: WorkerId) -> AgentId | None:
         """Return a node of a worker that is being drained, if there is one."""
         slot = self.slots.get(worker)
         return next((n for n in slot.nodes if self.draining(n)), None) if slot else None
 
-    def leaves(self, worker: WorkerId) -> str:
+    def reason_to_leave(self, worker: WorkerId) -> str:
         """Return why a member should leave the job's views, or ""."""
-        if drained := self.drained_of(worker):
+        if drained := self.drained_node(worker):
             return self.draining(drained)
         slot = self.slots.get(worker)
         node = self.nodes.get(slot.agent) if slot is not None else None
@@ -203,7 +203,7 @@ class Roster:
         return any(each.to == name and self.wants(each.worker, each.incarnation) for each in every)
 
     @property
-    def placed(self) -> list[AgentId]:
+    def nodes_with_places(self) -> list[AgentId]:
         """Return the nodes that workers have places on, also those that have not spoken yet."""
         return list(dict.fromkeys([*self._by_node, *self._beside]))
 
@@ -212,9 +212,9 @@ class Roster:
         """Return the nodes that are the first ones of some workers."""
         return list(self._by_node)
 
-    def unheard(self) -> list[AgentId]:
+    def unheard_nodes(self) -> list[AgentId]:
         """List nodes that have slots and have not spoken yet."""
-        return [name for name in self.placed if name not in self.nodes]
+        return [name for name in self.nodes_with_places if name not in self.nodes]
 
     def heard_at(self, name: AgentId) -> float:
         node = self.nodes.get(name)
@@ -228,7 +228,7 @@ class Roster:
         other = status is not None and incarnation not in (None, status.incarnation)
         return None if other else status
 
-    def ordered(self, status: WorkerStatus) -> bool:
+    def is_ordered(self, status: WorkerStatus) -> bool:
         """Return whether this very process should run; else its agent has been told to end it."""
         return self.wants(status.worker, status.incarnation)
 
@@ -237,14 +237,14 @@ class Roster:
         slot = self.slots.get(worker)
         return slot is not None and slot.incarnation == incarnation and slot.respawn_at is None
 
-    def dead(self, worker: WorkerId, incarnation: Incarnation) -> bool:
+    def is_dead(self, worker: WorkerId, incarnation: Incarnation) -> bool:
         """Return whether the agent has reported the process's end, or its node is dismissed."""
         slot = self.slots.get(worker)
         if slot is None or slot.agent not in self.nodes:
             return slot is None
-        return self._ended(self.newest.get(worker), incarnation)
+        return self._has_ended(self.newest.get(worker), incarnation)
 
-    def crippled(self, worker: WorkerId, incarnation: Incarnation) -> bool:
+    def is_crippled(self, worker: WorkerId, incarnation: Incarnation) -> bool:
         """Return whether processes of a spread member have ended on one of its further nodes.
 
         Then it can commit nothing any more.
@@ -252,15 +252,15 @@ class Roster:
         slot = self.slots.get(worker)
         names = slot.further if slot is not None else ()
         heard = [self.nodes[name] for name in names if name in self.nodes]
-        return any(self._ended(node.statuses.get(worker), incarnation) for node in heard)
+        return any(self._has_ended(node.statuses.get(worker), incarnation) for node in heard)
 
     @staticmethod
-    def _ended(status: WorkerStatus | None, incarnation: Incarnation) -> bool:
+    def _has_ended(status: WorkerStatus | None, incarnation: Incarnation) -> bool:
         if status is None or status.incarnation > incarnation:
             return True
         return status.incarnation == incarnation and not status.stage.alive
 
-    def complete(self, status: WorkerStatus) -> bool:
+    def is_complete(self, status: WorkerStatus) -> bool:
         """Return whether the processes of a worker run on all of its nodes, as these have told."""
         nodes = [self.nodes.get(name) for name in self.slots[status.worker].further]
         found = [node.statuses.get(status.worker) if node is not None else None for node in nodes]
@@ -268,7 +268,7 @@ class Roster:
             s is not None and s.incarnation == status.incarnation and s.stage.alive for s in found
         )
 
-    def failed(self) -> list[WorkerStatus]:
+    def failed_workers(self) -> list[WorkerStatus]:
         """Return the statuses of processes whose script has failed, on any node."""
         found = [status for status in self.newest.values() if status.stage == Stage.FAILED]
         for name, workers in self._beside.items():
@@ -293,14 +293,14 @@ class Roster:
             for name, node in sorted(self.nodes.items())
         )
 
-    def over(self, now: float, fence_s: float) -> bool:
+    def is_over(self, now: float, fence_s: float) -> bool:
         """Return whether no process can run any more; silent nodes end theirs by themselves.
 
         A process that a node was told to start, and has not reported, may run until its agent
         knows.
         """
         if now < self.started_at + fence_s:
-            if self.unheard():
+            if self.unheard_nodes():
                 return False
         return all(
             node.report.ending and not any(status.stage.alive for status in node.statuses.values())
@@ -308,7 +308,7 @@ class Roster:
             if now < node.heard_at + fence_s
         )
 
-    def all_exited(self) -> bool:
+    def have_all_exited(self) -> bool:
         newest = self.newest
         everyone = 0 < len(newest) == len(self.slots)
         return everyone and all(s.stage == Stage.EXITED for s in newest.values())

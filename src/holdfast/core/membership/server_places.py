@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from holdfast.core.membership.coordinator_events import Announce
-from holdfast.core.membership.facts import Facts, given_up_on
+from holdfast.core.membership.facts import Facts, is_given_up
 from holdfast.core.types import AgentId, ServerPlace
 
 
@@ -88,4 +88,4 @@ def _has_lost(facts: Facts, agent: AgentId, usable: list[AgentId]) -> bool:
     node = facts.roster.nodes.get(agent)
     if node is not None and (node.draining or node.report.draining):
         return True
-    return given_up_on(facts, agent)
+    return is_given_up(facts, agent)

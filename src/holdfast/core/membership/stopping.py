@@ -13,6 +13,6 @@ class Stopping:
     after: int
     until: float
 
-    def over(self, durable: int, now: float) -> bool:
+    def is_over(self, durable: int, now: float) -> bool:
         """Return whether the job may end: `durable` is the step of the newest checkpoint."""
         return durable >= self.after or now >= self.until

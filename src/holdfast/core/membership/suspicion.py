@@ -45,7 +45,7 @@ class Suspicion:
         return frozenset(
             name
             for name in found
-            if name not in nodes or now >= self._suspected_at(name, now, awake_since)
+            if name not in nodes or now >= self._suspicion_time(name, now, awake_since)
         )
 
     def learn(self, silent: frozenset[AgentId], now: float) -> None:
@@ -66,7 +66,7 @@ class Suspicion:
         """Bear longer silences of a node than this one, after which it was heard again."""
         lease_s = self._lease.lease_s
         if silence_s < lease_s:  # else the suspicion was right
-            longest_s = max(min(GROWTH * silence_s, lease_s), self._borne_s(name, now))
+            longest_s = max(min(GROWTH * silence_s, lease_s), self._patience_s(name, now))
             self._tolerances[name] = _Tolerance(longest_s, now + LEASES * lease_s)
 
     def alarms(self, now: float, awake_since: float) -> Iterator[float]:
@@ -81,12 +81,12 @@ class Suspicion:
             yield max(min(plain), awake_since) + self._lease.suspect_s
         for name in tolerances:
             if name not in silent:
-                yield self._suspected_at(name, now, awake_since)
+                yield self._suspicion_time(name, now, awake_since)
 
-    def _suspected_at(self, name: AgentId, now: float, awake_since: float) -> float:
-        return max(self._roster.heard_at(name), awake_since) + self._borne_s(name, now)
+    def _suspicion_time(self, name: AgentId, now: float, awake_since: float) -> float:
+        return max(self._roster.heard_at(name), awake_since) + self._patience_s(name, now)
 
-    def _borne_s(self, name: AgentId, now: float) -> float:
+    def _patience_s(self, name: AgentId, now: float) -> float:
         """Return after what silence a node is suspected."""
         known = self._tolerances.get(name)
         if known is None or now >= known.until:

@@ -28,8 +28,8 @@ def admit_teams(
     """
     roster, plan = facts.roster, list[Change]()
     waiting, teams = _choose_waiting(facts), _list_teams(facts)
-    placed = len(roster.placed)
-    broken = [team for team in teams if _may_change(facts, team)]
+    placed = len(roster.nodes_with_places)
+    broken = [team for team in teams if _can_change(facts, team)]
     while broken:
         team = broken.pop(0)
         lost = [name for name in team if _is_lost(facts, name)]
@@ -63,7 +63,7 @@ def admit_teams(
 def _form_team(facts: Facts, names: Sequence[AgentId]) -> list[Change]:
     """Give nodes the slots of workers that are spread over them, in this order."""
     roster = facts.roster
-    count = min(roster.nodes[name].wanted for name in names)
+    count = min(roster.nodes[name].processes_for for name in names)
     slot = SlotState(names[0], roster.first, further=tuple(names[1:]))
     return [AddSlot(slot)] * count
 
@@ -76,7 +76,7 @@ def _leave_drained(facts: Facts, teams: Sequence[Team], waiting: int) -> list[Ch
     roster, plan = facts.roster, list[Change]()
     for team in teams:
         members = [m for m in facts.members if m.nodes == team]
-        others = [m for m in facts.members if m.nodes != team and facts.sound(m)]
+        others = [m for m in facts.members if m.nodes != team and facts.is_sound(m)]
         drained = [name for name in team if roster.draining(name)]
         if not 0 < len(drained) <= waiting or others:
             continue
@@ -102,7 +102,7 @@ def _choose_waiting(facts: Facts) -> list[AgentId]:
     found = [
         name
         for name, node in roster.nodes.items()
-        if node.wanted and not roster.on(name) and not _is_lost(facts, name)
+        if node.processes_for and not roster.on(name) and not _is_lost(facts, name)
     ]
     found = [name for name in found if name not in facts.silent]
     return sorted(found, key=lambda name: -len(roster.nodes[name].report.kept))
@@ -116,7 +116,7 @@ def _is_lost(facts: Facts, name: AgentId) -> bool:
     return gone or bool(roster.draining(name))
 
 
-def _may_change(facts: Facts, team: Team) -> bool:
+def _can_change(facts: Facts, team: Team) -> bool:
     """Return whether a team has lost nodes, and none of its workers acts any more."""
     return any(_is_lost(facts, name) for name in team) and not _acts(facts, team)
 
@@ -124,4 +124,4 @@ def _may_change(facts: Facts, team: Team) -> bool:
 def _acts(facts: Facts, team: Team) -> bool:
     """Return whether a worker of this team may still act as a member of the view."""
     members = [m for m in facts.members if m.nodes == team]
-    return not all(facts.abandoned(member) for member in members)
+    return not all(facts.is_abandoned(member) for member in members)

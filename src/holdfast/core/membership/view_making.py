@@ -121,7 +121,7 @@ def make_view(
         resume_step=proposal.resume_step,
         leader=old.leader if old is not None and old.leader in eligible else eligible[0],
         joiners=proposal.joiners,
-        unproven=_unproven(proposal, old, roster),
+        unproven=_find_unproven(proposal, old, roster),
         suspended=proposal.suspended,
         catching_up=proposal.catching_up,
         fed=proposal.fed,
@@ -131,7 +131,7 @@ def make_view(
     )
 
 
-def _unproven(proposal: Proposal, old: View | None, roster: Roster) -> tuple[WorkerId, ...]:
+def _find_unproven(proposal: Proposal, old: View | None, roster: Roster) -> tuple[WorkerId, ...]:
     """Return who joins, or has joined and committed no task yet, where others hold the state."""
     found = set(proposal.joiners)
     for member in old.members if old is not None else ():

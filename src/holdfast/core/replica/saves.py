@@ -151,13 +151,13 @@ class Saves:
             self._savers.pop((save.step, save.view), None)
             return []
         often = "" if self._policy.every else f"; {self._pace}"
-        before = self._failures.succeeded()
+        before = self._failures.forget_failures()
         text = f"step {save.step} is saved, in {save.took_s:.2f} s{before}{often}"
         self._durable.append(save)
         return [EventNoted("save", text), *self.compared(committed)]
 
     def _failed(self, step: int, problem: str) -> list[Outcome]:
-        text = self._failures.failed(f"step {step}", problem)
+        text = self._failures.count_failure(f"step {step}", problem)
         return [EventNoted("save", text)] if text else []
 
     def finishing(self, committed: int) -> list[SavedUpTo]:

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.core.domains import joined, read_domains
+from holdfast.core.domains import join_labels, read_domains
 from holdfast.core.errors import OtherJob, WorldError, assert_never, first_line
 from holdfast.core.membership import agent as machine
 from holdfast.core.membership.liveness import FreezePolicy
@@ -241,7 +241,7 @@ class AgentServer:
                     elif isinstance(m, MoveRequest):
                         self._feed(machine.MoveAsked(m.leaving))
                     elif isinstance(m, LabelRequest):
-                        self._feed(machine.Labelled(joined(m.domains, self._template.domains)))
+                        self._feed(machine.Labelled(join_labels(m.domains, self._template.domains)))
                     else:
                         for process in self._processes.values():
                             process.send(m)

@@ -167,7 +167,7 @@ class Saver:
         return at, len(table)
 
     def _complain(self, step: int, problem: str) -> None:
-        if text := self._failures.failed(f"this worker's share of step {step}", problem):
+        if text := self._failures.count_failure(f"this worker's share of step {step}", problem):
             say(text)
 
     def _await(self, order: Order, began: float, answers: int | None) -> None:
@@ -182,7 +182,7 @@ class Saver:
         if answer.problem:
             if order.rank > 0:  # the job's event log has those of the first share
                 self._complain(order.step, answer.problem)
-        elif (text := self._failures.succeeded()) and answer.durable:
+        elif (text := self._failures.forget_failures()) and answer.durable:
             say(f"step {order.step} is saved{text}")
         view = ViewNumber(order.view)
         first = order.rank == 0
