@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.core.job_spec import SECTIONS, SETTINGS
-from holdfast.core.settings import AUTO, Setting, shown
+from holdfast.core.settings import AUTO, Setting, format_value
 
 PAGE = Path(__file__).with_name("options.md")
 HEAD = """\
@@ -59,7 +59,7 @@ def describe_default(setting: Setting) -> str:
     """Return the default as a person types it."""
     if isinstance(setting.default, bool):
         return "yes" if setting.default else "no"
-    return shown(setting.default)
+    return format_value(setting.default)
 
 
 def describe_limits(setting: Setting) -> str:

@@ -29,12 +29,12 @@ from mutation_kit import mutation
 def the_first_step_is_not_fed(patch: pytest.MonkeyPatch) -> Machines:
     """The steps after the copied state begin one too late."""
 
-    plain = Feeding.committed
+    plain = Feeding.handle_commit
 
     def committed(self: Feeding, step: int) -> list[ef.Outcome]:
         return plain(self, step) if step != self._base else []
 
-    patch.setattr(Feeding, "committed", committed)
+    patch.setattr(Feeding, "handle_commit", committed)
     return Machines()
 
 
@@ -78,13 +78,13 @@ def who_is_fed_is_not_waited_for_until_all_was_compared(patch: pytest.MonkeyPatc
 @mutation
 def copies_count_as_compared_although_they_differ(patch: pytest.MonkeyPatch) -> Machines:
     """Members go on with copies that differ, and only the next cycle tells them so."""
-    plain = StepMachine.summed
+    plain = StepMachine.handle_sums
 
     def summed(self: StepMachine, event: ev.Summed) -> None:
         alike = tuple(copy and 1 for copy in event.copies)
         plain(self, dataclasses.replace(event, copies=alike))
 
-    patch.setattr(StepMachine, "summed", summed)
+    patch.setattr(StepMachine, "handle_sums", summed)
     return Machines()
 
 
@@ -93,7 +93,7 @@ def who_was_fed_is_proved_before_its_first_task(patch: pytest.MonkeyPatch) -> Ma
     def watched(self: Newcomers, view: View) -> frozenset[WorkerId]:
         return frozenset() if view.fed else frozenset(view.unproven)
 
-    patch.setattr(Newcomers, "watched", watched)
+    patch.setattr(Newcomers, "watched_workers", watched)
     return Machines()
 
 

@@ -71,7 +71,7 @@ def it_votes_before_its_pieces_are_in_memory(patch: pytest.MonkeyPatch) -> Machi
         *before, last = self._standing.take_effects()
         self._standing.order(*before)
         if isinstance(last, ef.KeepStep) and last.sink is SinkKind.MEMORY:
-            self.gradient_kept(self.step, full=False)
+            self.handle_kept_gradient(self.step, full=False)
         self._standing.order(last)
 
     patch.setattr(StepMachine, "_accept", accept)
@@ -96,19 +96,19 @@ def both_pieces_are_kept_on_one_node(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def a_state_counts_before_all_have_put_it_there(patch: pytest.MonkeyPatch) -> Machines:
-    plain = Protecting.voted
+    plain = Protecting.record_votes
 
     def voted(self: Protecting, step: int, tally: Tally, now: float) -> Any:
         staged = (max(tally.staged),) * len(tally.staged)
         plain(self, step, dataclasses.replace(tally, staged=staged), now)
 
-    patch.setattr(Protecting, "voted", voted)
+    patch.setattr(Protecting, "record_votes", voted)
     return Machines()
 
 
 @mutation
 def what_is_older_goes_at_once(patch: pytest.MonkeyPatch) -> Machines:
-    plain = Protecting.at_boundary
+    plain = Protecting.next_copy
 
     def at_boundary(self: Protecting, step: int, now: float) -> Any:
         found = plain(self, step, now)
@@ -116,16 +116,16 @@ def what_is_older_goes_at_once(patch: pytest.MonkeyPatch) -> Machines:
             found = [*found, ef.Forget(SinkKind.MEMORY, self._view.number, step)]
         return found
 
-    patch.setattr(Protecting, "at_boundary", at_boundary)
+    patch.setattr(Protecting, "next_copy", at_boundary)
     return Machines()
 
 
 @mutation
 def older_pieces_go_before_the_commit_is_marked(patch: pytest.MonkeyPatch) -> Machines:
     class Hasty(WorkerMachine):
-        def _decided(self, vote: Decided) -> None:
+        def _commit_step(self, vote: Decided) -> None:
             self._standing.carry(self._replica.protecting.forget_older())
-            super()._decided(vote)
+            super()._commit_step(vote)
 
     return Machines(worker=Hasty)
 

@@ -269,8 +269,8 @@ def a_gradient_is_said_to_be_there_too_early(patch: pytest.MonkeyPatch) -> Machi
 @mutation
 def a_worker_in_its_own_code_is_taken_to_rest(patch: pytest.MonkeyPatch) -> Machines:
     class Resting(WorkerMachine):
-        def _decided(self, vote: Decided) -> None:
-            super()._decided(vote)
+        def _commit_step(self, vote: Decided) -> None:
+            super()._commit_step(vote)
             if self._standing.status.committed > vote.step:
                 self._standing.change(phase=Phase.BOUNDARY)
 

@@ -72,9 +72,9 @@ def silent_nodes_that_hold_pieces_are_not_waited_for(patch: pytest.MonkeyPatch) 
 
 @mutation
 def a_follower_takes_any_commit_for_a_proof(patch: pytest.MonkeyPatch) -> Machines:
-    plain = FollowerProofs.committed
+    plain = FollowerProofs.record_commit
     patch.setattr(
-        FollowerProofs, "committed", lambda self, now, voted: plain(self, now, voted=True)
+        FollowerProofs, "record_commit", lambda self, now, voted: plain(self, now, voted=True)
     )
     return Machines()
 
@@ -98,7 +98,7 @@ def one_node_of_a_worker_takes_it_for_all_of_it(patch: pytest.MonkeyPatch) -> Ma
 
 @mutation
 def the_proof_of_a_follower_is_dated_by_the_vote(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(FollowerProofs, "committed", lambda self, now, voted: now if voted else None)
+    patch.setattr(FollowerProofs, "record_commit", lambda self, now, voted: now if voted else None)
     return Machines()
 
 

@@ -36,23 +36,23 @@ def machines_with(patch: pytest.MonkeyPatch, step_machine: type[StepMachine]) ->
 
 @mutation
 def a_checkpoint_counts_although_a_share_is_lost(patch: pytest.MonkeyPatch) -> Machines:
-    plain = Saves.ended
+    plain = Saves.record_end
 
     def ended(self: Saves, save: ev.SaveEnded, committed: int) -> Any:
         return plain(self, dataclasses.replace(save, durable=True, problem=""), committed)
 
-    patch.setattr(Saves, "ended", ended)
+    patch.setattr(Saves, "record_end", ended)
     return Machines()
 
 
 @mutation
 def a_checkpoint_counts_before_its_state_was_compared(patch: pytest.MonkeyPatch) -> Machines:
-    plain = Saves.compared
+    plain = Saves.count_compared
 
     def compared(self: Saves, committed: int) -> Any:
         return plain(self, 1 << 60)
 
-    patch.setattr(Saves, "compared", compared)
+    patch.setattr(Saves, "count_compared", compared)
     return Machines()
 
 
@@ -60,13 +60,13 @@ def a_checkpoint_counts_before_its_state_was_compared(patch: pytest.MonkeyPatch)
 def a_checkpoint_counts_although_who_saved_it_left_uncompared(
     patch: pytest.MonkeyPatch,
 ) -> Machines:
-    patch.setattr(Saves, "left", lambda self, step: None)
+    patch.setattr(Saves, "drop_unconfirmed", lambda self, step: None)
     return Machines()
 
 
 @mutation
 def a_last_checkpoint_is_not_checked(patch: pytest.MonkeyPatch) -> Machines:
-    plain = Saves.at_boundary
+    plain = Saves.next_copy
 
     def at_boundary(self: Saves, step: int) -> list[ef.Outcome]:
         return [
@@ -74,7 +74,7 @@ def a_last_checkpoint_is_not_checked(patch: pytest.MonkeyPatch) -> Machines:
             for each in plain(self, step)
         ]
 
-    patch.setattr(Saves, "at_boundary", at_boundary)
+    patch.setattr(Saves, "next_copy", at_boundary)
     return Machines()
 
 
@@ -92,25 +92,25 @@ def a_step_does_not_wait_for_enough(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def two_members_read_the_settlement_differently(patch: pytest.MonkeyPatch) -> Machines:
-    plain = Settlement.settled
+    plain = Settlement.record_settled
 
     def settled(self: Settlement, step: int, ranks: tuple[int, ...]) -> None:
         plain(self, step, ranks[:-1] if self._rank % 2 else ranks)
 
-    patch.setattr(Settlement, "settled", settled)
+    patch.setattr(Settlement, "record_settled", settled)
     return Machines()
 
 
 @mutation
 def who_is_dropped_adds_its_tasks(patch: pytest.MonkeyPatch) -> Machines:
     """The dropped worker should add zeros."""
-    plain = Settlement.counted
+    plain = Settlement.counted_ranks
 
     def counted(self: Settlement, step: int) -> tuple[int, ...] | None:
         ranks = plain(self, step)
         return None if ranks is None else tuple(sorted({*ranks, self._rank}))
 
-    patch.setattr(Settlement, "counted", counted)
+    patch.setattr(Settlement, "counted_ranks", counted)
     return Machines()
 
 
@@ -137,8 +137,8 @@ def a_lone_worker_believes_what_is_not_finite(patch: pytest.MonkeyPatch) -> Mach
 @mutation
 def a_wrong_sum_is_not_put_right(patch: pytest.MonkeyPatch) -> Machines:
     class Seeing(StepMachine):
-        def sum_checked(self, event: ev.SumChecked) -> None:
-            super().sum_checked(event)
+        def handle_sum_check(self, event: ev.SumChecked) -> None:
+            super().handle_sum_check(event)
             effects = self._standing.take_effects()
             self._standing.order(*(e for e in effects if not isinstance(e, ef.PutRight)))
 
@@ -171,8 +171,8 @@ def the_redo_is_forgotten_when_a_task_is_under_way(patch: pytest.MonkeyPatch) ->
 @mutation
 def a_contradicted_speculative_task_is_ignored(patch: pytest.MonkeyPatch) -> Machines:
     class Trusting(StepMachine):
-        def summed(self, event: ev.Summed) -> None:
-            super().summed(dataclasses.replace(event, unlike=()))
+        def handle_sums(self, event: ev.Summed) -> None:
+            super().handle_sums(dataclasses.replace(event, unlike=()))
 
     return machines_with(patch, Trusting)
 
@@ -223,11 +223,11 @@ def what_was_looked_for_in_an_old_view_is_copied_in_a_new_one(
 
 @mutation
 def a_store_that_refuses_for_ever_is_asked_for_ever(patch: pytest.MonkeyPatch) -> Machines:
-    plain = StoreWait.silent
+    plain = StoreWait.record_silence
 
     def silent(self: StoreWait, reason: str, now: float) -> Sequence[Any]:
-        self.answered()
+        self.record_answer()
         return plain(self, reason, now)
 
-    patch.setattr(StoreWait, "silent", silent)
+    patch.setattr(StoreWait, "record_silence", silent)
     return Machines()

@@ -67,17 +67,17 @@ def wrong_sums_are_kept(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def a_discarded_state_is_begun_from(patch: pytest.MonkeyPatch) -> Machines:
     class Forgetful(WorkerMachine):
-        def _directed(self, directive: Any) -> None:
+        def _handle_directive(self, directive: Any) -> None:
             if self._standing.status.discarded:
                 self._standing.change(state=StateCopy.DIRTY)
-            super()._directed(directive)
+            super()._handle_directive(directive)
 
     return Machines(worker=Forgetful)
 
 
 @mutation
 def joiners_are_believed(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(Newcomers, "watched", lambda self, view: frozenset())
+    patch.setattr(Newcomers, "watched_workers", lambda self, view: frozenset())
     return Machines()
 
 

@@ -77,7 +77,7 @@ class Further:
 
     def committed(self, now: float, *, voted: bool) -> WorkerStatus | None:
         """Apply a step; return the status that proves that all members have acted, if any."""
-        proved_at = self.proofs.committed(now, voted=voted)
+        proved_at = self.proofs.record_commit(now, voted=voted)
         if proved_at is None or not self.alive:
             return None
         self.said += 1

@@ -19,9 +19,9 @@ from holdfast.core.step.audit import (
     Digests,
     Ruling,
     Sentence,
-    by_all,
+    are_near,
+    audit_by_all,
     judge,
-    near,
     plan,
     plan_sums,
 )
@@ -86,7 +86,7 @@ def test_whoever_was_wrong_once_is_known_after_the_second_attempt() -> None:
     court = Court()
     audits = (Audit(0, a, (b,)), Audit(4, b, (c,)))
     first = ruling(court, {0: {a: 1, b: 1}, 4: {b: 5, c: 6}}, audits)
-    again = (audits[0], by_all(audits[1], WORKERS))
+    again = (audits[0], audit_by_all(audits[1], WORKERS))
     assert first == Ruling(sentence=Sentence.AGAIN, audits=again, disputed=(4,))
     second = ruling(court, {0: {a: 1, b: 1}, 4: dict.fromkeys(WORKERS, 6)}, again)
     assert second == Ruling(sentence=Sentence.USE, wrong=((b, 4),))
@@ -134,11 +134,11 @@ def test_gradients_are_near_if_they_differ_by_a_small_share_of_their_norm() -> N
     norm = torch.cat(parts).norm()
     assert sums(parts)[0] == pytest.approx(float(norm))
     for numbers in (1, 10, 1000):
-        assert near(sums(parts), sums(off(0.001, numbers)), 0.01)
-        assert not near(sums(parts), sums(off(0.1, numbers)), 0.01)
+        assert are_near(sums(parts), sums(off(0.001, numbers)), 0.01)
+        assert not are_near(sums(parts), sums(off(0.1, numbers)), 0.01)
     broken = off(math.inf, 1)
-    assert not near(sums(parts), sums(broken), 0.01)
-    assert near(sums(broken), sums(broken), 0.01)  # all agree that it is not finite
+    assert not are_near(sums(parts), sums(broken), 0.01)
+    assert are_near(sums(broken), sums(broken), 0.01)  # all agree that it is not finite
 
 
 def test_near_gradients_have_the_same_number() -> None:
@@ -178,7 +178,7 @@ def trusted(cycle: int, steps: int, audited: Callable[[int], Iterable[int]]) -> 
     view, trust = a_view(0, 1, 1), Trust(cycle)
     trust.enter(view, compared=True)
     for step in range(steps):
-        trust.summed(step, view.owners, audited(step))
+        trust.record_sums(step, view.owners, audited(step))
     return trust
 
 
@@ -203,7 +203,7 @@ def test_wrong_gradients_go_back_to_the_last_audit_that_agreed() -> None:
 def test_a_worker_that_has_just_come_holds_the_compared_state() -> None:
     trust = trusted(64, 20, lambda step: ())
     trust.enter(a_view(20, 1, 2, joiners=(1,)), compared=True)
-    trust.summed(20, a_view(20, 1, 2).owners, ())
+    trust.record_sums(20, a_view(20, 1, 2).owners, ())
     assert trust.doubt([WorkerId(1)], 21, diverged=True) == Doubt(sums=20, saved=20)
     trust.enter(a_view(21, 1, 2), compared=False)
     assert trust.doubt([WorkerId(0)], 21, diverged=True) == Doubt(sums=20, saved=20)

@@ -26,8 +26,8 @@ Reference = Callable[[int], str]
 
 def test_as_many_results_are_waited_for_as_there_are_workers_that_are_not_backup() -> None:
     policy = BackupPolicy(workers=2, results_min=4)
-    assert [policy.needed(n) for n in range(1, 9)] == [1, 2, 3, 4, 4, 4, 5, 6]
-    assert [BackupPolicy().needed(n) for n in range(1, 5)] == [1, 2, 3, 4]
+    assert [policy.needed_members(n) for n in range(1, 9)] == [1, 2, 3, 4, 4, 4, 5, 6]
+    assert [BackupPolicy().needed_members(n) for n in range(1, 5)] == [1, 2, 3, 4]
 
 
 @given(st.integers(1, 9), st.integers(0, 8), st.data())
@@ -57,14 +57,18 @@ def test_all_members_settle_alike_and_only_rank_0_decides() -> None:
     first, second, third = (Settlement(BackupPolicy(workers=1), rank, 3) for rank in range(3))
     for each in (first, second, third):
         each.begin(7)
-    assert (first.counted(7), second.says_done(7), second.says_done(7)) == (None, True, False)
-    assert first.heard(1, 7, 4) == ()
-    assert first.heard(0, 7, 4) == (0, 1)
-    assert first.heard(2, 7, 4) == ()  # too late: a settled step stays settled
-    assert (first.counted(7), first.drops(7)) == ((0, 1), False)
+    assert (first.counted_ranks(7), second.record_own_done(7), second.record_own_done(7)) == (
+        None,
+        True,
+        False,
+    )
+    assert first.record_done(1, 7, 4) == ()
+    assert first.record_done(0, 7, 4) == (0, 1)
+    assert first.record_done(2, 7, 4) == ()  # too late: a settled step stays settled
+    assert (first.counted_ranks(7), first.drops(7)) == ((0, 1), False)
     for each in (second, third):
-        each.settled(7, (0, 1))
-    assert (second.drops(7), third.drops(7), third.says_done(7)) == (False, True, False)
+        each.record_settled(7, (0, 1))
+    assert (second.drops(7), third.drops(7), third.record_own_done(7)) == (False, True, False)
 
 
 def test_what_is_settled_of_a_later_step_is_kept_and_of_older_ones_forgotten() -> None:
@@ -72,12 +76,16 @@ def test_what_is_settled_of_a_later_step_is_kept_and_of_older_ones_forgotten() -
     member = Settlement(BackupPolicy(workers=1), 1, 3)
     member.begin(4)
     for step in (4, 5):
-        member.settled(step, (0, 2))
+        member.record_settled(step, (0, 2))
     member.begin(5)
-    assert (member.counted(4), member.counted(5), member.drops(5)) == (None, (0, 2), True)
+    assert (member.counted_ranks(4), member.counted_ranks(5), member.drops(5)) == (
+        None,
+        (0, 2),
+        True,
+    )
     first = Settlement(BackupPolicy(workers=1), 0, 3)
     first.begin(5)
-    assert first.heard(1, 4, 9) == first.heard(2, 4, 9) == ()  # the step is over
+    assert first.record_done(1, 4, 9) == first.record_done(2, 4, 9) == ()  # the step is over
 
 
 # ---------------------------------------------------------------- real jobs

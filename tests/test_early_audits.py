@@ -187,7 +187,7 @@ def test_a_task_that_contradicts_itself_is_computed_by_all_though_it_was_not_to_
 def rulings_of(view: View, me: WorkerId = W0, *, keeps: bool = False) -> Rulings:
     found = Rulings(me, 64, keeps=keeps, looks=True)
     found.enter(view)
-    found.synced(compared=True)
+    found.record_sync(compared=True)
     return found
 
 

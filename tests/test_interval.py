@@ -33,15 +33,15 @@ def pace(least_s: float = 1.0, most_s: float = 1e9) -> Pace:
 def run(found: Pace, now: float, steps: int, step_s: float, busy: bool = False) -> float:
     for _ in range(steps):
         now += step_s
-        found.step(now, busy)
+        found.record_step(now, busy)
     return now
 
 
 def test_the_cost_is_the_stall_and_what_steps_take_longer() -> None:
     found = pace()
-    found.members({"a", "b"})
+    found.record_members({"a", "b"})
     now = run(found, 0.0, 20, 1.0)
-    found.began(now + 0.5, stall_s=0.5)
+    found.record_save(now + 0.5, stall_s=0.5)
     now = run(found, now + 0.5, 4, 1.25, busy=True)
     run(found, now, 1, 1.0)
     assert found.interval_s == pytest.approx(best_interval_s(1.5, found.mtbf_s))
@@ -50,22 +50,22 @@ def test_the_cost_is_the_stall_and_what_steps_take_longer() -> None:
 
 def test_losses_shorten_the_interval_and_joiners_do_not() -> None:
     found = pace()
-    found.members({("w", 1), ("v", 1)})
+    found.record_members({("w", 1), ("v", 1)})
     now = run(found, 0.0, 10, 1.0)
     assert found.mtbf_s == pytest.approx((WORKER_MTBF_S + 20.0) / 2)
-    found.members({("w", 1), ("v", 2)})
+    found.record_members({("w", 1), ("v", 2)})
     run(found, now, 10, 1.0)
     assert found.mtbf_s == pytest.approx((WORKER_MTBF_S + 40.0) / 2 / 2)
-    found.members({("w", 1), ("v", 2), ("x", 1)})
+    found.record_members({("w", 1), ("v", 2), ("x", 1)})
     assert found.mtbf_s == pytest.approx((WORKER_MTBF_S + 40.0) / 2 / 3)
 
 
 def test_the_operators_bounds_hold_and_the_first_save_measures_the_cost() -> None:
     found = pace(least_s=5.0, most_s=9.0)
-    found.members({"a"})
+    found.record_members({"a"})
     assert not found.due(4.9)
     assert found.due(5.0)  # nothing is known of the cost yet
-    found.began(5.0, stall_s=2.0)
+    found.record_save(5.0, stall_s=2.0)
     run(found, 5.0, 2, 0.1)
     assert found.interval_s == 9.0
     assert not found.due(13.9)

@@ -21,7 +21,7 @@ from holdfast.cli.run_command import make_job, make_spec, parser
 from holdfast.core.errors import Damaged, UserError, WireError
 from holdfast.core.job_problems import as_flag, find_problem
 from holdfast.core.job_spec import SECTIONS, SETTINGS, JobSpec, with_settings
-from holdfast.core.settings import INTEGER_MAX, Setting, shown
+from holdfast.core.settings import INTEGER_MAX, Setting, format_value
 from holdfast.core.types import Incarnation, ProcessRole, WorkerId
 from holdfast.runtime.node.bootstrap import HUGE_PAGES
 from holdfast.runtime.node.worker_process import WorkerTemplate
@@ -97,7 +97,7 @@ def flags(spec: JobSpec) -> list[str]:
         elif isinstance(value, tuple):
             found += [each.flag, *map(repr, value)]
         else:
-            found.append(f"{each.flag}={shown(value) if value is None else value}")
+            found.append(f"{each.flag}={format_value(value) if value is None else value}")
     return found
 
 

@@ -209,8 +209,8 @@ def joiner_never_says_that_it_loads(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def pending_change_is_read_from_the_own_vote(patch: pytest.MonkeyPatch) -> Machines:
     class Selfish(WorkerMachine):
-        def _decided(self, vote: Decided) -> None:
-            super()._decided(dataclasses.replace(vote, pending=self.pending))
+        def _commit_step(self, vote: Decided) -> None:
+            super()._commit_step(dataclasses.replace(vote, pending=self.pending))
 
     return Machines(worker=Selfish)
 
@@ -249,8 +249,8 @@ def worker_promises_without_aborting(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def worker_installs_a_view_it_gave_up(patch: pytest.MonkeyPatch) -> Machines:
     class Backward(WorkerMachine):
-        def _directed(self, directive: Any) -> None:
-            super()._directed(directive)
+        def _handle_directive(self, directive: Any) -> None:
+            super()._handle_directive(directive)
             view, status = directive.view, self._standing.status
             if view is not None and view.includes(status.worker, status.incarnation):
                 if view.number != status.view:
@@ -359,9 +359,9 @@ def proof_is_dated_by_the_vote(patch: pytest.MonkeyPatch) -> Machines:
     """A vote shows that others acted when the step began, not when the last vote came in."""
 
     class Late(WorkerMachine):
-        def _decided(self, vote: Decided) -> None:
+        def _commit_step(self, vote: Decided) -> None:
             self.lateness.began_at = self._standing.now + 1.0
-            super()._decided(vote)
+            super()._commit_step(vote)
 
     return Machines(worker=Late)
 
@@ -371,8 +371,8 @@ def worker_minds_no_clock(patch: pytest.MonkeyPatch) -> Machines:
     """With its agent frozen nobody pauses it, so it must stop on its own."""
 
     class Timeless(WorkerMachine):
-        def _directed(self, directive: Any) -> None:
-            super()._directed(dataclasses.replace(directive, acting_until=float("inf")))
+        def _handle_directive(self, directive: Any) -> None:
+            super()._handle_directive(dataclasses.replace(directive, acting_until=float("inf")))
 
     return Machines(worker=Timeless)
 

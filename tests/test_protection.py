@@ -144,12 +144,12 @@ class ProtectingMember:
         for _ in range(steps):
             protect = self.protecting.opinion(self.step, leads=True)
             tally = count_votes([a_vote(self.step, protect, self.protecting.staged).row()])
-            self.protecting.voted(self.step, tally, self.now)
+            self.protecting.record_votes(self.step, tally, self.now)
             self.step, self.now = self.step + 1, self.now + applying_s
-            if self.protecting.at_boundary(self.step, self.now):
+            if self.protecting.next_copy(self.step, self.now):
                 found.append(self.step)
                 self.now += copying_s
-                self.protecting.copied(self.step, "", self.now)
+                self.protecting.record_copy(self.step, "", self.now)
         return found
 
 
@@ -176,7 +176,7 @@ def test_a_view_change_does_not_count_as_applying() -> None:
     member = ProtectingMember(0)
     assert member.walk(5, applying_s=0.125, copying_s=1.0) == [1]
     view = view_with(members_on("a"), (AgentId("a"),))
-    member.protecting.voted(5, count_votes([a_vote(5, False, 1).row()]), member.now)
+    member.protecting.record_votes(5, count_votes([a_vote(5, False, 1).row()]), member.now)
     member.now += 1000
     member.protecting.enter(view)
     member.step += 1

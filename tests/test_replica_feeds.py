@@ -36,11 +36,9 @@ FOLLOWERS, FEED = SinkKind.FOLLOWERS, SourceKind.FEED
 def feeding(base: int = 7, order: FollowOrder = ORDER) -> Feeding:
     """Return the part of a member that has copied the state after `base` steps."""
     found = Feeding()
-    assert found.told(order, VIEW) == []
+    assert found.take_order(order, VIEW) == []
     found.agree(4, base)
-    assert found.at_boundary(base, VIEW, within=True) == [
-        ef.CopyState(FOLLOWERS, base, VIEW, order)
-    ]
+    assert found.next_copy(base, VIEW, within=True) == [ef.CopyState(FOLLOWERS, base, VIEW, order)]
     return found
 
 
@@ -50,69 +48,69 @@ def feeding(base: int = 7, order: FollowOrder = ORDER) -> Feeding:
 def test_a_member_can_feed_by_the_order_of_its_view_only() -> None:
     found = Feeding()
     assert found.opinion() == 0
-    assert found.told(ORDER, None) == found.told(None, VIEW) == []
+    assert found.take_order(ORDER, None) == found.take_order(None, VIEW) == []
     later = dataclasses.replace(ORDER, view=ViewNumber(4))
-    assert found.told(later, VIEW) == []
+    assert found.take_order(later, VIEW) == []
     assert found.opinion() == 0
-    found.told(ORDER, VIEW)
+    found.take_order(ORDER, VIEW)
     assert found.opinion() == 4
-    found.failed(4)
+    found.record_failure(4)
     assert (found.opinion(), found.unfed) == (0, 4)
-    found.told(NEXT, VIEW)
+    found.take_order(NEXT, VIEW)
     assert found.opinion() == 5
-    found.failed(3)  # an older one
+    found.record_failure(3)  # an older one
     assert found.unfed == 4
 
 
 def test_the_state_is_copied_once_at_the_boundary_that_all_agreed_on() -> None:
     found = Feeding()
-    found.told(ORDER, VIEW)
-    assert found.at_boundary(7, VIEW, within=True) == []
+    found.take_order(ORDER, VIEW)
+    assert found.next_copy(7, VIEW, within=True) == []
     found.agree(4, 7)
-    assert found.at_boundary(6, VIEW, within=True) == []
-    assert len(found.at_boundary(8, VIEW, within=True)) == 1, "the script had no boundary at 7"
-    assert found.at_boundary(9, VIEW, within=True) == []
+    assert found.next_copy(6, VIEW, within=True) == []
+    assert len(found.next_copy(8, VIEW, within=True)) == 1, "the script had no boundary at 7"
+    assert found.next_copy(9, VIEW, within=True) == []
     found.agree(4, 10)  # a second agreement on the same order
-    assert found.at_boundary(10, VIEW, within=True) == []
-    found.told(NEXT, VIEW)
+    assert found.next_copy(10, VIEW, within=True) == []
+    found.take_order(NEXT, VIEW)
     found.agree(5, 12)
-    assert len(found.at_boundary(12, VIEW, within=True)) == 1
+    assert len(found.next_copy(12, VIEW, within=True)) == 1
 
 
 def test_an_agreement_on_an_older_order_copies_nothing() -> None:
     found = Feeding()
-    found.told(ORDER, VIEW)
+    found.take_order(ORDER, VIEW)
     found.agree(4, 7)
-    found.told(NEXT, VIEW)
-    assert found.at_boundary(7, VIEW, within=True) == []
+    found.take_order(NEXT, VIEW)
+    assert found.next_copy(7, VIEW, within=True) == []
 
 
 def test_nothing_is_copied_between_two_loops_and_the_order_fails_at_last() -> None:
     found = Feeding()
-    found.told(ORDER, VIEW)
+    found.take_order(ORDER, VIEW)
     found.agree(4, 7)
     for _ in range(SKIPPED_MAX):
-        assert found.at_boundary(7, VIEW, within=False) == []
+        assert found.next_copy(7, VIEW, within=False) == []
         assert found.unfed == 0
-    assert found.at_boundary(7, VIEW, within=False) == []
+    assert found.next_copy(7, VIEW, within=False) == []
     assert found.unfed == 4
-    assert found.at_boundary(8, VIEW, within=True) == []
-    found.told(NEXT, VIEW)
+    assert found.next_copy(8, VIEW, within=True) == []
+    found.take_order(NEXT, VIEW)
     found.agree(5, 9)
-    assert found.at_boundary(9, VIEW, within=False) == []
-    assert len(found.at_boundary(9, VIEW, within=True)) == 1, "skips are counted for each order"
+    assert found.next_copy(9, VIEW, within=False) == []
+    assert len(found.next_copy(9, VIEW, within=True)) == 1, "skips are counted for each order"
 
 
 def test_steps_after_the_copy_are_sent_until_it_fails() -> None:
-    assert Feeding().committed(7) == []
+    assert Feeding().handle_commit(7) == []
     found = feeding(7)
-    assert found.committed(6) == []
-    assert found.committed(7) == [ef.KeepStep(FOLLOWERS, THREE, 7, compared=False)]
-    found.staged(4, "")
-    found.staged(3, "no memory")
-    assert len(found.committed(8)) == 1
-    found.staged(4, "no memory")
-    assert found.committed(9) == []
+    assert found.handle_commit(6) == []
+    assert found.handle_commit(7) == [ef.KeepStep(FOLLOWERS, THREE, 7, compared=False)]
+    found.record_copy(4, "")
+    found.record_copy(3, "no memory")
+    assert len(found.handle_commit(8)) == 1
+    found.record_copy(4, "no memory")
+    assert found.handle_commit(9) == []
     assert found.unfed == 4
 
 
@@ -120,19 +118,21 @@ def test_copies_count_as_compared_once_all_members_show_one() -> None:
     found = feeding()
     for copies in ((), (3, 0), (0, 0)):
         found.copies_agree(copies)
-        assert found.committed(7) == [ef.KeepStep(FOLLOWERS, THREE, 7, compared=False)]
+        assert found.handle_commit(7) == [ef.KeepStep(FOLLOWERS, THREE, 7, compared=False)]
     found.copies_agree((3, 3))
-    assert found.committed(8) == [ef.KeepStep(FOLLOWERS, THREE, 8, compared=True)]
-    found.told(NEXT, VIEW)
+    assert found.handle_commit(8) == [ef.KeepStep(FOLLOWERS, THREE, 8, compared=True)]
+    found.take_order(NEXT, VIEW)
     found.agree(5, 9)
-    found.at_boundary(9, VIEW, within=True)
-    assert found.committed(9) == [ef.KeepStep(FOLLOWERS, THREE, 9, compared=False)], "new copies"
+    found.next_copy(9, VIEW, within=True)
+    assert found.handle_commit(9) == [ef.KeepStep(FOLLOWERS, THREE, 9, compared=False)], (
+        "new copies"
+    )
     early = Feeding()
-    early.told(ORDER, VIEW)
+    early.take_order(ORDER, VIEW)
     early.copies_agree((3, 3))  # fingerprints before there are copies
     early.agree(4, 7)
-    early.at_boundary(7, VIEW, within=True)
-    assert early.committed(7) == [ef.KeepStep(FOLLOWERS, THREE, 7, compared=False)]
+    early.next_copy(7, VIEW, within=True)
+    assert early.handle_commit(7) == [ef.KeepStep(FOLLOWERS, THREE, 7, compared=False)]
 
 
 def test_a_follower_that_is_too_slow_is_dropped_once_and_the_others_are_fed() -> None:
@@ -146,10 +146,10 @@ def test_a_follower_that_is_too_slow_is_dropped_once_and_the_others_are_fed() ->
     )
     assert dropped == ef.Forget(FOLLOWERS, THREE, follower=ME.worker)
     assert found.fall_behind(slow) == [], "once"
-    assert len(found.committed(7)) == 1, "the other one is fed"
+    assert len(found.handle_commit(7)) == 1, "the other one is fed"
     _, dropped = found.fall_behind(ev.FollowerBehind(4, OTHER.worker, 1))
     assert dropped == ef.Forget(FOLLOWERS, THREE), "nobody is left"
-    assert found.committed(8) == []
+    assert found.handle_commit(8) == []
 
 
 def test_a_follower_is_dropped_by_the_present_order_only() -> None:
@@ -159,19 +159,19 @@ def test_a_follower_is_dropped_by_the_present_order_only() -> None:
     found = feeding(7)
     assert found.fall_behind(ev.FollowerBehind(3, ME.worker, 1)) == []
     assert len(found.fall_behind(slow)) == 2
-    found.told(NEXT, VIEW)
+    found.take_order(NEXT, VIEW)
     found.agree(5, 9)
-    found.at_boundary(9, VIEW, within=True)
+    found.next_copy(9, VIEW, within=True)
     assert len(found.fall_behind(ev.FollowerBehind(5, ME.worker, 1))) == 2, "another order"
 
 
 @pytest.mark.parametrize("order", [None, NEXT, dataclasses.replace(ORDER, view=ViewNumber(9))])
 def test_followers_are_forgotten_with_their_order(order: FollowOrder | None) -> None:
     found = feeding()
-    assert found.told(ORDER, VIEW) == [], "the same one again"
-    assert found.told(order, VIEW) == [ef.Forget(FOLLOWERS, THREE)]
-    assert found.committed(9) == []
-    assert found.told(None, VIEW) == [], "once"
+    assert found.take_order(ORDER, VIEW) == [], "the same one again"
+    assert found.take_order(order, VIEW) == [ef.Forget(FOLLOWERS, THREE)]
+    assert found.handle_commit(9) == []
+    assert found.take_order(None, VIEW) == [], "once"
 
 
 def test_steps_are_still_sent_when_a_view_begins_with_followers() -> None:
@@ -345,7 +345,7 @@ def test_a_worker_that_was_fed_in_vain_says_that_the_next_order_cannot_feed_it()
 def test_a_member_that_was_fed_forgets_the_feed_and_keeps_its_script_running() -> None:
     joiner = Joiner()
     joiner.load()
-    joiner.following.joined()
+    joiner.following.end_as_member()
     assert joiner.effects() == [ef.Follow(None)]
     joiner.become(phase=Phase.COMPUTING)
     assert joiner.follows() == []

@@ -29,9 +29,9 @@ def saving(every: int = 10, *, compared: bool = False) -> Saves:
 def saved(saves: Saves, step: int, committed: int) -> list[Any]:
     """Have a checkpoint agreed on, copied, and made durable after `committed` steps."""
     saves.agree(step, a_view(1, range(2)), Wish.SAVE)
-    saves.at_boundary(step)
-    saves.copied(step, 0.0, 0.1, "")
-    return saves.ended(answered(step), committed)
+    saves.next_copy(step)
+    saves.record_copy(step, 0.0, 0.1, "")
+    return saves.record_end(answered(step), committed)
 
 
 def answered(step: int, number: int = 1) -> SaveEnded:
@@ -44,11 +44,11 @@ def test_the_leader_wants_a_save_at_intervals_and_once_for_each() -> None:
         due, _ = saves.opinion(step, float(step), leads=True)
         if due:
             saves.agree(step + 1, a_view(1, range(2)), due)
-            assert saves.at_boundary(step + 1) == [
+            assert saves.next_copy(step + 1) == [
                 CopyState(SinkKind.STORE, step + 1, a_view(1, range(2)))
             ]
-            saves.copied(step + 1, float(step), 0.1, "")
-            saves.ended(answered(step + 1), step + 1)
+            saves.record_copy(step + 1, float(step), 0.1, "")
+            saves.record_end(answered(step + 1), step + 1)
             wanted.append(step + 1)
     assert wanted == [10, 20, 30, 40]
     assert saving().opinion(9, 0.0, leads=False) == (False, False)
@@ -59,10 +59,10 @@ def test_the_leader_wants_a_save_at_intervals_and_once_for_each() -> None:
 
 def test_only_what_was_agreed_on_is_copied() -> None:
     saves = saving()
-    assert saves.at_boundary(10) == []
+    assert saves.next_copy(10) == []
     saves.agree(10, a_view(3, range(2)), Wish.SAVE)
-    assert saves.at_boundary(9) == saves.at_boundary(11) == []
-    assert saves.at_boundary(10) == [CopyState(SinkKind.STORE, 10, a_view(3, range(2)))]
+    assert saves.next_copy(9) == saves.next_copy(11) == []
+    assert saves.next_copy(10) == [CopyState(SinkKind.STORE, 10, a_view(3, range(2)))]
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -70,45 +70,45 @@ def test_a_worker_is_busy_from_the_order_to_the_answer(early: bool) -> None:
     """That holds even if the answer arrives before the script has reported its copy."""
     saves = saving()
     saves.agree(10, a_view(1, range(2)), Wish.SAVE)
-    saves.at_boundary(10)
+    saves.next_copy(10)
     assert saves.opinion(10, 1.0, leads=True) == (False, True)
     failed = SaveEnded(10, ViewNumber(1), problem="the writer died")
     if early:
-        saves.ended(failed, 10)
-    saves.copied(10, 1.0, 0.1, "")
+        saves.record_end(failed, 10)
+    saves.record_copy(10, 1.0, 0.1, "")
     if not early:
         assert saves.opinion(11, 2.0, leads=True) == (False, True)
-        saves.ended(failed, 10)
+        saves.record_end(failed, 10)
     assert saves.opinion(12, 3.0, leads=True) == (False, False)
 
 
 def test_a_checkpoint_counts_once_its_state_was_compared() -> None:
     saves = saving(compared=True)
-    saves.loop_entered()
+    saves.enter_loop()
     assert counting(saved(saves, 10, 10)) == []
-    assert counting(saves.compared(10)) == []
-    assert counting(saves.compared(11)) == [10]
-    assert counting(saves.compared(12)) == []
+    assert counting(saves.count_compared(10)) == []
+    assert counting(saves.count_compared(11)) == [10]
+    assert counting(saves.count_compared(12)) == []
     assert counting(saved(saves, 20, 25)) == [20]  # it took long
     assert counting(saved(saves, 30, 30)) == []
-    assert counting(saves.finishing(30)) == [30]  # no step follows in which it could be compared
-    saves.loop_entered()
+    assert counting(saves.finish_loop(30)) == [30]  # no step follows in which it could be compared
+    saves.enter_loop()
     assert counting(saved(saves, 40, 40)) == []
     saves.want(1)  # the job ends
-    assert counting(saves.compared(40)) == []
+    assert counting(saves.count_compared(40)) == []
     assert counting(saved(saving(), 10, 10)) == [10]  # nothing is ever compared
 
 
 def test_only_the_whole_checkpoint_counts_and_one_worker_tells_why_it_does_not() -> None:
     saves = saving()
     share = SaveEnded(10, ViewNumber(1))  # it is written, and others may not be
-    assert saves.ended(share, 20) == saves.compared(20) == []
+    assert saves.record_end(share, 20) == saves.count_compared(20) == []
     failed = SaveEnded(10, ViewNumber(1), problem="no space left")
-    assert saves.ended(failed, 20) == []
-    assert saves.ended(replace(failed, first=True), 20) == [
+    assert saves.record_end(failed, 20) == []
+    assert saves.record_end(replace(failed, first=True), 20) == [
         EventNoted("save", "step 10 is not saved: no space left")
     ]
-    assert saves.compared(20) == []
+    assert saves.count_compared(20) == []
 
 
 def counting(outcomes: list[Any]) -> list[int]:
@@ -122,8 +122,8 @@ def test_a_copy_that_nobody_took_is_not_made_again_after_every_step() -> None:
     saves.enter(a_view(1, [0]), 0.0)
     assert saves.opinion(9, 7200.0, leads=True) == (Wish.SAVE, False)
     saves.agree(10, a_view(1, [0]), Wish.SAVE)
-    assert saves.at_boundary(10) == [CopyState(SinkKind.STORE, 10, a_view(1, [0]))]
-    saves.copied(10, 7200.0, 0.5, "the writer takes no orders")
+    assert saves.next_copy(10) == [CopyState(SinkKind.STORE, 10, a_view(1, [0]))]
+    saves.record_copy(10, 7200.0, 0.5, "the writer takes no orders")
     assert saves.opinion(10, 7201.0, leads=True) == (False, False)
 
 
@@ -132,10 +132,8 @@ def test_an_operator_who_ends_the_job_has_one_checkpoint_made() -> None:
     saves.want(1)
     assert saves.opinion(12, 0.0, leads=False) == (Wish.LAST_SAVE, False)
     saves.agree(13, a_view(1, range(2)), Wish.LAST_SAVE)
-    assert saves.at_boundary(13) == [
-        CopyState(SinkKind.STORE, 13, a_view(1, range(2)), checked=True)
-    ]
-    assert counting(saves.ended(answered(13), 13)) == [13]  # nobody may compare it
+    assert saves.next_copy(13) == [CopyState(SinkKind.STORE, 13, a_view(1, range(2)), checked=True)]
+    assert counting(saves.record_end(answered(13), 13)) == [13]  # nobody may compare it
     saves.want(1)  # asked for again and again until the job has ended
     assert saves.opinion(13, 0.0, leads=False) == (False, False)
 
@@ -145,21 +143,21 @@ def test_what_a_worker_saved_that_left_uncompared_does_not_count(durable_first: 
     """It does not matter whether it is durable by then, or whether workers have joined."""
     for others, counts in ((range(3), True), ([0], False)):
         saves = saving(compared=True)
-        saves.loop_entered()
+        saves.enter_loop()
         saves.agree(10, a_view(1, range(2)), Wish.SAVE)
-        saves.at_boundary(10)
+        saves.next_copy(10)
         if durable_first:
-            assert counting(saves.ended(answered(10), 10)) == []
+            assert counting(saves.record_end(answered(10), 10)) == []
         saves.enter(a_view(2, others), 0.0)
-        saves.left(10)
+        saves.drop_unconfirmed(10)
         if not durable_first:
-            assert counting(saves.ended(answered(10), 10)) == []
-        assert counting(saves.compared(11)) == ([10] if counts else [])
+            assert counting(saves.record_end(answered(10), 10)) == []
+        assert counting(saves.count_compared(11)) == ([10] if counts else [])
     late = saving(compared=True)
     assert counting(saved(late, 10, 10)) == []
     late.enter(a_view(2, [0]), 0.0)
-    late.left(11)  # a worker that was compared in the step before left
-    assert counting(late.compared(11)) == [10]
+    late.drop_unconfirmed(11)  # a worker that was compared in the step before left
+    assert counting(late.count_compared(11)) == [10]
 
 
 def test_a_checkpoint_counts_in_the_view_by_which_its_next_step_is_committed() -> None:
@@ -171,7 +169,7 @@ def test_a_checkpoint_counts_in_the_view_by_which_its_next_step_is_committed() -
     replica.enter(a_view(1, range(2)))
     replica.saves.agree(10, a_view(1, range(2)), Wish.SAVE)
     assert replica.copy_next(None, within=True)
-    replica.save_ended(answered(10))
+    replica.record_save_end(answered(10))
     assert standing.status.saved < 10, "nobody has compared it"
     replica.close()
     standing.change(committed=11)

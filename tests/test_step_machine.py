@@ -149,13 +149,13 @@ def test_states_count_as_compared_only_after_joiners_came_in_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[bool] = []
-    plain = Rulings.synced
+    plain = Rulings.record_sync
 
     def synced(self: Rulings, *, compared: bool) -> None:
         told.append(compared)
         plain(self, compared=compared)
 
-    monkeypatch.setattr(Rulings, "synced", synced)
+    monkeypatch.setattr(Rulings, "record_sync", synced)
     company = walked(2)
     assert told == [True, True]
     company.stops_at = None
@@ -276,7 +276,7 @@ def test_all_that_a_late_worker_hosts_is_shared_among_the_others() -> None:
     company.enter(a_view(1, range(3), joiners=range(3), vranks=9))
     for walker in company.walkers[:2]:
         for steps in range(9):  # enough steps for tasks to be copied
-            walker.machine.lateness.step(steps, tasks=9)
+            walker.machine.lateness.record_step(steps, tasks=9)
         walker.feed(ev.StillAwaited(ViewNumber(1), 0, (2,)))
         for _ in range(3):  # the members look again, after each copy, which worker is still late
             if walker.take(ef.LookWhoIsLate):
@@ -293,7 +293,7 @@ def test_nobody_begins_a_copy_in_a_view_that_was_given_up() -> None:
     first.holds = lambda task: task.purpose is Purpose.SPECULATIVE
     company.enter(a_view(1, range(3), joiners=range(3), vranks=9))
     for steps in range(9):  # enough steps for tasks to be copied
-        first.machine.lateness.step(steps, tasks=9)
+        first.machine.lateness.record_step(steps, tasks=9)
     first.feed(ev.StillAwaited(ViewNumber(1), 0, (2,)))
     assert len(purposes(first, Purpose.SPECULATIVE)) == 1
     first.feed(ev.GroupBroken(ViewNumber(1), "a peer died"))
@@ -364,7 +364,7 @@ def test_a_lone_worker_compares_a_sum_with_its_last_attempt() -> None:
     found.enter(a_view(1, range(1)))
     for bits in (5, 6):
         assert not found.believes_not_finite(3, bits)
-        found.doubted(3, [], bits)
+        found.record_doubt(3, [], bits)
     assert found._bits[-1] == 6
 
 

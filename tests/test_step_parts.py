@@ -20,7 +20,7 @@ from holdfast.core.step.events import Purpose, TaskDone
 from holdfast.core.step.link_detector import Wait
 from holdfast.core.step.open_step import OpenStep
 from holdfast.core.step.rulings import CALM_STEPS, NEVER, Rulings
-from holdfast.core.step.speculation import Budget, Lateness, Patience, worth_copying
+from holdfast.core.step.speculation import Budget, Lateness, Patience, choose_copies
 from holdfast.core.step.speeds import Speeds
 from holdfast.core.step.step_policy import Counting, StepPolicy
 from holdfast.core.step.sum_trial import SumTrial, SumVerdict, majority, who_was_wrong
@@ -90,8 +90,8 @@ def test_the_defaults_of_a_step_compare_and_save_and_copy_nothing() -> None:
 
 def test_an_open_step_knows_what_is_done_and_by_what_right() -> None:
     step = OpenStep(3)
-    assert step.used([0, 1]) is None
-    assert step.used([]) == 0
+    assert step.count_used([0, 1]) is None
+    assert step.count_used([]) == 0
     step.running = (0, Purpose.HOSTED)
     step.note(TaskDone(3, 0, Purpose.HOSTED, 5, 77))
     step.note(TaskDone(3, 1, Purpose.SPECULATIVE, 6, None))
@@ -99,11 +99,11 @@ def test_an_open_step_knows_what_is_done_and_by_what_right() -> None:
     assert step.running is None
     assert (step.samples, step.speculative, step.audited) == ({0: 5}, {1: 6}, {2: True})
     assert step.digests == {0: 77, 2: 0}
-    assert step.missing([0, 1, 2]) == [1, 2]
+    assert step.missing_tasks([0, 1, 2]) == [1, 2]
     assert step.adopt([0, 1, 2]) == [1]
     assert step.adopt([0, 1, 2]) == []
     assert (step.samples, step.speculative) == ({0: 5, 1: 6}, {})
-    assert (step.used([0, 1]), step.used([1])) == (11, 6)
+    assert (step.count_used([0, 1]), step.count_used([1])) == (11, 6)
     step.restart()
     assert (step.samples, step.speculative, step.audited, step.digests) == ({}, {}, {}, {})
 
@@ -114,20 +114,20 @@ def test_an_open_step_knows_what_is_done_and_by_what_right() -> None:
 def test_what_is_settled_is_settled_once_and_what_is_over_is_forgotten() -> None:
     first = Settlement(BackupPolicy(workers=1), 0, 3)
     first.begin(5)
-    assert first.heard(2, 4, 9) == ()  # the word is about a step that is over
-    assert first.heard(0, 5, 9) == ()
-    assert first.heard(2, 5, 9) == (0, 2)
-    assert first.heard(1, 5, 9) == ()
-    assert first.counted(5) == (0, 2)
+    assert first.record_done(2, 4, 9) == ()  # the word is about a step that is over
+    assert first.record_done(0, 5, 9) == ()
+    assert first.record_done(2, 5, 9) == (0, 2)
+    assert first.record_done(1, 5, 9) == ()
+    assert first.counted_ranks(5) == (0, 2)
     assert (first.drops(5), first.drops(6)) == (False, False)
     late = Settlement(BackupPolicy(workers=1), 1, 3)
-    late.settled(5, (0, 2))
+    late.record_settled(5, (0, 2))
     assert late.drops(5)
-    assert not late.says_done(5)  # too late to be of use
-    assert late.says_done(6)
-    assert not late.says_done(6)
+    assert not late.record_own_done(5)  # too late to be of use
+    assert late.record_own_done(6)
+    assert not late.record_own_done(6)
     late.begin(6)
-    assert late.counted(5) is None
+    assert late.counted_ranks(5) is None
 
 
 # ---------------------------------------------------------------- audits
@@ -199,14 +199,14 @@ def test_audits_are_ruled_on_by_the_words_of_all() -> None:
     found.plan_again((Audit(0, W0, (W1, W2)), Audit(1, W1, (W2,))))
     good = found.rule([(7, 0, -1), (7, 8, -1), (7, 8, -1)], view, [W0, W1])
     assert good.sentence is Sentence.USE
-    found.accepted()
+    found.record_acceptance()
     bad = found.rule([(7, 0, -1), (6, 8, -1), (7, 8, -1)], view, [W0, W1])
     assert bad.sentence is Sentence.USE  # its host is right
     assert bad.wrong == ((W1, 0),)
-    found.accepted()
+    found.record_acceptance()
     wrong = found.rule([(6, 0, -1), (7, 8, -1), (7, 8, -1)], view, [W0, W1])
     assert wrong.sentence is Sentence.AGAIN
-    found.accepted()
+    found.record_acceptance()
     with pytest.raises(InvariantError, match="3 words are audited"):
         found.rule([(7, 0, -1), (7, -1), (7, 8, -1)], view, [W0, W1])
 
@@ -292,12 +292,12 @@ def trusting(cycle: int, *workers: int, step: int = 0) -> Trust:
 def test_who_was_suspended_is_judged_by_when_it_left() -> None:
     trust, owners = trusting(8, 0, 1), [W0, W1]
     for step in range(10):
-        trust.summed(step, owners, [])
+        trust.record_sums(step, owners, [])
     lag = LateWorker(worker=W1, incarnation=a_view(1, [0]).members[0].incarnation, committed=10)
     suspended = dataclasses.replace(a_view(2, [0], 10), suspended=(lag,))
     trust.enter(suspended, compared=False)
     for step in range(10, 30):
-        trust.summed(step, [W0, W0], [])
+        trust.record_sums(step, [W0, W0], [])
     assert trust.doubt([W1], 30, diverged=True).saved == 2
     assert trust.doubt([W0], 30, diverged=True).saved == 22
     trust.enter(a_view(3, [0, 1], 30), compared=True)
@@ -308,15 +308,15 @@ def test_who_was_suspended_is_judged_by_when_it_left() -> None:
 
 def test_who_hosted_nothing_was_not_looked_at() -> None:
     trust = trusting(1, 0, 1)
-    trust.summed(0, [W0, W1], [0])
-    trust.summed(1, [W0, W0], [0, 1])
+    trust.record_sums(0, [W0, W1], [0])
+    trust.record_sums(1, [W0, W0], [0, 1])
     assert trust.doubt([W1], 2, diverged=False) == Doubt(sums=0, saved=0)
     assert trust.doubt([W0], 2, diverged=False) == Doubt(sums=None, saved=1)
 
 
 def test_without_a_cycle_only_audits_say_anything() -> None:
     trust = trusting(0, 0, 1)
-    trust.summed(0, [W0, W1], [0])
+    trust.record_sums(0, [W0, W1], [0])
     assert trust.doubt([W0], 1, diverged=True).saved == 1
     assert trust.doubt([W0], 1, diverged=False) == Doubt(sums=None, saved=1)
     assert trust.doubt([W1], 1, diverged=False) == Doubt(sums=0, saved=0)
@@ -329,7 +329,7 @@ def ruling(me: int = 0, workers: int = 3, **fields: Any) -> Rulings:
     values = dict(keeps=True, looks=True) | fields
     found = Rulings(WorkerId(me), values.pop("cycle", 4), **values)  # type: ignore[arg-type]
     found.enter(a_view(1, range(workers)))
-    found.synced(compared=True)
+    found.record_sync(compared=True)
     return found
 
 
@@ -349,9 +349,9 @@ def ruled(*wrong: tuple[WorkerId, int], sentence: Sentence = Sentence.USE) -> Ru
 
 def test_one_mistake_is_forgiven_and_the_second_is_not() -> None:
     found = ruling(1)
-    assert ef.Exit() not in found.summed_wrongly(3, [W1])
-    assert ef.Exit() not in found.summed_wrongly(4, [W2])
-    assert ef.Exit() in found.summed_wrongly(5, [W1])
+    assert ef.Exit() not in found.record_wrong_sum(3, [W1])
+    assert ef.Exit() not in found.record_wrong_sum(4, [W2])
+    assert ef.Exit() in found.record_wrong_sum(5, [W1])
     blamed = ruling(1)
     assert ef.Exit() not in blamed.blame(3, ruled((W1, 0), (W1, 1)))
     assert ef.Exit() not in blamed.blame(
@@ -368,69 +368,69 @@ def test_one_mistake_is_forgiven_and_the_second_is_not() -> None:
 def test_sums_that_are_rightly_not_finite_leave_others_in_peace_for_a_while() -> None:
     found = ruling()
     assert not found.believes_not_finite(0, 7)
-    found.doubted(4, [W1])
-    assert texts(found.settled(4, rightly=True)) == [
+    found.record_doubt(4, [W1])
+    assert texts(found.settle(4, rightly=True)) == [
         "the gradient of step 4 is not finite, on all workers that compute it"
     ]
     assert found.believes_not_finite(4 + CALM_STEPS - 1, 7)
     assert not found.believes_not_finite(4 + CALM_STEPS, 7)
-    assert found.settled(5, rightly=True) == []  # reported once
+    assert found.settle(5, rightly=True) == []  # reported once
 
 
 def test_a_lone_worker_believes_what_is_not_finite_with_the_same_bits_and_never_leaves() -> None:
     alone, others = ruling(workers=1), ruling()
     for found in (alone, others):
         assert not found.believes_not_finite(4, 7)
-        found.doubted(4, [W0], 7)
+        found.record_doubt(4, [W0], 7)
     assert alone.believes_not_finite(4, 7)
     assert not alone.believes_not_finite(4, 8)
     assert not alone.believes_not_finite(5, 7)
     assert not others.believes_not_finite(4, 7)
-    assert texts(alone.settled(4, rightly=True)) == [
+    assert texts(alone.settle(4, rightly=True)) == [
         "the gradient of step 4 is not finite, each time it is computed"
     ]
     fickle = ruling(workers=1)
     for bits in (7, 8):
         assert not fickle.believes_not_finite(4, bits)
-        fickle.doubted(4, [W0], bits)
+        fickle.record_doubt(4, [W0], bits)
     assert fickle.believes_not_finite(4, 9)  # it is not finite, whichever bits it has
     healthy = ruling(workers=1)
     for step in (4, 5, 6):
-        healthy.doubted(step, [W0], 7)
-        (told,) = healthy.settled(step, rightly=False)
+        healthy.record_doubt(step, [W0], 7)
+        (told,) = healthy.settle(step, rightly=False)
         assert texts([told])
 
 
 def test_whose_numbers_were_finite_again_has_made_a_mistake() -> None:
     found = ruling()
-    found.doubted(4, [W1, W1])
-    assert texts(found.settled(4, rightly=False)) == [
+    found.record_doubt(4, [W1, W1])
+    assert texts(found.settle(4, rightly=False)) == [
         "worker 1 had numbers in step 4 that were not finite; computed again, they are"
     ]
-    assert found.settled(5, rightly=False) == []
+    assert found.settle(5, rightly=False) == []
     liar = ruling(1)
     for step in (4, 5):
-        liar.doubted(step, [W1])
-        out = liar.settled(step, rightly=False)
+        liar.record_doubt(step, [W1])
+        out = liar.settle(step, rightly=False)
     assert out == [ef.Exit()]
     entered = ruling()
-    entered.doubted(4, [W1])
+    entered.record_doubt(4, [W1])
     entered.enter(a_view(2, range(3)))
-    assert entered.settled(4, rightly=False) == []  # in another view nobody knows
+    assert entered.settle(4, rightly=False) == []  # in another view nobody knows
 
 
 def test_states_that_differ_are_judged_by_the_majority() -> None:
-    wrong, out = ruling().differ(6, {W0: 5, W1: 8, W2: 5})
+    wrong, out = ruling().judge_states(6, {W0: 5, W1: 8, W2: 5})
     assert wrong == (W1,)
     assert texts(out) == ["the state of worker 1 is not that of the others in step 6"]
-    wrong, out = ruling().differ(6, {W0: 5, W1: 8})
+    wrong, out = ruling().judge_states(6, {W0: 5, W1: 8})
     assert wrong == ()
     assert "none has a majority" in texts(out)[0]
 
 
 def confessed(found: Rulings, wrong: list[WorkerId], *, diverged: bool, step: int = 9) -> Any:
     for each in range(step):
-        found.summed(each, [W0, W1, W2], range(3))
+        found.record_sums(each, [W0, W1, W2], range(3))
     return found.confess(step, wrong, diverged=diverged)
 
 
@@ -438,7 +438,7 @@ def test_only_what_the_wrong_ones_have_computed_is_doubted() -> None:
     for wrong, since in ((W1, NEVER), (W0, 0)):
         found = ruling()
         for step in range(9):
-            found.summed(step, [W0, W1, W2], [1])  # no member has ever compared worker 0
+            found.record_sums(step, [W0, W1, W2], [1])  # no member has ever compared worker 0
         assert found.confess(9, [wrong], diverged=False)[0] == since
 
 
@@ -498,28 +498,28 @@ def test_without_checkpoints_the_doubt_is_told_and_in_a_tie_only_the_leader_goes
 def waited(lateness: Lateness, steps: int, *, step_s: float = 2.0, wait_s: float = 0.5) -> float:
     now = lateness.began_at
     for _ in range(steps):
-        lateness.done(now + step_s - wait_s)
+        lateness.record_done(now + step_s - wait_s)
         now += step_s
-        lateness.step(now, tasks=3)
+        lateness.record_step(now, tasks=3)
     return now
 
 
 def test_copies_come_after_a_task_and_word_of_the_late_after_a_step() -> None:
     lateness = Lateness(Patience(steps=4, times=1.0, least_s=0.25, copies=0.5))
-    lateness.view(10.0)
+    lateness.record_view(10.0)
     now = waited(lateness, 3)
-    lateness.done(now)
+    lateness.record_done(now)
     assert lateness.copy_at == lateness.late_at == float("inf")  # too little is known
     now = waited(lateness, 1)
-    lateness.done(now + 1.0)
+    lateness.record_done(now + 1.0)
     assert lateness.copy_at == pytest.approx(now + 1.0 + 0.5 + 0.5)  # usual wait and a task
     assert lateness.late_at == pytest.approx(now + 1.0 + 0.5 + 2.0 + 0.25)
-    lateness.view(now)
-    lateness.built(now + 4.0)
+    lateness.record_view(now)
+    lateness.record_built(now + 4.0)
     assert lateness.late_at == pytest.approx(now + 0.5 + 2.0 + 4.0)
-    lateness.view(now)
-    lateness.built(now + 3.0)
-    lateness.built(now + 5.0)
+    lateness.record_view(now)
+    lateness.record_built(now + 3.0)
+    lateness.record_built(now + 5.0)
     assert lateness.group_s == 3.0
 
 
@@ -529,7 +529,7 @@ def test_waits_that_vary_are_given_as_much_more() -> None:
         waited(steady, 1, wait_s=0.5)
         waited(varied, 1, wait_s=(0.1, 0.5, 0.9)[i % 3])
     for each in (steady, varied):
-        each.done(100.0)
+        each.record_done(100.0)
     assert steady.late_at == pytest.approx(102.5)
     assert varied.late_at == pytest.approx(100.5 + 6.0 * 1.4826 * 0.4)
 
@@ -539,10 +539,10 @@ def test_copies_and_suspensions_are_a_share_of_the_work() -> None:
     waited(lateness, 1)
     for allowed in (True, True, False):
         assert (lateness.copy_at < float("inf")) is allowed
-        lateness.copy_done()
+        lateness.count_copy()
     budget = Budget(0.1, 20)
     assert budget.allows(5)  # a little in advance
-    budget.tried(5)
+    budget.record_trial(5)
     assert not budget.allows(5)
     budget.spend(5)
     assert [budget.allows(step) for step in (6, 7, 8)] == [False, False, True]
@@ -551,11 +551,11 @@ def test_copies_and_suspensions_are_a_share_of_the_work() -> None:
 
 def test_only_punctual_workers_copy_and_nobody_if_most_are_late() -> None:
     owners, workers = [W0, W0, W1, W2], [W0, W1, W2]
-    assert worth_copying(owners, workers, [W2], W1) == (3,)
-    assert worth_copying(owners, workers, [W2], W0) == ()
-    assert worth_copying(owners, workers, [W2], W2) == ()
-    assert worth_copying(owners, workers, [W1, W2], W0) == ()
-    assert worth_copying([W0, W1], [W0, W1], [W1], W0) == (1,)
+    assert choose_copies(owners, workers, [W2], W1) == (3,)
+    assert choose_copies(owners, workers, [W2], W0) == ()
+    assert choose_copies(owners, workers, [W2], W2) == ()
+    assert choose_copies(owners, workers, [W1, W2], W0) == ()
+    assert choose_copies([W0, W1], [W0, W1], [W1], W0) == (1,)
 
 
 # ---------------------------------------------------------------- speeds

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.step.balance import BalancePolicy, Balancer
-from holdfast.core.step.speculation import Budget, Lateness, Patience, worth_copying
+from holdfast.core.step.speculation import Budget, Lateness, Patience, choose_copies
 from holdfast.core.step.speeds import Speeds
 from holdfast.core.step.stragglers import Detector, Kind, Verdict, _kind
 from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
@@ -293,12 +293,12 @@ def test_slowness_that_comes_and_goes_is_reported_once() -> None:
 def lateness(task_s: list[float], others_s: list[float], patience: Patience) -> Lateness:
     """Return the lateness after steps of one task each; the others took `others_s` longer."""
     found, now = Lateness(patience), 0.0
-    found.view(now)
+    found.record_view(now)
     for task, wait in zip(task_s, others_s, strict=True):
-        found.done(now + task)
+        found.record_done(now + task)
         now += task + wait
-        found.step(now, tasks=1)
-    found.done(now)
+        found.record_step(now, tasks=1)
+    found.record_done(now)
     return found
 
 
@@ -319,9 +319,9 @@ def test_patience_is_the_usual_wait_and_the_cost_of_the_answer() -> None:
 
 def test_a_group_that_takes_long_to_build_makes_patient() -> None:
     found = lateness([0.1] * 10, [0.0] * 10, Patience())
-    found.built(found.began_at + 60.0)  # with the state sent to joiners
-    found.built(found.began_at + 8.0)
-    found.built(found.began_at + 60.0)
+    found.record_built(found.began_at + 60.0)  # with the state sent to joiners
+    found.record_built(found.began_at + 8.0)
+    found.record_built(found.began_at + 60.0)
     assert after(found)[1] == pytest.approx(0.1 + 8.0)
 
 
@@ -341,7 +341,7 @@ def test_copies_are_a_share_of_what_a_worker_computes_itself() -> None:
 def test_who_is_suspended_costs_a_share_of_all_tasks() -> None:
     budget = Budget(0.02, tasks=10)
     assert budget.allows(0)
-    budget.tried(0)
+    budget.record_trial(0)
     budget.spend(2)
     assert next(step for step in range(30) if budget.allows(step)) == 10
     assert not Budget(0.0, tasks=10).allows(5)
@@ -351,7 +351,7 @@ def test_copies_are_what_one_would_host_if_the_late_were_suspended() -> None:
     workers, owners = _ids([0, 1, 2, 3]), _ids([0, 1, 2, 2, 3, 3])
 
     def copies(late: list[int], me: int) -> tuple[int, ...]:
-        return worth_copying(owners, workers, _ids(late), WorkerId(me))
+        return choose_copies(owners, workers, _ids(late), WorkerId(me))
 
     assert [copies([2], me) for me in range(4)] == [(2,), (3,), (), ()]
     assert [copies([2, 3], me) for me in range(4)] == [(2, 4), (3, 5), (), ()]

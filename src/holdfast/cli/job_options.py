@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from holdfast.core.job_spec import SECTIONS, SETTINGS
-from holdfast.core.settings import AUTO, Setting, shown
+from holdfast.core.settings import AUTO, Setting, format_value
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def _help(setting: Setting) -> str:
     if isinstance(default, bool):
         default = "yes" if default else "no"
     shows = default != ""
-    return setting.about.help + (f" (default: {shown(default)})" if shows else "")
+    return setting.about.help + (f" (default: {format_value(default)})" if shows else "")
 
 
 def _or_auto(base: Callable[[str], object]) -> Callable[[str], object]:

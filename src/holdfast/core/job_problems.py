@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from holdfast.core.errors import UserError
 from holdfast.core.job_spec import SETTINGS, JobSpec
-from holdfast.core.settings import Setting, shown, text_complaint
+from holdfast.core.settings import Setting, format_value, text_complaint
 
 JOB_BYTES_MAX = 32  # a job's name is a field of fixed size in every greeting
 
@@ -20,12 +20,12 @@ SPREAD_STAYS = (  # why a worker is not moved
 
 def as_flag(setting: Setting, value: object) -> str:
     """Name a setting as the command line does: `--nproc 4`."""
-    return setting.flag if value is True else f"{setting.flag} {shown(value)}"
+    return setting.flag if value is True else f"{setting.flag} {format_value(value)}"
 
 
 def as_key(setting: Setting, value: object) -> str:
     """Name a setting as the job document does: `workers.nproc = 4`."""
-    return f"{setting.key} = {shown(value)}"
+    return f"{setting.key} = {format_value(value)}"
 
 
 def find_problem(spec: JobSpec, name: Naming = as_key) -> str:

@@ -14,10 +14,10 @@ def newer_format(data: bytes, magic: bytes) -> str:
     name, known, found = magic[:-1], magic[-1:], data[len(magic) - 1 : len(magic)]
     if data[: len(name)] != name or not found.isdigit() or int(found) <= int(known):
         return ""
-    return written_by_newer(int(found), int(known))
+    return describe_newer_writer(int(found), int(known))
 
 
-def written_by_newer(found: int, known: int) -> str:
+def describe_newer_writer(found: int, known: int) -> str:
     """Return the end of a sentence about a file whose format this release does not know."""
     return (
         f"was written by a newer Holdfast (format {found}); this one reads format {known}: upgrade"

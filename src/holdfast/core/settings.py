@@ -147,7 +147,7 @@ def settings_of(document: type) -> Iterator[Setting]:
         hints = typing.get_type_hints(kind)
         for each in fields(kind):
             if isinstance(about := each.metadata.get(METADATA), Description):
-                base, auto, size = _taken_apart(hints[each.name])
+                base, auto, size = _take_apart(hints[each.name])
                 yield Setting(
                     section=name,
                     name=each.name,
@@ -159,7 +159,7 @@ def settings_of(document: type) -> Iterator[Setting]:
                 )
 
 
-def _taken_apart(hint: object) -> tuple[type, bool, int]:
+def _take_apart(hint: object) -> tuple[type, bool, int]:
     """Return the type of one value, whether None is allowed too, and the length of a tuple."""
     parts = typing.get_args(hint)
     if isinstance(hint, types.UnionType):
@@ -171,10 +171,10 @@ def _taken_apart(hint: object) -> tuple[type, bool, int]:
     return typing.cast(type, base), False, size
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Format a value as a person types it on the command line."""
     if value is None:
         return AUTO
     if isinstance(value, tuple):
-        return " ".join(shown(each) for each in value)
+        return " ".join(format_value(each) for each in value)
     return f"{value:g}" if isinstance(value, float) else str(value)

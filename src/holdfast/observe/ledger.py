@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from holdfast.core.errors import UserError, WorldError
-from holdfast.core.release import written_by_newer
+from holdfast.core.release import describe_newer_writer
 from holdfast.observe.ledger_chain import (
     CHAIN_BEGIN,
     LINE_BYTES_MAX,
@@ -219,7 +219,7 @@ def newer_format_in(line: bytes) -> str:
         found = _decode_any_header(line).format
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return ""
-    return written_by_newer(found, FORMAT) if found > FORMAT else ""
+    return describe_newer_writer(found, FORMAT) if found > FORMAT else ""
 
 
 def ledger_path(run_dir: str | os.PathLike[str], worker: int, incarnation: int) -> Path:

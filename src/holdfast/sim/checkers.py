@@ -496,7 +496,7 @@ class Truth:
 
     def _check_left_out(self, view: View, step: int, counted: int, hosts: set[Key]) -> None:
         """Check that a step leaves out the results of no more members than allowed."""
-        needed = self._options.backup.needed(len(view.members))
+        needed = self._options.backup.needed_members(len(view.members))
         if counted < needed - (len(view.members) - len(hosts)):
             raise Violation(f"step {step} counts {counted} members of {len(view.members)}")
 

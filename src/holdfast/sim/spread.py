@@ -123,7 +123,7 @@ class Further(Running):
 
     def apply_commit(self, view: int, commit: ef.Commit) -> None:
         """Apply a step, and tell the agent if that shows that all members have acted."""
-        proved_at = self._proofs.committed(self.host.clock(), voted=commit.voted)
+        proved_at = self._proofs.record_commit(self.host.clock(), voted=commit.voted)
         if proved_at is None:
             return
         world = self.world

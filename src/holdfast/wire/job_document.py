@@ -12,7 +12,7 @@ import msgspec
 from holdfast.core.errors import Damaged, OtherRelease
 from holdfast.core.job_problems import find_problem
 from holdfast.core.job_spec import JobSpec
-from holdfast.core.release import written_by_newer
+from holdfast.core.release import describe_newer_writer
 
 FORMAT = 1
 JOB_FILE = "job.json"  # its name in every run directory
@@ -45,7 +45,7 @@ def _check_format(plain: Any) -> None:
     """Take the format out of a document, which may lack it: the first ones had none."""
     found = plain.pop("format", FORMAT) if isinstance(plain, dict) else FORMAT
     if isinstance(found, int) and found > FORMAT:
-        raise OtherRelease(f"it {written_by_newer(found, FORMAT)}")
+        raise OtherRelease(f"it {describe_newer_writer(found, FORMAT)}")
     if found != FORMAT:
         raise Damaged(f"its format is {found!r}, where {FORMAT} was expected")
 

@@ -524,7 +524,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             case MarkJudged():
                 self._durable.judge()
             case StopView(number):
-                self._budget.tried(self._progress.step)
+                self._budget.record_trial(self._progress.step)
                 self._stop_view = number
             case PlanChange(number):
                 self._pending_view = number

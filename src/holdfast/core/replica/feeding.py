@@ -31,7 +31,7 @@ class Feeding:
         self._is_compared = False  # the copies of all members are equal
         self._dropped: set[WorkerId] = set()  # followers that are too slow for this order
 
-    def told(self, order: FollowOrder | None, view: View | None) -> list[Outcome]:
+    def take_order(self, order: FollowOrder | None, view: View | None) -> list[Outcome]:
         """Take the order by which this member of `view` feeds others, or None."""
         if order is None or view is None or order.view != view.number:
             return self._end(finish=False)
@@ -55,7 +55,7 @@ class Feeding:
         if number > self._agreed:
             self._agreed, self._due, self._skipped = number, after, 0
 
-    def at_boundary(self, step: int, view: View, *, within: bool) -> list[Outcome]:
+    def next_copy(self, step: int, view: View, *, within: bool) -> list[Outcome]:
         """Return the order to copy, if it is due.
 
         `within`: the boundary lies between two steps of one loop; what a script does between two
@@ -72,12 +72,12 @@ class Feeding:
         self._due, self._base, self._is_compared = None, step, False
         return [CopyState(SinkKind.FOLLOWERS, step, view, order)]
 
-    def staged(self, number: int, problem: str) -> None:
+    def record_copy(self, number: int, problem: str) -> None:
         """Record that the copy is made, or why it is not."""
         if problem:
-            self.failed(number)
+            self.record_failure(number)
 
-    def failed(self, number: int) -> None:
+    def record_failure(self, number: int) -> None:
         """Record that nobody can be fed by this order."""
         self.unfed = max(self.unfed, number)
         if number == self._agreed:
@@ -111,7 +111,7 @@ class Feeding:
         if self._base is not None and copies and all(copies):
             self._is_compared = True
 
-    def committed(self, step: int) -> list[Outcome]:
+    def handle_commit(self, step: int) -> list[Outcome]:
         """Return what follows from the commit of a step."""
         order = self._order
         if self._base is None or step < self._base or order is None:

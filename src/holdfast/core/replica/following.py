@@ -71,7 +71,7 @@ class Following:
         if has_state:
             self._become(state=StateCopy.DIRTY)
 
-    def joined(self) -> None:
+    def end_as_member(self) -> None:
         """Forget the feed: this worker is a member now, and holds the state."""
         self.end()
         self._is_stranded = False

@@ -104,7 +104,7 @@ class Protecting:
         """Return whether the state after `step` steps is compared, since it is protected."""
         return step in (self._agreed, self._pending)
 
-    def at_boundary(self, step: int, now: float) -> list[Outcome]:
+    def next_copy(self, step: int, now: float) -> list[Outcome]:
         """Return the order to copy, if the state as it is now was agreed on."""
         if self._voted_at is not None:
             self._applying_s += now - self._voted_at
@@ -118,7 +118,7 @@ class Protecting:
         self._pending, self._ordered_at, self._applying_s = step, now, 0.0
         return [CopyState(SinkKind.MEMORY, step, self._view)]
 
-    def copied(self, step: int, problem: str, now: float) -> list[Outcome]:
+    def record_copy(self, step: int, problem: str, now: float) -> list[Outcome]:
         """Record that this member's pieces of a state are in memory, or why not."""
         if self._pending == step:
             self._copying_s = now - self._ordered_at
@@ -126,7 +126,7 @@ class Protecting:
         text = f"step {step} is not protected: {problem}"
         return [EventNoted("memory", text)] if problem else []
 
-    def voted(self, step: int, tally: Tally, now: float) -> None:
+    def record_votes(self, step: int, tally: Tally, now: float) -> None:
         """Take in the votes of all members on protected states, before `step` is committed."""
         self._voted_at = now
         if tally.protect:

@@ -92,15 +92,15 @@ class Replica:
         committed = self._standing.status.committed
         self._standing.carry(self.feeding.enter(view))
         self.saves.enter(view, self._standing.now)
-        self.saves.left(committed)
+        self.saves.drop_unconfirmed(committed)
         self.protecting.enter(view)
-        self._count_checkpoints(self.saves.compared(committed))
+        self._count_checkpoints(self.saves.count_compared(committed))
 
     def close(self) -> None:
         """Give the view up."""
         self._go_to(SyncStage.CLOSED)
 
-    def connected(self) -> bool:
+    def begin_sync(self) -> bool:
         """Begin to bring all members to one state; return whether they hold it already."""
         view, standing = self._view(), self._standing
         is_first = view.rank(standing.me) == FIRST
@@ -119,9 +119,9 @@ class Replica:
             self._base_loaded()
         return False
 
-    def restored(self) -> None:
+    def record_restore(self) -> None:
         """Go on from the base that was loaded."""
-        self._store.answered()
+        self._store.record_answer()
         self._base_loaded()
 
     def _base_loaded(self) -> None:
@@ -165,7 +165,7 @@ class Replica:
             self._compare(view)
         return False
 
-    def missed_heard(self, step: int) -> bool:
+    def commit_missed(self, step: int) -> bool:
         """Commit a missed step, whose gradient is here; return whether it was the next one."""
         if step != self._standing.status.committed:
             return False
@@ -174,7 +174,7 @@ class Replica:
         self._standing.order(ef.Commit(step))
         return True
 
-    def compared(self) -> bool:
+    def record_comparison(self) -> bool:
         """Record that all states were compared; return whether that was still awaited."""
         if self.stage is not SyncStage.COMPARING:
             return False
@@ -189,10 +189,10 @@ class Replica:
         self._go_to(SyncStage.CATCHING_UP)
         return True
 
-    def synced(self, view: View) -> None:
+    def record_sync(self, view: View) -> None:
         """Take note that all members hold the state: this one does, however it came by it."""
         standing = self._standing
-        self._following.joined()
+        self._following.end_as_member()
         if not standing.status.has_state:
             standing.change(
                 state=StateCopy.CURRENT,
@@ -218,20 +218,20 @@ class Replica:
 
     # ------------------------------------------------------------ the script
 
-    def loop_entered(self) -> None:
+    def enter_loop(self) -> None:
         """Begin another loop of the script."""
         self._opened = -1
-        self.saves.loop_entered()
+        self.saves.enter_loop()
 
-    def step_opened(self, step: int) -> None:
+    def record_opened(self, step: int) -> None:
         """Record that the script is ready to compute a step."""
         self._opened = self._following.opened = step
 
-    def copied(self, event: ev.StateCopied) -> None:
+    def record_copy(self, event: ev.StateCopied) -> None:
         """Record that the state was copied to be saved, or why not."""
         if event.sink is SinkKind.STORE:
             now = self._standing.now
-            copied = self.saves.copied(event.step, now, event.stall_s, event.problem)
+            copied = self.saves.record_copy(event.step, now, event.stall_s, event.problem)
             self._standing.carry(copied)
 
     def copy_next(self, done: SinkKind | None, *, within: bool) -> bool:
@@ -246,11 +246,11 @@ class Replica:
         step, acts = standing.status.committed, standing.acts
         found: list[ef.Outcome] = []
         if done is None and within:
-            found = self.saves.at_boundary(step)
+            found = self.saves.next_copy(step)
         if not found and acts and view is not None and done in (None, SinkKind.STORE):
-            found = self.feeding.at_boundary(step, view, within=within)
+            found = self.feeding.next_copy(step, view, within=within)
         if not found and acts and within:
-            found = self.protecting.at_boundary(step, standing.now)
+            found = self.protecting.next_copy(step, standing.now)
         standing.carry(found)
         return bool(found)
 
@@ -293,7 +293,7 @@ class Replica:
 
     def heed(self, order: FollowOrder | None) -> None:
         """Take the present order to feed workers: this one may feed others, or be fed."""
-        self._standing.carry(self.feeding.told(order, self._standing.view))
+        self._standing.carry(self.feeding.take_order(order, self._standing.view))
         if not self.joins_fed:
             self._following.heed(order)
 
@@ -309,16 +309,16 @@ class Replica:
         """Forget the feed: this worker enters a view in another way."""
         self._following.end()
 
-    def feed_failed(self, number: int, reason: str) -> bool:
+    def record_feed_failure(self, number: int, reason: str) -> bool:
         """Record that an order cannot be carried out; return whether this worker follows it."""
         standing = self._standing
-        self.feeding.failed(number)
+        self.feeding.record_failure(number)
         standing.change(unfed=max(standing.status.unfed, number))
         standing.note("join", f"workers are not fed while others train: {reason}")
         order = self._following.order
         return order is not None and order.number == number
 
-    def obtain_failed(self, event: ev.ObtainFailed) -> None:
+    def record_obtain_failure(self, event: ev.ObtainFailed) -> None:
         """Record that the base, or a step since, cannot be had from a source."""
         standing = self._standing
         if event.damaged is not None:
@@ -329,31 +329,31 @@ class Replica:
             standing.change(unrecalled=event.view)
             standing.note("memory", event.reason)
         else:
-            standing.carry(self._store.silent(event.reason, standing.now))
+            standing.carry(self._store.record_silence(event.reason, standing.now))
 
-    def loading(self) -> None:
+    def record_loading(self) -> None:
         """Record that the driver begins to overwrite the script's state."""
         if not self._standing.status.has_state:
             self._standing.change(state=StateCopy.DIRTY)
 
     # ------------------------------------------------------------ sinks
 
-    def state_protected(self, event: ev.StateProtected) -> None:
+    def record_protection(self, event: ev.StateProtected) -> None:
         """Record that this worker's pieces of a state are in memory, or why not."""
         standing = self._standing
-        standing.carry(self.protecting.copied(event.step, event.problem, standing.now))
+        standing.carry(self.protecting.record_copy(event.step, event.problem, standing.now))
 
-    def save_ended(self, event: ev.SaveEnded) -> None:
+    def record_save_end(self, event: ev.SaveEnded) -> None:
         """Take in what the writer says of a share."""
-        self._count_checkpoints(self.saves.ended(event, self._standing.status.committed))
+        self._count_checkpoints(self.saves.record_end(event, self._standing.status.committed))
 
-    def loop_finishing(self) -> None:
+    def finish_loop(self) -> None:
         """Count checkpoints that no further step compares."""
-        self._count_checkpoints(self.saves.finishing(self._standing.status.committed))
+        self._count_checkpoints(self.saves.finish_loop(self._standing.status.committed))
 
-    def step_committed(self, step: int) -> None:
+    def record_commit(self, step: int) -> None:
         """Count checkpoints that others have compared by now, and drop older protected states."""
-        self._count_checkpoints(self.saves.compared(step + 1))
+        self._count_checkpoints(self.saves.count_compared(step + 1))
         self._standing.carry(self.protecting.forget_older())
 
     def _count_checkpoints(self, outcomes: list[ef.Outcome | SavedUpTo] | list[SavedUpTo]) -> None:

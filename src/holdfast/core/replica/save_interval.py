@@ -54,12 +54,12 @@ class Pace:
         self._worker_s = 0.0  # seconds of all workers together
         self._losses = 0
 
-    def members(self, workers: Iterable[object]) -> None:
+    def record_members(self, workers: Iterable[object]) -> None:
         """Record the processes of a new view; those that are not in it any more count as lost."""
         before, self._workers = self._workers, frozenset(workers)
         self._losses += len(before - self._workers)
 
-    def step(self, now: float, busy: bool) -> None:
+    def record_step(self, now: float, busy: bool) -> None:
         """Record that a step has ended, with a save under way or not."""
         step_s = now - self._step_at
         self._step_at = now
@@ -71,7 +71,7 @@ class Pace:
         else:
             self._cost_s, self._under_way = self._under_way, None
 
-    def began(self, now: float, stall_s: float) -> None:
+    def record_save(self, now: float, stall_s: float) -> None:
         """Record that a save was begun after the newest step, and how long training stood still."""
         self._saved_at = self._step_at = now
         self._under_way = stall_s

@@ -66,10 +66,10 @@ class Saves:
         """Record the members of a new view."""
         if self._pace is None:
             self._pace = Pace(self._policy.pace, now)
-        self._pace.members((m.worker, m.incarnation) for m in view.members)
+        self._pace.record_members((m.worker, m.incarnation) for m in view.members)
         self._view = view
 
-    def left(self, committed: int) -> None:
+    def drop_unconfirmed(self, committed: int) -> None:
         """Drop checkpoints that not all of their savers have compared in time."""
         for (step, number), savers in list(self._savers.items()):
             if step >= committed and not self._all_here(savers):
@@ -85,7 +85,7 @@ class Saves:
         policy, busy = self._policy, self._busy is not None
         if not policy.enabled or self._pace is None:
             return Wish.NONE, False
-        self._pace.step(now, busy)
+        self._pace.record_step(now, busy)
         if self._last is None:
             self._last = step
         due = (
@@ -109,7 +109,7 @@ class Saves:
             self.agreed = step + 1, self.agreed[1]
             self._last_save += self._last_save == step
 
-    def at_boundary(self, step: int) -> list[Outcome]:
+    def next_copy(self, step: int) -> list[Outcome]:
         """Return the order to copy, if the state as it is now was agreed on."""
         agreed = self.agreed
         if not self._policy.enabled or agreed is None or agreed[0] != step:
@@ -127,26 +127,26 @@ class Saves:
             return view is not None
         return all(view.includes(each.worker, each.incarnation) for each in savers)
 
-    def copied(self, step: int, now: float, stall_s: float, problem: str) -> list[Outcome]:
+    def record_copy(self, step: int, now: float, stall_s: float, problem: str) -> list[Outcome]:
         """Record that the script stood still for a copy; the writer may have answered by now.
 
         That there is no copy is told by the first member.
         """
         if self._pace is not None:  # or it would be due, and cost a copy, after every step
-            self._pace.began(now, stall_s)
+            self._pace.record_save(now, stall_s)
         if not problem:
             return []
         if self._busy == step:
             self._busy = None
         first = self._view is not None and self._view.workers[0] == self._me
-        return self._failed(step, problem) if first else []
+        return self._record_failure(step, problem) if first else []
 
-    def ended(self, save: SaveEnded, committed: int) -> list[Outcome | SavedUpTo]:
+    def record_end(self, save: SaveEnded, committed: int) -> list[Outcome | SavedUpTo]:
         """Take the writer's answer in; only share 0 learns that the whole checkpoint is durable."""
         if self._busy == save.step:
             self._busy = None
         if save.problem and save.first:
-            return [*self._failed(save.step, save.problem)]
+            return [*self._record_failure(save.step, save.problem)]
         if not save.durable:
             self._savers.pop((save.step, save.view), None)
             return []
@@ -154,22 +154,22 @@ class Saves:
         before = self._failures.forget_failures()
         text = f"step {save.step} is saved, in {save.took_s:.2f} s{before}{often}"
         self._durable.append(save)
-        return [EventNoted("save", text), *self.compared(committed)]
+        return [EventNoted("save", text), *self.count_compared(committed)]
 
-    def _failed(self, step: int, problem: str) -> list[Outcome]:
+    def _record_failure(self, step: int, problem: str) -> list[Outcome]:
         text = self._failures.count_failure(f"step {step}", problem)
         return [EventNoted("save", text)] if text else []
 
-    def finishing(self, committed: int) -> list[SavedUpTo]:
+    def finish_loop(self, committed: int) -> list[SavedUpTo]:
         """Record that no further step of the loop compares states."""
         self._settled = True
-        return self.compared(committed)
+        return self.count_compared(committed)
 
-    def loop_entered(self) -> None:
-        """Further steps compare saved states again."""
+    def enter_loop(self) -> None:
+        """Let further steps compare saved states again."""
         self._settled = False
 
-    def compared(self, committed: int) -> list[SavedUpTo]:
+    def count_compared(self, committed: int) -> list[SavedUpTo]:
         """Return the checkpoints that count by now."""
         found: list[SavedUpTo] = []
         for save in list(self._durable):

@@ -13,11 +13,11 @@ class StoreWait:
         self._patience_s = patience_s
         self._since: float | None = None
 
-    def answered(self) -> None:
+    def record_answer(self) -> None:
         """Record that the store has answered."""
         self._since = None
 
-    def silent(self, reason: str, now: float) -> list[Outcome]:
+    def record_silence(self, reason: str, now: float) -> list[Outcome]:
         """Record that it is silent: the next view asks it again, until the time is over."""
         told: list[Outcome] = []
         if self._since is None:

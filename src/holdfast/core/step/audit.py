@@ -77,7 +77,7 @@ def plan(
     return tuple(found)
 
 
-def owed(audits: Sequence[Audit], worker: WorkerId, done: Container[int]) -> list[int]:
+def owed_audits(audits: Sequence[Audit], worker: WorkerId, done: Container[int]) -> list[int]:
     """Virtual ranks of others that the worker has yet to compute."""
     return [a.vrank for a in audits if worker in a.auditors and a.vrank not in done]
 
@@ -89,7 +89,7 @@ def plan_sums(seed: int, step: int, buckets: int, share: float) -> tuple[int, ..
     return tuple(b for b, each in enumerate(dice) if each & 0xFFFFFFFF < limit)
 
 
-def by_all(audit: Audit, workers: Sequence[WorkerId]) -> Audit:
+def audit_by_all(audit: Audit, workers: Sequence[WorkerId]) -> Audit:
     """Return an audit of the same task by all workers."""
     return Audit(audit.vrank, audit.owner, tuple(w for w in workers if w != audit.owner))
 
@@ -123,7 +123,7 @@ def name_machines(view: View, wrong: Collection[WorkerId]) -> frozenset[str]:
     )
 
 
-def near(a: Sketch, b: Sketch, tolerance: float) -> bool:
+def are_near(a: Sketch, b: Sketch, tolerance: float) -> bool:
     """Return whether two gradients differ by at most `tolerance` of their norm, by their sketches.
 
     The distance of two sketches is about that of the gradients (a count sketch: Charikar, Chen and
@@ -148,7 +148,7 @@ class Classes:
     def number(self, vrank: int, sketch: Sketch) -> int:
         known = self._known.setdefault(vrank, [])
         for number, first in enumerate(known):
-            if near(first, sketch, self.tolerance):
+            if are_near(first, sketch, self.tolerance):
                 return number
         known.append(sketch)
         return len(known) - 1
@@ -216,12 +216,12 @@ class Court:
             return Ruling(sentence=Sentence.SCRIPT)
         undecided = any(each.right is None for each in judged.values())
         if undecided and attempts >= ATTEMPTS_MAX:
-            return self._undecided()
-        if attempts > 1 and (wrong := self._wrong(self._heard[-1:])):
-            return Ruling(sentence=Sentence.LEAVE, wrong=wrong, steady=not self._fickle())
+            return self._rule_undecided()
+        if attempts > 1 and (wrong := self._find_wrong(self._heard[-1:])):
+            return Ruling(sentence=Sentence.LEAVE, wrong=wrong, steady=not self._find_fickle())
         if all(each.right == digests[v][owners[v]] for v, each in judged.items()):
-            return Ruling(sentence=Sentence.USE, wrong=self._wrong(self._heard))
-        again = tuple(by_all(a, workers) if a.vrank in differing else a for a in audits)
+            return Ruling(sentence=Sentence.USE, wrong=self._find_wrong(self._heard))
+        again = tuple(audit_by_all(a, workers) if a.vrank in differing else a for a in audits)
         return Ruling(sentence=Sentence.AGAIN, audits=again, disputed=tuple(differing))
 
     def _are_fickle(self, said: Mapping[WorkerId, int]) -> bool:
@@ -229,7 +229,7 @@ class Court:
         fickle = [worker for worker, digest in said.items() if digest == FICKLE]
         return len(fickle if self._view is None else name_machines(self._view, fickle)) > 1
 
-    def _wrong(self, attempts: Sequence[Digests]) -> tuple[tuple[WorkerId, int], ...]:
+    def _find_wrong(self, attempts: Sequence[Digests]) -> tuple[tuple[WorkerId, int], ...]:
         """Find workers, and tasks, with other bits in these attempts than the last majority's."""
         found = []
         for vrank, each in self._heard[-1].items():
@@ -246,9 +246,9 @@ class Court:
         found = judge(proven) if proven else None
         return judge(said) if found is None or found.right is None else found
 
-    def _undecided(self) -> Ruling:
+    def _rule_undecided(self) -> Ruling:
         """Rule without a majority: a worker that contradicts itself is wrong, unless all do."""
-        fickle = self._fickle()
+        fickle = self._find_fickle()
         if not fickle:
             last = self._heard[-1].items()
             disputed = tuple(vrank for vrank, each in last if self._judge(each).right is None)
@@ -258,7 +258,7 @@ class Court:
             return Ruling(sentence=Sentence.UNLIKE)
         return Ruling(sentence=Sentence.LEAVE, wrong=fickle)
 
-    def _fickle(self) -> tuple[tuple[WorkerId, int], ...]:
+    def _find_fickle(self) -> tuple[tuple[WorkerId, int], ...]:
         """Return workers and tasks, where a worker has computed several digests of one task."""
         said: dict[tuple[WorkerId, int], set[int]] = {}
         for attempt in self._heard:

@@ -18,8 +18,8 @@ from holdfast.core.step.audit import (
     Court,
     Ruling,
     Sentence,
-    by_all,
-    owed,
+    audit_by_all,
+    owed_audits,
     plan,
     plan_sums,
 )
@@ -127,11 +127,13 @@ class Audits:
         self._classes.forget()
         self._planned_in = (view.number, step)
         self._disputed = frozenset()
-        self._court = Court(self._newcomers.watched(view), view)
+        self._court = Court(self._newcomers.watched_workers(view), view)
         if kind is not StepKind.GRADIENTS or self.alike is Alike.NOTHING:
             return self.plan_again(())
         planned = plan(self._seed, step, owners, view.workers, self.share_of(step))
-        if self.comparable and not self._newcomers.watched(view):  # joiners are compared already
+        if self.comparable and not self._newcomers.watched_workers(
+            view
+        ):  # joiners are compared already
             of_machines = {audit.vrank for audit in planned}
             early = plan_early(view, step, owners, self._cycle)
             planned += tuple(audit for audit in early if audit.vrank not in of_machines)
@@ -176,7 +178,7 @@ class Audits:
         """
         if self._planned_in is None:
             return []
-        others = owed(self.planned, me, step.audited)
+        others = owed_audits(self.planned, me, step.audited)
         mine = [a.vrank for a in self.planned if me == a.owner and a.vrank not in step.digests]
         return others + mine
 
@@ -209,7 +211,7 @@ class Audits:
         fickle = sorted({int(row[-1]) for row in rows} - {-1})
         if fickle and ruling.sentence in (Sentence.USE, Sentence.AGAIN):
             known = ruling.audits if ruling.sentence is Sentence.AGAIN else self.planned
-            more = [by_all(Audit(vrank, owners[vrank], ()), view.workers) for vrank in fickle]
+            more = [audit_by_all(Audit(vrank, owners[vrank], ()), view.workers) for vrank in fickle]
             ruling = _have_all_compute(known, more, ruling.disputed)
         self._disputed = frozenset(ruling.disputed)
         sentence = ruling.sentence
@@ -217,7 +219,7 @@ class Audits:
             sentence = Sentence.SCRIPT if self._exact else Sentence.UNLIKE
         return dataclasses.replace(ruling, sentence=sentence)
 
-    def accepted(self) -> None:
+    def record_acceptance(self) -> None:
         """Record that the step's sums are used; the next one is judged on its own."""
         self._court = Court()
         self._disputed = frozenset()

@@ -27,7 +27,7 @@ class BackupPolicy:
     workers: int = 0
     results_min: int = 1
 
-    def needed(self, members: int) -> int:
+    def needed_members(self, members: int) -> int:
         """Return from how many of the view's members a step waits for results."""
         return max(members - self.workers, min(self.results_min, members))
 
@@ -37,7 +37,7 @@ def who_counts(policy: BackupPolicy, members: int, done: Mapping[int, int]) -> t
 
     `done`: how many samples each of them has used. A step without a sample would be none.
     """
-    enough = len(done) >= policy.needed(members) and any(done.values())
+    enough = len(done) >= policy.needed_members(members) and any(done.values())
     return tuple(sorted(done)) if enough or len(done) == members else ()
 
 
@@ -88,7 +88,7 @@ class Settlement:
             for old in [s for s in table if s < step]:
                 del table[old]
 
-    def counted(self, step: int) -> tuple[int, ...] | None:
+    def counted_ranks(self, step: int) -> tuple[int, ...] | None:
         """Return the ranks whose results of the step count; None while that is not settled."""
         return self._counted.get(step)
 
@@ -96,13 +96,13 @@ class Settlement:
         """Return whether it is known that this member's results of the step do not count."""
         return step in self._counted and self._rank not in self._counted[step]
 
-    def says_done(self, step: int) -> bool:
+    def record_own_done(self, step: int) -> bool:
         """Record that this member is done with a step; whether that is news."""
         news = self._said < step and step not in self._counted
         self._said = max(self._said, step)
         return news
 
-    def heard(self, rank: int, step: int, samples: int) -> tuple[int, ...]:
+    def record_done(self, rank: int, step: int, samples: int) -> tuple[int, ...]:
         """Record that a member is done; return who counts if that settles it. At rank 0 only."""
         if step < self._step or step in self._counted:
             return ()
@@ -113,6 +113,6 @@ class Settlement:
             self._counted[step] = counted
         return counted
 
-    def settled(self, step: int, ranks: tuple[int, ...]) -> None:
-        """Rank 0 has said who counts."""
+    def record_settled(self, step: int, ranks: tuple[int, ...]) -> None:
+        """Record who counts, as rank 0 says."""
         self._counted[step] = ranks

@@ -62,10 +62,10 @@ class Balancer:
         self._measure()
         while len(self._rows) > self._policy.window * self._window_times // 2:
             self._rows.popleft()
-        counts = self._retry() or self._better()
+        counts = self._retry() or self._find_better()
         if counts is None:
             return False
-        self.owners = _moved(self._workers, self.owners, counts)
+        self.owners = _move_owners(self._workers, self.owners, counts)
         self._counts = counts
         self._rows.clear()
         self._changed_at = self._steps
@@ -89,8 +89,8 @@ class Balancer:
                 self._paces[i] = max(values[len(values) // 2], 1)
                 self._idle_since[i] = self._steps
 
-    def _better(self) -> list[int] | None:
-        """Other counts, if they promise enough."""
+    def _find_better(self) -> list[int] | None:
+        """Return other counts, if they promise enough."""
         paces, counts = self._paces, self._counts
         if not all(paces):
             return None
@@ -98,7 +98,7 @@ class Balancer:
         best = _makespan(paces, len(self.owners))
         if best * 100 > now * (100 - self._policy.gain):
             return None
-        return _fitted(paces, counts, best)
+        return _fit_counts(paces, counts, best)
 
     def _retry(self) -> list[int] | None:
         """Give one task to a worker that has had none for long, from the worker with most to do."""
@@ -132,8 +132,8 @@ def _makespan(paces: Sequence[int], tasks: int) -> int:
     return end
 
 
-def _fitted(paces: Sequence[int], counts: Sequence[int], end: int) -> list[int]:
-    """Counts with which all is done by `end`, as near to the present ones as can be."""
+def _fit_counts(paces: Sequence[int], counts: Sequence[int], end: int) -> list[int]:
+    """Return counts with which all is done by `end`, as near to the present ones as can be."""
     fitted = [min(n, end // pace) for n, pace in zip(counts, paces, strict=True)]
     free = [((n + 1) * pace, i) for i, (n, pace) in enumerate(zip(fitted, paces, strict=True))]
     heapq.heapify(free)
@@ -144,7 +144,7 @@ def _fitted(paces: Sequence[int], counts: Sequence[int], end: int) -> list[int]:
     return fitted
 
 
-def _moved(
+def _move_owners(
     workers: Sequence[WorkerId], owners: Sequence[WorkerId], counts: Sequence[int]
 ) -> tuple[WorkerId, ...]:
     """Return owners with these counts. A worker with too many gives away its last ones."""

@@ -32,7 +32,7 @@ def plan_early(view: View, step: int, owners: Sequence[WorkerId], cycle: int) ->
         return (
             ()
             if within
-            else (Audit(vrank, owners[vrank], (_other(workers, owners[vrank], turn),)),)
+            else (Audit(vrank, owners[vrank], (_other_worker(workers, owners[vrank], turn),)),)
         )
     hosts = [worker for worker in workers if worker in owners]
     first = step * PAIRS_MAX % len(hosts)
@@ -41,7 +41,7 @@ def plan_early(view: View, step: int, owners: Sequence[WorkerId], cycle: int) ->
     for owner in chosen:
         hosted = [vrank for vrank, each in enumerate(owners) if each == owner]
         vrank = hosted[step % len(hosted)]
-        found.append(Audit(vrank, owner, (_other(workers, owner, step),)))
+        found.append(Audit(vrank, owner, (_other_worker(workers, owner, step),)))
     return tuple(sorted(found, key=lambda audit: audit.vrank))
 
 
@@ -50,7 +50,7 @@ def _is_early(view: View, step: int) -> bool:
     return joined or step < EARLY_STEPS
 
 
-def _other(workers: Sequence[WorkerId], owner: WorkerId, turn: int) -> WorkerId:
+def _other_worker(workers: Sequence[WorkerId], owner: WorkerId, turn: int) -> WorkerId:
     """Return another worker than the owner, a different one each turn."""
     others = [worker for worker in workers if worker != owner]
     return others[(workers.index(owner) + turn) % len(others)]

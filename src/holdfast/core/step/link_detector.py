@@ -78,15 +78,15 @@ class LinkDetector:
         """Take in the waits and computing times of a step, by rank; return new verdicts."""
         if len(waits) < 2:
             return []
-        row = _counting(waits, max(COSTS_MIN_US, COSTS_MIN * max(compute_us)))
+        row = _find_long_waits(waits, max(COSTS_MIN_US, COSTS_MIN * max(compute_us)))
         self._remember(row)
-        found = [self._recovered(*each) for each in list(self._slow) if self._is_over(*each)]
+        found = [self._make_recovery(*each) for each in list(self._slow) if self._is_over(*each)]
         for rank, (peer, _) in row.items():
             if (peer, None) in self._slow or (peer, rank) in self._slow:
                 continue
             chance = self._chance(peer, rank)
             if chance <= CHANCE_MAX:
-                found.append(self._found(peer, rank, chance))
+                found.append(self._make_verdict(peer, rank, chance))
         return found
 
     def _remember(self, row: dict[int, tuple[int, int]]) -> None:
@@ -117,7 +117,7 @@ class LinkDetector:
             exponent += (1 - share) * math.log((1 - share) / (1 - rate))
         return math.exp(-RECENT * exponent)
 
-    def _found(self, peer: int, rank: int, chance: float) -> LinkVerdict:
+    def _make_verdict(self, peer: int, rank: int, chance: float) -> LinkVerdict:
         others = len(self._workers) - 1
         often = self._hits[peer, rank] / 2
         waiting = [r for r in range(others + 1) if self._hits[peer, r] >= often]
@@ -145,7 +145,7 @@ class LinkDetector:
         ranks = range(len(self._workers)) if rank is None else (rank,)
         return all(self._hits[peer, r] <= 1 for r in ranks)
 
-    def _recovered(self, peer: int, rank: int | None) -> LinkVerdict:
+    def _make_recovery(self, peer: int, rank: int | None) -> LinkVerdict:
         del self._slow[peer, rank]
         return LinkVerdict(
             worker=self._workers[peer],
@@ -157,7 +157,7 @@ class LinkDetector:
         )
 
 
-def _counting(waits: Sequence[Wait], worth_us: float) -> dict[int, tuple[int, int]]:
+def _find_long_waits(waits: Sequence[Wait], worth_us: float) -> dict[int, tuple[int, int]]:
     """Find who waited for the network for so long that it counts: for which peer, how long."""
     if max(wait.waited_us for wait in waits) < worth_us:
         return {}

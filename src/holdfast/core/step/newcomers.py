@@ -55,7 +55,7 @@ class Newcomers:
         Each of their tasks is computed by a member, too. Who hosts nothing has time, and computes a
         member's task.
         """
-        joiners = self.watched(view)
+        joiners = self.watched_workers(view)
         if not joiners:
             return tuple(planned)
         others = [worker for worker in view.workers if worker not in joiners]
@@ -76,7 +76,7 @@ class Newcomers:
 
         They are refused if they have computed otherwise each time, and nobody else has.
         """
-        joiners = self.watched(view)
+        joiners = self.watched_workers(view)
         unlike = frozenset(worker for worker, _ in ruling.wrong)
         if ruling.sentence is Sentence.TIE:
             idle = joiners - frozenset(owners)  # those that compute members' tasks
@@ -95,18 +95,18 @@ class Newcomers:
             return refused, Refusal.SCRIPT
         return refused, Refusal.QUARANTINED if before else Refusal.ANEW
 
-    def accepted(self, view: View, audited: Iterable[WorkerId]) -> None:
+    def record_acceptance(self, view: View, audited: Iterable[WorkerId]) -> None:
         """Record that the sums of a step are used, in which these took part in audits."""
-        self._accepted = self.watched(view) & frozenset(audited)
+        self._accepted = self.watched_workers(view) & frozenset(audited)
         if self._accepted:
             self._refused = frozenset()
 
-    def committed(self, me: WorkerId) -> bool:
+    def record_commit(self, me: WorkerId) -> bool:
         """Record that the step is committed; tell whether `me` has proved itself in this view."""
         self._proved |= self._accepted
         return me in self._proved or not self._looks
 
-    def watched(self, view: View) -> frozenset[WorkerId]:
+    def watched_workers(self, view: View) -> frozenset[WorkerId]:
         """Return the joiners that have not proved yet that they compute as the others do."""
         if view.number != self._view:
             self._view, self._proved, self._accepted = view.number, frozenset(), frozenset()

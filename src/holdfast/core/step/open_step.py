@@ -44,12 +44,12 @@ class OpenStep:
             self.samples[vrank] = self.speculative.pop(vrank)
         return found
 
-    def missing(self, hosted: Iterable[int]) -> list[int]:
+    def missing_tasks(self, hosted: Iterable[int]) -> list[int]:
         """Return the virtual ranks whose tasks this worker owes."""
         return [vrank for vrank in hosted if vrank not in self.samples]
 
-    def used(self, hosted: Sequence[int]) -> int | None:
+    def count_used(self, hosted: Sequence[int]) -> int | None:
         """Count the samples of these tasks; None until all of them are done."""
-        if self.missing(hosted):
+        if self.missing_tasks(hosted):
             return None
         return sum(self.samples[vrank] for vrank in hosted)

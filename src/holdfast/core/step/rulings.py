@@ -60,15 +60,15 @@ class Rulings:
         self._doubted = -1
         self._is_steady = False
 
-    def synced(self, *, compared: bool) -> None:
+    def record_sync(self, *, compared: bool) -> None:
         """Record that all members hold the state; `compared`: their fingerprints say so."""
         if self._looks:
             self._trust.enter(self._view, compared=compared)
 
-    def summed(self, step: int, owners: Sequence[WorkerId], audited: Iterable[int]) -> None:
+    def record_sums(self, step: int, owners: Sequence[WorkerId], audited: Iterable[int]) -> None:
         """Record that a step's sums are used from here on; these virtual ranks were audited."""
         if self._looks:
-            self._trust.summed(step, owners, audited)
+            self._trust.record_sums(step, owners, audited)
 
     # ------------------------------------------------------------ sums that are not finite
 
@@ -83,7 +83,7 @@ class Rulings:
         repeated = self._bits[-1:] == [bits] or len(self._bits) + 1 >= ATTEMPTS_MAX
         return (alone and repeated) or step < self._not_finite_at + CALM_STEPS
 
-    def doubted(self, step: int, suspects: Iterable[WorkerId], bits: int = 0) -> None:
+    def record_doubt(self, step: int, suspects: Iterable[WorkerId], bits: int = 0) -> None:
         """Record that the step is computed again: its sum is not finite, or a copy differs.
 
         `bits`: a digest of that sum.
@@ -91,7 +91,7 @@ class Rulings:
         self._bits = [*self._bits, bits] if self._doubted == step else [bits]
         self._doubted, self._suspects = step, tuple(sorted(set(suspects)))
 
-    def settled(self, step: int, *, rightly: bool) -> list[Outcome]:
+    def settle(self, step: int, *, rightly: bool) -> list[Outcome]:
         """Record that no member doubts the sums any more; `rightly`: though they are not finite."""
         out: list[Outcome] = []
         if rightly:
@@ -153,7 +153,7 @@ class Rulings:
         text = f"several workers come to other results of the same task in step {step}"
         return [GiveUp(f"{text}: {KEEPS}", by_script=True)]
 
-    def summed_wrongly(self, step: int, wrong: Iterable[WorkerId]) -> list[Outcome]:
+    def record_wrong_sum(self, step: int, wrong: Iterable[WorkerId]) -> list[Outcome]:
         """Record that these workers have summed a bucket wrongly; the sum was put right."""
         out: list[Outcome] = []
         for worker in wrong:
@@ -173,7 +173,7 @@ class Rulings:
 
     # ------------------------------------------------------------ leaving
 
-    def differ(
+    def judge_states(
         self, step: int, prints: Mapping[WorkerId, int]
     ) -> tuple[tuple[WorkerId, ...], list[Outcome]]:
         """Judge states that are not all the same; returns the wrong workers, and events."""

@@ -42,7 +42,7 @@ class FollowerProofs:
     def __init__(self) -> None:
         self._applied_at: float | None = None  # the step before, by this node's clock
 
-    def committed(self, now: float, *, voted: bool) -> float | None:
+    def record_commit(self, now: float, *, voted: bool) -> float | None:
         """Return since when all have acted; None if that a step is committed does not prove it."""
         before, self._applied_at = self._applied_at, now
         return before if voted else None
@@ -70,7 +70,7 @@ class ShardEvents:
         found = [queue.popleft() for queue in queues]
         if not any(queues):
             del self._heard[key]
-        return [_joined(found)]
+        return [_join_events(found)]
 
     def _is_news(self, shard: int, note: ev.EventNoted) -> bool:
         """Return whether no other process has said this as often."""
@@ -108,7 +108,7 @@ def _key(event: ev.WorkerEvent) -> Hashable:
     return kind, getattr(event, "view", None)
 
 
-def _joined(events: Sequence[ev.WorkerEvent]) -> ev.WorkerEvent:
+def _join_events(events: Sequence[ev.WorkerEvent]) -> ev.WorkerEvent:
     """Make one event of those of all processes, in the order of their shards."""
     first = events[0]
     match first:
@@ -121,15 +121,15 @@ def _joined(events: Sequence[ev.WorkerEvent]) -> ev.WorkerEvent:
         case ev.Gathered(topic=ev.Topic.CONFESS):  # the last word is a fingerprint
             every = [each.rows for each in events if isinstance(each, ev.Gathered)]
             rows = zip(*every, strict=True)
-            mixed = tuple((*row[0][:-1], _mixed([int(r[-1]) for r in row])) for row in rows)
+            mixed = tuple((*row[0][:-1], _mix([int(r[-1]) for r in row])) for row in rows)
             return dataclasses.replace(first, rows=mixed)
         case ev.StatesCompared():
             prints = [dict(each.prints) for each in events if isinstance(each, ev.StatesCompared)]
             workers = list(dict.fromkeys(worker for found in prints for worker in found))
-            told = tuple((WorkerId(w), _mixed([p.get(w, 0) for p in prints])) for w in workers)
+            told = tuple((WorkerId(w), _mix([p.get(w, 0) for p in prints])) for w in workers)
             return dataclasses.replace(first, prints=told)
         case ev.Summed():
-            return _summed([each for each in events if isinstance(each, ev.Summed)])
+            return _join_sums([each for each in events if isinstance(each, ev.Summed)])
         case ev.SumChecked():  # the pieces of all shards
             tables = [each.digests for each in events if isinstance(each, ev.SumChecked)]
             whole = zip(*tables, strict=True)
@@ -149,21 +149,21 @@ def _joined(events: Sequence[ev.WorkerEvent]) -> ev.WorkerEvent:
     return first
 
 
-def _summed(events: Sequence[ev.Summed]) -> ev.Summed:
+def _join_sums(events: Sequence[ev.Summed]) -> ev.Summed:
     return dataclasses.replace(
         events[0],
-        parts=_by_rank([each.parts for each in events]),
+        parts=_mix_by_rank([each.parts for each in events]),
         buckets=min(each.buckets for each in events),  # those that all shards have may be audited
-        wholes=_by_rank([each.wholes for each in events]),
-        copies=_by_rank([each.copies for each in events]),
+        wholes=_mix_by_rank([each.wholes for each in events]),
+        copies=_mix_by_rank([each.copies for each in events]),
         doubt=max(each.doubt for each in events),
-        bits=_mixed([each.bits for each in events]),
+        bits=_mix([each.bits for each in events]),
         unlike=tuple(sorted({vrank for each in events for vrank in each.unlike})),
     )
 
 
-def _by_rank(prints: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    return tuple(_mixed(words) for words in zip(*prints, strict=True))
+def _mix_by_rank(prints: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(_mix(words) for words in zip(*prints, strict=True))
 
 
 def _digest(digests: Sequence[ev.Digest | None]) -> ev.Digest | None:
@@ -174,10 +174,10 @@ def _digest(digests: Sequence[ev.Digest | None]) -> ev.Digest | None:
         return tuple(word for each in digests if isinstance(each, tuple) for word in each)
     words = [each for each in digests if isinstance(each, int)]
     said = next((word for word in (SUBSTITUTED, FICKLE) if word in words), None)
-    return _mixed(words) if said is None else said
+    return _mix(words) if said is None else said
 
 
-def _mixed(words: Sequence[int]) -> int:
+def _mix(words: Sequence[int]) -> int:
     """Return 63 bits of several fingerprints; 0, for nothing to compare, if all are 0."""
     if not any(words):
         return 0

@@ -58,24 +58,24 @@ class Lateness:
         self._task_s: deque[float] = deque(maxlen=STEPS_TIMED)
         self._usual: _Medians | None = None  # medians of the above, until the next step is timed
 
-    def view(self, now: float) -> None:
+    def record_view(self, now: float) -> None:
         """Record that another view begins, perhaps in the middle of a step."""
         self.began_at = self._since = now
 
-    def built(self, now: float) -> None:
+    def record_built(self, now: float) -> None:
         """Record that the view's group works and that its joiners hold the state."""
         took_s = now - self.began_at
         self.group_s = min(self.group_s, took_s) if self.group_s else took_s
 
-    def copy_done(self) -> None:
+    def count_copy(self) -> None:
         """Count a task that this worker has computed since another one is late with it."""
         self.copied += 1
 
-    def done(self, now: float) -> None:
+    def record_done(self, now: float) -> None:
         """Record that this worker waits for others from now on."""
         self._since = now
 
-    def step(self, now: float, tasks: int, *, timed: bool = True) -> None:
+    def record_step(self, now: float, tasks: int, *, timed: bool = True) -> None:
         """Record that the step is over, and that the worker has computed `tasks` tasks of it.
 
         `timed`: other steps take about as long.
@@ -93,16 +93,16 @@ class Lateness:
         """Return when to begin with copies, if the others are not done by then."""
         if self.copied > self._patience.copies * self._tasks or not self._patience.copies:
             return float("inf")
-        return self._after(self._patience.times * self._medians().task_s)
+        return self._time_after(self._patience.times * self._medians().task_s)
 
     @property
     def late_at(self) -> float:
         """Return when to say that others are late."""
         patience = self._patience
-        after = self._after(patience.times * self._medians().step_s)
+        after = self._time_after(patience.times * self._medians().step_s)
         return after + max(patience.least_s, self.group_s)
 
-    def _after(self, cost_s: float) -> float:
+    def _time_after(self, cost_s: float) -> float:
         if len(self._steps) < self._patience.steps:
             return float("inf")
         usual = self._medians()
@@ -141,7 +141,7 @@ class Budget:
         committed = (step - self._since) * self._tasks
         return self.spent <= self._share * committed
 
-    def tried(self, step: int) -> None:
+    def record_trial(self, step: int) -> None:
         """Record that a view is stopped for late tasks of this step."""
         self._tried_in = step
 
@@ -150,7 +150,7 @@ class Budget:
         self.spent += tasks
 
 
-def worth_copying(
+def choose_copies(
     owners: Sequence[WorkerId],
     workers: Iterable[WorkerId],
     late: Iterable[WorkerId],

@@ -52,7 +52,7 @@ class Speeds:
         if leads:
             tasks_s = [us / n / 1e6 if (n := number.get(w, 0)) else 0.0 for w, us in costs.items()]
             verdicts = self._detector.observe(tasks_s)
-            found += [("slow", str(v)) for v in verdicts if self._worth_telling(v, costs)]
+            found += [("slow", str(v)) for v in verdicts if self._is_worth_telling(v, costs)]
             found += [("slow", str(v)) for v in self._links.observe(waits, compute_us)]
         if self._newly_fed:
             self._newly_fed = False
@@ -66,7 +66,7 @@ class Speeds:
         workers, owners = self._hosts, self._view.owners
         return Balancer(self._policy, workers, assign_at_boundary(len(owners), workers, owners))
 
-    def _worth_telling(self, verdict: Verdict, costs: dict[WorkerId, int]) -> bool:
+    def _is_worth_telling(self, verdict: Verdict, costs: dict[WorkerId, int]) -> bool:
         """Return whether a verdict belongs in the event log.
 
         A worker that is slow now and then would fill it, so that is told once, until the worker is

@@ -55,7 +55,7 @@ from holdfast.core.step.events import (
 from holdfast.core.step.newcomers import Newcomers, Refusal
 from holdfast.core.step.open_step import OpenStep
 from holdfast.core.step.rulings import Rulings
-from holdfast.core.step.speculation import Lateness, worth_copying
+from holdfast.core.step.speculation import Lateness, choose_copies
 from holdfast.core.step.step_policy import Counting, StepPolicy
 from holdfast.core.step.sum_trial import SumTrial
 from holdfast.core.step.verdicts import Agreed, Decided, Doubted, Failed, Verdict
@@ -133,16 +133,16 @@ class StepMachine:
         row = int(audits.alike), audits.whole_step, policy.processor, int(self._standing.is_exact)
         self._standing.order(Forget(SinkKind.LATE, number), Gather(number, Topic.AGREE, row))
 
-    def _agreed(self, rows: Sequence[Row]) -> Agreed:
+    def _handle_agreement(self, rows: Sequence[Row]) -> Agreed:
         view, audits = self._view, self._audits
         audits.hear(view, rows, drops=self._policy.backup.workers > 0)
         self._rulings.script.comparable = audits.comparable
         self._counting = self._make_counting(view, self._policy.balance)
-        self._rulings.synced(compared=bool(view.joiners) and not view.fed)
+        self._rulings.record_sync(compared=bool(view.joiners) and not view.fed)
         self._go_to(Activity.SYNC)
         return Agreed()
 
-    def synced(self) -> None:
+    def begin_steps(self) -> None:
         """Begin the steps: all members hold the same state."""
         self._go_to(Activity.TASKS)
         self.advance()
@@ -174,8 +174,8 @@ class StepMachine:
 
     # ------------------------------------------------------------ the script
 
-    def opened(self, event: StepOpened) -> None:
-        """The script is ready to compute tasks of a step."""
+    def handle_opened(self, event: StepOpened) -> None:
+        """Let the script compute tasks of the step that it is ready for."""
         if not event.rested:
             self._replica.saves.postpone(event.step)
             self._replica.protecting.postpone(event.step)
@@ -188,10 +188,10 @@ class StepMachine:
         """Return whether the open step says anything about how long steps take."""
         return self._open is None or self._open.kind is StepKind.GRADIENTS
 
-    def task_done(self, task: TaskDone) -> None:
+    def handle_task(self, task: TaskDone) -> None:
         """Record a finished task; ignore tasks of older steps."""
         if task.purpose is Purpose.SPECULATIVE:
-            self.lateness.copy_done()
+            self.lateness.count_copy()
         step = self._open
         if step is None or step.index != task.step:
             return
@@ -224,7 +224,7 @@ class StepMachine:
             self._audits.plan(self._view, self.step, self.owners, step.kind)
         if step.running is not None:
             return
-        hosted = () if self._drops() else standing.status.hosted
+        hosted = () if self._is_dropped() else standing.status.hosted
         standing.order(*(Adopt(vrank) for vrank in step.adopt(hosted)))
         task = self._next_task(step, hosted)
         if task is None or task[1] is Purpose.SPECULATIVE:
@@ -244,23 +244,23 @@ class StepMachine:
     def _say_idle(self, idle: bool) -> None:
         """Record whether the script waits for others from now on."""
         self._standing.change(phase=Phase.WAITING if idle else Phase.COMPUTING)
-        self.lateness.done(self._standing.now)
+        self.lateness.record_done(self._standing.now)
         self._looked_in = -1
         if not self._standing.acts:
             self._standing.tell()
 
     def _next_task(self, step: OpenStep, hosted: Sequence[int]) -> tuple[int, Purpose] | None:
-        if missing := step.missing(hosted):
+        if missing := step.missing_tasks(hosted):
             return missing[0], Purpose.HOSTED
         if owed := self._audits.owed(self._me, step):
             return owed[0], Purpose.AUDITED
         if not self._late:
             return None
-        tasks = worth_copying(self.owners, self._view.workers, self._late, self._me)
+        tasks = choose_copies(self.owners, self._view.workers, self._late, self._me)
         late = [vrank for vrank in tasks if vrank not in step.speculative]
         return (late[0], Purpose.SPECULATIVE) if late else None
 
-    def _drops(self) -> bool:
+    def _is_dropped(self) -> bool:
         """Return whether what this member computes of the step does not count in this view."""
         if self._settlement is None or self.activity is Activity.CLOSED:
             return False
@@ -268,8 +268,8 @@ class StepMachine:
 
     # ------------------------------------------------------------ members that are late
 
-    def awaited(self, event: StillAwaited) -> None:
-        """Members are late: copy the tasks that this worker would host without them."""
+    def handle_late_members(self, event: StillAwaited) -> None:
+        """Copy the tasks that this worker would host without the late members."""
         if self.activity is Activity.ROWS and event.step == self.step:
             self._late = tuple(self._view.workers[rank] for rank in event.ranks)
             self._continue_script()
@@ -307,10 +307,10 @@ class StepMachine:
         counted: Sequence[int] = range(len(self._view.members))
         if settlement is not None and step.kind is StepKind.GRADIENTS:
             settlement.begin(self.step)
-            used = step.used(self._standing.status.hosted)
-            if used is not None and settlement.says_done(self.step):
+            used = step.count_used(self._standing.status.hosted)
+            if used is not None and settlement.record_own_done(self.step):
                 self._say_done(used)
-            found = settlement.counted(self.step)
+            found = settlement.counted_ranks(self.step)
             if found is None:
                 return
             counted = found
@@ -321,37 +321,37 @@ class StepMachine:
     def _say_done(self, used: int) -> None:
         number = self._view.number
         if self._rank == FIRST:
-            self.member_done(MemberDone(number, FIRST, self.step, used))
+            self.handle_member_done(MemberDone(number, FIRST, self.step, used))
         else:
             self._standing.order(SendDone(number, self.step, used))
 
-    def member_done(self, event: MemberDone) -> None:
+    def handle_member_done(self, event: MemberDone) -> None:
         """Hear, as the first member, that another is done with all its tasks, perhaps too late."""
         if self._settlement is None:
             return
-        counted = self._settlement.heard(event.rank, event.step, event.samples)
+        counted = self._settlement.record_done(event.rank, event.step, event.samples)
         if counted and len(self._view.members) > 1:
             self._standing.order(SendCounted(self._view.number, event.step, counted))
         if event.rank != FIRST:
             self.advance()
 
-    def count_settled(self, event: CountSettled) -> None:
-        """The first member has said whose results of a step count."""
+    def handle_count(self, event: CountSettled) -> None:
+        """Take in whose results of a step count, as the first member says."""
         if self._settlement is not None:
-            self._settlement.settled(event.step, event.ranks)
+            self._settlement.record_settled(event.step, event.ranks)
         self.advance()
 
     def _share_rows(self) -> None:
         step = self._open
         hosted = self._standing.status.hosted
-        if step is not None and (self._drops() or not step.missing(hosted)):
+        if step is not None and (self._is_dropped() or not step.missing_tasks(hosted)):
             self._go_to(Activity.ROWS)
             self._standing.order(ShareRows(self._view.number, self.step))
 
     # ------------------------------------------------------------ judging
 
-    def summed(self, event: Summed) -> None:
-        """All is summed: compare states, then audited tasks, then sums, before the vote."""
+    def handle_sums(self, event: Summed) -> None:
+        """Compare states, then audited tasks, then the new sums, before the vote."""
         if self.activity is not Activity.ROWS or event.step != self.step:
             return
         self._sums, self._late = event, ()
@@ -360,7 +360,7 @@ class StepMachine:
         for prints in (event.parts, event.wholes, event.copies) if self._policy.cycle else ():
             taken = {workers[r]: p for r, p in enumerate(prints) if p or prints is event.parts}
             if len(set(taken.values())) > 1:
-                self.differ(taken)
+                self.judge_states(taken)
                 return
         self._replica.feeding.copies_agree(event.copies)
         self.advance()
@@ -377,21 +377,21 @@ class StepMachine:
         row = self._audits.row(step)
         self._standing.order(Gather(self._view.number, Topic.AUDIT, row))
 
-    def gathered(self, event: Gathered) -> Verdict | None:
+    def handle_gathered(self, event: Gathered) -> Verdict | None:
         """Take in the words of all members on a topic; return a verdict for the other machines."""
         match event.topic:
             case Topic.AGREE if self.activity is Activity.AGREE:
-                return self._agreed(event.rows)
+                return self._handle_agreement(event.rows)
             case Topic.AUDIT if self.activity is Activity.AUDIT:
-                self._audited(event.rows)
+                self._handle_audit(event.rows)
             case Topic.VOTE if self.activity is Activity.VOTE:
-                return self._voted(event.rows)
+                return self._handle_votes(event.rows)
             case Topic.CONFESS if self.activity is Activity.CONFESS:
                 self._go_to(Activity.CLOSED)
                 return self._conclude(event.rows) or Failed("a worker is wrong")
         return None
 
-    def _audited(self, rows: Sequence[Row]) -> None:
+    def _handle_audit(self, rows: Sequence[Row]) -> None:
         ruling = self._audits.rule(rows, self._view, self.owners)
         refused, refusal = self._newcomers.judge(self._view, ruling, self.owners)
         if refused:
@@ -432,8 +432,8 @@ class StepMachine:
         self._trial = SumTrial(self._to_check.pop(0))
         self._standing.order(CheckSum(self._view.number, self._trial.bucket, 0))
 
-    def sum_checked(self, event: SumChecked) -> None:
-        """One more run of a bucket's sum was compared."""
+    def handle_sum_check(self, event: SumChecked) -> None:
+        """Judge one more comparison of a bucket's sum."""
         trial = self._trial
         if self.activity is not Activity.CHECK_SUMS or trial is None:
             return
@@ -450,25 +450,27 @@ class StepMachine:
             if verdict.amended:
                 self._standing.order(PutRight(trial.bucket, verdict.right))
             wrong = [self._view.workers[rank] for rank in verdict.wrong]
-            self._standing.carry(self._rulings.summed_wrongly(self.step, wrong))
+            self._standing.carry(self._rulings.record_wrong_sum(self.step, wrong))
             self._check_next()
 
     def _accept(self) -> None:
         """The sums are right, as far as was looked; perhaps they are not finite."""
-        self._audits.accepted()
+        self._audits.record_acceptance()
         looked = [audit.vrank for audit in self._audits.planned]
-        self._newcomers.accepted(self._view, (w for a in self._audits.planned for w in a.workers))
-        self._rulings.summed(self.step, self.owners, looked)
+        self._newcomers.record_acceptance(
+            self._view, (w for a in self._audits.planned for w in a.workers)
+        )
+        self._rulings.record_sums(self.step, self.owners, looked)
         doubted = self.doubt > RIGHTLY
-        self._standing.carry(self._contradicted())
+        self._standing.carry(self._report_contradictions())
         if not doubted and self._replica.protecting.active:
             self._go_to(Activity.KEEP)
             self._standing.order(KeepStep(SinkKind.MEMORY, self._view.number, self.step))
         else:
             self._vote(is_believed=not doubted)
 
-    def gradient_kept(self, step: int, *, full: bool) -> None:
-        """The gradient is in the nodes' memory: now it may be committed."""
+    def handle_kept_gradient(self, step: int, *, full: bool) -> None:
+        """Let a gradient be committed, now that it is in the nodes' memory."""
         if self.activity is Activity.KEEP and step == self.step:
             self._replica.protecting.full = full
             self._vote(is_believed=True)
@@ -487,7 +489,7 @@ class StepMachine:
         compares = audits.alike is Alike.BITS and not every
         return CONTRADICTED if sums.unlike and compares else FINITE
 
-    def _contradicted(self) -> list[Outcome]:
+    def _report_contradictions(self) -> list[Outcome]:
         """Report speculative tasks whose bits differ from those of the tasks that they copy."""
         if self.doubt != CONTRADICTED:
             return []
@@ -501,7 +503,7 @@ class StepMachine:
     def _vote(self, *, is_believed: bool) -> None:
         """Vote on the step; `is_believed`: its gradient may be used."""
         self._go_to(Activity.VOTE)
-        self._reduced(is_believed)
+        self._record_reduced(is_believed)
         standing, sums, replica = self._standing, self._sums, self._replica
         assert sums is not None, "a vote without sums"
         save, busy = replica.saves.opinion(self.step, standing.now, standing.leads_now)
@@ -513,7 +515,7 @@ class StepMachine:
             busy=busy,
             alike=int(self._audits.alike),
             doubt=self.doubt,
-            compute_us=0 if self._drops() else sums.compute_us,
+            compute_us=0 if self._is_dropped() else sums.compute_us,
             wait=sums.wait,
             follow=replica.feeding.opinion(),
             protect=replica.protecting.opinion(self.step, standing.leads_now),
@@ -521,28 +523,28 @@ class StepMachine:
         )
         standing.order(Gather(self._view.number, Topic.VOTE, vote.row()))
 
-    def _reduced(self, reduced: bool) -> None:
+    def _record_reduced(self, reduced: bool) -> None:
         """Record whether the complete gradient of the step is here and may be used."""
         if reduced != self._standing.status.reduced:
             self._standing.change(reduced=reduced)
 
-    def _voted(self, rows: Sequence[Row]) -> Verdict | None:
+    def _handle_votes(self, rows: Sequence[Row]) -> Verdict | None:
         standing, replica = self._standing, self._replica
         tally = self._counting.count(rows)
         if tally.alien:
             return Failed(f"votes of view {self._view.number}, step {self.step} do not match")
         if max(tally.doubts) > RIGHTLY:
             suspects = [self._view.workers[d - SOMEBODYS] for d in tally.doubts if d >= SOMEBODYS]
-            self._rulings.doubted(self.step, suspects, self._sums.bits if self._sums else 0)
+            self._rulings.record_doubt(self.step, suspects, self._sums.bits if self._sums else 0)
             self._redo(self._audits.all_twice(self._view, self.step, self.owners))
             return None
-        standing.carry(self._rulings.settled(self.step, rightly=RIGHTLY in tally.doubts))
+        standing.carry(self._rulings.settle(self.step, rightly=RIGHTLY in tally.doubts))
         whole_step = self.step + 1 if tally.save or tally.protect else self._audits.whole_step
         self._audits.agree(Alike(tally.alike), whole_step)
         if tally.save:
             replica.saves.agree(self.step + 1, self._view, tally.save)
-        replica.protecting.voted(self.step, tally, standing.now)
-        standing.carry(replica.feeding.committed(self.step))
+        replica.protecting.record_votes(self.step, tally, standing.now)
+        standing.carry(replica.feeding.handle_commit(self.step))
         replica.feeding.agree(tally.follow, self.step + 1)
         if self._view.suspended:
             standing.order(KeepStep(SinkKind.LATE, self._view.number, self.step))
@@ -550,13 +552,13 @@ class StepMachine:
             for kind, text in self._counting.observe(tally, standing.leads_now):
                 standing.note(kind, text)
         step, hosted = self._open, standing.status.hosted
-        dropped = self._drops() and step is not None and step.used(hosted) is None
+        dropped = self._is_dropped() and step is not None and step.count_used(hosted) is None
         return Decided(self.step, tally.pending, self._counting.owners, dropped)
 
-    def committed(self, owners: tuple[WorkerId, ...]) -> None:
-        """The step is committed, and the next one begins."""
+    def record_commit(self, owners: tuple[WorkerId, ...]) -> None:
+        """Record that the step is committed, and begin the next one."""
         self.owners = owners
-        self.is_proved = self._newcomers.committed(self._me)
+        self.is_proved = self._newcomers.record_commit(self._me)
         if self.activity is Activity.VOTE:
             self._go_to(Activity.TASKS)
 
@@ -566,7 +568,7 @@ class StepMachine:
         """Have the step computed once more, after the script has ended its present task."""
         self._again, self._sums = tuple(audits), None
         self._go_to(Activity.REDO)
-        self._reduced(False)
+        self._record_reduced(False)
         if self._open is None or self._open.running is None:
             self._redo_now()
 
@@ -579,9 +581,9 @@ class StepMachine:
         self._standing.order(Redo(self.step))
         self.advance()
 
-    def differ(self, prints: dict[WorkerId, int]) -> None:
+    def judge_states(self, prints: dict[WorkerId, int]) -> None:
         """Judge that the states of these members are not all the same."""
-        wrong, events = self._rulings.differ(self.step, prints)
+        wrong, events = self._rulings.judge_states(self.step, prints)
         self._standing.carry(events)
         self._leave(wrong, diverged=True)
 

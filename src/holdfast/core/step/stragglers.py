@@ -165,26 +165,28 @@ class Detector:
         verdict = None
         if track.slow:
             track.told += 1
-            verdict = self._recovered(worker, track) or self._once_more(worker, track, alone)
-        elif track.evidence > self._needed or self._often(track, late):
+            verdict = self._judge_recovery(worker, track) or self._look_once_more(
+                worker, track, alone
+            )
+        elif track.evidence > self._needed or self._is_often_late(track, late):
             steps = track.since if track.evidence else RECENT
             verdict = self._slow(worker, track, steps, alone)
             track.slow, track.told, track.kind = True, 0, verdict.kind
         elif track.odd and late <= HIGH * noise:
-            verdict = self._once(worker, track.odd)
+            verdict = self._make_once_verdict(worker, track.odd)
         track.odd = late if late > max(ONCE * noise, ONCE_MIN) and not track.slow else 0.0
         if not (track.slow or alone):
-            verdict = verdict or self._against_past(worker, track, against_past)
+            verdict = verdict or self._judge_by_past(worker, track, against_past)
         if not track.slow:  # slow steps are no part of its usual time
             track.known += 1
             track.usual += (excess - track.usual) * max(PAST, 1 / track.known)
         return verdict
 
-    def _often(self, track: _Track, late: float) -> bool:
+    def _is_often_late(self, track: _Track, late: float) -> bool:
         clearly = max(CLEARLY * self._noise, CLEARLY_MIN)
         return late > clearly and sum(each > clearly for each in track.recent) >= OFTEN
 
-    def _once_more(self, worker: WorkerId, track: _Track, alone: bool) -> Verdict | None:
+    def _look_once_more(self, worker: WorkerId, track: _Track, alone: bool) -> Verdict | None:
         """Look again after some more steps: the slowness may look otherwise than at first."""
         if track.told != RECENT:
             return None
@@ -209,7 +211,7 @@ class Detector:
             reason=f"it takes {factor:.2f} times as long as {whom}{often}",
         )
 
-    def _against_past(self, worker: WorkerId, track: _Track, late: float) -> Verdict | None:
+    def _judge_by_past(self, worker: WorkerId, track: _Track, late: float) -> Verdict | None:
         """Judge a fast one that has become slower, though not slower than the others."""
         track.past = max(0.0, track.past + min(late, STEP_MAX) - self._allowed)
         if track.past <= self._needed:
@@ -230,7 +232,7 @@ class Detector:
         chance = math.exp(-2 * self._allowed * evidence / self._noise**2)
         return min(max(1 - chance, 0.99), 0.9999)
 
-    def _recovered(self, worker: WorkerId, track: _Track) -> Verdict | None:
+    def _judge_recovery(self, worker: WorkerId, track: _Track) -> Verdict | None:
         high = sum(late > HIGH * self._noise for late in track.recent)
         if len(track.recent) < RECENT or high > 1 or sum(track.recent) > RECENT * EXCESS:
             return None
@@ -244,7 +246,7 @@ class Detector:
             reason=f"it was as fast as usual for {RECENT} steps",
         )
 
-    def _once(self, worker: WorkerId, late: float) -> Verdict:
+    def _make_once_verdict(self, worker: WorkerId, late: float) -> Verdict:
         factor = math.exp(late)
         return Verdict(
             worker=worker,

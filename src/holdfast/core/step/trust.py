@@ -59,7 +59,7 @@ class Trust:
             if (seen := before.get(lag.worker)) and seen.incarnation == lag.incarnation:
                 self._seen[lag.worker] = dataclasses.replace(seen, left=lag.committed)
 
-    def summed(self, step: int, owners: Sequence[WorkerId], audited: Iterable[int]) -> None:
+    def record_sums(self, step: int, owners: Sequence[WorkerId], audited: Iterable[int]) -> None:
         """Record that the step's sums are used from here on; `audited`: virtual ranks."""
         looked = set(audited)
         for vrank, worker in enumerate(owners):

@@ -130,71 +130,71 @@ class WorkerMachine:
         match event:
             case ev.LoopEntered(exact):
                 standing.is_exact = exact
-                self._replica.loop_entered()
+                self._replica.enter_loop()
                 loop = standing.status.loop + 1
                 standing.change(stage=Stage.READY, loop=loop, phase=Phase.SCRIPT)
                 standing.tell()
             case ev.AtBoundary():
                 self._copy_next(None, within=self._replica.is_within_loop())
             case ev.LoopFinishing() | ev.LoopEnded():
-                self._loop_ends(event)
+                self._handle_loop_end(event)
             case ev.StepOpened():
-                self._step_opened(event)
+                self._handle_step_opened(event)
             case ev.TaskDone():
-                self._step.task_done(event)
+                self._step.handle_task(event)
                 self._catch_up()
             case ev.StateLost():
                 membership.lose_state()
             case ev.Directed(directive):
-                self._directed(directive)
+                self._handle_directive(directive)
             case ev.EventNoted(kind, text):
                 standing.note(kind, text)
             case ev.GroupBroken(view):
-                membership.group_broken(view)
+                membership.handle_broken_group(view)
             case ev.LinkLost(view, peers):
-                membership.link_lost(view, peers)
+                membership.handle_lost_link(view, peers)
             case Tick():
                 self._look_at_clock()
             case _ if isinstance(event, ReplicaEvent):
-                self._replica_changed(event)
+                self._handle_replica(event)
             case _ if isinstance(event, ev.Obtained):
-                self._obtained(event)
+                self._handle_obtained(event)
             case _ if standing.acts_in(event.view):
-                self._group_said(event)
+                self._handle_group(event)
 
-    def _loop_ends(self, event: ev.LoopFinishing | ev.LoopEnded) -> None:
+    def _handle_loop_end(self, event: ev.LoopFinishing | ev.LoopEnded) -> None:
         if isinstance(event, ev.LoopFinishing):
-            self._replica.loop_finishing()
+            self._replica.finish_loop()
             return
         self._standing.change(phase=Phase.ENDED)
         self._standing.tell()
         self._membership.release()
         self._catch_up()
 
-    def _step_opened(self, event: ev.StepOpened) -> None:
+    def _handle_step_opened(self, event: ev.StepOpened) -> None:
         if not event.rested:
             self._standing.change(phase=Phase.COMPUTING)
-        self._replica.step_opened(event.step)
-        self._step.opened(event)
+        self._replica.record_opened(event.step)
+        self._step.handle_opened(event)
         self._catch_up()
         self._follow()
 
-    def _replica_changed(self, event: ReplicaEvent) -> None:
+    def _handle_replica(self, event: ReplicaEvent) -> None:
         replica = self._replica
         match event:
             case ev.StateCopied(sink, _, _, problem):
-                replica.copied(event)
+                replica.record_copy(event)
                 if sink is SinkKind.FOLLOWERS and problem:
-                    self._feed_failed(event.order, problem)
+                    self._handle_feed_failure(event.order, problem)
                 self._copy_next(sink, within=True)
             case ev.Reachable(address):
                 self._standing.change(address=address)
             case ev.StateProtected():
-                replica.state_protected(event)
+                replica.record_protection(event)
             case ev.SaveEnded():
-                replica.save_ended(event)
+                replica.record_save_end(event)
             case ev.Loading():
-                replica.loading()
+                replica.record_loading()
             case ev.FollowerBehind():
                 self._standing.carry(replica.feeding.fall_behind(event))
             case ev.StateFed() | ev.StepFed():
@@ -203,57 +203,57 @@ class WorkerMachine:
             case _:
                 assert_never(event)
 
-    def _obtained(self, event: ev.Obtained) -> None:
+    def _handle_obtained(self, event: ev.Obtained) -> None:
         """Go on with what a source has given, or has failed to give."""
         if event.source is SourceKind.FEED:
-            self._fed(event)
+            self._handle_fed(event)
             return
         step, replica = self._step, self._replica
         acts = self._standing.acts_in(event.view)
         match event:
             case ev.StateObtained() if acts:
-                replica.restored()
+                replica.record_restore()
             case ev.StepObtained(_, _, missed) if acts:
-                if replica.missed_heard(missed):
-                    step.committed(step.owners)
+                if replica.commit_missed(missed):
+                    step.record_commit(step.owners)
             case ev.ObtainFailed(damaged=damaged) if acts or damaged is not None:
-                replica.obtain_failed(event)
+                replica.record_obtain_failure(event)
                 if not self._membership.promise(event.view) and damaged is not None:
                     self._standing.tell()
 
-    def _fed(self, event: ev.Obtained) -> None:
+    def _handle_fed(self, event: ev.Obtained) -> None:
         if isinstance(event, ev.ObtainFailed):
-            self._feed_failed(event.order, event.reason)
+            self._handle_feed_failure(event.order, event.reason)
             return
         if self._replica.hear_fed(event) and self._replica.joins_fed:
-            self._step.committed(self._step.owners)
+            self._step.record_commit(self._step.owners)
         self._follow()
 
-    def _group_said(self, event: ev.GroupEvent) -> None:
+    def _handle_group(self, event: ev.GroupEvent) -> None:
         """Handle an event of the present view."""
         step, replica = self._step, self._replica
         match event:
             case ev.Connected():
-                if replica.connected():
+                if replica.begin_sync():
                     step.agree()
                 self._catch_up()
             case ev.StepKept(_, kept, full):
-                step.gradient_kept(kept, full=full)
+                step.handle_kept_gradient(kept, full=full)
             case ev.StatesCompared(_, prints):
-                if replica.compared():
-                    step.differ(dict(prints)) if prints else step.agree()
+                if replica.record_comparison():
+                    step.judge_states(dict(prints)) if prints else step.agree()
             case ev.Gathered():
-                self._conclude(step.gathered(event))
+                self._conclude(step.handle_gathered(event))
             case ev.Summed():
-                step.summed(event)
+                step.handle_sums(event)
             case ev.SumChecked():
-                step.sum_checked(event)
+                step.handle_sum_check(event)
             case ev.MemberDone():
-                step.member_done(event)
+                step.handle_member_done(event)
             case ev.CountSettled():
-                step.count_settled(event)
+                step.handle_count(event)
             case ev.StillAwaited():
-                step.awaited(event)
+                step.handle_late_members(event)
             case _:
                 assert_never(event)
 
@@ -263,9 +263,9 @@ class WorkerMachine:
         match verdict:
             case Agreed():
                 if not self._replica.awaits_fed_steps():
-                    self._synced()
+                    self._begin_steps()
             case Decided():
-                self._decided(verdict)
+                self._commit_step(verdict)
             case Doubted():
                 self._membership.doubt(verdict)
             case Failed():
@@ -273,17 +273,17 @@ class WorkerMachine:
             case None:
                 pass
 
-    def _synced(self) -> None:
+    def _begin_steps(self) -> None:
         """Begin the steps of a view: all members hold the same state."""
         view = self._standing.view
         assert view is not None, "a group without a view"
-        self._step.lateness.built(self._standing.now)
-        self._replica.synced(view)
+        self._step.lateness.record_built(self._standing.now)
+        self._replica.record_sync(view)
         self._standing.tell()
         self._replica.begin()
-        self._step.synced()
+        self._step.begin_steps()
 
-    def _decided(self, vote: Decided) -> None:
+    def _commit_step(self, vote: Decided) -> None:
         """Commit a step, if this worker may still act."""
         standing, step = self._standing, self._step
         status = standing.status
@@ -297,7 +297,7 @@ class WorkerMachine:
             hosted = tuple(v for v, owner in enumerate(vote.owners) if owner == status.worker)
         # All others needed this worker's share of the step, which it sent after this moment.
         proved_at = step.lateness.began_at
-        step.lateness.step(standing.now, tasks, timed=step.is_timed)
+        step.lateness.record_step(standing.now, tasks, timed=step.is_timed)
         standing.change(
             committed=vote.step + 1,
             reduced=False,
@@ -305,22 +305,22 @@ class WorkerMachine:
             phase=Phase.COMPUTING if vote.dropped else Phase.SCRIPT,
             proved_at=proved_at,
         )
-        step.committed(vote.owners)
+        step.record_commit(vote.owners)
         if status.unproven and step.is_proved:
             standing.change(unproven=False)
         if self._replica.protecting.active:
             standing.order(ef.MarkCommitted(status.view, vote.step))
         standing.order(ef.Commit(vote.step, voted=True))
-        self._replica.step_committed(vote.step)
+        self._replica.record_commit(vote.step)
 
     # ------------------------------------------------------------ boundaries and views
 
     def _copy_next(self, done: SinkKind | None, *, within: bool) -> None:
         """Have the state copied for the next sink; go on once no copy is due."""
         if not self._replica.copy_next(done, within=within):
-            self._at_boundary()
+            self._handle_boundary()
 
-    def _at_boundary(self) -> None:
+    def _handle_boundary(self) -> None:
         standing, view = self._standing, self._standing.view
         standing.change(phase=Phase.BOUNDARY)
         if self._replica.follows:
@@ -336,7 +336,7 @@ class WorkerMachine:
         else:
             self._replica.begin()
 
-    def _directed(self, directive: WorkerDirective) -> None:
+    def _handle_directive(self, directive: WorkerDirective) -> None:
         membership, replica = self._membership, self._replica
         membership.heed(directive)
         replica.saves.want(directive.save_wanted)
@@ -359,16 +359,16 @@ class WorkerMachine:
     def _catch_up(self) -> None:
         """Apply the next missed step if the script waits for it; begin the steps after that."""
         if self._replica.catch_up():
-            self._synced()
+            self._begin_steps()
 
     def _follow(self) -> None:
         """Load or apply the next part of the feed; after the last one, go on as a member."""
         if not self._replica.follow() and self._replica.joins_fed:
             self._catch_up()
 
-    def _feed_failed(self, number: int, reason: str) -> None:
-        """An order to feed cannot be carried out here; a worker that depends on it leaves."""
-        if not self._replica.feed_failed(number, reason):
+    def _handle_feed_failure(self, number: int, reason: str) -> None:
+        """Record that an order to feed failed here; a worker that depends on it leaves."""
+        if not self._replica.record_feed_failure(number, reason):
             return
         if self._replica.joins_fed:
             self._membership.promise(self._standing.status.view)

@@ -102,12 +102,12 @@ class Membership:
         """Record that a vote has announced a change of the present view."""
         self._last_step_of = self._standing.status.view
 
-    def group_broken(self, number: ViewNumber) -> None:
+    def handle_broken_group(self, number: ViewNumber) -> None:
         """Give up a view whose exchange has failed."""
         if not self.promise(number):
             self.close_group(number)
 
-    def link_lost(self, number: ViewNumber, peers: tuple[WorkerId, ...]) -> None:
+    def handle_lost_link(self, number: ViewNumber, peers: tuple[WorkerId, ...]) -> None:
         """Give up a view some of whose members cannot be reached any more."""
         standing = self._standing
         unreached = standing.status.unreached
@@ -195,7 +195,7 @@ class Membership:
             unproven=status.worker in view.unproven,
             state=StateCopy.DIRTY if late else status.state,  # until it has caught up
         )
-        self._step.lateness.view(standing.now)
+        self._step.lateness.record_view(standing.now)
         self._step.look_again()
         self._replica.enter(view)
         standing.order(ef.Install(view))

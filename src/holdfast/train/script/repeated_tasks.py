@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import xxhash
 
 from holdfast.core.errors import UserError, WorldError
-from holdfast.core.step.audit import Sketch, near
+from holdfast.core.step.audit import Sketch, are_near
 from holdfast.core.step.early_audits import EARLY_STEPS
 
 RUNS_MAX = 6  # runs of a task in all: before the counted one, that one, and after it
@@ -159,7 +159,7 @@ class RepeatedTasks:
 
     def _is_known_noise(self, runs: Sequence[RunMark]) -> bool:
         return self._has_told_noise and all(
-            near(runs[1].sketch, each.sketch, self._tolerance) for each in runs
+            are_near(runs[1].sketch, each.sketch, self._tolerance) for each in runs
         )
 
     def _tell_noise(self, task: str) -> None:
@@ -178,7 +178,7 @@ def _is_noise(runs: Sequence[RunMark], tolerance: float) -> bool:
 
     State that a script keeps settles while one task is repeated, and moves away with another task.
     """
-    if not all(near(runs[1].sketch, each.sketch, tolerance) for each in runs):
+    if not all(are_near(runs[1].sketch, each.sketch, tolerance) for each in runs):
         return False
     gaps = [math.dist(a.sketch[1:], b.sketch[1:]) for a, b in itertools.pairwise(runs)]
     others = map(others_before, range(1, len(runs)))

@@ -109,7 +109,7 @@ class FollowingLink:
 
         A commit proves it. So the node need not pause this process while the coordinator is silent.
         """
-        proved_at = self._proofs.committed(time.monotonic(), voted=commit.voted)
+        proved_at = self._proofs.record_commit(time.monotonic(), voted=commit.voted)
         if self._agent is None or proved_at is None:
             return
         self._seq += 1
