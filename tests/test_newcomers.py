@@ -41,7 +41,7 @@ def test_each_task_of_a_joiner_is_computed_by_a_donor_until_one_is_committed() -
     assert [audit.vrank for audit in found] == [0, 1, 3, 5, 7]
     assert found[0] == planned[0]  # the others' audits stay
     assert {a for audit in found[1:] for a in audit.auditors} == {W0, W2}
-    newcomers.record_acceptance(view, (W0, W1, W3))
+    newcomers.add_audits(view, (W0, W1, W3))
     assert newcomers.audits(view, OWNERS, planned) == found  # the step may be done again
     assert newcomers.record_commit(W1)
     assert not newcomers.record_commit(W0)  # it has nothing to prove
@@ -54,10 +54,10 @@ def test_who_hosts_nothing_proves_itself_by_a_members_task() -> None:
     newcomers, view, idle = Newcomers(looks=True), joined(W1), (W0, W2, W3, W0)
     planned = (Audit(0, W0, (W2,)),)
     assert newcomers.audits(view, idle, planned) == (*planned, Audit(1, W2, (W1,)))
-    newcomers.record_acceptance(view, (W0, W2))  # others have computed everything again
+    newcomers.add_audits(view, (W0, W2))  # others have computed everything again
     assert not newcomers.record_commit(W1)
     assert [audit.vrank for audit in newcomers.audits(view, OWNERS, ())] == [1, 5]
-    newcomers.record_acceptance(view, (W2, W1))
+    newcomers.add_audits(view, (W2, W1))
     assert newcomers.record_commit(W1)
     assert newcomers.audits(view, OWNERS, ()) == ()
 
@@ -145,9 +145,9 @@ def test_a_joiner_whose_processor_is_of_another_kind_says_nothing_of_the_script(
 def test_one_that_is_accepted_in_between_clears_the_script() -> None:
     newcomers = Newcomers(looks=True)
     judged(newcomers, joined(W1), leaves((W1, 1)))
-    newcomers.record_acceptance(joined(W3), (W0, W2))
+    newcomers.add_audits(joined(W3), (W0, W2))
     assert judged(newcomers, joined(W1), leaves((W1, 1)))[1] is Refusal.QUARANTINED
-    newcomers.record_acceptance(joined(W3), (W0, W3))
+    newcomers.add_audits(joined(W3), (W0, W3))
     assert judged(newcomers, joined(W2), leaves((W2, 2)))[1] is Refusal.ANEW
     # the same beside a joiner that is right
     assert judged(newcomers, joined(W1, W3), leaves((W1, 1))) == ((W1,), Refusal.ANEW)
@@ -166,7 +166,7 @@ def test_one_that_is_accepted_in_between_clears_the_script() -> None:
 def test_what_is_judged_as_ever(ruling: Ruling) -> None:
     assert judged(Newcomers(looks=True), joined(W1), ruling)[0] == ()
     proved = Newcomers(looks=True)
-    proved.record_acceptance(joined(W1), (W1,))
+    proved.add_audits(joined(W1), (W1,))
     proved.record_commit(W1)
     assert judged(proved, joined(W1), leaves((W1, 1)))[0] == ()
 

@@ -199,14 +199,14 @@ def test_audits_are_ruled_on_by_the_words_of_all() -> None:
     found.plan_again((Audit(0, W0, (W1, W2)), Audit(1, W1, (W2,))))
     good = found.rule([(7, 0, -1), (7, 8, -1), (7, 8, -1)], view, [W0, W1])
     assert good.sentence is Sentence.USE
-    found.record_acceptance()
+    found.record_sums()
     bad = found.rule([(7, 0, -1), (6, 8, -1), (7, 8, -1)], view, [W0, W1])
     assert bad.sentence is Sentence.USE  # its host is right
     assert bad.wrong == ((W1, 0),)
-    found.record_acceptance()
+    found.record_sums()
     wrong = found.rule([(6, 0, -1), (7, 8, -1), (7, 8, -1)], view, [W0, W1])
     assert wrong.sentence is Sentence.AGAIN
-    found.record_acceptance()
+    found.record_sums()
     with pytest.raises(InvariantError, match="3 words are audited"):
         found.rule([(7, 0, -1), (7, -1), (7, 8, -1)], view, [W0, W1])
 

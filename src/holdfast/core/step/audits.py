@@ -219,7 +219,7 @@ class Audits:
             sentence = Sentence.SCRIPT if self._exact else Sentence.UNLIKE
         return dataclasses.replace(ruling, sentence=sentence)
 
-    def record_acceptance(self) -> None:
+    def record_sums(self) -> None:
         """Record that the step's sums are used; the next one is judged on its own."""
         self._court = Court()
         self._disputed = frozenset()

@@ -95,7 +95,7 @@ class Newcomers:
             return refused, Refusal.SCRIPT
         return refused, Refusal.QUARANTINED if before else Refusal.ANEW
 
-    def record_acceptance(self, view: View, audited: Iterable[WorkerId]) -> None:
+    def add_audits(self, view: View, audited: Iterable[WorkerId]) -> None:
         """Record that the sums of a step are used, in which these took part in audits."""
         self._accepted = self.watched_workers(view) & frozenset(audited)
         if self._accepted:

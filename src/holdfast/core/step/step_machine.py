@@ -455,11 +455,9 @@ class StepMachine:
 
     def _accept(self) -> None:
         """The sums are right, as far as was looked; perhaps they are not finite."""
-        self._audits.record_acceptance()
+        self._audits.record_sums()
         looked = [audit.vrank for audit in self._audits.planned]
-        self._newcomers.record_acceptance(
-            self._view, (w for a in self._audits.planned for w in a.workers)
-        )
+        self._newcomers.add_audits(self._view, (w for a in self._audits.planned for w in a.workers))
         self._rulings.record_sums(self.step, self.owners, looked)
         doubted = self.doubt > RIGHTLY
         self._standing.carry(self._report_contradictions())
