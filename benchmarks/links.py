@@ -103,10 +103,10 @@ def observe_us(workers: int, late: bool, steps: int = 200) -> float:
 def wait_ns(waits: int = 100_000) -> float:
     """Return a member's time for each message that it waits for."""
     recorder = Waits(time.perf_counter)
-    recorder.awaits()
+    recorder.begin_wait()
     began = time.perf_counter()
     for _ in range(waits):
-        recorder.arrived(1)
+        recorder.record_arrival(1)
     return (time.perf_counter() - began) / waits * 1e9
 
 

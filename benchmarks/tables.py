@@ -57,7 +57,7 @@ def main() -> None:
     job = holdfast.join(seed=3)
     # The twin is trained beside the job on purpose.
     UnprotectedModules.look = lambda self, protected: None  # type: ignore[method-assign]
-    OptimizerWatch.before_step = lambda self, optimizer: None  # type: ignore[method-assign]
+    OptimizerWatch.check_step = lambda self, optimizer: None  # type: ignore[method-assign]
     configs = [
         servers.EmbeddingBagConfig(name=n, num_embeddings=options.rows, embedding_dim=DIM)
         for n in FEATURES

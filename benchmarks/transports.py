@@ -83,7 +83,7 @@ class GlooTransport:
         works = [self._group.recv([tensor], peer, tag) for peer, tensor in receives]
         return _Works(works + [self._group.send([tensor], peer, tag) for peer, tensor in sends])
 
-    def lost(self) -> Sequence[int]:
+    def lost_ranks(self) -> Sequence[int]:
         return ()
 
     def abort(self) -> None:

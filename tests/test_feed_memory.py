@@ -38,7 +38,7 @@ def test_a_part_can_be_sent_before_the_next_one_is_copied(monkeypatch: pytest.Mo
     assert not staged.digest(1)
     goes_on.set()
     staged.await_part(1)
-    staged.before_update()
+    staged.wait_before_update()
     sent = b"".join(bytes(data) for _, data in staged.messages(parts, 0))
     assert sent == b"".join(as_bytes(t).numpy().tobytes() for t in tensors)
 

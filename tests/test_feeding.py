@@ -271,12 +271,12 @@ def test_a_pace_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_frames.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(feed_frames.time, "sleep", slept.append)
     pace = SendRate(1000.0)
-    pace.sent(500)
+    pace.count_sent(500)
     assert slept == [0.5]
     clock[0] += 2.0
-    pace.sent(500)  # bytes not sent in time are not made up for
+    pace.count_sent(500)  # bytes not sent in time are not made up for
     assert slept == [0.5, 0.5]
-    SendRate(0.0).sent(10**9)
+    SendRate(0.0).count_sent(10**9)
     assert slept == [0.5, 0.5]
 
 

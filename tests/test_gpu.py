@@ -309,7 +309,7 @@ def test_a_checkpoint_copies_the_state_before_the_next_update(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 1
-        copier.arrived()
+        copier.wait_for_copies()
         assert not copier.busy
         for (start, tensor), wanted in zip(places, before, strict=True):
             assert bytes(memory[start : start + tensor.nbytes]) == bytes(as_bytes(wanted))

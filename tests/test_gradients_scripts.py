@@ -297,7 +297,7 @@ def test_a_hook_that_takes_the_gradient_away_is_refused() -> None:
 
         handle = model[0].weight.register_post_accumulate_grad_hook(apply)
         try:
-            step._script._data.gradients._come_last()
+            step._script._data.gradients._move_hooks_last()
             step.backward(mse(model(x), y))
         finally:
             handle.remove()

@@ -100,7 +100,7 @@ def test_workers_that_tell_of_other_orders_are_found(tmp_path):
 )
 def test_what_a_step_tells_is_not_trusted(told):
     with pytest.raises(UserError, match="begins epoch 0"):
-        ORDERED.after(ORDERED.start(), 0, (0,) * 4, (0,) * 4, told)
+        ORDERED.position_after(ORDERED.start(), 0, (0,) * 4, (0,) * 4, told)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from holdfast.cli.ledger_command import render
 from holdfast.core.errors import UserError, WireError
 from holdfast.observe.ledger import LedgerEntry, LedgerWriter, Place, Uses, ledger_path
 from holdfast.observe.ledger_audit import LedgerReport, verify
-from holdfast.train.data.quarantine import Quarantine, encode_bad, replaced
+from holdfast.train.data.quarantine import Quarantine, encode_bad, replace_bad
 from holdfast.train.data.sampling import SamplePlan, plan_of
 from test_ledger import PLAN, entry, header
 
@@ -27,7 +27,7 @@ def record_of(step: int, vrank: int, place: int = 0) -> int:
 
 
 BAD = record_of(1, 2)
-NEXT = int(replaced(np.array([BAD]), {BAD}, PLAN.length)[0][0])
+NEXT = int(replace_bad(np.array([BAD]), {BAD}, PLAN.length)[0][0])
 TOLD: Told = {1: {2: (BAD,)}}
 
 
@@ -38,7 +38,7 @@ def steps_of(told: Told, used: Told | None = None) -> list[LedgerEntry]:
     for step in range(STEPS):
         plain = entry(step)
         tasks = [
-            replaced(task, before | set(used.get(step, {}).get(v, ())), PLAN.length)[0]
+            replace_bad(task, before | set(used.get(step, {}).get(v, ())), PLAN.length)[0]
             for v, task in enumerate(PLAN.step_tasks(step))
         ]
         digests = tuple(map(PLAN.digest_of, tasks))
@@ -129,15 +129,15 @@ def test_a_round_repeats_what_its_step_has_told(tmp_path: Path) -> None:
 def test_a_substitute_is_found_as_long_as_there_is_one(length: int) -> None:
     for good in {0, length // 2, length - 1}:
         bad = frozenset(range(length)) - {good}
-        used, met = replaced(np.arange(length), bad, length)
+        used, met = replace_bad(np.arange(length), bad, length)
         assert used.tolist() == [good] * length
         assert met == bad
     with pytest.raises(UserError, match=f"all {length} records"):
-        replaced(np.arange(length), frozenset(range(length)), length)
+        replace_bad(np.arange(length), frozenset(range(length)), length)
 
 
 def test_neighbours_have_different_substitutes() -> None:
-    used, _ = replaced(np.arange(100, 200), frozenset(range(100, 200)), 10_000)
+    used, _ = replace_bad(np.arange(100, 200), frozenset(range(100, 200)), 10_000)
     assert len(set(used.tolist())) == 100
 
 
@@ -155,4 +155,4 @@ def test_a_reported_record_is_left_out_from_the_next_step_on() -> None:
 
 def test_plans_say_what_is_used_in_place_of_bad_records() -> None:
     plan = SamplePlan(length=50, batch_size=3, virtual_ranks=4, seed=1)
-    assert plan.replaced(np.array([1]), {1})[0].tolist() == [1 + 31]
+    assert plan.replace_bad(np.array([1]), {1})[0].tolist() == [1 + 31]

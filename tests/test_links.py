@@ -116,7 +116,7 @@ def test_the_fault_kit_is_told_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     class Counting(Probe):
         sent = 0
 
-        def sending(self, peer: int, size: int) -> None:
+        def handle_sending(self, peer: int, size: int) -> None:
             self.sent += size
 
     probe = Counting()

@@ -282,9 +282,9 @@ def test_batches_loaded_ahead_leave_out_records_quarantined_since() -> None:
     quarantine.hear({3: encode_bad({bad: "why"})})
     quarantine.settle(0)
     x, _ = source.batch(1, 0)
-    used, _ = plan.replaced(plan.indices(1, 0), {bad})
+    used, _ = plan.replace_bad(plan.indices(1, 0), {bad})
     assert torch.equal(x, dataset(RECORDS)[used.tolist()][0])
-    assert source.used(1, 0) == (3, plan.digest_of(used))
+    assert source.usage_of(1, 0) == (3, plan.digest_of(used))
     assert source.stats.discarded == 1
     source.close()
 

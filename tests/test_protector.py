@@ -56,7 +56,7 @@ class Told:
 
     def protect(self) -> None:
         self.protector.begin(4, VIEW)
-        self.protector.before_update()
+        self.protector.wait_before_update()
 
 
 def test_a_state_is_protected() -> None:
@@ -81,7 +81,7 @@ def test_each_member_asks_for_the_bytes_that_its_pieces_are_made_of(redundancy: 
     chosen = read_redundancy(redundancy)
     protector = Protector(target, chosen, ({"net": net}, data), nothing, nothing, capture)
     protector.begin(4, VIEW)
-    protector.before_update()
+    protector.wait_before_update()
     tensors = [torch.zeros(numel) for numel in (1000, 1, 300)]
     times = [torch.zeros(tensor.nbytes, dtype=torch.int64) for tensor in tensors]
     for rank in range(3):
@@ -161,7 +161,7 @@ def test_a_state_that_cannot_be_captured_is_told() -> None:
     chosen = read_redundancy("replicate:1")
     protector = Protector(target, chosen, ({}, data), told.append, told.append, capture)
     protector.begin(4, VIEW)
-    protector.before_update()
+    protector.wait_before_update()
     assert told == [ev.StateProtected(4, "worker 1 cannot be reached")]
 
 
@@ -182,7 +182,7 @@ def test_pieces_of_a_state_on_a_gpu_are_those_of_the_host(
             lambda _: (b"skeleton", found),
         )
         protector.begin(4, VIEW)
-        protector.before_update()
+        protector.wait_before_update()
         assert told == [ev.StateProtected(4, "")]
         reading = ArenaReading(descriptor)
         table = reading.table()
@@ -235,7 +235,7 @@ def test_it_is_said_before_there_is_no_room_for_another_step_and_a_state() -> No
     state_bytes, step_bytes = 12_500, 2_000  # a little more than they are
     keeping = Keeping(2 * state_bytes + 5 * step_bytes)
     keeping.protector.begin(0, VIEW)
-    keeping.protector.before_update()
+    keeping.protector.wait_before_update()
     (told,) = keeping.events
     assert told == ev.StateProtected(0, "")
     found = [keeping.keep(index) for index in range(6)]

@@ -93,7 +93,7 @@ class Process:
     def work(self, view: View) -> None:
         """Protect the state, and the steps that follow."""
         self.protector.begin(BASE, view)
-        self.protector.before_update()
+        self.protector.wait_before_update()
         assert self.told == [ev.StateProtected(BASE, "")]
         for index in STEPS:
             fill_step(self.step, 10 * self.shard + index)

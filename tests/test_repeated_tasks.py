@@ -15,7 +15,7 @@ from holdfast.train.script.repeated_tasks import (
     RUNS_ODD,
     RepeatedTasks,
     RunMark,
-    others_before,
+    count_tasks_before,
 )
 from holdfast.train.step.task_digest import TaskDigest
 
@@ -39,8 +39,8 @@ def judge(judged: RepeatedTasks, run: Run, step: int = 0) -> int:
     """Run a task as often as is asked for, with others in between; returns how often it was."""
     assert judged.is_due(step, 0)
     runs = [mark(run(0)), mark(run(0))]
-    while not judged.decides(runs, TASK):
-        for other in range(others_before(len(runs))):
+    while not judged.judge_runs(runs, TASK):
+        for other in range(count_tasks_before(len(runs))):
             run(1 + other)
         runs.append(mark(run(0)))
     return len(runs)
@@ -163,4 +163,4 @@ def test_another_batch_is_the_datasets_doing() -> None:
     assert judged.is_due(0, 0)
     runs = [mark(gradient(0), batch=number) for number in range(RUNS_MAX)]
     with pytest.raises(UserError, match="derive a sample from its index"):
-        judged.decides(runs, TASK)
+        judged.judge_runs(runs, TASK)

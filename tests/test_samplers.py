@@ -177,8 +177,8 @@ def test_a_state_of_another_order_is_told() -> None:
     plan = OrderPlan(number=0, virtual_ranks=V, seed=0)
     orders = EpochOrders([[0], [1]], plan)
     with pytest.raises(UserError, match="another order in epoch 3"):
-        orders.after((3, 1, 1, 12345, 2, 2), 0)
-    assert orders.after((3, 0, 0, orders.of(3)[1].order, 2, 2), 1) == (4, 0)
+        orders.position_after((3, 1, 1, 12345, 2, 2), 0)
+    assert orders.position_after((3, 0, 0, orders.of(3)[1].order, 2, 2), 1) == (4, 0)
 
 
 class Scales(Sampler[Any]):

@@ -22,7 +22,7 @@ from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.formats import read_tensors
 from holdfast.train.checkpoint.gathered_state import GatheredState
 from holdfast.train.checkpoint.loaded_state import LoadedState
-from holdfast.train.checkpoint.shares import wanted_of_shares
+from holdfast.train.checkpoint.shares import share_selector
 from holdfast.train.checkpoint.state import Extent
 from holdfast.train.exchange.layout import TAG_UPDATE, Layout
 from holdfast.train.exchange.seam import AloneTransport
@@ -202,9 +202,9 @@ class Member:
             unused = index == 1 and number == 0
             p.grad = None if unused else torch.rand(p.shape, generator=source).to(p.dtype)
         before = [p.grad for p in self.model.parameters()]
-        self.sharding.before_step(self.optimizer, closure=False)
+        self.sharding.hide_others(self.optimizer, closure=False)
         self.optimizer.step()
-        self.sharding.after_step()
+        self.sharding.exchange_parameters()
         assert all(p.grad is g for p, g in zip(self.model.parameters(), before, strict=True))
 
     @property
@@ -273,7 +273,7 @@ def test_only_what_is_wanted_is_received() -> None:
     members, received = trained(3), []
 
     def capture(member: Member) -> None:
-        GatheredState(member.sharding).capture(wanted_of_shares(3))
+        GatheredState(member.sharding).capture(share_selector(3))
 
     for member in members:
         box = member.sharding.transport
@@ -350,4 +350,4 @@ def test_whoever_is_left_alone_waits_for_its_end() -> None:
 def test_an_optimizer_that_computes_losses_is_refused() -> None:
     member = members_of(2)[0]
     with pytest.raises(UserError, match=r"AdamW\.step\(closure\) with --shard-optimizer"):
-        member.sharding.before_step(member.optimizer, closure=True)
+        member.sharding.hide_others(member.optimizer, closure=True)

@@ -170,12 +170,12 @@ def test_what_workers_saved_without_their_coordinator_is_begun_from_once_it_was_
     store = Checkpoints(FileStorage(tmp_path))
     restorer = Restorer(store, LoadedState({"thing": Thing(2)}))
     assert store.steps() == [30, 40, 50]
-    assert restorer.instead_of(10, ()) == 40  # nobody has reported that 50 counts
-    assert restorer.instead_of(10, (Invalidation(after=35, view=ViewNumber(1)),)) == 0
-    assert restorer.instead_of(40, ()) == 30
+    assert restorer.find_replacement(10, ()) == 40  # nobody has reported that 50 counts
+    assert restorer.find_replacement(10, (Invalidation(after=35, view=ViewNumber(1)),)) == 0
+    assert restorer.find_replacement(40, ()) == 30
     saver.copy(60, view(1, 2), WorkerId(0))
     saver.finish(RUN_S)
-    assert restorer.instead_of(10, ()) == 40  # 50 was not compared in its own view
+    assert restorer.find_replacement(10, ()) == 40  # 50 was not compared in its own view
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -249,15 +249,17 @@ def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_newest_other_one(
         saver.finish(RUN_S)
     store = Checkpoints(FileStorage(tmp_path))
     restorer = Restorer(store, LoadedState(thing))
-    assert restorer.instead_of(40, ()) == 30
-    assert restorer.instead_of(30, ()) == 20
-    assert restorer.instead_of(20, ()) == 10  # never a newer one than was agreed on
-    assert restorer.instead_of(10, ()) == 0
+    assert restorer.find_replacement(40, ()) == 30
+    assert restorer.find_replacement(30, ()) == 20
+    assert restorer.find_replacement(20, ()) == 10  # never a newer one than was agreed on
+    assert restorer.find_replacement(10, ()) == 0
     manifest = tmp_path / manifest_name(30)
     manifest.write_bytes(manifest.read_bytes()[:-1])
-    assert restorer.instead_of(40, ()) == 20
+    assert restorer.find_replacement(40, ()) == 20
     assert (
-        Restorer(Checkpoints(FileStorage(tmp_path / "none")), LoadedState(thing)).instead_of(10, ())
+        Restorer(Checkpoints(FileStorage(tmp_path / "none")), LoadedState(thing)).find_replacement(
+            10, ()
+        )
         == 0
     )
 
@@ -281,7 +283,7 @@ def test_an_invalidated_checkpoint_is_neither_loaded_nor_saved(
     for step in (10, 20, 30):
         save(step, 1)
     invalidation = Invalidation(after=10, view=ViewNumber(1))
-    assert restorer.instead_of(99, (invalidation,)) == 10
+    assert restorer.find_replacement(99, (invalidation,)) == 10
     restorer.withdraw((invalidation,))
     assert store.steps() == [10]
     save(40, 1)
@@ -571,7 +573,7 @@ def test_copies_from_a_gpu_are_of_the_state_before_the_next_update() -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 1
-        copier.arrived()
+        copier.wait_for_copies()
         assert not copier.busy
         for (start, tensor), wanted in zip(places, before.values(), strict=True):
             data = arena.memory[start : start + tensor.nbytes]

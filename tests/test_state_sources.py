@@ -39,7 +39,7 @@ class Reader:
         if self.error is not None:
             raise self.error
 
-    def instead_of(self, step: int, invalidations: Any) -> int:
+    def find_replacement(self, step: int, invalidations: Any) -> int:
         self.asked.append((step, invalidations))
         return 5
 

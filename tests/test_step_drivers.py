@@ -80,7 +80,7 @@ class Group:
     def abort(self) -> None:
         self.aborted += 1
 
-    def lost(self) -> Sequence[int]:
+    def lost_ranks(self) -> Sequence[int]:
         return self._lost
 
 
@@ -346,28 +346,28 @@ def test_a_vote_tells_for_whom_was_waited_last_and_since_when_all_was_sent() -> 
     now = 10.0
     waits = Waits(lambda: now)
     waits.begin()
-    assert waits.told() == Wait()
+    assert waits.wait_of_step() == Wait()
     now = 10.5
     for sent in (10.75, 11.25):  # each takes a quarter of a second to send
-        with waits.sending():
+        with waits.surround_sending():
             now = sent
         now = sent + 0.25
-    waits.awaits()
+    waits.begin_wait()
     now = 12.0
-    waits.arrived(3)
-    assert waits.told() == Wait(750_000, 3, 750_000)
+    waits.record_arrival(3)
+    assert waits.wait_of_step() == Wait(750_000, 3, 750_000)
     now = 12.0 + SHORT_S / 2
-    waits.arrived(2)  # it had arrived by then
-    assert waits.told() == Wait(750_000, 3, 750_000)
+    waits.record_arrival(2)  # it had arrived by then
+    assert waits.wait_of_step() == Wait(750_000, 3, 750_000)
     now = 12.0 + 0.0009  # less than a millisecond is no wait
-    waits.arrived(2)
-    assert waits.told().peer == 3
+    waits.record_arrival(2)
+    assert waits.wait_of_step().peer == 3
     now = 13.0
-    waits.arrived(1)
-    assert waits.told() == Wait(750_000, 1, 1_750_000)
-    with waits.sending():
+    waits.record_arrival(1)
+    assert waits.wait_of_step() == Wait(750_000, 1, 1_750_000)
+    with waits.surround_sending():
         now = 13.5
-    assert waits.told().peer == NOBODY
+    assert waits.wait_of_step().peer == NOBODY
 
 
 # ---------------------------------------------------------------- speculative tasks
@@ -411,9 +411,9 @@ def test_a_copy_is_adopted_with_all_it_has_left_and_is_none_after_that() -> None
     tasks.keep(4, FinishedTask(loss=0.5, count=3, digest=9, weight=1.5, left=left, part=6))
     tasks.keep(2, FinishedTask(loss=0.25, count=2, digest=8))
     sums: Any = [Sum(2), Sum(4)]
-    assert tasks.contradicted(sums, {}) == (2, 4)
-    assert tasks.contradicted(sums[:1], {}) == (2,)
-    assert tasks.contradicted([], {}) == ()
+    assert tasks.contradicted_vranks(sums, {}) == (2, 4)
+    assert tasks.contradicted_vranks(sums[:1], {}) == (2,)
+    assert tasks.contradicted_vranks([], {}) == ()
     tasks.adopt(4, (1, 7))
     tasks.adopt(2, (1, 7))
     assert noted.told == [
@@ -423,11 +423,11 @@ def test_a_copy_is_adopted_with_all_it_has_left_and_is_none_after_that() -> None
         ("put", 2, 0.25, 2, 8, (1, 7), UNWEIGHTED, 0),
         ("adopt", 2),
     ]
-    assert tasks.contradicted(sums, {}) == ()
+    assert tasks.contradicted_vranks(sums, {}) == ()
     tasks.keep(1, FinishedTask(loss=0.0, count=1, digest=1))
     tasks.forget()
     unlike: Any = [Sum(1)]
-    assert tasks.contradicted(unlike, {}) == ()
+    assert tasks.contradicted_vranks(unlike, {}) == ()
 
 
 def test_a_copy_is_compared_with_what_the_task_has_handed_over() -> None:
@@ -436,9 +436,9 @@ def test_a_copy_is_compared_with_what_the_task_has_handed_over() -> None:
     report = TaskReport(values={"a": b"1"})
     tasks.keep(1, FinishedTask(loss=0.0, count=1, digest=1, report=report))
     alike: Any = [Sum()]
-    assert tasks.contradicted(alike, {1: report.encoded()}) == ()
-    assert tasks.contradicted(alike, {1: TaskReport(values={"a": b"2"}).encoded()}) == (1,)
-    assert tasks.contradicted(alike, {}) == (1,)
-    assert tasks.contradicted(alike, {1: b"damaged"}) == (1,)
+    assert tasks.contradicted_vranks(alike, {1: report.encoded()}) == ()
+    assert tasks.contradicted_vranks(alike, {1: TaskReport(values={"a": b"2"}).encoded()}) == (1,)
+    assert tasks.contradicted_vranks(alike, {}) == (1,)
+    assert tasks.contradicted_vranks(alike, {1: b"damaged"}) == (1,)
     substituted = TaskReport(values={"a": b"2"}, bad=b"some record")
-    assert tasks.contradicted(alike, {1: substituted.encoded()}) == ()
+    assert tasks.contradicted_vranks(alike, {1: substituted.encoded()}) == ()

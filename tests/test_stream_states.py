@@ -171,13 +171,13 @@ def test_a_state_of_another_place_is_not_used(told: tuple[int, int]) -> None:
         opened(Resumable, made), list, plan, [(1, 3, 3)], {0: (*told, state)}, lambda text: None
     )
     expected = [sample(0, 1000 + i) for i in (3, 4, 5)]
-    assert reader_states.alike(stream.source(plan).batch(4, 0), expected)
+    assert reader_states.are_alike(stream.source(plan).batch(4, 0), expected)
     assert len(made) == 1
 
 
 def test_what_is_alike() -> None:
     one = {"a": [1, np.ones(2)], "b": (torch.ones(2), "x")}
-    assert reader_states.alike(one, {"a": [1, np.ones(2)], "b": (torch.ones(2), "x")})
+    assert reader_states.are_alike(one, {"a": [1, np.ones(2)], "b": (torch.ones(2), "x")})
     for other in (
         {"a": [1, np.ones(3)], "b": (torch.ones(2), "x")},
         {"a": [1, np.ones(2)], "b": (torch.zeros(2), "x")},
@@ -187,8 +187,8 @@ def test_what_is_alike() -> None:
         {"a": [1, np.ones(2, np.float32)], "b": (torch.ones(2), "x")},
         [one],
     ):
-        assert not reader_states.alike(one, other)
-    assert reader_states.heard(b"") is reader_states.heard(b"\x93") is None
+        assert not reader_states.are_alike(one, other)
+    assert reader_states.decode_state(b"") is reader_states.decode_state(b"\x93") is None
 
 
 DATA = "torch.utils.data"

@@ -134,12 +134,12 @@ def test_the_fake_notices_a_tensor_that_is_touched_too_early() -> None:
 def test_the_fake_names_unplugged_members() -> None:
     def unplugged(member: GroupMember) -> None:
         transport = member.open("unplugged")
-        assert transport.lost() == []
+        assert transport.lost_ranks() == []
         member.meet("open")
         if member.rank == 1:
             transport.unplug()
         member.meet("unplugged")
-        assert transport.lost() == ([0, 2] if member.rank == 1 else [1])
+        assert transport.lost_ranks() == ([0, 2] if member.rank == 1 else [1])
 
     assert run_contract_in_threads(unplugged, MemoryNetwork().transport, size=3) == []
 

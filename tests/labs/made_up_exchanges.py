@@ -62,7 +62,7 @@ class MadeUpExchange:
                 if want in self._arrivals:
                     self._now[m] = max(self._now[m], self._arrivals[want])
                     wanted[m] = next(running[m], None)
-        return [waits.told() for waits in self._waits]
+        return [waits.wait_of_step() for waits in self._waits]
 
     def _member(self, me: int) -> Iterator[tuple[int, int, int]]:
         """Run one member, and yield the messages that it waits for."""
@@ -74,13 +74,13 @@ class MadeUpExchange:
             if begun == bucket:
                 self._now[me] = max(self._now[me], filled[bucket])
             while begun < BUCKETS and filled[begun] <= self._now[me]:
-                with waits.sending():
+                with waits.surround_sending():
                     self._send(me, peers, begun)
                 begun += 1
-            waits.awaits()
+            waits.begin_wait()
             for peer in peers:
                 yield bucket, peer, me
-                waits.arrived(peer)
+                waits.record_arrival(peer)
 
     def _send(self, me: int, peers: Sequence[int], bucket: int) -> None:
         for peer in peers:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from holdfast.core.errors import UserError
 from holdfast.integrations.accelerated import follow_leader
 from holdfast.integrations.loaders import plain_batches
-from holdfast.train.job import Batches, Step, joined
+from holdfast.train.job import Batches, Step, join_once
 
 try:
     import accelerate
@@ -212,7 +212,7 @@ class Accelerator(accelerate.Accelerator):
     def __init__(self, *args: Any, max_steps: int | None = None, **kwargs: Any) -> None:
         """Join the job, unless the script has, and prepare for it."""
         super().__init__(*args, **kwargs)
-        self.job = joined()
+        self.job = join_once()
         self.last_loss = float("nan")  # the whole job's, in the last step
         self.completed_steps = 0  # the job's
         self._max_steps = max_steps

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from holdfast.core.errors import UserError
 from holdfast.integrations.loaders import plain_batches
-from holdfast.train.job import Batches, Job, Step, joined
+from holdfast.train.job import Batches, Job, Step, join_once
 
 try:
     import lightning.pytorch as pl
@@ -43,7 +43,7 @@ class Strategy(SingleDeviceStrategy):
     def __init__(self, device: str | torch.device = "cpu", **kwargs: Any) -> None:
         """Join the job, unless the script has."""
         super().__init__(device=device, **kwargs)
-        self.job: Job = joined()
+        self.job: Job = join_once()
         self.loss = float("nan")  # the whole job's, in the last step
         self._steps: Iterator[Step] | None = None  # steps of the job's one loop
         self._step: Step | None = None  # the one in which Lightning's loop is

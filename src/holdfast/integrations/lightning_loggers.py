@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.core.errors import UserError
-from holdfast.train.job import joined
+from holdfast.train.job import join_once
 
 try:
     from lightning.pytorch import loggers
@@ -42,7 +42,7 @@ class CSVLogger(loggers.CSVLogger):
     ) -> None:
         """Join the job, unless the script has."""
         self._experiment: Any = None
-        self._job = joined()
+        self._job = join_once()
         if version is None and self._job.run_dir is not None:
             version = self._job.run_dir.name
         super().__init__(save_dir, name, version, prefix, flush_logs_every_n_steps)

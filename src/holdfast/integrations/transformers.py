@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from holdfast.core.errors import UserError
 from holdfast.train.data.sources import Batches
 from holdfast.train.data.streams import Stream
-from holdfast.train.job import Job, Step, joined
+from holdfast.train.job import Job, Step, join_once
 
 try:
     import transformers
@@ -60,7 +60,7 @@ class TrainerMixin:
         given = kwargs.get("args") or next(
             (each for each in args if isinstance(each, transformers.TrainingArguments)), None
         )
-        self.job = joined(seed=None if given is None else given.data_seed or given.seed)
+        self.job = join_once(seed=None if given is None else given.data_seed or given.seed)
         if given is not None:
             given.disable_tqdm = True  # a bar that a leader has begun cannot be taken over
         super().__init__(*args, **kwargs)

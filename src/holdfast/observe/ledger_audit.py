@@ -99,7 +99,7 @@ class OrderedPlan(AnyPlan, Protocol):
 
     def start(self) -> list[Any]: ...
 
-    def after(
+    def position_after(
         self,
         positions: Sequence[Any],
         step: int,
@@ -121,7 +121,7 @@ class Plan(AnyPlan, Protocol):
     def step_samples(self, step: int) -> int: ...
     def step_tasks(self, step: int) -> list[NDArray[np.int64]]: ...
     def digest_of(self, indices: NDArray[np.int64]) -> int: ...
-    def replaced(
+    def replace_bad(
         self, indices: NDArray[np.int64], bad: Collection[int]
     ) -> tuple[NDArray[np.int64], set[int]]: ...
     def epoch_of(self, step: int) -> tuple[int, int]: ...
@@ -460,7 +460,7 @@ class _Audit:
                 if step.plan != number:
                     continue
                 try:
-                    positions = plan.after(positions, index, *step.marks, step.place.told)
+                    positions = plan.position_after(positions, index, *step.marks, step.place.told)
                 except (UserError, ValueError) as error:
                     self.find(f"{step.where}: {error}")
                     break

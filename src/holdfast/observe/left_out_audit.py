@@ -25,7 +25,7 @@ class ReplacingPlan(Protocol):
 
     def digest_of(self, indices: NDArray[np.int64]) -> int: ...
 
-    def replaced(
+    def replace_bad(
         self, indices: NDArray[np.int64], bad: Collection[int]
     ) -> tuple[NDArray[np.int64], set[int]]:
         """Return the records used in place of bad ones, and the bad ones that were met."""
@@ -85,7 +85,7 @@ class LeftOut:
         if not (before or told):
             return task, ""
         try:
-            used, met = plan.replaced(task, before | set(told))
+            used, met = plan.replace_bad(task, before | set(told))
         except UserError as error:
             return task, str(error)
         again = sorted(set(told) & before)

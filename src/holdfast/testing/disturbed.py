@@ -78,11 +78,11 @@ class Disturber(Probe):
             noise = torch.randn(len(flat), generator=dice).to(flat)
             flat.mul_(1 + fault.number * noise)
 
-    def received(self, flat: torch.Tensor) -> None:
+    def handle_received(self, flat: torch.Tensor) -> None:
         if len(flat) and any(self._once("flip", "received")):
             flip_bit(self._dice, [flat])
 
-    def sending(self, peer: int, size: int) -> None:
+    def handle_sending(self, peer: int, size: int) -> None:
         for fault in self._now("link"):
             time.sleep(size / fault.number)
 

@@ -98,7 +98,7 @@ class MemoryTransport:
             self.check()
             return box.popleft()
 
-    def lost(self) -> Sequence[int]:
+    def lost_ranks(self) -> Sequence[int]:
         with self._network.changed:
             group, everyone = self._group, range(self._size)
             if group.gone:
@@ -158,7 +158,7 @@ class _PendingInMemory:
         for peer, tensor in self._receives:
             tensor.copy_(self._transport.receive(peer, self._tag))
             if waits is not None:
-                waits.arrived(peer)
+                waits.record_arrival(peer)
         self._receives = []
         for (peer, tensor), copy in zip(self._sends, self._copies, strict=True):
             ours, sent = (t.contiguous().reshape(-1).view(torch.uint8) for t in (tensor, copy))

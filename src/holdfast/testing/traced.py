@@ -24,7 +24,7 @@ import xxhash
 
 from holdfast.train.checkpoint.local_tensors import local_of
 from holdfast.train.exchange.tensor_bytes import as_bytes
-from holdfast.train.job import joined
+from holdfast.train.job import join_once
 from holdfast.train.step.probe import Probe, current
 
 VICTIM = 1  # the worker that is killed once
@@ -52,7 +52,7 @@ class Tracer(Probe):
 
     def _await_successor(self) -> None:
         """Wait until the killed worker's successor is a member, or is about to become one."""
-        driver = joined()._driver
+        driver = join_once()._driver
         now = time.monotonic()
         self._wait_until = min(self._wait_until, now + JOIN_S)
         while now < self._wait_until and not driver.pending:

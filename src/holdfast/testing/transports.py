@@ -318,7 +318,7 @@ def _exchange(transport: Transport, sends: list[Message], receives: list[Message
 def look_after(transport: Transport, done: threading.Event) -> None:
     """Look at the group's connections now and then, as a worker's control thread does."""
     while not done.wait(LOOK_S):
-        transport.lost()
+        transport.lost_ranks()
 
 
 def _never_sent(member: GroupMember, transport: Transport) -> None:

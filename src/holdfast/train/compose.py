@@ -164,7 +164,7 @@ def _compose_following(
     me: WorkerEnvironment, seed: int, channel: ShardChannel, fd: int | None
 ) -> Control:
     """Connect to the worker's process of shard 0, in which its machine is."""
-    meeting = channel.first(Meeting)
+    meeting = channel.receive_first(Meeting)
     host = me.host if me.spec.workers.spread > 1 else LOOPBACK
     store = find_store(meeting.host, meeting.port)
     inner = InnerGroup(me.shard, me.spec.workers.procs, store, host)
@@ -384,7 +384,7 @@ def _step_data(
     monitor, count = control.driver.monitor, control.environment.spec.virtual_ranks
     cycle = control.environment.spec.silent_errors.digest_steps
     filled, digest = FilledBuckets(monitor), TaskDigest(cycle)
-    by_row = progress.trained.by_row()
+    by_row = progress.trained.row_parameters()
     gradients = Gradients(trained, count, monitor, filled.note, digest.note, by_row)
     gradients.attach()
     clock = TaskClock(next((p.device for _, p in trained if p.is_cuda), None))
@@ -493,7 +493,9 @@ def compose_worker(
         SourceKind.FEED: FeedSource(receiver),
     }
     sinks = _sinks(me.worker, feeder, StoreSink(saver, me.worker, capture), missed, protector)
-    mover = StateMover(sources, sinks, loaded, missed, receiver.follow, receiver.settled, loading)
+    mover = StateMover(
+        sources, sinks, loaded, missed, receiver.follow, receiver.wait_until_settled, loading
+    )
     engine = Engine(driver, control.link, data, filled, mover, exchange)
     driver.serve(StepHands(data, engine, mover, from_store, recorder, protector))
     runner = TaskRunner(driver, data, backs_up, control.inner, guard.files)

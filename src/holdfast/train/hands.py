@@ -53,7 +53,7 @@ class StepHands:
             case ef.Withdraw(invalidations):
                 self._store.withdraw(invalidations)
             case ef.LookWhoIsLate(view, step):
-                return [ev.StillAwaited(view, step, tuple(self._engine.awaited()))]
+                return [ev.StillAwaited(view, step, tuple(self._engine.awaited_ranks()))]
             case _ if isinstance(effect, ef.ReplicaEffect):
                 return self._mover.carry_out_at_once(effect, self._engine.connections)
         return []

@@ -20,7 +20,7 @@ from holdfast.core.errors import UserError
 from holdfast.core.step.events import EventNoted, StepKind
 from holdfast.train.checkpoint.local_tensors import check_split
 from holdfast.train.checkpoint.saved_state import load_saved
-from holdfast.train.checkpoint.state import PROTECTED_AS, plain
+from holdfast.train.checkpoint.state import PROTECTED_AS, to_plain
 from holdfast.train.compose import Control, compose_control, compose_worker
 from holdfast.train.data.batch_loading import LoadOptions
 from holdfast.train.data.batch_parts import WHOLE, BatchPart
@@ -37,7 +37,7 @@ from holdfast.train.data.verified_samples import SampleReader, checks_of
 from holdfast.train.host_memory import keep_freed_memory
 from holdfast.train.script.environment import WorkerEnvironment, take_channel
 from holdfast.train.script.epochs import Epoch, EpochWalk
-from holdfast.train.script.evaluation import Evaluation, without_training
+from holdfast.train.script.evaluation import Evaluation, suspend_training
 from holdfast.train.script.job_step import Step, end_step, is_begun
 from holdfast.train.script.loop_ends import EndsAtStep, EndsWithEpoch, LoopEnd
 from holdfast.train.script.rank_states import RankState
@@ -69,7 +69,7 @@ def join(*, seed: int | None = None) -> Job:
     return _jobs[-1]
 
 
-def joined(*, seed: int | None = None) -> Job:
+def join_once(*, seed: int | None = None) -> Job:
     """Return the job that this process has joined last; join one, with `seed`, if it has not."""
     return _jobs[-1] if _jobs else join(seed=seed)
 
@@ -229,7 +229,7 @@ class Job:
                         f"job.batches(loader) with a {type(found.sampler).__name__} takes neither "
                         "index=, mirrors= nor on_error=: verify what the dataset itself reads"
                     )
-                return self._sampled(dataset, found.sampler, options, part)
+                return self._batches_of_sampler(dataset, found.sampler, options, part)
             shuffle, drop_last = found.shuffle, found.drop_last
         else:
             options = _options(dataset, loading)
@@ -351,7 +351,7 @@ class Job:
             return BatchPart(inner.shard, inner.size)
         return BatchPart(split.get_local_rank(), split.size())
 
-    def _sampled(
+    def _batches_of_sampler(
         self, dataset: Any, sampler: Iterable[Any], options: LoadOptions, part: BatchPart
     ) -> SampledBatches:
         """Return batches that a script's own sampler gives."""
@@ -481,15 +481,15 @@ class Job:
         All workers must call it, at the same place of the script. The value is made of numbers,
         strings, lists and dictionaries, and is recorded in the ledger. Raises UserError.
         """
-        proposal = msgspec.msgpack.encode(plain(value, "job.agree(...)'s value"))
+        proposal = msgspec.msgpack.encode(to_plain(value, "job.agree(...)'s value"))
 
         def tell(script: ScriptThread) -> bytes:
             script.open(StepKind.VALUES, proposal=proposal)
             for task in script.tasks():
                 script.runner.tell(task, None)
-            return script.told()[PROPOSAL]
+            return script.values_of_all()[PROPOSAL]
 
-        return msgspec.msgpack.decode(self._together(tell))
+        return msgspec.msgpack.decode(self._tell_all(tell))
 
     def evaluate(
         self,
@@ -533,14 +533,14 @@ class Job:
 
         def tell(script: ScriptThread) -> bytes:
             step = script.open(StepKind.VALUES)
-            with without_training(modules):
+            with suspend_training(modules):
                 for task in script.tasks():
                     script.runner.begin_values()
                     script.runner.tell(task, evaluation.share(step, task.vrank))
             enter_stream(self.seed, step, self.virtual_ranks, "evaluated")
-            return msgspec.msgpack.encode(evaluation.mean(script.told()))
+            return msgspec.msgpack.encode(evaluation.mean(script.values_of_all()))
 
-        return msgspec.msgpack.decode(self._together(tell))
+        return msgspec.msgpack.decode(self._tell_all(tell))
 
     def _new_quarantine(self, length: int) -> Quarantine:
         """Return the quarantine of the script's next dataset, which has `length` records."""
@@ -572,13 +572,13 @@ class Job:
         if self._script is not None:
             self._script.end_script()
 
-    def _together(self, tell: Callable[[ScriptThread], bytes]) -> bytes:
+    def _tell_all(self, tell: Callable[[ScriptThread], bytes]) -> bytes:
         """Have all workers tell each other something: within a step, or in a loop of its own."""
         if self._script is not None and self._script.is_yielding:
             script = self._script
             return script.epoch_start.tell(lambda: tell(script))
         script = self._ready()
-        return script.once(NoDataset(self.virtual_ranks, self.seed), lambda: tell(script))
+        return script.exchange_once(NoDataset(self.virtual_ranks, self.seed), lambda: tell(script))
 
     def _ready(self) -> ScriptThread:
         """Return the script's thread, in no loop that is over."""

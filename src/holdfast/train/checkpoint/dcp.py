@@ -199,7 +199,7 @@ class HoldfastReader(StorageReader):
             if _fits(item, entry, target):
                 direct.append((item, entry, target))
                 continue
-            target.copy_(_narrowed(storage, manifest, entry, item, target.dtype))
+            target.copy_(_read_part(storage, manifest, entry, item, target.dtype))
             planner.commit_tensor(item, target)
         load(storage, manifest, [(entry, bytes_of(target)) for _, entry, target in direct])
         for item, _, target in direct:
@@ -243,7 +243,7 @@ def _fits(item: ReadItem, entry: Entry, target: torch.Tensor) -> bool:
     return whole and same and target.is_contiguous() and target.device.type == "cpu"
 
 
-def _narrowed(
+def _read_part(
     storage: Storage, manifest: Manifest, entry: Entry, item: ReadItem, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the wanted part of a saved tensor, reading only its rows."""

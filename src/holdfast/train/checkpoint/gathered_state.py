@@ -58,7 +58,7 @@ class GatheredState:
 
         Returns the whole state, and the rank that holds each tensor, by the tensor's address.
         """
-        own = self._sharding.own()
+        own = self._sharding.own_part()
         skeleton, tensors = state.flatten(own, "state")
         entries: dict[str, dict[int, object]] = {name: dict(held) for name, held in own.items()}
         holders = {each.data_ptr(): layout.rank for each in tensors if each.numel()}

@@ -56,5 +56,5 @@ class LoadedState:
         self._loaded = None
 
     def _apply(self, skeleton: bytes, tensors: list[torch.Tensor]) -> None:
-        only = dict if self._sharding is None else self._sharding.only_mine
+        only = dict if self._sharding is None else self._sharding.drop_others
         state.apply(self._protected, skeleton, tensors, only)

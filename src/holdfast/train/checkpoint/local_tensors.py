@@ -47,7 +47,7 @@ def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
     return grad.to_local()
 
 
-def placed_as(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def place_as(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Make a tensor that is distributed as `param` is from this process's part."""
     if not is_distributed(param):
         return local
@@ -121,7 +121,7 @@ def cut_like(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     local = local_of(like)
     place = zip(box.offset, local.shape, strict=True)
     part = whole[tuple(slice(start, start + size) for start, size in place)]
-    return placed_as(like, part.to(local.device, copy=True).contiguous())
+    return place_as(like, part.to(local.device, copy=True).contiguous())
 
 
 def name_of_mesh(mesh: Any) -> str:

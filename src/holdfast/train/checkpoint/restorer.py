@@ -83,7 +83,7 @@ class Restorer:
         loading()
         self._loaded.load(skeleton, tensors)
 
-    def instead_of(self, step: int, invalidations: Invalidations) -> int:
+    def find_replacement(self, step: int, invalidations: Invalidations) -> int:
         """Find an undamaged checkpoint in place of a damaged one; all its bytes are verified.
 
         `core/replica/saves.py` decides which are tried. Returns 0 if there is none. WorldError

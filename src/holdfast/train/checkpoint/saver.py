@@ -35,7 +35,7 @@ from holdfast.store.snapshot import (
     token_for,
 )
 from holdfast.train.checkpoint import state
-from holdfast.train.checkpoint.shares import Slice, share_of, wanted_of_shares
+from holdfast.train.checkpoint.shares import Slice, share_of, share_selector
 from holdfast.train.checkpoint.staging import Copier
 from holdfast.train.checkpoint.state import Capture, NamedTensor
 
@@ -126,7 +126,7 @@ class Saver:
         thread.start()
         return ""
 
-    def before_update(self) -> None:
+    def wait_before_update(self) -> None:
         """Let copies under way come first: the state is about to change."""
         self._copier.hold()
 
@@ -137,7 +137,7 @@ class Saver:
 
     def _copy(self, rank: int, size: int) -> tuple[int, int]:
         """Returns where the table of the copies is, and its bytes."""
-        skeleton, found = self._capture(wanted_of_shares(size))
+        skeleton, found = self._capture(share_selector(size))
         readable = _readable([each.path for each in found])
         slices = share_of([each.tensor for each in found], rank, size)
         slots: list[StagedItem] = []
@@ -173,7 +173,7 @@ class Saver:
     def _await(self, order: Order, began: float, answers: int | None) -> None:
         try:
             if answers is None:
-                self._copier.arrived()
+                self._copier.wait_for_copies()
                 answers = send(self._orders, order, self._arena)
             answer = read_answer(answers)
         except WorldError as error:

@@ -46,7 +46,7 @@ def share_of(tensors: Sequence[torch.Tensor], rank: int, size: int) -> list[Slic
     return found
 
 
-def wanted_of_shares(size: int) -> Wanted:
+def share_selector(size: int) -> Wanted:
     """Return what says which bytes each of `size` ranks needs for its share."""
 
     def wanted(_: bytes, tensors: Sequence[torch.Tensor], rank: int) -> list[Extent]:

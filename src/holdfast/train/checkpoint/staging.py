@@ -27,7 +27,7 @@ class Copier:
         self._pinned: memoryview = memoryview(b"")
 
     def copy(self, memory: memoryview, places: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Copy each tensor's bytes to its place. Those on GPUs arrive before `arrived` returns."""
+        """Copy each tensor's bytes to its place; `wait_for_copies` waits for those on GPUs."""
         on_gpu = []
         for start, tensor in places:
             if tensor.is_cuda:
@@ -58,7 +58,7 @@ class Copier:
         for event in self._under_way:
             torch.cuda.current_stream(event.device).wait_event(event)
 
-    def arrived(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until all copies are complete. WorldError if a GPU has failed."""
         try:
             for event in self._under_way:

@@ -363,7 +363,7 @@ def _decode(
     raise WireError(f"a state skeleton has an unknown part {node[0]!r}")
 
 
-def plain(value: Any, name: str) -> Any:
+def to_plain(value: Any, name: str) -> Any:
     """Return a copy of `value` in plain values; UserError names a value that is not plain."""
     match value:
         case None | bool() | str() | bytes():
@@ -375,10 +375,10 @@ def plain(value: Any, name: str) -> Any:
         case float():
             return float(value)
         case list() | tuple():
-            return [plain(each, f"{name}[{i}]") for i, each in enumerate(value)]
+            return [to_plain(each, f"{name}[{i}]") for i, each in enumerate(value)]
         case dict():
-            keys = [plain(key, f"the key {key!r} of {name}") for key in value]
-            found = [plain(each, f"{name}[{key!r}]") for key, each in value.items()]
+            keys = [to_plain(key, f"the key {key!r} of {name}") for key in value]
+            found = [to_plain(each, f"{name}[{key!r}]") for key, each in value.items()]
             return dict(zip(keys, found, strict=True))
     raise UserError(
         f"{name} is a {type(value).__module__}.{type(value).__name__}: give numbers, strings, or "

@@ -24,18 +24,18 @@ Captured = tuple[bytes, list[torch.Tensor]]  # skeleton and tensors, as in train
 
 def fingerprint(skeleton: bytes, tensors: list[torch.Tensor]) -> int:
     """Compute 63 bits over every value of the state (xxh3: against accidents, not attackers)."""
-    plain, ordered = _in_order(skeleton, tensors)
+    plain, ordered = _put_in_order(skeleton, tensors)
     digest = xxhash.xxh3_64(plain)
     for tensor in ordered:
         digest.update(as_bytes(tensor).numpy().data)
     return digest.intdigest() >> 1
 
 
-def _in_order(skeleton: bytes, tensors: list[torch.Tensor]) -> Captured:
+def _put_in_order(skeleton: bytes, tensors: list[torch.Tensor]) -> Captured:
     """Return a state in an order that equal states share: first the skeleton, then its tensors."""
     supply = iter(tensors)
     try:
-        node, ordered = _sorted(msgspec.msgpack.decode(skeleton), supply)
+        node, ordered = _sort_node(msgspec.msgpack.decode(skeleton), supply)
         return msgspec.msgpack.encode(node), [*ordered, *supply]
     except (ValueError, TypeError, LookupError, StopIteration, RecursionError):
         return skeleton, tensors  # damaged: equal to no other
@@ -43,7 +43,7 @@ def _in_order(skeleton: bytes, tensors: list[torch.Tensor]) -> Captured:
 
 def check_loaded(given: Captured, held: Captured) -> None:
     """Raise StateMismatch, which names a value, if the protected objects do not hold `given`."""
-    if _are_equal(_in_order(*given), _in_order(*held)):
+    if _are_equal(_put_in_order(*given), _put_in_order(*held)):
         return
     raise StateMismatch(
         f"{_first_difference(given, held)}: make its load_state_dict() keep every value of its "
@@ -54,10 +54,10 @@ def check_loaded(given: Captured, held: Captured) -> None:
 def _are_equal(given: Captured, held: Captured) -> bool:
     """Compare two states in the same order, without reading tensors that share their memory."""
     (plain, tensors), (others_plain, others) = given, held
-    return plain == others_plain and all(map(_same_bytes, tensors, others))
+    return plain == others_plain and all(map(_have_same_bytes, tensors, others))
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _have_same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     where = [(t.data_ptr(), t.dtype, t.shape, t.stride(), t.device) for t in (one, other)]
     if where[0] == where[1]:
         return True
@@ -75,7 +75,7 @@ def _first_difference(given: Captured, held: Captured) -> str:
     return "the protected objects do not hold the state that was loaded"
 
 
-def _sorted(node: Any, supply: Iterator[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+def _sort_node(node: Any, supply: Iterator[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
     """Return a skeleton's node with the keys of its plain dictionaries in order, and its tensors.
 
     An OrderedDict keeps its order, since it has one on purpose.
@@ -86,8 +86,8 @@ def _sorted(node: Any, supply: Iterator[torch.Tensor]) -> tuple[Any, list[torch.
     if tag == "m":
         pairs = []
         for key, value in node[2]:
-            new_key, of_key = _sorted(key, supply)
-            new_value, of_value = _sorted(value, supply)
+            new_key, of_key = _sort_node(key, supply)
+            new_value, of_value = _sort_node(value, supply)
             pairs.append(([new_key, new_value], of_key + of_value))
         if node[1] != "OrderedDict":
             pairs.sort(key=lambda pair: msgspec.msgpack.encode(pair[0][0]))
@@ -96,7 +96,7 @@ def _sorted(node: Any, supply: Iterator[torch.Tensor]) -> tuple[Any, list[torch.
     if first is None:
         return node, []
     every = node[2] if tag == "s" else node[first:]
-    found = [_sorted(each, supply) for each in every]
+    found = [_sort_node(each, supply) for each in every]
     parts = [part for part, _ in found]
     rest = [parts] if tag == "s" else parts
     return [*node[:first], *rest], [t for _, kept in found for t in kept]

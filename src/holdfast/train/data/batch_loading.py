@@ -32,7 +32,7 @@ from torch.utils.data._utils import pin_memory, signal_handling
 from holdfast.core.errors import UserError, WorldError
 from holdfast.train.data.map_style import dataset_length
 from holdfast.train.data.plain_data import are_plain_samples, holds_tensors, is_plain_collate
-from holdfast.train.data.quarantine import Quarantine, encode_bad, replaced
+from holdfast.train.data.quarantine import Quarantine, encode_bad, replace_bad
 from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.verified_samples import Checks, Reading, SampleReader
@@ -122,7 +122,7 @@ class BatchSource:
         self._say = say  # reports records that could be read only at another attempt
         reader = SampleReader(dataset, plan.length or 0, checks)
         self._tasks = _Tasks(reader, plan.seed, self.options.collate_fn)
-        self._feed = _Feed(plan, self._left_out)
+        self._feed = _Feed(plan, self._left_out_records)
         self._pipeline = _Pipeline(self._tasks, self._feed, self.options)
         self._ready: dict[Task, _Batch] = {}  # loaded ahead, still wanted, not yet asked for
         self._last: tuple[Task, Reading] | None = None  # the last batch handed out
@@ -141,7 +141,7 @@ class BatchSource:
                 f"the dataset has {length} samples but its plan was made for {planned}: "
                 "do not change a dataset's length during a job"
             )
-        self._feed.follow(tuple(vranks), from_step, until, keep=self._known())
+        self._feed.follow(tuple(vranks), from_step, until, keep=self._known_tasks())
         for task in [t for t in self._ready if not self._feed.wants(t)]:
             self._discard(task)
         if self.options.num_workers and not self._pipeline.started:
@@ -174,12 +174,12 @@ class BatchSource:
         self._refresh(self.options.num_workers, idle_only=False)
         return self._hand_out(task, batch, reading)
 
-    def again(self, step: int, vrank: int) -> Any:
+    def load_again(self, step: int, vrank: int) -> Any:
         """Load the batch of a task once more, in this process."""
         batch, reading = self._inline((step, vrank))
         return self._hand_out((step, vrank), batch, reading)
 
-    def used(self, step: int, vrank: int) -> tuple[int, int]:
+    def usage_of(self, step: int, vrank: int) -> tuple[int, int]:
         """Return how many samples a task uses, and the digest of their indices."""
         reading = self._reading(step, vrank)
         if reading is None:
@@ -187,10 +187,10 @@ class BatchSource:
         used = np.array(reading.used, dtype=np.int64)
         return len(used), SamplePlan.digest_of(used)
 
-    def told(self, step: int, vrank: int) -> bytes:
+    def report_of(self, step: int, vrank: int) -> bytes:
         """Return which records a task had to leave out, and why, after its batch was handed out."""
         reading = self._reading(step, vrank)
-        known = self._left_out(vrank)
+        known = self._left_out_records(vrank)
         bad = {} if reading is None else reading.bad
         return encode_bad({r: why for r, why in bad.items() if r not in known})
 
@@ -204,7 +204,7 @@ class BatchSource:
         self._ready.clear()
         self._feed.forget(())
 
-    def _left_out(self, vrank: int) -> frozenset[int]:
+    def _left_out_records(self, vrank: int) -> frozenset[int]:
         return frozenset() if self._quarantine is None else self._quarantine.known(vrank)
 
     def _reading(self, step: int, vrank: int) -> Reading | None:
@@ -215,11 +215,11 @@ class BatchSource:
 
     def _is_current(self, task: Task, reading: Reading) -> bool:
         """Return whether a batch loaded ahead has the records that the task would read now."""
-        known = self._left_out(task[1])
+        known = self._left_out_records(task[1])
         if not (known or reading.bad):
             return True
         planned = np.array(self.plan.keys(*task), dtype=np.int64)
-        used, met = replaced(planned, known | reading.bad.keys(), self.plan.length or 0)
+        used, met = replace_bad(planned, known | reading.bad.keys(), self.plan.length or 0)
         return tuple(used.tolist()) == reading.used and met >= reading.bad.keys() - known
 
     def _hand_out(self, task: Task, batch: Any, reading: Reading) -> Any:
@@ -228,7 +228,7 @@ class BatchSource:
             self._say(text)
         return batch
 
-    def _known(self) -> set[Task]:
+    def _known_tasks(self) -> set[Task]:
         return {t for t in self._pipeline.sent if t is not None} | set(self._ready)
 
     def _advance(self, step: int) -> None:
@@ -313,9 +313,9 @@ class BatchSource:
 
     def _inline(self, task: Task) -> _Batch:
         self.stats.inline += 1
-        with one_thread():
+        with limit_to_one_thread():
             keys = self.plan.keys(*task)
-            batch, reading = self._tasks.load(task, keys, self._left_out(task[1]))
+            batch, reading = self._tasks.load(task, keys, self._left_out_records(task[1]))
         if self.options.pin_memory and torch.cuda.is_available():
             return pin_memory.pin_memory(batch), reading
         return batch, reading
@@ -528,7 +528,7 @@ def _enter_data_worker(_index: int) -> None:
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
+def limit_to_one_thread() -> Iterator[None]:
     """Run torch on one thread, as data workers do: the bits of a sum may depend on their number."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -60,7 +60,7 @@ class OrderPlan:
         packed = struct.pack("<5q", facts.order, facts.epoch, batch, first, count)
         return xxhash.xxh3_64_intdigest(packed)
 
-    def after(
+    def position_after(
         self,
         positions: Sequence[OrderPosition],
         step: int,

@@ -33,13 +33,13 @@ _COLLATING = frozenset(
 
 def is_plain_dataset(dataset: Any) -> bool:
     """Return whether reading a sample only looks it up, whatever the sample is."""
-    inner = _without_subsets(dataset)
+    inner = _unwrap_subsets(dataset)
     return type(inner) in (list, tuple, np.ndarray) or holds_tensors(inner)
 
 
 def holds_tensors(dataset: Any) -> bool:
     """Return whether the dataset is plain, and its samples are tensors or tuples of tensors."""
-    inner = _without_subsets(dataset)
+    inner = _unwrap_subsets(dataset)
     if type(inner) is not TensorDataset or "__getitems__" in vars(inner):
         return type(inner) is torch.Tensor
     return all(type(each) is torch.Tensor for each in inner.tensors)
@@ -68,7 +68,7 @@ def are_plain_samples(samples: Sequence[Any]) -> bool:
     return _LEAVES.issuperset(map(type, samples))
 
 
-def _without_subsets(dataset: Any) -> Any:
+def _unwrap_subsets(dataset: Any) -> Any:
     """Return the dataset behind a plain subset, or else the dataset itself."""
     while type(dataset) is Subset:
         if type(dataset.indices) not in (list, range) or "__getitems__" in vars(dataset):

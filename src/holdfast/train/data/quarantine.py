@@ -25,7 +25,7 @@ Bad = dict[int, str]  # why a record was left out
 _decode = msgspec.msgpack.Decoder(Bad).decode
 
 
-def replaced(
+def replace_bad(
     indices: NDArray[np.int64], bad: Collection[int], length: int
 ) -> tuple[NDArray[np.int64], set[int]]:
     """Replace each bad record by another one, far from it, that is not bad.

@@ -35,7 +35,7 @@ def ranks_watched() -> Iterator[list[str]]:
     found: list[str] = []
 
     def note(frame: FrameType, event: str, _argument: Any) -> None:
-        if event == "call" and (name := _looked_at(frame)) and name not in found:
+        if event == "call" and (name := _find_fact(frame)) and name not in found:
             found.append(name)
 
     if sys.getprofile() is not None:
@@ -48,7 +48,7 @@ def ranks_watched() -> Iterator[list[str]]:
         sys.setprofile(None)
 
 
-def _looked_at(frame: FrameType) -> str:
+def _find_fact(frame: FrameType) -> str:
     """Return the name of the process fact that a call reads; "" if none, or if it is harmless."""
     if frame.f_code is _ENVIRON:
         key = frame.f_locals.get("key")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from holdfast.core.errors import UserError
-from holdfast.train.checkpoint.state import plain
+from holdfast.train.checkpoint.state import to_plain
 
 TELL_STEPS = 64  # steps of the script between two reports of the states
 STATE_BYTES_MAX = 1 << 20  # limit for the state of one reader
@@ -24,11 +24,11 @@ ReaderState = tuple[int, int, bytes]  # epoch, samples of it that were read, and
 _decode = msgspec.msgpack.Decoder(ReaderState).decode
 
 
-def packed(reader: Any) -> bytes:
+def pack_state(reader: Any) -> bytes:
     """Return a reader's state. UserError if it is not whole, not of plain values, or too large."""
     if any("BufferShuffled" in type(each).__name__ for each in _parts(reader)):
         raise UserError("the samples in its shuffle buffer are not in its state")
-    found = msgspec.msgpack.encode(plain(reader.state_dict(), "the state of a stream's reader"))
+    found = msgspec.msgpack.encode(to_plain(reader.state_dict(), "the state of a stream's reader"))
     if len(found) > STATE_BYTES_MAX:
         raise UserError(
             f"the state of a stream's reader has {len(found)} bytes, more than {STATE_BYTES_MAX}"
@@ -53,12 +53,12 @@ def load(reader: Any, data: bytes) -> None:
     reader.load_state_dict(msgspec.msgpack.decode(data))
 
 
-def told(state: ReaderState) -> bytes:
+def encode_state(state: ReaderState) -> bytes:
     """Encode a state for the other workers."""
     return msgspec.msgpack.encode(state)
 
 
-def heard(data: bytes) -> ReaderState | None:
+def decode_state(data: bytes) -> ReaderState | None:
     """Decode a state from another worker; None if it is not valid."""
     try:
         return _decode(data)
@@ -66,7 +66,7 @@ def heard(data: bytes) -> ReaderState | None:
         return None
 
 
-def alike(left: Any, right: Any) -> bool:
+def are_alike(left: Any, right: Any) -> bool:
     """Return whether two samples, or lists of them, have the same values."""
     if type(left) is not type(right):
         return False
@@ -75,7 +75,7 @@ def alike(left: Any, right: Any) -> bool:
     if isinstance(left, np.ndarray):
         return left.dtype == right.dtype and np.array_equal(left, right)
     if isinstance(left, Mapping):
-        return list(left) == list(right) and all(alike(left[k], right[k]) for k in left)
+        return list(left) == list(right) and all(are_alike(left[k], right[k]) for k in left)
     if isinstance(left, Sequence) and not isinstance(left, str | bytes):
-        return len(left) == len(right) and all(map(alike, left, right))
+        return len(left) == len(right) and all(map(are_alike, left, right))
     return bool(left == right)

@@ -101,7 +101,7 @@ def _add(value: Any, put: Callable[[Any], None], path: str) -> None:
 
 def _add_sparse(value: torch.Tensor, put: Callable[[Any], None], path: str) -> None:
     """Add the places and values of a sparse tensor; those of one place are summed up before."""
-    put(_framed(b"S", f"{value.layout}{list(value.shape)}".encode()))
+    put(_frame(b"S", f"{value.layout}{list(value.shape)}".encode()))
     value = value.detach()
     if value.layout == torch.sparse_coo:
         value = value.coalesce()
@@ -131,17 +131,17 @@ def _add_other(value: Any, put: Callable[[Any], None], path: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _tensor_head(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    return _framed(b"t", f"{dtype}{list(shape)}".encode())
+    return _frame(b"t", f"{dtype}{list(shape)}".encode())
 
 
 @functools.lru_cache(maxsize=256)
 def _array_head(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    return _framed(b"n", f"{dtype.str}{list(shape)}".encode())
+    return _frame(b"n", f"{dtype.str}{list(shape)}".encode())
 
 
 def _put(put: Callable[[Any], None], kind: bytes, data: bytes) -> None:
-    put(_framed(kind, data))
+    put(_frame(kind, data))
 
 
-def _framed(kind: bytes, data: bytes) -> bytes:
+def _frame(kind: bytes, data: bytes) -> bytes:
     return kind + struct.pack("<q", len(data)) + data

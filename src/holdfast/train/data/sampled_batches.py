@@ -42,12 +42,12 @@ class EpochOrders:
         """Return how many steps an epoch has."""
         return -(-len(self.of(epoch)[0]) // self._plan.virtual_ranks)
 
-    def after(self, position: OrderPosition, steps: int) -> tuple[int, int]:
+    def position_after(self, position: OrderPosition, steps: int) -> tuple[int, int]:
         """Return (epoch, its step) that lies `steps` steps after this position. UserError."""
         require(steps >= 0, f"an order is asked for {-steps} steps that are over")
         epoch, batches, _, order, *_ = position
         if order and order != self.of(epoch)[1].order:
-            raise another_order(epoch)
+            raise make_order_error(epoch)
         steps += batches // self._plan.virtual_ranks
         while steps >= self.steps(epoch):
             steps -= self.steps(epoch)
@@ -55,7 +55,7 @@ class EpochOrders:
         return epoch, steps
 
 
-def another_order(epoch: int) -> UserError:
+def make_order_error(epoch: int) -> UserError:
     """Return the error to raise when the samplers of two workers disagree."""
     return UserError(
         f"the sampler gives another order in epoch {epoch} here than on another worker, or than "
@@ -84,7 +84,7 @@ class DrawnTasks:
 
     def epoch_of(self, step: int) -> tuple[int, int]:
         """Return (epoch, step within that epoch) of a step of the script."""
-        return self._orders.after(self._positions[0], step - self._now())
+        return self._orders.position_after(self._positions[0], step - self._now())
 
     def keys(self, step: int, vrank: int) -> list[Any]:
         """Return the sampler's batch for the task; it is empty after an epoch's last batch."""
@@ -157,7 +157,7 @@ class SampledBatches:
         if step == self._now():
             epoch, batches, *_ = self.positions[0]
             return epoch, batches // self.plan.virtual_ranks
-        return self._orders.after(self.positions[0], step - self._now())
+        return self._orders.position_after(self.positions[0], step - self._now())
 
     def epoch_steps(self, epoch: int) -> int:
         """Return how many steps an epoch has."""
@@ -171,20 +171,22 @@ class SampledBatches:
 
     def check(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> str:
         """Check that all workers have drawn the same order; returns its facts if it begins."""
-        told = self._told()
+        told = self._order_text()
         try:
-            self.plan.after(self.positions, step, counts, digests, told)
+            self.plan.position_after(self.positions, step, counts, digests, told)
         except UserError as error:
-            raise another_order(self.positions[0][0]) from error
+            raise make_order_error(self.positions[0][0]) from error
         return told
 
     def advance(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> None:
         """Advance past the batches that a script's step has used, by virtual rank. UserError."""
-        self.positions[:] = self.plan.after(self.positions, step, counts, digests, self._told())
+        self.positions[:] = self.plan.position_after(
+            self.positions, step, counts, digests, self._order_text()
+        )
 
     def samples(self, step: int) -> dict[str, str]:
         """Return digests of the epoch's order, and of a few samples of the present step."""
-        epoch, within = self._orders.after(self.positions[0], 0)
+        epoch, within = self._orders.position_after(self.positions[0], 0)
         order, facts = self._orders.of(epoch)
         found = {f"sample order that the sampler gives in epoch {epoch}": f"{facts.order:016x}"}
         for number, key in enumerate(order.batch(within * self.plan.virtual_ranks)):
@@ -194,6 +196,6 @@ class SampledBatches:
                 found[name] = print_sample(self.dataset, self.options, key, stream)
         return found
 
-    def _told(self) -> str:
+    def _order_text(self) -> str:
         epoch, *_, batches, _ = self.positions[0]
         return "" if batches else tell(self._orders.of(epoch)[1])

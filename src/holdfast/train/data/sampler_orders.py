@@ -62,7 +62,7 @@ class DrawnOrder:
 def draw_order(sampler: Iterable[Any], seed: int, epoch: int) -> DrawnOrder:
     """Draw an epoch's order from a batch sampler. UserError if it is none."""
     name = _name(sampler)
-    with keyed_apart(seed, epoch, "order"), _own_generators_keyed(sampler, seed, epoch):
+    with keyed_apart(seed, epoch, "order"), _key_own_generators(sampler, seed, epoch):
         for each in _nested(sampler):
             if callable(getattr(each, "set_epoch", None)):
                 each.set_epoch(epoch)
@@ -126,7 +126,7 @@ def _nested(sampler: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _own_generators_keyed(sampler: Any, seed: int, epoch: int) -> Iterator[None]:
+def _key_own_generators(sampler: Any, seed: int, epoch: int) -> Iterator[None]:
     """Let a sampler, and those it draws from, hold keyed generators in place of their own."""
     before = [
         (each, name, value)

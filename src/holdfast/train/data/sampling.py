@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from holdfast.core.errors import InvariantError, UserError
 from holdfast.train.data.order_plan import ORDER as SAMPLER_GIVEN
 from holdfast.train.data.order_plan import OrderPlan
-from holdfast.train.data.quarantine import replaced
+from holdfast.train.data.quarantine import replace_bad
 from holdfast.train.data.shard_positions import ORDER as STREAMED
 from holdfast.train.data.shard_positions import StreamPlan
 
@@ -152,9 +152,9 @@ class SamplePlan:
         """Compute xxh3_64 over the indices as little-endian int64."""
         return xxhash.xxh3_64_intdigest(indices.astype("<i8", copy=False).tobytes())
 
-    def replaced(self, indices: Indices, bad: Collection[int]) -> tuple[Indices, set[int]]:
+    def replace_bad(self, indices: Indices, bad: Collection[int]) -> tuple[Indices, set[int]]:
         """Replace bad records; return the records to use, and the bad ones that were met."""
-        return replaced(indices, bad, self.length)
+        return replace_bad(indices, bad, self.length)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan in plain values, for ledgers and checkpoints."""

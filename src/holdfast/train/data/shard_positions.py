@@ -53,7 +53,7 @@ class StreamPlan:
         packed = struct.pack("<4q", shard, epoch, taken, count) + (_STATEFUL if stateful else b"")
         return xxhash.xxh3_64_intdigest(packed)
 
-    def after(
+    def position_after(
         self,
         positions: Sequence[Position],
         step: int,
@@ -85,9 +85,9 @@ class StreamPlan:
         digests: Sequence[int],
     ) -> list[tuple[Position, bool]]:
         marks = zip(positions, counts, digests, strict=True)
-        return [self._next(shard, step, *each) for shard, each in enumerate(marks)]
+        return [self._next_position(shard, step, *each) for shard, each in enumerate(marks)]
 
-    def _next(
+    def _next_position(
         self, shard: int, step: int, at: Position, count: int, digest: int
     ) -> tuple[Position, bool]:
         ended = (at[0] + 1, 0, step)  # it had no more samples, so the next epoch began at once

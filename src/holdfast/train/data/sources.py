@@ -17,7 +17,12 @@ from torch.utils.data import (
 )
 
 from holdfast.core.errors import InvariantError, UserError
-from holdfast.train.data.batch_loading import BatchSource, LoadOptions, LoadPlan, one_thread
+from holdfast.train.data.batch_loading import (
+    BatchSource,
+    LoadOptions,
+    LoadPlan,
+    limit_to_one_thread,
+)
 from holdfast.train.data.batch_parts import WHOLE, BatchPart, PartOfPlan
 from holdfast.train.data.map_style import dataset_length, load_samples
 from holdfast.train.data.order_plan import OrderPlan
@@ -47,15 +52,15 @@ class Source(Protocol):
 
     def batch(self, step: int, vrank: int) -> Any: ...
 
-    def again(self, step: int, vrank: int) -> Any:
+    def load_again(self, step: int, vrank: int) -> Any:
         """Load the batch of a task once more."""
         ...
 
-    def used(self, step: int, vrank: int) -> tuple[int, int]:
+    def usage_of(self, step: int, vrank: int) -> tuple[int, int]:
         """Return how many samples a task uses, and their digest, after its batch was handed out."""
         ...
 
-    def told(self, step: int, vrank: int) -> bytes:
+    def report_of(self, step: int, vrank: int) -> bytes:
         """Return a task's report of bad records, after its batch was handed out."""
         ...
 
@@ -191,7 +196,7 @@ def print_sample(dataset: Any, options: LoadOptions, key: Any, stream: tuple[int
     """Return the digest of a sample, with generators keyed by (seed, step, number)."""
     enter_stream(*stream, "compared")
     try:
-        with one_thread():
+        with limit_to_one_thread():
             sample = options.collate_fn(load_samples(dataset, [key]))
         return f"{content_print(sample):016x}"
     except Exception as error:  # noqa: BLE001 - the task that needs it will meet it
@@ -267,15 +272,15 @@ class _TaskSource:
         """Return the task."""
         return Task(step=step, vrank=vrank)
 
-    def again(self, step: int, vrank: int) -> Task:
+    def load_again(self, step: int, vrank: int) -> Task:
         """Return the task."""
         return Task(step=step, vrank=vrank)
 
-    def used(self, step: int, vrank: int) -> tuple[int, int]:
+    def usage_of(self, step: int, vrank: int) -> tuple[int, int]:
         """Return 1, since the task counts as one sample, and the task's digest."""
         return self.plan.task_samples(step, vrank), self.plan.digest(step, vrank)
 
-    def told(self, step: int, vrank: int) -> bytes:
+    def report_of(self, step: int, vrank: int) -> bytes:
         """Return b"", since there are no records to report."""
         return b""
 

@@ -17,18 +17,18 @@ from typing import Any
 
 from holdfast.core.errors import InvariantError, UserError
 from holdfast.train.checkpoint.state import keeps_state
-from holdfast.train.data.batch_loading import one_thread
+from holdfast.train.data.batch_loading import limit_to_one_thread
 from holdfast.train.data.batch_parts import WHOLE, BatchPart
 from holdfast.train.data.random_streams import enter_stream, keyed_apart
 from holdfast.train.data.rank_watch import ranks_watched
 from holdfast.train.data.reader_states import (
     TELL_STEPS,
     ReaderState,
-    alike,
-    heard,
+    are_alike,
+    decode_state,
+    encode_state,
     load,
-    packed,
-    told,
+    pack_state,
 )
 from holdfast.train.data.shard_positions import Position, StreamPlan
 
@@ -97,12 +97,12 @@ class Stream:
 
     def hear(self, told: Mapping[int, bytes]) -> None:
         """Take in the states that the readers of all shards have reported."""
-        found = {vrank: heard(data) for vrank, data in sorted(told.items())}
+        found = {vrank: decode_state(data) for vrank, data in sorted(told.items())}
         self.states.update({vrank: state for vrank, state in found.items() if state})
 
     def advance(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> None:
         """Advance past the samples that a script's step has used, by virtual rank. UserError."""
-        self.positions[:] = self.plan.after(self.positions, step, counts, digests)
+        self.positions[:] = self.plan.position_after(self.positions, step, counts, digests)
 
     def samples(self, step: int) -> dict[str, str]:
         """Return no samples, since only the worker that hosts a shard reads it."""
@@ -143,26 +143,26 @@ class StreamSource:
             self._step = step
             self._used.clear()
         if vrank not in self._used:
-            with one_thread():
-                self._used[vrank] = self._watched_read(step, vrank)
+            with limit_to_one_thread():
+                self._used[vrank] = self._read_watched(step, vrank)
         samples, _ = self._used[vrank]
         if not samples:
             return None
         part = self.stream.part
         enter_stream(part.seed(self.plan.seed), step, vrank, "collate")
-        with one_thread():
+        with limit_to_one_thread():
             return self.stream.collate(part.of(samples))
 
-    def again(self, step: int, vrank: int) -> Any:
+    def load_again(self, step: int, vrank: int) -> Any:
         """Return the batch of a task, collated once more: a stream is read only once."""
         return self.batch(step, vrank)
 
-    def used(self, step: int, vrank: int) -> tuple[int, int]:
+    def usage_of(self, step: int, vrank: int) -> tuple[int, int]:
         """Return how many samples the task has used, and their digest."""
         samples, digest = self._used[vrank]
         return len(samples), digest
 
-    def told(self, step: int, vrank: int) -> bytes:
+    def report_of(self, step: int, vrank: int) -> bytes:
         """Return no bytes: an unreadable stream ends the job, so there are no records to report."""
         return b""
 
@@ -184,9 +184,9 @@ class StreamSource:
             return None
         if shard.ahead is not None:  # its reader is past the samples that were taken
             return None
-        with one_thread(), keyed_apart(self.plan.seed, 0, "state"):
+        with limit_to_one_thread(), keyed_apart(self.plan.seed, 0, "state"):
             try:
-                state = shard.epoch, shard.taken, packed(shard.reader)
+                state = shard.epoch, shard.taken, pack_state(shard.reader)
                 trial = self._open(vrank, shard.epoch, shard.began, state)
                 theirs = self._take(trial, vrank)
             except Exception as error:  # noqa: BLE001 - the script's own; without it, it goes on
@@ -194,10 +194,10 @@ class StreamSource:
                 return None
             shard.ahead = self._take(shard, vrank)
             shard.taken -= len(shard.ahead)
-            if not alike(shard.ahead, theirs):
+            if not are_alike(shard.ahead, theirs):
                 self._refuse("a reader that begins there gives other samples")
                 return None
-        return told(state)
+        return encode_state(state)
 
     def _refuse(self, why: str) -> None:
         self._refuses = True
@@ -206,7 +206,7 @@ class StreamSource:
             f"worker is read from its beginning: {why}"
         )
 
-    def _watched_read(self, step: int, vrank: int) -> tuple[list[Any], int]:
+    def _read_watched(self, step: int, vrank: int) -> tuple[list[Any], int]:
         """Read the next batch; the first time, see whether the reader cuts it by processes."""
         if self._watched:
             return self._read(step, vrank)
@@ -225,7 +225,7 @@ class StreamSource:
     def _read(self, step: int, vrank: int) -> tuple[list[Any], int]:
         """Read the next batch of a shard; at its end, the first one of its next epoch."""
         epoch, taken, _ = self.stream.positions[vrank]
-        shard = self._at(vrank, self.stream.positions[vrank])
+        shard = self._reader_at(vrank, self.stream.positions[vrank])
         samples = self._take(shard, vrank)
         if not samples:
             epoch, taken = epoch + 1, 0
@@ -236,7 +236,7 @@ class StreamSource:
         stateful = keeps_state(shard.reader)
         return samples, self.plan.digest(vrank, epoch, taken, len(samples), stateful)
 
-    def _at(self, vrank: int, position: Position) -> _Shard:
+    def _reader_at(self, vrank: int, position: Position) -> _Shard:
         """Return the shard's reader at this position; open it again if need be."""
         epoch, taken, began = position
         shard = self._shards.get(vrank)

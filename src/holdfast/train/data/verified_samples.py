@@ -19,7 +19,7 @@ from holdfast.core.job_spec import JobSpec
 from holdfast.store.data_index import SampleIndex, read_index
 from holdfast.train.data.map_style import load_samples
 from holdfast.train.data.plain_data import is_plain_dataset
-from holdfast.train.data.quarantine import REASON_CHARS_MAX, Bad, over_budget, replaced
+from holdfast.train.data.quarantine import REASON_CHARS_MAX, Bad, over_budget, replace_bad
 from holdfast.train.data.sample_digest import read_sample, sample_digest
 
 READS = 2  # attempts per sample from the dataset itself; each mirror is asked once
@@ -99,24 +99,26 @@ class SampleReader:
             try:
                 return load_samples(self.dataset, indices), Reading(used=tuple(indices))
             except Damaged as damage:
-                raise _told(damage) from None
+                raise _add_remedies(damage) from None
         raw = np.array(indices, dtype=np.int64)
         failed: dict[int, int] = {}  # failed attempts, by record
         bad: Bad = {}
         while True:
-            used = replaced(raw, known | bad.keys(), self._length)[0].tolist()
+            used = replace_bad(raw, known | bad.keys(), self._length)[0].tolist()
             begin()
             try:
                 samples, errors = self._read(used, failed, begin)
             except Damaged as damage:
-                raise _told(damage) from None
+                raise _add_remedies(damage) from None
             if not errors:
                 break
             for record, error in errors.items():
                 failed[record] = failed.get(record, 0) + 1
                 if failed[record] == READS + len(self._checks.mirrors):
                     self._give_up(record, error, known, bad)
-        healed = tuple(self._healed(r, n) for r, n in sorted(failed.items()) if r not in bad)
+        healed = tuple(
+            self._describe_healing(r, n) for r, n in sorted(failed.items()) if r not in bad
+        )
         return samples, Reading(used=tuple(used), bad=bad, healed=healed)
 
     def check_first(self, name: str) -> None:
@@ -186,7 +188,7 @@ class SampleReader:
         why = why[:REASON_CHARS_MAX] + elsewhere
         if not self._checks.quarantines:
             if isinstance(error, Damaged):
-                raise _told(error) from None
+                raise _add_remedies(error) from None
             if not differs:
                 raise error
             raise UserError(
@@ -199,12 +201,12 @@ class SampleReader:
         if total > self._checks.most:
             raise UserError(over_budget([(record, why)], total, self._checks.most))
 
-    def _healed(self, record: int, failures: int) -> str:
+    def _describe_healing(self, record: int, failures: int) -> str:
         where = "read again" if failures < READS else f"taken from mirror {failures - READS + 1}"
         return f"record {record} of {type(self.dataset).__name__} was not sound, and was {where}"
 
 
-def _told(error: Damaged) -> UserError:
+def _add_remedies(error: Damaged) -> UserError:
     """Return a verifying dataset's error with the user's remedies."""
     return UserError(f'{error}: restore it, give it mirrors, or on_error="quarantine"')
 

@@ -133,7 +133,7 @@ class GroupConnection:
                 try:
                     sent = self.wire.send(parts, wait=False)
                 except OSError as error:
-                    raise Aborted(self._why(error)) from None
+                    raise Aborted(self._reason_of_end(error)) from None
                 if sent == count:
                     return None
                 parts = _rest(parts, sent)
@@ -184,7 +184,7 @@ class GroupConnection:
         if self._ended:
             raise Aborted(self._ended)
 
-    def _why(self, error: OSError) -> str:
+    def _reason_of_end(self, error: OSError) -> str:
         return f"the connection to rank {self.peer} has ended: {error.strerror or error}"
 
     # ------------------------------------------------------------ the two threads
@@ -194,7 +194,7 @@ class GroupConnection:
             try:
                 work()
             except OSError as error:
-                self.end(self._why(error))
+                self.end(self._reason_of_end(error))
             except (Aborted, MemoryError) as error:
                 self.end(str(error) or "there is no memory for a message")
             finally:

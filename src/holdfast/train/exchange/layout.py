@@ -57,7 +57,7 @@ class Layout:
     @property
     def others(self) -> Sequence[int]:
         """Return every other rank, starting after one's own, so that not all send to 0 first."""
-        return _others(self.rank, self.size)
+        return _other_ranks(self.rank, self.size)
 
     def piece(self, rank: int, numel: int, turned: int = 0) -> slice:
         """Return which elements of a flat buffer `rank` sums; `turned`: those of a later rank."""
@@ -65,7 +65,7 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=8)  # asked for several times in every exchange
-def _others(rank: int, size: int) -> Sequence[int]:
+def _other_ranks(rank: int, size: int) -> Sequence[int]:
     return tuple((rank + i) % size for i in range(1, size))
 
 

@@ -125,8 +125,8 @@ class NcclTransport:
             return host
         return _NcclPending(self._on_device(device_sends, device_receives), self, host)
 
-    def lost(self) -> Sequence[int]:
-        return self._host.lost()  # NCCL itself does not know
+    def lost_ranks(self) -> Sequence[int]:
+        return self._host.lost_ranks()  # NCCL itself does not know
 
     def abort(self) -> None:
         self.aborted = True
@@ -202,8 +202,8 @@ class GpuTransport:
             raise Aborted("the view was given up")
         return self._over.exchange(sends, receives, tag)
 
-    def lost(self) -> Sequence[int]:
-        return self._host.lost()
+    def lost_ranks(self) -> Sequence[int]:
+        return self._host.lost_ranks()
 
     def abort(self) -> None:
         with self._lock:

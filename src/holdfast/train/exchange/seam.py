@@ -57,7 +57,7 @@ class Transport(Protocol):
         """
         ...
 
-    def lost(self) -> Sequence[int]:
+    def lost_ranks(self) -> Sequence[int]:
         """Return ranks that the network does not reach any more, as far as the kernel knows.
 
         Called now and then from another thread, also while the group is being built. A peer that is
@@ -98,7 +98,7 @@ class AloneTransport:
             raise Aborted("the view was given up")
         return NothingPending()
 
-    def lost(self) -> Sequence[int]:
+    def lost_ranks(self) -> Sequence[int]:
         return ()
 
     def abort(self) -> None:

@@ -38,7 +38,7 @@ class DeviceCopies:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
 
-    def queued(self) -> Moment:
+    def record_event(self) -> Moment:
         """Record an event after the work that is queued on the computing stream by now."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
@@ -67,7 +67,7 @@ class DeviceCopies:
     def _copy(self, copies: Sequence[Copy], after: Moment) -> torch.cuda.Event:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
-        self._stream.wait_event(after)  # type: ignore[arg-type]  # an event of `queued`
+        self._stream.wait_event(after)  # type: ignore[arg-type]  # an event of `record_event`
         with torch.cuda.stream(self._stream):
             for to, from_ in copies:
                 to.copy_(from_, non_blocking=True)
@@ -166,7 +166,7 @@ class StagedTransport:
         if not any(tensor.is_cuda for _, tensor in (*sends, *receives)):
             return self._host.exchange(sends, receives, tag)
         copies = self._rooms.copies
-        after = copies.queued()
+        after = copies.record_event()
         places: dict[int, torch.Tensor] = {}  # by tensor: one may go to several peers
         sent: list[torch.Tensor] = []
         leaving: list[Copy] = []
@@ -194,8 +194,8 @@ class StagedTransport:
         pending.received, pending.after = received, after
         return pending
 
-    def lost(self) -> Sequence[int]:
-        return self._host.lost()
+    def lost_ranks(self) -> Sequence[int]:
+        return self._host.lost_ranks()
 
     def abort(self) -> None:
         self._host.abort()

@@ -98,11 +98,11 @@ class _TcpPending:
 
     def wait(self, waits: Waits | None = None) -> None:
         if waits is not None:
-            waits.awaits()
+            waits.begin_wait()
         for link, message in self.incoming:
             link.wait_for(message)
             if waits is not None:
-                waits.arrived(link.peer)
+                waits.record_arrival(link.peer)
         for link, batch in self.outgoing:
             link.wait_until_sent(batch)
         self.incoming, self.outgoing = [], []
@@ -280,7 +280,7 @@ class TcpTransport:
 
     # ------------------------------------------------------------ the end
 
-    def lost(self) -> Sequence[int]:
+    def lost_ranks(self) -> Sequence[int]:
         now = time.monotonic()
         with self._changed:
             if self.aborted:

@@ -33,7 +33,7 @@ class Waits:
         self._sending_s = 0.0
 
     @contextlib.contextmanager
-    def sending(self) -> Iterator[None]:
+    def surround_sending(self) -> Iterator[None]:
         """Surround the start of each exchange: the network takes the time that sending takes."""
         began = self._clock()
         self._ready = began - self._sending_s
@@ -41,17 +41,17 @@ class Waits:
         self._sent, self._last = self._clock(), NOBODY
         self._sending_s += self._sent - began
 
-    def awaits(self) -> None:
+    def begin_wait(self) -> None:
         """Record that this member waits for messages from now on."""
         self._since = self._clock()
 
-    def arrived(self, peer: int) -> None:
+    def record_arrival(self, peer: int) -> None:
         """Record that the awaited peer's messages are here, and that the next wait begins."""
         began, self._since = self._since, self._clock()
         if self._since - began > SHORT_S:
             self._last, self._until = peer, self._since
 
-    def told(self) -> Wait:
+    def wait_of_step(self) -> Wait:
         """Return the times for the vote of this step."""
         ready_us = int((self._ready - self._began) * 1e6)
         if self._last == NOBODY:

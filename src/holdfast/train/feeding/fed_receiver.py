@@ -64,7 +64,7 @@ class _Feed:
                 compared = all(head.compared for head, _ in told.values())
                 found.append(ev.StepFed(self.number, step, compared))
         if self.failure:
-            found.append(_failed(self.number, self.failure))
+            found.append(_make_failure(self.number, self.failure))
         return found
 
 
@@ -122,7 +122,7 @@ class FedReceiver:
         )
         self._loading.start()
 
-    def settled(self) -> None:
+    def wait_until_settled(self) -> None:
         """Wait until nothing is being loaded any more."""
         if self._loading is not None:
             self._loading.join()
@@ -135,7 +135,7 @@ class FedReceiver:
         try:
             self._put(told)
         except (WireError, IndexError, RuntimeError) as error:
-            return [_failed(number, f"step {step} does not fit: {first_line(error)}")]
+            return [_make_failure(number, f"step {step} does not fit: {first_line(error)}")]
         return [ev.StepObtained(SourceKind.FEED, view, step)]
 
     def _put(self, told: dict[int, Told]) -> None:
@@ -219,9 +219,9 @@ class FedReceiver:
                     raise WireError(f"rank {rank} sends a part of rank {part.donor}")
                 place = bytes_of(tensors[part.tensor])[part.start : part.stop]
                 feed_frames.read_into(channel, place, head.buffers[0])
-                self._came(feed, rank, None)
+                self._record_part(feed, rank, None)
             else:
-                self._came(feed, rank, (head, self._buffers(channel, head)))
+                self._record_part(feed, rank, (head, self._buffers(channel, head)))
 
     def _begin(self, feed: _Feed, step: int, skeleton: bytes) -> None:
         metas = state.metas(skeleton)
@@ -239,7 +239,7 @@ class FedReceiver:
             feed_frames.read_into(channel, bytes_of(buffer), named)
         return found
 
-    def _came(self, feed: _Feed, rank: int, told: Told | None) -> None:
+    def _record_part(self, feed: _Feed, rank: int, told: Told | None) -> None:
         """Record a part of the state, or of a step, and report the parts that are now complete."""
         with self._lock:
             before = feed.news()
@@ -260,10 +260,10 @@ class FedReceiver:
             follows = feed.number == self._number
             self._lock.notify_all()
         if follows:
-            self._tell(_failed(feed.number, reason))
+            self._tell(_make_failure(feed.number, reason))
 
 
-def _failed(number: int, reason: str) -> ev.ObtainFailed:
+def _make_failure(number: int, reason: str) -> ev.ObtainFailed:
     return ev.ObtainFailed(SourceKind.FEED, NO_VIEW, reason, order=number)
 
 

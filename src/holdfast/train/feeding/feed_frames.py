@@ -49,7 +49,7 @@ class SendRate:
         self._rate = bytes_per_s
         self._free_at = 0.0
 
-    def sent(self, count: int) -> None:
+    def count_sent(self, count: int) -> None:
         """Record `count` sent bytes, and wait until the rate allows more."""
         if not self._rate:
             return
@@ -81,7 +81,7 @@ def send(
             block = each[start : start + BLOCK_BYTES]
             channel.sendall(block)
             if rate is not None:
-                rate.sent(len(block))
+                rate.count_sent(len(block))
 
 
 def read_head(channel: socket.socket) -> FeedHead:

@@ -84,7 +84,7 @@ class Feeder:
         first = [memoryview(skeleton)] if self._rank == 0 else []
         budget = max(int((free - needed) * MARGIN / 2), 1 << 20)
         for follower in order.followers:
-            sender = _Sender(follower, budget, self._staged, self._sent)
+            sender = _Sender(follower, budget, self._staged, self._reuse_memory)
             sender.put(_Message(head, first))
             self._senders.append(sender)
         for sender in self._senders:
@@ -98,16 +98,16 @@ class Feeder:
         self._memory.prepare(sizes, budget)
         return ""
 
-    def before_update(self) -> None:
+    def wait_before_update(self) -> None:
         """Wait for copies under way, because the state is about to change."""
-        self._staged.before_update()
+        self._staged.wait_before_update()
         if self._staged.problem and self._number:
             problem = self._staged.problem
             number = self._number
             self._tell(ev.ObtainFailed(SourceKind.FEED, NO_VIEW, problem, order=number))
             self._number = 0
 
-    def copied_before(self, step: int) -> int:
+    def copied_fingerprint(self, step: int) -> int:
         """Return a fingerprint of the state if it was copied one step before; otherwise 0."""
         return self._staged.fingerprint if self._step == step - 1 else 0
 
@@ -161,9 +161,9 @@ class Feeder:
                 text = f"sending to {sender.follower.address} has failed: {first_line(error)}"
                 self._tell(ev.EventNoted("join", text))
 
-    def _sent(self, message: _Message) -> None:
+    def _reuse_memory(self, message: _Message) -> None:
         """Reuse the memory of a step once it was sent to all followers."""
-        if message.sent() and self._number:
+        if message.count_sender() and self._number:
             self._memory.give_back(message.pieces)
 
 
@@ -183,7 +183,7 @@ class _Message:
         self._left = holders
         self._lock = threading.Lock()
 
-    def sent(self) -> bool:
+    def count_sender(self) -> bool:
         """Count one more sender; return whether all have sent it now."""
         with self._lock:
             self._left -= 1

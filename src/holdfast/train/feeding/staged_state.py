@@ -1,8 +1,8 @@
 """Copies one member's share of the state for followers, and digests all of the state beside it.
 
 Tensors that may change while the next step computes are copied and digested at the boundary. Those
-of parameters and optimizers follow in a thread, while the step computes; `before_update` waits for
-it. The digests of all members' states are compared before a follower joins. For its own share a
+of parameters and optimizers follow in a thread, while the step computes; `wait_before_update` waits
+for it. The digests of all members' states are compared before a follower joins. For its own share a
 member digests the copy, and sends the copy with these digests. So a follower loads, byte for byte,
 the state that the members have compared.
 """
@@ -93,7 +93,7 @@ class StagedState:
         )
         self._thread.start()
 
-    def before_update(self) -> None:
+    def wait_before_update(self) -> None:
         """Wait for copies under way, since the state is about to change."""
         self._copier.hold()
         if self._thread is not None:
@@ -103,7 +103,7 @@ class StagedState:
     def await_part(self, number: int) -> None:
         """Wait until a part is copied. WorldError; RuntimeError if the copy could not be made."""
         if number in self._on_gpu:
-            self._copier.arrived()
+            self._copier.wait_for_copies()
             return
         with self._progress:
             while not self._digests[number] and not self.problem:

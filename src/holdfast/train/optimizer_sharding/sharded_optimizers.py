@@ -58,7 +58,7 @@ class ShardedOptimizers:
 
     # ------------------------------------------------------------ updates
 
-    def before_step(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> None:
+    def hide_others(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> None:
         """Hide other members' parameters from an optimizer. Raises UserError."""
         if self.layout is None:
             return
@@ -73,7 +73,7 @@ class ShardedOptimizers:
         for p, _ in self._hidden:
             p.grad = None
 
-    def after_step(self) -> None:
+    def exchange_parameters(self) -> None:
         """Send the parameters that were updated here to all others, and receive theirs."""
         for p, grad in self._hidden:
             p.grad = grad
@@ -157,7 +157,7 @@ class ShardedOptimizers:
                 found[name] = {**found[name], "state": kept}
         return found
 
-    def own(self) -> dict[str, dict[int, Any]]:
+    def own_part(self) -> dict[str, dict[int, Any]]:
         """Return this member's part of each optimizer's state, by the parameter's place."""
         found: dict[str, dict[int, Any]] = {}
         for name, optimizer in self._optimizers.items():
@@ -166,13 +166,13 @@ class ShardedOptimizers:
             found[name] = {place: held[place] for place in places if place in held}
         return found
 
-    def only_mine(self, states: Mapping[str, Any]) -> Tree:
+    def drop_others(self, states: Mapping[str, Any]) -> Tree:
         """Drop the states that other members own from states that will be loaded.
 
         This member's own states stay unchanged where the given ones lack them.
         """
         found = dict(states)
-        for name, mine in self.own().items():
+        for name, mine in self.own_part().items():
             if name not in found:
                 continue
             owned = [self._is_mine(p) for p in _parameters(self._optimizers[name])]

@@ -20,7 +20,7 @@ class DeviceImage:
         self._device = device
         self.size = sum(flat.numel() for flat in self._flat)
 
-    def between(self, start: int, size: int) -> torch.Tensor:
+    def bytes_from(self, start: int, size: int) -> torch.Tensor:
         """Return `size` bytes from `start` on, filled up with zeros: [size] uint8."""
         found = torch.zeros(size, dtype=torch.uint8, device=self._device)
         at = 0
@@ -38,13 +38,13 @@ class DeviceImage:
         size, first = coder.size, piece.part * coder.data * coder.size
         if code is None or piece.number < coder.data:
             number = 0 if code is None else piece.number
-            found = self.between(first + number * size, size)
+            found = self.bytes_from(first + number * size, size)
         else:
             padded = -(-size // WORD_BYTES) * WORD_BYTES
             data = []
             for number in range(coder.data):
                 words = torch.zeros(padded, dtype=torch.uint8, device=self._device)
-                words[:size] = self.between(first + number * size, size)
+                words[:size] = self.bytes_from(first + number * size, size)
                 data.append(words.view(torch.int64))
             found = code.make(piece.number, data).view(torch.uint8)[:size]
         torch.frombuffer(room, dtype=torch.uint8, count=size).copy_(found)

@@ -1,8 +1,8 @@
 """Puts this worker's pieces of states and gradients into its node's memory.
 
 Tensors that may change while the next step computes are copied at the boundary. Parameters and the
-optimizer's state are read while it computes, and `before_update` waits for that. The pieces of a
-reduced gradient are written before the worker votes for its step.
+optimizer's state are read while it computes, and `wait_before_update` waits for that. The pieces of
+a reduced gradient are written before the worker votes for its step.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ class Protector:
 
     def begin(self, step: int, view: View) -> None:
         """Begin to put pieces of the state after `step` steps there. For the script's thread."""
-        self.before_update()
+        self.wait_before_update()
         try:
-            skeleton, found = self._capture(self._wanted(view))
+            skeleton, found = self._capture(self._make_selector(view))
         except WorldError as error:
             self._tell(ev.StateProtected(step, first_line(error)))
             return
@@ -131,13 +131,13 @@ class Protector:
         )
         self._making.start()
 
-    def before_update(self) -> None:
+    def wait_before_update(self) -> None:
         """Wait until the state has been read, because it is about to change."""
         if self._making is not None:
             self._making.join()
             self._making = None
 
-    def _wanted(self, view: View) -> Wanted:
+    def _make_selector(self, view: View) -> Wanted:
         """Return the function that chooses the bytes for the pieces of each member of a view."""
 
         def wanted(skeleton: bytes, tensors: Sequence[torch.Tensor], rank: int) -> list[Extent]:
@@ -210,7 +210,7 @@ class Protector:
         MemoryError, UserError; WorldError and OSError if others do not receive theirs. WorldError
         if a tensor of `steady` has changed meanwhile: then no piece is kept.
         """
-        every = self._kept_in(view)
+        every = self._pieces_in(view)
         shape = (max(every[0].shelf.parts, 1), image.size)
         coder = self._coders.get(shape)
         if coder is None:
@@ -290,7 +290,7 @@ class Protector:
                 f"both, {_megabytes(least)}; raise --memory-budget, or set --redundancy none"
             )
 
-    def _kept_in(self, view: View) -> list[_Kept]:
+    def _pieces_in(self, view: View) -> list[_Kept]:
         """Return the pieces of this process's shard on each of its worker's nodes."""
         if self._kept is None or self._kept[0] != view.number:
             shard, parts = self._target.shard, parts_of(view, self._target.shard)

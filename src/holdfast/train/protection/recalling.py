@@ -52,7 +52,7 @@ class Recalling:
             image = self._reader_for(view, recall).read(STATE, recall.view, recall.base)
             skeleton, tensors = buffers_of_state(image)
         except (WorldError, MemoryError, struct.error, RuntimeError, ValueError) as error:
-            return self._failed(view, f"the state after {recall.base} steps", error)
+            return self._make_failure(view, f"the state after {recall.base} steps", error)
         loading()
         self._loaded.load(skeleton, list(tensors))
         if not recall.sources:
@@ -67,7 +67,7 @@ class Recalling:
             image = self._reader_for(view, recall).read(GRADIENT, source.view, step)
             put_image(self._data, image)
         except (WorldError, MemoryError) as error:
-            return self._failed(view, f"the gradient of step {step}", error)
+            return self._make_failure(view, f"the gradient of step {step}", error)
         if step + 1 == recall.step:
             self._finish(recall)
         return ev.StepObtained(SourceKind.MEMORY, view.number, step)
@@ -96,7 +96,7 @@ class Recalling:
             self._reader = view.number, reader
         return self._reader[1]
 
-    def _failed(self, view: View, what: str, error: Exception) -> ev.ObtainFailed:
+    def _make_failure(self, view: View, what: str, error: Exception) -> ev.ObtainFailed:
         self.end()
         time.sleep(PAUSE_S)
         text = f"{what} cannot be recalled: {first_line(error)}"

@@ -40,7 +40,7 @@ def describe_carried() -> str:
     loop = None if frame is None else _loop_at(frame)
     if frame is None or loop is None:
         return ""
-    names = list(dict.fromkeys([*_set_late(loop), *_kept_by_calls(loop, frame)]))
+    names = list(dict.fromkeys([*_set_late(loop), *_find_names_set_by_calls(loop, frame)]))
     if not names:
         return ""
     which = join_names(names, NAMES_MAX)
@@ -104,7 +104,7 @@ def _set_late(loop: ast.For) -> Iterator[str]:
     """Name what a loop reads before it sets it, and the attributes and items that it sets."""
     known = {each.id for each in _names(loop.target)}  # set before anything reads it
     early: set[str] = set()  # read before anything sets it
-    for node in (part for each in loop.body for part in _in_order(each)):
+    for node in (part for each in loop.body for part in _walk_in_order(each)):
         if isinstance(node, ast.Name):
             if isinstance(node.ctx, ast.Load):
                 early |= {node.id} - known
@@ -120,7 +120,7 @@ def _is_set(node: ast.Attribute | ast.Subscript) -> bool:
     return isinstance(node.ctx, ast.Store)
 
 
-def _in_order(node: ast.AST) -> Iterator[ast.AST]:
+def _walk_in_order(node: ast.AST) -> Iterator[ast.AST]:
     """Walk over the parts of a statement as they run one after the other, without functions."""
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Lambda():
@@ -142,7 +142,7 @@ def _in_order(node: ast.AST) -> Iterator[ast.AST]:
         case _:
             parts = list(ast.iter_child_nodes(node))
     for each in parts:
-        yield from _in_order(each)
+        yield from _walk_in_order(each)
     yield node
 
 
@@ -158,7 +158,7 @@ def _as_read(target: ast.AST) -> list[ast.AST]:
     return [ast.Name(target.id, ast.Load())] if isinstance(target, ast.Name) else []
 
 
-def _kept_by_calls(loop: ast.For, frame: FrameType) -> Iterator[str]:
+def _find_names_set_by_calls(loop: ast.For, frame: FrameType) -> Iterator[str]:
     """Name the global and enclosing variables that functions called by name in a loop set."""
     for node in ast.walk(loop):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):

@@ -64,7 +64,7 @@ class Evaluation:
 
 
 @contextlib.contextmanager
-def without_training(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+def suspend_training(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Put modules into evaluation mode, without gradients; restore each one's mode afterwards."""
     before = [(each, each.training) for module in modules for each in module.modules()]
     for module, _ in before:

@@ -54,7 +54,7 @@ class Fingerprints:
         every = self._digest([chunk for part in self._plan(buffers) for chunk in part])
         return every ^ self._of_ranks()
 
-    def by_tensor(self, buffers: Sequence[torch.Tensor]) -> list[tuple[str, int]]:
+    def prints_by_tensor(self, buffers: Sequence[torch.Tensor]) -> list[tuple[str, int]]:
         """Return the name of each tensor of the state that is covered, with 63 bits of it."""
         modules = [(n, m) for n, m in self.protected.items() if isinstance(m, torch.nn.Module)]
         named = {id(p): f"{n}.{key}" for n, m in modules for key, p in m.named_parameters()}
@@ -107,7 +107,7 @@ class Fingerprints:
         sums: list[torch.Tensor] = []
         for tensor, start, stop in chunks:
             held = local_of(tensor)
-            for each in (held, *map(local_of, self._kept_of(tensor))):
+            for each in (held, *map(local_of, self._states_of(tensor))):
                 numel = each.numel()
                 alike = numel == held.numel()
                 if not alike and start > 0:
@@ -126,7 +126,7 @@ class Fingerprints:
             digest.update(as_bytes(gathered).numpy().data)
         return digest.intdigest() >> 1
 
-    def _kept_of(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _states_of(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
         for each in self.protected.values() if self._optimizers else ():
             if isinstance(each, torch.optim.Optimizer) and parameter in each.state:
                 kept = each.state[parameter]

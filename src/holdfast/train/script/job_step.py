@@ -25,7 +25,7 @@ from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.sources import Source
 from holdfast.train.data.streams import StreamSource
 from holdfast.train.script.loop_ends import LoopEnd
-from holdfast.train.script.repeated_tasks import RunMark, others_before, result_print
+from holdfast.train.script.repeated_tasks import RunMark, count_tasks_before, result_print
 from holdfast.train.script.script_thread import ScriptThread
 from holdfast.train.step.packed_trees import pack
 from holdfast.train.step.speculative import FinishedTask
@@ -183,14 +183,14 @@ class Step:
         """
         guard, runner = self._script.guard, self._script.runner
         try:
-            told = guard.decides(runs, _name(task), spent_s=spent_s, compared=task.compared)
+            told = guard.judge_runs(runs, _name(task), spent_s=spent_s, compared=task.compared)
         except WorldError as error:
             if guard.is_alone:
                 raise
             self._script.start_again(str(error))
-        if runner.any(told is None):
+        if runner.is_set_anywhere(told is None):
             return None
-        return not runner.any(told is False)
+        return not runner.is_set_anywhere(told is False)
 
     def _dispute(self, task: ef.Compute) -> Iterator[Any]:
         """Compute a task several times, and report whether the results of this worker agree."""
@@ -203,17 +203,17 @@ class Step:
         runs = [_mark(batch_print, finished, finished.bits)]
         while len(runs) < RUNS_DISPUTED:
             yield from self._repeat_after_others(task, runs)
-        if runner.any(self._script.guard.contradicts_itself(runs, _name(task))):
+        if runner.is_set_anywhere(self._script.guard.contradicts_itself(runs, _name(task))):
             finished = replace(finished, gradient=FICKLE)
         runner.report(task, finished)
 
     def _repeat_after_others(self, task: ef.Compute, runs: list[RunMark]) -> Iterator[Any]:
         """Compute a task once more, now and then after others; adds the run to `runs`."""
-        for vrank in self._others(task.vrank)[: others_before(len(runs))]:
+        for vrank in self._other_vranks(task.vrank)[: count_tasks_before(len(runs))]:
             yield from self._repeat(replace(task, vrank=vrank))
         runs.append((yield from self._repeat(task)))
 
-    def _others(self, vrank: int) -> list[int]:
+    def _other_vranks(self, vrank: int) -> list[int]:
         """Return other virtual ranks, for a stream only hosted ones: it cannot read the others."""
         hosted = self._script.hosted
         plan = self._source.plan
@@ -224,7 +224,7 @@ class Step:
     def _repeat(self, task: ef.Compute) -> Generator[Any, None, RunMark]:
         """Compute a task only to compare its result."""
         runner = self._script.runner
-        batch = self._source.again(self.index, task.vrank)
+        batch = self._source.load_again(self.index, task.vrank)
         batch_print = content_print(batch)
         runner.begin_repeat(task, sketch=self._script.guard.repeats.wants_sketches)
         finished = yield from self._run(task, batch)
@@ -235,7 +235,7 @@ class Step:
         """Have the script compute a task; one without samples is left out."""
         source, vrank = self._source, task.vrank
         self._task_loss, self._task_weight = 0.0, UNWEIGHTED
-        self._count, digest = source.used(self.index, vrank)
+        self._count, digest = source.usage_of(self.index, vrank)
         states: dict[str, bytes] = {}
         self._values = {}
         if self._count:
@@ -253,7 +253,7 @@ class Step:
                 )
             self._vrank = None
         loss, weight = self._task_loss, self._task_weight
-        bad, values = source.told(self.index, vrank), self._values
+        bad, values = source.report_of(self.index, vrank), self._values
         report = (
             TaskReport(bad=bad, values=values, states=states)
             if bad or values or states
@@ -291,7 +291,7 @@ def end_step(step: Step, callbacks: Iterable[Callable[[Step], None]]) -> None:
         script.open(StepKind.VALUES)
         for task in script.tasks():
             script.runner.tell(task, source.state(task.vrank))
-        source.stream.hear(script.told())
+        source.stream.hear(script.values_of_all())
 
 
 def is_begun(step: Step) -> bool:

@@ -85,7 +85,7 @@ class LedgerRecorder:
             )
         )
 
-    def quarantined(
+    def report_quarantined(
         self, quarantine: Quarantine, news: Mapping[int, Bad], table: StepTable
     ) -> None:
         """Report each new quarantined record once in the event log, with the worker that met it."""
@@ -99,7 +99,7 @@ class LedgerRecorder:
 
     def doubt(self, step: int, view: int, again: bool) -> None:
         """Record that steps from this one on, committed up to `view`, may be wrong."""
-        if (ledger := self._new()) is not None:
+        if (ledger := self._open_writer()) is not None:
             ledger.doubt(LedgerDoubt(step=step, view=view, again=again))
             ledger.close()
 
@@ -132,10 +132,10 @@ class LedgerRecorder:
 
     def _open(self) -> LedgerWriter | None:
         if self._ledger is None:
-            self._ledger = self._new()
+            self._ledger = self._open_writer()
         return self._ledger
 
-    def _new(self) -> LedgerWriter | None:
+    def _open_writer(self) -> LedgerWriter | None:
         me = self._environment
         if me.run_dir is None:
             return None

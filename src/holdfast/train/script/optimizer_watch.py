@@ -49,10 +49,10 @@ class OptimizerWatch:
         """Watch the optimizers that the calling thread uses."""
         _local.watch = self
         if not _registered:
-            _registered.append(register_optimizer_step_pre_hook(_before_step))
-            _registered.append(register_optimizer_step_post_hook(_after_step))
+            _registered.append(register_optimizer_step_pre_hook(_begin_step))
+            _registered.append(register_optimizer_step_post_hook(_finish_step))
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step of an optimizer that would break the promise. Raises UserError."""
         name = type(optimizer).__name__
         if self._in_step():
@@ -111,20 +111,20 @@ class OptimizerWatch:
             )
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     watch: OptimizerWatch | None = getattr(_local, "watch", None)
     if watch is None:
         return
-    watch.before_step(optimizer)
+    watch.check_step(optimizer)
     if watch.sharding is not None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # after the optimizer
-        watch.sharding.before_step(optimizer, closure=closure is not None)
+        watch.sharding.hide_others(optimizer, closure=closure is not None)
 
 
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _finish_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     watch: OptimizerWatch | None = getattr(_local, "watch", None)
     if watch is not None and watch.sharding is not None:
-        watch.sharding.after_step()
+        watch.sharding.exchange_parameters()
 
 
 def _holds(protected: Any, optimizer: torch.optim.Optimizer) -> bool:

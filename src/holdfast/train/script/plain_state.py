@@ -25,7 +25,7 @@ class PlainState:
 
     def items(self) -> dict[str, str]:
         """Return the text of every value, by its path."""
-        found = {path: _text(value) for path, value in self._attributes.plain().items()}
+        found = {path: _text(value) for path, value in self._attributes.plain_attributes().items()}
         for name, each in self._protected.items():
             if isinstance(each, torch.nn.Module):
                 frozen = [key for key, p in each.named_parameters() if not p.requires_grad]
@@ -57,7 +57,7 @@ class StateComparison:
 
     def describe(self, buffers: Sequence[torch.Tensor]) -> bytes:
         """Return a description with which others find the differences."""
-        tensors = self._prints.by_tensor(buffers) if self._prints.cycle else []
+        tensors = self._prints.prints_by_tensor(buffers) if self._prints.cycle else []
         plain = {**self._plain.items(), **self.samples}
         return msgspec.msgpack.encode((list(plain.items()), tensors))
 

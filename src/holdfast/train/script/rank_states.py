@@ -49,7 +49,7 @@ class RankState:
 
         If `make` returns objects with state_dict and load_state_dict, it is such an object.
         """
-        vrank = self._in_task("is read")
+        vrank = self._require_task("is read")
         if not self._is_used:
             self._value, self._is_used = self._load(vrank), True
         return self._value
@@ -57,7 +57,7 @@ class RankState:
     @value.setter
     def value(self, new: Any) -> None:
         """Replace the state; UserError outside of a task, and for an object with a state_dict."""
-        vrank = self._in_task("is set")
+        vrank = self._require_task("is set")
         if keeps_state(new) or vrank in self._objects:
             raise UserError(
                 f"the rank state {self._name!r} cannot be set to a {type(new).__name__}: return "
@@ -114,7 +114,7 @@ class RankState:
         with keyed_apart(self._seed, vrank, f"rank state {self._name}"):
             return self._make(vrank)
 
-    def _in_task(self, what: str) -> int:
+    def _require_task(self, what: str) -> int:
         if self._vrank is None:
             raise UserError(
                 f"the rank state {self._name!r} {what} outside of a task: use `value` in the loop "

@@ -34,7 +34,7 @@ OTHERS_BEFORE = (0, 0, 0, 1, 0, 2)  # other tasks that are computed before each 
 SETTLES = 4.0
 
 
-def others_before(run: int) -> int:
+def count_tasks_before(run: int) -> int:
     """Return how many other tasks are computed before this run of a task."""
     return OTHERS_BEFORE[run] if run < len(OTHERS_BEFORE) else 0
 
@@ -101,7 +101,7 @@ class RepeatedTasks:
         """Return whether a task has the same bits each time on a sound machine."""
         return self._is_exact()
 
-    def decides(self, runs: Sequence[RunMark], task: str, spent_s: float = math.inf) -> bool:
+    def judge_runs(self, runs: Sequence[RunMark], task: str, spent_s: float = math.inf) -> bool:
         """Judge the runs of a task in their order; the second one counts.
 
         `spent_s`: how long they have taken. Returns False if another run is needed. UserError if
@@ -150,7 +150,7 @@ class RepeatedTasks:
     def accuse(self, runs: Sequence[RunMark], task: str) -> UserError:
         """Return an error that blames the script for the differences between runs of a task."""
         return UserError(
-            f"{task} came to {_what_differs(runs)} each time that this worker computed it"
+            f"{task} came to {_difference_of(runs)} each time that this worker computed it"
             f"{self._describe()}: a task must depend on nothing but the parameters, its batch "
             "and the global random generators; keep what changes from task to task (counters, "
             "hidden states, running averages, generators) out of it, or in buffers and "
@@ -181,7 +181,7 @@ def _is_noise(runs: Sequence[RunMark], tolerance: float) -> bool:
     if not all(are_near(runs[1].sketch, each.sketch, tolerance) for each in runs):
         return False
     gaps = [math.dist(a.sketch[1:], b.sketch[1:]) for a, b in itertools.pairwise(runs)]
-    others = map(others_before, range(1, len(runs)))
+    others = map(count_tasks_before, range(1, len(runs)))
     between = list(zip(gaps, others, strict=True))
     direct = [gap for gap, count in between if not count]
     apart = [gap for gap, count in between if count]
@@ -198,7 +198,7 @@ def _outcome(run: RunMark) -> tuple[int, int, int]:
     return run.batch, run.result, run.handed
 
 
-def may_be_a_machines(runs: Sequence[RunMark]) -> bool:
+def is_machine_possible(runs: Sequence[RunMark]) -> bool:
     """Return whether runs differ as on a machine that computes wrongly now and then, or always.
 
     Two wrong runs of a machine hardly have the same bits; a script's different results may recur.
@@ -216,7 +216,7 @@ def _agree(one: RunMark, other: RunMark) -> bool:
     return _outcome(one) == _outcome(other)
 
 
-def _what_differs(runs: Sequence[RunMark]) -> str:
+def _difference_of(runs: Sequence[RunMark]) -> str:
     if len({each.result for each in runs}) > 1:
         return "another gradient"
     return "other values for step.gather or for rank states"

@@ -22,7 +22,7 @@ from holdfast.train.script.repeated_tasks import (
     RepeatedTasks,
     RunMark,
     are_alike,
-    may_be_a_machines,
+    is_machine_possible,
 )
 from holdfast.train.script.script_memory import ScriptMemory
 from holdfast.train.script.script_suspects import Suspects
@@ -118,7 +118,7 @@ class ScriptGuard:
         self.parameters.check()
         return self.accusation or UserError(f"{fault}{self.suspects.describe_steady()}")
 
-    def decides(
+    def judge_runs(
         self, runs: Sequence[RunMark], task: str, *, spent_s: float, compared: bool
     ) -> bool | None:
         """Judge the runs of a repeated task; return False if another run is needed.
@@ -131,10 +131,10 @@ class ScriptGuard:
             self.memory.mark()
         self.has_marked = not are_alike(runs)
         try:
-            return self.repeats.decides(runs, task, spent_s)
+            return self.repeats.judge_runs(runs, task, spent_s)
         except UserError as error:
             self.parameters.check()
-            by_script = self.repeats.is_made_at_first(runs) or not may_be_a_machines(runs)
+            by_script = self.repeats.is_made_at_first(runs) or not is_machine_possible(runs)
             if by_script or not (compared and self.is_exact):
                 raise
             self.accusation = error

@@ -73,8 +73,8 @@ class ScriptMemory:
     def changes(self) -> tuple[list[str], list[str]]:
         """Return the paths that tasks change, and those that were set since `begin` and stay so."""
         now = self._look()
-        moving = _unlike(self._marked, now)
-        return moving, [path for path in _unlike(self._first, now) if path not in moving]
+        moving = _changed_paths(self._marked, now)
+        return moving, [path for path in _changed_paths(self._first, now) if path not in moving]
 
     def _look(self) -> Found:
         walk = _Walk({id(each) for each in self._protected()})
@@ -86,7 +86,7 @@ class ScriptMemory:
         return walk.found
 
 
-def _unlike(before: Found | None, now: Found) -> list[str]:
+def _changed_paths(before: Found | None, now: Found) -> list[str]:
     if before is None:
         return []
     return [path for path, text in now.items() if before.get(path, "") != text]
@@ -123,18 +123,18 @@ def _roots() -> Iterator[tuple[str, Any]]:
     for frame in frames:
         spaces.setdefault(id(frame.f_globals), frame.f_globals)
         if frame.f_locals is not frame.f_globals:
-            yield from _named(frame.f_locals)
+            yield from _named_values(frame.f_locals)
     folders = {os.path.dirname(os.path.abspath(f.f_code.co_filename)) for f in frames}
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
         if isinstance(path, str) and os.path.dirname(path) in folders and is_script(path):
             spaces.setdefault(id(vars(module)), vars(module))
     for space in spaces.values():
-        yield from _named(space)
+        yield from _named_values(space)
     yield "os.environ", dict(os.environ)
 
 
-def _named(space: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _named_values(space: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in list(space.items()):
         if not name.startswith("__") and not isinstance(value, types.ModuleType):
             yield name, value
@@ -174,17 +174,17 @@ def _leaf(value: Any) -> str | None:
         case torch.Tensor():
             return _numbers(value)
         case np.ndarray():
-            return _short(repr(value.ravel()[:NUMBERS_MAX].tolist()))
+            return _shorten(repr(value.ravel()[:NUMBERS_MAX].tolist()))
         case random.Random():
             return str(hash(value.getstate()))
         case np.random.Generator():
-            return _short(repr(value.bit_generator.state))
+            return _shorten(repr(value.bit_generator.state))
         case np.random.RandomState():
-            return _short(repr(value.get_state()))
+            return _shorten(repr(value.get_state()))
         case torch.Generator():
             return xxhash.xxh3_64_hexdigest(value.get_state().numpy().data)
         case contextvars.ContextVar():
-            return _short(repr(value.get(None)))
+            return _shorten(repr(value.get(None)))
         case itertools.count():
             return repr(value)
         case itertools.cycle():
@@ -222,7 +222,7 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
                 yield f"{path}'s {name}", each
         case type():
             if is_script(getattr(sys.modules.get(value.__module__), "__file__", None) or "script"):
-                yield from _named(
+                yield from _named_values(
                     {f"{path}.{k}": v for k, v in vars(value).items() if k[:2] != "__"}
                 )
         case torch.Tensor():
@@ -289,7 +289,7 @@ def _numbers(value: torch.Tensor) -> str:
         return f"version {value._version}"
     flat = value.detach().reshape(-1)
     stride = max(1, flat.numel() // NUMBERS_MAX)
-    return _short(repr(flat[::stride][:NUMBERS_MAX].tolist()))
+    return _shorten(repr(flat[::stride][:NUMBERS_MAX].tolist()))
 
 
 def _of_file(path: Path) -> str | None:
@@ -312,11 +312,11 @@ def _scalar(value: Any) -> str:
     """Return a text for a scalar; of a long string or bytes the ends, so that it costs little."""
     if isinstance(value, str | bytes) and len(value) > 2 * TEXT_CHARS_MAX:
         ends = value[:TEXT_CHARS_MAX], value[-TEXT_CHARS_MAX:]
-        return _short(f"{len(value)} {ends!r}")
-    return _short(repr(value))
+        return _shorten(f"{len(value)} {ends!r}")
+    return _shorten(repr(value))
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     if len(text) <= TEXT_CHARS_MAX:
         return text
     return xxhash.xxh3_64_hexdigest(text.encode(errors="replace"))

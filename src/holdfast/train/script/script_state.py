@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from holdfast.core.errors import StateMismatch, UserError
-from holdfast.train.checkpoint.state import plain
+from holdfast.train.checkpoint.state import to_plain
 from holdfast.train.data.order_plan import OrderPosition
 from holdfast.train.data.shard_positions import Position
 from holdfast.train.script.rank_states import RankStates
@@ -41,7 +41,7 @@ class Values(MutableMapping[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if not isinstance(name, str):
             raise UserError(f"job.values[{name!r}]: give a string as the name")
-        plain(value, f"job.values[{name!r}]")
+        to_plain(value, f"job.values[{name!r}]")
         self._items[name] = value
 
     def __delitem__(self, name: str) -> None:
@@ -84,7 +84,7 @@ class ScriptState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of everything, in plain values."""
-        values = {name: plain(v, f"job.values[{name!r}]") for name, v in self.values.items()}
+        values = {name: to_plain(v, f"job.values[{name!r}]") for name, v in self.values.items()}
         rank_states = self.rank_states.state_dict()
         return {
             "steps": self.steps,

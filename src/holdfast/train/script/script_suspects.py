@@ -88,17 +88,17 @@ def _merge(names: Iterable[str]) -> list[str]:
     every = list(dict.fromkeys(names))
     for name in every:
         if name.endswith("]"):
-            parts[_whole(name)] = parts.get(_whole(name), 0) + 1
+            parts[_whole_name(name)] = parts.get(_whole_name(name), 0) + 1
     found: dict[str, None] = {}
     for name in every:
-        if name.endswith("]") and parts[_whole(name)] > 1:
-            found[_whole(name)] = None
+        if name.endswith("]") and parts[_whole_name(name)] > 1:
+            found[_whole_name(name)] = None
         elif parts.get(name, 0) != 1:
             found[name] = None
     return sorted(found, key=lambda name: (name.startswith("the file "), _depth(name)))
 
 
-def _whole(name: str) -> str:
+def _whole_name(name: str) -> str:
     return name.rpartition("[")[0]
 
 

@@ -154,9 +154,9 @@ class TaskRunner:
         found = self.inner.means([*weights, *losses])
         return found[: len(weights)], found[len(weights) :]
 
-    def any(self, flag: bool) -> bool:
+    def is_set_anywhere(self, flag: bool) -> bool:
         """Return whether the flag is set in any process of this worker."""
-        return flag if self.inner is None else self.inner.any(flag)
+        return flag if self.inner is None else self.inner.is_set_anywhere(flag)
 
     def join_digests(self, digests: Sequence[int]) -> list[int]:
         """Return joint digests over the processes of this worker; 0 where all of them have 0."""
@@ -255,7 +255,7 @@ class ScriptThread:
         """Yield the script's steps in one loop, starting from the job's present step."""
         self._enter_loop(data)
         progress = self.progress
-        while self._next_step(lambda: progress.stopped or ends.is_over(progress.steps)):
+        while self._wait_for_step(lambda: progress.stopped or ends.is_over(progress.steps)):
             self._whole |= ends.is_last(progress.steps)
             self._driver.times.note_left(ends.count_left(progress.steps))
             self.is_yielding = True
@@ -326,11 +326,11 @@ class ScriptThread:
         while not isinstance(driver.next_for_script(), ef.Release):
             pass
 
-    def once(self, data: LoopData, tell: Callable[[], bytes]) -> bytes:
+    def exchange_once(self, data: LoopData, tell: Callable[[], bytes]) -> bytes:
         """Exchange values between loops, in a loop of its own; return the exchanged bytes."""
         self._enter_loop(data)
         progress, number = self.progress, self._loop
-        if self._next_step(lambda: number in progress.told):
+        if self._wait_for_step(lambda: number in progress.told):
             progress.told[number] = tell()
         self.leave_loop()
         return progress.told[number]
@@ -340,7 +340,7 @@ class ScriptThread:
         self._loop += 1
         self._driver.post(ev.LoopEntered(self.guard.is_exact))
 
-    def _next_step(self, ends: Callable[[], bool]) -> bool:
+    def _wait_for_step(self, ends: Callable[[], bool]) -> bool:
         """Wait at the boundary; return whether the loop has another step."""
         if self._first is not None:
             self._make_plan()
@@ -408,14 +408,14 @@ class ScriptThread:
         if kind is StepKind.GRADIENTS:
             trained = self.progress.trained
             if (found := trained.look(of)) is not None:
-                data.replan(found, trained.by_row())
+                data.replan(found, trained.row_parameters())
                 guard.prints.forget()
             _tell_new_names(self._driver, trained.find_new_names(looks=found is not None))
             data.gradients.begin_step(of)
         else:
             data.gradients.sit_out()
         data.buffers.remember()
-        copied, start = self._mover.copied_before(self._at), data.buffers.start
+        copied, start = self._mover.copied_fingerprint(self._at), data.buffers.start
         prints = guard.open(self._at, start, self._loop_data, whole=self._whole, copied=copied)
         with self._driver.monitor:
             data.open(kind, prints)
@@ -456,7 +456,7 @@ class ScriptThread:
         `first`: it is the first one of the script's step.
         """
         data, plan, index = self._data, self._plan, self.progress.steps
-        self._mover.before_update()
+        self._mover.wait_before_update()
         self.reports = {v: read_report(told) for v, told in sorted(data.values.told.items())}
         self._quarantine()
         self.progress.rank_states.commit(self.reports)
@@ -500,14 +500,14 @@ class ScriptThread:
         self._record(uses, loss, samples - counted, told, total)
         return loss
 
-    def told(self) -> dict[int, bytes]:
+    def values_of_all(self) -> dict[int, bytes]:
         """Return the values of all members in the committed step, by virtual rank."""
         data = self._data
-        self._mover.before_update()
+        self._mover.wait_before_update()
         data.buffers.restore()
         self.reports = {}
         told = self.runner.of_first(data.values.told)
-        self._record(Uses.NO_SAMPLES, 0.0, 0, agreed(told.get(PROPOSAL)))
+        self._record(Uses.NO_SAMPLES, 0.0, 0, agreed_text(told.get(PROPOSAL)))
         return told
 
     def modules_named(self, names: Collection[str]) -> Collection[str]:
@@ -532,7 +532,7 @@ class ScriptThread:
         if quarantine is None or not told:
             return
         news = quarantine.hear(told)
-        self._recorder.quarantined(quarantine, news, self._data.table)
+        self._recorder.report_quarantined(quarantine, news, self._data.table)
         found = sum(len(records) for records in self.progress.quarantined.values())
         total = found + len(quarantine.waiting)
         if news and total > quarantine.most:
@@ -543,7 +543,7 @@ class ScriptThread:
         self, uses: Uses, loss: float, dropped: int, told: str = "", total: int = 0
     ) -> None:
         """Write the step's line of the ledger; `total`: digest of its sum, if it has one."""
-        self.progress.stopped |= self.runner.any(self._data.table.stops)
+        self.progress.stopped |= self.runner.is_set_anywhere(self._data.table.stops)
         place = Place(self._at - 1, self.progress.steps, uses, told)
         handed = {v: report.digest for v, report in self.reports.items() if report.digest}
         data = self._data
@@ -564,7 +564,7 @@ def _tell_new_names(driver: Driver, names: Sequence[str]) -> None:
         driver.post(ev.EventNoted("script", ADDED.format(names=join_names(names, SHOWN))))
 
 
-def agreed(proposal: bytes | None) -> str:
+def agreed_text(proposal: bytes | None) -> str:
     """Return the ledger's text for an agreed value: as JSON, cut short."""
     if proposal is None:
         return ""

@@ -80,15 +80,15 @@ def _step_bodies(
     around = [] if loop is None else (_loop_around(module, loop) or loop).body
     yield around, True
     wanted = [name for name in functions if name in TASK_FUNCTIONS]
-    wanted += _called([] if loop is None else loop.body)
+    wanted += _called_names([] if loop is None else loop.body)
     seen: set[str] = set()
-    for names, is_timed in ((wanted, False), (_called(around), True)):
+    for names, is_timed in ((wanted, False), (_called_names(around), True)):
         while names:
             name = names.pop()
             if name in functions and name not in seen:
                 seen.add(name)
                 yield functions[name].body, is_timed
-                names += _called(functions[name].body)
+                names += _called_names(functions[name].body)
 
 
 def _loop_around(module: ast.Module, loop: ast.For) -> ast.For | None:
@@ -99,7 +99,7 @@ def _loop_around(module: ast.Module, loop: ast.For) -> ast.For | None:
     return inner[-1] if inner else None  # outer ones come first
 
 
-def _called(body: Iterable[ast.stmt]) -> list[str]:
+def _called_names(body: Iterable[ast.stmt]) -> list[str]:
     calls = (n.func for each in body for n in ast.walk(each) if isinstance(n, ast.Call))
     return [_name(func) for func in calls]
 

@@ -56,7 +56,7 @@ class UnprotectedModules:
         now = [(ref, seen, ref()) for ref, seen in self._found]
         changed = [m for _, seen, m in now if m is not None and _print(m) != seen]
         if changed:
-            own = _inside(self._scratch)
+            own = _ids_inside(self._scratch)
             changed = [each for each in changed if id(each) not in own]
         if changed and self._changed:
             kept_now = self._contents()
@@ -76,7 +76,7 @@ class UnprotectedModules:
         now = [(each, _numbers(each.values()), seen, n) for each, seen, n in self._tables]
         self._tables = [(each, found, n + 1) for each, found, seen, n in now if found != seen]
         if self._tables:
-            own = _inside(self._scratch)
+            own = _ids_inside(self._scratch)
             self._tables = [each for each in self._tables if id(each[0]) not in own]
         if any(times > 1 for *_, times in self._tables):
             kept = self._contents()
@@ -144,7 +144,7 @@ def _unknown_tables(
     ]
 
 
-def _inside(scratch: Mapping[str, Any]) -> set[int]:
+def _ids_inside(scratch: Mapping[str, Any]) -> set[int]:
     """Return the ids of all objects in a script's scratch: items, and attributes of its objects."""
     found: set[int] = set()
     left: list[Any] = list(scratch.values())

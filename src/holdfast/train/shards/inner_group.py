@@ -45,7 +45,7 @@ class InnerGroup:
                 "holdfast.join() makes the group of a worker's processes"
             )
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        with _over(host):
+        with _use_interface(host):
             dist.init_process_group(
                 backend, store=store, rank=shard, world_size=size, timeout=NEVER
             )
@@ -57,7 +57,7 @@ class InnerGroup:
         """Return the mesh of all processes of this worker: one dimension, "shard"."""
         if self._mesh is None:
             kind = "cuda" if torch.cuda.is_available() else "cpu"
-            with _over(self._host):
+            with _use_interface(self._host):
                 self._mesh = init_device_mesh(kind, (self.size,), mesh_dim_names=(DIMENSION,))
         return self._mesh
 
@@ -75,7 +75,7 @@ class InnerGroup:
         columns = torch.stack(rows, dim=1).numpy()
         return [xxhash.xxh3_64_intdigest(c.tobytes()) >> 1 if c.any() else 0 for c in columns]
 
-    def any(self, flag: bool) -> bool:
+    def is_set_anywhere(self, flag: bool) -> bool:
         """Return whether the flag is set in any process."""
         return any(bool(row) for row in self._all(torch.tensor([int(flag)])))
 
@@ -102,7 +102,7 @@ class InnerGroup:
 
 
 @contextlib.contextmanager
-def _over(host: str) -> Iterator[None]:
+def _use_interface(host: str) -> Iterator[None]:
     """Have gloo and NCCL connect by the network interface that has this address."""
     device = interface_of(host)
     libraries = ("GLOO",) if host == LOOPBACK else ("GLOO", "NCCL")

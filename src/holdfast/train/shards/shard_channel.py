@@ -78,7 +78,7 @@ class ShardChannel:
             with contextlib.suppress(OSError):
                 self._channel.sendall(self._sealer.seal(data))
 
-    def first(self, kind: type[T]) -> T:
+    def receive_first(self, kind: type[T]) -> T:
         """Wait for the first message, which must be of this kind. WireError, EOFError."""
         while not self._waiting:
             self._waiting = list(self._receive())

@@ -11,7 +11,7 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.types import WorkerId
 from holdfast.train.checkpoint.saver import Saver
-from holdfast.train.checkpoint.shares import wanted_of_shares
+from holdfast.train.checkpoint.shares import share_selector
 from holdfast.train.checkpoint.state import Capture
 from holdfast.train.feeding.feeder import Feeder
 from holdfast.train.protection.protector import Protector
@@ -35,13 +35,13 @@ class PlainSink:
     def forget(self, order: ef.Forget) -> None:
         """Drop nothing, since this sink keeps nothing."""
 
-    def before_update(self) -> None:
+    def wait_before_update(self) -> None:
         """Return at once, since this sink delays nothing."""
 
     def finish(self) -> None:
         """Return at once, since this sink delays nothing."""
 
-    def copied_before(self, step: int) -> int:
+    def copied_fingerprint(self, step: int) -> int:
         """Return 0, since no copy for this sink is compared."""
         return 0
 
@@ -64,13 +64,13 @@ class StoreSink(PlainSink):
             problem = self._saver.copy(order.step, order.view, self._me, checked=order.checked)
         elif self._capture is not None:
             with contextlib.suppress(WorldError):
-                self._capture(wanted_of_shares(len(order.view.members)))
+                self._capture(share_selector(len(order.view.members)))
         return ev.StateCopied(SinkKind.STORE, order.step, time.monotonic() - began, problem)
 
-    def before_update(self) -> None:
+    def wait_before_update(self) -> None:
         """Wait until copies from a GPU have left it."""
         if self._saver is not None:
-            self._saver.before_update()
+            self._saver.wait_before_update()
 
     def finish(self) -> None:
         """Wait for a save under way."""
@@ -104,13 +104,13 @@ class FollowersSink(PlainSink):
         else:
             self._feeder.drop(order.follower)
 
-    def before_update(self) -> None:
+    def wait_before_update(self) -> None:
         """Wait until the copy is made."""
-        self._feeder.before_update()
+        self._feeder.wait_before_update()
 
-    def copied_before(self, step: int) -> int:
+    def copied_fingerprint(self, step: int) -> int:
         """Return a fingerprint of the state if it was copied one step before; 0: it was not."""
-        return self._feeder.copied_before(step)
+        return self._feeder.copied_fingerprint(step)
 
 
 class MemorySink(PlainSink):
@@ -132,9 +132,9 @@ class MemorySink(PlainSink):
         """Drop states and steps older than a protected state."""
         self._protector.forget(order.view, order.step)
 
-    def before_update(self) -> None:
+    def wait_before_update(self) -> None:
         """Wait until nothing is read of the state any more."""
-        self._protector.before_update()
+        self._protector.wait_before_update()
 
 
 class LateSink(PlainSink):

@@ -65,7 +65,7 @@ class StoreSource(PlainSource):
             except (Damaged, Missing) as error:
                 text = f"the checkpoint of step {step} is not used: {error}"
                 say(text)
-                other = restorer.instead_of(step, at.view.invalidations)
+                other = restorer.find_replacement(step, at.view.invalidations)
                 return (ev.ObtainFailed(SourceKind.STORE, number, text, step, other),)
         except Aborted:
             raise
@@ -111,14 +111,14 @@ class MemorySource(PlainSource):
     def load_state(self, order: ef.ObtainState, at: ViewConnections | None) -> Events:
         """Load the state from which a view begins."""
         assert at is not None, "a state is recalled in a view"
-        return self._told(at, self._recalling.state(at.view, self._loading))
+        return self._describe_recall(at, self._recalling.state(at.view, self._loading))
 
     def take_step(self, order: ef.ObtainStep, at: ViewConnections | None) -> Events:
         """Put the gradient of a step where the script finds it."""
         assert at is not None, "a step is recalled in a view"
-        return self._told(at, self._recalling.step(at.view, order.step))
+        return self._describe_recall(at, self._recalling.step(at.view, order.step))
 
-    def _told(self, at: ViewConnections, event: ev.WorkerEvent) -> Events:
+    def _describe_recall(self, at: ViewConnections, event: ev.WorkerEvent) -> Events:
         """Have the leader describe the recall, once it is complete."""
         news = self._recalling.news
         if news and self._me == at.view.leader:

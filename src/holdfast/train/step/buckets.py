@@ -19,7 +19,7 @@ import xxhash
 from holdfast.core import tree
 from holdfast.core.errors import UserError
 from holdfast.core.step.events import Purpose
-from holdfast.train.checkpoint.local_tensors import local_gradient, local_of, placed_as
+from holdfast.train.checkpoint.local_tensors import local_gradient, local_of, place_as
 from holdfast.train.step.monitor import Monitor
 from holdfast.train.step.probe import current
 from holdfast.train.step.row_table import Rows, RowTable
@@ -109,7 +109,7 @@ class Bucket:
         tree.merge(self.partials, (vrank, 1), leaf, vranks, self._add)
         self.contributed.add(vrank)
 
-    def without_share(self, nodes: Iterable[tree.Node]) -> Bucket:
+    def replace_share(self, nodes: Iterable[tree.Node]) -> Bucket:
         """Return the bucket with zeros for these partial sums, which may still be written."""
         found = copy.copy(self)
         found.partials = dict.fromkeys(nodes, Flat(self.params))
@@ -231,7 +231,7 @@ class Gradients:
         self.active_tables = [
             t for t in self.tables if of is None or not set(t.owners).isdisjoint(of)
         ]
-        self._come_last()
+        self._move_hooks_last()
         self.clear()
 
     def sit_out(self) -> None:
@@ -317,7 +317,7 @@ class Gradients:
                 bucket.result.data.div_(weight)
             whole = zip(bucket.params, bucket.result.views, bucket.places, strict=True)
             for param, view, place in whole:
-                param.grad = placed_as(param, view) if flags[place] else None
+                param.grad = place_as(param, view) if flags[place] else None
         for table in self.tables:
             table.drop_gradient()
         for table in self.active_tables:
@@ -325,9 +325,9 @@ class Gradients:
                 table.param.grad = table.result.times(scale, weight).gradient(table.param)
 
     def _hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
-        def arrived(param: torch.Tensor) -> None:
+        def handle_gradient(param: torch.Tensor) -> None:
             name = self._named[index][0]
-            vrank = self._running(name)
+            vrank = self._running_task(name)
             if param.grad is None:
                 raise UserError(_LOST.format(name))
             if param.grad.layout != torch.strided:
@@ -345,11 +345,11 @@ class Gradients:
             elif bucket.missing < 0:
                 raise UserError(_TWICE.format(name))
 
-        return arrived
+        return handle_gradient
 
     def _table_hook(self, table: RowTable) -> Callable[[torch.Tensor], None]:
-        def arrived(param: torch.Tensor) -> None:
-            vrank = self._running(table.name)
+        def handle_gradient(param: torch.Tensor) -> None:
+            vrank = self._running_task(table.name)
             if param.grad is None:
                 raise UserError(_LOST.format(table.name))
             self._used[table.place] = 1
@@ -360,9 +360,9 @@ class Gradients:
             if table in self.active_tables:
                 self._fill_table(table, vrank)
 
-        return arrived
+        return handle_gradient
 
-    def _running(self, name: str) -> int:
+    def _running_task(self, name: str) -> int:
         """Return the virtual rank of the task that is running. UserError if there is none."""
         if self._vrank is None:
             raise UserError(_OUTSIDE.format(name))
@@ -370,7 +370,7 @@ class Gradients:
             raise UserError(_BESIDE.format(name))
         return self._vrank
 
-    def _come_last(self) -> None:
+    def _move_hooks_last(self) -> None:
         """Let hooks that the script has added meanwhile see the gradient before we take it."""
         for i, (param, hook) in enumerate(self._hooks):
             if next(reversed(param._post_accumulate_grad_hooks)) != self._handles[i].id:

@@ -137,7 +137,7 @@ class Driver:
         `shard`: the worker's process from which the event comes.
         """
         with self.monitor:
-            self._events.extend(self._heard(event, shard))
+            self._events.extend(self._gather_shards(event, shard))
             if self._posting:
                 return
             self._posting = True
@@ -157,7 +157,7 @@ class Driver:
             while self._events:
                 self._machine.handle(self._events.popleft(), time.monotonic())
 
-    def _heard(self, event: ev.WorkerEvent, shard: int = 0) -> Sequence[ev.WorkerEvent]:
+    def _gather_shards(self, event: ev.WorkerEvent, shard: int = 0) -> Sequence[ev.WorkerEvent]:
         return (event,) if self._shards is None else self._shards.hear(shard, event)
 
     def tick(self) -> None:
@@ -302,9 +302,9 @@ class Driver:
             if self._engine_waits and not isinstance(effect, ef.Reduce):
                 self.monitor.notify_all()
         else:
-            self._at_once(effect)
+            self._carry_out_at_once(effect)
 
-    def _at_once(self, effect: ef.WorkerEffect) -> None:
+    def _carry_out_at_once(self, effect: ef.WorkerEffect) -> None:
         match effect:
             case ef.Tell(status):
                 self._link.tell(status)
@@ -324,7 +324,7 @@ class Driver:
                 try:
                     if self._hands is not None:
                         for event in self._hands.carry_out(effect):
-                            self._events.extend(self._heard(event))
+                            self._events.extend(self._gather_shards(event))
                 except Exception as error:  # noqa: BLE001 - the script raises it, from its thread
                     self.fail(error)
 

@@ -37,7 +37,7 @@ from holdfast.train.step.reduction import (
     TableGather,
 )
 from holdfast.train.step.row_sums import RowsSum
-from holdfast.train.step.state_differences import explain, in_short
+from holdfast.train.step.state_differences import explain, summarise
 from holdfast.train.step.step_data import StepData
 from holdfast.train.step.sum_runs import SumRuns, digest_all
 from holdfast.train.step.values import ValuesGather
@@ -105,9 +105,9 @@ class Engine(threading.Thread):
                 self._driver.fail(error)
                 return
 
-    def awaited(self) -> list[int]:
+    def awaited_ranks(self) -> list[int]:
         """Return the ranks whose tasks are not finished yet, as far as known here."""
-        return [] if self._rows is None else self._rows.awaited()
+        return [] if self._rows is None else self._rows.awaited_ranks()
 
     def put_right(self, digests: Sequence[int]) -> None:
         """Use a correct run for each piece of the checked bucket. Aborted."""
@@ -238,7 +238,7 @@ class Engine(threading.Thread):
             self._filled.begin(layout.hosted[layout.rank], buckets)
         else:
             nodes = layout.nodes[layout.rank]
-            self._filled.begin_without(bucket.without_share(nodes) for bucket in buckets)
+            self._filled.begin_without(bucket.replace_share(nodes) for bucket in buckets)
         begun, total = 0, len(buckets)
         gathering: deque[BucketSum] = deque()
         sums: list[BucketSum] = []
@@ -255,7 +255,7 @@ class Engine(threading.Thread):
                 with self._driver.monitor:  # a newer view may merge the partial sums further
                     self._driver.check_alive(order.view)
                     started = BucketSum(bucket, layout)
-                with at.waits.sending():
+                with at.waits.surround_sending():
                     started.gather(at.transport)
                 gathering.append(started)
             if begun == total and not closing:  # under way beside the last buckets
@@ -287,9 +287,9 @@ class Engine(threading.Thread):
         if any(len({each for each in kind if each}) > 1 for kind in zip(*prints, strict=True)):
             self._explain(at, order.step, at.view.workers)
         with self._driver.monitor:
-            unlike = data.speculative.contradicted(sums, data.values.told)
+            unlike = data.speculative.contradicted_vranks(sums, data.values.told)
             leads = at.view.leader == self._exchange.me.worker and not self._exchange.me.shard
-            data.became_reduced(order.view, leads=leads)
+            data.record_reduced(order.view, leads=leads)
         doubt = max((each.doubt() for each in sums), default=FINITE)
         found = [tensor for each in sums for tensor in each.sums]
         return ev.Summed(
@@ -303,7 +303,7 @@ class Engine(threading.Thread):
             bits=digest_all(found) if doubt != FINITE else 0,
             unlike=unlike,
             compute_us=data.clock.step_us(),
-            wait=at.waits.told(),
+            wait=at.waits.wait_of_step(),
         )
 
     def _explain(self, at: TimedConnections, step: int, holders: Sequence[WorkerId]) -> None:
@@ -317,7 +317,7 @@ class Engine(threading.Thread):
         found = explain({w: text for w, text in told if w in holders}, step, self._unlike)
         self._unlike = found or self._unlike
         if found and at.layout.rank == 0:
-            text = f"what differs in step {step}: {in_short(found)}"
+            text = f"what differs in step {step}: {summarise(found)}"
             self._driver.post(ev.EventNoted("wrong", text))
 
     def _checker(self, view: int) -> Callable[[], None]:

@@ -20,7 +20,7 @@ class ViewGroup(Protocol):
 
     def abort(self) -> None: ...
 
-    def lost(self) -> Sequence[int]: ...
+    def lost_ranks(self) -> Sequence[int]: ...
 
 
 class LinkWatch:
@@ -49,6 +49,6 @@ class LinkWatch:
         found: list[ev.WorkerEvent] = []
         if text := self._descriptors.complaint():
             found.append(ev.EventNoted("descriptors", text))
-        if peers := tuple(view.workers[rank] for rank in group.lost()):
+        if peers := tuple(view.workers[rank] for rank in group.lost_ranks()):
             found.append(ev.LinkLost(view.number, peers))
         return found

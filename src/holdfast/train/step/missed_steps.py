@@ -57,7 +57,7 @@ class MissedSteps:
             if first:
                 used = kept.used.to(torch.uint8)
                 parts = (kept.head, kept.rows, used, kept.left, kept.told)
-                every = (*parts, *_in_parts(kept.tables))
+                every = (*parts, *_encode_in_parts(kept.tables))
                 sends += [(to, part) for part in every if part.numel()]
             transport.exchange(sends, [], TAG_STATE).wait()
 
@@ -90,13 +90,13 @@ class MissedSteps:
         sizes = torch.zeros(len(tables), 2, dtype=torch.int64)
         transport.exchange([], [(donor, sizes)], TAG_STATE).wait()
         for table, (count, dense) in zip(tables, sizes.tolist(), strict=True):
-            table.result = Rows.none(table.param, count, dense=bool(dense))
-        parts = _in_parts([table.result for table in tables])[1:]
+            table.result = Rows.make_empty(table.param, count, dense=bool(dense))
+        parts = _encode_in_parts([table.result for table in tables])[1:]
         receives = [(donor, part) for part in parts if part.numel()]
         transport.exchange([], receives, TAG_STATE).wait()
 
 
-def _in_parts(tables: Sequence[Rows]) -> tuple[torch.Tensor, ...]:
+def _encode_in_parts(tables: Sequence[Rows]) -> tuple[torch.Tensor, ...]:
     """Return the tensors that encode these tables: first the number of rows of each."""
     sizes = torch.tensor([(len(t.places), int(t.dense)) for t in tables], dtype=torch.int64)
     return (sizes, *(part for t in tables for part in (t.places, t.values)))

@@ -105,7 +105,7 @@ class ModuleAttributes:
             if isinstance(owner, nn.Module):
                 self._first_buffers[path] = _print(value)
             else:
-                self._first[path] = _seen(value)
+                self._first[path] = _remember(value)
 
     # ------------------------------------------------------------ the job's state
 
@@ -128,14 +128,14 @@ class ModuleAttributes:
         for path, value, owner in list(self._attributes()):
             name = path.rpartition(".")[2]
             if isinstance(owner, nn.Module):
-                owner._buffers[name] = _like(state["buffers"].get(path, value), value)
+                owner._buffers[name] = _copy_to_device_of(state["buffers"].get(path, value), value)
             elif path in self._first and path not in state["attributes"]:
                 owner[name] = self._first[path].value
         for path, value in state["attributes"].items():
             parent, _, name = path.rpartition(".")
             if parent in modules:
                 attributes = vars(modules[parent])
-                attributes[name] = _like(value, attributes.get(name))
+                attributes[name] = _copy_to_device_of(value, attributes.get(name))
         self._changed = {*state["attributes"], *state["buffers"]}
 
     def _is_as_made(self, path: str, value: Any, owner: dict[str, Any] | nn.Module) -> bool:
@@ -143,10 +143,10 @@ class ModuleAttributes:
             return self._first_buffers.get(path) == _print(value)
         return _is_same(self._first.get(path), value)
 
-    def plain(self) -> dict[str, Any]:
+    def plain_attributes(self) -> dict[str, Any]:
         """Return the changed attributes in plain values, to compare them between workers."""
         found = self.state_dict()["attributes"]
-        return {path: _told(value) for path, value in found.items()}
+        return {path: _describe(value) for path, value in found.items()}
 
     # ------------------------------------------------------------ within a step
 
@@ -181,12 +181,12 @@ class ModuleAttributes:
                 continue
             for name, value in now.items():
                 before = start.get(name, _ABSENT)
-                if before is value or name in _INTERNAL or name in _derived(now):
+                if before is value or name in _INTERNAL or name in _find_derived(now):
                     continue
                 if not (_is_carried(value) and (before is _ABSENT or _is_carried(before))):
                     continue
                 self._left.append(_Change(now, name, before, value))
-                if name != "training" and _differ(before, value):
+                if name != "training" and _has_changed(before, value):
                     self._note(f"{path}.{name}")
 
         for held in self._held:
@@ -217,7 +217,7 @@ class ModuleAttributes:
         """Walk over (path, value, owner): a module for its buffers, else its dictionary."""
         for path, module in self._modules():
             attributes = vars(module)
-            derived = _derived(attributes)
+            derived = _find_derived(attributes)
             for name, value in attributes.items():
                 if name not in _INTERNAL and name not in derived and _is_carried(value):
                     yield f"{path}.{name}", value, attributes
@@ -226,7 +226,7 @@ class ModuleAttributes:
                     yield f"{path}.{name}", buffer, module
 
 
-def _derived(attributes: Mapping[str, Any]) -> set[str]:
+def _find_derived(attributes: Mapping[str, Any]) -> set[str]:
     """Return the attributes that a module's hooks compute from parameters before each forward pass.
 
     That is how pruning, and the weight and spectral norms of torch.nn.utils, keep weights.
@@ -236,7 +236,7 @@ def _derived(attributes: Mapping[str, Any]) -> set[str]:
     return {name for name in names if isinstance(name, str)}
 
 
-def _seen(value: Any) -> _Seen:
+def _remember(value: Any) -> _Seen:
     if isinstance(value, torch.Tensor):
         return _Seen(value, value._version)
     return _Seen(_copy(value), 0)
@@ -247,10 +247,10 @@ def _is_same(seen: _Seen | None, value: Any) -> bool:
         return False
     if isinstance(value, torch.Tensor):
         return seen.value is value and seen.version == value._version
-    return not _differ(seen.value, value)
+    return not _has_changed(seen.value, value)
 
 
-def _differ(before: Any, after: Any) -> bool:
+def _has_changed(before: Any, after: Any) -> bool:
     if isinstance(before, torch.Tensor) or isinstance(after, torch.Tensor):
         return before is not after
     return type(before) is not type(after) or (before != after and repr(before) != repr(after))
@@ -297,7 +297,7 @@ def _copy(value: Any) -> Any:
     return value.copy() if isinstance(value, list | dict | set) else value
 
 
-def _told(value: Any) -> Any:
+def _describe(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return f"a tensor {list(value.shape)} of {value.dtype} with digest {_print(value):x}"
@@ -307,7 +307,7 @@ def _print(value: torch.Tensor) -> int:
     return xxhash.xxh3_64_intdigest(as_bytes(value).numpy().data)
 
 
-def _like(value: Any, present: Any) -> Any:
+def _copy_to_device_of(value: Any, present: Any) -> Any:
     """Return `value`, on the device of `present`."""
     if isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor):
         return value.detach().clone().to(present.device)

@@ -69,7 +69,7 @@ class StateSink(Protocol):
         """Drop states or steps that the sink does not need any more."""
         ...
 
-    def before_update(self) -> None:
+    def wait_before_update(self) -> None:
         """Let copies under way come first: the state is about to change."""
         ...
 
@@ -77,7 +77,7 @@ class StateSink(Protocol):
         """Wait for what the end of a loop must not cut off."""
         ...
 
-    def copied_before(self, step: int) -> int:
+    def copied_fingerprint(self, step: int) -> int:
         """Return a fingerprint of the state if it was copied one step before; 0: it was not."""
         ...
 
@@ -166,14 +166,14 @@ class StateMover:
         """Copy the state for a sink, between two steps."""
         return self._sinks[order.sink].copy(order)
 
-    def before_update(self) -> None:
+    def wait_before_update(self) -> None:
         """Let copies under way come first: the state is about to change."""
         for sink in self._sinks.values():
-            sink.before_update()
+            sink.wait_before_update()
 
-    def copied_before(self, step: int) -> int:
+    def copied_fingerprint(self, step: int) -> int:
         """Return a fingerprint of the state if it was copied one step before; 0: it was not."""
-        return max(sink.copied_before(step) for sink in self._sinks.values())
+        return max(sink.copied_fingerprint(step) for sink in self._sinks.values())
 
     def finish(self) -> None:
         """Wait for a save under way: the loop has ended."""

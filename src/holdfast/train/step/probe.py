@@ -25,10 +25,10 @@ class Probe:
     def gradient(self, vrank: int, flat: torch.Tensor) -> None:
         """A bucket of a task's gradient has been computed, and is not added to anything yet."""
 
-    def received(self, flat: torch.Tensor) -> None:
+    def handle_received(self, flat: torch.Tensor) -> None:
         """A partial sum has come from another worker."""
 
-    def sending(self, peer: int, size: int) -> None:
+    def handle_sending(self, peer: int, size: int) -> None:
         """The engine is about to send `size` bytes of a bucket to rank `peer`."""
 
 

@@ -121,13 +121,13 @@ class BucketSum:
         for peer in layout.others:
             parts = [data[self._pieces[peer]] for data in self._own.values()]
             sends += [(peer, part) for part in parts]
-            current.probe.sending(peer, sum(part.nbytes for part in parts))
+            current.probe.handle_sending(peer, sum(part.nbytes for part in parts))
         self._pending = transport.exchange(_nonempty(sends), _nonempty(receives), self._tag)
 
     def spread(self, transport: Transport, waits: Waits | None = None) -> None:
         _wait(self._pending, waits)
         for part in self._received.values():
-            current.probe.received(part)
+            current.probe.handle_received(part)
         result, piece, peers = self._result, self._pieces[self._layout.rank], self._layout.others
         out = result[piece]
         self._fold(out, piece)
@@ -229,7 +229,7 @@ class TableGather:
     def finish(self) -> None:
         return
 
-    def awaited(self) -> list[int]:
+    def awaited_ranks(self) -> list[int]:
         """Ranks that are not done with their tasks yet, as far as known here."""
         return [peer for peer, message in self._messages.items() if not message[0]]
 
@@ -250,19 +250,19 @@ class BuffersSpread:
     def gather(self, transport: Transport) -> None:
         if self._layout.rank == self._host:
             self._buffers.share()
-            self._size[0] = len(self._left())
+            self._size[0] = len(self._left_buffers())
         self._pending = self._send(transport, self._size)
 
     def spread(self, transport: Transport) -> None:
         _wait(self._pending)
         if self._layout.rank != self._host:
             self._buffers.receive(torch.empty(int(self._size[0]), dtype=torch.uint8))
-        self._pending = self._send(transport, self._left())
+        self._pending = self._send(transport, self._left_buffers())
 
     def finish(self) -> None:
         _wait(self._pending)
 
-    def _left(self) -> torch.Tensor:
+    def _left_buffers(self) -> torch.Tensor:
         if self._buffers.left is None:
             raise InvariantError("virtual rank 0 left no buffers")
         return self._buffers.left

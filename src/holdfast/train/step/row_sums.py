@@ -33,7 +33,10 @@ class RowsSum:
         self._layout = layout
         # by table; those of all members once they have arrived
         self._parts: list[dict[tree.Node, Rows]] = [
-            {n: t.partials[n] if counts else Rows.none(t.param) for n in layout.nodes[layout.rank]}
+            {
+                n: t.partials[n] if counts else Rows.make_empty(t.param)
+                for n in layout.nodes[layout.rank]
+            }
             for t in tables
         ]
         self._sizes: dict[int, torch.Tensor] = {}  # by rank: [tables, nodes, words]
@@ -63,10 +66,10 @@ class RowsSum:
                 for node, (count, dense) in zip(
                     layout.nodes[p], self._sizes[p][i].tolist(), strict=True
                 ):
-                    rows = parts[node] = Rows.none(table.param, count, dense=bool(dense))
+                    rows = parts[node] = Rows.make_empty(table.param, count, dense=bool(dense))
                     receives += [(p, t) for t in (rows.places, rows.values) if t.numel()]
         for peer in layout.others:
-            current.probe.sending(peer, sum(t.nbytes for p, t in sends if p == peer))
+            current.probe.handle_sending(peer, sum(t.nbytes for p, t in sends if p == peer))
         self._pending = transport.exchange(sends, receives, TAG_ROWS)
 
     def finish(self) -> None:
@@ -74,7 +77,7 @@ class RowsSum:
         others = [n for p in self._layout.others for n in self._layout.nodes[p]]
         for table, parts in zip(self.tables, self._parts, strict=True):
             for node in others:
-                current.probe.received(parts[node].values)
+                current.probe.handle_received(parts[node].values)
             table.result = tree.fold(parts, self._layout.vranks, Rows.plus)
 
     @property

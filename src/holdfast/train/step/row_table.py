@@ -31,7 +31,7 @@ class Rows:
     dense: bool = False
 
     @classmethod
-    def none(cls, param: torch.Tensor, count: int = 0, *, dense: bool = False) -> Rows:
+    def make_empty(cls, param: torch.Tensor, count: int = 0, *, dense: bool = False) -> Rows:
         """Return `count` rows without values yet."""
         places = torch.empty(count, dtype=torch.int64, device=param.device)
         values = torch.empty(count, *param.shape[1:], dtype=param.dtype, device=param.device)
@@ -107,7 +107,7 @@ class RowTable:
         self.owners = owners
         self._keyed = find_keyed_gradient(param)
         self.partials: dict[tree.Node, Rows] = {}
-        self.result = Rows.none(param)
+        self.result = Rows.make_empty(param)
 
     def begin_task(self) -> None:
         """Forget rows left over from a task whose pass was broken off."""
@@ -118,8 +118,8 @@ class RowTable:
         """Move the gradient now in `.grad` out of it; none counts as no rows."""
         grad, self.param.grad = self.param.grad, None
         if self._keyed is None:
-            return Rows.none(self.param) if grad is None else Rows.of(grad, self.name)
-        found = Rows.none(self.param)
+            return Rows.make_empty(self.param) if grad is None else Rows.of(grad, self.name)
+        found = Rows.make_empty(self.param)
         for keys, values in self._keyed.take():
             found = found.plus(Rows(places=keys, values=values))
         return found

@@ -73,7 +73,7 @@ class SpeculativeTasks:
         self._gradients.adopt(vrank)
         return task.report.encoded()
 
-    def contradicted(
+    def contradicted_vranks(
         self, sums: Sequence[BucketSum | RowsSum], told: Mapping[int, bytes]
     ) -> tuple[int, ...]:
         """Return the virtual ranks for which others have sent other results.

@@ -43,12 +43,12 @@ def explain(
     if unlike and judge(digests).right is None and (many or again):
         once_more = " once more, as memory that fails rarely does" if again and not many else ""
         raise ScriptFault(
-            f"{in_short(unlike)} differ between workers at step {step}{once_more}: {UPDATES}"
+            f"{summarise(unlike)} differ between workers at step {step}{once_more}: {UPDATES}"
         )
     return tuple(unlike)
 
 
-def in_short(names: Sequence[str]) -> str:
+def summarise(names: Sequence[str]) -> str:
     """Name the first one, and the number of the others."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors"
 

@@ -82,7 +82,7 @@ class StepData:
             parts += [(table.index, table.result.places), (table.index, table.result.values)]
         return self.digest.part_of(step, parts)
 
-    def became_reduced(self, view: int, *, leads: bool = False) -> None:
+    def record_reduced(self, view: int, *, leads: bool = False) -> None:
         """Record that the step's gradient is complete, by an exchange in this view.
 
         `leads`: this worker is that view's leader. A worker that missed the exchange was not.

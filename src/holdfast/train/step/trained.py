@@ -63,7 +63,7 @@ class TrainedParameters:
             self._see(self._modules)
             return self._plan()
         if self._taken:
-            self._taken, every = False, dict(self._every())
+            self._taken, every = False, dict(self._all_named())
             return [(name, every[name]) for name in self._planned if name in every]
         return None
 
@@ -74,7 +74,7 @@ class TrainedParameters:
         """
         if self._known is not None and not looks:
             return []
-        names = [name for name, _ in self._every()] + [
+        names = [name for name, _ in self._all_named()] + [
             f"{name}.{path}" for name, m in self._modules.items() for path, _ in m.named_buffers()
         ]
         known, self._known = self._known, {*names, *(self._known or ())}
@@ -85,7 +85,7 @@ class TrainedParameters:
         for each in self._gathers:
             each.reshard()
 
-    def by_row(self) -> list[torch.Tensor]:
+    def row_parameters(self) -> list[torch.Tensor]:
         """Return the parameters with sparse gradients."""
         every = [each for module in self._modules.values() for each in module.modules()]
         tables = [each for each in every if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
@@ -93,12 +93,12 @@ class TrainedParameters:
 
     def state_dict(self) -> dict[str, list[str] | None]:
         """Return the names of the trained parameters, and of the summed ones if these differ."""
-        trained = self._trained()
+        trained = self._trained_names()
         return {"now": trained, "planned": None if self._planned == trained else self._planned}
 
     def load_state_dict(self, state: Mapping[str, list[str] | None]) -> None:
         """Train the parameters that the job trains. StateMismatch if some are not here."""
-        wanted, every = set(state["now"] or ()), dict(self._every())
+        wanted, every = set(state["now"] or ()), dict(self._all_named())
         missing = sorted(wanted - set(every))
         if missing:
             raise StateMismatch(
@@ -112,7 +112,7 @@ class TrainedParameters:
                 param.requires_grad_(id(param) in trained)
                 param.grad = None
         planned, self._taken = state["planned"], True
-        self._planned = self._trained() if planned is None else list(planned)
+        self._planned = self._trained_names() if planned is None else list(planned)
         summed = {id(every[name]) for name in self._planned if name in every}
         for name, module in self._modules.items():
             parts = list(module.modules())
@@ -136,17 +136,17 @@ class TrainedParameters:
                         f"{path} has max_norm={each.max_norm}, with which a forward pass changes "
                         "the parameter: leave it out, and scale rows after the optimizer's step"
                     )
-        every = self._every()
+        every = self._all_named()
         for name, param in every:
             if isinstance(param, nn.parameter.UninitializedParameter):
                 raise UserError(f"{name} has no shape yet: call the model once, before any step")
-        self._planned = self._trained()
+        self._planned = self._trained_names()
         return [(name, param) for name, param in every if param.requires_grad]
 
-    def _trained(self) -> list[str]:
-        return [name for name, param in self._every() if param.requires_grad]
+    def _trained_names(self) -> list[str]:
+        return [name for name, param in self._all_named() if param.requires_grad]
 
-    def _every(self) -> list[Named]:
+    def _all_named(self) -> list[Named]:
         return [
             (f"{name}.{path}", param)
             for name, module in self._modules.items()

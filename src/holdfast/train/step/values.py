@@ -43,7 +43,7 @@ class StepValues:
         if told:
             self._mine[vrank] = told
 
-    def mine(self, places: Iterable[int]) -> dict[int, bytes]:
+    def own_values(self, places: Iterable[int]) -> dict[int, bytes]:
         """Return this worker's values for those of these places that have one."""
         return {place: self._mine[place] for place in places if place in self._mine}
 
@@ -73,7 +73,7 @@ class ValuesGather:
         places = list(layout.hosted[layout.rank]) if counts else []
         if view.workers[layout.rank] == view.leader:
             places.append(PROPOSAL)
-        values.told = mine = values.mine(places)
+        values.told = mine = values.own_values(places)
         self._values = values
         self._layout = layout
         self._mine = bytearray(msgspec.msgpack.encode(mine)) if mine else bytearray()
