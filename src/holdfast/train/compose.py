@@ -493,9 +493,7 @@ def compose_worker(
         SourceKind.FEED: FeedSource(receiver),
     }
     sinks = _sinks(me.worker, feeder, StoreSink(saver, me.worker, capture), missed, protector)
-    mover = StateMover(
-        sources, sinks, loaded, missed, receiver.follow, receiver.wait_until_settled, loading
-    )
+    mover = StateMover(sources, sinks, loaded, missed, receiver.follow, receiver.settle, loading)
     engine = Engine(driver, control.link, data, filled, mover, exchange)
     driver.serve(StepHands(data, engine, mover, from_store, recorder, protector))
     runner = TaskRunner(driver, data, backs_up, control.inner, guard.files)

@@ -122,7 +122,7 @@ class FedReceiver:
         )
         self._loading.start()
 
-    def wait_until_settled(self) -> None:
+    def settle(self) -> None:
         """Wait until nothing is being loaded any more."""
         if self._loading is not None:
             self._loading.join()
