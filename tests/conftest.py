@@ -97,7 +97,7 @@ def forked_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     HOLDFAST_FORK_SERVER from its environment.
     """
     path = tmp_path_factory.mktemp("fork") / "server"
-    with pytest.MonkeyPatch.context() as patch, fork_server.started(path):
+    with pytest.MonkeyPatch.context() as patch, fork_server.run_fork_server(path):
         patch.setenv(fork_server.VARIABLE, str(path))
         yield
 

@@ -262,7 +262,7 @@ ENTRY = st.builds(
 def test_no_flipped_bit_makes_decompression_take_memory_or_raise() -> None:
     """This holds for the bits of a frame's own length field, too."""
     chunk = make_state(1)["sparse"][:CHUNK_BYTES]
-    good = bytes(compression.shorter(memoryview(chunk)))
+    good = bytes(compression.shorten(memoryview(chunk)))
     into, wrong = bytearray(CHUNK_BYTES), 0
     for at in range(24):  # magic, descriptor, length, and the first blocks
         for bit in range(8):

@@ -185,7 +185,7 @@ def test_data_loaders_need_shared_memory() -> None:
 
 def test_a_machine_against_itself_and_against_a_faster_one() -> None:
     plain = examined(Fake())
-    data = json.dumps(doctor.plain(plain)).encode()
+    data = json.dumps(doctor.to_plain(plain)).encode()
     other = doctor.read_report(data)
     assert other == plain
     same = examined(Fake(), against=(other,))

@@ -227,7 +227,7 @@ def test_what_counts_is_when_the_renewal_was_sent() -> None:
         hold = Hold(term=1, created=7, lease=5, ttl_s=10.0)
         leadership = Leadership(SlowEtcd([]), url, hold, 100.5, lambda: now)
         assert await leadership._renew() == ""
-        assert 6.0 < leadership.left_s() < 7.0
+        assert 6.0 < leadership.remaining_s() < 7.0
 
     asyncio.run(scenario())
 
@@ -241,7 +241,7 @@ def test_without_etcd_the_office_ends_in_time() -> None:
         leadership = Leadership(EtcdClient(url.endpoints, 0.1), url, hold, began + 0.3, loop.time)
         with pytest.raises(Deposed, match=r"term 4 .* is over: etcd did not carry out"):
             await leadership.hold()
-        assert leadership.left_s() <= 0
+        assert leadership.remaining_s() <= 0
         assert loop.time() - began >= 0.3
 
     asyncio.run(scenario())
@@ -259,7 +259,7 @@ def test_whose_office_is_taken_away_notices(how: str, cluster: EtcdCluster, tmp_
             await cluster.client().request("/v3/kv/deleterange", {"key": key}, WAIT_S)
         with pytest.raises(Deposed, match="is over"):
             await asyncio.wait_for(leadership.hold(), WAIT_S)
-        assert leadership.left_s() > 0, "it learned it from etcd, not from its clock"
+        assert leadership.remaining_s() > 0, "it learned it from etcd, not from its clock"
 
     asyncio.run(scenario())
 
@@ -322,12 +322,12 @@ def test_standbys_learn_what_the_job_is_with_its_secret_only(
 
     async def scenario() -> None:
         election = open_election(url)
-        assert await election.known(secret) is None
+        assert await election.read_job(secret) is None
         await election.publish(SPEC, secret)
         await election.publish(SPEC, secret)  # by a restarted coordinator
-        assert await election.known(secret) == SPEC
+        assert await election.read_job(secret) == SPEC
         with pytest.raises(UserError, match=rf"not the secret of the job {tmp_path.name}"):
-            await election.known(b"other")
+            await election.read_job(b"other")
         with pytest.raises(UserError, match=rf"another run named {tmp_path.name}"):
             await election.publish(SPEC, secrets.token_bytes(32))
 

@@ -25,9 +25,9 @@ from holdfast.health.external_checks import (
     RepeatedCheck,
     judge_command,
     load_checks,
+    make_repeated_check,
     parse_check,
     parse_checks,
-    repeated_check,
     run,
     save_checks,
 )
@@ -59,7 +59,7 @@ def repeated() -> Iterator[Callable[[ExternalCheck], RepeatedCheck]]:
     made: list[RepeatedCheck] = []
 
     def make(check: ExternalCheck) -> RepeatedCheck:
-        made.append(repeated_check(check))
+        made.append(make_repeated_check(check))
         return made[-1]
 
     yield make

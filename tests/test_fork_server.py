@@ -181,7 +181,7 @@ def test_a_node_forks_its_workers_unless_it_has_gpus(
 
     monkeypatch.delenv(fork_server.VARIABLE)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    monkeypatch.setattr(fork_server, "started", start)
+    monkeypatch.setattr(fork_server, "run_fork_server", start)
     spec = with_settings(SPEC, settings)
     template = WorkerTemplate(run_dir=RunDir(tmp_path), spec=spec, host="127.0.0.1")
     with forking(template):

@@ -176,10 +176,10 @@ def test_members_use_nccl_only_if_each_has_a_gpu_of_its_own(
         rendezvous = SharedRendezvous(member.addresses, "gpus", member.rank, threading.Event())
         transport.open(member.rank, member.size, rendezvous)
         chosen.append(type(transport._over))
-        got = {peer: member.full(-1, 100) for peer in member.peers()}
-        sends = [(peer, member.full(member.rank, 100)) for peer in member.peers()]
+        got = {peer: member.make_full(-1, 100) for peer in member.peers()}
+        sends = [(peer, member.make_full(member.rank, 100)) for peer in member.peers()]
         transport.exchange(sends, list(got.items()), 5).wait()
-        assert all(torch.equal(room, member.full(peer, 100)) for peer, room in got.items())
+        assert all(torch.equal(room, member.make_full(peer, 100)) for peer, room in got.items())
 
     complaints = run_contract_in_threads(case, network.transport, size=3, device="cuda")
     assert complaints == []

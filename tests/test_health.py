@@ -41,8 +41,8 @@ from holdfast.health.findings import (
     Grade,
     grade_above,
     grade_below,
-    one_line,
     summary,
+    to_one_line,
     worst,
 )
 from holdfast.health.limits import GIB, MIB, Limits
@@ -368,7 +368,7 @@ def test_the_verdict_of_an_examination() -> None:
 
 
 def test_a_reason_is_one_bounded_line_of_plain_text() -> None:
-    text = one_line("first\nsecond\t\x1b[31mred " + "x" * 1000)
+    text = to_one_line("first\nsecond\t\x1b[31mred " + "x" * 1000)
     assert text.startswith("first second ?[31mred x")
     assert len(text) == REASON_MAX
 

@@ -240,7 +240,7 @@ def test_the_digests_are_those_of_whole_numbers() -> None:
     left, right = entries(WIDE, np.float64)
     result = left @ right
     assert compute.result_digest(result) == WIDE.digest
-    assert compute.wrong_rows(WIDE, result) == []
+    assert compute.find_wrong_rows(WIDE, result) == []
     some = [0, 1, 511, 1023]
     assert (left[some].astype(np.int64) @ right.astype(np.int64) == result[some]).all()
 

@@ -114,7 +114,7 @@ class Site:
             channel, found = self.arrived.get(timeout=PATIENCE_S)
             with channel:
                 assert found == purpose
-                assert peer_stream.exactly(channel, 5) == b"hello"
+                assert peer_stream.receive_exactly(channel, 5) == b"hello"
 
     def line(self) -> str:
         return self.lines.get(timeout=PATIENCE_S)
@@ -168,12 +168,12 @@ def test_a_replayed_handshake_opens_nothing() -> None:
         def pass_on() -> None:
             near, _ = relay.accept()
             with near, here.stranger() as far:
-                heard.append(peer_stream.exactly(near, len(HELLO)))
+                heard.append(peer_stream.receive_exactly(near, len(HELLO)))
                 far.sendall(heard[0])
-                near.sendall(peer_stream.exactly(far, 16))
-                heard.append(peer_stream.exactly(near, 32))
+                near.sendall(peer_stream.receive_exactly(far, 16))
+                heard.append(peer_stream.receive_exactly(near, 32))
                 far.sendall(heard[1])
-                near.sendall(peer_stream.exactly(far, 32))
+                near.sendall(peer_stream.receive_exactly(far, 32))
 
         thread = threading.Thread(target=pass_on)
         thread.start()
@@ -228,7 +228,7 @@ def test_a_flood_from_one_address_does_not_push_others_out() -> None:
     with site(proof_s=PATIENCE_S, strangers_max=8) as here, ExitStack() as stack:
         slow = stack.enter_context(here.stranger("127.0.0.3"))  # the oldest of all, but alone
         slow.sendall(HELLO)
-        assert len(peer_stream.exactly(slow, 16)) == 16  # it has been accepted
+        assert len(peer_stream.receive_exactly(slow, 16)) == 16  # it has been accepted
         flood = [stack.enter_context(here.stranger("127.0.0.2")) for _ in range(30)]
         assert all(is_closed(each) for each in flood[:23])
         here.serves()
@@ -289,11 +289,11 @@ def test_a_closed_listener_lets_nobody_in_and_keeps_its_connections() -> None:
         channel, _ = here.arrived.get(timeout=PATIENCE_S)
         with inside, channel, here.stranger() as waiting:
             waiting.sendall(HELLO)
-            assert len(peer_stream.exactly(waiting, 16)) == 16
+            assert len(peer_stream.receive_exactly(waiting, 16)) == 16
             here.listening.close()
             assert is_closed(waiting)
             inside.sendall(b"still here")
-            assert peer_stream.exactly(channel, 10) == b"still here"
+            assert peer_stream.receive_exactly(channel, 10) == b"still here"
             with pytest.raises(ConnectionRefusedError):
                 here.stranger()
 
@@ -312,7 +312,7 @@ def test_the_oldest_of_the_address_with_the_most_makes_room() -> None:
     assert strangers.enter("b3", "b", 3.0, 2.0) == [("b1", why)]
     strangers.leave("b2")
     strangers.leave("b2")  # it is gone already
-    assert strangers.everyone() == ["a1", "b3"]
+    assert strangers.list_all() == ["a1", "b3"]
     assert strangers.make_room() == [("a1", "too many connections have not proved themselves: 2")]
     assert len(strangers) == 1
 

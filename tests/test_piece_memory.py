@@ -422,7 +422,7 @@ def test_damaged_pieces_are_mended_from_those_of_other_nodes() -> None:
         "other nodes"
     )
     assert mending.round(1e12, nodes.addresses) == []
-    assert nodes.memories[2].damaged() == []
+    assert nodes.memories[2].find_damaged() == []
     for lost in (0, 1, 3):  # the mended piece is needed then
         assert nodes.read(STATE, 8, without=(lost,)) == IMAGE
         assert nodes.read(GRADIENT, 8, without=(lost,)) == IMAGE[::-1]
@@ -473,7 +473,7 @@ def test_pieces_of_the_dead_are_kept_until_something_newer_is_protected() -> Non
     (dead, arena), (_, other) = numbers
     put(arena, STATE, 4, b"a" * 100)
     put(arena, GRADIENT, 4, b"g" * 100)
-    memory.ended(dead)
+    memory.record_end(dead)
     assert [each.worker for each in memory.report()[0]] == [1]
     later = PieceShelf(2, 3, ((0, 0),), 0)
     put(other, STATE, 9, b"b" * 100, later)

@@ -172,7 +172,7 @@ def test_etcd_is_waited_for_with_a_limit() -> None:
         raise Unreachable("no server of etcd answers")
 
     with pytest.raises(UserError, match="gave up after 3 s: no server of etcd answers"):
-        asyncio.run(election.patiently(fail, said.append, 3.0))
+        asyncio.run(election.ask_patiently(fail, said.append, 3.0))
     assert said == ["standing by: no server of etcd answers; trying for 3 s"]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from conftest import Start, finish
 from holdfast.cli.main import main
-from holdfast.observe.charts import nice_ticks, thin_out
+from holdfast.observe.charts import nice_ticks, thin_points
 from holdfast.observe.goodput import Goodput, share_out
 from holdfast.observe.incident_costs import Part
 from holdfast.observe.incidents import find_incidents
@@ -94,6 +94,6 @@ def test_a_long_line_keeps_its_extremes() -> None:
     points = [(float(i), 0.0) for i in range(100_000)]
     points[777] = (777.0, 9.0)
     points[778] = (778.0, -9.0)
-    found = thin_out(points)
+    found = thin_points(points)
     assert len(found) <= 1300
     assert {(777.0, 9.0), (778.0, -9.0)} <= set(found)

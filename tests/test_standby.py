@@ -287,13 +287,13 @@ def test_a_node_with_a_run_directory_of_its_own_learns_from_etcd_that_the_job_is
     url, run_dir, own = cluster.url(tmp_path.name), RunDir(tmp_path / "a"), RunDir(tmp_path / "b")
     run_dir.create(SPEC, bytes(range(32)))
     contact = contact_by(url)
-    assert not asyncio.run(contact.ended(own)), "nobody has begun the job"
+    assert not asyncio.run(contact.has_ended(own)), "nobody has begun the job"
     with CoordinatorProcess(run_dir, "--election", url) as leader:
         until(run_dir.coordinator.exists, "the leader")
-        assert not asyncio.run(contact.ended(own)), "a coordinator leads the job"
+        assert not asyncio.run(contact.has_ended(own)), "a coordinator leads the job"
         leader.send_signal(signal.SIGTERM)
         assert leader.wait(WAIT_S) == 1
-    assert asyncio.run(contact.ended(own))
+    assert asyncio.run(contact.has_ended(own))
     assert asyncio.run(read_outcome(url)) == "interrupted"
 
 

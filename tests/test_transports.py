@@ -121,8 +121,8 @@ def test_the_contract_finds_a_broken_transport() -> None:
 def test_the_fake_notices_a_tensor_that_is_touched_too_early() -> None:
     def touches(member: GroupMember) -> None:
         transport = member.open("touched")
-        sent = [(p, member.full(1, 1000)) for p in member.peers()]
-        got = [(p, member.full(0, 1000)) for p in member.peers()]
+        sent = [(p, member.make_full(1, 1000)) for p in member.peers()]
+        got = [(p, member.make_full(0, 1000)) for p in member.peers()]
         pending = transport.exchange(sent, got, 1)
         sent[0][1][3] = 2.0
         pending.wait()
@@ -152,8 +152,8 @@ def ends_beside_a_frozen_member(member: GroupMember) -> None:
     frozen = member.size - 1
     if member.rank == frozen:
         os.kill(os.getpid(), signal.SIGSTOP)
-    got = [(p, member.full(-1, 1 << 24)) for p in member.peers()]
-    sends = [(p, member.full(1, 1 << 24)) for p in member.peers()]
+    got = [(p, member.make_full(-1, 1 << 24)) for p in member.peers()]
+    sends = [(p, member.make_full(1, 1 << 24)) for p in member.peers()]
     if member.rank == 0:
         threading.Timer(0.2, transport.abort).start()
     done = threading.Event()

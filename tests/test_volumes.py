@@ -35,7 +35,7 @@ def test_the_geometry_covers_every_byte_once(size: int, k: int) -> None:
     assert sum(s.size for s in stripes) == size
     assert all(s.shard * k >= s.size for s in stripes)
     assert [s.offset for s in stripes] == [i * SHARD_BYTES for i in range(len(stripes))]
-    assert list(geometry.covering(0, size)) == stripes
+    assert list(geometry.stripes_of(0, size)) == stripes
     assert shard_of(1, k, SHARD_BYTES) == 64
 
 

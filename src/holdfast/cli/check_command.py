@@ -20,10 +20,10 @@ from holdfast.testing.local_run import LocalRun  # tidy: allow layers because of
 from holdfast.testing.script_check import (  # tidy: allow layers because of the same
     Divergence,
     TracedRun,
+    check_enough_steps,
     compare,
-    enough_steps,
-    joined_at,
     read_traces,
+    step_of_join,
 )
 
 TRACED = str(Path(fault_script.__file__).with_name("traced.py"))  # not imported: it loads torch
@@ -119,8 +119,8 @@ def check(
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         killed = run_once(options, directory, bar, WORKERS, KILL_STEP)
-        joined = joined_at(killed.states, 1)
-        enough_steps(killed, joined)
+        joined = step_of_join(killed.states, 1)
+        check_enough_steps(killed, joined)
         calm = [run_once(options, directory, bar, count, None) for count in (1, WORKERS)]
     runs = [*calm, killed]
     steps = min(each.steps for each in runs)
@@ -168,7 +168,7 @@ def _is_enough(traces: Path, steps: int, kill: int | None) -> bool:
     done = max((max(each, default=0) for each in states.values()), default=0)
     if kill is None:
         return done >= 2 * steps
-    joined = joined_at(states, 1)
+    joined = step_of_join(states, 1)
     return joined is not None and done >= max(joined + STEPS_AFTER_JOIN, steps)
 
 

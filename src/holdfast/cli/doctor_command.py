@@ -25,7 +25,7 @@ from holdfast.core.errors import UserError
 from holdfast.health import examination as doctor
 from holdfast.health.checks_peers import Report
 from holdfast.health.external_checks import parse_checks
-from holdfast.health.findings import Finding, Grade, one_line, worst
+from holdfast.health.findings import Finding, Grade, to_one_line, worst
 from holdfast.health.history import Health, HealthVerdict, Watch
 from holdfast.health.limits import GIB, KIB, MIB
 from holdfast.health.measure.light import light_checks
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     if options.json:
-        print(json.dumps(doctor.plain(report), indent=2))
+        print(json.dumps(doctor.to_plain(report), indent=2))
     else:
         show(report)
     return 1 if worst(report.findings) is Grade.FAIL else 0
@@ -164,7 +164,7 @@ def _read(path: Path) -> Report:
         return doctor.read_report(data)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"--against {path} is not a report ({one_line(str(error))}): "
+            f"--against {path} is not a report ({to_one_line(str(error))}): "
             "make one with `holdfast doctor --json`"
         ) from None
 
@@ -192,15 +192,15 @@ def show(report: Report) -> None:
     for finding in collapse(report.findings):
         style = STYLES[finding.grade]
         cells = (finding.name, finding.grade.value, finding.reason, finding.limit)
-        table.add_row(*(Text(one_line(cell)) for cell in cells), style=style)
+        table.add_row(*(Text(to_one_line(cell)) for cell in cells), style=style)
     console.print(table)
     for finding in report.findings:
         if finding.advice:
             told = Text(f"{finding.grade.value}: ", style=STYLES[finding.grade])
-            console.print(told + Text(one_line(f"{finding.name}: {finding.advice}"), style=""))
+            console.print(told + Text(to_one_line(f"{finding.name}: {finding.advice}"), style=""))
     grade = worst(report.findings)
-    name = one_line(report.host) or "this machine"
-    console.print(Text(f"{name}: {one_line(report.verdict)}", style=STYLES[grade]))
+    name = to_one_line(report.host) or "this machine"
+    console.print(Text(f"{name}: {to_one_line(report.verdict)}", style=STYLES[grade]))
 
 
 def collapse(findings: Sequence[Finding]) -> list[Finding]:
@@ -238,7 +238,7 @@ def serve(options: argparse.Namespace) -> int:
         raise UserError(f"cannot listen on {options.host}:{options.port}: {error}") from None
     host, port = listener.getsockname()[:2]
     print(f"holdfast: serving on {host}:{port} for {options.for_s:g} s", flush=True)
-    server = PeerServer(secret, lambda text: print(f"holdfast: {one_line(text)}", flush=True))
+    server = PeerServer(secret, lambda text: print(f"holdfast: {to_one_line(text)}", flush=True))
     try:
         asyncio.run(server.serve(listener, options.for_s))
     except KeyboardInterrupt:
@@ -262,7 +262,7 @@ def watch(options: argparse.Namespace) -> int:
             bad = [f for f in findings if f.grade in (Grade.WARN, Grade.FAIL)]
             if options.json:
                 told = {"health": verdict.health.value, "reason": verdict.reason}
-                print(json.dumps(told | {"findings": doctor.plain(bad)}), flush=True)
+                print(json.dumps(told | {"findings": doctor.to_plain(bad)}), flush=True)
             else:
                 print(_round(verdict, bad), flush=True)
             time.sleep(max(0.0, min(options.every_s, end - time.monotonic())))

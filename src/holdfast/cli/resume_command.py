@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
         raise UserError(
             "a job with --election is resumed by its coordinators: start them, and agents, again"
         )
-    if FileJournal(run_dir.journal).held():
+    if FileJournal(run_dir.journal).is_held():
         raise UserError(f"the run in {run_dir.path} is running: there is nothing to resume")
     run_dir.check_journal()
     if not os.path.isfile(os.path.join(spec.cwd, spec.script)):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.observe.charts import thin_out
+from holdfast.observe.charts import thin_points
 from holdfast.observe.file_tails import FileTail
 from holdfast.observe.ledger import LEDGER_DIR, DoubtLine, StepLine, Uses, decode_line
 
@@ -46,10 +46,10 @@ class LossSeries:
         steps = sorted(self._steps)
         finite = [(float(s), loss) for s in steps if math.isfinite(loss := self._steps[s][1])]
         odd: list[Point] = [(float(s), None) for s in steps if not math.isfinite(self._steps[s][1])]
-        shown: list[Point] = [*thin_out(finite, POINTS_MAX)]
+        shown: list[Point] = [*thin_points(finite, POINTS_MAX)]
         return sorted([*shown, *odd[-POINTS_MAX:]], key=lambda point: point[0])
 
-    def last(self) -> tuple[int, float | None] | None:
+    def newest(self) -> tuple[int, float | None] | None:
         """Return the newest step and its loss; None without any."""
         if not self._steps:
             return None

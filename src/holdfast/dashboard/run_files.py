@@ -83,7 +83,7 @@ class RunFiles:
         """Return the losses, if new ones have come."""
         if not self._loss.refresh():
             return {}
-        last = self._loss.last()
+        last = self._loss.newest()
         return {
             "loss": {
                 "points": self._loss.points(),

@@ -56,10 +56,10 @@ class Site:
             Route("/api/orders/confirm", self._confirm, methods=["POST"]),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
-        return AccessGuard(Starlette(routes=routes, lifespan=self._live), access)
+        return AccessGuard(Starlette(routes=routes, lifespan=self._watch_run), access)
 
     @contextlib.asynccontextmanager
-    async def _live(self, _: Starlette) -> AsyncIterator[None]:
+    async def _watch_run(self, _: Starlette) -> AsyncIterator[None]:
         """Watch the run as long as the server works."""
         self._loop = asyncio.get_running_loop()
         watching = asyncio.create_task(self._watch.run())

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from holdfast.health.checks_trials import KernelLogSample
-from holdfast.health.findings import Finding, Grade, fail_if, skipped, warn_if, when
+from holdfast.health.findings import Finding, Grade, fail_if, keep_if_needed, make_skipped, warn_if
 from holdfast.health.limits import GIB, Limits
 
 # The reasons for lower clocks: nvmlClocksEventReason...
@@ -117,7 +117,7 @@ def judge_gpus(report: GpuReport, limits: Limits, *, before_job: bool) -> list[F
 def _judge_none(report: GpuReport) -> Finding:
     reason = report.missing or "the driver sees no GPU"
     if not report.present:
-        return skipped("gpu", reason)
+        return make_skipped("gpu", reason)
     return Finding(
         check="gpu",
         grade=Grade.WARN,
@@ -138,7 +138,7 @@ def judge_gpu_count(count: int, expected: int) -> Finding:
         unit="GPUs",
         limit=f"fail below the {expected} there were",
         reason=f"{count} of {expected} GPUs are there",
-        advice=when(grade, "a GPU has gone: read dmesg, restart the machine"),
+        advice=keep_if_needed(grade, "a GPU has gone: read dmesg, restart the machine"),
     )
 
 
@@ -156,7 +156,7 @@ def judge_gpu(gpu: GpuSample, limits: Limits, *, before_job: bool) -> list[Findi
             )
         ]
     rows = [
-        _present(gpu),
+        _check_present(gpu),
         _ecc(gpu, limits),
         _rows(gpu),
         _temperature(gpu, limits),
@@ -169,11 +169,11 @@ def judge_gpu(gpu: GpuSample, limits: Limits, *, before_job: bool) -> list[Findi
     return [replace(row, subject=subject) for row in rows]
 
 
-def _untold(check: str) -> Finding:
-    return skipped(check, "this GPU does not tell")
+def _skip_untold(check: str) -> Finding:
+    return make_skipped(check, "this GPU does not tell")
 
 
-def _present(gpu: GpuSample) -> Finding:
+def _check_present(gpu: GpuSample) -> Finding:
     wanted = RECOVERY.get(gpu.recovery or 0, "")
     if gpu.recovery and not wanted:
         wanted = f"recovery action {gpu.recovery}: see NVIDIA's manual"
@@ -188,7 +188,7 @@ def _present(gpu: GpuSample) -> Finding:
 
 def _ecc(gpu: GpuSample, limits: Limits) -> Finding:
     if gpu.uncorrected is None:
-        return _untold("gpu-ecc")
+        return _skip_untold("gpu-ecc")
     corrected = gpu.corrected or 0
     grade = Grade.FAIL if gpu.uncorrected > 0 else warn_if(corrected > limits.gpu_corrected)
     mend = "drain the node and reset the GPU; replace it if errors come again"
@@ -199,7 +199,7 @@ def _ecc(gpu: GpuSample, limits: Limits) -> Finding:
         unit="errors",
         limit=f"fail above 0 uncorrected, warn above {limits.gpu_corrected} corrected",
         reason=f"{gpu.uncorrected} uncorrected, {corrected} corrected since the driver was loaded",
-        advice=when(grade, mend if grade is Grade.FAIL else WEAR),
+        advice=keep_if_needed(grade, mend if grade is Grade.FAIL else WEAR),
     )
 
 
@@ -218,7 +218,7 @@ def judge_gpu_change(before: GpuSample, now: GpuSample) -> list[Finding]:
             unit="errors",
             limit="warn above 0 more",
             reason=f"{more} more corrected memory errors",
-            advice=when(grade, WEAR),
+            advice=keep_if_needed(grade, WEAR),
         )
     ]
 
@@ -226,7 +226,7 @@ def judge_gpu_change(before: GpuSample, now: GpuSample) -> list[Finding]:
 def _rows(gpu: GpuSample) -> Finding:
     told = (gpu.remap_failed, gpu.remap_pending, gpu.retire_pending)
     if all(x is None for x in told):
-        return _untold("gpu-rows")
+        return _skip_untold("gpu-rows")
     grade, reason, advice = Grade.OK, "no row or page waits to be replaced", ""
     if gpu.remap_pending or gpu.retire_pending:
         what = "row to be remapped" if gpu.remap_pending else "page to be retired"
@@ -246,7 +246,7 @@ def _rows(gpu: GpuSample) -> Finding:
 
 def _temperature(gpu: GpuSample, limits: Limits) -> Finding:
     if gpu.temperature_c is None:
-        return _untold("gpu-temperature")
+        return _skip_untold("gpu-temperature")
     slowdown = gpu.slowdown_c or limits.gpu_slowdown_c
     warn = slowdown - limits.gpu_margin_c
     grade = warn_if(gpu.temperature_c >= warn)
@@ -257,13 +257,13 @@ def _temperature(gpu: GpuSample, limits: Limits) -> Finding:
         unit="C",
         limit=f"warn from {warn}; it slows itself down at {slowdown}",
         reason=f"{gpu.temperature_c} C",
-        advice=when(grade, "look at fans, airflow and coolant"),
+        advice=keep_if_needed(grade, "look at fans, airflow and coolant"),
     )
 
 
 def _clocks(gpu: GpuSample) -> Finding:
     if gpu.clock_reasons is None:
-        return _untold("gpu-clocks")
+        return _skip_untold("gpu-clocks")
     reason, advice = next(
         ((why, what) for bit, why, what in SLOWED if gpu.clock_reasons & bit), ("", "")
     )
@@ -282,7 +282,7 @@ def _pcie(gpu: GpuSample) -> Finding:
     width, width_max = gpu.pcie_width, gpu.pcie_width_max
     generation, generation_max = gpu.pcie_generation, gpu.pcie_generation_max
     if width is None or width_max is None or generation is None or generation_max is None:
-        return _untold("gpu-pcie")
+        return _skip_untold("gpu-pcie")
     # A GPU at rest lowers the generation to save power; at full clocks it has no such excuse.
     slow = generation < generation_max and gpu.performance_state == 0
     grade = warn_if(slow or width < width_max)
@@ -293,14 +293,14 @@ def _pcie(gpu: GpuSample) -> Finding:
         unit="lanes",
         limit=f"warn below generation {generation_max} x{width_max}",
         reason=f"generation {generation} x{width}",
-        advice=when(grade, "reseat the card, or look at riser and slot"),
+        advice=keep_if_needed(grade, "reseat the card, or look at riser and slot"),
     )
 
 
 def _memory(gpu: GpuSample, limits: Limits) -> Finding:
     used = gpu.memory_used_bytes
     if used is None:
-        return _untold("gpu-memory")
+        return _skip_untold("gpu-memory")
     grade = warn_if(used > limits.gpu_memory_used_bytes)
     return Finding(
         check="gpu-memory",
@@ -309,13 +309,13 @@ def _memory(gpu: GpuSample, limits: Limits) -> Finding:
         unit="GiB",
         limit=f"warn above {limits.gpu_memory_used_bytes / GIB:g} in use before a job",
         reason=f"{used / GIB:.1f} GiB are in use",
-        advice=when(grade, "something uses it: nvidia-smi names the processes"),
+        advice=keep_if_needed(grade, "something uses it: nvidia-smi names the processes"),
     )
 
 
 def _xids(gpu: GpuSample) -> Finding:
     if gpu.xids is None:
-        return _untold("gpu-xid")
+        return _skip_untold("gpu-xid")
     serious = [x for x in gpu.xids if XIDS.get(x, XID_UNKNOWN)[0] is not Grade.OK]
     fatal = [x for x in serious if XIDS.get(x, XID_UNKNOWN)[0] is Grade.FAIL]
     newest = (fatal or serious or (0,))[-1]
@@ -329,5 +329,5 @@ def _xids(gpu: GpuSample) -> Finding:
         unit="Xid" if serious else "",
         limit="fail on " + ", ".join(str(x) for x, (bad, _) in XIDS.items() if bad is Grade.FAIL),
         reason=f"Xid {newest}: {what} ({len(serious)} in all)" if serious else "no serious Xid",
-        advice=when(grade, mend if fatal else "watch it; reset the GPU when it is free"),
+        advice=keep_if_needed(grade, mend if fatal else "watch it; reset the GPU when it is free"),
     )

@@ -14,9 +14,9 @@ from holdfast.health.findings import (
     fail_if,
     grade_above,
     grade_below,
-    skipped,
+    keep_if_needed,
+    make_skipped,
     warn_if,
-    when,
 )
 from holdfast.health.limits import GIB, MIB, Limits, Pair, limit_text
 
@@ -106,7 +106,7 @@ def judge_memory(memory: MemorySample, limits: Limits) -> list[Finding]:
             unit="GiB",
             limit=limit_text("below", limits.memory_available, 0.01) + f" % of {of}",
             reason=f"{part:.0%} of {of} {memory.usable_bytes / GIB:.1f} GiB is free",
-            advice=when(grade, "end what else runs here"),
+            advice=keep_if_needed(grade, "end what else runs here"),
         ),
         Finding(
             check="swap",
@@ -115,7 +115,9 @@ def judge_memory(memory: MemorySample, limits: Limits) -> list[Finding]:
             unit="GiB",
             limit=f"warn above {limits.swap_used:.0%} of the memory",
             reason=f"{memory.swap_used_bytes / GIB:.2f} GiB are swapped out",
-            advice=when(swaps, "a worker that swaps slows all others: free memory, or swapoff"),
+            advice=keep_if_needed(
+                swaps, "a worker that swaps slows all others: free memory, or swapoff"
+            ),
         ),
         judge_memory_errors(memory),
     ]
@@ -123,7 +125,7 @@ def judge_memory(memory: MemorySample, limits: Limits) -> list[Finding]:
 
 def judge_memory_errors(memory: MemorySample) -> Finding:
     if memory.uncorrected is None:
-        return skipped("memory-errors", "no memory controller tells (EDAC)")
+        return make_skipped("memory-errors", "no memory controller tells (EDAC)")
     grade = fail_if(memory.uncorrected > 0)
     return Finding(
         check="memory-errors",
@@ -132,7 +134,7 @@ def judge_memory_errors(memory: MemorySample) -> Finding:
         unit="errors",
         limit="fail above 0 uncorrected",
         reason=f"{memory.uncorrected} uncorrected, {memory.corrected or 0} corrected since start",
-        advice=when(grade, "drain the machine and replace the memory module"),
+        advice=keep_if_needed(grade, "drain the machine and replace the memory module"),
     )
 
 
@@ -189,7 +191,7 @@ def judge_cpu(before: HostSample, now: HostSample, limits: Limits) -> list[Findi
             unit="%",
             limit=limit_text("above", limits.steal, 0.01) + " %",
             reason=taken if ticks > 0 else "no time has passed",
-            advice=when(grade, "the host is overcommitted: move the machine"),
+            advice=keep_if_needed(grade, "the host is overcommitted: move the machine"),
         )
     ]
     periods = cpu.periods - past.periods
@@ -204,7 +206,7 @@ def judge_cpu(before: HostSample, now: HostSample, limits: Limits) -> list[Findi
                 unit="%",
                 limit=f"warn above {limits.throttled:.0%} of the periods",
                 reason=f"the container's quota held processes back in {held:.0%} of the periods",
-                advice=when(grade, "raise the quota, or use fewer threads"),
+                advice=keep_if_needed(grade, "raise the quota, or use fewer threads"),
             )
         )
     return found
@@ -221,7 +223,9 @@ def judge_cpu_limits(cpu: CpuSample) -> Finding:
         unit="processors",
         limit="warn when a quota is below the processors that programs see",
         reason=f"{told}, quota {cpu.quota:g}" if cpu.quota else f"{told}, no quota",
-        advice=when(grade, "libraries start one thread for each processor they see: set --threads"),
+        advice=keep_if_needed(
+            grade, "libraries start one thread for each processor they see: set --threads"
+        ),
     )
 
 
@@ -235,7 +239,7 @@ def judge_pressure(pressure: PressureSample, limits: Limits) -> list[Finding]:
     found = []
     for check, value, limit, what, who in rows:
         if value is None:
-            found.append(skipped(check, "the kernel does not tell (/proc/pressure)"))
+            found.append(make_skipped(check, "the kernel does not tell (/proc/pressure)"))
             continue
         grade = warn_if(value > limit)
         found.append(
@@ -246,7 +250,7 @@ def judge_pressure(pressure: PressureSample, limits: Limits) -> list[Finding]:
                 unit="%",
                 limit=f"warn above {limit:g} %",
                 reason=f"{who} tasks waited for {what} for {value:g} % of the last minute",
-                advice=when(grade, "find what else runs here"),
+                advice=keep_if_needed(grade, "find what else runs here"),
             )
         )
     return found
@@ -275,7 +279,7 @@ def _judge_count(check: str, value: int | None, pair: Pair, what: str, advice: s
         value=value,
         limit=limit_text("below", pair),
         reason=f"{'no limit on' if value is None else value} {what}",
-        advice=when(grade, advice),
+        advice=keep_if_needed(grade, advice),
     )
 
 
@@ -300,7 +304,7 @@ def _judge_shared(allowance: AllowanceSample, limits: Limits, need_bytes: int) -
         unit="MiB",
         limit=limit_text("below", pair, MIB) + " MiB in size",
         reason=f"{free / MIB:.0f} of {size / MIB:.0f} MiB free in /dev/shm{need}",
-        advice=when(
+        advice=keep_if_needed(
             grade, "enlarge it (docker run --shm-size, or a larger tmpfs), or use fewer loaders"
         ),
     )
@@ -308,7 +312,7 @@ def _judge_shared(allowance: AllowanceSample, limits: Limits, need_bytes: int) -
 
 def judge_ports(sample: HostSample) -> Finding:
     if not sample.ports:
-        return skipped("infiniband", "no InfiniBand port here")
+        return make_skipped("infiniband", "no InfiniBand port here")
     down = sample.ports_down
     grade = warn_if(bool(down))
     return Finding(
@@ -318,5 +322,5 @@ def judge_ports(sample: HostSample) -> Finding:
         unit="ports",
         limit="warn when one is not active",
         reason=f"not active: {', '.join(down)}" if down else f"all {sample.ports} ports active",
-        advice=when(grade, "look at cable and switch port, or disable the port"),
+        advice=keep_if_needed(grade, "look at cable and switch port, or disable the port"),
     )

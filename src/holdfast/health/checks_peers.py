@@ -15,7 +15,7 @@ from holdfast.health.findings import (
     fail_if,
     grade_above,
     grade_below,
-    when,
+    keep_if_needed,
 )
 from holdfast.health.limits import Limits, Pair, limit_text
 
@@ -90,7 +90,7 @@ def judge_peer(sample: PeerSample, limits: Limits) -> list[Finding]:
             unit="ms",
             limit=limit_text("above", limits.round_trip_s, 1e-3) + " ms",
             reason=f"round trip {1e3 * sample.round_trip_s:.2f} ms",
-            advice=when(grade, "are both in one data centre, on one network?"),
+            advice=keep_if_needed(grade, "are both in one data centre, on one network?"),
         ),
         judge_clock(sample, limits),
     ]
@@ -118,7 +118,7 @@ def judge_peer(sample: PeerSample, limits: Limits) -> list[Finding]:
                 unit="MB/s",
                 limit=limit_text("below", limits.network, 1e6) + " MB/s",
                 reason=f"{rate / 1e6:.0f} MB/s on one connection",
-                advice=when(grade, "look at link speed, cables and switch"),
+                advice=keep_if_needed(grade, "look at link speed, cables and switch"),
             )
         )
     return found
@@ -150,7 +150,7 @@ def judge_clock(sample: PeerSample, limits: Limits) -> Finding:
         limit=limit_text("above", limits.clock_s, 1e-3) + " ms",
         reason=f"the peer's clock is {1e3 * abs(sample.offset_s):.2f} ms {way} ours, "
         f"give or take {1e3 * sample.round_trip_s / 2:.2f} ms",
-        advice=when(grade, "run a time service (chrony, ntpd) on both"),
+        advice=keep_if_needed(grade, "run a time service (chrony, ntpd) on both"),
     )
 
 
@@ -204,7 +204,7 @@ def _slow(check: str, subject: str, part: float, pair: Pair, others: str, advice
         unit="of the others'",
         limit=limit_text("below", pair),
         reason=f"{part:.2f} of the median of {others}",
-        advice=when(grade, advice),
+        advice=keep_if_needed(grade, advice),
     )
 
 
@@ -249,7 +249,7 @@ def _version(name: str, version: str, oldest: tuple[int, int]) -> Finding:
         grade=grade,
         limit=least,
         reason=version,
-        advice=when(grade, f"install {least}"),
+        advice=keep_if_needed(grade, f"install {least}"),
     )
 
 

@@ -15,9 +15,9 @@ from holdfast.health.findings import (
     fail_if,
     grade_above,
     grade_below,
-    skipped,
+    keep_if_needed,
+    make_skipped,
     warn_if,
-    when,
 )
 from holdfast.health.limits import GIB, MIB, Limits, Pair, limit_text
 
@@ -116,7 +116,9 @@ def judge_memory_speed(sample: MemorySpeedSample) -> list[Finding]:
             unit="bytes",
             limit="fail above 0",
             reason=lost if sample.wrong_bytes > 0 else kept,
-            advice=when(grade, "take the machine out and test its memory (memtester, memtest86+)"),
+            advice=keep_if_needed(
+                grade, "take the machine out and test its memory (memtester, memtest86+)"
+            ),
         ),
         Finding(
             check="memory-speed",
@@ -163,7 +165,7 @@ def _judge_basics(
                 unit="ms",
                 limit=limit_text("above", sync_s, 1e-3) + " ms",
                 reason=reason,
-                advice=when(grade, advice),
+                advice=keep_if_needed(grade, advice),
             )
         )
     return found
@@ -192,7 +194,7 @@ def _judge_disk_write(disk: DiskSample, rate: float, limits: Limits) -> list[Fin
             unit="MB/s",
             limit=limit_text("below", limits.disk_write, 1e6) + " MB/s",
             reason=f"{rate / 1e6:.0f} MB/s written and synced on {disk.filesystem or 'it'}",
-            advice=when(grade, "checkpoints will take long: use a faster disk"),
+            advice=keep_if_needed(grade, "checkpoints will take long: use a faster disk"),
         ),
         Finding(
             check="disk-read-back",
@@ -222,7 +224,7 @@ def judge_disk_space(disk: DiskSample, limits: Limits) -> Finding:
         unit="GiB",
         limit=limit_text("below", limits.disk_free_bytes, GIB) + " GiB",
         reason=f"{disk.free_bytes / GIB:.1f} GiB free{inodes}",
-        advice=when(grade, "free space there, or name another directory"),
+        advice=keep_if_needed(grade, "free space there, or name another directory"),
     )
 
 
@@ -266,7 +268,7 @@ def judge_kernel_log(
     Warnings only: a line is a hint at what to look at, and may be about another container's device.
     """
     if log.unreadable:
-        return [skipped("kernel-log", log.unreadable)]
+        return [make_skipped("kernel-log", log.unreadable)]
     lines = {kind: (count, line) for kind, count, line in log.counts}
     if log.xids and not gpus:
         bus, xid = log.xids[-1]
@@ -286,7 +288,7 @@ def judge_kernel_log(
                 unit="lines",
                 limit="warn above 0",
                 reason=f"{count} of late, newest: {line}" if count else "no trouble",
-                advice=when(grade, advice),
+                advice=keep_if_needed(grade, advice),
             )
         )
     return found

@@ -50,7 +50,7 @@ from holdfast.health.checks_trials import (
     judge_memory_speed,
 )
 from holdfast.health.external_checks import ExternalCheck, run
-from holdfast.health.findings import Finding, Grade, skipped, summary
+from holdfast.health.findings import Finding, Grade, make_skipped, summary
 from holdfast.health.limits import GIB, Limits
 from holdfast.health.measure.bounded import ChildAnswer, child_command, run_bounded
 from holdfast.health.measure.host import HostReader
@@ -180,8 +180,8 @@ class Doctor:
         self._facts |= {
             "holdfast": self._wanted.version,
             "python": platform.python_version(),
-            "numpy": _installed("numpy"),
-            "torch": _installed("torch"),
+            "numpy": _installed_version("numpy"),
+            "torch": _installed_version("torch"),
             "machine": platform.machine(),
             "processor": self._reader.processor(),
             "processors": str(host.cpu.visible),
@@ -304,8 +304,8 @@ class Doctor:
             found += compare_facts(self._facts, other)
         found += compare_speeds(self._speeds, self._wanted.against, self._limits)
         if not self._wanted.against:
-            speeds = ", ".join(f"{name} {_short(value)}" for name, value in self._speeds.items())
-            found.append(skipped("speed", f"not compared (--against): {speeds}"))
+            speeds = ", ".join(f"{name} {_shorten(value)}" for name, value in self._speeds.items())
+            found.append(make_skipped("speed", f"not compared (--against): {speeds}"))
         return found
 
 
@@ -313,7 +313,7 @@ def _run_external(check: ExternalCheck) -> list[Finding]:
     return [run(check)]
 
 
-def _short(value: float) -> str:
+def _shorten(value: float) -> str:
     """Write 1.23e9 as 1.23 G/s."""
     for power, letter in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if value >= 10**power:
@@ -321,7 +321,7 @@ def _short(value: float) -> str:
     return f"{value:.3g}/s"
 
 
-def _installed(package: str) -> str:
+def _installed_version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -341,6 +341,6 @@ def read_report(data: bytes) -> Report:
     return report
 
 
-def plain(value: Report | Sequence[Finding]) -> Any:
+def to_plain(value: Report | Sequence[Finding]) -> Any:
     """Turn a report or findings into plain data for JSON."""
     return msgspec.to_builtins(value)

@@ -20,7 +20,7 @@ from urllib.parse import quote
 import msgspec
 
 from holdfast.core.errors import UserError
-from holdfast.health.findings import Finding, Grade, one_line, when
+from holdfast.health.findings import Finding, Grade, keep_if_needed, to_one_line
 from holdfast.health.measure.bounded import Watcher, child_command, run_bounded
 from holdfast.store.regular_files import create_regular, read_regular
 
@@ -58,15 +58,15 @@ def parse_check(text: str, limit_s: float = LIMIT_S) -> ExternalCheck:
     example = "give NAME=COMMAND, such as dcgm='/opt/checks/dcgm.sh --quick'"
     if not equals or not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", name):
         raise UserError(
-            f"--check {one_line(text)!r} has no name of up to 40 small letters, digits and inner "
-            f"hyphens: {example}"
+            f"--check {to_one_line(text)!r} has no name of up to 40 small letters, digits and "
+            f"inner hyphens: {example}"
         )
     try:
         command = tuple(shlex.split(rest))
     except ValueError as error:
-        raise UserError(f"--check {one_line(text)!r}: {error}; {example}") from None
+        raise UserError(f"--check {to_one_line(text)!r}: {error}; {example}") from None
     if not command or not command[0]:
-        raise UserError(f"--check {one_line(text)!r} has no command: {example}")
+        raise UserError(f"--check {to_one_line(text)!r} has no command: {example}")
     _check_limit(limit_s)
     return ExternalCheck(name=name, command=command, limit_s=limit_s)
 
@@ -126,10 +126,10 @@ def run(check: ExternalCheck) -> Finding:
 def judge_command(check: ExternalCheck, sample: CommandSample) -> Finding:
     """Turn the end of a command into a finding, by the convention of the Monitoring Plugins."""
     grade = GRADES.get(-1 if sample.status is None else sample.status, Grade.SKIPPED)
-    said = one_line(sample.said.partition("|")[0] or sample.said)  # without performance data
+    said = to_one_line(sample.said.partition("|")[0] or sample.said)  # without performance data
     unknown = sample.failure or f"exit status {sample.status}"
     reason = said or "it said nothing"
-    advice = when(grade, "see what the site's own check asks for")
+    advice = keep_if_needed(grade, "see what the site's own check asks for")
     if grade is Grade.SKIPPED:
         reason = f"{unknown}; it said: {said}" if said else unknown
         advice = f"nothing was learned: try `{shlex.join(check.command)}` by hand"
@@ -139,8 +139,8 @@ def judge_command(check: ExternalCheck, sample: CommandSample) -> Finding:
         value=sample.status,
         unit="" if sample.status is None else "exit status",
         limit="warn on exit status 1, fail on 2",
-        reason=one_line(reason),
-        advice=one_line(advice),
+        reason=to_one_line(reason),
+        advice=to_one_line(advice),
     )
 
 
@@ -165,7 +165,7 @@ class RepeatedCheck:
         return [_finding(self.check, line, failure)] if line is not None or failure else []
 
 
-def repeated_check(check: ExternalCheck) -> RepeatedCheck:
+def make_repeated_check(check: ExternalCheck) -> RepeatedCheck:
     """Make a check that an agent can repeat; it starts nothing yet."""
     command = child_command("external", watch=True)
     return RepeatedCheck(check, Watcher(command, _request(check).strip(), SIGTERM))

@@ -43,16 +43,16 @@ class Finding:
 
     @property
     def line(self) -> str:
-        return one_line(f"{self.name}: {self.reason}")
+        return to_one_line(f"{self.name}: {self.reason}")
 
 
-def one_line(text: str) -> str:
+def to_one_line(text: str) -> str:
     """Turn a text into one bounded line of plain text, since reasons travel and are shown."""
     text = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
     return text if len(text) <= REASON_MAX else text[: REASON_MAX - 3] + "..."
 
 
-def skipped(check: str, reason: str) -> Finding:
+def make_skipped(check: str, reason: str) -> Finding:
     """Make the finding that something was not measured."""
     return Finding(check=check, grade=Grade.SKIPPED, reason=reason)
 
@@ -81,7 +81,7 @@ def grade_below(value: float, warn: float, fail: float) -> Grade:
     return warn_if(value < warn)
 
 
-def when(grade: Grade, advice: str) -> str:
+def keep_if_needed(grade: Grade, advice: str) -> str:
     """Keep an advice only where there is something to do: after a warning or a failure."""
     return advice if grade in (Grade.WARN, Grade.FAIL) else ""
 
@@ -98,9 +98,9 @@ def summary(findings: Sequence[Finding]) -> str:
     warned = [f for f in findings if f.grade is Grade.WARN]
     more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
     if failed:
-        return one_line(f"NOT FIT to join: {failed[0].line}{more}")
+        return to_one_line(f"NOT FIT to join: {failed[0].line}{more}")
     if warned:
         count = "1 warning" if len(warned) == 1 else f"{len(warned)} warnings"
         names = ", ".join(dict.fromkeys(f.check for f in warned))
-        return one_line(f"fit to join, with {count}: {names}")
+        return to_one_line(f"fit to join, with {count}: {names}")
     return "fit to join"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from holdfast.core.errors import InvariantError, require
-from holdfast.health.findings import REASON_MAX, Finding, Grade, one_line
+from holdfast.health.findings import REASON_MAX, Finding, Grade, to_one_line
 
 TRACKS_MAX = 1024
 
@@ -76,7 +76,7 @@ class _CheckTrack:
     def clean(self) -> bool:
         return all(g is Grade.OK for _, g in self.recent)
 
-    def first_fail(self) -> float:
+    def first_failure_time(self) -> float:
         return next(t for t, g in self.recent if g is Grade.FAIL)
 
 
@@ -176,12 +176,12 @@ class Watch:
         del self._tracks[spare]
         return True
 
-    def _failing(self, track: _CheckTrack, now: float) -> bool:
+    def _is_failing(self, track: _CheckTrack, now: float) -> bool:
         enough = track.count(Grade.FAIL) >= self.policy.fails_to_drain
-        return enough and now - track.first_fail() >= self.policy.drain_s
+        return enough and now - track.first_failure_time() >= self.policy.drain_s
 
     def _judge(self, now: float) -> None:
-        failing = [name for name, t in self._tracks.items() if self._failing(t, now)]
+        failing = [name for name, t in self._tracks.items() if self._is_failing(t, now)]
         suspects = [name for name, t in self._tracks.items() if t.suspect]
         if failing:
             self._drains += 1
@@ -201,7 +201,7 @@ class Watch:
             raise InvariantError(f"{name} counts against the node and was never bad")
         advice = f"; {bad.advice}" if bad.advice else ""
         reason = f"{bad.line} ({seen} of the last {len(track.recent)} samples){advice}"
-        return HealthVerdict(health=health, reason=one_line(reason), check=bad.check)
+        return HealthVerdict(health=health, reason=to_one_line(reason), check=bad.check)
 
     def _prove(self, findings: Sequence[Finding], now: float) -> None:
         """Let one round count towards the probation, which any failure starts again.

@@ -240,10 +240,10 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Return each object in the form that the loop uses it in."""
-        found = [self._prepared(each) for each in args]
+        found = [self._prepare_one(each) for each in args]
         return found[0] if len(found) == 1 else tuple(found)
 
-    def _prepared(self, each: Any) -> Any:
+    def _prepare_one(self, each: Any) -> Any:
         calls = self._calls
         if isinstance(each, torch.nn.Module):
             self._modules.append(each)

@@ -199,19 +199,19 @@ class Strategy(SingleDeviceStrategy):
         module, both = self.lightning_module, [*self.optimizers, *self._lightning_optimizers]
         for index, each in enumerate(self._lightning_optimizers):
             each._on_before_step = lambda index=index: order.append(index)
-            each._on_after_step = _nothing
+            each._on_after_step = _do_nothing
         for each in both:
-            each.zero_grad = _nothing
+            each.zero_grad = _do_nothing
         module.clip_gradients = _clips
         if quiet:
-            module.log = module.log_dict = _nothing
+            module.log = module.log_dict = _do_nothing
         try:
             yield
         finally:
             for each in both:
                 each.__dict__.pop("zero_grad", None)
             for each in self._lightning_optimizers:
-                each._on_before_step = each._on_after_step = _nothing
+                each._on_before_step = each._on_after_step = _do_nothing
             for name in ("clip_gradients", "log", "log_dict"):
                 module.__dict__.pop(name, None)
 
@@ -339,7 +339,7 @@ class FitProgress:
         trainer.fit_loop.load_state_dict(copy.deepcopy(state["loops"]))
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
     """Replace a call whose work is done elsewhere."""
 
 

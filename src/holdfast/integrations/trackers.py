@@ -78,7 +78,7 @@ class TensorBoard(Tracker):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise _missing("tensorboard") from None
+            raise _make_missing_error("tensorboard") from None
         super().__init__(job)
         self._make = lambda: SummaryWriter(os.fspath(log_dir))
         self._writer: Any = None
@@ -103,7 +103,7 @@ class WandB(Tracker):
         try:
             import wandb  # type: ignore[import-not-found,unused-ignore]
         except ImportError:
-            raise _missing("wandb") from None
+            raise _make_missing_error("wandb") from None
         super().__init__(job)
         self._init = wandb.init
         self._settings = {"id": name_of(job) or None, "resume": "allow", **settings}
@@ -130,7 +130,7 @@ class MLflow(Tracker):
         try:
             from mlflow.tracking import MlflowClient  # type: ignore[import-not-found,unused-ignore]
         except ImportError:
-            raise _missing("mlflow") from None
+            raise _make_missing_error("mlflow") from None
         super().__init__(job)
         self._make = lambda: MlflowClient(tracking_uri or None)
         self._experiment = experiment
@@ -158,5 +158,5 @@ class MLflow(Tracker):
         return str(run.info.run_id)
 
 
-def _missing(package: str) -> UserError:
+def _make_missing_error(package: str) -> UserError:
     return UserError(f"this tracker needs the Python package {package}: pip install {package}")

@@ -117,7 +117,7 @@ class TrainerMixin:
                 self._begin(trial, ignore_keys_for_eval)
             self._train_step(step, model, per_epoch)
             last = (step.index + 1) % per_epoch == 0
-            self._after_step(model, trial, ignore_keys_for_eval, start, last)
+            self._finish_step(model, trial, ignore_keys_for_eval, start, last)
             if self.control.should_training_stop:
                 break
         if not self._begun:
@@ -167,7 +167,7 @@ class TrainerMixin:
         state.epoch = state.global_step / per_epoch
         self.control = call.on_step_end(args, state, self.control)
 
-    def _after_step(
+    def _finish_step(
         self, model: Any, trial: Any, ignore_keys: Any, start: float, last_of_epoch: bool
     ) -> None:
         """Log, evaluate and save, where callbacks have asked for it."""

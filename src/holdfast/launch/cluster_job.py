@@ -39,7 +39,7 @@ def launch_cluster_job(run_dir: RunDir, host: str, port: int = 0) -> int:
     spec, plan = run_dir.spec(), read_plan(run_dir)
     if run_dir.outcome() == "":
         raise UserError(f"the run in {run_dir.path} has succeeded: there is nothing to resume")
-    if FileJournal(run_dir.journal).held():
+    if FileJournal(run_dir.journal).is_held():
         raise UserError(f"the run in {run_dir.path} is running: there is nothing to resume")
     resume = plan.join != ""
     with listen(host, port) as listener:

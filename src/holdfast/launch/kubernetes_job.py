@@ -86,7 +86,7 @@ def run(run_dir: RunDir) -> int:
         print(f"holdfast: the job is over: {outcome or 'it succeeded'}", file=sys.stderr)
         return 1 if outcome else 0
     waited = False
-    while FileJournal(run_dir.journal).held():
+    while FileJournal(run_dir.journal).is_held():
         if not waited:
             print("holdfast: another pod still coordinates: waiting", file=sys.stderr, flush=True)
         waited = True

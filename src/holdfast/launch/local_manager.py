@@ -20,7 +20,7 @@ from pathlib import Path
 from holdfast.core.errors import Refused, WorldError
 from holdfast.core.fleet.placements import Holding, Placement, PlacementId
 from holdfast.core.job_spec import JobSpec
-from holdfast.health.measure.procfs import started_at
+from holdfast.health.measure.procfs import start_time
 from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
 from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, append_regular, read_regular
@@ -42,7 +42,7 @@ class LocalPlacement:
         return f"{self.pid}.{self.started}"
 
     def runs(self) -> bool:
-        return started_at(self.pid) == self.started
+        return start_time(self.pid) == self.started
 
 
 class LocalManager:
@@ -105,7 +105,7 @@ class LocalManager:
             env={**os.environ, **order.environment},
             start_new_session=True,
         )
-        started = started_at(popen.pid) or 0
+        started = start_time(popen.pid) or 0
         return LocalPlacement(id=order.id, host=host, pid=popen.pid, started=started)
 
     def _all(self) -> list[LocalPlacement]:

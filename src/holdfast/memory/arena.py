@@ -88,13 +88,13 @@ class Table(msgspec.Struct, frozen=True, array_like=True):
         key = (entry.view, entry.shard)
         return next((shelf for shelf in self.shelves if shelf.key == key), None)
 
-    def without(self, marks: Sequence[tuple[int, int]]) -> Table:
+    def drop_older(self, marks: Sequence[tuple[int, int]]) -> Table:
         """Return this without entries that are older than the protected states in `marks`."""
-        return self.keeping(
+        return self.keep_only(
             [e for e in self.entries if not any(_is_older(e, *mark) for mark in marks)]
         )
 
-    def keeping(self, entries: Sequence[PieceEntry]) -> Table:
+    def keep_only(self, entries: Sequence[PieceEntry]) -> Table:
         """Return this without all other entries, and without the shelves of their views."""
         kept = {(entry.view, entry.shard) for entry in entries}
         shelves = tuple(shelf for shelf in self.shelves if shelf.key in kept)
@@ -119,17 +119,17 @@ def kept_pieces(tables: Sequence[Table], procs: int = 1, spread: int = 1) -> lis
         ]
         if spread == 1:
             all_hold = set.intersection(*held)
-            found.append(_told(worker, shelves[0], all_hold, committed))
+            found.append(_describe_shelf(worker, shelves[0], all_hold, committed))
             continue
         of_shards: dict[KeptPieces, list[int]] = {}
         for shelf in {each.shard: each for each in shelves}.values():
-            told = _told(worker, shelf, held[shelf.shard], committed)
+            told = _describe_shelf(worker, shelf, held[shelf.shard], committed)
             of_shards.setdefault(told, []).append(shelf.shard)
         found += [dataclasses.replace(k, shards=tuple(each)) for k, each in of_shards.items()]
     return found
 
 
-def _told(
+def _describe_shelf(
     worker: int, shelf: PieceShelf, held: Collection[tuple[str, int]], committed: int
 ) -> KeptPieces:
     gradients = {step for kind, step in held if kind == GRADIENT}
@@ -165,7 +165,7 @@ def problem_of_table(table: Table, file_bytes: int = COUNT_MAX) -> str:
     A script could overwrite the memory in which its worker's table lies, and other nodes send
     theirs; a digest only shows that the bytes did not change after they were written.
     """
-    if not _may_count(table.worker, *table.forgotten):
+    if not _are_counts(table.worker, *table.forgotten):
         return f"worker {table.worker} has forgotten {table.forgotten}"
     for shelf in table.shelves:
         if problem := _problem_of_shelf(shelf):
@@ -177,7 +177,7 @@ def problem_of_table(table: Table, file_bytes: int = COUNT_MAX) -> str:
 
 
 def _problem_of_shelf(shelf: PieceShelf) -> str:
-    if not _may_count(shelf.view, shelf.committed, shelf.shard):
+    if not _are_counts(shelf.view, shelf.committed, shelf.shard):
         return f"a shelf of view {shelf.view}, shard {shelf.shard}, committed {shelf.committed}"
     if not 1 <= shelf.parts <= PARTS_MAX:
         return f"a shelf of {shelf.parts} parts"
@@ -190,7 +190,7 @@ def _problem_of_shelf(shelf: PieceShelf) -> str:
 def _problem_of_entry(entry: PieceEntry, file_bytes: int) -> str:
     if entry.kind not in (STATE, GRADIENT):
         return f"an entry of kind {entry.kind[:20]!r}"
-    if not _may_count(entry.view, entry.step, entry.shard, entry.whole, entry.start):
+    if not _are_counts(entry.view, entry.step, entry.shard, entry.whole, entry.start):
         return f"an entry of view {entry.view}, step {entry.step}, at byte {entry.start}"
     end = entry.start + entry.size * len(entry.digests)
     if entry.size < 1 or end > file_bytes:
@@ -200,7 +200,7 @@ def _problem_of_entry(entry: PieceEntry, file_bytes: int) -> str:
     return ""
 
 
-def _may_count(*numbers: int) -> bool:
+def _are_counts(*numbers: int) -> bool:
     return all(0 <= number <= COUNT_MAX for number in numbers)
 
 
@@ -288,7 +288,7 @@ class PieceArena:
         """Drop entries older than the state after `step` steps, which a view has protected."""
         with self._lock:
             table = msgspec.structs.replace(self._table, forgotten=(view, step))
-            new = table.without([(view, step)])
+            new = table.drop_older([(view, step)])
             kept = {entry.key for entry in new.entries}
             self._write(new, [each for each in table.entries if each.key not in kept])
 

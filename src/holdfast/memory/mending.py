@@ -43,7 +43,7 @@ class Mending:
                         self._memory.piece(number, entry, index)
                     if self._over.wait(entry.size / bytes_per_s):
                         return []
-        damaged = self._memory.damaged()
+        damaged = self._memory.find_damaged()
         self._tried = [entry for entry in self._tried if entry in [e for _, _, e in damaged]]
         found = [each for each in damaged if each[2] not in self._tried]
         return [self._mend(table, shelf, entry, addresses) for table, shelf, entry in found]
@@ -78,4 +78,4 @@ class Mending:
             new = msgspec.structs.replace(entry, start=start, digests=tuple(digests))
             arena.put(new, shelf)
         finally:
-            self._memory.ended(number)  # nothing more is written there
+            self._memory.record_end(number)  # nothing more is written there

@@ -56,7 +56,7 @@ class NodeMemory:
             self._files[self._last] = _File(ArenaReading(descriptor))
             return self._last, descriptor
 
-    def ended(self, number: int) -> None:
+    def record_end(self, number: int) -> None:
         """Record that the worker of a file has ended."""
         with self._lock:
             self._files[number].alive = False
@@ -66,15 +66,15 @@ class NodeMemory:
         with self._lock:
             found = {number: file.table() for number, file in self._files.items()}
             marks = [table.forgotten for table in found.values()]
-            tables = {number: table.without(marks) for number, table in found.items()}
+            tables = {number: table.drop_older(marks) for number, table in found.items()}
             for number, file in list(self._files.items()):
                 whole = [e for e in tables[number].entries if e not in file.damaged]
-                tables[number] = tables[number].keeping(whole)
+                tables[number] = tables[number].keep_only(whole)
                 if not file.alive and not whole:
                     self._files.pop(number).reading.close()
             return {number: table for number, table in tables.items() if table.entries}
 
-    def damaged(self) -> list[tuple[Table, PieceShelf, PieceEntry]]:
+    def find_damaged(self) -> list[tuple[Table, PieceShelf, PieceEntry]]:
         """Return entries with damaged pieces that nothing newer replaces: whose, and for what."""
         found = []
         tables = self.tables().values()
@@ -83,7 +83,7 @@ class NodeMemory:
             files = list(self._files.values())
             marks = [file.table().forgotten for file in files]
             for file in files:
-                table = file.table().without(marks)
+                table = file.table().drop_older(marks)
                 file.damaged = [entry for entry in file.damaged if entry in table.entries]
                 shelves = [(table.shelf_of(entry), entry) for entry in file.damaged]
                 found += [(table, shelf, entry) for shelf, entry in shelves if shelf is not None]

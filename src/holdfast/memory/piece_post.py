@@ -109,7 +109,7 @@ class PiecePost:
             start, room = self._arena.take(entry.size * count)
         except MemoryError as error:
             for _ in range(count):
-                peer_stream.exactly(channel, entry.size)  # these bytes are dropped
+                peer_stream.receive_exactly(channel, entry.size)  # these bytes are dropped
             return Receipt(str(error), full=True)
         try:
             for index, digest in enumerate(entry.digests):

@@ -107,7 +107,7 @@ class PieceReader:
             raise Damaged(f"pieces of {entry.size} bytes, where {coder.size} were expected")
         room = coder.room().data
         there: dict[Piece, memoryview] = {}
-        while wanted := self._wanted(coder, held, there):
+        while wanted := self._choose_next(coder, held, there):
             there |= self._fetch(coder, room, {piece: held.pop(piece) for piece in wanted})
         for part in range(parts):
             found = {p.number: place for p, place in there.items() if p.part == part}
@@ -150,7 +150,7 @@ class PieceReader:
         ]
         return {piece: held for piece, _, held in fits}, shape[0], fits[0][2].entry
 
-    def _wanted(
+    def _choose_next(
         self, coder: PieceCoder, held: Mapping[Piece, _Held], there: Mapping[Piece, memoryview]
     ) -> list[Piece]:
         """Choose what to fetch next: as much of each part as is missing, data first."""

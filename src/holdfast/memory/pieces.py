@@ -23,7 +23,7 @@ class Image:
         self._buffers = [buffer for buffer in buffers if len(buffer)]
         self.size = sum(map(len, self._buffers))
 
-    def between(self, start: int, stop: int) -> list[memoryview]:
+    def bytes_between(self, start: int, stop: int) -> list[memoryview]:
         """Return the bytes from `start` to before `stop`, buffer by buffer."""
         found, at = [], 0
         for buffer in self._buffers:
@@ -54,10 +54,10 @@ class PieceCoder:
         """
         if self._code is None or piece.number < self.data:
             number = 0 if self._code is None else piece.number
-            return _copy(self._between(image, piece.part, number), target)
+            return _copy(self._buffers_of(image, piece.part, number), target)
         sources = []
         for number in range(self.data):
-            found = self._between(image, piece.part, number)
+            found = self._buffers_of(image, piece.part, number)
             if len(found) != 1 or len(found[0]) != self.size:
                 whole = np.empty(self.size, np.uint8)
                 _copy(found, whole.data)
@@ -105,9 +105,9 @@ class PieceCoder:
         places = {n: room[(first + n) * self.size : (first + n + 1) * self.size] for n in missing}
         self._code.rebuild(right, places)
 
-    def _between(self, image: Image, part: int, number: int) -> list[memoryview]:
+    def _buffers_of(self, image: Image, part: int, number: int) -> list[memoryview]:
         start = (part * self.data + number) * self.size
-        return image.between(start, start + self.size)
+        return image.bytes_between(start, start + self.size)
 
 
 def _copy(sources: Sequence[memoryview], target: memoryview) -> bytes:

@@ -108,7 +108,7 @@ class Channel:
         try:
             data = await self._reader.read(READ_BYTES)
         except ssl.SSLError as error:
-            raise WireError(tls_module.why(error)) from None
+            raise WireError(tls_module.describe_error(error)) from None
         except OSError as error:
             data = b""
             if error.errno == errno.ETIMEDOUT:
@@ -149,7 +149,7 @@ async def accept(
         raise WireError(f"{peer}: {error}") from None
     except ssl.SSLError as error:
         writer.transport.abort()
-        raise WireError(f"{peer}: {tls_module.why(error)}") from None
+        raise WireError(f"{peer}: {tls_module.describe_error(error)}") from None
     except (OSError, EOFError):
         writer.transport.abort()
         raise WireError(f"{peer}: it left before the handshake was done") from None
@@ -157,7 +157,7 @@ async def accept(
         writer.transport.abort()
         raise
     theirs = frames.read_job(encounter.client_job)
-    if _differ(job, theirs):
+    if _are_different(job, theirs):
         writer.close()  # once our proof is on its way: they learn it from that
         raise OtherJob(f"{peer}: it is of job {theirs}, and this is job {job}", theirs)
     sealer = frames.Sealer(frames.session_key(secret, "server", encounter))
@@ -165,7 +165,7 @@ async def accept(
     return Channel(reader, writer, sealer, opener, backlog_bytes_max)
 
 
-def _differ(job: str, other: str) -> bool:
+def _are_different(job: str, other: str) -> bool:
     """Return whether both sides name a job, and not the same one."""
     return bool(job and other and job != other)
 
@@ -196,7 +196,7 @@ async def connect(
         text = f"{peer} did not finish the handshake in {handshake_s:g} s{hint}"
         raise ConnectionError(text) from None
     except ssl.SSLError as error:
-        raise WireError(f"{peer}: {tls_module.why(error)}") from None
+        raise WireError(f"{peer}: {tls_module.describe_error(error)}") from None
     except OtherJob as error:
         raise OtherJob(f"{peer}: {error}", error.met) from None
     except WireError as error:
@@ -252,7 +252,7 @@ async def _join(
         writer.write(ours + frames.proof(secret, "client", encounter))
         frames.check_proof(await _claim(reader), secret, "server", encounter)
         found = frames.read_job(encounter.server_job)
-        if _differ(job, found):
+        if _are_different(job, found):
             raise OtherJob(f"job {found} is there, and this is of job {job}", found)
     except WireError:
         writer.close()
@@ -355,7 +355,7 @@ class Gate:
         for listener in self._listener:
             asyncio.get_running_loop().remove_reader(listener)
         self._listener = []
-        self._send_away([(each, "the job is over") for each in self._strangers.everyone()])
+        self._send_away([(each, "the job is over") for each in self._strangers.list_all()])
         if self._timer is not None:
             self._timer.cancel()
         self._complaints.flush(asyncio.get_running_loop().time(), force=True)
@@ -387,7 +387,7 @@ class Gate:
         self._send_away(closed)
         task = loop.create_task(self._meet(stranger))
         _running.add(task)
-        task.add_done_callback(_ended)
+        task.add_done_callback(_report_failure)
         self._set_timer()
 
     def _send_away(self, strangers: list[tuple[_Stranger, str]]) -> None:
@@ -464,7 +464,7 @@ class Gate:
 _running: set[asyncio.Task[None]] = set()
 
 
-def _ended(task: asyncio.Task[None]) -> None:
+def _report_failure(task: asyncio.Task[None]) -> None:
     _running.discard(task)
     if not task.cancelled() and (error := task.exception()) is not None:
         told = {"message": "the gate's server failed", "exception": error, "task": task}
@@ -473,5 +473,5 @@ def _ended(task: asyncio.Task[None]) -> None:
 
 def _refuse_tls(peer: str, error: OSError) -> NoReturn:
     if isinstance(error, ssl.SSLError):
-        raise WireError(f"{peer}: {tls_module.why(error)}") from None
+        raise WireError(f"{peer}: {tls_module.describe_error(error)}") from None
     raise WireError(f"{peer}: it left before TLS was agreed") from None

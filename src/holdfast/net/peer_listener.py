@@ -134,7 +134,7 @@ class PeerListener:
                 self._paused_until = None
                 self._selector.register(self._listener, selectors.EVENT_READ)
         self._listener.close()
-        for stranger in self._strangers.everyone():
+        for stranger in self._strangers.list_all():
             stranger.sock.close()
         self._selector.close()
         os.close(self._wake)
@@ -183,7 +183,7 @@ class PeerListener:
             self._turn_away([(stranger, str(error))])
         except ssl.SSLError as error:
             gone = isinstance(error, ssl.SSLEOFError)
-            self._turn_away([(stranger, LEFT if gone else tls.why(error))])
+            self._turn_away([(stranger, LEFT if gone else tls.describe_error(error))])
         except OSError:
             self._turn_away([(stranger, LEFT)])
         else:

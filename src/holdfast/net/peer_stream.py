@@ -55,7 +55,7 @@ def connect(
         channel.settimeout(patience_s)
     except ssl.SSLError as error:
         channel.close()
-        raise WireError(f"{address}: {tls.why(error)}") from None
+        raise WireError(f"{address}: {tls.describe_error(error)}") from None
     except WireError as error:
         channel.close()
         raise WireError(f"{address}: {error}") from None
@@ -102,14 +102,14 @@ def introduce(
             raise TimeoutError(LATE) from None
     hello = HELLO.pack(magic, *purpose, os.urandom(proof.NONCE_BYTES))
     channel.sendall(hello)
-    group = proof.group_name([hello, _by(until, channel, proof.NONCE_BYTES)])
+    group = proof.group_name([hello, _receive_by(until, channel, proof.NONCE_BYTES)])
     channel.sendall(proof.token(key, group, 0, 1))
-    claim = _by(until, channel, proof.TOKEN_BYTES)
+    claim = _receive_by(until, channel, proof.TOKEN_BYTES)
     if not proof.is_token(claim, key, group, 1, 0):
         raise WireError("what listens there has not proved that it is of this job")
 
 
-def _by(until: float, channel: socket.socket, count: int) -> bytes:
+def _receive_by(until: float, channel: socket.socket, count: int) -> bytes:
     """Receive `count` bytes before a moment, however slowly they come. OSError, WireError."""
     data = b""
     while len(data) < count:
@@ -175,16 +175,16 @@ def send_message(channel: socket.socket, message: msgspec.Struct) -> None:
 
 def receive_message(channel: socket.socket, kind: type[T], most: int = MESSAGE_BYTES_MAX) -> T:
     """Receive a message of this kind, of at most `most` bytes. OSError, WireError."""
-    (length,) = LENGTH.unpack(exactly(channel, LENGTH.size))
+    (length,) = LENGTH.unpack(receive_exactly(channel, LENGTH.size))
     if length > most:
         raise WireError(f"a message has {length} bytes, where {most} are the most")
     try:
-        return msgspec.msgpack.decode(exactly(channel, length), type=kind)
+        return msgspec.msgpack.decode(receive_exactly(channel, length), type=kind)
     except msgspec.MsgspecError as error:
         raise WireError(f"a message cannot be read: {error}") from None
 
 
-def exactly(channel: socket.socket, count: int) -> bytes:
+def receive_exactly(channel: socket.socket, count: int) -> bytes:
     """Receive `count` bytes. OSError, WireError."""
     data = bytearray(count)
     fill(channel, memoryview(data))

@@ -63,7 +63,7 @@ def _read(path: Path, flags: int) -> bytes:
     # Not blocking: a pipe in the file's place must not hang us.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     try:
-        refusal = _unfit(os.fstat(descriptor))
+        refusal = _reason_to_refuse(os.fstat(descriptor))
         if refusal:
             raise UserError(f"the secret file {path} {refusal}")
         data = os.read(descriptor, FILE_BYTES_MAX)
@@ -72,7 +72,7 @@ def _read(path: Path, flags: int) -> bytes:
     return parse_secret(data.decode("ascii", errors="replace"), str(path))
 
 
-def _unfit(found: os.stat_result) -> str:
+def _reason_to_refuse(found: os.stat_result) -> str:
     """Return why a secret must not come from this file; empty if it may."""
     me = os.geteuid()
     if not stat.S_ISREG(found.st_mode):

@@ -37,7 +37,7 @@ class Strangers(Generic[T]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def everyone(self) -> list[T]:
+    def list_all(self) -> list[T]:
         """Return all of them, the oldest first."""
         return list(self._entries)
 

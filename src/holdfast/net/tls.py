@@ -64,8 +64,9 @@ def peer_tls_of(directory: Path | None) -> PeerTls | None:
         ours = _show_to_ourselves(client_context(files, check_names=False), server, None)
     except ssl.SSLError as error:
         raise UserError(
-            f"the certificate {files.cert} cannot be shown to other workers ({why(error)}): it "
-            f"must be signed by {files.ca}, and be for servers and clients, as each worker is both"
+            f"the certificate {files.cert} cannot be shown to other workers "
+            f"({describe_error(error)}): it must be signed by {files.ca}, and be for servers and "
+            "clients, as each worker is both"
         ) from None
     found: Any = ours.get("subjectAltName", ())
     # A wildcard stands for a host with any name.
@@ -110,7 +111,7 @@ def _files_in(directory: Path) -> TlsFiles:
     return TlsFiles(cert=directory / "tls.crt", key=directory / "tls.key", ca=directory / "ca.crt")
 
 
-def why(error: ssl.SSLError) -> str:
+def describe_error(error: ssl.SSLError) -> str:
     """Describe an error of TLS, in a few words about the peer."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not accepted: {error.verify_message}"
@@ -144,17 +145,17 @@ def _filled(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:
             ) from None
         raise UserError(
             f"{files.cert} and {files.key} are not a PEM certificate and its PEM key without a "
-            f"password ({_short(error)}): check both files"
+            f"password ({_shorten(error)}): check both files"
         ) from None
     try:
         context.load_verify_locations(files.ca)
     except (ssl.SSLError, ValueError) as error:
         raise UserError(
-            f"the TLS file {files.ca} holds no CA certificate in PEM ({_short(error)}): check it"
+            f"the TLS file {files.ca} holds no CA certificate in PEM ({_shorten(error)}): check it"
         ) from None
     return context
 
 
-def _short(error: Exception) -> str:
+def _shorten(error: Exception) -> str:
     reason = getattr(error, "reason", None)
     return str(reason or error).lower().replace("_", " ")

@@ -46,7 +46,7 @@ def nice_ticks(least: float, most: float, count: int = 5) -> list[float]:
     return [k * step for k in range(first, math.floor(most / step + 1e-9) + 1)]
 
 
-def thin_out(points: Sequence[Point], most: int = POINTS_MAX) -> list[Point]:
+def thin_points(points: Sequence[Point], most: int = POINTS_MAX) -> list[Point]:
     """Return at most about `most` points that keep the look: least and greatest of each stretch."""
     if len(points) <= most:
         return list(points)
@@ -73,7 +73,7 @@ def draw_line(
     place = _Frame(min(xs), max(xs), min(ys), max(ys), height)
     pieces: list[str] = []
     pen = "M"
-    for x, y in thin_out(points):
+    for x, y in thin_points(points):
         if not math.isfinite(y):
             pen = "M"
             continue

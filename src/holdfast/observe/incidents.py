@@ -93,7 +93,7 @@ def find_incidents(events: Sequence[Event]) -> list[Incident]:
         if event["kind"] == "view":
             viewed.add(term)
         if term > first_term and term not in viewed:
-            causes += _left_open(event, group)
+            causes += _find_left_open(event, group)
         begins = event["kind"] in (*TELLING, "silent", "wrong")
         if not name or not (causes or begins):
             continue
@@ -109,7 +109,7 @@ def find_incidents(events: Sequence[Event]) -> list[Incident]:
     return [Incident(tuple(each), _cost_of(each)) for each in real]
 
 
-def _left_open(event: Event, group: Mapping[str, list[Event]]) -> list[str]:
+def _find_left_open(event: Event, group: Mapping[str, list[Event]]) -> list[str]:
     """Return the last event of each incident that this one goes on with under a new coordinator.
 
     A coordinator that takes over knows nothing of open incidents, and tells of a lost worker again

@@ -142,7 +142,7 @@ def verify(
     """
     paths = find_ledger_files(run_dir)
     audit = _Audit(plan_of, read_doubts(paths))
-    audit.left_out.read(paths, audit.withdrawn)
+    audit.left_out.read(paths, audit.is_withdrawn)
     for path in paths:
         audit.read(path)
     result = claim_of_result(run_dir)
@@ -239,12 +239,12 @@ class _Audit:
                     match value:
                         case HeaderLine() as found:
                             header, plan = found, self._adopt(where, found)
-                        case StepLine() as entry if not self.withdrawn(entry):
+                        case StepLine() as entry if not self.is_withdrawn(entry):
                             self._take(where, header, plan, entry)
         except OSError as error:
             self.find(f"{path.name}: cannot be read: {error}")
 
-    def withdrawn(self, entry: StepLine) -> bool:
+    def is_withdrawn(self, entry: StepLine) -> bool:
         """Return whether the step was redone because it may have used something wrong."""
         return any(doubt.withdraws(entry) for doubt in self.doubts)
 
@@ -294,7 +294,7 @@ class _Audit:
                     f"{where}: step {entry.step} has {length} {name} for {vranks} virtual ranks"
                 )
                 return
-        if wrong := self.left_out.foreign(header, entry.bad):
+        if wrong := self.left_out.find_fault(header, entry.bad):
             self.find(f"{where}: step {entry.step} {wrong}")
             return
         self.copies += 1
@@ -313,7 +313,7 @@ class _Audit:
         commit = entry.hosts if header.backup else ()  # done again, other tasks may be dropped
         step = self.steps.get(entry.step)
         if step is None:
-            plan = self._covering(where, plan, entry.place)
+            plan = self._find_covering(where, plan, entry.place)
             step = _Step(contents={}, where=where, view=-1, plan=plan, place=entry.place)
             self.steps[entry.step] = step
         known = step.contents.setdefault(commit, content)
@@ -322,8 +322,8 @@ class _Audit:
                 step.view = entry.view
                 covering = self._plans[step.plan]
                 if isinstance(covering, Plan):
-                    step.dropped = self._dropped(where, header, entry)
-                    before = self.left_out.before(header.dataset, entry.place.index)
+                    step.dropped = self._find_dropped(where, header, entry)
+                    before = self.left_out.left_out_records(header.dataset, entry.place.index)
                     self._compare(where, covering, entry, step, before)
                 else:
                     step.marks = entry.counts, [int(digest, 16) for digest in entry.digests]
@@ -359,7 +359,7 @@ class _Audit:
                 f"that was agreed on: {entry.told[:80]} and {known[:80]}"
             )
 
-    def _covering(self, where: str, index: int, place: Place) -> int:
+    def _find_covering(self, where: str, index: int, place: Place) -> int:
         """Return `index` if that plan has the step and can be recomputed; else -1."""
         if index < 0 or place.uses is Uses.NO_SAMPLES:
             return -1
@@ -372,7 +372,7 @@ class _Audit:
             return -1
         return index
 
-    def _dropped(self, where: str, header: HeaderLine, entry: StepLine) -> tuple[int, ...]:
+    def _find_dropped(self, where: str, header: HeaderLine, entry: StepLine) -> tuple[int, ...]:
         """Return the vranks of a step that its workers were allowed to drop, and did."""
         if 0 not in entry.counts:
             return ()
@@ -398,7 +398,7 @@ class _Audit:
             if vrank in step.dropped:
                 continue
             told = entry.bad.get(vrank, ())
-            task, problem = self.left_out.replaced(plan, planned, before, told)
+            task, problem = self.left_out.used_records(plan, planned, before, told)
             others += int(np.count_nonzero(task != planned))
             name = f"{where}: step {entry.step} virtual rank {vrank}"
             count, digest = entry.counts[vrank], entry.digests[vrank]

@@ -60,7 +60,7 @@ class LeftOut:
         """Return how many records were quarantined."""
         return sum(len(set().union(*steps.values())) for steps in self._told.values())
 
-    def before(self, dataset: int, index: int) -> frozenset[int]:
+    def left_out_records(self, dataset: int, index: int) -> frozenset[int]:
         """Return which records all leave out in this step of the script."""
         if dataset not in self._told:
             return frozenset()
@@ -74,7 +74,7 @@ class LeftOut:
         steps, sums = self._sums[dataset]
         return sums[bisect.bisect_left(steps, index)]
 
-    def replaced(
+    def used_records(
         self,
         plan: ReplacingPlan,
         task: NDArray[np.int64],
@@ -96,7 +96,7 @@ class LeftOut:
             return task, f"tells of record {unmet[0]}, which it had no reason to read"
         return used, ""
 
-    def foreign(self, header: HeaderLine, bad: Mapping[int, Sequence[int]]) -> str:
+    def find_fault(self, header: HeaderLine, bad: Mapping[int, Sequence[int]]) -> str:
         """Return the fault of a report of bad records under this header; empty: none."""
         if not bad:
             return ""

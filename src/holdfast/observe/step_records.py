@@ -84,7 +84,7 @@ def find_difference(
         text = f"step {step} is another step of the script, or has other virtual ranks"
         return StepDifference(step=step, kind="step", text=text)
     marks = [zip(each.counts, each.digests, strict=True) for each in (ours, theirs)]
-    if vranks := _unlike(*map(list, marks)):
+    if vranks := _first_difference(*map(list, marks)):
         hosts = _hosts(ours, theirs, vranks, names)
         text = f"step {step}: {_ranks(vranks)} used other samples; {hosts}"
         return StepDifference(step=step, kind="samples", text=text, vranks=vranks)
@@ -92,7 +92,7 @@ def find_difference(
         text = f"step {step} began with another state"
         return StepDifference(step=step, kind="state", text=text)
     both = ours.losses and theirs.losses
-    if both and (vranks := _unlike(*map(_bits_of, (ours, theirs)))):
+    if both and (vranks := _first_difference(*map(_bits_of, (ours, theirs)))):
         pair = [each.all_losses()[vranks[0]] for each in (ours, theirs)]
         text = (
             f"step {step}: the loss of virtual rank {vranks[0]} is {pair[0]!r} in {names[0]} and "
@@ -145,7 +145,7 @@ def _has_other_sum(ours: StepLine, theirs: StepLine) -> bool:
     return ours.sum != theirs.sum and NOT_TAKEN not in (ours.sum, theirs.sum)
 
 
-def _unlike(ours: Sequence[object], theirs: Sequence[object]) -> tuple[int, ...]:
+def _first_difference(ours: Sequence[object], theirs: Sequence[object]) -> tuple[int, ...]:
     """Return where two lists differ."""
     return tuple(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
 

@@ -61,7 +61,7 @@ def _spans(process: ProcessTimes, node: int, began: float) -> Iterator[Entry]:
                 "cat": "worker",
                 "pid": node,
                 "tid": process.worker,
-                "ts": _us(offset, began),
+                "ts": _to_us(offset, began),
                 "dur": seconds * 1e6,
                 "args": {
                     "incarnation": process.incarnation,
@@ -78,14 +78,14 @@ def _events(events: Sequence[Event], began: float) -> Iterator[Entry]:
     known = {event["id"]: event for event in events if event.get("id")}
     arrows = 0
     for event in events:
-        at = _us(float(event["time"]), began)
+        at = _to_us(float(event["time"]), began)
         more = {k: v for k, v in event.items() if k not in ("time", "kind")}
         yield _instant(event["kind"], at, more)
         for cause in event.get("causes", ()):
             if cause in known:
                 arrows += 1
                 end = {"name": "cause", "cat": "cause", "id": arrows, "pid": JOB, "tid": 0}
-                yield {"ph": "s", "ts": _us(float(known[cause]["time"]), began), **end}
+                yield {"ph": "s", "ts": _to_us(float(known[cause]["time"]), began), **end}
                 yield {"ph": "f", "bp": "e", "ts": at, **end}
 
 
@@ -94,9 +94,14 @@ def _incidents(events: Sequence[Event], began: float) -> Iterator[Entry]:
     for incident in find_incidents(events):
         pair: Entry = {"name": incident.title, "cat": "incident", "id": incident.name}
         pair |= {"pid": JOB, "tid": 1}
-        yield {"ph": "b", "ts": _us(incident.began_at, began), "args": dict(incident.cost), **pair}
+        yield {
+            "ph": "b",
+            "ts": _to_us(incident.began_at, began),
+            "args": dict(incident.cost),
+            **pair,
+        }
         if incident.cost:
-            yield {"ph": "e", "ts": _us(incident.ended_at, began), **pair}
+            yield {"ph": "e", "ts": _to_us(incident.ended_at, began), **pair}
 
 
 def _instant(name: str, at: float, more: dict[str, Any]) -> Entry:
@@ -117,5 +122,5 @@ def _name(kind: str, process: int, thread: int, name: str) -> Entry:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _us(at: float, began: float) -> float:
+def _to_us(at: float, began: float) -> float:
     return (at - began) * 1e6

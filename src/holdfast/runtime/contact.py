@@ -57,7 +57,7 @@ class Contact:
         """
         return await connect(*await self.find(), secret, job=self.job, tls=self.tls)
 
-    async def ended(self, run_dir: RunDir) -> bool:
+    async def has_ended(self, run_dir: RunDir) -> bool:
         """Return whether the job has left word that it is over.
 
         It does so in its run directory, which a node's own may be; and with an election in etcd.

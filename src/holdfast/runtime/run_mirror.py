@@ -47,13 +47,13 @@ def read_parts(run_dir: Path, held: Mapping[str, int]) -> FilesReply:
 def _parts(run_dir: Path, held: Mapping[str, int]) -> Iterator[FilePart]:
     for name in DOCUMENTS:
         with contextlib.suppress(OSError):
-            yield from _new_document(run_dir, name, held.get(name))
+            yield from _read_document(run_dir, name, held.get(name))
     for pattern in LOGS:
         for path in sorted(run_dir.glob(pattern)):
             with contextlib.suppress(OSError):
                 name = path.relative_to(run_dir).as_posix()
                 if _is_known(name):
-                    yield from _new_end(path, name, held.get(name))
+                    yield from _read_end(path, name, held.get(name))
 
 
 def _is_known(name: str) -> bool:
@@ -61,7 +61,7 @@ def _is_known(name: str) -> bool:
     return name in DOCUMENTS or name in LOGS or _NAME.fullmatch(name) is not None
 
 
-def _new_document(run_dir: Path, name: str, held: int | None) -> Iterator[FilePart]:
+def _read_document(run_dir: Path, name: str, held: int | None) -> Iterator[FilePart]:
     descriptor = open_regular(run_dir / name)
     try:
         found = os.fstat(descriptor)
@@ -72,7 +72,7 @@ def _new_document(run_dir: Path, name: str, held: int | None) -> Iterator[FilePa
         os.close(descriptor)
 
 
-def _new_end(path: Path, name: str, held: int | None) -> Iterator[FilePart]:
+def _read_end(path: Path, name: str, held: int | None) -> Iterator[FilePart]:
     descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size

@@ -74,7 +74,7 @@ class RunDir:
             write_run_dir(self.path, secret)
             _replace(self.job, encode_job(spec))
         except OSError as error:
-            raise unwritable(self.path, error) from None
+            raise make_unwritable_error(self.path, error) from None
 
     def reopen(self) -> None:
         """Forget how the run ended, but not that it did: it is to go on."""
@@ -84,7 +84,7 @@ class RunDir:
             else:
                 self._earlier.unlink(missing_ok=True)
         except OSError as error:
-            raise unwritable(self.path, error) from None
+            raise make_unwritable_error(self.path, error) from None
 
     def take_earlier_end(self) -> bool:
         """Return, once, whether the run had ended when it was reopened."""
@@ -164,7 +164,7 @@ class RunDir:
             raise UserError(f"{self.path / name} cannot be read: {error}") from None
 
 
-def unwritable(path: Path, error: OSError) -> UserError:
+def make_unwritable_error(path: Path, error: OSError) -> UserError:
     if path.exists() and not path.is_dir():
         return UserError(f"--run-dir {path} is a file: name a directory")
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -179,7 +179,7 @@ def write_json(path: Path, value: object) -> None:
     try:
         _replace(path, json.dumps(value, indent=2).encode() + b"\n")
     except OSError as error:
-        raise unwritable(path.parent, error) from None
+        raise make_unwritable_error(path.parent, error) from None
 
 
 def _replace(path: Path, data: bytes) -> None:

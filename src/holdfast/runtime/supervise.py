@@ -113,7 +113,7 @@ class Supervisor:
                 self._kept[0].running[0].terminate()
             for kept in self._kept:
                 if kept.running and kept.pidfd in readable:
-                    self._ended(kept)
+                    self._handle_end(kept)
         ended_at, first = time.monotonic(), self._kept[0]
         assert first.code is not None
         told = first.has_told(first.code)
@@ -127,7 +127,7 @@ class Supervisor:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     popen.wait(max(deadline - time.monotonic(), 0.1))
 
-    def _ended(self, kept: Kept) -> None:
+    def _handle_end(self, kept: Kept) -> None:
         """Handle a process that has ended: start it again, unless that was its ordinary end."""
         os.close(kept.pidfd)
         code = kept.code = kept.running.pop().wait()

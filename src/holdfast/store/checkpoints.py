@@ -36,7 +36,7 @@ from holdfast.store.manifest import (
     suspect_name,
     token_of,
 )
-from holdfast.store.owner_process import here, is_gone
+from holdfast.store.owner_process import is_gone, name_scope
 from holdfast.store.retention import Retention, choose_kept
 from holdfast.store.saving import Item, Known, Saving
 from holdfast.store.storage import Missing, Storage, read_all
@@ -144,7 +144,9 @@ class Checkpoints:
 
     def join(self, step: int, token: str, base: int | None) -> Saving:
         """Take part in a save that another process began, and write a part. Missing; Damaged."""
-        return Saving(self.storage, step, token, Known() if base is None else self._held(base))
+        return Saving(
+            self.storage, step, token, Known() if base is None else self._held_chunks(base)
+        )
 
     def save(self, step: int, items: Sequence[Item], about: dict[str, str]) -> Manifest:
         """Save a whole checkpoint from this process. After a WorldError it does not exist."""
@@ -159,12 +161,12 @@ class Checkpoints:
         """Find the newest readable checkpoint, and its contents."""
         for step in reversed(self.steps()):
             try:
-                return step, self._held(step)
+                return step, self._held_chunks(step)
             except WorldError as error:
                 self._say(f"the checkpoint of step {step} is not built upon: {error}")
         return None, Known()
 
-    def _held(self, step: int) -> Known:
+    def _held_chunks(self, step: int) -> Known:
         """Return the chunks that a checkpoint holds. Missing; Damaged."""
         manifest, suspects = self.manifest(step), set(self.storage.names(SUSPECT))
         packs = [p for p in manifest.packs if suspect_name(p) not in suspects]
@@ -214,7 +216,7 @@ class Checkpoints:
         """Retire what the policy does not keep, then remove packs that nothing refers to."""
         steps = self.retire(policy) if policy is not None else ()
         # In this order: whoever wrote a pack is still saving, or has committed by then.
-        packs = [*self._remains(PACKS), *self._remains(PARTS)]
+        packs = [*self._find_remains(PACKS), *self._find_remains(PARTS)]
         intents = self._intents()
         tokens = {intent.token for intent in intents}
         used = {pack for intent in intents for pack in intent.packs}
@@ -236,7 +238,7 @@ class Checkpoints:
                     self.storage.delete(suspect_name(pack))
         return Collected(steps=steps, packs=count, freed_bytes=freed)
 
-    def _remains(self, prefix: str) -> list[str]:
+    def _find_remains(self, prefix: str) -> list[str]:
         """List the names of all objects, and of those that a crash left unfinished on volumes."""
         storage = self.storage
         if isinstance(storage, VolumeStorage):
@@ -254,7 +256,7 @@ class Checkpoints:
             except Damaged as error:
                 self._say(f"nothing that it may protect is removed: {error}")
                 raise
-            if is_gone(intent.host == here(), intent.pid, intent.time):
+            if is_gone(intent.host == name_scope(), intent.pid, intent.time):
                 self.storage.delete(name)
             else:
                 found.append(intent)

@@ -16,7 +16,7 @@ PAYS = 0.5  # share of its size to which an entry's samples must shrink
 SHORTER = 0.9  # share of its size to which a chunk must shrink
 
 
-def pays(data: memoryview) -> bool:
+def is_worthwhile(data: memoryview) -> bool:
     """Return whether an entry of these bytes should be compressed."""
     if len(data) < SIZE_MIN:
         return False
@@ -26,7 +26,7 @@ def pays(data: memoryview) -> bool:
     return len(_compressor().compress(sample)) <= PAYS * len(sample)
 
 
-def shorter(chunk: memoryview) -> bytes | memoryview:
+def shorten(chunk: memoryview) -> bytes | memoryview:
     """Return the chunk compressed, or unchanged if that would not make it much shorter."""
     found = _compressor().compress(chunk)
     return found if len(found) <= SHORTER * len(chunk) else chunk

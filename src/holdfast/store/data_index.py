@@ -276,13 +276,13 @@ def verify_files(root: Path, index: FileIndex, seen: Seen) -> Iterator[Differenc
 def _blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
     try:
         with regular_stream(path, buffering=0) as file:
-            while block := _full(file.read, block_bytes):
+            while block := _read_fully(file.read, block_bytes):
                 yield block
     except OSError as error:
         raise WorldError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _full(read: Callable[[int], bytes | None], size: int) -> bytes:
+def _read_fully(read: Callable[[int], bytes | None], size: int) -> bytes:
     """Read `size` bytes, fewer only at the end."""
     data = read(size) or b""
     while 0 < len(data) < size and (more := read(size - len(data))):

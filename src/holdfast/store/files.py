@@ -20,7 +20,7 @@ from pathlib import Path
 from holdfast.core.errors import Damaged, WorldError
 from holdfast.store.disk_calls import BLOCK_BYTES, Disk, RealDisk, aligned
 from holdfast.store.manifest import digest
-from holdfast.store.owner_process import here, is_gone
+from holdfast.store.owner_process import is_gone, name_scope
 from holdfast.store.regular_files import open_regular
 from holdfast.store.storage import Missing, check_name
 
@@ -41,7 +41,7 @@ class FileStorage:
 
     def put(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
         path = self._path(name)
-        home = digest(here().encode()).hex()
+        home = digest(name_scope().encode()).hex()
         self._sweep_once(home)
         number = f"{home}-{os.getpid()}-{self._token}-{next(self._numbers)}"
         temporary = str(self.root / UNFINISHED / number)

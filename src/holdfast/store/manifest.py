@@ -135,7 +135,7 @@ class Intent:
     """Announces a save. Packs it names, and those whose name has its token, are not garbage."""
 
     token: str
-    host: str  # the writer's scope of process numbers: `owner_process.here()`
+    host: str  # the writer's scope of process numbers: `owner_process.name_scope()`
     pid: int
     time: float
     packs: tuple[str, ...] = ()
@@ -233,7 +233,7 @@ def encode(manifest: Manifest) -> bytes:
 
 def decode(data: bytes, name: str) -> Manifest:
     """Decode a manifest; Damaged, in words for people, unless every byte is as it was written."""
-    manifest = _decoded(_MANIFEST, data, name)
+    manifest = _decode(_MANIFEST, data, name)
     problem = problem_of(manifest)
     if problem:
         raise Damaged(f"{name} contradicts itself: {problem}")
@@ -246,7 +246,7 @@ def encode_intent(intent: Intent) -> bytes:
 
 def decode_intent(data: bytes, name: str) -> Intent:
     """Decode the announcement of a save. Damaged."""
-    return _decoded(_INTENT, data, name)
+    return _decode(_INTENT, data, name)
 
 
 def encode_part(part: SavedPart) -> bytes:
@@ -258,13 +258,13 @@ def decode_part(data: bytes, name: str) -> SavedPart:
 
     Its runs are checked once it is in a manifest.
     """
-    part = _decoded(_PART, data, name)
+    part = _decode(_PART, data, name)
     if any(not 0 <= r.pack < len(part.packs) for e in part.entries for r in e.runs):
         raise Damaged(f"{name} contradicts itself: a run lies in no pack")
     return part
 
 
-def _decoded(decoder: StrictDecoder[T], data: bytes, name: str) -> T:
+def _decode(decoder: StrictDecoder[T], data: bytes, name: str) -> T:
     try:
         return decoder.decode(_unseal(data, name))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -58,7 +58,7 @@ class ObjectStorage:
         try:
             obstore.put(self._store, name, source, chunk_size=PART_BYTES, max_concurrency=UPLOADS)
         except FAILURES as error:
-            raise self._wrong("write", name, error) from None
+            raise self._make_error("write", name, error) from None
         return source.size
 
     def read(self, name: str, offset: int, into: memoryview) -> None:
@@ -72,11 +72,11 @@ class ObjectStorage:
         except FAILURES as error:
             size = self.size(name)
             if size is not None and offset + len(into) > size:
-                raise self._short(name, size) from None
-            raise self._wrong("read", name, error) from None
+                raise self._make_short_error(name, size) from None
+            raise self._make_error("read", name, error) from None
         found = memoryview(data)
         if len(found) != len(into):
-            raise self._short(name, offset + len(found))
+            raise self._make_short_error(name, offset + len(found))
         into[:] = found
 
     def size(self, name: str) -> int | None:
@@ -86,14 +86,14 @@ class ObjectStorage:
         except FileNotFoundError:
             return None
         except FAILURES as error:
-            raise self._wrong("look at", name, error) from None
+            raise self._make_error("look at", name, error) from None
 
     def names(self, prefix: str) -> list[str]:
         try:
             batches = obstore.list(self._store, prefix.rstrip("/") or None)
             return sorted(meta["path"] for batch in batches for meta in batch)
         except FAILURES as error:
-            raise self._wrong("list", prefix, error) from None
+            raise self._make_error("list", prefix, error) from None
 
     def delete(self, name: str) -> None:
         check_name(name)
@@ -101,12 +101,12 @@ class ObjectStorage:
             with contextlib.suppress(FileNotFoundError):
                 obstore.delete(self._store, name)
         except FAILURES as error:
-            raise self._wrong("delete", name, error) from None
+            raise self._make_error("delete", name, error) from None
 
-    def _short(self, name: str, end: int) -> Damaged:
+    def _make_short_error(self, name: str, end: int) -> Damaged:
         return Damaged(f"{self._url}/{name} ends at byte {end}, before it should")
 
-    def _wrong(self, what: str, name: str, error: Exception) -> WorldError:
+    def _make_error(self, what: str, name: str, error: Exception) -> WorldError:
         return WorldError(f"cannot {what} {self._url}/{name}: {first_line(error)}")
 
 

@@ -33,7 +33,7 @@ def append_regular(path: str | os.PathLike[str]) -> int:
         descriptor = os.open(path, flags, 0o644)
     except OSError as error:
         if error.errno == errno.ENXIO:  # a pipe without a reader
-            raise _odd(path) from None
+            raise _make_error(path) from None
         raise
     _refuse_odd(descriptor, path, devices=True)
     return descriptor
@@ -87,8 +87,8 @@ def _refuse_odd(descriptor: int, path: str | os.PathLike[str], *, devices: bool 
     mode = os.fstat(descriptor).st_mode
     if not (stat.S_ISREG(mode) or (devices and stat.S_ISCHR(mode))):
         os.close(descriptor)
-        raise _odd(path)
+        raise _make_error(path)
 
 
-def _odd(path: str | os.PathLike[str]) -> OSError:
+def _make_error(path: str | os.PathLike[str]) -> OSError:
     return OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))

@@ -43,7 +43,7 @@ from holdfast.store.manifest import (
     part_name,
     problem_of,
 )
-from holdfast.store.owner_process import here, is_gone
+from holdfast.store.owner_process import is_gone, name_scope
 from holdfast.store.storage import Storage, read_all
 
 PART_BYTES_MAX = 1 << 30
@@ -116,7 +116,7 @@ class Saving:
         """Protect what the save builds upon, and `more` packs, from being collected as garbage."""
         intent = Intent(
             token=self.token,
-            host=here(),
+            host=name_scope(),
             pid=os.getpid(),
             time=time.time(),
             packs=tuple(dict.fromkeys([*self.known.packs, *more])),
@@ -183,7 +183,7 @@ class Saving:
             intent = decode_intent(read_all(self._storage, name, INTENT_BYTES_MAX), name)
         except WorldError:  # there is none, or it cannot be read now
             return False
-        return not is_gone(intent.host == here(), intent.pid, intent.time)
+        return not is_gone(intent.host == name_scope(), intent.pid, intent.time)
 
     def abandon(self) -> None:
         """Give up the written packs, unless they have been committed."""
@@ -268,7 +268,7 @@ class _Planner:
         end = 0
         for item in self._items:
             data, runs = item.data.cast("B"), _Runs()
-            shrinks = compression.pays(data)
+            shrinks = compression.is_worthwhile(data)
             digests = bytearray()
             for start in range(0, len(data), CHUNK_BYTES):
                 chunk = data[start : start + CHUNK_BYTES]
@@ -276,7 +276,7 @@ class _Planner:
                 digests += found
                 place = self._place(len(chunk), found)
                 if place is None:
-                    stored = compression.shorter(chunk) if shrinks else chunk
+                    stored = compression.shorten(chunk) if shrinks else chunk
                     place = _Place(self._pack, end, len(stored))
                     self._here[(len(chunk), found)] = place
                     end += len(stored)
@@ -287,7 +287,7 @@ class _Planner:
                     name=item.name,
                     size=len(data),
                     digests=bytes(digests),
-                    runs=runs.done(),
+                    runs=runs.finish(),
                     dtype=item.dtype,
                     shape=item.shape,
                     offset=item.offset,
@@ -317,7 +317,7 @@ class _Runs:
                 return
         self._runs.append((pack, place.offset, [size], [place.stored]))
 
-    def done(self) -> tuple[Run, ...]:
+    def finish(self) -> tuple[Run, ...]:
         return tuple(
             Run(
                 chunks=len(sizes),

@@ -71,7 +71,7 @@ class Geometry:
             offset=index * self.shard_bytes,
         )
 
-    def covering(self, offset: int, size: int) -> Iterator[Stripe]:
+    def stripes_of(self, offset: int, size: int) -> Iterator[Stripe]:
         """Return the stripes that hold a range."""
         if size > 0:
             first, last = offset // self.stripe_bytes, (offset + size - 1) // self.stripe_bytes

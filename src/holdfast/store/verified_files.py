@@ -100,9 +100,9 @@ class VerifiedFiles:
             data = self._pread(entry.name, known, begin + start, stop - start)
             if len(data) == stop - start:
                 return data
-        return self._verified(entry, block)[start:stop]
+        return self._read_verified(entry, block)[start:stop]
 
-    def _verified(self, entry: FileEntry, block: int) -> bytes:
+    def _read_verified(self, entry: FileEntry, block: int) -> bytes:
         block_bytes = self._open().block_bytes
         begin = block * block_bytes
         size = min(block_bytes, entry.size - begin)

@@ -103,7 +103,7 @@ class VolumeStorage:
         placed = self._find(name)
         if offset + len(into) > placed.geometry.size:
             raise Damaged(f"{name} ends at byte {placed.geometry.size}, before it should")
-        stripes = list(placed.geometry.covering(offset, len(into)))
+        stripes = list(placed.geometry.stripes_of(offset, len(into)))
         for i in range(0, len(stripes), STRIPES_AT_ONCE):
             for stripe, shards in self._stripes(name, placed, stripes[i : i + STRIPES_AT_ONCE]):
                 _copy(stripe, shards, offset, into)
@@ -115,7 +115,7 @@ class VolumeStorage:
             return None
 
     def names(self, prefix: str) -> list[str]:
-        return [name for name in self.all_names(prefix) if self._may_be_there(name)]
+        return [name for name in self.all_names(prefix) if self._can_be_there(name)]
 
     def delete(self, name: str) -> None:
         check_name(name)
@@ -145,10 +145,10 @@ class VolumeStorage:
                 what = f"{found} of its blocks have changed"
                 bad.append(f"{name} on volume {volume}: {what}")
         for number in wrong:
-            blocks = self._rebuilt(name, placed, number)
+            blocks = self._rebuild(name, placed, number)
             size = placed.geometry.size
             make_footer = partial(self._footer, placed.version, number, size)
-            self.volumes[order[number]].put(name, _closed(blocks, make_footer))
+            self.volumes[order[number]].put(name, _write_object(blocks, make_footer))
         if wrong and any(self.volumes[v].size(name) is None for v in placed.volumes.values()):
             self.delete(name)  # somebody did, meanwhile
             raise Missing(f"{name} was deleted while it was repaired")
@@ -176,7 +176,7 @@ class VolumeStorage:
         first = digest(name.encode())[0] % count
         return [(first + number) % count for number in range(count)]
 
-    def _may_be_there(self, name: str) -> bool:
+    def _can_be_there(self, name: str) -> bool:
         try:
             return self.size(name) is not None
         except WorldError:
@@ -248,7 +248,7 @@ class VolumeStorage:
         for i, stripe in enumerate(stripes):
             shards = {n: block for n in wanted if (block := blocks[n][i]) is not None}
             if len(shards) < self.k:
-                shards = self._computed(name, placed, stripe, shards)
+                shards = self._compute_stripe(name, placed, stripe, shards)
             yield stripe, [shards[n] for n in range(self.k)]
 
     def _blocks(
@@ -274,7 +274,7 @@ class VolumeStorage:
             found.append(block if good else None)
         return found
 
-    def _computed(
+    def _compute_stripe(
         self,
         name: str,
         placed: Placed,
@@ -307,7 +307,7 @@ class VolumeStorage:
             bad += self._blocks(name, placed, number, stripes).count(None)
         return bad
 
-    def _rebuilt(self, name: str, placed: Placed, number: int) -> Iterator[memoryview]:
+    def _rebuild(self, name: str, placed: Placed, number: int) -> Iterator[memoryview]:
         """Yield all shards of one number, computed where they cannot be read."""
         for index in range(placed.geometry.count):
             stripe = placed.geometry.stripe(index)
@@ -340,7 +340,7 @@ class VolumeStorage:
         self, spread: _Spread, name: str, number: int, volume: int, version: Version
     ) -> None:
         def parts() -> Iterator[bytes | memoryview]:
-            yield from _closed(
+            yield from _write_object(
                 spread.shards(number),
                 lambda table: self._footer(version, number, spread.size, table),
             )
@@ -372,7 +372,7 @@ def _copy(stripe: Stripe, shards: Sequence[memoryview], offset: int, into: memor
             into[begin - offset : end - offset] = shard[begin - start : end - start]
 
 
-def _closed(
+def _write_object(
     shards: Iterable[memoryview], footer: Callable[[bytes], Footer]
 ) -> Iterator[bytes | memoryview]:
     """Yield a volume's object: shards, their digests, and the footer with the digest of these."""
@@ -443,7 +443,7 @@ class _Spread:
 
     def shards(self, number: int) -> Iterator[memoryview]:
         """Yield the shards of one volume."""
-        while self._next(number):
+        while self._advance(number):
             stripe = self._held[number]
             yield stripe.memory[number][: stripe.shard]
         if self._failed:
@@ -452,9 +452,9 @@ class _Spread:
     def drain(self, number: int) -> None:
         """Release a volume that takes no more, perhaps too early, so that the others go on."""
         while not self._ended[number]:
-            self._next(number)
+            self._advance(number)
 
-    def _next(self, number: int) -> bool:
+    def _advance(self, number: int) -> bool:
         """Let go of the volume's present stripe, and wait for the next one."""
         held = self._held.pop(number, None)
         if held is not None:

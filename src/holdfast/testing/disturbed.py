@@ -48,55 +48,55 @@ class Disturber(Probe):
         self._step = step
         self._dice = random.Random(f"{self._worker} {step}")
         for target in ("parameter", "optimizer"):
-            if any(self._once("flip", target)):
+            if any(self._select_once("flip", target)):
                 flip_bit(self._dice, _tensors(protected, target))
         self._began = time.perf_counter()
 
     def task(self, step: int, vrank: int) -> None:
         took_s = time.perf_counter() - self._began
-        for fault in self._now("slow"):
+        for fault in self._faults_due("slow"):
             if self._dice.random() < fault.chance:
                 time.sleep(took_s * (fault.number - 1))
-        for fault in self._once("stall"):
+        for fault in self._select_once("stall"):
             time.sleep(fault.number)
         for action, number in (("kill", signal.SIGKILL), ("freeze", signal.SIGSTOP)):
-            if any(self._once(action)):
+            if any(self._select_once(action)):
                 os.kill(os.getpid(), number)
         self._began = time.perf_counter()
 
     def gradient(self, vrank: int, flat: torch.Tensor) -> None:
-        if any(self._once("flip", "gradient")):
+        if any(self._select_once("flip", "gradient")):
             flip_bit(self._dice, [flat])
-        for fault in self._once("poison"):
+        for fault in self._select_once("poison"):
             flat[self._dice.randrange(len(flat))] = math.nan if fault.target == "nan" else math.inf
-        if any(self._now("overflow")):
+        if any(self._faults_due("overflow")):
             flat.fill_(math.inf)
-        if any(self._now("multiply")):
+        if any(self._faults_due("multiply")):
             flat[self._dice.randrange(len(flat))] *= 1.001
-        for fault in self._now("noise"):
+        for fault in self._faults_due("noise"):
             dice = torch.Generator().manual_seed(self._dice.getrandbits(60))
             noise = torch.randn(len(flat), generator=dice).to(flat)
             flat.mul_(1 + fault.number * noise)
 
     def handle_received(self, flat: torch.Tensor) -> None:
-        if len(flat) and any(self._once("flip", "received")):
+        if len(flat) and any(self._select_once("flip", "received")):
             flip_bit(self._dice, [flat])
 
     def handle_sending(self, peer: int, size: int) -> None:
-        for fault in self._now("link"):
+        for fault in self._faults_due("link"):
             time.sleep(size / fault.number)
 
-    def _now(self, action: str, target: str | None = None) -> Iterator[Disturbance]:
+    def _faults_due(self, action: str, target: str | None = None) -> Iterator[Disturbance]:
         for fault in self._faults:
             if fault.action == action and target in (None, fault.target):
                 if fault.strikes(self._worker, self._step):
                     yield fault
 
-    def _once(self, action: str, target: str = "") -> Iterator[Disturbance]:
+    def _select_once(self, action: str, target: str = "") -> Iterator[Disturbance]:
         """Select the faults that have not struck in this step, and record that they have."""
         mark = self._step, action, target
         if mark not in self._done:
-            for fault in self._now(action, target or None):
+            for fault in self._faults_due(action, target or None):
                 self._done.add(mark)
                 if self._is_first(f"worker-{self._worker}-step-{self._step}-{action}-{target}"):
                     yield fault

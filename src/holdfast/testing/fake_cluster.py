@@ -20,7 +20,7 @@ from holdfast.core.domains import Domains
 from holdfast.core.errors import Unreachable
 from holdfast.core.fleet.placements import Notice, Placement, PlacementId
 from holdfast.core.job_spec import JobSpec
-from holdfast.health.measure.procfs import started_at
+from holdfast.health.measure.procfs import start_time
 from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
 from holdfast.launch.local_manager import LocalManager
@@ -37,7 +37,7 @@ class FakeManager:
         self._asked = 0
 
     async def observe(self) -> Sequence[Placement]:
-        told = self._told()
+        told = self._read_orders()
         found = []
         for each in await self._inner.observe():
             if each.id in told.get("lost", ()):
@@ -52,7 +52,7 @@ class FakeManager:
         return found
 
     async def request(self, order: PlacementOrder) -> None:
-        told = self._told()
+        told = self._read_orders()
         if told.get("hang"):
             await asyncio.Event().wait()
         closed = tuple(sorted({*order.avoid, *told.get("notices", {}), *told.get("dead", ())}))
@@ -62,13 +62,13 @@ class FakeManager:
             raise Unreachable("the answer was lost")
 
     async def release(self, id_: PlacementId, handle: str) -> None:
-        self._told()
+        self._read_orders()
         await self._inner.release(id_, handle)
 
     async def close(self) -> None:
         await self._inner.close()
 
-    def _told(self) -> dict[str, Any]:
+    def _read_orders(self) -> dict[str, Any]:
         told = read_orders(self._folder)
         if told.get("away"):
             raise Unreachable("the manager is away")
@@ -134,7 +134,7 @@ class FakeCluster:
         found = []
         for path in sorted(self.folder.glob("*.json")):
             record = json.loads(path.read_text())
-            if "pid" in record and started_at(record["pid"]) == record["started"]:
+            if "pid" in record and start_time(record["pid"]) == record["started"]:
                 found.append((record["id"], record["host"], record["pid"]))
         return found
 

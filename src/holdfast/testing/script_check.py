@@ -78,7 +78,7 @@ def compare(runs: Sequence[TracedRun], steps: int) -> list[Divergence]:
                 for states in run.states.values()
                 for step, state in states.items()
                 if step < steps
-                for path in _unlike(reference.get(step), state)
+                for path in _first_difference(reference.get(step), state)
             ),
             key=lambda place: place[0],
             default=None,
@@ -95,20 +95,20 @@ def _cause(run: TracedRun, runs: Sequence[TracedRun], found: Sequence[Divergence
     return WORKERS if alone_differs or run is not runs[-1] else JOINS
 
 
-def _unlike(one: Mapping[str, str] | None, other: Mapping[str, str]) -> list[str]:
+def _first_difference(one: Mapping[str, str] | None, other: Mapping[str, str]) -> list[str]:
     if one is None:
         return []
     paths = [*one, *(path for path in other if path not in one)]
     return [path for path in paths if one.get(path) != other.get(path)][:1]
 
 
-def joined_at(states: Mapping[str, Any], worker: int) -> int | None:
+def step_of_join(states: Mapping[str, Any], worker: int) -> int | None:
     """Return the first step that the second incarnation of a worker has taken part in."""
     found: Any = states.get(f"{worker}-2")
     return min(found) if found else None
 
 
-def enough_steps(run: TracedRun, joined: int | None) -> None:
+def check_enough_steps(run: TracedRun, joined: int | None) -> None:
     """Check that a killed worker has come back. UserError says what to do if it has not."""
     if not run.problem and joined is None:
         raise UserError(

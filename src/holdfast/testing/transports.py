@@ -79,7 +79,9 @@ class GroupMember:
     def peers(self) -> list[int]:
         return [r for r in range(self.size) if r != self.rank]
 
-    def full(self, value: float, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def make_full(
+        self, value: float, numel: int, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
         return torch.full((numel,), value, dtype=dtype, device=self.device)
 
 
@@ -90,14 +92,16 @@ def delivers(member: GroupMember) -> None:
         for numel in (1, 1000, 300_000):
             waits, got = [], {}
             for tag in (5, 6):
-                got[tag] = {p: member.full(0, numel, dtype) for p in member.peers()}
-                sends = [(p, member.full(member.rank + tag, numel, dtype)) for p in member.peers()]
+                got[tag] = {p: member.make_full(0, numel, dtype) for p in member.peers()}
+                sends = [
+                    (p, member.make_full(member.rank + tag, numel, dtype)) for p in member.peers()
+                ]
                 waits.append((transport.exchange(sends, list(got[tag].items()), tag), sends))
             for pending, _ in waits:
                 pending.wait()
             for tag, tensors in got.items():
                 for peer, tensor in tensors.items():
-                    assert torch.equal(tensor, member.full(peer + tag, numel, dtype)), (
+                    assert torch.equal(tensor, member.make_full(peer + tag, numel, dtype)), (
                         dtype,
                         numel,
                     )
@@ -107,8 +111,8 @@ def delivers(member: GroupMember) -> None:
 def keeps_order(member: GroupMember) -> None:
     """Check that messages of one pair under one tag arrive in the order sent."""
     transport = member.open("order")
-    sends = [(p, member.full(i, 1000)) for p in member.peers() for i in range(20)]
-    got = [(p, member.full(-1, 1000)) for p in member.peers() for _ in range(20)]
+    sends = [(p, member.make_full(i, 1000)) for p in member.peers() for i in range(20)]
+    got = [(p, member.make_full(-1, 1000)) for p in member.peers() for _ in range(20)]
     transport.exchange(sends, got, 9).wait()
     assert [t[0].item() for _, t in got] == [float(i) for _ in member.peers() for i in range(20)]
     transport.close()
@@ -119,11 +123,11 @@ def takes_any_order(member: GroupMember) -> None:
     transport = member.open("any order")
     sizes = {1: 2_000_000, 2: 10, 3: 2_000_000, 4: 10}
     sent = [
-        transport.exchange([(p, member.full(tag, numel)) for p in member.peers()], [], tag)
+        transport.exchange([(p, member.make_full(tag, numel)) for p in member.peers()], [], tag)
         for tag, numel in sizes.items()
     ]
     for tag, numel in reversed(sizes.items()):
-        got = [(p, member.full(-1, numel)) for p in member.peers()]
+        got = [(p, member.make_full(-1, numel)) for p in member.peers()]
         transport.exchange([], got, tag).wait()
         assert all(bool((t == tag).all()) for _, t in got), tag
     for pending in sent:
@@ -138,8 +142,8 @@ def aborts(member: GroupMember) -> None:
     member.meet("aborts")
     if member.rank == 0:
         threading.Timer(0.05, transport.abort).start()
-    _must_abort(lambda: _never_sent(member, transport))
-    _must_abort(lambda: _never_sent(member, transport))
+    _check_aborts(lambda: _wait_for_nothing(member, transport))
+    _check_aborts(lambda: _wait_for_nothing(member, transport))
     transport.close()
 
 
@@ -147,14 +151,14 @@ def aborts_amid_messages(member: GroupMember) -> None:
     """Check that an abort ends the waits of senders and receivers in the middle of messages."""
     for i in range(4):
         transport = member.open(f"amid{i}")
-        got = [(p, member.full(-1, AMID_NUMEL)) for p in member.peers() for _ in range(2)]
-        sends = [(p, member.full(i, AMID_NUMEL)) for p in member.peers() for _ in range(2)]
+        got = [(p, member.make_full(-1, AMID_NUMEL)) for p in member.peers() for _ in range(2)]
+        sends = [(p, member.make_full(i, AMID_NUMEL)) for p in member.peers() for _ in range(2)]
         member.meet(f"amid{i}")
         if member.rank == i % member.size:
             threading.Timer(0.004 * i, transport.abort).start()
         done = threading.Event()
         threading.Thread(target=look_after, args=(transport, done)).start()
-        _must_abort(partial(_exchange_on, transport, sends, got))
+        _check_aborts(partial(_exchange_on, transport, sends, got))
         done.set()
         transport.close()
 
@@ -163,8 +167,8 @@ def survives_rebuilding(member: GroupMember) -> None:
     """Check that group after group works after the one before was aborted."""
     for i in range(4):
         transport = member.open(f"rebuilt{i}")
-        got = [(p, member.full(-1, 1000)) for p in member.peers()]
-        transport.exchange([(p, member.full(i, 1000)) for p in member.peers()], got, 3).wait()
+        got = [(p, member.make_full(-1, 1000)) for p in member.peers()]
+        transport.exchange([(p, member.make_full(i, 1000)) for p in member.peers()], got, 3).wait()
         assert all(bool((t == i).all()) for _, t in got)
         member.meet(f"rebuilt{i}")
         transport.abort()
@@ -179,7 +183,7 @@ def gives_up_opening(member: GroupMember) -> None:
     rendezvous = SharedRendezvous(member.addresses, "absent", member.rank, given_up)
     transport = member.make()
     threading.Timer(0.05, given_up.set).start()
-    _must_abort(lambda: transport.open(member.rank, member.size, rendezvous))
+    _check_aborts(lambda: transport.open(member.rank, member.size, rendezvous))
     transport.close()
 
 
@@ -191,7 +195,7 @@ def notices_death(member: GroupMember) -> None:
         member.die(transport)
     if member.rank > 0:  # rank 0 must notice by itself; its own abort then frees the others
         threading.Timer(2.0, transport.abort).start()
-    _must_abort(lambda: _never_sent(member, transport))
+    _check_aborts(lambda: _wait_for_nothing(member, transport))
     transport.close()
 
 
@@ -321,12 +325,12 @@ def look_after(transport: Transport, done: threading.Event) -> None:
         transport.lost_ranks()
 
 
-def _never_sent(member: GroupMember, transport: Transport) -> None:
+def _wait_for_nothing(member: GroupMember, transport: Transport) -> None:
     """Wait for messages that nobody sends."""
-    transport.exchange([], [(p, member.full(0, 1000)) for p in member.peers()], 77).wait()
+    transport.exchange([], [(p, member.make_full(0, 1000)) for p in member.peers()], 77).wait()
 
 
-def _must_abort(action: Callable[[], None]) -> None:
+def _check_aborts(action: Callable[[], None]) -> None:
     try:
         action()
     except Aborted:

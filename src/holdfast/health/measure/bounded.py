@@ -50,7 +50,7 @@ def run_bounded(command: Sequence[str], request: bytes, limit_s: float) -> Child
         return ChildAnswer(lines=lines, failure=f"no answer in {limit_s:g} s{stuck}", hung=True)
     if popen.returncode != 0:
         words = err.decode(errors="replace").strip().splitlines()
-        how = words[-1] if words else _ended(popen.returncode)
+        how = words[-1] if words else _describe_end(popen.returncode)
         return ChildAnswer(lines=_lines(out), failure=how)
     return ChildAnswer(lines=_lines(out))
 
@@ -67,7 +67,7 @@ def _lines(out: bytes) -> tuple[bytes, ...]:
     return tuple(line for line in whole.split(b"\n") if line)
 
 
-def _ended(code: int) -> str:
+def _describe_end(code: int) -> str:
     return f"the measurement was killed by signal {-code}" if code < 0 else f"exit code {code}"
 
 
@@ -147,7 +147,9 @@ class Watcher:
                     if not data:
                         code = popen.poll()
                         self.close()
-                        return None, _ended(code) if code is not None else "the measurement ended"
+                        return None, _describe_end(
+                            code
+                        ) if code is not None else "the measurement ended"
                     self._buffer += data
             line, newline, rest = self._buffer.partition(b"\n")
             if newline:

@@ -41,7 +41,7 @@ def result_digest(result: Matrix) -> str:
     return digest_of(whole.tobytes() + fraction)
 
 
-def wrong_rows(product: ExactProduct, result: Matrix) -> list[int]:
+def find_wrong_rows(product: ExactProduct, result: Matrix) -> list[int]:
     """Find the rows that cannot be right, comparing result @ x with left @ (right @ x).
 
     It computes with whole numbers only. A wrong row shows unless its errors cancel in this one sum
@@ -74,7 +74,7 @@ def try_arithmetic(budget_s: float, multiply: Any = np.matmul) -> ArithmeticSamp
         times.append(time.perf_counter() - started)
         if result_digest(out) != WIDE.digest:
             wrong += 1
-            where = where or describe_rows(wrong_rows(WIDE, out), WIDE)
+            where = where or describe_rows(find_wrong_rows(WIDE, out), WIDE)
     return ArithmeticSample(
         device="processors (numpy)",
         repeats=len(times),

@@ -184,10 +184,10 @@ class HostReader:
             else:
                 continue
             if base:
-                found += self._upwards(base, path)
+                found += self._folders_upwards(base, path)
         return found
 
-    def _upwards(self, base: str, path: str) -> list[str]:
+    def _folders_upwards(self, base: str, path: str) -> list[str]:
         parts = [p for p in path.split("/") if p and p != ".."]
         folders = ["/".join([base, *parts[:n]]) for n in range(len(parts), -1, -1)]
         # Inside a container the path may be the host's, which is not visible here.

@@ -32,7 +32,7 @@ from holdfast.health.checks_trials import (
     judge_failure,
     judge_kernel_log,
 )
-from holdfast.health.external_checks import ExternalCheck, RepeatedCheck, repeated_check
+from holdfast.health.external_checks import ExternalCheck, RepeatedCheck, make_repeated_check
 from holdfast.health.findings import Finding, Grade
 from holdfast.health.limits import Limits
 from holdfast.health.measure.bounded import Watcher, child_command
@@ -90,12 +90,12 @@ class LightChecks:
     def _look_at_host(self) -> list[Finding]:
         host, before = self._reader.sample(), self._host
         self._host = host
-        found = [_at_most_warn(f) for f in judge_memory(host.memory, self._limits)]
+        found = [_soften(f) for f in judge_memory(host.memory, self._limits)]
         if host.ports:
             found.append(judge_ports(host))
         if before is not None:
             found += judge_memory_change(before, host, self._limits)
-            found += [_at_most_warn(f) for f in judge_cpu(before, host, self._limits)]
+            found += [_soften(f) for f in judge_cpu(before, host, self._limits)]
         return found
 
     def _look_at_log(self) -> list[Finding]:
@@ -142,7 +142,7 @@ class LightChecks:
         return found
 
 
-def _at_most_warn(finding: Finding) -> Finding:
+def _soften(finding: Finding) -> Finding:
     """Soften what a busy machine shows: it is not broken, and its work moves on if it is slow."""
     if finding.grade is not Grade.FAIL or finding.check not in BUSY:
         return finding
@@ -180,5 +180,5 @@ def light_checks(
         Watcher(child_command("gpu", watch=True), msgspec.json.encode(gpu)),
         KernelLog(),
         limits or Limits(),
-        [repeated_check(check) for check in external],
+        [make_repeated_check(check) for check in external],
     )

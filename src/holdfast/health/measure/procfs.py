@@ -22,7 +22,7 @@ def sample_process(pid: int) -> ProcessSample | None:
     return ProcessSample(state=fields[0], progress=ticks + _switches(pid))
 
 
-def started_at(pid: int) -> int | None:
+def start_time(pid: int) -> int | None:
     """Return when a process began, in the kernel's ticks since boot; None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:

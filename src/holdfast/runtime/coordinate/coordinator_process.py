@@ -168,16 +168,16 @@ class Candidate:
         run_dir, secret, election = self._setup.run_dir, self._setup.secret, self._election
         if run_dir.job.exists():
             spec = run_dir.spec()
-            await election.patiently(lambda: election.publish(spec, secret), tell, START_S)
+            await election.ask_patiently(lambda: election.publish(spec, secret), tell, START_S)
             return spec
-        told, known = False, lambda: election.known(secret)
-        found = await election.patiently(known, tell, START_S)
+        told, known = False, lambda: election.read_job(secret)
+        found = await election.ask_patiently(known, tell, START_S)
         while found is None:
             if not told:
                 tell(f"standing by: nobody has begun the job {election.job}")
                 told = True
             await asyncio.sleep(LOOK_S)
-            found = await election.patiently(known, tell)
+            found = await election.ask_patiently(known, tell)
         return found
 
     async def _turn_away(self) -> None:

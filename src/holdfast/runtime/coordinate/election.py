@@ -43,8 +43,8 @@ from holdfast.runtime.coordinate.etcd import (
     Endpoint,
     EtcdClient,
     KeyValue,
-    created_at,
-    modified_at,
+    compare_change,
+    compare_creation,
     put,
     read,
 )
@@ -213,32 +213,32 @@ class Leadership:
     def on_prolonged(self, call: Callable[[float], None]) -> None:
         """Have `call(left_s)` called now and after each renewal."""
         self._prolonged = call
-        call(self.left_s())
+        call(self.remaining_s())
 
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Return for how much longer it is certain that nobody else leads."""
         return self._sure_until - self._now()
 
     def check(self) -> None:
         """Raise Deposed unless nobody else can lead; call it before sending anything."""
-        if self.left_s() <= 0:
-            raise self.over(f"its lease was not renewed for {self.held.ttl_s * SURE:.2g} s")
+        if self.remaining_s() <= 0:
+            raise self.make_deposed(f"its lease was not renewed for {self.held.ttl_s * SURE:.2g} s")
 
-    def over(self, why: str) -> Deposed:
+    def make_deposed(self, why: str) -> Deposed:
         return Deposed(f"term {self.held.term} of this coordinator is over: {why}")
 
     async def hold(self) -> None:
         """Renew for ever. Deposed once that has failed for too long, or somebody ended the term."""
         while True:
-            await asyncio.sleep(min(self.held.ttl_s / RENEWALS, max(self.left_s(), 0.0)))
+            await asyncio.sleep(min(self.held.ttl_s / RENEWALS, max(self.remaining_s(), 0.0)))
             while refused := await self._renew():
-                if self.left_s() <= 0:
-                    raise self.over(refused)
-                await asyncio.sleep(min(PAUSE_S, max(self.left_s(), 0.0)))
+                if self.remaining_s() <= 0:
+                    raise self.make_deposed(refused)
+                await asyncio.sleep(min(PAUSE_S, max(self.remaining_s(), 0.0)))
 
     async def resign(self) -> None:
         """Let another coordinator lead at once. Nothing may be sent any more."""
-        within_s, self._sure_until = self.left_s(), -math.inf
+        within_s, self._sure_until = self.remaining_s(), -math.inf
         await self.etcd.revoke(self.held.lease, within_s)
 
     async def _renew(self) -> str:
@@ -247,15 +247,15 @@ class Leadership:
         try:
             ttl_s = await self.etcd.keep_alive(self.held.lease, within_s)
             if ttl_s <= 0:
-                raise self.over("its lease has ended")
+                raise self.make_deposed("its lease has ended")
             found = await self.etcd.read(self.url.key("leader"), within_s)
         except (Unreachable, Refused) as error:
             return str(error)
         if found is None or found.created != self.held.created:
-            raise self.over("somebody has removed it from etcd")
+            raise self.make_deposed("somebody has removed it from etcd")
         self._sure_until = max(self._sure_until, sent + ttl_s * SURE)
         if self._prolonged is not None:
-            self._prolonged(self.left_s())
+            self._prolonged(self.remaining_s())
         return ""
 
 
@@ -271,7 +271,7 @@ class Election:
     def job(self) -> str:
         return self._url.job
 
-    async def patiently(
+    async def ask_patiently(
         self, what: Callable[[], Awaitable[T]], say: Say, limit_s: float = math.inf
     ) -> T:
         """Return the result of `what` once etcd answers; `say` is called once with the trouble.
@@ -301,9 +301,9 @@ class Election:
         """
         before: Leader | None = None
         while True:
-            leader = await self.patiently(self.leader, say)
+            leader = await self.ask_patiently(self.leader, say)
             if leader is None:
-                leadership = await self.patiently(lambda: self._try(host, port), say)
+                leadership = await self.ask_patiently(lambda: self._try(host, port), say)
                 if leadership is not None:
                     return leadership
             elif leader != before:
@@ -326,8 +326,8 @@ class Election:
         value = json.dumps({"term": term, "host": host, "port": port}).encode()
         done = await self._etcd.transact(
             [
-                created_at(url.key("leader"), 0),
-                modified_at(url.key("term"), last.modified if last else 0),
+                compare_creation(url.key("leader"), 0),
+                compare_change(url.key("term"), last.modified if last else 0),
             ],
             [put(url.key("leader"), value, lease), put(url.key("term"), str(term).encode())],
             [read(url.key("leader"))],
@@ -343,7 +343,7 @@ class Election:
             created = found.created
         held = Hold(term=term, created=created, lease=lease, ttl_s=ttl_s)
         leadership = Leadership(self._etcd, url, held, sent + ttl_s * SURE, self._now)
-        return leadership if leadership.left_s() > 0 else None
+        return leadership if leadership.remaining_s() > 0 else None
 
     # ------------------------------------------------------------ what the job is
 
@@ -354,7 +354,7 @@ class Election:
         value = json.dumps({"spec": text, "proof": _proof(secret, text)}).encode()
         key = url.key("spec")
         done = await self._etcd.transact(
-            [created_at(key, 0)], [put(key, value)], [read(key)], float(url.ttl_s)
+            [compare_creation(key, 0)], [put(key, value)], [read(key)], float(url.ttl_s)
         )
         if not done.succeeded and (done.entries[0] is None or done.entries[0].value != value):
             raise UserError(
@@ -362,7 +362,7 @@ class Election:
                 f"--election, or delete it there (etcdctl del --prefix {url.key('')})"
             )
 
-    async def known(self, secret: bytes) -> JobSpec | None:
+    async def read_job(self, secret: bytes) -> JobSpec | None:
         """Read what the job is; None while it is unpublished. UserError for another secret."""
         entry = await self._etcd.read(self._url.key("spec"), float(self._url.ttl_s))
         if entry is None:
@@ -447,7 +447,7 @@ class EtcdJournal:
 
     async def save(self, record: JobRecord) -> None:
         data = seal(record)
-        compare = [self._still_leads(), modified_at(self._key, self._modified)]
+        compare = [self._leads_comparison(), compare_change(self._key, self._modified)]
         otherwise = [read(self._leadership.url.key("leader")), read(self._key)]
 
         async def replace(within_s: float) -> None:
@@ -458,11 +458,13 @@ class EtcdJournal:
                 return
             leader, found = done.entries
             if leader is None or leader.created != self._leadership.held.created:
-                raise self._leadership.over("another coordinator leads")
+                raise self._leadership.make_deposed("another coordinator leads")
             if (
                 found is None or found.value != data
             ):  # else an earlier try did it, and its answer was lost
-                raise self._leadership.over(f"something else has changed {self._key} in etcd")
+                raise self._leadership.make_deposed(
+                    f"something else has changed {self._key} in etcd"
+                )
             self._modified = found.modified
 
         await self._insist(replace)
@@ -470,18 +472,20 @@ class EtcdJournal:
     def close(self) -> None:
         """Do nothing, since `Leadership.resign` ends the leadership."""
 
-    def _still_leads(self) -> dict[str, Any]:
-        return created_at(self._leadership.url.key("leader"), self._leadership.held.created)
+    def _leads_comparison(self) -> dict[str, Any]:
+        return compare_creation(self._leadership.url.key("leader"), self._leadership.held.created)
 
     async def _keep(self, key: str, value: bytes, within_s: float) -> None:
-        await self._leadership.etcd.transact([self._still_leads()], [put(key, value)], [], within_s)
+        await self._leadership.etcd.transact(
+            [self._leads_comparison()], [put(key, value)], [], within_s
+        )
 
     async def _insist(self, what: Callable[[float], Awaitable[T]]) -> T:
         """Try for as long as the leadership lasts, which is being prolonged meanwhile."""
         while True:
             self._leadership.check()
             try:
-                return await what(self._leadership.left_s())
+                return await what(self._leadership.remaining_s())
             except Unreachable as error:
-                if self._leadership.left_s() <= 0:
-                    raise self._leadership.over(str(error)) from None
+                if self._leadership.remaining_s() <= 0:
+                    raise self._leadership.make_deposed(str(error)) from None

@@ -164,12 +164,12 @@ class EtcdClient:
 # ---------------------------------------------------------------- what transactions are made of
 
 
-def created_at(key: str, revision: int) -> Compare:
+def compare_creation(key: str, revision: int) -> Compare:
     """Make the comparison that the key exists since `revision`; 0: it does not exist."""
     return _compare(key, "CREATE", "create_revision", revision)
 
 
-def modified_at(key: str, revision: int) -> Compare:
+def compare_change(key: str, revision: int) -> Compare:
     """Make the comparison that the key was last put at `revision`; 0: it does not exist."""
     return _compare(key, "MOD", "mod_revision", revision)
 

@@ -144,7 +144,7 @@ class FileJournal:
         except OSError as error:
             raise self._unusable(error) from None
 
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         """Return whether a coordinator holds the journal, and so runs the job. UserError."""
         try:
             free = self._take_lock()

@@ -16,18 +16,18 @@ def problem_of_record(record: JobRecord) -> str:
         f"{record.forgotten} records lost": record.forgotten,
     }
     for what, count in counts.items():
-        if not _may_count(count):
+        if not _is_count(count):
             return what
     for step in record.saved:
-        if not _may_count(step):
+        if not _is_count(step):
             return f"a checkpoint of step {step}"
     return _problem_of_view(record.view) if record.view is not None else ""
 
 
 def _problem_of_view(view: View) -> str:
-    if not _may_count(view.number):
+    if not _is_count(view.number):
         return f"view {view.number}"
-    if not _may_count(view.resume_step):
+    if not _is_count(view.resume_step):
         return f"view {view.number} begins at step {view.resume_step}"
     workers = frozenset(view.workers)
     if len(workers) < len(view.members):
@@ -38,5 +38,5 @@ def _problem_of_view(view: View) -> str:
     return ""
 
 
-def _may_count(number: int) -> bool:
+def _is_count(number: int) -> bool:
     return 0 <= number <= COUNT_MAX

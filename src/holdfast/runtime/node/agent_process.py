@@ -162,7 +162,7 @@ class AgentServer:
         if self._servers is not None:
             self._servers.end()
         for process in list(self._processes.values()):
-            await process.drained()
+            await process.wait_until_drained()
         if self._coordinator is not None:
             await self._coordinator.finish()
         if mending is not None:
@@ -190,7 +190,7 @@ class AgentServer:
         process.place = None
         if self._memory is not None:
             for number, _ in process.memory:
-                self._memory.ended(number)
+                self._memory.record_end(number)
             self._note_memory()
 
     def _note_memory(self) -> None:
@@ -256,7 +256,7 @@ class AgentServer:
             if self._coordinator is not None:
                 self._coordinator.close()
             self._coordinator = None
-            if await contact.ended(self._template.run_dir):
+            if await contact.has_ended(self._template.run_dir):
                 self._feed(machine.JobOver())
                 return
             abandon_s = self._policy.lease.abandon_s

@@ -69,7 +69,7 @@ class ForkedProcess:
         self._connection = connection
         self._code: int | None = None
 
-    def ended_fd(self) -> int:
+    def end_descriptor(self) -> int:
         """Return a new descriptor, which becomes readable when the process has ended."""
         return os.dup(self._connection.fileno())
 
@@ -135,7 +135,7 @@ def fork(
 
 
 @contextlib.contextmanager
-def started(
+def run_fork_server(
     path: Path,
     threads: int = Workers().threads,
     variables: Mapping[str, str] | None = None,

@@ -39,7 +39,7 @@ class GroupChannel:
     _opener: Opener = field(default_factory=lambda: Opener(None))
 
     @classmethod
-    def taken(cls) -> GroupChannel:
+    def take_channel(cls) -> GroupChannel:
         """Take the channel that this process was given by its agent."""
         return cls(
             socket.socket(fileno=int(os.environ.pop("HOLDFAST_FD"))),

@@ -87,7 +87,7 @@ def _imported(node: ast.AST) -> Iterator[str]:
 def _wait(spec: JobSpec) -> dict[str, str]:
     """Wait for a rank; return the variables that tell the script of it."""
     run_dir = Path(os.environ["HOLDFAST_RUN_DIR"])
-    channel = GroupChannel.taken()
+    channel = GroupChannel.take_channel()
     channel.ready()
     view, store = channel.wait_group(None, lambda view: b"-")
     worker, incarnation = channel.worker, channel.incarnation

@@ -27,7 +27,7 @@ def _serve() -> None:
     from holdfast.train.rendezvous_store import open_store  # takes seconds
 
     host = os.environ["HOLDFAST_HOST"]
-    channel = GroupChannel.taken()
+    channel = GroupChannel.take_channel()
     channel.ready()
     kept: list[object] = []  # a store lives as long as its object
     view: View | None = None

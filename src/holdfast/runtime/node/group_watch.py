@@ -83,6 +83,6 @@ def forking(template: WorkerTemplate) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
         path = Path(folder, "fork")
         variables, modules = template.job_variables(), modules_of(spec)
-        with fork_server.started(path, variables=variables, modules=modules):
+        with fork_server.run_fork_server(path, variables=variables, modules=modules):
             os.environ[fork_server.VARIABLE] = str(path)
             yield

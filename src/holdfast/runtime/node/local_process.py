@@ -17,22 +17,22 @@ from holdfast.runtime.node.fork_server import ForkedProcess
 class LocalProcess(subprocess.Popen[bytes]):
     """Is a process that this one has started."""
 
-    def ended_fd(self) -> int:
+    def end_descriptor(self) -> int:
         """Return a descriptor that becomes readable once the process has ended; close it."""
         return os.pidfd_open(self.pid)
 
 
-async def until_ended(process: LocalProcess | ForkedProcess) -> int:
+async def wait_for_end(process: LocalProcess | ForkedProcess) -> int:
     """Wait for the end of a process; returns its status, negative for a signal."""
-    descriptor = process.ended_fd()
+    descriptor = process.end_descriptor()
     try:
-        await until_readable(descriptor)
+        await wait_until_readable(descriptor)
     finally:
         os.close(descriptor)
     return process.wait()
 
 
-async def until_readable(descriptor: int) -> None:
+async def wait_until_readable(descriptor: int) -> None:
     """Wait until there is something to read, or the other end is closed."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()

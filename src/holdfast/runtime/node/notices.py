@@ -53,7 +53,7 @@ class NoticeSource:
                 case "azure":
                     return self._azure(self.base or LINK_LOCAL)
                 case url:
-                    return _own(_get(url, {}))
+                    return _read_own(_get(url, {}))
         except (ValueError, KeyError, TypeError) as error:
             raise WorldError(f"an answer cannot be read: {first_line(error)}") from None
 
@@ -69,7 +69,9 @@ class NoticeSource:
             return None
         answer = json.loads(found)
         at = datetime.fromisoformat(answer["time"].replace("Z", "+00:00"))
-        return MachineNotice(in_s=_until(at), reason=f"the spot instance is to {answer['action']}")
+        return MachineNotice(
+            in_s=_seconds_until(at), reason=f"the spot instance is to {answer['action']}"
+        )
 
     def _gcp(self, base: str) -> MachineNotice | None:
         url = f"{base}/computeMetadata/v1/instance/preempted"
@@ -103,7 +105,7 @@ def notice_source(text: str) -> NoticeSource | None:
     return NoticeSource(text)
 
 
-def _own(found: str | None) -> MachineNotice | None:
+def _read_own(found: str | None) -> MachineNotice | None:
     if not found:
         return None
     answer = json.loads(found)
@@ -117,10 +119,10 @@ def _azure_s(event: Mapping[str, Any]) -> float:
     """Return when an event begins, from now; one without a time has begun."""
     if not event.get("NotBefore"):
         return 0.0
-    return _until(email.utils.parsedate_to_datetime(event["NotBefore"]))
+    return _seconds_until(email.utils.parsedate_to_datetime(event["NotBefore"]))
 
 
-def _until(at: datetime) -> float:
+def _seconds_until(at: datetime) -> float:
     aware = at if at.tzinfo is not None else at.replace(tzinfo=timezone.utc)
     return max((aware - datetime.now(timezone.utc)).total_seconds(), 0.0)
 

@@ -26,8 +26,8 @@ from holdfast.runtime.node.fork_server import ForkedProcess
 from holdfast.runtime.node.local_process import (
     LocalProcess,
     read_chunks,
-    until_ended,
-    until_readable,
+    wait_for_end,
+    wait_until_readable,
 )
 from holdfast.runtime.node.worker_process import WorkerTemplate
 from holdfast.store.regular_files import append_regular
@@ -112,7 +112,7 @@ class ServerProcesses:
         if address:
             event = machine.ServerListens(number, incarnation, address, process.pid)
             self.handle(event)
-        await until_ended(process)
+        await wait_for_end(process)
         del self._pids[number, incarnation], self._detectors[number, incarnation]
         await asyncio.gather(*logs, return_exceptions=True)
         self.handle(machine.ServerEnded(number, incarnation))
@@ -161,7 +161,7 @@ async def _read_line(descriptor: int) -> str:
     data = b""
     try:
         while len(data) < ADDRESS_BYTES_MAX and not data.endswith(b"\n"):
-            await until_readable(descriptor)
+            await wait_until_readable(descriptor)
             more = os.read(descriptor, ADDRESS_BYTES_MAX)
             if not more:
                 return ""

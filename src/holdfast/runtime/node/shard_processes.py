@@ -34,7 +34,7 @@ from holdfast.runtime.node.spread_processes import (
     Gathering,
     SpreadPlace,
     connect,
-    live_with,
+    end_together,
     wait_to_be_ended,
 )
 
@@ -118,7 +118,7 @@ class ShardProcesses:
             ready = select.select(looked, [], [], policy.sample_s)[0]
             for other, detector in list(running):
                 if other.told in ready or other.ended in ready:
-                    self._ended(other)
+                    self._find_end(other)
                     running.remove((other, detector))
                     continue
                 sample = sample_process(other.pid) if other.pid else None
@@ -136,7 +136,7 @@ class ShardProcesses:
             wait_to_be_ended(END_S)
         os._exit(1)
 
-    def _ended(self, other: _Other) -> None:
+    def _find_end(self, other: _Other) -> None:
         """Find out how another process has ended, and read its report."""
         # Those of another node name themselves, unless it is the first one there.
         prefix = b"process %d of the worker: " % other.shard
@@ -217,7 +217,7 @@ def make_shards(failure_fd: int) -> ShardProcesses | LoneShard:
         if others is None:
             return LoneShard(told)
         life = connect(meets_at, key, place, shard, LIFE).detach()
-        live_with(life, failure_fd)
+        end_together(life, failure_fd)
         return ShardProcesses(others, life, first=False)
     if others is None:
         os.environ["HOLDFAST_SHARD_FDS"] = str(ends[0].detach())

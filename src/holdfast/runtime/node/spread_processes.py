@@ -124,7 +124,7 @@ def end(why: str) -> NoReturn:
     raise SystemExit(1)
 
 
-def live_with(life: int, failure_fd: int) -> None:
+def end_together(life: int, failure_fd: int) -> None:
     """End this process when that of shard 0 does, by the descriptor `life`: well if it ends well.
 
     `failure_fd`: reports a good end to this node's agent.

@@ -33,7 +33,7 @@ from holdfast.net import secret
 from holdfast.runtime.node import bootstrap, fork_server, group_member, group_store
 from holdfast.runtime.node.fork_server import ForkedProcess
 from holdfast.runtime.node.gpu_shares import VARIABLE, share_of_gpus, visible_gpus
-from holdfast.runtime.node.local_process import LocalProcess, read_chunks, until_ended
+from holdfast.runtime.node.local_process import LocalProcess, read_chunks, wait_for_end
 from holdfast.runtime.node.spread_processes import DONE
 from holdfast.runtime.rundir import STACKS_DIR, RunDir
 from holdfast.store.regular_files import append_regular
@@ -280,7 +280,7 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
-    async def drained(self) -> None:
+    async def wait_until_drained(self) -> None:
         """Wait until everything that the process printed has been passed on."""
         if self._pipes:
             await asyncio.wait(self._pipes, timeout=DRAIN_S)
@@ -288,13 +288,13 @@ class WorkerProcess:
     async def _reap(self, on_exit: OnExit) -> None:
         popen = self._popen
         assert popen is not None
-        code = await until_ended(popen)
+        code = await wait_for_end(popen)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(popen.pid, signal.SIGKILL)  # the children that it has left behind
         self.running = False
         detail = ""
         if code > 0:
-            await self.drained()
+            await self.wait_until_drained()
             detail = self._story.decode(errors="replace").strip() or f"exit code {code}"
         else:
             assert self._told is not None
@@ -304,7 +304,7 @@ class WorkerProcess:
             story = "" if reported else self._story.decode(errors="replace").strip()
             detail = story or f"ended by {signal.Signals(-code).name}"
         on_exit(self, code, detail, reported)
-        await self.drained()
+        await self.wait_until_drained()
         if self._writer is not None:
             self._writer.close()
         if self._log is not None:

@@ -192,7 +192,7 @@ class TcpTransport:
                 self.check()
             peer_stream.introduce(channel, identity.key, MAGIC, (number, rank, way), deadline)
         except ssl.SSLError as error:
-            raise Aborted(f"rank {peer} cannot be trusted: {tls.why(error)}") from None
+            raise Aborted(f"rank {peer} cannot be trusted: {tls.describe_error(error)}") from None
         except OSError as error:
             raise Aborted(f"rank {peer} cannot be reached: {error.strerror or error}") from None
         except HoldfastError:
