@@ -26,7 +26,7 @@ from holdfast.runtime.rundir import RunDir
 from holdfast.servers import RowWiseAdagrad
 from holdfast.servers.row_client import RowClient
 from holdfast.servers.row_optimizers import TableOptimizer
-from holdfast.servers.server_group import RowUpdate
+from holdfast.servers.server_rows import RowUpdate
 from holdfast.servers.server_wire import TableGroup, describe_rule
 from holdfast.servers.table_shape import TableShape
 from holdfast.train.script.row_updates import ServerAccess

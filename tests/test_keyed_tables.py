@@ -19,7 +19,7 @@ from holdfast.servers.embeddings import Embedding, EmbeddingBag
 from holdfast.servers.key_index import RECENT_MIN, KeyIndex
 from holdfast.servers.keyed_rows import FORGET_AFTER, KeyedTable, first_values
 from holdfast.servers.row_values import hash_keys
-from holdfast.servers.server_group import RowUpdate
+from holdfast.servers.server_rows import RowUpdate
 from holdfast.servers.table_shape import AGE, FREQUENCY, KeyRules, TableShape
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.files import FileStorage

@@ -13,8 +13,8 @@ from holdfast.servers import RowOptimizer
 from holdfast.servers.keyed_rows import KeyedTable
 from holdfast.servers.row_checksums import RowChecksums
 from holdfast.servers.row_client import KEPT
-from holdfast.servers.server_group import EVERY_PLACE, RowUpdate, ServerGroup
-from holdfast.servers.server_rows import ServerTable
+from holdfast.servers.server_group import EVERY_PLACE, ServerGroup
+from holdfast.servers.server_rows import RowUpdate, ServerTable
 from holdfast.servers.serving import scrub
 from holdfast.servers.table_shape import KeyRules, TableShape
 from test_row_servers import RULES, Servers, everything, expected, group, update
@@ -56,9 +56,15 @@ def test_rows_count_as_right_once_they_are_sealed() -> None:
 
 def numbered(found: ServerGroup, place: int = 0) -> ServerTable:
     """Return one of a group's tables."""
-    table = found._tables[place]
+    table = found._tables.all[place]
     assert isinstance(table, ServerTable)
     return table
+
+
+def part_of(table: ServerTable, row: int, array: int = 0) -> tuple[torch.Tensor, int]:
+    """Return the part of a table's array with its `row`th place over all shards, and where."""
+    shard, at = divmod(row, table.shape.shard_rows)
+    return list(table.parts(sorted(table._places)[shard]))[array], at
 
 
 def table_of(servers: Servers, number: int) -> ServerTable:
@@ -78,7 +84,7 @@ def test_a_replica_gives_the_rows_that_another_one_has_lost(rule: RowOptimizer, 
         if step == 20:
             for number, row in ((0, 4), (0, 9), (1, 12)):
                 table = table_of(servers, number)
-                flip(next(iter(table._slots.values())) if slot else table._rows, row)
+                flip(*part_of(table, row, int(slot)))
     assert any("has changed" in line for line in servers.log)
 
 
@@ -88,7 +94,7 @@ def test_rows_that_no_other_server_has_are_given_up_instead_of_used() -> None:
     for step in range(1, KEPT + 3):
         client.push(step, update(step, 1))
         everything(client, step, 1)
-    flip(table_of(servers, 0)._rows, 3)
+    flip(*part_of(table_of(servers, 0), 3))
     with pytest.raises(UserError, match="rows of items are lost"):
         everything(client, KEPT + 2, 1)
     assert "server 0: memory with rows of items has changed by itself" in servers.log[-1]
@@ -105,7 +111,7 @@ def made(*names: str) -> ServerGroup:
 def test_rows_that_nobody_reads_are_looked_at_in_turn() -> None:
     found = made("a", "b")
     table = numbered(found, 1)
-    flip(table._slots["sum"], 2 * table.shape.shard_rows + 1)  # of shard 2
+    flip(*part_of(table, 2 * table.shape.shard_rows + 1, 1))  # of shard 2
     rounds = 32
     for number in range(rounds):
         scrub(found, number, rounds)
@@ -117,8 +123,8 @@ def test_damaged_rows_are_neither_copied_nor_saved() -> None:
     found = made("items")
     assert found.pin(1, ALL)
     table = numbered(found)
-    flip(table._rows, 0)
-    flip(table._rows, table.shape.shard_rows)
+    flip(*part_of(table, 0))
+    flip(*part_of(table, table.shape.shard_rows))
     with pytest.raises(Damaged, match="shard 0 of items has changed in memory by itself"):
         found.copy_as_of(0, 1, 0, 0)
     version, _ = found.copy(1)
@@ -129,7 +135,7 @@ def test_an_update_is_applied_to_the_shards_that_are_sound() -> None:
     found = ServerGroup(group(RULES[1], "items"), ALL)
     found.begin()
     table = numbered(found)
-    flip(table._rows, 3 * table.shape.shard_rows)
+    flip(*part_of(table, 3 * table.shape.shard_rows))
     keys, grads = torch.arange(2 * SHARDS), torch.ones(2 * SHARDS, 5)
     given = RowUpdate(keys=[keys], grads=[grads], steps=[1], rates=[0.1])
     assert found.update(1, ALL, given).behind == ((3, 0),)
@@ -154,7 +160,7 @@ def keyed_table() -> KeyedTable:
         keys = torch.randint(0, 90, (60,), generator=dice).unique()
         assert table.find_damaged(keys, whole=True) == set()
         table.update(keys, torch.ones(len(keys), 4), 0.1, number, number)
-    assert not any(table.checksums.is_damaged(shard, EVERY_PLACE) for shard in ALL)
+    assert not any(table.is_damaged(shard, EVERY_PLACE) for shard in ALL)
     return table
 
 
@@ -165,7 +171,7 @@ def test_every_array_of_a_table_of_keys_is_watched(array: str) -> None:
     shard = 5
     row = shard * places
     flip(table.arrays[array], row, bit=2)
-    assert [s for s in ALL if table.checksums.is_damaged(s, EVERY_PLACE)] == [shard]
+    assert [s for s in ALL if table.is_damaged(s, EVERY_PLACE)] == [shard]
     wanted = torch.arange(2000)
     assert table.find_damaged(wanted, whole=True) == {shard}
     assert table.find_damaged(wanted, whole=False) <= {shard}

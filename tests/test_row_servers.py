@@ -17,8 +17,7 @@ from holdfast.servers import server_wire as wire
 from holdfast.servers.row_client import KEPT, RowClient
 from holdfast.servers.row_optimizers import TableOptimizer
 from holdfast.servers.row_values import fill_rows
-from holdfast.servers.server_group import RowUpdate
-from holdfast.servers.server_rows import ServerTable
+from holdfast.servers.server_rows import RowBlock, RowUpdate
 from holdfast.servers.serving import RowServer
 from holdfast.servers.table_shape import TableShape
 from holdfast.servers.table_store import TableStore
@@ -123,13 +122,13 @@ def test_rows_can_be_read_as_of_an_earlier_update() -> None:
 
 
 def test_what_undoes_updates_is_kept_for_a_while_only() -> None:
-    table = ServerTable(shape("items"), range(SHARDS), RULES[1])
+    block = RowBlock([shape("items")], range(SHARDS), RULES[1])
     for step in range(1, STEPS + 1):
-        given = update(step, 1)
-        table.update(given.keys[0], given.grads[0], 0.1, step, step)
-    table.forget_undos(STEPS)
+        block.prepare(step, range(SHARDS), update(step, 1)).apply()
+    block.forget_undos(STEPS)
     now, _ = expected(RULES[1], STEPS)
-    assert torch.equal(table.read(torch.arange(ROWS), 0), now)
+    (found,) = block.read([torch.arange(ROWS)], 0)
+    assert torch.equal(found, now)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)

@@ -19,6 +19,7 @@ from holdfast.servers.key_index import KeyIndex
 from holdfast.servers.row_checksums import ShardChecksums
 from holdfast.servers.row_optimizers import RowOptimizer
 from holdfast.servers.row_values import fill_rows, hash_keys
+from holdfast.servers.server_rows import RowUpdate
 from holdfast.servers.table_shape import FREQUENCY, TableShape
 
 GIVEN_UP_SHARE = 16  # a full shard gives up this share of its places at once, at least
@@ -49,6 +50,22 @@ class _Undo:
             keys, order = self.old["keys"][had, 0].sort()
             self._before = keys, had[order]
         return self._before
+
+    def without(
+        self, places: tuple[int, int], cells: tuple[int, int], added: torch.Tensor
+    ) -> _Undo:
+        """Return it without the places and cells of a shard; `added`: keys of the others."""
+        stays = (self.places < places[0]) | (self.places >= places[1])
+        counted = (self.cells < cells[0]) | (self.cells >= cells[1])
+        return replace(
+            self,
+            places=self.places[stays],
+            old={name: each[stays] for name, each in self.old.items()},
+            _before=None,
+            added=added,
+            cells=self.cells[counted],
+            old_cells=self.old_cells[counted],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +290,10 @@ class KeyedTable:
                 found[places[here] - start] = old[here]
         return found
 
+    def is_damaged(self, shard: int, part: range) -> bool:
+        """Return whether anything in this part of a shard's places has changed by itself."""
+        return self.checksums.is_damaged(shard, part)
+
     def keys_of(self, shard: int, version: int) -> torch.Tensor:
         """Return the keys [n] of a shard that had rows after `version` updates."""
         names = self.array_names
@@ -360,20 +381,66 @@ class KeyedTable:
 
     def _forget_undos(self, shard: int) -> None:
         """Drop what undoes updates of a shard."""
-        self._undos = [self._without(undo, shard) for undo in self._undos]
+        places, cells = self._range_of(shard, "used"), self._range_of(shard, "seen")
+        self._undos = [
+            undo.without(places, cells, undo.added[self.shape.shards_of(undo.added) != shard])
+            for undo in self._undos
+        ]
 
-    def _without(self, undo: _Undo, shard: int) -> _Undo:
-        start, stop = self._range_of(shard, "used")
-        stays = (undo.places < start) | (undo.places >= stop)
-        old = {name: each[stays] for name, each in undo.old.items()}
-        first, last = self._range_of(shard, "seen")
-        counted = (undo.cells < first) | (undo.cells >= last)
-        return replace(
-            undo,
-            places=undo.places[stays],
-            old=old,
-            _before=None,
-            added=undo.added[self.shape.shards_of(undo.added) != shard],
-            cells=undo.cells[counted],
-            old_cells=undo.old_cells[counted],
+
+class KeyedBlock:
+    """Is a block of one table, whose rows have keys: what RowBlock is for numbered rows."""
+
+    def __init__(self, table: KeyedTable) -> None:
+        self.tables = [table]
+
+    def find_unknown(self, shards: Sequence[int], keys: Sequence[torch.Tensor]) -> int | None:
+        """Return 0 if some of the keys are not in these shards."""
+        (table,) = self.tables
+        return None if bool(table.shape.are_in(shards, keys[0]).all()) else 0
+
+    def read(self, keys: Sequence[torch.Tensor], version: int) -> list[torch.Tensor] | set[int]:
+        """Return rows [keys, dim] as they were after `version` updates, or damaged shards."""
+        (table,) = self.tables
+        return table.find_damaged(keys[0], whole=False) or [table.read(keys[0], version)]
+
+    def prepare(self, number: int, shards: Sequence[int], update: RowUpdate) -> KeyedUpdate:
+        """Begin to apply update `number` to these shards."""
+        (table,), (keys,), (grads,) = self.tables, update.keys, update.grads
+        inside = table.shape.are_in(shards, keys)
+        if not bool(inside.all()):
+            keys, grads = keys[inside], grads[inside]
+        return KeyedUpdate(
+            table=table,
+            number=number,
+            keys=keys,
+            grads=grads,
+            rate=update.rates[0],
+            step=update.steps[0],
         )
+
+    def forget_undos(self, floor: int) -> None:
+        """Drop what undoes updates up to `floor`."""
+        self.tables[0].forget_undos(floor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyedUpdate:
+    """Updates rows of a table of keys, once it is known that they are sound."""
+
+    table: KeyedTable
+    number: int
+    keys: torch.Tensor
+    grads: torch.Tensor
+    rate: float
+    step: int
+
+    @property
+    def damaged(self) -> set[int]:
+        """Return the shards in which something that the update needs has changed by itself."""
+        return self.table.find_damaged(self.keys, whole=True)
+
+    def apply(self) -> None:
+        """Update the rows."""
+        if len(self.keys):
+            self.table.update(self.keys, self.grads, self.rate, self.step, self.number)

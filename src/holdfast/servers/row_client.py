@@ -36,8 +36,9 @@ from holdfast.core.servers.reading import (
 )
 from holdfast.net import peer_stream
 from holdfast.servers import server_wire as wire
+from holdfast.servers.key_batch import SentUpdate
 from holdfast.servers.row_reads import KeyRead, Read, RowRead
-from holdfast.servers.server_group import RowUpdate
+from holdfast.servers.server_rows import RowUpdate
 from holdfast.train.script.row_updates import ServerAccess
 
 KEPT = WINDOW  # updates that a worker keeps, besides those that reads do not know yet
@@ -94,20 +95,21 @@ class _Connection:
             self._channel.close()
             self._channel = None
 
-    def give(self, number: int, shards: Sequence[int], update: RowUpdate) -> wire.Answer:
+    def give(self, number: int, shards: Sequence[int], update: SentUpdate) -> wire.Answer:
         """Send an update of these shards. OSError, WireError, UserError."""
-        channel = self.open()
-        pairs = zip(self._group.tables, update.keys, strict=True)
-        masks = [shape.are_in(shards, keys) for shape, keys in pairs]
-        keys = [each[mask] for each, mask in zip(update.keys, masks, strict=True)]
-        grads = [each[mask] for each, mask in zip(update.grads, masks, strict=True)]
-        counts = tuple(len(each) for each in keys)
-        steps, rates = tuple(update.steps), tuple(update.rates)
-        name = self._group.name
-        request = wire.GiveUpdate(name, number, tuple(shards), counts, steps, rates)
+        channel, batch = self.open(), update.batch
+        places = batch.find_places(shards)
+        request = wire.GiveUpdate(
+            self._group.name,
+            number,
+            tuple(shards),
+            batch.count_by_table(places),
+            update.steps,
+            update.rates,
+        )
         peer_stream.send_message(channel, request)
-        wire.send_array(channel, torch.cat(keys))
-        wire.send_array(channel, torch.cat([each.reshape(-1) for each in grads]))
+        wire.send_array(channel, batch.keys[places])
+        wire.send_array(channel, update.pick_grads(places))
         return peer_stream.receive_message(channel, wire.Answer)
 
     def order(self, request: wire.Order) -> wire.Answer:
@@ -122,17 +124,17 @@ class _Kept:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._updates: dict[int, RowUpdate] = {}
+        self._updates: dict[int, SentUpdate] = {}
         self._lock = threading.Lock()
 
-    def keep(self, number: int, update: RowUpdate) -> None:
+    def keep(self, number: int, update: SentUpdate) -> None:
         with self._lock:
             if number - 1 not in self._updates:
                 self._updates.clear()  # the state was received in between
             self._updates[number] = update
             self._updates.pop(number - self._most, None)
 
-    def find(self, number: int) -> RowUpdate | None:
+    def find(self, number: int) -> SentUpdate | None:
         """Return an update, if it is kept."""
         with self._lock:
             return self._updates.get(number)
@@ -144,7 +146,7 @@ class _Kept:
                 version -= 1
             return version
 
-    def since(self, number: int) -> list[tuple[int, RowUpdate]]:
+    def since(self, number: int) -> list[tuple[int, SentUpdate]]:
         """Return all updates after this one."""
         with self._lock:
             return sorted((n, each) for n, each in self._updates.items() if n > number)
@@ -184,7 +186,7 @@ class RowClient:
 
     def push(self, number: int, update: RowUpdate) -> None:
         """Send update `number` to all servers of this worker's part of the shards, soon."""
-        self._kept.keep(number, update)
+        self._kept.keep(number, SentUpdate(self._group.tables, update))
         part = self._access.find_part()
         if part is None:
             return  # other workers send it, or a reader gives it

@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 
 from holdfast.core.errors import WireError
-from holdfast.core.servers.placement import SHARDS
 from holdfast.core.servers.reading import RowReading, RowReadingEffect
 from holdfast.net import peer_stream
 from holdfast.servers import server_wire as wire
+from holdfast.servers.key_batch import KeyBatch
 
 
 class Read(Protocol):
@@ -41,43 +41,42 @@ class RowRead:
         version: int,
         keys: Sequence[torch.Tensor],
     ) -> None:
-        self.version, self._group, self._keys = version, group, keys
+        self.version, self._group = version, group
+        self._batch = KeyBatch(group.tables, keys)
         self.orders: list[RowReadingEffect] = []
-        pairs = zip(keys, group.tables, strict=True)
-        self.rows = [torch.empty(len(each), shape.dim) for each, shape in pairs]
+        self._found = [torch.empty(run.stop - run.start, run.dim) for run in self._batch.runs]
         self.reading: RowReading
+
+    @property
+    def rows(self) -> list[torch.Tensor]:
+        """Return the rows of each table, once all are there."""
+        pairs = zip(self._found, self._batch.runs, strict=True)
+        sizes = self._batch.sizes
+        return [t for found, run in pairs for t in found.split([sizes[i] for i in run.tables])]
 
     def find_shards(self) -> list[int]:
         """Return the shards that the keys are in."""
-        used = torch.zeros(SHARDS, dtype=torch.bool)
-        for shape, each in zip(self._group.tables, self._keys, strict=True):
-            used[shape.shards_of(each)] = True
-        found: list[int] = used.nonzero().flatten().tolist()
-        return found
+        return self._batch.find_shards()
 
     def send(self, channel: socket.socket, shards: tuple[int, ...]) -> None:
         """Ask for the rows of those keys that are in these shards. OSError."""
-        pairs = zip(self._keys, self._find(shards), strict=True)
-        keys = [each[places] for each, places in pairs]
-        counts = tuple(len(each) for each in keys)
+        places = self._batch.find_places(shards)
+        counts = self._batch.count_by_table(places)
         request = wire.ReadRows(self._group.name, self.version, shards, counts)
         peer_stream.send_message(channel, request)
-        wire.send_array(channel, torch.cat(keys))
+        wire.send_array(channel, self._batch.keys[places])
 
     def receive(self, channel: socket.socket, answer: wire.Answer, shards: tuple[int, ...]) -> None:
         """Receive these rows. OSError, WireError."""
-        found = self._find(shards)
-        sizes = [len(at) * s.dim for at, s in zip(found, self._group.tables, strict=True)]
-        if answer.sizes != tuple(sizes):
+        places = self._batch.find_places(shards)
+        counts, tables = self._batch.count_by_table(places), self._group.tables
+        sizes = tuple(n * shape.dim for n, shape in zip(counts, tables, strict=True))
+        if answer.sizes != sizes:
             raise WireError("the server has sent rows of other sizes")
-        parts = wire.receive_array(channel, (sum(sizes),)).split(sizes)
-        for rows, places, part in zip(self.rows, found, parts, strict=True):
-            rows[places] = part.view(-1, rows.shape[1])
-
-    def _find(self, shards: Sequence[int]) -> list[torch.Tensor]:
-        """Return where the keys of these shards are, for each table."""
-        pairs = zip(self._group.tables, self._keys, strict=True)
-        return [shape.are_in(shards, each).nonzero().flatten() for shape, each in pairs]
+        rest = wire.receive_array(channel, (sum(sizes),))
+        for rows, at in zip(self._found, self._batch.split_places(places), strict=True):
+            part, rest = rest.tensor_split([at.shape[0] * rows.shape[1]])
+            rows.index_copy_(0, at, part.view(-1, rows.shape[1]))
 
 
 class KeyRead:

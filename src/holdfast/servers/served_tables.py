@@ -16,7 +16,7 @@ import torch
 from holdfast.core.errors import UserError
 from holdfast.servers.row_client import RowClient
 from holdfast.servers.row_optimizers import RowOptimizer, rows_of
-from holdfast.servers.server_group import RowUpdate
+from holdfast.servers.server_rows import RowUpdate
 from holdfast.servers.server_wire import TableGroup, describe_rule
 from holdfast.servers.table_shape import TableShape
 from holdfast.train.script.row_updates import ServerAccess

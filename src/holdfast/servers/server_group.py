@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -31,21 +30,12 @@ from holdfast.core.servers.holdings import (
     UpdateArrived,
 )
 from holdfast.servers.keyed_rows import KeyedTable
-from holdfast.servers.server_rows import ServerTable
+from holdfast.servers.server_rows import RowUpdate
 from holdfast.servers.server_wire import TABLES_MAX, TableGroup
+from holdfast.servers.table_set import TableSet
 
 EVERY_PLACE = range(1 << 62)
 EARLY_S = 0.05  # a read waits for an update on its way up to this long
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowUpdate:
-    """Describes one update: for each table its keys [n], gradients [n, dim], count and rate."""
-
-    keys: Sequence[torch.Tensor]
-    grads: Sequence[torch.Tensor]
-    steps: Sequence[int]
-    rates: Sequence[float]
 
 
 class ServerGroup:
@@ -56,7 +46,7 @@ class ServerGroup:
             raise WireError(f"{len(group.tables)} tables in one group: {TABLES_MAX} are the most")
         self.group = group
         self.shards = tuple(shards)
-        self._tables: list[ServerTable | KeyedTable] = []
+        self._tables: TableSet
         self._holdings = Holdings(shards, WINDOW + group.staleness)
         self._updates: dict[int, RowUpdate] = {}  # early updates by token
         self._copies: dict[int, list[list[torch.Tensor]]] = {}  # by shard: arrays of each table
@@ -68,10 +58,7 @@ class ServerGroup:
 
     def begin(self) -> None:
         """Make the rows, with their first values. UserError, WireError."""
-        rule = self.group.make_rule()
-        kinds = [KeyedTable if shape.keyed else ServerTable for shape in self.group.tables]
-        pairs = zip(kinds, self.group.tables, strict=True)
-        self._tables = [kind(shape, self.shards, rule) for kind, shape in pairs]
+        self._tables = TableSet(self.group, self.shards)
 
     def check_same(self, group: TableGroup) -> None:
         """Raise UserError if workers describe the group in another way."""
@@ -92,17 +79,16 @@ class ServerGroup:
         self, version: int, shards: Sequence[int], keys: Sequence[torch.Tensor]
     ) -> list[torch.Tensor] | ShardStanding:
         """Return the rows of each table as of `version`, or how far the shards are. WireError."""
-        _check_keys(self, shards, keys)
+        self._tables.check_keys(shards, keys)
         until = time.monotonic() + EARLY_S
         with self._changed:
             while True:
                 standing = self._holdings.judge(version, shards)
                 if standing.can_serve:
-                    damaged = _find_damaged(self._tables, keys, whole=False)
-                    if not damaged:
-                        pairs = zip(self._tables, keys, strict=True)
-                        return [table.read(each, version) for table, each in pairs]
-                    self._drop(damaged)
+                    found = self._tables.read(version, keys)
+                    if not isinstance(found, set):
+                        return found
+                    self._drop(found)
                     continue
                 left_s = until - time.monotonic()
                 early = all(have == version - 1 for _, have in standing.behind)
@@ -112,7 +98,7 @@ class ServerGroup:
 
     def update(self, number: int, shards: Sequence[int], update: RowUpdate) -> ShardStanding:
         """Take an update in; returns how far these shards are now. WireError."""
-        _check_keys(self, shards, update.keys)
+        self._tables.check_keys(shards, update.keys)
         with self._changed:
             self._tokens += 1
             self._updates[self._tokens] = update
@@ -127,7 +113,7 @@ class ServerGroup:
     def scrub(self, shard: int, part: range) -> None:
         """Look for memory that has changed by itself in this part of a shard's places."""
         with self._changed:
-            if any(table.checksums.is_damaged(shard, part) for table in self._tables):
+            if any(table.is_damaged(shard, part) for table in self._tables.all):
                 self._drop({shard})
 
     def take_dropped(self) -> tuple[int, ...]:
@@ -160,15 +146,15 @@ class ServerGroup:
     def copy_as_of(self, shard: int, version: int, table: int, array: int) -> torch.Tensor:
         """Return a copy of one array of a shard as of a version that is pinned. Damaged."""
         with self._changed:
-            if self._tables[table].checksums.is_damaged(shard, EVERY_PLACE):
+            if self._tables.all[table].is_damaged(shard, EVERY_PLACE):
                 self._drop({shard})
             if not self._holdings.judge(version, [shard]).can_serve:
                 raise Damaged(f"shard {shard} of {self.group.name} has changed in memory by itself")
-            return self._tables[table].copy(shard, version, array)
+            return self._tables.all[table].copy(shard, version, array)
 
     def array_names(self, table: int) -> list[str]:
         """Return the names of the arrays of one table."""
-        return self._tables[table].array_names
+        return self._tables.all[table].array_names
 
     def copy(self, shard: int) -> tuple[int, list[torch.Tensor]]:
         """Return a shard's version, and copies of its arrays, table by table. WireError."""
@@ -177,21 +163,25 @@ class ServerGroup:
         self.scrub(shard, EVERY_PLACE)
         with self._changed:
             version = self._holdings.version(shard)
-            return version, [part.clone() for table in self._tables for part in table.parts(shard)]
+            return version, [
+                part.clone() for table in self._tables.all for part in table.parts(shard)
+            ]
 
     def make_room(self, shard: int) -> list[list[torch.Tensor]]:
         """Return arrays to be filled with those of a shard, by table."""
-        return [[torch.empty_like(part) for part in table.parts(shard)] for table in self._tables]
+        return [
+            [torch.empty_like(part) for part in table.parts(shard)] for table in self._tables.all
+        ]
 
     def sizes(self, shard: int, table: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Return the shapes and types of a shard's arrays of one table."""
-        return [(tuple(part.shape), part.dtype) for part in self._tables[table].parts(shard)]
+        return [(tuple(part.shape), part.dtype) for part in self._tables.all[table].parts(shard)]
 
     def keys_as_of(
         self, version: int, shards: Sequence[int], table: int
     ) -> torch.Tensor | ShardStanding:
         """Return the keys of a table that have rows, or how far the shards are. WireError."""
-        kept = self._tables[table]
+        kept = self._tables.all[table]
         if not isinstance(kept, KeyedTable) or not set(shards) <= set(self.shards):
             raise WireError(f"the keys of table {table} in shards {shards} are not here")
         for shard in shards:
@@ -216,13 +206,13 @@ class ServerGroup:
         for effect in self._holdings.handle(event):
             match effect:
                 case ApplyUpdate(number, shards, token):
-                    self._damaged |= _apply(self._tables, number, shards, self._updates[token])
+                    self._damaged |= self._tables.apply(number, shards, self._updates[token])
                 case AdoptCopy(shard):
-                    pairs = zip(self._tables, self._copies.pop(shard), strict=True)
+                    pairs = zip(self._tables.all, self._copies.pop(shard), strict=True)
                     for table, arrays in pairs:
                         table.adopt(shard, arrays)
                 case ResetShards(shards):
-                    for table in self._tables:
+                    for table in self._tables.all:
                         for shard in shards:
                             table.begin(shard)
                 case ForgetUpdate(token):
@@ -232,8 +222,7 @@ class ServerGroup:
         if self._damaged:
             self._drop(self._damaged)
             return
-        for table in self._tables:
-            table.forget_undos(min([self._holdings.floor, *self._pins]))
+        self._tables.forget_undos(min([self._holdings.floor, *self._pins]))
         self._changed.notify_all()
 
     def _drop(self, shards: set[int]) -> None:
@@ -241,48 +230,6 @@ class ServerGroup:
         self._damaged = set()
         self._dropped |= shards
         self._handle(ShardsDamaged(tuple(sorted(shards))))
-
-
-def _apply(
-    tables: Sequence[ServerTable | KeyedTable],
-    number: int,
-    shards: Sequence[int],
-    update: RowUpdate,
-) -> set[int]:
-    """Apply an update to those of these shards that are sound; return the others."""
-    masks = [t.shape.are_in(shards, k) for t, k in zip(tables, update.keys, strict=True)]
-    chosen = [keys[mask] for keys, mask in zip(update.keys, masks, strict=True)]
-    damaged = _find_damaged(tables, chosen, whole=True)
-    if damaged:
-        sound = [shard for shard in shards if shard not in damaged]
-        return damaged | _apply(tables, number, sound, update)
-    for i, (table, keys) in enumerate(zip(tables, chosen, strict=True)):
-        if len(keys):
-            grads = update.grads[i]
-            grads = grads if len(keys) == len(grads) else grads[masks[i]]
-            table.update(keys, grads, update.rates[i], update.steps[i], number)
-    return set()
-
-
-def _find_damaged(
-    tables: Sequence[ServerTable | KeyedTable], keys: Sequence[torch.Tensor], *, whole: bool
-) -> set[int]:
-    """Return the shards in which rows of these keys [n] have changed by themselves."""
-    pairs = zip(tables, keys, strict=True)
-    return set().union(*(t.find_damaged(each, whole=whole) for t, each in pairs if len(each)))
-
-
-def _check_keys(group: ServerGroup, shards: Sequence[int], keys: Sequence[torch.Tensor]) -> None:
-    """Raise WireError for keys that these shards do not hold."""
-    if not set(shards) <= set(group.shards):
-        raise WireError(f"shards {sorted(set(shards) - set(group.shards))} are not here")
-    for shape, each in zip(group.group.tables, keys, strict=True):
-        if not len(each):
-            continue
-        least, most = (int(k) for k in torch.aminmax(each))
-        known = shape.keyed is not None or (least >= 0 and most < shape.count)
-        if not known or not bool(shape.are_in(shards, each).all()):
-            raise WireError(f"table {shape.name}: keys from {least} to {most} are not here")
 
 
 def _describe(shape: object) -> str:

@@ -1,19 +1,22 @@
 """Keeps the rows of tables on one server, and what undoes their last updates.
 
-A table's rows are arrays over the shards that the server holds: row k of the table is in shard
-k % SHARDS, at place k // SHARDS there. All work is on whole arrays. Must not know connections.
+Tables of one width share their arrays, so that a request for many tables takes a few operations on
+whole arrays. There the tables come one after the other, and each has a part for every shard that
+the server holds: row k of a table is in shard k % SHARDS, at place k // SHARDS of that part. Must
+not know connections.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 
 import numpy as np
 import torch
 
 from holdfast.core.servers.placement import SHARDS
-from holdfast.servers.row_checksums import ShardChecksums
+from holdfast.servers.row_checksums import RowChecksums
 from holdfast.servers.row_optimizers import RowOptimizer
 from holdfast.servers.row_values import fill_rows
 from holdfast.servers.table_shape import TableShape
@@ -23,15 +26,24 @@ FILLED_AT_ONCE = 1 << 16  # rows
 
 @dataclass(slots=True)
 class Undo:
-    """Keeps the old values of the rows of one table that one update has changed.
+    """Keeps the old values of the rows that one update has changed.
 
-    `places`: [rows] in growing order; `rows`: [rows, dim]; `slots`: [rows, width] each.
+    `places`: [n], each once; `rows`: [n, dim]; `slots`: [n, width] each.
     """
 
     number: int
     places: torch.Tensor
     rows: torch.Tensor
     slots: Mapping[str, torch.Tensor]
+    _ordered: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def ordered(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the places in growing order, and where each one was before."""
+        if self._ordered is None:  # few updates are ever undone
+            places, order = self.places.sort()
+            self._ordered = places, order
+        return self._ordered
 
     def without(self, places: range) -> Undo:
         """Return it without the rows at these places."""
@@ -40,88 +52,218 @@ class Undo:
         return Undo(self.number, self.places[keep], self.rows[keep], slots)
 
 
-class ServerTable:
-    """Keeps the rows of one table in some shards, with what their optimizer keeps for each."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsedRows:
+    """Keeps copies of the rows that a request names.
 
-    def __init__(self, shape: TableShape, shards: Sequence[int], rule: RowOptimizer) -> None:
-        self.shape = shape
+    `sizes`: how many of each table; `keys`, `places`: [n]; `rows`: [n, dim]; `slots`: [n, width].
+    """
+
+    sizes: Sequence[int]
+    keys: torch.Tensor
+    places: torch.Tensor
+    rows: torch.Tensor
+    slots: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowUpdate:
+    """Describes one update: for each table its keys [n], gradients [n, dim], count and rate."""
+
+    keys: Sequence[torch.Tensor]
+    grads: Sequence[torch.Tensor]
+    steps: Sequence[int]
+    rates: Sequence[float]
+
+    def pick_tables(self, places: Sequence[int]) -> RowUpdate:
+        """Return the part of these tables."""
+        return RowUpdate(
+            keys=[self.keys[i] for i in places],
+            grads=[self.grads[i] for i in places],
+            steps=[self.steps[i] for i in places],
+            rates=[self.rates[i] for i in places],
+        )
+
+
+class RowBlock:
+    """Keeps the rows of tables of one width in some shards, with the slots of their optimizer."""
+
+    def __init__(
+        self, shapes: Sequence[TableShape], shards: Sequence[int], rule: RowOptimizer
+    ) -> None:
         self._rule = rule
-        self._order = {shard: i for i, shard in enumerate(shards)}
-        self._first_place = torch.full((SHARDS,), -1, dtype=torch.int64)
-        for shard, i in self._order.items():
-            self._first_place[shard] = i * shape.shard_rows
-        size = len(shards) * shape.shard_rows
-        self._rows = torch.empty(size, shape.dim)
-        self._slots = {
-            name: torch.full((size, width), first)
-            for name, (width, first) in rule.slots(shape.dim).items()
+        sizes = [len(shards) * shape.shard_rows for shape in shapes]
+        starts = list(accumulate(sizes, initial=0))
+        dim, total = shapes[0].dim, starts.pop()
+        slots = rule.slots(dim)
+        self.arrays = {"rows": torch.empty(total, dim)}
+        self.arrays |= {n: torch.full((total, width), v) for n, (width, v) in slots.items()}
+        self.undos: list[Undo] = []
+        # Looked at before rows are read, and also the second before they are updated.
+        self.checksums = [RowChecksums([self.arrays["rows"]])]
+        if slots:
+            self.checksums.append(RowChecksums([self.arrays[name] for name in slots]))
+        self._counts = torch.tensor([shape.count for shape in shapes])
+        # By table and shard, one after the other; unknown shards are refused before.
+        self._first_places = torch.zeros(len(shapes) * SHARDS, dtype=torch.int64)
+        for i, (shape, start) in enumerate(zip(shapes, starts, strict=True)):
+            for order, shard in enumerate(shards):
+                self._first_places[i * SHARDS + shard] = start + order * shape.shard_rows
+        pairs = zip(shapes, starts, strict=True)
+        self.tables = [ServerTable(self, shape, start, shards) for shape, start in pairs]
+        for table in self.tables:
+            for shard in shards:
+                table.begin(shard)
+
+    @property
+    def rule(self) -> RowOptimizer:
+        """Return the optimizer of all its tables."""
+        return self._rule
+
+    def find_unknown(self, shards: Sequence[int], keys: Sequence[torch.Tensor]) -> int | None:
+        """Return the place of the first table that lacks some of its keys in these shards."""
+        every, tables = torch.cat(list(keys)), number_tables(keys)
+        known = (every >= 0) & (every < self._counts[tables]) & _are_in(shards, every)
+        return None if bool(known.all()) else int(tables[~known].min())
+
+    def read(self, keys: Sequence[torch.Tensor], version: int) -> list[torch.Tensor] | set[int]:
+        """Return rows [keys, dim] as they were after `version` updates, or damaged shards."""
+        used = self._gather(keys, whole=False)
+        damaged = self.find_damaged(used)
+        if damaged:
+            return damaged
+        found = used.rows
+        for undo in reversed(self.undos):
+            if undo.number > version and len(undo.places):
+                places, order = undo.ordered
+                at = torch.searchsorted(places, used.places).clamp_(max=len(places) - 1)
+                changed = places[at] == used.places
+                found[changed] = undo.rows[order[at[changed]]]
+        return list(found.split(used.sizes))
+
+    def prepare(self, number: int, shards: Sequence[int], update: RowUpdate) -> BlockUpdate:
+        """Begin to apply update `number` to these shards."""
+        keys, grads = update.keys, update.grads
+        inside = _are_in(shards, torch.cat(list(keys)))
+        if not bool(inside.all()):
+            masks = inside.split([each.shape[0] for each in keys])
+            keys = [each[mask] for each, mask in zip(keys, masks, strict=True)]
+            grads = [each[mask] for each, mask in zip(grads, masks, strict=True)]
+        return BlockUpdate(
+            block=self,
+            number=number,
+            used=self._gather(keys, whole=True),
+            grads=torch.cat(list(grads)),
+            rates=update.rates,
+            steps=update.steps,
+        )
+
+    def find_damaged(self, used: UsedRows) -> set[int]:
+        """Return the shards in which some of these rows have changed by themselves."""
+        parts = [[used.rows], list(used.slots.values())]
+        found: set[int] = set()
+        for sums, part in zip(self.checksums, parts, strict=False):
+            if part:
+                wrong = sums.differ(used.places, part)
+                found |= set((used.keys[wrong] % SHARDS).tolist())
+        return found
+
+    def put(self, places: torch.Tensor, rows: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
+        """Write rows and slots at these places."""
+        for array, part in zip(self.arrays.values(), (rows, *slots), strict=True):
+            array.index_copy_(0, places, part)
+        for sums, parts in zip(self.checksums, ([rows], slots), strict=False):
+            sums.seal_as(places, parts)
+
+    def forget_undos(self, floor: int) -> None:
+        """Drop what undoes updates up to `floor`."""
+        self.undos = [undo for undo in self.undos if undo.number > floor]
+
+    def _gather(self, keys: Sequence[torch.Tensor], *, whole: bool) -> UsedRows:
+        """Copy the rows of these keys; `whole`: and their slots."""
+        every = torch.cat(list(keys))
+        at = number_tables(keys) * SHARDS + every % SHARDS
+        places = self._first_places[at] + torch.div(every, SHARDS, rounding_mode="floor")
+        found = {
+            name: array.index_select(0, places)
+            for name, array in self.arrays.items()
+            if whole or name == "rows"
         }
-        self._undos: list[Undo] = []
-        sets = {"read": [self._rows], "updated": list(self._slots.values())}
-        self.checksums = ShardChecksums(shards, sets)
-        for shard in shards:
-            self.begin(shard)
+        sizes = [each.shape[0] for each in keys]
+        rows = found.pop("rows")
+        return UsedRows(sizes=sizes, keys=every, places=places, rows=rows, slots=found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockUpdate:
+    """Updates some rows of a block, once it is known that they are sound."""
+
+    block: RowBlock
+    number: int
+    used: UsedRows
+    grads: torch.Tensor
+    rates: Sequence[float]
+    steps: Sequence[int]
+
+    @property
+    def damaged(self) -> set[int]:
+        """Return the shards in which some of the rows have changed by themselves."""
+        return self.block.find_damaged(self.used)
+
+    def apply(self) -> None:
+        """Update the rows, and keep their old values."""
+        used = self.used
+        if not len(used.places):
+            return
+        self.block.undos.append(Undo(self.number, used.places, used.rows, used.slots))
+        rows = used.rows.clone()
+        slots = {name: each.clone() for name, each in used.slots.items()}
+        stop = 0
+        uses = zip(self.rates, self.steps, used.sizes, strict=True)
+        for (rate, step), tables in groupby(uses, key=lambda use: use[:2]):
+            start, stop = stop, stop + sum(size for *_, size in tables)
+            part = {name: each[start:stop] for name, each in slots.items()}
+            self.block.rule.update(rows[start:stop], part, self.grads[start:stop], rate, step)
+        self.block.put(used.places, rows, list(slots.values()))
+
+
+class ServerTable:
+    """Is one table of a block: its places begin at `start`."""
+
+    def __init__(
+        self, block: RowBlock, shape: TableShape, start: int, shards: Sequence[int]
+    ) -> None:
+        self.shape, self._block = shape, block
+        rows = shape.shard_rows
+        self._places = {
+            shard: range(start + i * rows, start + (i + 1) * rows) for i, shard in enumerate(shards)
+        }
 
     def begin(self, shard: int) -> None:
         """Give all rows of a shard their first values."""
-        shape, places = self.shape, self._places_of(shard)
+        shape, places, arrays = self.shape, self._places[shard], self._block.arrays
         for start in range(0, len(places), FILLED_AT_ONCE):
             part = places[start : start + FILLED_AT_ONCE]
             first = np.uint64(shard + start * SHARDS)
             keys = np.arange(len(part), dtype=np.uint64) * np.uint64(SHARDS) + first
-            fill_rows(self._rows[part.start : part.stop], keys, shape.seed, *shape.limits)
+            fill_rows(arrays["rows"][part.start : part.stop], keys, shape.seed, *shape.limits)
         if shape.padding is not None and shape.padding % SHARDS == shard:
-            self._rows[places.start + shape.padding // SHARDS] = 0.0
-        for name, (_, first_value) in self._rule.slots(shape.dim).items():
-            self._slots[name][places.start : places.stop] = first_value
-        self.checksums.seal_shard(shard)
-        self._forget_undos(places)
-
-    def read(self, keys: torch.Tensor, version: int) -> torch.Tensor:
-        """Return rows [keys, dim] as they were after `version` updates."""
-        places = self._place(keys)
-        found = self._rows.index_select(0, places)
-        for undo in reversed(self._undos):
-            if undo.number > version and len(undo.places):
-                at = torch.searchsorted(undo.places, places).clamp_(max=len(undo.places) - 1)
-                changed = undo.places[at] == places
-                found[changed] = undo.rows[at[changed]]
-        return found
-
-    def update(
-        self, keys: torch.Tensor, grads: torch.Tensor, rate: float, step: int, number: int
-    ) -> None:
-        """Apply update `number` to these rows; `step`: the table's own count of updates."""
-        places, order = self._place(keys).sort()
-        old = {name: each.index_select(0, places) for name, each in self._slots.items()}
-        self._undos.append(Undo(number, places, self._rows.index_select(0, places), old))
-        self._rule.update_at(places, self._rows, self._slots, grads[order], lr=rate, step=step)
-        self.checksums.seal(places, "read", "updated")
-
-    def find_damaged(self, keys: torch.Tensor, *, whole: bool) -> set[int]:
-        """Return the shards in which rows of these keys have changed by themselves.
-
-        `whole`: what their optimizer keeps is looked at, too.
-        """
-        return self.checksums.find_damaged(
-            self._place(keys), "read", *(["updated"] if whole else [])
-        )
-
-    def forget_undos(self, floor: int) -> None:
-        """Drop what undoes updates up to `floor`."""
-        self._undos = [undo for undo in self._undos if undo.number > floor]
+            arrays["rows"][places.start + shape.padding // SHARDS] = 0.0
+        for name, (_, first_value) in self._block.rule.slots(shape.dim).items():
+            arrays[name][places.start : places.stop] = first_value
+        self._settle(shard)
 
     def parts(self, shard: int) -> Iterator[torch.Tensor]:
         """Yield the arrays of a shard: its rows, then its slots."""
-        places = self._places_of(shard)
-        for array in (self._rows, *self._slots.values()):
+        places = self._places[shard]
+        for array in self._block.arrays.values():
             yield array[places.start : places.stop]
 
     def copy(self, shard: int, version: int, array: int) -> torch.Tensor:
         """Return a copy of a shard's `array`th array as it was after `version` updates."""
-        places = self._places_of(shard)
+        places = self._places[shard]
         found = list(self.parts(shard))[array].clone()
-        for undo in reversed(self._undos):
+        for undo in reversed(self._block.undos):
             here = (undo.places >= places.start) & (undo.places < places.stop)
             if undo.number > version and bool(here.any()):
                 old = (undo.rows, *undo.slots.values())[array]
@@ -131,21 +273,34 @@ class ServerTable:
     @property
     def array_names(self) -> list[str]:
         """Return the names of a shard's arrays."""
-        return ["rows", *self._slots]
+        return list(self._block.arrays)
 
     def adopt(self, shard: int, arrays: Sequence[torch.Tensor]) -> None:
         """Take over the arrays of a shard, as `parts` yields them."""
         for mine, other in zip(self.parts(shard), arrays, strict=True):
             mine.copy_(other)
-        self.checksums.seal_shard(shard)
-        self._forget_undos(self._places_of(shard))
+        self._settle(shard)
 
-    def _place(self, keys: torch.Tensor) -> torch.Tensor:
-        return self._first_place[keys % SHARDS] + keys // SHARDS
+    def is_damaged(self, shard: int, part: range) -> bool:
+        """Return whether anything in this part of a shard's places has changed by itself."""
+        places = self._places[shard][part.start : part.stop]
+        return any(len(sums.find_damaged(places)) for sums in self._block.checksums)
 
-    def _places_of(self, shard: int) -> range:
-        first = self._order[shard] * self.shape.shard_rows
-        return range(first, first + self.shape.shard_rows)
+    def _settle(self, shard: int) -> None:
+        """Take all of a shard as it is now for right, whatever the version that is asked for."""
+        places, block = self._places[shard], self._block
+        for sums in block.checksums:
+            sums.seal(places)
+        block.undos = [undo.without(places) for undo in block.undos]
 
-    def _forget_undos(self, places: range) -> None:
-        self._undos = [undo.without(places) for undo in self._undos]
+
+def number_tables(keys: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the place of the table [n] of each key, for the keys of all tables in turn."""
+    sizes = torch.tensor([each.shape[0] for each in keys])
+    return torch.arange(len(keys)).repeat_interleave(sizes)
+
+
+def _are_in(shards: Sequence[int], keys: torch.Tensor) -> torch.Tensor:
+    chosen = torch.zeros(SHARDS, dtype=torch.bool)
+    chosen[list(shards)] = True
+    return chosen[keys % SHARDS]

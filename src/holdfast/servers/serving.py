@@ -28,7 +28,8 @@ from holdfast.net import peer_stream
 from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_listener import serve
 from holdfast.servers import server_wire as wire
-from holdfast.servers.server_group import RowUpdate, ServerGroup
+from holdfast.servers.server_group import ServerGroup
+from holdfast.servers.server_rows import RowUpdate
 from holdfast.servers.table_store import TableStore
 
 SCRUB_EVERY_S = 0.5  # between two looks at a part of the rows

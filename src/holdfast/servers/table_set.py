@@ -1,0 +1,98 @@
+"""Keeps all tables of a group in some shards, in blocks of tables that are handled together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from holdfast.core.errors import WireError
+from holdfast.servers.keyed_rows import KeyedBlock, KeyedTable, KeyedUpdate
+from holdfast.servers.server_rows import BlockUpdate, RowBlock, RowUpdate, ServerTable
+from holdfast.servers.server_wire import TableGroup
+
+
+class TableBlock(Protocol):
+    """Keeps the rows of some tables, which are read and updated together."""
+
+    @property
+    def tables(self) -> Sequence[ServerTable | KeyedTable]: ...
+
+    def find_unknown(self, shards: Sequence[int], keys: Sequence[torch.Tensor]) -> int | None:
+        """Return the place of the first table that lacks some of its keys in these shards."""
+
+    def read(self, keys: Sequence[torch.Tensor], version: int) -> list[torch.Tensor] | set[int]:
+        """Return rows [keys, dim] as they were after `version` updates, or damaged shards."""
+
+    def prepare(
+        self, number: int, shards: Sequence[int], update: RowUpdate
+    ) -> BlockUpdate | KeyedUpdate:
+        """Begin to apply update `number` to these shards."""
+
+    def forget_undos(self, floor: int) -> None:
+        """Drop what undoes updates up to `floor`."""
+
+
+class TableSet:
+    """Keeps the tables, `all` of them in the group's order. UserError, WireError."""
+
+    def __init__(self, group: TableGroup, shards: Sequence[int]) -> None:
+        self._group, self._shards = group, set(shards)
+        rule, shapes = group.make_rule(), group.tables
+        blocks: list[tuple[list[int], TableBlock]] = []
+        for width in sorted({shape.dim for shape in shapes if not shape.keyed}):
+            chosen = [i for i, s in enumerate(shapes) if not s.keyed and s.dim == width]
+            blocks.append((chosen, RowBlock([shapes[i] for i in chosen], shards, rule)))
+        for i, shape in enumerate(shapes):
+            if shape.keyed:
+                blocks.append(([i], KeyedBlock(KeyedTable(shape, shards, rule))))
+        self._blocks = blocks  # the places of each block's tables, and the block
+        tables = {
+            place: table
+            for chosen, block in blocks
+            for place, table in zip(chosen, block.tables, strict=True)
+        }
+        self.all = [tables[i] for i in range(len(shapes))]
+
+    def check_keys(self, shards: Sequence[int], keys: Sequence[torch.Tensor]) -> None:
+        """Raise WireError for keys that these shards do not hold."""
+        if not set(shards) <= self._shards:
+            raise WireError(f"shards {sorted(set(shards) - self._shards)} are not here")
+        for chosen, block in self._blocks:
+            found = block.find_unknown(shards, [keys[i] for i in chosen])
+            if found is not None:
+                shape, given = self._group.tables[chosen[found]], keys[chosen[found]]
+                least, most = (int(k) for k in torch.aminmax(given))
+                raise WireError(f"table {shape.name}: keys from {least} to {most} are not here")
+
+    def read(self, version: int, keys: Sequence[torch.Tensor]) -> list[torch.Tensor] | set[int]:
+        """Return the rows [n, dim] of each table as of `version`, or the damaged shards."""
+        rows: dict[int, torch.Tensor] = {}
+        damaged: set[int] = set()
+        for chosen, block in self._blocks:
+            found = block.read([keys[i] for i in chosen], version)
+            if isinstance(found, set):
+                damaged |= found
+            else:
+                rows |= zip(chosen, found, strict=True)
+        return damaged or [rows[i] for i in range(len(keys))]
+
+    def apply(self, number: int, shards: Sequence[int], update: RowUpdate) -> set[int]:
+        """Apply an update to those of these shards that are sound; return the others."""
+        parts = [
+            block.prepare(number, shards, update.pick_tables(chosen))
+            for chosen, block in self._blocks
+        ]
+        damaged = set().union(*(part.damaged for part in parts))
+        if damaged:
+            sound = [shard for shard in shards if shard not in damaged]
+            return damaged | self.apply(number, sound, update)
+        for part in parts:
+            part.apply()
+        return set()
+
+    def forget_undos(self, floor: int) -> None:
+        """Drop what undoes updates up to `floor`."""
+        for _, block in self._blocks:
+            block.forget_undos(floor)
