@@ -47,10 +47,6 @@ def fails(run: LocalRun) -> str:
         (["run", "--servers", "-1", SCRIPT], ["--servers -1"]),
         (["run", "--staleness", "1", SCRIPT], ["--staleness 1", "--servers"]),
         (
-            ["run", "--servers", "1", "--staleness", "1", "--store", "s", SCRIPT],
-            ["--staleness 1", "--store"],
-        ),
-        (
             ["run", "--servers", "1", "--procs-per-worker", "2", SCRIPT],
             ["--servers 1", "--procs-per-worker 2"],
         ),

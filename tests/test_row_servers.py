@@ -151,7 +151,7 @@ def test_what_three_servers_have_saved_any_number_loads(
 
     others = Servers(servers, 1, tmp_path)
     client = others.client(described)
-    client.stored = (STEPS, 40)
+    client.begin_from(STEPS, 40, [])
     found = everything(client, STEPS, 2)
     wanted, slots = expected(rule, STEPS)
     assert torch.equal(found[0], wanted)

@@ -200,6 +200,30 @@ def test_stale_reads_are_the_same_on_any_servers_and_after_losses(
         assert finish(run) == found
 
 
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_stale_reads_are_the_same_after_a_checkpoint(
+    whole: bool, start: Start, tmp_path: Path
+) -> None:
+    late = ("--staleness", "3")
+    with start(nproc=1, script="tables.py", options=(*flags(1), *late)) as run:
+        found = finish(run)
+    run = paced(start, STEPS, 2, (*saving(tmp_path, 2), *late))
+    with run:
+        pids = servers_of(run, 2)
+        until_saved(tmp_path, run, 20)
+        if not whole:
+            until_step(run, 40)
+            assert strike(pids[0])
+            assert finish(run) == found
+            assert "are lost" in run.events("tables")[0]["text"]
+            return
+        for pid in (run.pid, *run.leftovers()):
+            strike(pid)
+    with LocalRun(run.run_dir.path, [], [], command=["resume", str(run.run_dir.path)]) as again:
+        assert finish(again) == found
+        assert "from the checkpoint of step" in again.events("view")[-1]["text"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_random_losses_change_nothing(seed: int, start: Start, digest: Digest) -> None:

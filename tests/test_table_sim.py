@@ -117,6 +117,11 @@ def keeps_later_rows(patch: Patch) -> None:
     )
 
 
+def saves_unread_updates(patch: Patch) -> None:
+    """Let a checkpoint have the rows as they are now, though the next step reads earlier ones."""
+    patch.setattr(TableWorld, "_saved_rows", lambda self, step: step)
+
+
 def forgets_what_waits(patch: Patch) -> None:
     """Let a server drop updates that came early, as if they had been applied."""
 
@@ -199,6 +204,7 @@ def _served_without_copies(plain: Callable[..., Any]) -> Callable[..., Any]:
         (serves_what_it_has, TableSimOptions()),
         (trusts_copies, TableSimOptions()),
         (keeps_later_rows, LONG),
+        (saves_unread_updates, replace(LONG, staleness=8)),
         (forgets_what_waits, TableSimOptions()),
         (resets_good_rows, TableSimOptions(servers=2, replicas=1)),
         (reads_without_a_look, TableSimOptions()),

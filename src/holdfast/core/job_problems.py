@@ -161,11 +161,6 @@ def _server_conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]
             f"{say('servers.replicas')} is greater than {say('servers.count')}: each replica "
             "of a row needs its own server, so use more servers or fewer replicas"
         )
-    if spec.servers.staleness and spec.checkpoints.store:
-        yield (
-            f"{say('servers.staleness')} and {say('checkpoints.store')} exclude each other: rows "
-            "are saved as they are now, and later steps would read earlier ones"
-        )
     for key in ("memory.redundancy", "workers.procs", "stragglers.backup"):
         if SETTINGS[key].value_in(spec) != SETTINGS[key].default:
             yield (

@@ -12,7 +12,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -134,6 +134,11 @@ class _Kept:
             self._updates[number] = update
             self._updates.pop(number - self._most, None)
 
+    def replace(self, updates: Mapping[int, SentUpdate]) -> None:
+        """Keep only these, by their numbers."""
+        with self._lock:
+            self._updates = dict(updates)
+
     def find(self, number: int) -> SentUpdate | None:
         """Return an update, if it is kept."""
         with self._lock:
@@ -163,7 +168,8 @@ class RowClient:
         self._held = {n: find_shards(n, self.holders) for n in numbers}
         self._reads = {n: _Connection(access, n, self._held[n], group) for n in numbers}
         self._suspects: dict[int, float] = {}
-        self.stored: tuple[int, int] | None = None  # version and step of the begun-from checkpoint
+        # Version and step of the checkpoint that the job has begun from, if it has.
+        self._stored: tuple[int, int] | None = None
         self._queues: dict[int, queue.Queue[tuple[int, tuple[int, ...]]]] = {
             number: queue.Queue(QUEUE_MAX) for number in numbers
         }
@@ -171,6 +177,15 @@ class RowClient:
             threading.Thread(
                 target=self._push_to, args=(number,), name=f"holdfast-rows-{number}", daemon=True
             ).start()
+
+    def begin_from(self, version: int, step: int, unread: Iterable[RowUpdate]) -> None:
+        """Record that the state has come from the checkpoint of `step`, as has each row.
+
+        `version`: how many updates the rows there have had. `unread`: the updates after these.
+        """
+        self._stored = version, step
+        updates = enumerate(unread, version + 1)
+        self._kept.replace({n: SentUpdate(self._group.tables, each) for n, each in updates})
 
     def read(self, version: int, keys: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the rows [n, dim] of each table's keys [n] as of `version`. UserError."""
@@ -202,7 +217,7 @@ class RowClient:
     def _carry_on(self, job: Read, shards: Iterable[int]) -> None:
         """Read these shards. UserError."""
         version = job.version
-        stored = self.stored[0] if self.stored is not None else None
+        stored = self._stored[0] if self._stored is not None else None
         holders = {shard: self.holders[shard] for shard in shards}
         job.reading = reading = RowReading(
             version, holders, self._kept.after(version), self.suspects(), stored
@@ -265,8 +280,8 @@ class RowClient:
             case OrderReset(_, shards):
                 connection.order(wire.ResetRows(name, shards))
             case OrderLoad(_, shards):
-                assert self.stored is not None, "there is a checkpoint"
-                connection.order(wire.LoadShards(name, self.stored[1], shards))
+                assert self._stored is not None, "there is a checkpoint"
+                connection.order(wire.LoadShards(name, self._stored[1], shards))
 
     def save(self, version: int, step: int, token: str, first: int, part: tuple[int, int]) -> None:
         """Have servers save the rows as of `version`, each as a share from number `first` on.

@@ -103,8 +103,9 @@ class ServedOptimizer(torch.optim.Optimizer):
         name, settings = describe_rule(rule)
         group = "+".join(shape.name for shape in shapes)
         self._group = TableGroup(name=group, tables=tuple(shapes), rule=name, settings=settings)
-        # How many updates there were, of all tables together and of each.
-        self.param_groups[0] |= {"updates": 0, "steps": [0] * len(shapes)}
+        # How many updates there were, of all tables together and of each; and the last ones, which
+        # reads do not know yet: each as (keys, gradients, steps, rates).
+        self.param_groups[0] |= {"updates": 0, "steps": [0] * len(shapes), "unread": []}
 
     def connect(self, access: ServerAccess) -> None:
         """Use the job's servers from now on."""
@@ -113,18 +114,20 @@ class ServedOptimizer(torch.optim.Optimizer):
         self._client = RowClient(group, access)
 
     def save(self, step: int, token: str, first: int, place: int, members: int) -> None:
-        """Have some servers save the rows as they are now, as shares from number `first` on.
+        """Have some servers save rows as the next step reads them, as shares from `first` on.
 
         `place` of `members`: this worker's, since each asks some of the servers.
         """
         if self._client is not None:
-            version = self.param_groups[0]["updates"]
-            self._client.save(version, step, token, first, (place, members))
+            self._client.save(self._read_version, step, token, first, (place, members))
 
     def note_checkpoint(self, step: int) -> None:
-        """Record that the state has come from a checkpoint, which holds all rows as well."""
+        """Record that the state has come from a checkpoint, which holds all rows as well.
+
+        The state holds the updates that the rows there do not have yet.
+        """
         if self._client is not None:
-            self._client.stored = (self.param_groups[0]["updates"], step)
+            self._client.begin_from(self._read_version, step, map(_unpack, self._unread))
 
     def find_rows(self, ids: Sequence[torch.Tensor], *, newest: bool = False) -> list[FoundRows]:
         """Return the rows of each table's ids as this step reads them.
@@ -132,8 +135,8 @@ class ServedOptimizer(torch.optim.Optimizer):
         `newest`: as all committed updates have left them, whatever the job's staleness.
         """
         client = self._connected()
-        version = self.param_groups[0]["updates"] - (0 if newest else self._staleness)
-        return find_rows(ids, lambda keys: client.read(max(version, 0), keys))
+        version = self.param_groups[0]["updates"] if newest else self._read_version
+        return find_rows(ids, lambda keys: client.read(version, keys))
 
     def read_rows(self, table: TableShape, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of one table, in blocks, as the committed updates have left them."""
@@ -149,6 +152,16 @@ class ServedOptimizer(torch.optim.Optimizer):
         """Return the keys [n] of a table that have rows after all committed updates."""
         client = self._connected()
         return client.read_keys(self.param_groups[0]["updates"], self._group.tables.index(table))
+
+    @property
+    def _read_version(self) -> int:
+        """Return how many updates the rows have had that the next step reads."""
+        return max(self.param_groups[0]["updates"] - self._staleness, 0)
+
+    @property
+    def _unread(self) -> list[Any]:
+        """Return the updates after that version."""
+        return self.param_groups[0]["unread"]
 
     def _connected(self) -> RowClient:
         if self._client is None:
@@ -178,6 +191,14 @@ class ServedOptimizer(torch.optim.Optimizer):
         state["updates"], state["steps"] = state["updates"] + 1, steps
         rates = [state["lr"]] * len(steps)
         client.push(state["updates"], RowUpdate(keys=keys, grads=grads, steps=steps, rates=rates))
+        if self._staleness:
+            state["unread"] = [*self._unread, [keys, grads, steps, rates]][-self._staleness :]
+
+
+def _unpack(update: Sequence[Any]) -> RowUpdate:
+    """Return an update that is kept in the state."""
+    keys, grads, steps, rates = update
+    return RowUpdate(keys=keys, grads=grads, steps=steps, rates=rates)
 
 
 def empty_weight(count: int, dim: int, device: Any) -> torch.Tensor:

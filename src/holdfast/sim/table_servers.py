@@ -493,13 +493,19 @@ class TableWorld:
                         "has it"
                     )
 
+    def _saved_rows(self, step: int) -> int:
+        """Return how many updates the rows in a checkpoint have had: those that a read knows."""
+        return max(step - self._options.staleness, 0)
+
     def _begin_again(self) -> None:
         """Let the whole job begin with its first step."""
         self._counts["restarts"] += 1
-        self._begun_from = self._saved or None
+        rows = self._saved_rows(self._saved)
+        self._begun_from = rows if self._saved else None
         self._arrived.clear()
         for worker in self._workers:
-            worker.committed = worker.kept_after = self._saved
+            # The state has the updates that the rows in the checkpoint do not have yet.
+            worker.committed, worker.kept_after = self._saved, rows
             worker.attempt += 1
             worker.reading = None
             self._time.call_after(self._dice.uniform(0.01, 0.1), self._starter(worker))
@@ -552,7 +558,7 @@ def draw_options(seed: int) -> TableSimOptions:
         replicas=dice.randint(1, min(servers, 3)),
         workers=dice.randint(1, 4),
         staleness=staleness,
-        saves_every=0 if staleness else dice.choice((0, 7)),
+        saves_every=dice.choice((0, 7)),
         faults=dice.choice((0, 4, 12, 30)),
     )
 
