@@ -33,7 +33,7 @@ PEERS_PIP := $(PEERS_ENV)/bin/python -m pip --disable-pip-version-check install 
   -c benchmarks/peers_constraints.txt
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: help demo check lint types rules test test-all test-clusters fuzz sim mutants bench bench-peers docs release clean
+.PHONY: help demo check lint types rules test test-all coverage test-clusters fuzz sim mutants bench bench-peers docs release clean
 .DELETE_ON_ERROR:
 
 help:
@@ -61,6 +61,15 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(PYTEST) -n 2 --dist worksteal -m "not clusters" $(PYTEST_OPTIONS)
+
+# What the quick tests run of the source, also in processes that they start: build/coverage/html.
+# Lines that only a killed process has run are missing, since it cannot tell of them.
+coverage: $(VENV)/.installed-coverage
+	$(BIN)/coverage erase
+	-$(BIN)/coverage run -m pytest -q -n 2 --dist worksteal $(PYTEST_OPTIONS)
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage html -q -d build/coverage/html
+	$(BIN)/coverage report --skip-covered --sort=miss | tail -n 40
 
 # Those that are not installed are skipped, with the package that brings them; docs/kubernetes.md
 # says where KUBEBUILDER_ASSETS comes from. One process: each test is a cluster.

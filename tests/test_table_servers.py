@@ -200,7 +200,8 @@ def test_stale_reads_are_the_same_on_any_servers_and_after_losses(
         assert finish(run) == found
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True])
 def test_stale_reads_are_the_same_after_a_checkpoint(
     whole: bool, start: Start, tmp_path: Path
 ) -> None:
