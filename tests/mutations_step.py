@@ -86,7 +86,7 @@ def a_step_does_not_wait_for_enough(patch: pytest.MonkeyPatch) -> Machines:
     def hasty(policy: BackupPolicy, members: int, done: Mapping[int, int]) -> tuple[int, ...]:
         return tuple(sorted(done))
 
-    patch.setattr(backup, "who_counts", hasty)
+    patch.setattr(backup, "find_counted", hasty)
     return Machines()
 
 

@@ -89,7 +89,7 @@ def what_is_missed_is_counted_from_the_next_step(patch: pytest.MonkeyPatch) -> M
 
 @mutation
 def what_died_with_a_member_is_taken_for_kept(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(formation, "_all_kept", lambda view, kept: True)
+    patch.setattr(formation, "_have_all_kept", lambda view, kept: True)
     return Machines()
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from conftest import RUN_S, Start, finish
 from holdfast.cli.ledger_command import render
-from holdfast.core.step.backup import BackupPolicy, DropTally, Settlement, who_counts
+from holdfast.core.step.backup import BackupPolicy, DropTally, Settlement, find_counted
 from holdfast.core.types import WorkerId
 from holdfast.observe.ledger_audit import LedgerReport, verify
 from holdfast.testing.local_run import LocalRun
@@ -35,9 +35,9 @@ def test_the_first_that_are_done_count(members: int, backup: int, data: st.DataO
     policy = BackupPolicy(workers=backup, results_min=data.draw(st.integers(1, 9)))
     done: dict[int, int] = {}
     for rank in data.draw(st.permutations(range(members))):
-        assert who_counts(policy, members, done) == ()
+        assert find_counted(policy, members, done) == ()
         done[rank] = data.draw(st.integers(0, 1))
-        counted = who_counts(policy, members, done)
+        counted = find_counted(policy, members, done)
         if counted:
             break
     assert counted == tuple(sorted(done))

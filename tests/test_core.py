@@ -137,11 +137,11 @@ def test_parts_cover_a_range_once_and_are_about_equal(total: int, count: int, al
 def test_exact_products_are_the_same_for_ever() -> None:
     """The products are pinned: a machine's results are compared with a digest made earlier."""
     tiny = ExactProduct(name="tiny", rows=2, inner=3, columns=2, entry_max=5, digest="")
-    assert [each - 256 * (each > 127) for each in tiny.left()] == [-4, 1, 5, 3, -5, -1]
-    assert [each - 256 * (each > 127) for each in tiny.right()] == [3, -2, -2, -4, -4, 1]
+    assert [each - 256 * (each > 127) for each in tiny.left_entries()] == [-4, 1, 5, 3, -5, -1]
+    assert [each - 256 * (each > 127) for each in tiny.right_entries()] == [3, -2, -2, -4, -4, 1]
     assert (tiny.sum_max, tiny.operations) == (75, 24)
     for product, left, right in ((WIDE, "149bde9b855bc0e7", None), (NARROW, None, PINNED_RIGHT)):
-        for made, pinned in ((product.left(), left), (product.right(), right)):
+        for made, pinned in ((product.left_entries(), left), (product.right_entries(), right)):
             assert pinned is None or hashlib.sha256(made).hexdigest()[:16] == pinned
     assert (WIDE.sum_max < 1 << 24, NARROW.sum_max <= 256) == (True, True)
     assert digest_of(b"\1\0\0\0") == "d82c12285b5d4551f88e8f6e7eb52b81"

@@ -71,7 +71,7 @@ def test_what_strikes_once_strikes_once_in_a_step() -> None:
             disturber.boundary(step, {})
             for vrank in range(3):
                 flat = torch.zeros(100)
-                disturber.gradient(vrank, flat)
+                disturber.handle_gradient(vrank, flat)
                 if flat.any():
                     found.append(step)
         assert found == struck

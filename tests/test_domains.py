@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.main import main
-from holdfast.core.domains import join_labels, lacking, read_domains
+from holdfast.core.domains import has_other_keys, join_labels, read_domains
 from holdfast.core.errors import UserError
 from holdfast.core.membership.agent import AgentMachine, AgentPolicy, Labelled, SendReport
 from holdfast.core.membership.live_roster import LiveRoster, News
@@ -38,8 +38,8 @@ def test_bad_labels_are_refused(labels: list[str], text: str) -> None:
 
 def test_what_a_person_says_wins_over_the_manager() -> None:
     assert join_labels(("rack=a", "zone=z"), ("rack=b",)) == ("rack=b", "zone=z")
-    assert lacking((), ("rack=a",))
-    assert not lacking(("rack=b", "zone=z"), ("rack=a",))
+    assert has_other_keys((), ("rack=a",))
+    assert not has_other_keys(("rack=b", "zone=z"), ("rack=a",))
 
 
 def test_an_agent_reports_its_domains_at_once_and_the_coordinator_shows_them() -> None:

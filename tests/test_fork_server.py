@@ -16,7 +16,7 @@ import pytest
 from holdfast.core.job_spec import with_settings
 from holdfast.runtime.node import bootstrap, fork_server
 from holdfast.runtime.node.fork_server import NUMBER, ForkedProcess
-from holdfast.runtime.node.group_watch import forking
+from holdfast.runtime.node.group_watch import run_forking
 from holdfast.runtime.node.worker_process import WorkerTemplate
 from holdfast.runtime.rundir import RunDir
 from support import SPEC, until
@@ -184,7 +184,7 @@ def test_a_node_forks_its_workers_unless_it_has_gpus(
     monkeypatch.setattr(fork_server, "run_fork_server", start)
     spec = with_settings(SPEC, settings)
     template = WorkerTemplate(run_dir=RunDir(tmp_path), spec=spec, host="127.0.0.1")
-    with forking(template):
+    with run_forking(template):
         found = os.environ.get(fork_server.VARIABLE)
         assert found == (str(started[0]) if forks else None)
     assert bool(started) == forks

@@ -429,25 +429,25 @@ def test_members_may_have_agreed_on_other_owners_and_the_furthest_knows() -> Non
 def test_all_are_waited_for_at_first_and_after_that_enough() -> None:
     cluster = Cluster(status(0), status(1, stage=Stage.BOOTING), status(4))
     facts = cluster.facts()
-    assert fo.beginners(facts, 1, None) == []
-    assert numbers(fo.beginners(facts, 1, 2)) == [0, 4]
-    assert fo.beginners(facts, 1, 3) == []
+    assert fo.choose_beginners(facts, 1, None) == []
+    assert numbers(fo.choose_beginners(facts, 1, 2)) == [0, 4]
+    assert fo.choose_beginners(facts, 1, 3) == []
     cluster.put(1, respawn_at=cluster.now + fo.QUARANTINED_S)
-    assert fo.beginners(facts, 1, None) == []
+    assert fo.choose_beginners(facts, 1, None) == []
     cluster.put(1, respawn_at=cluster.now + fo.QUARANTINED_S + 1)
-    assert numbers(fo.beginners(facts, 1, None)) == [0, 4]
+    assert numbers(fo.choose_beginners(facts, 1, None)) == [0, 4]
     cluster.put(1, respawn_at=None)
     cluster.hear("n1", status(1, stage=Stage.EXITED))
-    assert numbers(fo.beginners(facts, 1, None)) == [0, 4]
+    assert numbers(fo.choose_beginners(facts, 1, None)) == [0, 4]
     cluster.hear("n4", status(4, state=StateCopy.DIRTY))
-    assert fo.beginners(facts, 1, None) == []
+    assert fo.choose_beginners(facts, 1, None) == []
 
 
 def test_nobody_waits_for_silent_nodes_where_enough_others_are_there() -> None:
     cluster = Cluster(status(0), status(1, stage=Stage.BOOTING), status(4))
     facts = cluster.facts(None, 1)
-    assert numbers(fo.beginners(facts, 2, None)) == [0, 4]
-    assert fo.beginners(facts, 3, None) == []
+    assert numbers(fo.choose_beginners(facts, 2, None)) == [0, 4]
+    assert fo.choose_beginners(facts, 3, None) == []
 
 
 def test_a_first_view_hosts_all_and_says_from_where() -> None:
@@ -470,10 +470,10 @@ def test_who_must_be_replaced_before_the_job_can_begin() -> None:
         status(2, state=StateCopy.DISCARDED, stage=Stage.BOOTING),
         status(0),
     )
-    found = fo.dirty_candidates(cluster.facts(), replicated=True)
+    found = fo.find_dirty(cluster.facts(), replicated=True)
     assert numbers([s for s, _ in found]) == [1, 3]
     assert {why for _, why in found} == {"its state is neither initial nor the job's"}
-    (share, _), (dirty, _) = fo.dirty_candidates(cluster.facts(), replicated=False)
+    (share, _), (dirty, _) = fo.find_dirty(cluster.facts(), replicated=False)
     assert (share.worker, dirty.worker) == (1, 3)
 
 

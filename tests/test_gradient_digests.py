@@ -330,7 +330,7 @@ class Joined(InnerGroup):
     def __init__(self, *others: list[int]) -> None:
         self._others = others
 
-    def _all(self, mine: torch.Tensor) -> list[torch.Tensor]:
+    def _gather_all(self, mine: torch.Tensor) -> list[torch.Tensor]:
         return [mine, *map(torch.tensor, self._others)]
 
 

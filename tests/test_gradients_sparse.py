@@ -228,10 +228,10 @@ def rows(places: list[int], values: list[float]) -> Rows:
 
 def test_rows_add_up() -> None:
     left, right = rows([1, 4], [1.0, 2.0]), rows([0, 4], [8.0, 16.0])
-    assert left.plus(right).equals(rows([0, 1, 4], [8.0, 1.0, 18.0]))
+    assert left.add(right).equals(rows([0, 1, 4], [8.0, 1.0, 18.0]))
     none = rows([], [])
-    assert none.plus(left).equals(left)
-    assert left.plus(none).equals(left)
+    assert none.add(left).equals(left)
+    assert left.add(none).equals(left)
 
 
 def gradients_of(model: nn.Module, tables: list[torch.Tensor], vranks: int = 4) -> Gradients:
@@ -313,9 +313,7 @@ def test_who_is_late_receives_rows_too() -> None:
         missed = MissedSteps(step)
         transport = me.open("missed")
         if me.rank < 2:
-            step.gradients.tables[0].result = rows([], []).plus(
-                rows([3, 7], [[1.0] * 5, [2.0] * 5])
-            )
+            step.gradients.tables[0].result = rows([], []).add(rows([3, 7], [[1.0] * 5, [2.0] * 5]))
             missed.keep(5, lambda numel: piece_of(me.rank, 2, numel))
             step.gradients.tables[0].result.values.zero_()  # the script may do so
             missed.send(transport, 2, range(5, 6), first=me.rank == 0)

@@ -378,7 +378,7 @@ def test_no_partial_sum_is_ever_rounded() -> None:
     assert WIDE.entry_max < 2**8, "bfloat16, float16 and TF32 hold every entry"
     assert NARROW.sum_max <= 2**8, "bfloat16 holds every sum"
     for product in (WIDE, NARROW):
-        for data in (product.left(), product.right()):
+        for data in (product.left_entries(), product.right_entries()):
             entries = memoryview(data).cast("b")
             assert max(entries) == product.entry_max
             assert min(entries) == -product.entry_max

@@ -63,10 +63,10 @@ def test_losses_shorten_the_interval_and_joiners_do_not() -> None:
 def test_the_operators_bounds_hold_and_the_first_save_measures_the_cost() -> None:
     found = pace(least_s=5.0, most_s=9.0)
     found.record_members({"a"})
-    assert not found.due(4.9)
-    assert found.due(5.0)  # nothing is known of the cost yet
+    assert not found.is_due(4.9)
+    assert found.is_due(5.0)  # nothing is known of the cost yet
     found.record_save(5.0, stall_s=2.0)
     run(found, 5.0, 2, 0.1)
     assert found.interval_s == 9.0
-    assert not found.due(13.9)
-    assert found.due(14.0)
+    assert not found.is_due(13.9)
+    assert found.is_due(14.0)

@@ -312,7 +312,9 @@ def test_torch_gets_the_same_bits() -> None:
     sample = selftest.try_device(cpu, 0.0)
     assert (sample.device, sample.wrong) == ("processors (torch)", 0)
     assert sample.repeats == 2 + selftest.REPEATS_MIN
-    left, right, wanted = selftest.tiled(cpu, 1)  # a processor takes seconds for more in bfloat16
+    left, right, wanted = selftest.make_tiled(
+        cpu, 1
+    )  # a processor takes seconds for more in bfloat16
     found = left @ right
     assert torch.equal(found, wanted)
     assert selftest.is_right(NARROW, found)

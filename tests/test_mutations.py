@@ -299,7 +299,7 @@ def next_incarnation_starts_before_the_old_one_ended(patch: pytest.MonkeyPatch) 
 def lost_worker_is_still_ordered_during_its_back_off(patch: pytest.MonkeyPatch) -> Machines:
     def wanted(self: Roster, name: Any, view: Any) -> Iterator[Any]:
         for worker in self.workers_of(name):
-            yield from self._wanted_as(worker, self.slots[worker].incarnation, name)
+            yield from self._processes_of(worker, self.slots[worker].incarnation, name)
 
     patch.setattr(Roster, "processes_for", wanted)
     return Machines()

@@ -244,7 +244,7 @@ def test_damaged_trees_are_told(cut: int) -> None:
     with pytest.raises(WireError):
         unpack(pack({"t": torch.zeros(3)}, "tree")[:cut])
     with pytest.raises(WireError):
-        read_report(TaskReport(values={"x": b"1"}).encoded()[: cut or 1])
+        read_report(TaskReport(values={"x": b"1"}).encode()[: cut or 1])
 
 
 def test_states_have_fingerprints_and_travel_with_the_jobs() -> None:

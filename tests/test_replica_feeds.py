@@ -117,9 +117,9 @@ def test_steps_after_the_copy_are_sent_until_it_fails() -> None:
 def test_copies_count_as_compared_once_all_members_show_one() -> None:
     found = feeding()
     for copies in ((), (3, 0), (0, 0)):
-        found.copies_agree(copies)
+        found.record_copies(copies)
         assert found.handle_commit(7) == [ef.KeepStep(FOLLOWERS, THREE, 7, compared=False)]
-    found.copies_agree((3, 3))
+    found.record_copies((3, 3))
     assert found.handle_commit(8) == [ef.KeepStep(FOLLOWERS, THREE, 8, compared=True)]
     found.take_order(NEXT, VIEW)
     found.agree(5, 9)
@@ -129,7 +129,7 @@ def test_copies_count_as_compared_once_all_members_show_one() -> None:
     )
     early = Feeding()
     early.take_order(ORDER, VIEW)
-    early.copies_agree((3, 3))  # fingerprints before there are copies
+    early.record_copies((3, 3))  # fingerprints before there are copies
     early.agree(4, 7)
     early.next_copy(7, VIEW, within=True)
     assert early.handle_commit(7) == [ef.KeepStep(FOLLOWERS, THREE, 7, compared=False)]

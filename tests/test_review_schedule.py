@@ -23,7 +23,7 @@ def agenda(*, reviewed: bool = True) -> tuple[Agenda, Cluster]:
     cluster.roster.started_at = cluster.roster.moved_at = -100.0
     found = Agenda(POLICY, cluster.roster, 1.0)
     if reviewed:
-        assert found.due(1.0)
+        assert found.is_due(1.0)
         found.record_review(1.0, [])
     return found, cluster
 
@@ -37,19 +37,19 @@ def hear_both(cluster: Cluster, now: float, **fields: object) -> None:
 def test_the_first_review_is_due_at_once_and_none_before_its_time() -> None:
     found, _ = agenda(reviewed=False)
     assert found.deadline == 1.0
-    assert not found.due(0.9)
-    assert found.due(1.0)
+    assert not found.is_due(0.9)
+    assert found.is_due(1.0)
     found.record_review(1.0, [])
-    assert not found.due(1.0)
+    assert not found.is_due(1.0)
 
 
 def test_after_a_review_the_next_is_due_when_somebody_may_be_silent() -> None:
     found, cluster = agenda()
     assert found.deadline == 1.0 + LEASE.suspect_s
     hear_both(cluster, 2.0)
-    assert not found.due(2.5)  # they were heard meanwhile
+    assert not found.is_due(2.5)  # they were heard meanwhile
     assert found.deadline == 2.0 + LEASE.suspect_s
-    assert found.due(3.5)
+    assert found.is_due(3.5)
     assert found.silent == {"n0", "n1"}
 
 
@@ -58,15 +58,15 @@ def test_a_change_is_reviewed_after_a_pause_that_grows_with_the_job() -> None:
     found.change(1.0)
     pause_s = len(cluster.roster.slots) * REVIEW_S
     assert found.deadline == 1.0 + pause_s
-    assert not found.due(1.0 + 0.9 * pause_s)
-    assert found.due(1.0 + pause_s)
+    assert not found.is_due(1.0 + 0.9 * pause_s)
+    assert found.is_due(1.0 + pause_s)
     found.record_review(1.0 + pause_s, [])
     found.change(1.2)
     assert found.deadline == 1.2
-    assert found.due(1.2)
+    assert found.is_due(1.2)
     found.record_review(1.2, [])
     found.change(1.2, at_once=True)
-    assert found.due(1.2)
+    assert found.is_due(1.2)
     found.record_review(1.2, [])
     found.change(9.0)
     assert found.deadline == 1.0 + LEASE.suspect_s  # the earlier deadline stays
@@ -77,29 +77,29 @@ def test_an_alarm_is_kept_whoever_is_heard() -> None:
     found.record_review(1.0, [0.5, 1.0, 2.0, 3.0])  # those that are over count no more
     assert found.deadline == 2.0
     hear_both(cluster, 1.9)
-    assert not found.due(1.99)
-    assert found.due(2.0)
+    assert not found.is_due(1.99)
+    assert found.is_due(2.0)
 
 
 def test_who_is_silent_is_reviewed_again_when_it_is_fenced_and_when_it_is_given_up() -> None:
     found, cluster = agenda()
     cluster.now = 3.0
     cluster.hear("n0", member(0))
-    assert found.due(3.0)
+    assert found.is_due(3.0)
     assert found.silent == {"n1"}
     found.record_review(3.0, [])
     times = []
     while len(times) < 2:
         cluster.now = found.deadline or 0.0
         cluster.hear("n0", member(0, committed=int(cluster.now * 1000)))  # the job moves
-        if found.due(cluster.now):
+        if found.is_due(cluster.now):
             times.append(cluster.now)
             found.record_review(cluster.now, [])
     lost_at = 1.0 + LEASE.abandon_s + LEASE.margin_s
     assert times == pytest.approx([1.0 + LEASE.fence_s, lost_at])
     cluster.hear("n1", member(1))
     found.change(cluster.now, at_once=True)
-    assert found.due(cluster.now)
+    assert found.is_due(cluster.now)
     assert found.silent == set()
 
 
@@ -116,7 +116,7 @@ def test_a_job_that_stands_still_is_reviewed_at_both_limits_and_not_while_it_mov
     while now < 60.0:
         now = min(found.deadline or now + 1.0, now + 1.0)
         hear_both(cluster, now)
-        if found.due(now):
+        if found.is_due(now):
             reviews.append(now)
             found.record_review(now, [])
     assert reviews == pytest.approx([1.0 + POLICY.patience_s, 1.0 + POLICY.hang_s])
@@ -130,11 +130,11 @@ def test_a_job_that_stands_still_is_reviewed_at_both_limits_and_not_while_it_mov
 def test_who_stood_still_itself_has_heard_nobody_and_suspects_nobody() -> None:
     found, cluster = agenda()
     woke = 1.0 + LEASE.suspect_s + 1.0
-    assert not found.due(woke)  # its timer came late by more than half of the suspicion
+    assert not found.is_due(woke)  # its timer came late by more than half of the suspicion
     assert found.still_since == woke
     assert found.deadline == woke + LEASE.suspect_s
     hear_both(cluster, woke + 0.1)
-    assert not found.due(woke + LEASE.suspect_s)
+    assert not found.is_due(woke + LEASE.suspect_s)
 
 
 # ---------------------------------------------------------------- false suspicions
@@ -169,7 +169,7 @@ class Reports:
 
     def _look(self) -> None:
         now = self.cluster.now
-        if self.found.due(now):
+        if self.found.is_due(now):
             self.found.record_review(now, [])
 
 

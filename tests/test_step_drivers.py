@@ -436,9 +436,9 @@ def test_a_copy_is_compared_with_what_the_task_has_handed_over() -> None:
     report = TaskReport(values={"a": b"1"})
     tasks.keep(1, FinishedTask(loss=0.0, count=1, digest=1, report=report))
     alike: Any = [Sum()]
-    assert tasks.contradicted_vranks(alike, {1: report.encoded()}) == ()
-    assert tasks.contradicted_vranks(alike, {1: TaskReport(values={"a": b"2"}).encoded()}) == (1,)
+    assert tasks.contradicted_vranks(alike, {1: report.encode()}) == ()
+    assert tasks.contradicted_vranks(alike, {1: TaskReport(values={"a": b"2"}).encode()}) == (1,)
     assert tasks.contradicted_vranks(alike, {}) == (1,)
     assert tasks.contradicted_vranks(alike, {1: b"damaged"}) == (1,)
     substituted = TaskReport(values={"a": b"2"}, bad=b"some record")
-    assert tasks.contradicted_vranks(alike, {1: substituted.encoded()}) == ()
+    assert tasks.contradicted_vranks(alike, {1: substituted.encode()}) == ()

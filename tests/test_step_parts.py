@@ -23,7 +23,7 @@ from holdfast.core.step.rulings import CALM_STEPS, NEVER, Rulings
 from holdfast.core.step.speculation import Budget, Lateness, Patience, choose_copies
 from holdfast.core.step.speeds import Speeds
 from holdfast.core.step.step_policy import Counting, StepPolicy
-from holdfast.core.step.sum_trial import SumTrial, SumVerdict, majority, who_was_wrong
+from holdfast.core.step.sum_trial import SumTrial, SumVerdict, find_wrong, majority
 from holdfast.core.step.trust import Doubt, Trust
 from holdfast.core.step.verdicts import Doubted
 from holdfast.core.step.vote import Vote, count_votes
@@ -163,7 +163,7 @@ def test_less_is_asked_for_in_two_stages_if_a_tolerance_is_given() -> None:
 def test_a_plan_is_made_once_in_a_view_and_again_in_the_next() -> None:
     found, owners = audits(), [W0, W1]
     assert found.wants_digest(9)  # any digest may be asked for
-    assert found.owed(W0, OpenStep(2)) == []
+    assert found.owed_vranks(W0, OpenStep(2)) == []
     found.plan(a_view(1, [0, 1]), 2, owners)
     assert [each.vrank for each in found.planned] == [0, 1]
     assert (found.wants_digest(1), found.wants_digest(9)) == (True, False)
@@ -178,18 +178,18 @@ def test_a_plan_is_made_once_in_a_view_and_again_in_the_next() -> None:
     found.enter()
     assert found.wants_digest(9)
     assert not audits(0.0).wants_digest(0)
-    assert [each.vrank for each in found.all_twice(a_view(1, [0, 1]), 2, owners)] == [0, 1]
+    assert [each.vrank for each in found.audit_all(a_view(1, [0, 1]), 2, owners)] == [0, 1]
 
 
 def test_who_owes_what_for_audits() -> None:
     found = audits()
     found.plan(a_view(1, [0, 1]), 2, [W0, W1])
     step = OpenStep(2)
-    assert found.owed(W0, step) == [1, 0]  # its own task as well, without a digest of it
+    assert found.owed_vranks(W0, step) == [1, 0]  # its own task as well, without a digest of it
     step.note(TaskDone(2, 0, Purpose.HOSTED, 5, 77))
-    assert found.owed(W0, step) == [1]
+    assert found.owed_vranks(W0, step) == [1]
     step.note(TaskDone(2, 1, Purpose.AUDITED, 5, 78))
-    assert found.owed(W0, step) == []
+    assert found.owed_vranks(W0, step) == []
     assert found.row(step) == (77, 78, -1)
     assert found.row(OpenStep(2)) == (0, 0, -1)
 
@@ -267,7 +267,7 @@ def test_who_sums_a_piece_wrongly_once_is_found_in_the_third_run(odd: int) -> No
 def test_a_copy_that_alone_is_wrong_is_its_holders() -> None:
     right = ((5, 6, 7),) * 3
     damaged = ((5, 6, 7), (5, 9, 7), (5, 6, 7))
-    assert who_was_wrong([damaged, right, right], (5, 6, 7)) == (1,)
+    assert find_wrong([damaged, right, right], (5, 6, 7)) == (1,)
     assert majority([damaged, right, right]) == (5, 6, 7)
 
 

@@ -218,7 +218,7 @@ def test_a_planted_mistake_changes_the_story(name: str, machines: Machines) -> N
         ("frozen_node", facts, "fence_time", lambda heard_at, *_: heard_at),
         ("link_lost", coordinator, "choose_unreachable", lambda _: []),
         ("wrong_gradient", audit, "audit_by_all", lambda one, _: one),
-        ("not_finite", step_machine.Audits, "all_twice", lambda *_: ()),
+        ("not_finite", step_machine.Audits, "audit_all", lambda *_: ()),
         ("late_suspended", formation, "workers_to_suspend", lambda _: []),
         ("saving", Saves, "count_compared", lambda *_: []),
         ("spare", Reserve, "room", lambda self: Room(hosts=4)),

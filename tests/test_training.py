@@ -295,17 +295,17 @@ def test_every_bit_is_in_the_fingerprint_of_some_step_of_a_cycle() -> None:
     objects = trained()
     buffers = list(objects["model"].buffers())
     prints = Fingerprints(objects, 4)
-    before = [prints.of_step(step, buffers) for step in range(4)]
-    whole = prints.of_all(buffers)
-    assert before == [Fingerprints(trained(), 4).of_step(step, buffers) for step in range(4)]
+    before = [prints.print_of_step(step, buffers) for step in range(4)]
+    whole = prints.print_of_all(buffers)
+    assert before == [Fingerprints(trained(), 4).print_of_step(step, buffers) for step in range(4)]
     kept = [t for each in objects["optimizer"].state.values() for t in each.values()]
     dice = random.Random(0)
     for tensor in [*objects["model"].parameters(), *buffers, *kept]:
         flip_bit(dice, [tensor])
-        after = [prints.of_step(step, buffers) for step in range(4)]
+        after = [prints.print_of_step(step, buffers) for step in range(4)]
         assert after != before
-        assert prints.of_all(buffers) != whole
-        before, whole = after, prints.of_all(buffers)
+        assert prints.print_of_all(buffers) != whole
+        before, whole = after, prints.print_of_all(buffers)
 
 
 def test_fingerprints_and_digests_are_the_same_for_ever() -> None:
@@ -318,8 +318,8 @@ def test_fingerprints_and_digests_are_the_same_for_ever() -> None:
     optimizer.state[model.bias]["momentum_buffer"] = torch.tensor([1.0, 2.0])
     prints = Fingerprints({"model": model, "optimizer": optimizer}, 2)
     buffers = [torch.tensor([3.0])]
-    assert prints.of_all(buffers) == 1132907197916398458
-    steps = [prints.of_step(step, buffers) for step in range(3)]
+    assert prints.print_of_all(buffers) == 1132907197916398458
+    steps = [prints.print_of_step(step, buffers) for step in range(3)]
     assert steps == [4429493873247173383, 1761965699372546210, 4429493873247173383]
     digest = TaskDigest()
     digest.begin(bits=True, sketch=False)
@@ -329,7 +329,11 @@ def test_fingerprints_and_digests_are_the_same_for_ever() -> None:
 
 
 def test_without_a_cycle_nothing_is_compared() -> None:
-    assert Fingerprints(trained(), 0).of_step(3, []) == Fingerprints(trained(), 0).of_all([]) == 0
+    assert (
+        Fingerprints(trained(), 0).print_of_step(3, [])
+        == Fingerprints(trained(), 0).print_of_all([])
+        == 0
+    )
 
 
 # ---------------------------------------------------------------- buffers
@@ -380,7 +384,7 @@ PLAIN = {
 
 def test_a_state_survives_the_journey() -> None:
     skeleton, tensors = state.flatten(PLAIN, "state")
-    copies = [state.empty(meta) for meta in state.metas(skeleton)]
+    copies = [state.allocate(meta) for meta in state.metas(skeleton)]
     for copy, tensor in zip(copies, tensors, strict=True):
         as_bytes(copy).copy_(as_bytes(tensor))
     found = state.restore(skeleton, copies)
@@ -454,7 +458,7 @@ def test_a_broken_skeleton_is_refused(name: str) -> None:
 @pytest.mark.parametrize("meta", [("nn", (1,)), ("float33", ()), ("float32", (2, -1))])
 def test_an_impossible_tensor_is_refused(meta: state.Meta) -> None:
     with pytest.raises(WireError, match="impossible tensor"):
-        state.empty(meta)
+        state.allocate(meta)
 
 
 def sync_pair(donor: nn.Module, joiner: nn.Module, damage: bool) -> list[BaseException]:

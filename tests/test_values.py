@@ -56,7 +56,7 @@ def test_all_members_keep_the_values_of_a_step_as_the_same_bytes() -> None:
         values.told = {mine: b"x" * mine}
         for other in range(3):
             values.receive(msgspec.msgpack.encode({other: b"x" * other}) if other != mine else b"")
-        found.add(values.encoded())
+        found.add(values.encode())
     (data,) = found
     assert msgspec.msgpack.decode(data) == {0: b"", 1: b"x", 2: b"xx"}
 

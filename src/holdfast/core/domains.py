@@ -37,7 +37,7 @@ def join_labels(theirs: Domains, own: Domains) -> Domains:
     return tuple(by_key[key] for key in sorted(by_key))
 
 
-def lacking(known: Domains, told: Domains) -> bool:
+def has_other_keys(known: Domains, told: Domains) -> bool:
     """Return whether `told` has a key that `known` has not."""
     keys = {label.partition("=")[0] for label in known}
     return any(label.partition("=")[0] not in keys for label in told)

@@ -33,11 +33,11 @@ class ExactProduct:
     def operations(self) -> int:
         return 2 * self.rows * self.inner * self.columns
 
-    def left(self) -> bytes:
+    def left_entries(self) -> bytes:
         """Return the left matrix as int8, row by row."""
         return self._entries("left", self.rows * self.inner)
 
-    def right(self) -> bytes:
+    def right_entries(self) -> bytes:
         """Return the right matrix as int8, row by row."""
         return self._entries("right", self.inner * self.columns)
 

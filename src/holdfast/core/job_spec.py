@@ -42,7 +42,7 @@ class GroupPolicy:
     backoff_max_s: float = 30.0
     lease: LeasePolicy = field(default_factory=LeasePolicy)
 
-    def working(self, slots: int) -> int:
+    def count_working(self, slots: int) -> int:
         """Return how many of a node's slots work, besides those of spares and of the store."""
         return (slots - 1) // 2 if self.spares is None else slots - 1 - self.spares
 

@@ -55,8 +55,8 @@ class Access:
             own = {*LOOPBACK_NAMES, socket.gethostname().lower(), socket.getfqdn().lower()}
             return host.lower() in own or is_address(host)
         if is_loopback(self.host):
-            return host.lower() in LOOPBACK_NAMES or host == bracketed(self.host)
-        return host.lower() == bracketed(self.host).lower()
+            return host.lower() in LOOPBACK_NAMES or host == bracket_host(self.host)
+        return host.lower() == bracket_host(self.host).lower()
 
     def is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(errors="replace"), self.token.encode())
@@ -116,7 +116,7 @@ class AccessGuard:
         return str(found.value) if found is not None else ""
 
 
-def bracketed(host: str) -> str:
+def bracket_host(host: str) -> str:
     """Return a host as URLs have it: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 

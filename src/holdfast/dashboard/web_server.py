@@ -11,7 +11,7 @@ from collections.abc import Callable
 import uvicorn
 
 from holdfast.core.errors import UserError
-from holdfast.dashboard.access import Access, bracketed, is_any
+from holdfast.dashboard.access import Access, bracket_host, is_any
 from holdfast.dashboard.site import Site
 from holdfast.runtime.rundir import RunDir
 
@@ -71,7 +71,7 @@ def make_server(
         limit_concurrency=CONNECTIONS_MAX,
         timeout_graceful_shutdown=1,
     )
-    shown = socket.gethostname() if is_any(host) else bracketed(host)
+    shown = socket.gethostname() if is_any(host) else bracket_host(host)
     return DashboardServer(config, site), f"http://{shown}:{port}/?token={access.token}"
 
 

@@ -190,11 +190,15 @@ def compare_speeds(
         pair = limits.slow_disk if name in DISK_SPEEDS else limits.slow
         count = "1 machine" if len(known) == 1 else f"{len(known)} machines"
         why = "find out why: cooling, power, other programs, memory modules, BIOS settings"
-        found.append(_slow("speed", name, ours[name] / median(known), pair, count, why))
+        found.append(
+            _make_slow_finding("speed", name, ours[name] / median(known), pair, count, why)
+        )
     return found
 
 
-def _slow(check: str, subject: str, part: float, pair: Pair, others: str, advice: str) -> Finding:
+def _make_slow_finding(
+    check: str, subject: str, part: float, pair: Pair, others: str, advice: str
+) -> Finding:
     grade = grade_below(part, *pair)
     return Finding(
         check=check,
@@ -216,7 +220,10 @@ def compare_siblings(speeds: dict[str, float], limits: Limits) -> list[Finding]:
     others = f"this machine's {len(speeds)} GPUs"
     why = "look at its temperature, power and clocks"
     parts = {name: speed / middle if middle > 0 else 0.0 for name, speed in speeds.items()}
-    return [_slow("gpu-speed", name, p, limits.slow, others, why) for name, p in parts.items()]
+    return [
+        _make_slow_finding("gpu-speed", name, p, limits.slow, others, why)
+        for name, p in parts.items()
+    ]
 
 
 def judge_versions(facts: dict[str, str], *, gpus: int) -> list[Finding]:

@@ -202,7 +202,7 @@ class Strategy(SingleDeviceStrategy):
             each._on_after_step = _do_nothing
         for each in both:
             each.zero_grad = _do_nothing
-        module.clip_gradients = _clips
+        module.clip_gradients = _refuse_clipping
         if quiet:
             module.log = module.log_dict = _do_nothing
         try:
@@ -343,5 +343,5 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
     """Replace a call whose work is done elsewhere."""
 
 
-def _clips(*args: Any, **kwargs: Any) -> None:
+def _refuse_clipping(*args: Any, **kwargs: Any) -> None:
     raise UserError("self.clip_gradients does not work in a job: gradients are not whole yet")

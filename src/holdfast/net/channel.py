@@ -211,7 +211,7 @@ async def _answer(
     """Check the client's proof; return what both have said."""
     answer = b""
     while len(answer) < frames.GREETING_BYTES:  # refused at the first wrong byte
-        answer += await _some(reader, frames.GREETING_BYTES - len(answer))
+        answer += await _read_some(reader, frames.GREETING_BYTES - len(answer))
         if answer.startswith(TLS_RECORD_START):
             raise WireError("it speaks TLS, which this job was started without")
         frames.check_start(answer, "client")
@@ -219,7 +219,7 @@ async def _answer(
     claim = b""
     size = JOB_BYTES_MAX + frames.PROOF_BYTES
     while len(claim) < size:
-        claim += await _some(reader, size + 1 - len(claim))
+        claim += await _read_some(reader, size + 1 - len(claim))
     if len(claim) > size:
         raise WireError("it goes on before it is let in")
     job, proof = claim[:JOB_BYTES_MAX], claim[JOB_BYTES_MAX:]
@@ -274,7 +274,7 @@ async def _claim(reader: asyncio.StreamReader) -> bytes:
         raise WireError(text) from None
 
 
-async def _some(reader: asyncio.StreamReader, bytes_max: int) -> bytes:
+async def _read_some(reader: asyncio.StreamReader, bytes_max: int) -> bytes:
     data = await reader.read(bytes_max)
     if not data:
         raise EOFError

@@ -92,7 +92,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_REQUIRED
     context.num_tickets = 0  # nothing to resume: each connection proves its certificate afresh
-    return _filled(context, files)
+    return _fill(context, files)
 
 
 def client_context(files: TlsFiles, check_names: bool = True) -> ssl.SSLContext:
@@ -103,7 +103,7 @@ def client_context(files: TlsFiles, check_names: bool = True) -> ssl.SSLContext:
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # requires a certificate
     context.check_hostname = check_names
-    return _filled(context, files)
+    return _fill(context, files)
 
 
 def _files_in(directory: Path) -> TlsFiles:
@@ -127,7 +127,7 @@ def describe_error(error: ssl.SSLError) -> str:
     return f"TLS failed: {reason}"
 
 
-def _filled(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:
+def _fill(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     for path in (files.cert, files.key, files.ca):
         try:

@@ -23,7 +23,7 @@ TELLING = ("lost", "quarantined", "back", "drain", "leave", "replaced", "restart
 def parse_event(line: str | bytes) -> dict[str, Any] | None:
     """Return the event of a line of the log; None if it is none, as a half-written one."""
     try:
-        found = json.loads(line, parse_float=_finite, parse_constant=_finite)
+        found = json.loads(line, parse_float=_require_finite, parse_constant=_require_finite)
     except (ValueError, RecursionError):
         return None
     fits = isinstance(found, dict) and all(
@@ -32,7 +32,7 @@ def parse_event(line: str | bytes) -> dict[str, Any] | None:
     return found if fits else None
 
 
-def _finite(text: str) -> float:
+def _require_finite(text: str) -> float:
     """Return a number, which others can write as JSON again. ValueError."""
     found = float(text)
     if not math.isfinite(found):

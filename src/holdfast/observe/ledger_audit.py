@@ -456,7 +456,7 @@ class _Audit:
             if not isinstance(plan, OrderedPlan):
                 continue
             positions = plan.start()
-            for index, step in sorted(self._using().items()):
+            for index, step in sorted(self._find_first_uses().items()):
                 if step.plan != number:
                     continue
                 try:
@@ -497,7 +497,7 @@ class _Audit:
         for index, plan in enumerate(self._plans):
             if not isinstance(plan, Plan):
                 continue
-            using = self._using()
+            using = self._find_first_uses()
             numbers = sorted(n for n, step in using.items() if step.plan == index)
             expected = sum(
                 plan.samples_before(stop) - plan.samples_before(start)
@@ -520,7 +520,7 @@ class _Audit:
             lost += expected - distinct
         return lost - sum(self.count_dropped()), repeated, used
 
-    def _using(self) -> dict[int, _Step]:
+    def _find_first_uses(self) -> dict[int, _Step]:
         """Return the steps that use samples for the first time, by the script's number."""
         steps = self.steps.values()
         return {s.place.index: s for s in steps if s.place.uses is Uses.SAMPLES}
@@ -528,7 +528,7 @@ class _Audit:
     def count_dropped(self) -> list[int]:
         """Count the samples left out by choice, for each step in which there were some."""
         found = []
-        for index, step in sorted(self._using().items()):
+        for index, step in sorted(self._find_first_uses().items()):
             plan = self._plans[step.plan] if step.dropped else None
             tasks = plan.step_tasks(index) if isinstance(plan, Plan) else []
             found.append(sum(len(tasks[vrank]) for vrank in step.dropped))
@@ -536,7 +536,7 @@ class _Audit:
 
     def _spans(self, plan: Plan, numbers: list[int]) -> list[tuple[int, int]]:
         """Return ranges of steps that the plan covers: `numbers`, and those missing before each."""
-        present = sorted(self._using())
+        present = sorted(self._find_first_uses())
         # A job may have begun with a model that was trained so far elsewhere: its first step says.
         began = self.steps[0].place.index if 0 in self.steps else 0
         previous = dict(zip(present, [began - 1, *present], strict=False))

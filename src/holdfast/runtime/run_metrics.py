@@ -45,18 +45,18 @@ class RunCollector(Collector):
         yield GaugeMetricFamily("holdfast_up", text, float(status is not None))
         if status is not None:
             tail.note_step(status.step, time.monotonic())
-            yield from _of_job(status)
+            yield from _job_metrics(status)
         if tail.steps_per_s is not None:
             text = "Steps committed a second, over the last scrapes."
             yield GaugeMetricFamily("holdfast_steps_per_second", text, tail.steps_per_s)
         if tail.loss is not None:
             yield GaugeMetricFamily("holdfast_loss", "Loss of the newest step.", tail.loss)
-        yield from self._of_events()
+        yield from self._event_metrics()
         goodput = share_out(self._run_dir, tail.events)
         if goodput is not None:
-            yield from _of_times(goodput)
+            yield from _time_metrics(goodput)
 
-    def _of_events(self) -> Iterator[Metric]:
+    def _event_metrics(self) -> Iterator[Metric]:
         events = CounterMetricFamily("holdfast_events", "Lines of the event log.", labels=["kind"])
         for kind, count in collections.Counter(e["kind"] for e in self._tail.events).items():
             events.add_metric([str(kind)], count)
@@ -69,7 +69,7 @@ class RunCollector(Collector):
         yield CounterMetricFamily("holdfast_incident_pause_seconds", text, pauses_s)
 
 
-def _of_job(status: JobStatus) -> Iterator[Metric]:
+def _job_metrics(status: JobStatus) -> Iterator[Metric]:
     yield GaugeMetricFamily("holdfast_step", "Steps committed.", status.step)
     yield GaugeMetricFamily("holdfast_view", "Number of the present view.", status.view)
     workers = [worker.state.value for worker in status.workers]
@@ -89,7 +89,7 @@ def _state_of(node: NodeStatus) -> str:
     return "draining" if node.draining else "heard"
 
 
-def _of_times(goodput: Goodput) -> Iterator[Metric]:
+def _time_metrics(goodput: Goodput) -> Iterator[Metric]:
     text = "Seconds of workers by their use; the parts add up to all time."
     times = GaugeMetricFamily("holdfast_worker_time_seconds", text, labels=["part"])
     for part, seconds in goodput.parts().items():

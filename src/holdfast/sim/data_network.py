@@ -73,7 +73,9 @@ class DataNetwork:
         here = self._arrived.setdefault(group.number, [])
         here.append(process)
         process.post(world.options.link_s, self._report_unreachable, process, view.number)
-        process.post(world.options.build_timeout_s, self._build_timeout, process, view.number)
+        process.post(
+            world.options.build_timeout_s, self._handle_build_timeout, process, view.number
+        )
         if len(here) < len(group.keys):
             return
         if any(not p.alive or not p.open_group(group.number) for p in here):
@@ -255,7 +257,7 @@ class DataNetwork:
         if lost:
             process.feed(LinkLost(group.view.number, lost))
 
-    def _build_timeout(self, process: Actor, number: int) -> None:
+    def _handle_build_timeout(self, process: Actor, number: int) -> None:
         group = process.open_group(number)
         if group is not None and not process.is_connected:
             process.feed(GroupBroken(group.view.number, "the group could not be built in time"))

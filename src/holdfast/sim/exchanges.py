@@ -144,7 +144,7 @@ class Exchanges:
             case "part":
                 self._sum(group)
             case _:
-                found = group.all_heard(what)
+                found = group.messages_of_all(what)
                 if found is not None and what == group.newest_turn(kind):
                     del group.heard[what]
                     rows = self._world.data.bodies_in_order(group, found)
@@ -179,7 +179,7 @@ class Exchanges:
     def _sum(self, group: Group) -> None:
         """Sum the contributions in the canonical order, once all have arrived."""
         process, reduce = self._process, self._reduce
-        found = group.all_heard(group.newest_turn("part"))
+        found = group.messages_of_all(group.newest_turn("part"))
         if found is None or reduce is None or process.key not in found:
             return
         self._reduce, self.summed_in = None, group.view

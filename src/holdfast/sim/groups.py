@@ -59,7 +59,7 @@ class Group:
         """Return the exchange of this kind that was begun last."""
         return kind, self.turns.get(kind, -1)
 
-    def all_heard(self, what: What) -> dict[Key, Any] | None:
+    def messages_of_all(self, what: What) -> dict[Key, Any] | None:
         """Return the messages of all members, once they are here."""
         found = self.heard.get(what, {})
         return found if len(found) == len(self.keys) else None

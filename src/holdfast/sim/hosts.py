@@ -287,7 +287,7 @@ class AgentHost:
         machine.check()
         for effect in effects:
             self._carry_out(effect)
-        if not self._samples_paused(event):
+        if not self._is_about_paused(event):
             self._sleep()
 
     def thaw(self) -> None:
@@ -318,7 +318,7 @@ class AgentHost:
                 self.processes[worker].start()
                 pid = world.count["spawns"]
                 meets_at = "here" if world.options.spread > 1 and not place else ""
-                self._later(0.01, ag.Spawned(worker, incarnation, pid, meets_at))
+                self._handle_later(0.01, ag.Spawned(worker, incarnation, pid, meets_at))
             case ag.Kill(worker, incarnation, reason):
                 world.count["kills"] += 1
                 process = self.processes.get(worker)
@@ -355,7 +355,9 @@ class AgentHost:
     ) -> None:
         """Have the agent hear that a process has ended, a little later."""
         incarnation = Incarnation(process.key[1])
-        self._later(0.02, ag.ProcessExited(process.worker, incarnation, code, detail, reported))
+        self._handle_later(
+            0.02, ag.ProcessExited(process.worker, incarnation, code, detail, reported)
+        )
 
     def _take_memory_report(self, kept: tuple[KeptPieces, ...]) -> None:
         self._held = kept
@@ -385,14 +387,14 @@ class AgentHost:
         else:
             self._watched.pop(process.worker, None)
 
-    def _samples_paused(self, event: ag.AgentEvent) -> bool:
+    def _is_about_paused(self, event: ag.AgentEvent) -> bool:
         """Return whether an event is about a paused process: then no deadline changes."""
         process = self.processes.get(event.worker) if isinstance(event, ag.Sampled) else None
         return process is not None and process.paused
 
     # ------------------------------------------------------------ time
 
-    def _later(self, delay_s: float, event: ag.AgentEvent) -> None:
+    def _handle_later(self, delay_s: float, event: ag.AgentEvent) -> None:
         self.world.call_later(self.world.delay(delay_s), self._handle_if, self.incarnation, event)
 
     def _handle_if(self, incarnation: int, event: ag.AgentEvent) -> None:

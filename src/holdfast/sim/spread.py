@@ -198,7 +198,9 @@ class Spread:
                 how, why = 0 if well else -9, "its worker has ended"
                 each.post(self._world.delay(0.005), partial(each.end, how, why, reported=well))
 
-    def later(self, shard: int, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+    def call_shard_later(
+        self, shard: int, delay_s: float, call: Callable[..., None], *args: Any
+    ) -> None:
         """Have a shard's process do something, which the one on the first node then hears of."""
         place = shard * self._nodes // self._shards
         if not place:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from holdfast.core.redundancy import Recall
 from holdfast.core.replica.ends import SourceKind
-from holdfast.core.replica.saves import order_instead
+from holdfast.core.replica.saves import list_replacements
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.types import AgentId, LateWorker, View, ViewNumber
@@ -84,7 +84,7 @@ class StoreEnd(SimulatedEnd):
         reader = group.keys[view.number % len(group.keys)]
         if process.key == reader and (step not in truth.saved or step in truth.rotten):
             stored: dict[int, ViewNumber | None] = dict(sorted(truth.durable))
-            others = order_instead(stored, step, view.invalidations)
+            others = list_replacements(stored, step, view.invalidations)
             other = next((each for each in others if each not in truth.rotten), 0)
             truth.count["checkpoints instead of damaged ones"] += bool(other)
             reason, number = "the checkpoint is damaged", view.number

@@ -34,7 +34,10 @@ class SimulatedSync:
     def go_on(self, group: Group) -> None:
         """Compare the state among its holders; then send it to joiners, and compare among all."""
         process, view, data = self._process, group.view, self._world.data
-        if self._under_way == "print" and (prints := group.all_heard(("print", 0))) is not None:
+        if (
+            self._under_way == "print"
+            and (prints := group.messages_of_all(("print", 0))) is not None
+        ):
             back = frozenset(lag.worker for lag in view.catching_up)
             held = data.held_prints(group, prints)
             if len(set(held.values())) > 1:
@@ -52,7 +55,10 @@ class SimulatedSync:
                 self._under_way = "storing"
                 delay_s = self._world.delay(self._world.options.load_s)
                 process.post(delay_s, self._store, group.number)
-        if self._under_way == "digest" and (digests := group.all_heard(("digest", 0))) is not None:
+        if (
+            self._under_way == "digest"
+            and (digests := group.messages_of_all(("digest", 0))) is not None
+        ):
             self._under_way = ""
             self._world.truth.check_sync(process, view, data.bodies_by_worker(digests))
             process.feed(ev.StatesCompared(view.number))

@@ -332,11 +332,11 @@ class TableWorld:
                 self._go_on(worker, reading)
             case WaitAgain():
 
-                def again() -> None:
+                def go_on_again() -> None:
                     reading.try_again()
                     self._go_on(worker, reading)
 
-                self._time.call_after(WAIT_S, again)
+                self._time.call_after(WAIT_S, go_on_again)
             case Lost(shards):
                 self._check_lost(worker, shards)
                 self._begin_again()

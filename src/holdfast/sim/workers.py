@@ -185,7 +185,9 @@ class Process(Running):
         """Take in an event of this process; it may wait for the worker's other processes."""
         world = self.world
         shaky = bool(world.options.faults) and world.now < world.options.faults_end_s
-        for told in self._shards.follow_first(event, world.now, self.spread.later, may_break=shaky):
+        for told in self._shards.follow_first(
+            event, world.now, self.spread.call_shard_later, may_break=shaky
+        ):
             self._hand(told)
         if self._shards.lag_s(world.now) > world.options.hang_s / 4:
             self.ailing = True
@@ -277,7 +279,7 @@ class Process(Running):
                 if by_vote:
                     world.truth.proofs.record_vote(number, effect.step)
                 self.spread.apply_commit(number, effect)
-                self._script_next()
+                self._run_script()
             case ef.MarkCommitted(number, step):
                 self.spread.visit_memories(
                     lambda memory, _, __: memory.mark(number, self.worker, step)
@@ -288,7 +290,7 @@ class Process(Running):
                 if isinstance(effect, ef.Compute) and effect.purpose is Purpose.SPECULATIVE:
                     world.truth.check_copy(self, effect.step, effect.vrank)
                 self._script.append(effect)
-                self._script_next()
+                self._run_script()
             case _:
                 self._carry_out_in_view(effect)
 
@@ -381,12 +383,12 @@ class Process(Running):
         self.at_rest = True
         self.feed(ev.AtBoundary())
 
-    def _script_next(self) -> None:
+    def _run_script(self) -> None:
         """Do what the machine wants of the script, one thing after the other."""
         while self._script and not self._busy and self.alive:
-            self._script_does(self._script.popleft())
+            self._do_in_script(self._script.popleft())
 
-    def _script_does(self, effect: ef.ScriptEffect) -> None:
+    def _do_in_script(self, effect: ef.ScriptEffect) -> None:
         world = self.world
         match effect:
             case ef.Begin(step, whole):
@@ -445,7 +447,7 @@ class Process(Running):
                 told = token if again == {token} else FICKLE
             digest = told if task.digest else None
             self.feed(ev.TaskDone(task.step, task.vrank, task.purpose, 1, digest))
-        self._script_next()
+        self._run_script()
 
     def _token(self, task: ef.Compute) -> int:
         if self.world.options.kind_of(task.step) is StepKind.VALUES:  # these cannot be checked
@@ -478,13 +480,13 @@ class Process(Running):
             self._rest()
         else:
             self._open(self.step, whole=False, rested=False)
-        self._script_next()
+        self._run_script()
 
     def _finish_copy(self, order: ef.CopyState, began: float) -> None:
         """Go on once the state is copied, for whichever sink it is."""
         self._busy = False
         self.feed(self.mover.take_copy(order, began))
-        self._script_next()
+        self._run_script()
 
     def _leave_script_loop(self) -> None:
         self.world.truth.promises.record_loop_end(self.loop)

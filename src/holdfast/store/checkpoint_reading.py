@@ -191,7 +191,7 @@ def _read(storage: Storage, piece: _Piece, into: memoryview) -> list[Bad]:
     except WorldError as error:
         if len(piece.chunks) == 1:
             passing = not isinstance(error, Damaged | Missing)
-            return [_bad(piece.entry, first, str(error), passing)]
+            return [_make_bad(piece.entry, first, str(error), passing)]
         found = []  # perhaps some of them can be read
         for chunk in piece.chunks:
             at = chunk.start - first.start
@@ -203,7 +203,7 @@ def _read(storage: Storage, piece: _Piece, into: memoryview) -> list[Bad]:
         at = chunk.start - first.start
         why = _place(chunk, data[chunk.offset - first.offset :], into[at : at + chunk.size])
         if why:
-            found.append(_bad(piece.entry, chunk, why))
+            found.append(_make_bad(piece.entry, chunk, why))
     return found
 
 
@@ -226,7 +226,7 @@ def _complain(found: Sequence[Bad]) -> None:
         raise WorldError(str(found[0]))
 
 
-def _bad(entry: str, chunk: Chunk, why: str, passing: bool = False) -> Bad:
+def _make_bad(entry: str, chunk: Chunk, why: str, passing: bool = False) -> Bad:
     return Bad(
         entry=entry,
         start=chunk.start,

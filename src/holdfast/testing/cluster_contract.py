@@ -233,10 +233,10 @@ async def a_drained_host_is_announced(h: ClusterHarness, manager: ClusterManager
     pids = sleepers(h, first.id)
     told = h.drain(first.host, "a new fan") or "a new fan"
 
-    async def noticed() -> Placement | None:
+    async def find_notice() -> Placement | None:
         return next((p for p in await listed(manager, first.id) if p.notice is not None), None)
 
-    found: Placement = await until(noticed, "the notice")
+    found: Placement = await until(find_notice, "the notice")
     assert found.notice is not None
     assert told in found.notice.reason
     assert sleepers(h, first.id) == pids
@@ -282,7 +282,7 @@ CLUSTER_CASES: tuple[Case, ...] = (
 def run_cluster_case(case: Case, harness: ClusterHarness) -> None:
     """Run one case, and release the placements that it leaves."""
 
-    async def whole() -> None:
+    async def run_whole() -> None:
         manager = harness.manager()
         try:
             await case(harness, manager)
@@ -292,7 +292,7 @@ def run_cluster_case(case: Case, harness: ClusterHarness) -> None:
             await until(lambda: _empty(manager), "everything is released")
             await manager.close()
 
-    asyncio.run(whole())
+    asyncio.run(run_whole())
 
 
 async def _empty(manager: ClusterManager) -> bool:
@@ -328,12 +328,12 @@ def assert_survives(
         found = placements()
         return found if len(found) == 3 and not set(without) & set(found) else None
 
-    def labelled() -> bool:
+    def is_labelled() -> bool:
         told = {agent["id"]: tuple(agent["domains"]) for agent in run.status()["agents"]}
         return all(told[name] == harness.domains[host] for name, host in first.items())
 
     first = run.until(lambda: complete([]), CASE_S, "three nodes")
-    run.until(labelled, CASE_S, "the job knows its nodes' failure domains")
+    run.until(is_labelled, CASE_S, "the job knows its nodes' failure domains")
     killed, drained = [name for name in sorted(first) if first[name] != keep][:2]
     harness.kill(first[killed])
     second = run.until(lambda: complete([killed]), CASE_S, "a node in place of the killed one")

@@ -52,7 +52,7 @@ class Disturber(Probe):
                 flip_bit(self._dice, _tensors(protected, target))
         self._began = time.perf_counter()
 
-    def task(self, step: int, vrank: int) -> None:
+    def handle_task(self, step: int, vrank: int) -> None:
         took_s = time.perf_counter() - self._began
         for fault in self._faults_due("slow"):
             if self._dice.random() < fault.chance:
@@ -64,7 +64,7 @@ class Disturber(Probe):
                 os.kill(os.getpid(), number)
         self._began = time.perf_counter()
 
-    def gradient(self, vrank: int, flat: torch.Tensor) -> None:
+    def handle_gradient(self, vrank: int, flat: torch.Tensor) -> None:
         if any(self._select_once("flip", "gradient")):
             flip_bit(self._dice, [flat])
         for fault in self._select_once("poison"):

@@ -133,11 +133,11 @@ class LocalRun:
         return found
 
     def until_members(self, count: int, timeout_s: float = 60.0) -> dict[int, int]:
-        def enough() -> dict[int, int] | None:
+        def enough_members() -> dict[int, int] | None:
             members = self.members()
             return members if len(members) >= count else None
 
-        found: dict[int, int] = self.until(enough, timeout_s, f"{count} members")
+        found: dict[int, int] = self.until(enough_members, timeout_s, f"{count} members")
         return found
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:

@@ -84,7 +84,7 @@ class MemoryTransport:
             copies = [tensor.clone() for _, tensor in sends]
             for (peer, _), copy in zip(sends, copies, strict=True):
                 if not {peer, rank} & group.unplugged:
-                    group.boxes[rank, peer, tag].append(self._on_the_way(copy))
+                    group.boxes[rank, peer, tag].append(self._carry(copy))
             self._network.changed.notify_all()
         return _PendingInMemory(self, list(sends), copies, list(receives), tag)
 
@@ -127,7 +127,7 @@ class MemoryTransport:
         if self._group.aborted or {peer, self._rank} & self._group.gone:
             raise Aborted("the group was given up, or a member of it has died")
 
-    def _on_the_way(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _carry(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self.damages_next or tensor.numel() < DAMAGED_NUMEL:
             return tensor
         self.damages_next = False

@@ -62,7 +62,7 @@ class Tracer(Probe):
             time.sleep(LOOK_S)
             now = time.monotonic()
 
-    def task(self, step: int, vrank: int) -> None:
+    def handle_task(self, step: int, vrank: int) -> None:
         victim = self._worker, self._incarnation, self._shard
         if victim == (VICTIM, 1, 0) and step == self._kill_step:
             os.kill(os.getpid(), signal.SIGKILL)

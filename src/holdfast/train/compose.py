@@ -340,7 +340,7 @@ def _protector(
     post = None
     if spread > 1 and control.inner is not None:
         post = PiecePost(arena, identity)
-        post.meet(control.inner.all_say("pieces", post.listen(me.host)))
+        post.meet(control.inner.exchange_texts("pieces", post.listen(me.host)))
     target = PieceTarget(
         arena=arena, worker=me.worker, shard=me.shard, procs=procs, spread=spread, post=post
     )
@@ -476,7 +476,7 @@ def compose_worker(
     make_transport = _transport_maker(me.host, identity, devices[0] if devices else None)
 
     def whole_print() -> int:
-        return fingerprints.of_all(data.buffers.start)
+        return fingerprints.print_of_all(data.buffers.start)
 
     exchange = Exchange(
         me=Peer(me.worker, me.shard),

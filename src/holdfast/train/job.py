@@ -386,7 +386,7 @@ class Job:
         leaves it first; the others follow once the leader's script has ended or asked for steps
         again, so that one of them can take its place.
         """
-        script = self._ready_for_loop("job.steps")
+        script = self._prepare_loop("job.steps")
         before = min(self._asked, script.begins_at)
         if until < before:
             raise UserError(
@@ -413,21 +413,21 @@ class Job:
         `steps_per_epoch`: for a stream, or without data. Epochs are counted from the first use of
         `data`; without data over the whole job. Raises UserError.
         """
-        script = self._ready_for_loop("job.epochs")
+        script = self._prepare_loop("job.epochs")
         loop = self._loop_data(data)
         ends = EndsWithEpoch(loop, until, steps_per_epoch)
         self._asked = STEPS_MAX
         steps = self._walk(script, loop, ends)
         yield from EpochWalk(script, steps, ends, self._at_step_end).epochs()
 
-    def _ready_for_loop(self, call: str) -> ScriptThread:
+    def _prepare_loop(self, call: str) -> ScriptThread:
         """Return the script's thread, for another loop. UserError within a loop."""
         if self._script is not None and self._script.is_yielding:
             raise UserError(
                 f"{call}(...) within the loop over other steps: end that loop first, by `break` "
                 "or at its end, and keep no reference to what job.steps or job.epochs returned"
             )
-        return self._ready()
+        return self._find_script()
 
     def _loop_data(self, data: Batches | SampledBatches | Stream | None) -> LoopData:
         """Return the data that a loop goes through. UserError if processes cannot share it."""
@@ -471,7 +471,7 @@ class Job:
         computed again (`holdfast replay`), since a script may stop for a reason outside the job.
         """
         if not self._environment.replays:
-            (self._script or self._ready()).stop()
+            (self._script or self._find_script()).stop()
 
     # ------------------------------------------------------------ what workers do together
 
@@ -577,10 +577,10 @@ class Job:
         if self._script is not None and self._script.is_yielding:
             script = self._script
             return script.epoch_start.tell(lambda: tell(script))
-        script = self._ready()
+        script = self._find_script()
         return script.exchange_once(NoDataset(self.virtual_ranks, self.seed), lambda: tell(script))
 
-    def _ready(self) -> ScriptThread:
+    def _find_script(self) -> ScriptThread:
         """Return the script's thread, in no loop that is over."""
         if not self._protected:
             raise UserError(

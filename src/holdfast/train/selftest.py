@@ -47,8 +47,8 @@ def facts() -> dict[str, str]:
 def operands(
     product: ExactProduct, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    left = torch.frombuffer(bytearray(product.left()), dtype=torch.int8)
-    right = torch.frombuffer(bytearray(product.right()), dtype=torch.int8)
+    left = torch.frombuffer(bytearray(product.left_entries()), dtype=torch.int8)
+    right = torch.frombuffer(bytearray(product.right_entries()), dtype=torch.int8)
     shaped = left.view(product.rows, -1), right.view(product.inner, -1)
     return shaped[0].to(device, dtype), shaped[1].to(device, dtype)
 
@@ -87,7 +87,7 @@ def count_wrong(device: torch.device) -> tuple[int, int, str]:
     return count, wrong, where
 
 
-def tiled(device: torch.device, tiles: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def make_tiled(device: torch.device, tiles: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (left, right, their exact product) in bfloat16, many times the narrow product.
 
     The left matrix is block-diagonal, so that each sum has as few terms as in the narrow product.
@@ -106,7 +106,7 @@ def try_device(device: torch.device, budget_s: float) -> ArithmeticSample:
     """Compute exact products for `budget_s` seconds, and measure their speed."""
     count, wrong, where = count_wrong(device)
     if device.type == "cuda":
-        left, right, wanted = tiled(device, TILES)
+        left, right, wanted = make_tiled(device, TILES)
     else:
         left, right = operands(WIDE, device, torch.float32)
         wanted = left.to(torch.float64) @ right.to(torch.float64)

@@ -22,7 +22,7 @@ class StrictDecoder(Generic[T]):
     """Decodes values of one dataclass, and refuses unknown fields at any depth."""
 
     def __init__(self, kind: type[T]) -> None:
-        self._checks: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_strict(kind))
+        self._checks: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_make_strict(kind))
         self._decoder = msgspec.msgpack.Decoder(kind)
 
     def decode(self, data: bytes | memoryview) -> T:
@@ -39,15 +39,15 @@ def _struct_like(kind: type[Any]) -> type[msgspec.Struct]:
     for each in dataclasses.fields(kind):
         given = (each.default, each.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
         default = (msgspec.UNSET,) if given else ()
-        fields.append((each.name, _strict(hints[each.name]), *default))
+        fields.append((each.name, _make_strict(hints[each.name]), *default))
     return msgspec.defstruct(kind.__name__, fields, kw_only=True, forbid_unknown_fields=True)
 
 
-def _strict(hint: Any) -> Any:
+def _make_strict(hint: Any) -> Any:
     """Return this type with a strict struct in the place of each dataclass."""
     if dataclasses.is_dataclass(hint):
         return _struct_like(typing.cast(type, hint))
-    inner = tuple(_strict(each) for each in typing.get_args(hint))
+    inner = tuple(_make_strict(each) for each in typing.get_args(hint))
     origin = typing.get_origin(hint)
     if origin is None or origin is typing.Literal or not inner:
         return hint

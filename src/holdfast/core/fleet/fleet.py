@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from holdfast.core.domains import lacking
+from holdfast.core.domains import has_other_keys
 from holdfast.core.errors import assert_never, require
 from holdfast.core.fleet.fleet_events import (
     DrainNode,
@@ -270,7 +270,7 @@ class FleetMachine:
         for node in self._nodes.values():
             if node.kept is None or node.seen is None or not node.alive or now < node.label_at:
                 continue
-            if lacking(node.seen.domains, node.kept.domains):
+            if has_other_keys(node.seen.domains, node.kept.domains):
                 node.label_at = now + self._policy.again_s
                 yield LabelNode(node.id, node.kept.domains)
 

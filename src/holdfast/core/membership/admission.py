@@ -76,7 +76,7 @@ def welcome(facts: Facts, *, recall: bool) -> list[Change]:
         plan.append(WelcomeNode(name))
         if recall:
             plan += recall_slots(roster, name, node.statuses.values(), None)
-        for worker in roster.on(name):
+        for worker in roster.workers_on(name):
             acting = view is not None and view.includes(worker, roster.slots[worker].incarnation)
             if worker not in node.statuses and not acting:
                 plan.append(OrderNext(worker))
@@ -168,7 +168,7 @@ def drain(facts: Facts) -> tuple[str, list[Change]]:
     failing = [
         (n, node.report.failing)
         for n, node in sorted(nodes.items(), key=lambda item: (not item[1].draining, item[0]))
-        if roster.on(n) or not node.report.failing
+        if roster.workers_on(n) or not node.report.failing
     ]
     chosen, why_not = choose_drains(failing)
     for name, node in nodes.items():
@@ -184,6 +184,6 @@ def drain(facts: Facts) -> tuple[str, list[Change]]:
 def _replace_idle(facts: Facts, name: AgentId) -> Iterator[Change]:
     """Replace the processes on a node that take no part; nothing starts while it drains."""
     view = facts.view
-    for worker in facts.roster.on(name):
+    for worker in facts.roster.workers_on(name):
         if view is None or not view.includes(worker, facts.roster.slots[worker].incarnation):
             yield OrderNext(worker)

@@ -34,14 +34,14 @@ from holdfast.core.membership.decision_loop import SKIPPED, DecisionLoop
 from holdfast.core.membership.durable import Durable, speakers
 from holdfast.core.membership.event_log import EventLog
 from holdfast.core.membership.facts import Facts, LatestFacts
-from holdfast.core.membership.followers import ORDERS_PER_TERM, Followers, strays
+from holdfast.core.membership.followers import ORDERS_PER_TERM, Followers, find_strays
 from holdfast.core.membership.formation import (
     LEAVE_RESERVE_S,
     BasisOfView,
-    beginners,
+    choose_beginners,
     choose_change,
     choose_unreachable,
-    dirty_candidates,
+    find_dirty,
     find_state_source,
     find_too_far_behind,
     interrupted_members,
@@ -170,7 +170,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         if learns or news is News.CHANGE or report.agent in self._agenda.silent:
             self._agenda.change(now)
         if self._witness_at is None and news is News.CHANGE and self._view is not None:
-            members = (self._view.member(w) for w in roster.on(report.agent))
+            members = (self._view.member(w) for w in roster.workers_on(report.agent))
             if any(m is not None and self._is_witness(m) for m in members):
                 self._witness_at = now
         return learns or not roster.nodes[report.agent].fresh
@@ -230,7 +230,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
     # ------------------------------------------------------------ plan
 
     def _is_due(self, now: float) -> bool:
-        return self._agenda.due(now)
+        return self._agenda.is_due(now)
 
     def _end_review(self, now: float) -> None:
         self._agenda.record_review(now, self._alarms())
@@ -418,7 +418,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         if source in (BasisOfView.AWAITED, BasisOfView.DISCARDED, BasisOfView.RECALLED):
             plan.append(Remember(self._protection.note_failures(facts, self._durable)))
         if source in (BasisOfView.DISCARDED, BasisOfView.RECALLED):
-            for status, why in dirty_candidates(facts, self._policy.replicated):
+            for status, why in find_dirty(facts, self._policy.replicated):
                 plan += self._replace([status], why)
         return plan
 
@@ -444,7 +444,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             return [AwaitBeginners(None)]
         since = facts.now if since is None else since
         late = facts.now >= since + policy.settle_s
-        ready = beginners(facts, policy.nodes_min, policy.workers_min if late else None)
+        ready = choose_beginners(facts, policy.nodes_min, policy.workers_min if late else None)
         recall = self._protection.recall(facts, self._durable)
         if not ready or recall is None:
             return [AwaitBeginners(since)]
@@ -474,7 +474,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         trains = trains and not any(status.ended for status in facts.known)
         room = room_beside_drained(facts)
         followers, lines = self._followers.review(facts, room, may_order=trains)
-        found = strays(facts, followers.order)
+        found = find_strays(facts, followers.order)
         plan = self._replace(found, "it was fed, and not until it could join")
         return [Remember(followers), *lines, *plan]
 

@@ -110,7 +110,7 @@ class Followers:
         return dataclasses.replace(self, refused=frozenset(refused))
 
 
-def strays(facts: Facts, order: FollowOrder | None) -> list[WorkerStatus]:
+def find_strays(facts: Facts, order: FollowOrder | None) -> list[WorkerStatus]:
     """Find workers that hold a state of some step, and are neither members nor fed any more."""
     view, found = facts.view, []
     if view is None:

@@ -157,7 +157,9 @@ def is_surely_newest(facts: Facts) -> bool:
     return bool(well) and all(well)
 
 
-def who_leaves(facts: Facts, workers: Sequence[WorkerId], workers_min: int) -> dict[WorkerId, str]:
+def choose_leavers(
+    facts: Facts, workers: Sequence[WorkerId], workers_min: int
+) -> dict[WorkerId, str]:
     """Find which of these members should leave, and why.
 
     All members on a drained node leave in any case; a member that only moves stays while too few
@@ -180,7 +182,7 @@ def find_leaving(facts: Facts, workers_min: int) -> dict[str, str]:
     have the time.
     """
     roster, workers = facts.roster, [m.worker for m in facts.members]
-    found = who_leaves(facts, workers, workers_min)
+    found = choose_leavers(facts, workers, workers_min)
     if not found or (len(found) == len(workers) and not candidates(facts)):
         return {}
     agents = {w: roster.drained_node(w) or roster.slots[w].agent for w in found}
@@ -331,17 +333,17 @@ def propose_view(
     step, why = _resume_step(facts, view, survivors)
     at_rest = all(s.at_boundary for s in survivors)
     everyone = [s.worker for s in survivors]
-    drained = list(who_leaves(facts, everyone, workers_min))
+    drained = list(choose_leavers(facts, everyone, workers_min))
     kept = [worker for worker in everyone if worker not in drained]
     most = facts.room.members
     room = max(most - len(kept), 0)
     back = find_returning(facts, step)[:room] if at_rest and len(kept) == len(survivors) else []
-    if not _all_kept(view, kept):
+    if not _have_all_kept(view, kept):
         back = []
     # A worker that is fed needs all its feeders, and nobody else joins with it: others do not wait.
     # Those that it takes the place of leave in the next view, when it can host their tasks.
     fed = facts.abreast[:room] if at_rest and not back else ()
-    if fed and _all_kept(view, everyone):
+    if fed and _have_all_kept(view, everyone):
         kept = everyone
     else:
         fed = ()
@@ -411,7 +413,7 @@ def _late_worker(status: WorkerStatus) -> LateWorker:
     )
 
 
-def _all_kept(view: View, kept: Sequence[WorkerId]) -> bool:
+def _have_all_kept(view: View, kept: Sequence[WorkerId]) -> bool:
     """Return whether all members that have kept a share of the steps since are still there."""
     return set(view.workers) <= set(kept)
 
@@ -436,7 +438,7 @@ def interrupted_members(facts: Facts) -> list[WorkerStatus]:
     return [s for s in known if s.dirty and s.has_stopped and facts.roster.is_ordered(s)]
 
 
-def dirty_candidates(facts: Facts, replicated: bool) -> list[tuple[WorkerStatus, str]]:
+def find_dirty(facts: Facts, replicated: bool) -> list[tuple[WorkerStatus, str]]:
     """Find candidates that must begin again, and why: their state is not the initial one.
 
     `replicated`: each worker holds the whole state, not only its share.
@@ -483,10 +485,10 @@ def find_state_source(
 
 def present_nodes(facts: Facts) -> int:
     roster = facts.roster
-    return sum(1 for n in roster.nodes if roster.on(n) and n not in facts.silent)
+    return sum(1 for n in roster.nodes if roster.workers_on(n) and n not in facts.silent)
 
 
-def beginners(facts: Facts, nodes_min: int, workers_min: int | None) -> list[WorkerStatus]:
+def choose_beginners(facts: Facts, nodes_min: int, workers_min: int | None) -> list[WorkerStatus]:
     """Choose the workers that begin the job, or begin it again: all, or `workers_min` of them.
 
     The result is empty while more are waited for. Silent nodes are not, where `nodes_min` others

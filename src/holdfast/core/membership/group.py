@@ -111,7 +111,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
 
     def _hear(self, report: AgentReport, now: float) -> bool:
         roster = self._roster
-        before = report.agent in self._silent(now)
+        before = report.agent in self._find_silent(now)
         news = roster.hear(report, now)
         if news is News.STALE:
             return False
@@ -138,7 +138,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
             view=self._view,
             roster=self._roster,
             lease=self._lease,
-            silent=self._silent(now),
+            silent=self._find_silent(now),
             witness_at=now,
             now=now,
         )
@@ -203,7 +203,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
         for name, node in roster.nodes.items():
             if roster.workers_of(name) or name in facts.silent or node.report.draining:
                 continue
-            if policy.working(node.report.slots) < 1:
+            if policy.count_working(node.report.slots) < 1:
                 continue
             if placed >= policy.nodes_max:
                 waiting.append(name)
@@ -362,7 +362,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
             return False
         return all(dead(m.worker, m.incarnation) or self._is_node_lost(m.agent, now) for m in ranks)
 
-    def _silent(self, now: float) -> frozenset[AgentId]:
+    def _find_silent(self, now: float) -> frozenset[AgentId]:
         lease, roster = self._policy.lease, self._roster
         names = [*roster.nodes, *roster.unheard_nodes()]
         return frozenset(n for n in names if now >= self._heard_at(n) + lease.suspect_s)

@@ -65,7 +65,7 @@ def ready_nodes(
         waiting = find_waiting(roster, name, ProcessRole.WORKER)
         if view is not None:
             waiting = [w for w in waiting if view.member(w) is None]
-        enough = len(waiting) >= policy.working(roster.nodes[name].report.slots)
+        enough = len(waiting) >= policy.count_working(roster.nodes[name].report.slots)
         if enough and find_waiting(roster, name, ProcessRole.STORE):
             found.append(name)
     return found
@@ -77,7 +77,7 @@ def form_view(
     """Form a group of waiting processes on these nodes; the first node serves the store."""
     owners: list[WorkerId] = []
     for name in nodes:
-        count = policy.working(roster.nodes[name].report.slots)
+        count = policy.count_working(roster.nodes[name].report.slots)
         owners += find_waiting(roster, name, ProcessRole.WORKER)[:count]
     leader = find_waiting(roster, nodes[0], ProcessRole.STORE)[0]
     members = [

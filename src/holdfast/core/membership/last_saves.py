@@ -44,7 +44,7 @@ class LastSaves:
         if durable > self.ordered_after and self.ordered_at:
             took_s = max(now - self.ordered_at, 0.0)
             found = dataclasses.replace(self, took_s=took_s, ordered_at=0.0)
-        end = _end(facts)
+        end = _end_time(facts)
         if view is None or end is None:
             return dataclasses.replace(found, ends=None, due_at=None), []
         due_at = end - SPARE_S - 2 * found.took_s
@@ -62,7 +62,7 @@ class LastSaves:
         return ordered, [Announce("save", text)]
 
 
-def _end(facts: Facts) -> float | None:
+def _end_time(facts: Facts) -> float | None:
     """Return when the last member is taken away; None if others can go on, or nobody knows."""
     roster, members = facts.roster, facts.members
     if not members or facts.abreast or facts.feeding or candidates(facts):

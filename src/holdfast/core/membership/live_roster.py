@@ -125,7 +125,7 @@ class LiveRoster(Roster):
 
     def _dismiss(self, name: AgentId) -> None:
         self._records = None
-        for worker in self.on(name):
+        for worker in self.workers_on(name):
             slot = self._slots.pop(worker)
             self._newest.pop(worker, None)
             for table, names in ((self._by_node, (slot.agent,)), (self._beside, slot.further)):

@@ -185,12 +185,12 @@ def make_ring(
             for label in domains.get(agent, ())
         )
 
-        def crowded(agent: AgentId, near: Counter[str] = near) -> tuple[int, int]:
+        def measure_crowding(agent: AgentId, near: Counter[str] = near) -> tuple[int, int]:
             labels = domains.get(agent, ())
             over = sum(near[label] >= redundancy.parity for label in labels)
             return over, -max((sizes[label] for label in labels), default=0)
 
-        chosen = min(left, key=crowded)
+        chosen = min(left, key=measure_crowding)
         left.remove(chosen)
         ring.append(chosen)
         sizes.subtract(domains.get(chosen, ()))

@@ -54,7 +54,7 @@ def replace_lost(
             if lost is not None:
                 if slot.counted < slot.incarnation:
                     plan.append(CountLoss(worker, lost))
-                slot = _after_loss(slot, now, policy)
+                slot = _slot_after_loss(slot, now, policy)
         if slot.respawn_at is not None and now >= slot.respawn_at:
             slot = slot.order_next(roster.first)
         if slot is not before:
@@ -62,7 +62,7 @@ def replace_lost(
     return plan
 
 
-def _after_loss(slot: SlotState, now: float, policy: RestartPolicy) -> SlotState:
+def _slot_after_loss(slot: SlotState, now: float, policy: RestartPolicy) -> SlotState:
     """Return the slot of a lost worker: empty, until its back-off has passed."""
     if slot.counted >= slot.incarnation:
         return dataclasses.replace(slot, respawn_at=now)

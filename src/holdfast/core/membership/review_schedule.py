@@ -53,7 +53,7 @@ class Agenda:
         due = now if at_once else max(now, self._reviewed_at + pause_s)
         self.deadline = due if self.deadline is None else min(due, self.deadline)
 
-    def due(self, now: float) -> bool:
+    def is_due(self, now: float) -> bool:
         """Return whether to review now; then `record_review` must follow."""
         if self.deadline is None or now < self.deadline:
             return False

@@ -115,7 +115,7 @@ class Roster:
         """Return the workers that this is the node of, or the first of their nodes."""
         return self._by_node.get(name, ())
 
-    def on(self, name: AgentId) -> tuple[WorkerId, ...]:
+    def workers_on(self, name: AgentId) -> tuple[WorkerId, ...]:
         """Return all workers that have processes on a node."""
         return self.workers_of(name) + self._beside.get(name, ())
 
@@ -138,28 +138,28 @@ class Roster:
 
         On a node that is being drained these are only members of the view: nothing starts there.
         """
-        for worker in self.on(name):
+        for worker in self.workers_on(name):
             slot = self.slots[worker]
             acts = view is not None and view.includes(worker, slot.incarnation)
             stays = acts or not self.drained_node(worker)
             if slot.respawn_at is None and stays:
-                yield from self._wanted_as(worker, slot.incarnation, name)
+                yield from self._processes_of(worker, slot.incarnation, name)
 
     def processes_to_finish(self, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
         """Yield processes that may finish on a node as the job ends: living members of the view.
 
         A member that promised before it had the state can never get it any more.
         """
-        for worker in self.on(name):
+        for worker in self.workers_on(name):
             member = view.member(worker) if view is not None else None
             if view is None or member is None or self.is_dead(worker, member.incarnation):
                 continue
             status = self.status(worker, member.incarnation)
             stranded = status and status.promised >= view.number and not status.has_state
             if not stranded:
-                yield from self._wanted_as(worker, member.incarnation, name)
+                yield from self._processes_of(worker, member.incarnation, name)
 
-    def _wanted_as(
+    def _processes_of(
         self, worker: WorkerId, incarnation: Incarnation, name: AgentId
     ) -> Iterator[WantedProcess]:
         """Yield a worker's process for a node; for further nodes, once the first one's runs."""

@@ -48,7 +48,7 @@ class ServerPlaces:
 
     def review(self, facts: Facts) -> tuple[ServerPlaces, list[Announce]]:
         """Return where servers are from now on, and lines on those that move."""
-        usable = self._usable(facts)
+        usable = self._usable_nodes(facts)
         nodes = {n: a for n, a in self.nodes.items() if not _has_lost(facts, a, usable)}
         begins = facts.view is not None or len(usable) >= self.nodes_min
         lines = []
@@ -63,7 +63,7 @@ class ServerPlaces:
         found = dataclasses.replace(self, nodes=nodes)
         return dataclasses.replace(found, addresses=found._find_addresses(facts)), lines
 
-    def _usable(self, facts: Facts) -> list[AgentId]:
+    def _usable_nodes(self, facts: Facts) -> list[AgentId]:
         roster = facts.roster
         return [
             name

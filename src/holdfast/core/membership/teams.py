@@ -102,7 +102,7 @@ def _choose_waiting(facts: Facts) -> list[AgentId]:
     found = [
         name
         for name, node in roster.nodes.items()
-        if node.processes_for and not roster.on(name) and not _is_lost(facts, name)
+        if node.processes_for and not roster.workers_on(name) and not _is_lost(facts, name)
     ]
     found = [name for name in found if name not in facts.silent]
     return sorted(found, key=lambda name: -len(roster.nodes[name].report.kept))

@@ -103,7 +103,7 @@ class Feeding:
         dropped = Forget(SinkKind.FOLLOWERS, order.view, follower=event.worker)
         return [EventNoted("join", why), dropped]
 
-    def copies_agree(self, copies: Sequence[int]) -> None:
+    def record_copies(self, copies: Sequence[int]) -> None:
         """Record fingerprints of the members' copies, which do not contradict each other.
 
         `copies`: by rank; 0 if a member shows none in this step.

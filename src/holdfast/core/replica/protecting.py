@@ -86,9 +86,9 @@ class Protecting:
     def opinion(self, step: int, leads: bool) -> bool:
         """Return whether the state after this step should be protected."""
         under_way = self._agreed is not None or self._pending is not None
-        return leads and self.active and not under_way and self._due(step + 1)
+        return leads and self.active and not under_way and self._is_due(step + 1)
 
-    def _due(self, step: int) -> bool:
+    def _is_due(self, step: int) -> bool:
         if self._last is None:
             return True
         if self.full or self._every:

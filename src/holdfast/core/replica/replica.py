@@ -116,15 +116,15 @@ class Replica:
             source = SourceKind.MEMORY if recalls else SourceKind.STORE
             standing.order(ef.ObtainState(source, view.number, view.base))
         else:
-            self._base_loaded()
+            self._continue_from_base()
         return False
 
     def record_restore(self) -> None:
         """Go on from the base that was loaded."""
         self._store.record_answer()
-        self._base_loaded()
+        self._continue_from_base()
 
-    def _base_loaded(self) -> None:
+    def _continue_from_base(self) -> None:
         """Apply the steps that are missing, or compare the states of all members."""
         view, standing = self._view(), self._standing
         if view.late_worker(standing.me) is not None:

@@ -87,7 +87,7 @@ class Pace:
         best = best_interval_s(self._cost_s, self.mtbf_s) if self._cost_s else 0.0
         return min(max(best, self._policy.least_s), self._policy.most_s)
 
-    def due(self, now: float) -> bool:
+    def is_due(self, now: float) -> bool:
         return now - self._saved_at >= self.interval_s
 
     def __str__(self) -> str:

@@ -72,7 +72,7 @@ class Saves:
     def drop_unconfirmed(self, committed: int) -> None:
         """Drop checkpoints that not all of their savers have compared in time."""
         for (step, number), savers in list(self._savers.items()):
-            if step >= committed and not self._all_here(savers):
+            if step >= committed and not self._are_all_here(savers):
                 del self._savers[step, number]
 
     def want(self, order: int) -> None:
@@ -91,7 +91,7 @@ class Saves:
         due = (
             (step + 1) // policy.every > self._last // policy.every
             if policy.every
-            else self._pace.due(now)
+            else self._pace.is_due(now)
         )
         if self._wanted:
             return Wish.LAST_SAVE, busy
@@ -115,12 +115,12 @@ class Saves:
         if not self._policy.enabled or agreed is None or agreed[0] != step:
             return []
         self._last = self._busy = step
-        if self._all_here(agreed[1].members):  # else nobody can compare it
+        if self._are_all_here(agreed[1].members):  # else nobody can compare it
             self._savers[step, agreed[1].number] = agreed[1].members
         checked = self._policy.compared and step == self._last_save
         return [CopyState(SinkKind.STORE, step, agreed[1], checked=checked)]
 
-    def _all_here(self, savers: tuple[Member, ...]) -> bool:
+    def _are_all_here(self, savers: tuple[Member, ...]) -> bool:
         """Return whether all of these are members of the present view."""
         view = self._view
         if view is None or savers == view.members:
@@ -183,7 +183,7 @@ class Saves:
         return found
 
 
-def order_instead(
+def list_replacements(
     stored: Mapping[int, ViewNumber | None], damaged: int, invalidations: Invalidations
 ) -> list[int]:
     """Return the steps of checkpoints that may be used in place of a damaged one, best first.

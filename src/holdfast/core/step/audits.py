@@ -145,7 +145,7 @@ class Audits:
         self.planned = tuple(audits)
         self._audited = frozenset(audit.vrank for audit in self.planned)
 
-    def all_twice(self, view: View, step: int, owners: Sequence[WorkerId]) -> tuple[Audit, ...]:
+    def audit_all(self, view: View, step: int, owners: Sequence[WorkerId]) -> tuple[Audit, ...]:
         """Return audits of every task of the step."""
         return plan(self._seed, step, owners, view.workers, 1.0)
 
@@ -171,7 +171,7 @@ class Audits:
             return bool(self._share or (self._cycle and self._exact))
         return vrank in self._audited
 
-    def owed(self, me: WorkerId, step: OpenStep) -> list[int]:
+    def owed_vranks(self, me: WorkerId, step: OpenStep) -> list[int]:
         """Return the virtual ranks that this worker has yet to compute for audits.
 
         Its own as well, if no digest was taken of them.

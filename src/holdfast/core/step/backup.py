@@ -32,7 +32,7 @@ class BackupPolicy:
         return max(members - self.workers, min(self.results_min, members))
 
 
-def who_counts(policy: BackupPolicy, members: int, done: Mapping[int, int]) -> tuple[int, ...]:
+def find_counted(policy: BackupPolicy, members: int, done: Mapping[int, int]) -> tuple[int, ...]:
     """Return the ranks whose results count, once enough members are done; () until then.
 
     `done`: how many samples each of them has used. A step without a sample would be none.
@@ -108,7 +108,7 @@ class Settlement:
             return ()
         done = self._done.setdefault(step, {})
         done[rank] = samples
-        counted = who_counts(self._policy, self._size, done)
+        counted = find_counted(self._policy, self._size, done)
         if counted:
             self._counted[step] = counted
         return counted

@@ -107,7 +107,7 @@ class Rulings:
                 text = f"worker {worker} had numbers in step {step} that were not finite; computed"
                 out += self.tell(f"{text} again, they are", self._suspects)
                 # If a lone worker left, no member could go on.
-                out += self._mistake(worker) if len(self._view.members) > 1 else []
+                out += self._count_mistake(worker) if len(self._view.members) > 1 else []
         return out
 
     # ------------------------------------------------------------ blame
@@ -126,7 +126,7 @@ class Rulings:
             )
         if not leaves:
             for worker in sorted({worker for worker, _ in wrong}):
-                out += self._mistake(worker)
+                out += self._count_mistake(worker)
         return out
 
     def refuse(self, step: int, workers: Sequence[WorkerId], refusal: Refusal) -> list[Outcome]:
@@ -162,10 +162,10 @@ class Rulings:
                 "damaged; it was summed again",
                 [worker],
             )
-            out += self._mistake(worker)
+            out += self._count_mistake(worker)
         return out
 
-    def _mistake(self, worker: WorkerId) -> list[Outcome]:
+    def _count_mistake(self, worker: WorkerId) -> list[Outcome]:
         if worker != self._me:
             return []
         self._mistakes += 1

@@ -252,7 +252,7 @@ class StepMachine:
     def _next_task(self, step: OpenStep, hosted: Sequence[int]) -> tuple[int, Purpose] | None:
         if missing := step.missing_tasks(hosted):
             return missing[0], Purpose.HOSTED
-        if owed := self._audits.owed(self._me, step):
+        if owed := self._audits.owed_vranks(self._me, step):
             return owed[0], Purpose.AUDITED
         if not self._late:
             return None
@@ -362,13 +362,13 @@ class StepMachine:
             if len(set(taken.values())) > 1:
                 self.judge_states(taken)
                 return
-        self._replica.feeding.copies_agree(event.copies)
+        self._replica.feeding.record_copies(event.copies)
         self.advance()
 
     def _audit(self) -> None:
         """Send the results of audits, once this member owes nothing any more."""
         step = self._open
-        if step is None or self._audits.owed(self._me, step):
+        if step is None or self._audits.owed_vranks(self._me, step):
             return
         if not self._audits.planned:
             self._check_sums()
@@ -534,7 +534,7 @@ class StepMachine:
         if max(tally.doubts) > RIGHTLY:
             suspects = [self._view.workers[d - SOMEBODYS] for d in tally.doubts if d >= SOMEBODYS]
             self._rulings.record_doubt(self.step, suspects, self._sums.bits if self._sums else 0)
-            self._redo(self._audits.all_twice(self._view, self.step, self.owners))
+            self._redo(self._audits.audit_all(self._view, self.step, self.owners))
             return None
         standing.carry(self._rulings.settle(self.step, rightly=RIGHTLY in tally.doubts))
         whole_step = self.step + 1 if tally.save or tally.protect else self._audits.whole_step

@@ -170,7 +170,7 @@ class Detector:
             )
         elif track.evidence > self._needed or self._is_often_late(track, late):
             steps = track.since if track.evidence else RECENT
-            verdict = self._slow(worker, track, steps, alone)
+            verdict = self._make_slow_verdict(worker, track, steps, alone)
             track.slow, track.told, track.kind = True, 0, verdict.kind
         elif track.odd and late <= HIGH * noise:
             verdict = self._make_once_verdict(worker, track.odd)
@@ -190,10 +190,12 @@ class Detector:
         """Look again after some more steps: the slowness may look otherwise than at first."""
         if track.told != RECENT:
             return None
-        verdict = self._slow(worker, track, RECENT, alone)
+        verdict = self._make_slow_verdict(worker, track, RECENT, alone)
         return verdict if verdict.kind is not track.kind and verdict.factor > 1 else None
 
-    def _slow(self, worker: WorkerId, track: _Track, steps: int, alone: bool) -> Verdict:
+    def _make_slow_verdict(
+        self, worker: WorkerId, track: _Track, steps: int, alone: bool
+    ) -> Verdict:
         window = list(track.recent)[-max(steps, 1) :]
         half = 0.5 * max(window)
         least = max(HIGH * self._noise, half) if 2 * half > HIGH * self._noise else half

@@ -49,7 +49,7 @@ class SumTrial:
         right = majority(self.tables)
         if right is None:
             return SumVerdict(undecided=True)
-        return SumVerdict(right=right, wrong=who_was_wrong(self.tables, right), amended=True)
+        return SumVerdict(right=right, wrong=find_wrong(self.tables, right), amended=True)
 
 
 def majority(tables: Sequence[Table]) -> tuple[int, ...] | None:
@@ -67,7 +67,7 @@ def majority(tables: Sequence[Table]) -> tuple[int, ...] | None:
     return tuple(right)
 
 
-def who_was_wrong(tables: Sequence[Table], right: Sequence[int]) -> tuple[int, ...]:
+def find_wrong(tables: Sequence[Table], right: Sequence[int]) -> tuple[int, ...]:
     """Return who summed what most have wrongly, or whose copy alone is wrong."""
     found: list[int] = []
     members = len(tables[0])

@@ -28,8 +28,8 @@ Matrix = NDArray[Any]
 
 
 def operands(product: ExactProduct, dtype: Any) -> tuple[Matrix, Matrix]:
-    left = np.frombuffer(product.left(), np.int8).reshape(product.rows, product.inner)
-    right = np.frombuffer(product.right(), np.int8).reshape(product.inner, product.columns)
+    left = np.frombuffer(product.left_entries(), np.int8).reshape(product.rows, product.inner)
+    right = np.frombuffer(product.right_entries(), np.int8).reshape(product.inner, product.columns)
     return left.astype(dtype), right.astype(dtype)
 
 

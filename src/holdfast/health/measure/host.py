@@ -127,7 +127,7 @@ class HostReader:
 
     def _allowance(self) -> AllowanceSample:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        shared, free = self._shared()
+        shared, free = self._shared_memory()
         return AllowanceSample(
             open_files=None if soft == resource.RLIM_INFINITY else soft,
             open_files_hard=None if hard == resource.RLIM_INFINITY else hard,
@@ -136,7 +136,7 @@ class HostReader:
             shared_free_bytes=free,
         )
 
-    def _shared(self) -> tuple[int | None, int]:
+    def _shared_memory(self) -> tuple[int | None, int]:
         try:
             found = os.statvfs(self.root / "dev/shm")
         except OSError:

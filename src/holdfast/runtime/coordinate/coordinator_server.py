@@ -204,7 +204,7 @@ class CoordinatorServer:
         await self._finished.wait()
         step = self._core.snapshot().step
         write_json(self._run_dir.result, {"outcome": self._outcome, "step": step})
-        await self._agents_gone()
+        await self._wait_until_agents_left()
         gate.close()
         await self._black_box.close()
         return self._outcome
@@ -214,7 +214,7 @@ class CoordinatorServer:
         saves = bool(self._spec.checkpoints.store and self._agents)
         self._feed(ce.StopRequested(reason, saves))
 
-    async def _agents_gone(self) -> None:
+    async def _wait_until_agents_left(self) -> None:
         """Wait, for a limited time, until all agents that are there or coming know of the end."""
         connected_until = time.monotonic() + FAREWELL_S
         while True:
@@ -276,7 +276,7 @@ class CoordinatorServer:
         finally:
             if agent is not None and self._agents.get(agent) is channel:
                 del self._agents[agent]
-                self._agent_left()
+                self._record_departure()
 
     def _pass_on(self, message: DrainRequest | MoveRequest | LabelRequest) -> str:
         """Pass an order on to the node, which then reports it; return why that is not possible."""
@@ -289,7 +289,7 @@ class CoordinatorServer:
         channel.send(message)
         return ""
 
-    def _agent_left(self) -> None:
+    def _record_departure(self) -> None:
         """Record that an agent left an ended job after its workers; its last report may be lost."""
         outcome = self._core.outcome
         if outcome is not None and not self._agents:

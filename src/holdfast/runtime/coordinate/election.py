@@ -111,29 +111,29 @@ class ElectionUrl:
 def parse_election(text: str) -> ElectionUrl:
     """Parse a URL of the form FORM. UserError if it has another form."""
 
-    def wrong(what: str) -> UserError:
+    def make_error(what: str) -> UserError:
         return UserError(f"--election {text}: {what}; the form is {FORM}, or {TLS_FORM}")
 
     try:
         parts = urlsplit(text)
         endpoints = tuple(_endpoint(part) for part in parts.netloc.split(","))
     except ValueError as error:
-        raise wrong(str(error)) from None
+        raise make_error(str(error)) from None
     if parts.scheme not in ("etcd", "etcds"):
-        raise wrong(f"{parts.scheme or 'no scheme'} is not supported, only etcd and etcds")
+        raise make_error(f"{parts.scheme or 'no scheme'} is not supported, only etcd and etcds")
     job = parts.path.removeprefix("/")
     if not job or len(job) > 100 or not set(job) <= JOB_CHARACTERS:
-        raise wrong(f"{job!r} is no job name: 1 to 100 of letters, digits, '.', '_' and '-'")
+        raise make_error(f"{job!r} is no job name: 1 to 100 of letters, digits, '.', '_' and '-'")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     ttl = options.pop("ttl", str(TTL_S))
     if not ttl.isdecimal() or not 1 <= int(ttl) <= 3600:
-        raise wrong(f"ttl={ttl} must be a whole number of seconds from 1 to 3600")
+        raise make_error(f"ttl={ttl} must be a whole number of seconds from 1 to 3600")
     tls = parts.scheme == "etcds"
     ca, cert, key = (options.pop(name, None) if tls else None for name in ("ca", "cert", "key"))
     if options or parts.fragment:
-        raise wrong(f"{next(iter(options), parts.fragment)!r} is not known")
+        raise make_error(f"{next(iter(options), parts.fragment)!r} is not known")
     if key is not None and cert is None:
-        raise wrong("key is given without cert")
+        raise make_error("key is given without cert")
     return ElectionUrl(
         endpoints=endpoints, job=job, ttl_s=int(ttl), tls=tls, ca=ca, cert=cert, key_file=key
     )

@@ -142,14 +142,14 @@ class FileJournal:
                 )
             return self._load()
         except OSError as error:
-            raise self._unusable(error) from None
+            raise self._make_unusable_error(error) from None
 
     def is_held(self) -> bool:
         """Return whether a coordinator holds the journal, and so runs the job. UserError."""
         try:
             free = self._take_lock()
         except OSError as error:
-            raise self._unusable(error) from None
+            raise self._make_unusable_error(error) from None
         self.close()
         return not free
 
@@ -173,7 +173,7 @@ class FileJournal:
             return False
         return True
 
-    def _unusable(self, error: OSError) -> UserError:
+    def _make_unusable_error(self, error: OSError) -> UserError:
         return UserError(
             f"the journal {self._path} cannot be used: {error.strerror}; mend that, or use "
             "another --run-dir"

@@ -46,7 +46,7 @@ from holdfast.net.tls import client_of
 from holdfast.observe.clocks import measure, write_clock
 from holdfast.runtime.contact import ENDED_ALONE, Contact, contact_by
 from holdfast.runtime.node.gpu_shares import free_place
-from holdfast.runtime.node.group_watch import GroupWatch, forking
+from holdfast.runtime.node.group_watch import GroupWatch, run_forking
 from holdfast.runtime.node.notices import NoticeSource, notice_source
 from holdfast.runtime.node.server_processes import ServerProcesses
 from holdfast.runtime.node.worker_process import (
@@ -461,7 +461,7 @@ def main(argv: list[str]) -> int:
         server = AgentServer(core, template, policy, directory, external)
         return await server.run(contact, secret, options.notice_s, options.notices)
 
-    with forking(template):
+    with run_forking(template):
         problem = asyncio.run(serve())
     if problem:
         print(f"holdfast: {problem}", file=sys.stderr, flush=True)

@@ -190,7 +190,7 @@ class _Server:
                     os.read(wake_read, 4096)
                     self._reap()
                 else:
-                    self._agent_went(key.data)
+                    self._forget_agent(key.data)
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
@@ -198,7 +198,7 @@ class _Server:
         descriptors: list[int] = []
         try:
             request = _read_request(connection, descriptors)
-            differing = _differing(self._environment, request["environment"])
+            differing = _differing_variables(self._environment, request["environment"])
             pid = 0 if differing else self._fork(request, descriptors)
         except (OSError, ValueError, KeyError, TypeError, struct.error):  # no agent, or it went
             connection.close()
@@ -247,7 +247,7 @@ class _Server:
                 self._selector.unregister(connection)
             connection.close()
 
-    def _agent_went(self, pid: int) -> None:
+    def _forget_agent(self, pid: int) -> None:
         if pid in self._children:  # else it was reaped in the same round
             self._selector.unregister(self._children[pid])
             with contextlib.suppress(ProcessLookupError):
@@ -307,7 +307,7 @@ def _read_request(connection: socket.socket, descriptors: list[int]) -> dict[str
     return request
 
 
-def _differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+def _differing_variables(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
     """Return which of the variables that are read only once differ."""
     names = sorted({*ours, *theirs})
     read = [n for n in names if n in READ_AT_IMPORT or n.startswith(READ_AT_IMPORT_PREFIXES)]

@@ -47,7 +47,7 @@ class GroupChannel:
             Incarnation(int(os.environ["HOLDFAST_INCARNATION"])),
         )
 
-    def ready(self) -> None:
+    def report_ready(self) -> None:
         """Report that this process waits for a group."""
         self.seq += 1
         self.send(

@@ -88,7 +88,7 @@ def _wait(spec: JobSpec) -> dict[str, str]:
     """Wait for a rank; return the variables that tell the script of it."""
     run_dir = Path(os.environ["HOLDFAST_RUN_DIR"])
     channel = GroupChannel.take_channel()
-    channel.ready()
+    channel.report_ready()
     view, store = channel.wait_group(None, lambda view: b"-")
     worker, incarnation = channel.worker, channel.incarnation
     status = WorkerStatus(

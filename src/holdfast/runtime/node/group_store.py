@@ -28,7 +28,7 @@ def _serve() -> None:
 
     host = os.environ["HOLDFAST_HOST"]
     channel = GroupChannel.take_channel()
-    channel.ready()
+    channel.report_ready()
     kept: list[object] = []  # a store lives as long as its object
     view: View | None = None
 

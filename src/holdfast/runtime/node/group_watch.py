@@ -69,7 +69,7 @@ class GroupWatch:
 
 
 @contextlib.contextmanager
-def forking(template: WorkerTemplate) -> Iterator[None]:
+def run_forking(template: WorkerTemplate) -> Iterator[None]:
     """Run a server that forks the node's processes, unless the job does not want that.
 
     Where GPUs are it is run only if all processes may be needed again, and at once.

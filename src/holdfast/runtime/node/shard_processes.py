@@ -224,7 +224,7 @@ def make_shards(failure_fd: int) -> ShardProcesses | LoneShard:
         return LoneShard(told)
     if listener is not None:
         gathering = Gathering(socket.socket(fileno=listener), key, place)
-        orders_of, lives = gathering.all()
+        orders_of, lives = gathering.connections()
         ends += orders_of
         for first, connection in lives.items():
             descriptor = connection.detach()

@@ -68,7 +68,7 @@ class Gathering:
         self._arrived = threading.Condition()
         self._come: dict[tuple[int, int], socket.socket] = {}  # by what for, and the shard
 
-    def all(self) -> tuple[list[socket.socket], dict[int, socket.socket]]:
+    def connections(self) -> tuple[list[socket.socket], dict[int, socket.socket]]:
         """Return connections for orders, by shard from the first on a further node; and of lives.
 
         The latter by the first shard on each node. Waits for as long as it takes: if some are lost

@@ -107,7 +107,7 @@ def _rooms(metas: Sequence[Meta]) -> list[torch.Tensor]:
     Untouched pages take no memory, and all of it goes back to the system with the last tensor; an
     allocator might keep it.
     """
-    blanks = [state.empty(meta, "meta") for meta in metas]
+    blanks = [state.allocate(meta, "meta") for meta in metas]
     sizes = [-(-blank.nbytes // ALIGNED) * ALIGNED for blank in blanks]
     mapping = mmap.mmap(-1, max(sum(sizes), 1))
     starts = itertools.accumulate(sizes, initial=0)

@@ -13,7 +13,7 @@ import torch
 from holdfast.core.errors import Aborted, Damaged, WireError
 from holdfast.core.invalidations import Invalidations
 from holdfast.core.partition import part_of
-from holdfast.core.replica.saves import order_instead
+from holdfast.core.replica.saves import list_replacements
 from holdfast.core.types import Invalidation, ViewNumber
 from holdfast.store.checkpoint_reading import OneEntry, load, load_range
 from holdfast.store.checkpoints import Checkpoints
@@ -97,7 +97,7 @@ class Restorer:
                 say(f"the checkpoint of step {other} is not used: {error}")
                 continue
             stored[other] = ViewNumber(int(made_in)) if made_in.isdecimal() else None
-        return next(filter(self._is_right, order_instead(stored, step, invalidations)), 0)
+        return next(filter(self._is_right, list_replacements(stored, step, invalidations)), 0)
 
     def _is_right(self, step: int) -> bool:
         try:

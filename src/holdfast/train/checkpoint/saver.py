@@ -138,7 +138,7 @@ class Saver:
     def _copy(self, rank: int, size: int) -> tuple[int, int]:
         """Returns where the table of the copies is, and its bytes."""
         skeleton, found = self._capture(share_selector(size))
-        readable = _readable([each.path for each in found])
+        readable = _readable_name([each.path for each in found])
         slices = share_of([each.tensor for each in found], rank, size)
         slots: list[StagedItem] = []
         at = 0
@@ -189,7 +189,7 @@ class Saver:
         self._tell(SaveEnded(order.step, view, answer.durable, answer.problem, took_s, first))
 
 
-def _readable(paths: list[str]) -> list[str]:
+def _readable_name(paths: list[str]) -> list[str]:
     """Write state['model']['layer.weight'] as model.layer.weight, unless two would be the same."""
     found = [_PLACE.sub(r".\2", path).removeprefix("state.") for path in paths]
     times = Counter(found)

@@ -49,7 +49,7 @@ def share_of(tensors: Sequence[torch.Tensor], rank: int, size: int) -> list[Slic
 def share_selector(size: int) -> Wanted:
     """Return what says which bytes each of `size` ranks needs for its share."""
 
-    def wanted(_: bytes, tensors: Sequence[torch.Tensor], rank: int) -> list[Extent]:
+    def extents_of(_: bytes, tensors: Sequence[torch.Tensor], rank: int) -> list[Extent]:
         found = []
         for each in share_of(tensors, rank, size):
             tensor = tensors[each.tensor]
@@ -57,7 +57,7 @@ def share_selector(size: int) -> Wanted:
             found.append(Extent(each.tensor, each.start * row, each.stop * row))
         return found
 
-    return wanted
+    return extents_of
 
 
 def _clamp(row: int, rows: int) -> int:

@@ -101,7 +101,7 @@ class Copier:
                     torch.zeros(1, device=device)
 
 
-def steady_storages(protected: Mapping[str, Any]) -> set[int]:
+def find_steady_storages(protected: Mapping[str, Any]) -> set[int]:
     """Return the storages of parameters and optimizers' states, which no task changes."""
     found: list[torch.Tensor] = []
     for each in protected.values():

@@ -108,7 +108,7 @@ def restore(
     return found
 
 
-def empty(meta: Meta, device: str = "cpu") -> torch.Tensor:
+def allocate(meta: Meta, device: str = "cpu") -> torch.Tensor:
     """Allocate an uninitialised tensor for one place of a skeleton, on the host by default."""
     dtype = getattr(torch, meta[0], None)
     if not isinstance(dtype, torch.dtype) or any(n < 0 for n in meta[1]):
@@ -131,7 +131,7 @@ def size_of(meta: Meta) -> int:
     WireError: no tensor can be that large.
     """
     try:
-        return empty(meta, "meta").nbytes
+        return allocate(meta, "meta").nbytes
     except (RuntimeError, TypeError, OverflowError):
         raise WireError(f"a state skeleton names an impossible tensor {meta}") from None
 

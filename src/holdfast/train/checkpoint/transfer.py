@@ -109,7 +109,7 @@ class StateSync:
         body = torch.empty(int(size[0]), dtype=torch.uint8)
         self._transport.exchange([], [(donors[0], body)], TAG_STATE).wait()
         skeleton = body.numpy().tobytes()
-        tensors = [state.empty(meta) for meta in state.metas(skeleton)]
+        tensors = [state.allocate(meta) for meta in state.metas(skeleton)]
         under_way = []
         for part in parts_of([t.numel() * t.element_size() for t in tensors], donors):
             data = as_bytes(tensors[part.tensor])[part.start : part.stop]

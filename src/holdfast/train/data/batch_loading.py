@@ -205,7 +205,7 @@ class BatchSource:
         self._feed.forget(())
 
     def _left_out_records(self, vrank: int) -> frozenset[int]:
-        return frozenset() if self._quarantine is None else self._quarantine.known(vrank)
+        return frozenset() if self._quarantine is None else self._quarantine.known_records(vrank)
 
     def _reading(self, step: int, vrank: int) -> Reading | None:
         """Return the records read for the task's batch, if these may differ from the plan's."""

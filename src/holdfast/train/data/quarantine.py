@@ -76,7 +76,7 @@ class Quarantine:
         # records reported in the script's present step, by vrank
         self.turn: dict[int, tuple[int, ...]] = {}
 
-    def known(self, vrank: int) -> frozenset[int]:
+    def known_records(self, vrank: int) -> frozenset[int]:
         """Return the records that a virtual rank's task leaves out unread, also in later rounds."""
         return frozenset(self.records) | frozenset(self.turn.get(vrank, ()))
 
@@ -90,7 +90,7 @@ class Quarantine:
                 raise WireError(f"a report of bad records cannot be read: {error}") from None
             if any(not 0 <= record < self.length for record in bad):
                 raise WireError(f"records {sorted(bad)} are told of, of {self.length}")
-            news[vrank] = {r: why for r, why in bad.items() if r not in self.known(vrank)}
+            news[vrank] = {r: why for r, why in bad.items() if r not in self.known_records(vrank)}
             self.turn[vrank] = tuple(sorted({*self.turn.get(vrank, ()), *news[vrank]}))
         return {vrank: bad for vrank, bad in news.items() if bad}
 
@@ -106,7 +106,7 @@ class Quarantine:
         self.turn.clear()
 
 
-def over_budget(found: Sequence[tuple[int, str]], total: int, most: int) -> str:
+def reason_to_stop(found: Sequence[tuple[int, str]], total: int, most: int) -> str:
     """Return why the job stops: `total` records are bad, and it may leave out only `most`."""
     record, why = found[0]
     return (

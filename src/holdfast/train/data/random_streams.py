@@ -47,7 +47,7 @@ def enter_stream(seed: int, step: int, vrank: int, purpose: str) -> None:
 
 
 @contextlib.contextmanager
-def keyed_apart(seed: int, epoch: int, purpose: str) -> Iterator[None]:
+def key_apart(seed: int, epoch: int, purpose: str) -> Iterator[None]:
     """Key the global generators within the block, and restore their states afterwards."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []

@@ -22,7 +22,7 @@ from torch.utils.data import DistributedSampler, Sampler
 
 from holdfast.core.errors import UserError
 from holdfast.train.data.order_plan import OrderFacts
-from holdfast.train.data.random_streams import keyed_apart, stream_seed
+from holdfast.train.data.random_streams import key_apart, stream_seed
 
 EPOCH_SAMPLES_MAX = 1 << 28
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -62,8 +62,8 @@ class DrawnOrder:
 def draw_order(sampler: Iterable[Any], seed: int, epoch: int) -> DrawnOrder:
     """Draw an epoch's order from a batch sampler. UserError if it is none."""
     name = _name(sampler)
-    with keyed_apart(seed, epoch, "order"), _key_own_generators(sampler, seed, epoch):
-        for each in _nested(sampler):
+    with key_apart(seed, epoch, "order"), _key_own_generators(sampler, seed, epoch):
+        for each in _find_nested(sampler):
             if callable(getattr(each, "set_epoch", None)):
                 each.set_epoch(epoch)
         keys: array.array[int] | list[Any] = array.array("q")
@@ -91,7 +91,7 @@ def draw_order(sampler: Iterable[Any], seed: int, epoch: int) -> DrawnOrder:
 
 def check_sampler(sampler: Any) -> None:
     """Raise UserError for a sampler that shares an epoch out over processes itself."""
-    for each in _nested(sampler):
+    for each in _find_nested(sampler):
         if isinstance(each, DistributedSampler):
             raise UserError(
                 f"this DataLoader draws samples by a {type(each).__name__}, which gives each "
@@ -111,10 +111,10 @@ def _encode(keys: Sequence[Any]) -> bytes:
 
 
 def _name(sampler: Any) -> str:
-    return " of ".join(type(each).__name__ for each in _nested(sampler))
+    return " of ".join(type(each).__name__ for each in _find_nested(sampler))
 
 
-def _nested(sampler: Any) -> list[Any]:
+def _find_nested(sampler: Any) -> list[Any]:
     """Return a sampler and the samplers from which it draws."""
     found = [sampler]
     for each in found:
@@ -130,20 +130,22 @@ def _key_own_generators(sampler: Any, seed: int, epoch: int) -> Iterator[None]:
     """Let a sampler, and those it draws from, hold keyed generators in place of their own."""
     before = [
         (each, name, value)
-        for each in _nested(sampler)
+        for each in _find_nested(sampler)
         for name, value in getattr(each, "__dict__", {}).items()
         if isinstance(value, _GENERATORS)
     ]
     try:
         for number, (each, name, value) in enumerate(before):
-            setattr(each, name, _keyed_like(value, stream_seed(seed, epoch, number, "sampler")))
+            setattr(
+                each, name, _make_keyed_like(value, stream_seed(seed, epoch, number, "sampler"))
+            )
         yield
     finally:
         for each, name, value in before:
             setattr(each, name, value)
 
 
-def _keyed_like(value: Any, seed: int) -> Any:
+def _make_keyed_like(value: Any, seed: int) -> Any:
     if isinstance(value, torch.Generator):
         return torch.Generator(device=value.device).manual_seed(seed)
     if isinstance(value, np.random.Generator):

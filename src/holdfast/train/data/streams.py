@@ -19,7 +19,7 @@ from holdfast.core.errors import InvariantError, UserError
 from holdfast.train.checkpoint.state import keeps_state
 from holdfast.train.data.batch_loading import limit_to_one_thread
 from holdfast.train.data.batch_parts import WHOLE, BatchPart
-from holdfast.train.data.random_streams import enter_stream, keyed_apart
+from holdfast.train.data.random_streams import enter_stream, key_apart
 from holdfast.train.data.rank_watch import ranks_watched
 from holdfast.train.data.reader_states import (
     TELL_STEPS,
@@ -184,7 +184,7 @@ class StreamSource:
             return None
         if shard.ahead is not None:  # its reader is past the samples that were taken
             return None
-        with limit_to_one_thread(), keyed_apart(self.plan.seed, 0, "state"):
+        with limit_to_one_thread(), key_apart(self.plan.seed, 0, "state"):
             try:
                 state = shard.epoch, shard.taken, pack_state(shard.reader)
                 trial = self._open(vrank, shard.epoch, shard.began, state)

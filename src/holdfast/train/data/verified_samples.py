@@ -19,7 +19,7 @@ from holdfast.core.job_spec import JobSpec
 from holdfast.store.data_index import SampleIndex, read_index
 from holdfast.train.data.map_style import load_samples
 from holdfast.train.data.plain_data import is_plain_dataset
-from holdfast.train.data.quarantine import REASON_CHARS_MAX, Bad, over_budget, replace_bad
+from holdfast.train.data.quarantine import REASON_CHARS_MAX, Bad, reason_to_stop, replace_bad
 from holdfast.train.data.sample_digest import read_sample, sample_digest
 
 READS = 2  # attempts per sample from the dataset itself; each mirror is asked once
@@ -148,7 +148,7 @@ class SampleReader:
         if many and not failed:
             try:
                 samples = many(list(records))
-                return samples, self._differing(records, samples)
+                return samples, self._find_differing(records, samples)
             except Exception:
                 if not self._checks.patient:
                     raise
@@ -162,12 +162,12 @@ class SampleReader:
                     raise
                 samples.append(None)
                 errors[record] = error
-        return samples, errors | self._differing(records, samples, errors)
+        return samples, errors | self._find_differing(records, samples, errors)
 
     def _place(self, failures: int) -> Any:
         return self.dataset if failures < READS else self._checks.mirrors[failures - READS]
 
-    def _differing(
+    def _find_differing(
         self, records: Sequence[int], samples: Sequence[Any], errors: Any = ()
     ) -> dict[int, Exception]:
         index = self._checks.index
@@ -199,7 +199,7 @@ class SampleReader:
         bad[record] = why
         total = len(known | bad.keys())
         if total > self._checks.most:
-            raise UserError(over_budget([(record, why)], total, self._checks.most))
+            raise UserError(reason_to_stop([(record, why)], total, self._checks.most))
 
     def _describe_healing(self, record: int, failures: int) -> str:
         where = "read again" if failures < READS else f"taken from mirror {failures - READS + 1}"

@@ -271,7 +271,7 @@ class GroupConnection:
             self._buffer[:left] = bytes(self._buffer[self._start : self._stop])
             self._start, self._stop = 0, left
         while self._stop - self._start < count:
-            self._stop += self._some(self._buffer[self._stop :])
+            self._stop += self._receive_some(self._buffer[self._stop :])
 
     def _receive(self, place: memoryview) -> None:
         size = len(place)
@@ -280,9 +280,9 @@ class GroupConnection:
             place[:at] = self._buffer[self._start : self._start + at]
             self._start += at
         while at < size:
-            at += self._some(place[at:], whole=True)
+            at += self._receive_some(place[at:], whole=True)
 
-    def _some(self, place: memoryview, *, whole: bool = False) -> int:
+    def _receive_some(self, place: memoryview, *, whole: bool = False) -> int:
         count = self.wire.receive(place, whole=whole)
         if not count:
             raise Aborted(f"rank {self.peer} has ended the connection")

@@ -123,7 +123,7 @@ class NcclTransport:
         device_receives = [m for m in receives if m[1].is_cuda]
         if host is not None and not (device_sends or device_receives):
             return host
-        return _NcclPending(self._on_device(device_sends, device_receives), self, host)
+        return _NcclPending(self._exchange_on_device(device_sends, device_receives), self, host)
 
     def lost_ranks(self) -> Sequence[int]:
         return self._host.lost_ranks()  # NCCL itself does not know
@@ -141,7 +141,9 @@ class NcclTransport:
         self.abort()
         self._host.close()
 
-    def _on_device(self, sends: list[Message], receives: list[Message]) -> torch.cuda.Event:
+    def _exchange_on_device(
+        self, sends: list[Message], receives: list[Message]
+    ) -> torch.cuda.Event:
         group, stream = self._group, self._stream
         if group is None or stream is None or self.aborted:
             raise Aborted("the view was given up")
@@ -186,7 +188,7 @@ class GpuTransport:
     def open(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
         self._host.open(rank, size, rendezvous)
         over: NcclTransport | StagedTransport
-        if can_use_nccl(self._everyones(rank, size)):
+        if can_use_nccl(self._all_devices(rank, size)):
             over = NcclTransport(self._host, self._device)
         else:
             over = StagedTransport(self._host, self._rooms)
@@ -215,7 +217,7 @@ class GpuTransport:
         self.abort()
         (self._over or self._host).close()
 
-    def _everyones(self, rank: int, size: int) -> list[bytes]:
+    def _all_devices(self, rank: int, size: int) -> list[bytes]:
         """Return every member's GPU, by rank."""
         mine = torch.frombuffer(bytearray(self._gpu_id), dtype=torch.uint8)
         theirs = {r: torch.zeros_like(mine) for r in range(size) if r != rank}

@@ -173,14 +173,14 @@ class StagedTransport:
         for _, tensor in sends:
             if tensor.is_cuda and id(tensor) not in places:
                 sent.append(self._rooms.take(tensor.nbytes))
-                places[id(tensor)] = _as(tensor, sent[-1])
+                places[id(tensor)] = _view_as(tensor, sent[-1])
                 leaving.append((places[id(tensor)], tensor))
         received, host_receives = [], []
         for peer, tensor in receives:
             place = tensor
             if tensor.is_cuda:
                 room = self._rooms.take(tensor.nbytes)
-                place = _as(tensor, room)
+                place = _view_as(tensor, room)
                 received.append((tensor, place, room))
             host_receives.append((peer, place))
         try:
@@ -204,6 +204,6 @@ class StagedTransport:
         self._host.close()
 
 
-def _as(tensor: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+def _view_as(tensor: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
     """View the beginning of a room as a tensor like this one."""
     return room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)

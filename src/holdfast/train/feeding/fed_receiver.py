@@ -192,7 +192,7 @@ class FedReceiver:
         try:
             self._read(channel, feed, rank)
         except (OSError, WireError, MemoryError, RuntimeError, IndexError) as error:
-            self._failed(feed, first_line(error))
+            self._record_failure(feed, first_line(error))
 
     def _read(self, channel: socket.socket, feed: _Feed, rank: int) -> None:
         """Read all messages from one member. OSError, WireError."""
@@ -225,7 +225,7 @@ class FedReceiver:
 
     def _begin(self, feed: _Feed, step: int, skeleton: bytes) -> None:
         metas = state.metas(skeleton)
-        tensors = [state.empty(meta) for meta in metas]  # not touched yet
+        tensors = [state.allocate(meta) for meta in metas]  # not touched yet
         _check_room(sum(tensor.nbytes for tensor in tensors))
         with self._lock:
             feed.step, feed.skeleton, feed.tensors = step, skeleton, tensors
@@ -252,7 +252,7 @@ class FedReceiver:
         for event in news:
             self._tell(event)
 
-    def _failed(self, feed: _Feed, reason: str) -> None:
+    def _record_failure(self, feed: _Feed, reason: str) -> None:
         with self._lock:
             if self._feeds.get(feed.number) is not feed:
                 return

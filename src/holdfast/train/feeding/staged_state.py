@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from holdfast.core.errors import first_line
-from holdfast.train.checkpoint.staging import Copier, steady_storages
+from holdfast.train.checkpoint.staging import Copier, find_steady_storages
 from holdfast.train.checkpoint.transfer import StatePart
 from holdfast.train.exchange.tensor_bytes import as_bytes
 from holdfast.train.feeding.feed_frames import bytes_of
@@ -37,7 +37,7 @@ class _Piece:
     part: StatePart
     place: int | None
 
-    def flat(self) -> torch.Tensor:
+    def view_flat(self) -> torch.Tensor:
         """View its bytes in place; return a copy, if they have gaps."""
         flat = self.tensor.contiguous().reshape(-1).view(torch.uint8)
         return flat[self.part.start : self.part.stop]
@@ -69,7 +69,7 @@ class StagedState:
         """Copy the parts of this rank, and digest all of them. MemoryError, RuntimeError."""
         self._skeleton, self._digests = skeleton, [b""] * len(parts)
         self._print, self.problem = 0, ""
-        steady = steady_storages(self._protected)
+        steady = find_steady_storages(self._protected)
         on_gpu, early, late = list[_Piece](), list[_Piece](), list[_Piece]()
         size = 0
         for number, part in enumerate(parts):
@@ -81,10 +81,10 @@ class StagedState:
             size += (part.stop - part.start) * mine
         self._on_gpu = frozenset(piece.number for piece in on_gpu)
         self._arena = room(size)  # the copying thread touches the pages
-        placed = [(p.place, p.flat()) for p in on_gpu if p.place is not None]
+        placed = [(p.place, p.view_flat()) for p in on_gpu if p.place is not None]
         self._copier.copy(bytes_of(self._arena), placed)
         # Later work on the same stream does not change the bytes that these sums read.
-        sums = [each.flat().sum(dtype=torch.int64) for each in on_gpu if self._compares]
+        sums = [each.view_flat().sum(dtype=torch.int64) for each in on_gpu if self._compares]
         for piece in early:
             self._take(piece, self._arena)
         args = late, sums, self._arena
@@ -160,7 +160,7 @@ class StagedState:
 
     def _take(self, piece: _Piece, arena: torch.Tensor) -> None:
         """Digest a part: the copy, if this member sends it, else the state itself."""
-        digest, flat = xxhash.xxh3_128(), piece.flat()
+        digest, flat = xxhash.xxh3_128(), piece.view_flat()
         for start in range(0, flat.numel(), BLOCK_BYTES):
             block = flat[start : start + BLOCK_BYTES]
             if piece.place is not None:

@@ -26,7 +26,7 @@ from holdfast.memory.arena import GRADIENT, STATE, PieceArena, PieceEntry, Piece
 from holdfast.memory.piece_post import Parcel, PiecePost
 from holdfast.memory.pieces import Image, PieceCoder
 from holdfast.train.checkpoint import state
-from holdfast.train.checkpoint.staging import steady_storages
+from holdfast.train.checkpoint.staging import find_steady_storages
 from holdfast.train.checkpoint.state import Capture, Extent, Wanted
 from holdfast.train.exchange.tensor_bytes import as_bytes
 from holdfast.train.protection.device_image import DeviceImage
@@ -117,7 +117,7 @@ class Protector:
         except WorldError as error:
             self._tell(ev.StateProtected(step, first_line(error)))
             return
-        steady = steady_storages(self._protected)
+        steady = find_steady_storages(self._protected)
         parts = [torch.frombuffer(bytearray(_head(skeleton)), dtype=torch.uint8)]
         for each in found:
             tensor = each.tensor
@@ -140,7 +140,7 @@ class Protector:
     def _make_selector(self, view: View) -> Wanted:
         """Return the function that chooses the bytes for the pieces of each member of a view."""
 
-        def wanted(skeleton: bytes, tensors: Sequence[torch.Tensor], rank: int) -> list[Extent]:
+        def extents_of(skeleton: bytes, tensors: Sequence[torch.Tensor], rank: int) -> list[Extent]:
             head, sizes = len(_head(skeleton)), [tensor.nbytes for tensor in tensors]
             coder = PieceCoder(self._redundancy, max(len(view.ring), 1), head + sum(sizes))
             pieces = pieces_of(view, view.workers[rank], self._redundancy)
@@ -153,7 +153,7 @@ class Protector:
                     at += size
             return found
 
-        return wanted
+        return extents_of
 
     def _make_state(
         self,
@@ -337,7 +337,7 @@ def buffers_of_state(image: memoryview) -> tuple[bytes, Sequence[torch.Tensor]]:
     skeleton = bytes(image[SIZES.size : at])
     tensors = []
     for meta in state.metas(skeleton):
-        tensor = state.empty(meta)
+        tensor = state.allocate(meta)
         size = tensor.nbytes
         if size:
             as_bytes(tensor).copy_(torch.frombuffer(image[at : at + size], dtype=torch.uint8))

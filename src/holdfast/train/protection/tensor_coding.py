@@ -40,14 +40,14 @@ class TensorCode:
         row = self._rows[number]
         found = torch.zeros_like(data[0])
         for bit in range(7, -1, -1):
-            found = _doubled(found) if bit < 7 else found
+            found = _double(found) if bit < 7 else found
             for coefficient, piece in zip(row, data, strict=True):
                 if coefficient >> bit & 1:
                     found.bitwise_xor_(piece)
         return found
 
 
-def _doubled(words: torch.Tensor) -> torch.Tensor:
+def _double(words: torch.Tensor) -> torch.Tensor:
     """Multiply each byte by 2 in the field."""
     over = words.bitwise_right_shift(7).bitwise_and_(HIGH_BITS)
     doubled = words.bitwise_left_shift(1).bitwise_and_(NOT_LOWEST)

@@ -134,7 +134,7 @@ def _walk_in_order(node: ast.AST) -> Iterator[ast.AST]:
         case ast.AugAssign(target=ast.Name(id=name), value=value) if not _reads(value, name):
             parts = [value]  # a total that is only added to is no harm
         case ast.AugAssign(target=target, value=value):
-            parts = [value, *_as_read(target), target]
+            parts = [value, *_to_read(target), target]
         case ast.AnnAssign(target=target, value=value):
             parts = [*([value] if value else []), target]
         case ast.For(target=target, iter=source):
@@ -154,7 +154,7 @@ def _reads(value: ast.AST, name: str) -> bool:
     return any(each.id == name for each in _names(value))
 
 
-def _as_read(target: ast.AST) -> list[ast.AST]:
+def _to_read(target: ast.AST) -> list[ast.AST]:
     return [ast.Name(target.id, ast.Load())] if isinstance(target, ast.Name) else []
 
 

@@ -40,19 +40,19 @@ class Fingerprints:
         # the number of buffers for which these parts were cut, and the parts
         self._parts: tuple[int, list[list[Chunk]]] = (-1, [])
 
-    def of_step(self, step: int, buffers: Sequence[torch.Tensor]) -> int:
+    def print_of_step(self, step: int, buffers: Sequence[torch.Tensor]) -> int:
         """Return 63 bits of this step's part; 0 if fingerprints are switched off."""
         if not self.cycle:
             return 0
         parts = self._plan(buffers)
-        return (self._digest(parts[step % len(parts)]) if parts else 0) ^ self._of_ranks(step)
+        return (self._digest(parts[step % len(parts)]) if parts else 0) ^ self._print_of_ranks(step)
 
-    def of_all(self, buffers: Sequence[torch.Tensor]) -> int:
+    def print_of_all(self, buffers: Sequence[torch.Tensor]) -> int:
         """Return 63 bits of the whole covered state; 0 if fingerprints are switched off."""
         if not self.cycle:
             return 0
         every = self._digest([chunk for part in self._plan(buffers) for chunk in part])
-        return every ^ self._of_ranks()
+        return every ^ self._print_of_ranks()
 
     def prints_by_tensor(self, buffers: Sequence[torch.Tensor]) -> list[tuple[str, int]]:
         """Return the name of each tensor of the state that is covered, with 63 bits of it."""
@@ -88,7 +88,7 @@ class Fingerprints:
         every = self.protected.values()
         return [each.rank_states for each in every if isinstance(each, ScriptState)]
 
-    def _of_ranks(self, step: int | None = None) -> int:
+    def _print_of_ranks(self, step: int | None = None) -> int:
         """Return 63 bits of the states of virtual ranks, or only of those due in this step."""
         return sum(each.fingerprint(step) for each in self._rank_states())
 

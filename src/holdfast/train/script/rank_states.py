@@ -16,7 +16,7 @@ import xxhash
 
 from holdfast.core.errors import StateMismatch, UserError
 from holdfast.train.checkpoint.state import keeps_state
-from holdfast.train.data.random_streams import keyed_apart
+from holdfast.train.data.random_streams import key_apart
 from holdfast.train.step.packed_trees import pack, unpack
 from holdfast.train.step.task_report import TaskReport
 
@@ -111,7 +111,7 @@ class RankState:
         return known
 
     def _make_value(self, vrank: int) -> Any:
-        with keyed_apart(self._seed, vrank, f"rank state {self._name}"):
+        with key_apart(self._seed, vrank, f"rank state {self._name}"):
             return self._make(vrank)
 
     def _require_task(self, what: str) -> int:

@@ -87,8 +87,8 @@ class ScriptGuard:
         if looks and self.prints.cycle:
             self.comparison.samples = data.samples(step)
             plain = self.comparison.plain_print()
-        every = self.prints.of_all(buffers) if whole and self.prints.cycle > 1 else 0
-        return self.prints.of_step(step, buffers), every, plain, copied
+        every = self.prints.print_of_all(buffers) if whole and self.prints.cycle > 1 else 0
+        return self.prints.print_of_step(step, buffers), every, plain, copied
 
     def close(self) -> None:
         """End the tasks of a step. UserError if one of them has changed a parameter."""

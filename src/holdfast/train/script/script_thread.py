@@ -22,7 +22,7 @@ from holdfast.core.step.audit import FICKLE, SUBSTITUTED, Sketch
 from holdfast.core.step.events import Digest, Purpose, StepKind
 from holdfast.observe.ledger import Place, StepDigests, Uses
 from holdfast.observe.time_lines import TimeUse
-from holdfast.train.data.quarantine import over_budget
+from holdfast.train.data.quarantine import reason_to_stop
 from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.sources import LoopData, Plan, Source
@@ -121,7 +121,7 @@ class TaskRunner:
         data, vrank = self._data, task.vrank
         self._finish()
         if task.purpose is Purpose.HOSTED:
-            current.probe.task(task.step, vrank)
+            current.probe.handle_task(task.step, vrank)
             data.clock.end()
         first = vrank == 0 or self._keeps_all
         if first and len(data.buffers) and task.purpose is not Purpose.AUDITED:
@@ -162,11 +162,11 @@ class TaskRunner:
         """Return joint digests over the processes of this worker; 0 where all of them have 0."""
         return list(digests) if self.inner is None else self.inner.join_digests(digests)
 
-    def of_first(self, told: Mapping[int, bytes]) -> dict[int, bytes]:
+    def take_from_first(self, told: Mapping[int, bytes]) -> dict[int, bytes]:
         """Return the values that the process of shard 0 has received."""
         if self.inner is None:
             return dict(told)
-        data = self.inner.of_first(msgspec.msgpack.encode(dict(told)))
+        data = self.inner.take_from_first(msgspec.msgpack.encode(dict(told)))
         return msgspec.msgpack.decode(data, type=dict[int, bytes])
 
     def begin_values(self) -> None:
@@ -175,7 +175,7 @@ class TaskRunner:
 
     def tell(self, task: ef.Compute, value: bytes | None) -> None:
         """Record the result of a task of a step that exchanges values."""
-        current.probe.task(task.step, task.vrank)
+        current.probe.handle_task(task.step, task.vrank)
         with self._driver.monitor:
             if value is not None:
                 self._data.values.put(task.vrank, value)
@@ -187,7 +187,7 @@ class TaskRunner:
         me, data = self._driver.status(), self._data
         host = me.worker, me.incarnation
         if data.kind is StepKind.GRADIENTS:
-            data.values.put_report(vrank, finished.report.encoded())
+            data.values.put_report(vrank, finished.report.encode())
         row = finished.loss, finished.count, finished.digest, host, finished.weight, finished.part
         data.own.put(vrank, *row)
         if finished.left is not None:
@@ -506,7 +506,7 @@ class ScriptThread:
         self._mover.wait_before_update()
         data.buffers.restore()
         self.reports = {}
-        told = self.runner.of_first(data.values.told)
+        told = self.runner.take_from_first(data.values.told)
         self._record(Uses.NO_SAMPLES, 0.0, 0, agreed_text(told.get(PROPOSAL)))
         return told
 
@@ -537,7 +537,7 @@ class ScriptThread:
         total = found + len(quarantine.waiting)
         if news and total > quarantine.most:
             bad = [each for told in news.values() for each in told.items()]
-            raise UserError(over_budget(bad, total, quarantine.most))
+            raise UserError(reason_to_stop(bad, total, quarantine.most))
 
     def _record(
         self, uses: Uses, loss: float, dropped: int, told: str = "", total: int = 0

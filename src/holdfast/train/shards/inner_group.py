@@ -63,7 +63,7 @@ class InnerGroup:
 
     def means(self, values: Sequence[float]) -> list[float]:
         """Return the mean over all processes of each of these numbers, the same on all of them."""
-        rows = self._all(torch.tensor(values, dtype=torch.float64))
+        rows = self._gather_all(torch.tensor(values, dtype=torch.float64))
         total = rows[0]
         for row in rows[1:]:  # always in this order
             total = total + row
@@ -71,21 +71,21 @@ class InnerGroup:
 
     def join_digests(self, digests: Sequence[int]) -> list[int]:
         """Return one digest of 63 bits for each place of all processes' lists; 0 if all are 0."""
-        rows = self._all(torch.tensor(digests, dtype=torch.int64))
+        rows = self._gather_all(torch.tensor(digests, dtype=torch.int64))
         columns = torch.stack(rows, dim=1).numpy()
         return [xxhash.xxh3_64_intdigest(c.tobytes()) >> 1 if c.any() else 0 for c in columns]
 
     def is_set_anywhere(self, flag: bool) -> bool:
         """Return whether the flag is set in any process."""
-        return any(bool(row) for row in self._all(torch.tensor([int(flag)])))
+        return any(bool(row) for row in self._gather_all(torch.tensor([int(flag)])))
 
-    def all_say(self, topic: str, text: str) -> dict[int, str]:
+    def exchange_texts(self, topic: str, text: str) -> dict[int, str]:
         """Send a text to all processes, once for each topic; returns each one's text, by shard."""
         self._store.set(f"{topic}/{self.shard}", text)
         every = range(self.size)
         return {shard: self._store.get(f"{topic}/{shard}").decode() for shard in every}
 
-    def of_first(self, data: bytes) -> bytes:
+    def take_from_first(self, data: bytes) -> bytes:
         """Return the data from the process of shard 0."""
         size = torch.tensor([len(data)])
         dist.broadcast(size, 0, group=self._group)
@@ -95,7 +95,7 @@ class InnerGroup:
         dist.broadcast(room, 0, group=self._group)
         return room.numpy().tobytes()
 
-    def _all(self, mine: torch.Tensor) -> list[torch.Tensor]:
+    def _gather_all(self, mine: torch.Tensor) -> list[torch.Tensor]:
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(rows, mine, group=self._group)
         return rows

@@ -381,7 +381,7 @@ class Gradients:
         with torch.no_grad():
             leaf = table.leaf()
             self._reached.add(table.index)
-            current.probe.gradient(vrank, leaf.values)
+            current.probe.handle_gradient(vrank, leaf.values)
             self._on_leaf(table.index, leaf.places)
             self._on_leaf(table.index, leaf.values)
             with self._lock:
@@ -394,7 +394,7 @@ class Gradients:
         with torch.no_grad():
             leaf = bucket.leaf()
             self._reached.add(bucket.index)
-            current.probe.gradient(vrank, leaf.data)
+            current.probe.handle_gradient(vrank, leaf.data)
             self._on_leaf(bucket.index, leaf.data)
             with self._lock:
                 if self._purpose is Purpose.AUDITED:

@@ -37,7 +37,7 @@ from holdfast.train.step.reduction import (
     TableGather,
 )
 from holdfast.train.step.row_sums import RowsSum
-from holdfast.train.step.state_differences import explain, summarise
+from holdfast.train.step.state_differences import explain, summarize
 from holdfast.train.step.step_data import StepData
 from holdfast.train.step.sum_runs import SumRuns, digest_all
 from holdfast.train.step.values import ValuesGather
@@ -317,7 +317,7 @@ class Engine(threading.Thread):
         found = explain({w: text for w, text in told if w in holders}, step, self._unlike)
         self._unlike = found or self._unlike
         if found and at.layout.rank == 0:
-            text = f"what differs in step {step}: {summarise(found)}"
+            text = f"what differs in step {step}: {summarize(found)}"
             self._driver.post(ev.EventNoted("wrong", text))
 
     def _checker(self, view: int) -> Callable[[], None]:

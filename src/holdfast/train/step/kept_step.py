@@ -55,7 +55,7 @@ class KeptStep:
         `piece` returns this member's slice of a sum with that number of elements; `copy` copies it.
         """
         results = [bucket.result.data for bucket in step.gradients.active]
-        head, rows, used, left, told = _shared(step)
+        head, rows, used, left, told = _shared_parts(step)
         return cls(
             head=head,
             pieces=tuple(copy(r[piece(r.numel())]) for r in results),
@@ -80,7 +80,7 @@ def image_of(step: StepData) -> list[torch.Tensor]:
     """
     gradients = step.gradients
     tables = [table.result for table in gradients.active_tables]
-    head, rows, used, left, told = _shared(step)
+    head, rows, used, left, told = _shared_parts(step)
     every = [bucket.result.data for bucket in gradients.active]
     every += [head, rows, used.to(torch.uint8), left, told]
     every += [part for table in tables for part in (table.places, table.values)]
@@ -91,7 +91,7 @@ def image_of(step: StepData) -> list[torch.Tensor]:
         sizes=tuple(each.nbytes for each in every),
     )
     data = msgspec.msgpack.encode(about)
-    return [_of(LENGTH.pack(len(data)) + data), *every]
+    return [_tensor_of(LENGTH.pack(len(data)) + data), *every]
 
 
 def put_image(step: StepData, image: memoryview) -> None:
@@ -154,10 +154,10 @@ def put_shared(
     step.record_reduced(view)
 
 
-def _shared(step: StepData) -> tuple[torch.Tensor, ...]:
+def _shared_parts(step: StepData) -> tuple[torch.Tensor, ...]:
     """Return the parts that all members share: head, rows, `used`, buffers left, and values."""
     left = room(0) if step.buffers.left is None else step.buffers.left
-    told = _of(step.values.encoded())
+    told = _tensor_of(step.values.encode())
     words = [step.reduced_in, left.numel(), told.numel(), int(step.table.stops)]
     return torch.tensor(words, dtype=torch.int64), step.table.rows, step.table.used, left, told
 
@@ -167,5 +167,5 @@ def room(count: int) -> torch.Tensor:
     return torch.empty(count, dtype=torch.uint8)
 
 
-def _of(data: bytes) -> torch.Tensor:
+def _tensor_of(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else room(0)

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from holdfast.core.errors import UserError, WireError
-from holdfast.train.checkpoint.state import empty, flatten_named, metas, restore
+from holdfast.train.checkpoint.state import allocate, flatten_named, metas, restore
 from holdfast.train.exchange.tensor_bytes import as_bytes
 
 Packed = tuple[bytes, list[str], list[bytes]]  # skeleton, kinds of devices, the tensors' bytes
@@ -41,7 +41,7 @@ def unpack(data: bytes) -> Any:
         skeleton, kinds, parts = _decode(data)
         tensors = []
         for meta, kind, part in zip(metas(skeleton), kinds, parts, strict=True):
-            tensor = empty(meta)
+            tensor = allocate(meta)
             flat = tensor.reshape(-1).view(torch.uint8)
             if len(part) != len(flat):
                 raise WireError(f"a packed tensor {meta} has {len(part)} bytes")

@@ -19,10 +19,10 @@ class Probe:
     def boundary(self, step: int, protected: Mapping[str, Any]) -> None:
         """The state after `step` steps is at rest."""
 
-    def task(self, step: int, vrank: int) -> None:
+    def handle_task(self, step: int, vrank: int) -> None:
         """A task was computed; what happens here counts as a part of it."""
 
-    def gradient(self, vrank: int, flat: torch.Tensor) -> None:
+    def handle_gradient(self, vrank: int, flat: torch.Tensor) -> None:
         """A bucket of a task's gradient has been computed, and is not added to anything yet."""
 
     def handle_received(self, flat: torch.Tensor) -> None:

@@ -122,7 +122,7 @@ class BucketSum:
             parts = [data[self._pieces[peer]] for data in self._own.values()]
             sends += [(peer, part) for part in parts]
             current.probe.handle_sending(peer, sum(part.nbytes for part in parts))
-        self._pending = transport.exchange(_nonempty(sends), _nonempty(receives), self._tag)
+        self._pending = transport.exchange(_drop_empty(sends), _drop_empty(receives), self._tag)
 
     def spread(self, transport: Transport, waits: Waits | None = None) -> None:
         _wait(self._pending, waits)
@@ -133,7 +133,7 @@ class BucketSum:
         self._fold(out, piece)
         sends = [(p, out) for p in peers]
         receives = [(p, result[self._pieces[p]]) for p in peers]
-        self._pending = transport.exchange(_nonempty(sends), _nonempty(receives), self._tag + 1)
+        self._pending = transport.exchange(_drop_empty(sends), _drop_empty(receives), self._tag + 1)
         wide = torch.float32 if result.dtype in (torch.float16, torch.bfloat16) else None
         self._total = out.sum(dtype=wide)  # computed while the piece is sent
 
@@ -214,7 +214,7 @@ class TableGather:
         }
         sends = [(p, mine) for p in layout.others]
         self._pending = transport.exchange(
-            _nonempty(sends), _nonempty(list(self._messages.items())), TAG_TABLE
+            _drop_empty(sends), _drop_empty(list(self._messages.items())), TAG_TABLE
         )
 
     def spread(self, transport: Transport) -> None:
@@ -279,5 +279,5 @@ def _wait(pending: Pending | None, waits: Waits | None = None) -> None:
     pending.wait(waits)
 
 
-def _nonempty(messages: list[Message]) -> list[Message]:
+def _drop_empty(messages: list[Message]) -> list[Message]:
     return [m for m in messages if m[1].numel() > 0]

@@ -78,7 +78,7 @@ class RowsSum:
         for table, parts in zip(self.tables, self._parts, strict=True):
             for node in others:
                 current.probe.handle_received(parts[node].values)
-            table.result = tree.fold(parts, self._layout.vranks, Rows.plus)
+            table.result = tree.fold(parts, self._layout.vranks, Rows.add)
 
     @property
     def sums(self) -> list[torch.Tensor]:

@@ -51,7 +51,7 @@ class Rows:
         grad = grad.coalesce()
         return cls(places=grad.indices()[0].contiguous(), values=grad.values().contiguous())
 
-    def plus(self, other: Rows) -> Rows:
+    def add(self, other: Rows) -> Rows:
         """Return the sum, with the rows of both; this is the left operand."""
         if not len(other.places) or not len(self.places):
             return self if len(self.places) else other
@@ -121,11 +121,11 @@ class RowTable:
             return Rows.make_empty(self.param) if grad is None else Rows.of(grad, self.name)
         found = Rows.make_empty(self.param)
         for keys, values in self._keyed.take():
-            found = found.plus(Rows(places=keys, values=values))
+            found = found.add(Rows(places=keys, values=values))
         return found
 
     def contribute(self, vrank: int, leaf: Rows, vranks: int) -> None:
-        tree.merge(self.partials, (vrank, 1), leaf, vranks, Rows.plus)
+        tree.merge(self.partials, (vrank, 1), leaf, vranks, Rows.add)
 
     def reset(self) -> None:
         """Forget the step's partial sums."""

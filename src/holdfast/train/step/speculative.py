@@ -71,7 +71,7 @@ class SpeculativeTasks:
         if task.left is not None:
             self._buffers.keep(vrank, task.left)
         self._gradients.adopt(vrank)
-        return task.report.encoded()
+        return task.report.encode()
 
     def contradicted_vranks(
         self, sums: Sequence[BucketSum | RowsSum], told: Mapping[int, bytes]

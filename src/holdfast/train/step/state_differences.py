@@ -33,7 +33,7 @@ def explain(
     for path in paths:
         texts = {worker: plain.get(path, "missing") for worker, (plain, _) in states.items()}
         if len(set(texts.values())) > 1:
-            raise ScriptFault(_uneven(path, texts, step))
+            raise ScriptFault(_describe_uneven(path, texts, step))
     names = [name for _, tensors in states.values() for name in tensors]
     every = list(dict.fromkeys(names))
     unlike = [n for n in every if len({each.get(n) for _, each in states.values()}) > 1]
@@ -43,17 +43,17 @@ def explain(
     if unlike and judge(digests).right is None and (many or again):
         once_more = " once more, as memory that fails rarely does" if again and not many else ""
         raise ScriptFault(
-            f"{summarise(unlike)} differ between workers at step {step}{once_more}: {UPDATES}"
+            f"{summarize(unlike)} differ between workers at step {step}{once_more}: {UPDATES}"
         )
     return tuple(unlike)
 
 
-def summarise(names: Sequence[str]) -> str:
+def summarize(names: Sequence[str]) -> str:
     """Name the first one, and the number of the others."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors"
 
 
-def _uneven(path: str, texts: Mapping[WorkerId, str], step: int) -> str:
+def _describe_uneven(path: str, texts: Mapping[WorkerId, str], step: int) -> str:
     first, *others = sorted(texts)
     other = next(worker for worker in others if texts[worker] != texts[first])
     what = f"{path} is {texts[first]} on worker {first} and {texts[other]} on worker {other}"

@@ -25,7 +25,7 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     values: dict[str, bytes] = {}
     states: dict[str, bytes] = {}
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         """Return the encoded report; b"" if it is empty."""
         return msgspec.msgpack.encode(self) if self.bad or self.values or self.states else b""
 

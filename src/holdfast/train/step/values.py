@@ -47,7 +47,7 @@ class StepValues:
         """Return this worker's values for those of these places that have one."""
         return {place: self._mine[place] for place in places if place in self._mine}
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         """Return the values of all members, for `receive`; b"" if there are none.
 
         All members return the same bytes: pieces of a kept step are made by different ones.
