@@ -276,8 +276,8 @@ def test_a_command_ends_with_the_process_that_asked(script: Script, tmp_path: Pa
     check = script("exec 3>$HERE/held\nsleep 999 & echo >&3; wait")
     code = (
         "import sys, signal\n"
-        "from holdfast.health.external_checks import ExternalCheck, repeated_check\n"
-        "check = repeated_check(ExternalCheck(name='own', command=(sys.argv[1],)))\n"
+        "from holdfast.health.external_checks import ExternalCheck, make_repeated_check\n"
+        "check = make_repeated_check(ExternalCheck(name='own', command=(sys.argv[1],)))\n"
         "check.round(0.0)\n"
         "signal.pause()\n"
     )
