@@ -162,7 +162,7 @@ def test_all_contradict_themselves_by_the_script_or_by_their_kernels(
     for attempt in range(3):
         ruling = found.rule([(attempt, 9, -1), (attempt + 5, 9, -1)], view, view.owners)
     assert ruling.sentence is (Sentence.SCRIPT if exact else Sentence.UNLIKE)
-    assert found.comparable is (exact and len(set(kinds)) == 1)
+    assert found.is_comparable is (exact and len(set(kinds)) == 1)
 
 
 def test_a_task_that_contradicts_itself_is_computed_by_all_though_it_was_not_to_be() -> None:

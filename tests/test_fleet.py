@@ -126,7 +126,7 @@ def planted(plant: Plant) -> Plant:
 
 @planted
 def a_request_is_repeated_before_a_listing_tells(patch: pytest.MonkeyPatch) -> Faults | None:
-    patch.setattr(FleetNode, "asked", property(lambda self: False))
+    patch.setattr(FleetNode, "is_asked", property(lambda self: False))
     return Faults(lost_answers=0.5, late_listings_s=12.0)
 
 
@@ -182,7 +182,7 @@ def surplus_is_given_back_before_the_job_was_heard(patch: pytest.MonkeyPatch) ->
 
 @planted
 def all_leave_at_once(patch: pytest.MonkeyPatch) -> Faults | None:
-    patch.setattr(FleetNode, "disturbed", property(lambda self: False))
+    patch.setattr(FleetNode, "is_disturbed", property(lambda self: False))
     return Faults(notice_every_s=20.0)
 
 

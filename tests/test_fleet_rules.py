@@ -70,7 +70,7 @@ def test_an_agent_is_heard_for_the_first_time_only_once() -> None:
     assert not node.hear(seen, 3.0)
     assert not node.hear(None, 4.0)  # it is silent now
     assert node.heard
-    assert not node.alive
+    assert not node.is_alive
 
 
 def test_a_placement_is_over_if_its_agent_is_not_heard_for_too_long() -> None:

@@ -304,13 +304,13 @@ def test_a_checkpoint_copies_the_state_before_the_next_update(
     for _ in range(2):
         before = [tensor.cpu() for _, tensor in places]
         copier.copy(memory, places)
-        assert copier.busy  # parameters are not there yet
+        assert copier.is_busy  # parameters are not there yet
         copier.hold()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 1
         copier.wait_for_copies()
-        assert not copier.busy
+        assert not copier.is_busy
         for (start, tensor), wanted in zip(places, before, strict=True):
             assert bytes(memory[start : start + tensor.nbytes]) == bytes(as_bytes(wanted))
     copier.release()

@@ -574,7 +574,7 @@ def test_copies_from_a_gpu_are_of_the_state_before_the_next_update() -> None:
             for parameter in model.parameters():
                 parameter += 1
         copier.wait_for_copies()
-        assert not copier.busy
+        assert not copier.is_busy
         for (start, tensor), wanted in zip(places, before.values(), strict=True):
             data = arena.memory[start : start + tensor.nbytes]
             found = torch.frombuffer(data, dtype=torch.uint8).view(tensor.dtype)

@@ -73,7 +73,7 @@ class _CheckTrack:
         return sum(1 for _, g in self.recent if g is grade)
 
     @property
-    def clean(self) -> bool:
+    def is_clean(self) -> bool:
         return all(g is Grade.OK for _, g in self.recent)
 
     def first_failure_time(self) -> float:
@@ -161,7 +161,7 @@ class Watch:
         track.recent.append((now, finding.grade))
         if finding.grade is not Grade.OK:
             track.bad = finding
-        if track.clean:
+        if track.is_clean:
             track.suspect = False
         elif track.count(Grade.FAIL) or track.count(Grade.WARN) >= self.policy.warns_to_suspect:
             track.suspect = True
@@ -170,7 +170,7 @@ class Watch:
         """Make room for one more track, if a clean one can go: subjects come and go."""
         if len(self._tracks) < TRACKS_MAX:
             return True
-        spare = next((name for name, t in self._tracks.items() if t.clean), None)
+        spare = next((name for name, t in self._tracks.items() if t.is_clean), None)
         if spare is None:
             return False
         del self._tracks[spare]

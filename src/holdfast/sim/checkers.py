@@ -151,7 +151,7 @@ class Truth:
     def look(self, now: float, disturbed_until: float) -> None:
         """Check that the job goes on, unless it ends."""
         disk = self.disk
-        if not self.endings.ends and disk is not None and disk.outcome is None:
+        if not self.endings.is_ending and disk is not None and disk.outcome is None:
             running = (p for _, p in sorted(self.live.items()) if not p.ailing)
             ordered = [p for p in running if self.ordered.get(p.worker) == p.key[1]]
             self.quiet_times.look(now, disturbed_until, self.views.get(self.newest), ordered)
@@ -447,7 +447,7 @@ class Truth:
 
     def check_contradictions(self, process: Actor, step: int, parts: Parts) -> None:
         """Check that no wrong sum is committed if a sound worker has computed another one."""
-        if process.spoiling.spoiled or self.errors.hidden or "poison" in self._options.faults:
+        if process.spoiling.is_spoiled or self.errors.hidden or "poison" in self._options.faults:
             return
         for sender, vrank, token in parts:
             unlike = process.copies.get(vrank, token) != token

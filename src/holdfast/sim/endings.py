@@ -54,7 +54,7 @@ class Endings:
         self._died: dict[int, int] = {}  # processes that had died when the job first reached a step
 
     @property
-    def ends(self) -> bool:
+    def is_ending(self) -> bool:
         """Return whether the job is ending, for any reason."""
         truth = self._truth
         return truth.completed or truth.count["failed"] > 0 or self.stop_at is not None

@@ -94,7 +94,7 @@ class Faults:
         wrong = (
             lies
             and self.active
-            and not any(p.spoiling.spoiled for p in self._world.live_processes())
+            and not any(p.spoiling.is_spoiled for p in self._world.live_processes())
         )
         return lies if wrong else 0
 
@@ -390,7 +390,7 @@ class Faults:
 def can_be_wrong(process: Process, live: Sequence[Process]) -> bool:
     """Return whether one more process may be wrong: alone, or since most members are sound."""
     if not process.world.options.wrong_together:
-        return not any(each.spoiling.spoiled for each in live)
+        return not any(each.spoiling.is_spoiled for each in live)
     view = process.exchanges.view
     if view is None:
         return False

@@ -382,7 +382,7 @@ class AgentHost:
             progress += 1
         sample = ProcessSample(state="T" if stands else "S", progress=progress)
         self.handle(ag.Sampled(process.worker, Incarnation(process.key[1]), sample))
-        if process.alive and not process.running:
+        if process.alive and not process.is_running:
             self.world.call_later(0.25, self._sample, process, progress)
         else:
             self._watched.pop(process.worker, None)

@@ -127,7 +127,7 @@ class Options:
     )
 
     @property
-    def exact(self) -> bool:
+    def is_exact(self) -> bool:
         """Return whether no wrong value is ever used."""
         return self.audit == 1.0 or not {*WRONG_KINDS, "sum_wrongly"} & set(self.faults)
 

@@ -32,13 +32,13 @@ class Running:
         """Do something now, or once the process runs again."""
         if not self.alive:
             return
-        if not self.running:
+        if not self.is_running:
             self.backlog.append((call, args))
             return
         call(*args)
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """Return whether the process is neither stopped nor silent nor paused."""
         return not (self.stopped or self.silent or self.paused)
 
@@ -49,6 +49,6 @@ class Running:
 
     def wake(self) -> None:
         """Handle the calls that have piled up."""
-        while self.backlog and self.alive and self.running:
+        while self.backlog and self.alive and self.is_running:
             call, args = self.backlog.popleft()
             call(*args)

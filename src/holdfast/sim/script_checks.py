@@ -21,13 +21,13 @@ class Script(Protocol):
     total_step: int
 
     @property
-    def busy(self) -> bool: ...
+    def is_busy(self) -> bool: ...
 
     @property
     def until(self) -> int: ...
 
     @property
-    def may_wait(self) -> bool: ...
+    def can_wait(self) -> bool: ...
 
 
 def check_script(script: Script, status: WorkerStatus) -> None:
@@ -44,16 +44,16 @@ def _disagreement(script: Script, status: WorkerStatus) -> str:
         return f"its state is of step {script.step} when {step} are committed"
     if status.reduced and (script.total is None or script.total_step != step):
         return f"it has no gradient of step {step}"
-    if script.at_rest and not script.busy and phase is not Phase.BOUNDARY:
+    if script.at_rest and not script.is_busy and phase is not Phase.BOUNDARY:
         return "it waits between two steps"
     match phase:
         case Phase.BOUNDARY if not script.at_rest:
             return "its script goes on"
         case Phase.BOUNDARY if status.has_state and script.step != step:
             return f"it rests after {script.step} of {step} steps"
-        case Phase.WAITING | Phase.OVERDUE if not (open_now and done) and not script.may_wait:
+        case Phase.WAITING | Phase.OVERDUE if not (open_now and done) and not script.can_wait:
             return f"its tasks of step {step} are not done"
-        case Phase.COMPUTING if open_now and done and not script.busy:
+        case Phase.COMPUTING if open_now and done and not script.is_busy:
             return f"its tasks of step {step} are done"
         case Phase.ENDED if script.step < script.until:
             return f"it has come to step {script.step} of {script.until}"

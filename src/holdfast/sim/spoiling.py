@@ -26,14 +26,14 @@ class Spoiling:
         self._count = count
 
     @property
-    def spoiled(self) -> bool:
+    def is_spoiled(self) -> bool:
         """Return whether anything is wrong with it."""
         wrong = self.lies or self.lies_once or self.poisons_once or self.sums_wrongly
         return self.flipped is not None or bool(wrong)
 
     def is_ill(self, step: int) -> bool:
         """Return whether anything is wrong with it, or was in its present step, by number."""
-        return self.spoiled or self.lied_in >= step
+        return self.is_spoiled or self.lied_in >= step
 
     def token(self, state: int, step: int, vrank: int) -> int:
         """Compute a task, as well as this process can."""

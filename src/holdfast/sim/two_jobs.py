@@ -81,14 +81,14 @@ def run_after_another(later: World) -> None:
 
 def _run_both(earlier: World, later: World) -> None:
     checked, deadline = 0, later.options.finish_by_s + later.options.left_behind_s
-    while not later.over and later.timeline.step(deadline):
+    while not later.is_over and later.timeline.step(deadline):
         later.count_event()
         if later.truth.newest > checked:
             checked = later.truth.newest
             for member in later.truth.views[checked].members:
                 if member.agent in earlier.hosts:
                     raise Violation(f"view {checked} includes node {member.agent} of another job")
-    if not later.over:
+    if not later.is_over:
         raise later.describe_delay()
 
 

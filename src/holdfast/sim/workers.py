@@ -339,12 +339,12 @@ class Process(Running):
     # ------------------------------------------------------------ the script
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Return whether its script is computing, or has tasks to compute."""
         return self._busy or bool(self._script)
 
     @property
-    def may_wait(self) -> bool:
+    def can_wait(self) -> bool:
         """Return whether its tasks no longer count, or follow a speculative one."""
         if self._copying:
             return True

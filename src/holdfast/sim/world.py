@@ -154,9 +154,9 @@ class World:
         """Run the job from start to end; raises whatever a checker or a machine finds."""
         self.begin()
         deadline = self.options.finish_by_s
-        while not self.over and self.timeline.step(deadline):
+        while not self.is_over and self.timeline.step(deadline):
             self.count_event()
-        if not self.over:
+        if not self.is_over:
             raise self.describe_delay()
 
     def begin(self) -> None:
@@ -166,7 +166,7 @@ class World:
         self.call_later(LOOK_S, self._look)
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Return whether the job has ended, and nothing of it runs: no worker and no agent."""
         if self.coordinator.outcome is None or self.truth.live:
             return False

@@ -45,7 +45,7 @@ class Errors:
         self.compares_nothing = False  # all were wrong in one step: nothing is compared from there
         self.since: int | None = None  # the first step of this history that is committed wrongly
         self._truth = truth
-        self._exact = options.exact
+        self._exact = options.is_exact
         self._cycle = options.cycle
         self._keeps = options.save_every > 0
         self._right: tuple[list[int], list[int]] = ([], [])

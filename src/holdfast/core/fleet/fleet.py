@@ -198,7 +198,7 @@ class FleetMachine:
         for node in self._nodes.values():
             if not node.over and self._ended_at is not None:
                 node.over = JOB_OVER
-                node.release_at = now + policy.farewell_s if node.alive else now
+                node.release_at = now + policy.farewell_s if node.is_alive else now
             if node.over or not self._job_heard:
                 continue
             node.over, blame = node.judge(policy, now)
@@ -246,10 +246,10 @@ class FleetMachine:
     def _drain(self, now: float) -> Iterator[FleetEffect]:
         """Have nodes left: a few at a time, unless the manager's deadline is near."""
         policy = self._policy
-        disturbed = sum(node.disturbed for node in self._nodes.values())
+        disturbed = sum(node.is_disturbed for node in self._nodes.values())
         for node in self._nodes.values():
             reason = node.over or node.leaving  # an agent that lives on without a place leaves too
-            if not reason or not node.alive or self._ended_at is not None:
+            if not reason or not node.is_alive or self._ended_at is not None:
                 continue
             until = node.notice.until if node.notice is not None else None
             known = node.seen is not None and bool(node.seen.draining)
@@ -268,7 +268,7 @@ class FleetMachine:
     def _label(self, now: float) -> Iterator[FleetEffect]:
         """Send the job failure domains that only the manager knows."""
         for node in self._nodes.values():
-            if node.kept is None or node.seen is None or not node.alive or now < node.label_at:
+            if node.kept is None or node.seen is None or not node.is_alive or now < node.label_at:
                 continue
             if has_other_keys(node.seen.domains, node.kept.domains):
                 node.label_at = now + self._policy.again_s
@@ -293,8 +293,8 @@ class FleetMachine:
     def _forget(self) -> None:
         """Forget nodes that are over, once no earlier request can bring them back."""
         for node in list(self._nodes.values()):
-            heard = node.alive and self._ended_at is None
-            if node.over and node.kept is None and not node.asked and not heard:
+            heard = node.is_alive and self._ended_at is None
+            if node.over and node.kept is None and not node.is_asked and not heard:
                 del self._nodes[node.id]
 
     def _request(self, now: float) -> Iterator[FleetEffect]:
@@ -315,7 +315,7 @@ class FleetMachine:
         for node in self._nodes.values():
             if node.retry_at is None or now < node.retry_at or node.over:
                 continue
-            if node.tries and node.asked:
+            if node.tries and node.is_asked:
                 continue  # a listing since the last try will tell whether that was in vain
             node.tries += 1
             node.retry_at, node.answer_until = None, now + self._policy.answer_s
@@ -340,7 +340,7 @@ def _state(node: FleetNode) -> str:
     if node.serves:
         return "serving"
     if node.heard:
-        return "here" if node.alive else "silent"
+        return "here" if node.is_alive else "silent"
     if node.kept is not None:
         return node.kept.holding.value
     return "requested"

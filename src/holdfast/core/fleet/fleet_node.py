@@ -48,7 +48,7 @@ class FleetNode:
     releases: int = 0
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Return whether the job hears its agent."""
         return self.seen is not None and not self.seen.silent
 
@@ -58,7 +58,7 @@ class FleetNode:
 
     @property
     def serves(self) -> bool:
-        return self.alive and self.members > 0
+        return self.is_alive and self.members > 0
 
     @property
     def exists(self) -> bool:
@@ -71,14 +71,14 @@ class FleetNode:
         return self.exists and not self.leaving
 
     @property
-    def disturbed(self) -> bool:
+    def is_disturbed(self) -> bool:
         """Return whether the job is just losing it, by choice or not."""
         if self.members == 0 or self.seen is None:
             return False
         return self.seen.silent or bool(self.seen.draining) or self.drain_at is not None
 
     @property
-    def asked(self) -> bool:
+    def is_asked(self) -> bool:
         """Return whether a request for it may still be carried out."""
         return self.answer_until is not None or self.missing_at < self.tried_at
 
@@ -119,15 +119,15 @@ class FleetNode:
         if not self.heard:
             return False
         self.seen = seen if seen is not None else NodeSeen(name=self.id, silent=True)
-        if self.alive or self.members > 0:
+        if self.is_alive or self.members > 0:
             self.silent_since = None
         elif self.silent_since is None:
             self.silent_since = now
-        if not self.alive or self.members > 0 or not (self.leaving or self.seen.draining):
+        if not self.is_alive or self.members > 0 or not (self.leaving or self.seen.draining):
             self.empty_since = None
         elif self.empty_since is None:
             self.empty_since = now
-        return first and self.alive
+        return first and self.is_alive
 
     def judge(self, policy: FleetPolicy, now: float) -> tuple[str, bool]:
         """Return why it is over, or "", and whether its host is to blame.
@@ -167,7 +167,7 @@ class FleetNode:
             (self.silent_since, policy.lost_s),
             (self.empty_since, policy.lost_s),
             (None if self.heard else self.runs_since, policy.join_s),
-            (self.ended_since if self.alive else None, policy.disowned_s),
+            (self.ended_since if self.is_alive else None, policy.disowned_s),
             (self.notice.until if self.notice is not None else None, -policy.drain_lead_s),
             (self.release_at if self.over else None, 0.0),
         ):

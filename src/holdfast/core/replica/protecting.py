@@ -71,7 +71,7 @@ class Protecting:
         self._copying_s = 0.0  # how long it took to put the newest state into memory
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         """Return whether nodes keep pieces of the state in the present view."""
         return self._view is not None and bool(self._view.ring)
 
@@ -86,7 +86,7 @@ class Protecting:
     def opinion(self, step: int, leads: bool) -> bool:
         """Return whether the state after this step should be protected."""
         under_way = self._agreed is not None or self._pending is not None
-        return leads and self.active and not under_way and self._is_due(step + 1)
+        return leads and self.is_active and not under_way and self._is_due(step + 1)
 
     def _is_due(self, step: int) -> bool:
         if self._last is None:

@@ -98,7 +98,7 @@ class Audits:
         )
 
     @property
-    def comparable(self) -> bool:
+    def is_comparable(self) -> bool:
         """Return whether the same task has the same bits on all members that are sound."""
         return self._exact and not self._mixed
 
@@ -131,7 +131,7 @@ class Audits:
         if kind is not StepKind.GRADIENTS or self.alike is Alike.NOTHING:
             return self.plan_again(())
         planned = plan(self._seed, step, owners, view.workers, self.share_of(step))
-        if self.comparable and not self._newcomers.watched_workers(
+        if self.is_comparable and not self._newcomers.watched_workers(
             view
         ):  # joiners are compared already
             of_machines = {audit.vrank for audit in planned}

@@ -136,7 +136,7 @@ class StepMachine:
     def _handle_agreement(self, rows: Sequence[Row]) -> Agreed:
         view, audits = self._view, self._audits
         audits.hear(view, rows, drops=self._policy.backup.workers > 0)
-        self._rulings.script.comparable = audits.comparable
+        self._rulings.script.comparable = audits.is_comparable
         self._counting = self._make_counting(view, self._policy.balance)
         self._rulings.record_sync(compared=bool(view.joiners) and not view.fed)
         self._go_to(Activity.SYNC)
@@ -461,7 +461,7 @@ class StepMachine:
         self._rulings.record_sums(self.step, self.owners, looked)
         doubted = self.doubt > RIGHTLY
         self._standing.carry(self._report_contradictions())
-        if not doubted and self._replica.protecting.active:
+        if not doubted and self._replica.protecting.is_active:
             self._go_to(Activity.KEEP)
             self._standing.order(KeepStep(SinkKind.MEMORY, self._view.number, self.step))
         else:

@@ -308,7 +308,7 @@ class WorkerMachine:
         step.record_commit(vote.owners)
         if status.unproven and step.is_proved:
             standing.change(unproven=False)
-        if self._replica.protecting.active:
+        if self._replica.protecting.is_active:
             standing.order(ef.MarkCommitted(status.view, vote.step))
         standing.order(ef.Commit(vote.step, voted=True))
         self._replica.record_commit(vote.step)

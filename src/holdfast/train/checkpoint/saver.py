@@ -117,7 +117,7 @@ class Saver:
             if self.rows is not None and more:
                 self.rows.save(step, order.token, self._procs * size, rank, size)
             # Unless copies are still under way this worker may die now: its share will be saved.
-            answers = None if self._copier.busy else send(self._orders, order, self._arena)
+            answers = None if self._copier.is_busy else send(self._orders, order, self._arena)
         except (OSError, MemoryError, WorldError) as error:
             self._complain(step, first_line(error))
             return first_line(error)

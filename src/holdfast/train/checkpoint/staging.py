@@ -49,7 +49,7 @@ class Copier:
             self._start(memory, late)
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Return whether copies may be under way."""
         return not all(event.query() for event in self._under_way)
 

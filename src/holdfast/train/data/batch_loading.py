@@ -144,7 +144,7 @@ class BatchSource:
         self._feed.follow(tuple(vranks), from_step, until, keep=self._known_tasks())
         for task in [t for t in self._ready if not self._feed.wants(t)]:
             self._discard(task)
-        if self.options.num_workers and not self._pipeline.started:
+        if self.options.num_workers and not self._pipeline.has_started:
             if self._feed.peek() is not None:
                 self._pipeline.start()
         else:
@@ -434,12 +434,12 @@ class _Pipeline:
         return self._feed.sent
 
     @property
-    def started(self) -> bool:
+    def has_started(self) -> bool:
         return self._iterator is not None
 
     @property
     def processes(self) -> tuple[Any, ...]:
-        return tuple(self._iterator._workers) if self.started else ()
+        return tuple(self._iterator._workers) if self.has_started else ()
 
     def start(self) -> None:
         loader: DataLoader[Any] = DataLoader(

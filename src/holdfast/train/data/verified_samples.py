@@ -35,7 +35,7 @@ class Checks:
     most: int = 0  # records that may be quarantined
 
     @property
-    def patient(self) -> bool:
+    def can_retry(self) -> bool:
         """Return whether another attempt is possible after a dataset has raised."""
         return bool(self.mirrors) or self.quarantines
 
@@ -82,7 +82,7 @@ class SampleReader:
     @property
     def is_plain(self) -> bool:
         """Return whether reading runs none of the script's code, so that it draws no numbers."""
-        checked = self._checks.index or self._checks.patient
+        checked = self._checks.index or self._checks.can_retry
         return not checked and is_plain_dataset(self.dataset)
 
     def load(
@@ -94,7 +94,7 @@ class SampleReader:
         another attempt is possible. UserError for a bad sample that must not be left out.
         """
         checks = self._checks
-        if not (known or checks.index or checks.patient):  # the indices may be any keys
+        if not (known or checks.index or checks.can_retry):  # the indices may be any keys
             begin()
             try:
                 return load_samples(self.dataset, indices), Reading(used=tuple(indices))
@@ -150,7 +150,7 @@ class SampleReader:
                 samples = many(list(records))
                 return samples, self._find_differing(records, samples)
             except Exception:
-                if not self._checks.patient:
+                if not self._checks.can_retry:
                     raise
             begin()
         samples, errors = [], {}
@@ -158,7 +158,7 @@ class SampleReader:
             try:
                 samples.append(read_sample(self._place(failed.get(record, 0)), record))
             except Exception as error:
-                if not self._checks.patient:
+                if not self._checks.can_retry:
                     raise
                 samples.append(None)
                 errors[record] = error
