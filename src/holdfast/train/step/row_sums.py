@@ -7,7 +7,7 @@ as much. The numbers of rows are sent first, then the rows.
 from __future__ import annotations
 
 import cmath
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -19,6 +19,7 @@ from holdfast.train.step.buckets import Flat
 from holdfast.train.step.probe import current
 from holdfast.train.step.row_table import Rows, RowTable
 
+Kind = tuple[torch.dtype, torch.device]
 _WORDS = 2  # for each partial sum: number of rows, and whether it is dense
 
 
@@ -57,20 +58,31 @@ class RowsSum:
     def spread(self, transport: Transport) -> None:
         self._wait()
         layout = self._layout
-        sends: list[Message] = []
+        own = _pack(_tensors_of(rows for parts in self._parts for rows in parts.values()))
+        sends: list[Message] = [(peer, flat) for peer in layout.others for flat in own]
         receives: list[Message] = []
-        for i, (table, parts) in enumerate(zip(self.tables, self._parts, strict=True)):
-            own = [t for rows in parts.values() for t in (rows.places, rows.values) if t.numel()]
-            sends += [(p, t) for p in layout.others for t in own]
-            for p in layout.others:
-                for node, (count, dense) in zip(
-                    layout.nodes[p], self._sizes[p][i].tolist(), strict=True
-                ):
-                    rows = parts[node] = Rows.make_empty(table.param, count, dense=bool(dense))
-                    receives += [(p, t) for t in (rows.places, rows.values) if t.numel()]
+        for peer in layout.others:
+            flats, found = self._make_room(peer)
+            receives += [(peer, flat) for flat in flats]
+            for (i, node), rows in found.items():
+                self._parts[i][node] = rows
         for peer in layout.others:
             current.probe.handle_sending(peer, sum(t.nbytes for p, t in sends if p == peer))
         self._pending = transport.exchange(sends, receives, TAG_ROWS)
+
+    def _make_room(self, peer: int) -> tuple[list[torch.Tensor], dict[tuple[int, tree.Node], Rows]]:
+        """Return arrays for what a member sends, and the rows there, by table and node."""
+        expected = {}
+        for i, (table, sizes) in enumerate(zip(self.tables, self._sizes[peer], strict=True)):
+            for node, (count, dense) in zip(self._layout.nodes[peer], sizes.tolist(), strict=True):
+                expected[i, node] = Rows.make_empty(table.param, count, dense=bool(dense))
+        flats = _pack(_tensors_of(expected.values()))
+        rest = {_kind_of(flat): flat for flat in flats}
+        found = {}
+        for key, rows in expected.items():
+            places, values = (_take(rest, like) for like in (rows.places, rows.values))
+            found[key] = Rows(places=places, values=values, dense=rows.dense)
+        return flats, found
 
     def finish(self) -> None:
         self._wait()
@@ -109,6 +121,29 @@ class RowsSum:
     def _wait(self) -> None:
         if self._pending is not None:
             self._pending.wait()
+
+
+def _tensors_of(every: Iterable[Rows]) -> list[torch.Tensor]:
+    return [t for rows in every for t in (rows.places, rows.values) if t.numel()]
+
+
+def _pack(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return one flat tensor for each type of number: few messages in place of many."""
+    kinds = dict.fromkeys(map(_kind_of, tensors))
+    return [torch.cat([t.reshape(-1) for t in tensors if _kind_of(t) == kind]) for kind in kinds]
+
+
+def _kind_of(tensor: torch.Tensor) -> Kind:
+    return tensor.dtype, tensor.device
+
+
+def _take(rest: dict[Kind, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Take the next part of a packed tensor, in the shape of another one."""
+    if not like.numel():
+        return like
+    kind = _kind_of(like)
+    part, rest[kind] = rest[kind].tensor_split([like.numel()])
+    return part.view(like.shape)
 
 
 def _is_finite(values: torch.Tensor) -> bool:
