@@ -17,6 +17,7 @@ from holdfast.servers import server_wire as wire
 from holdfast.servers.row_client import KEPT, RowClient
 from holdfast.servers.row_optimizers import TableOptimizer
 from holdfast.servers.row_values import fill_rows
+from holdfast.servers.served_tables import ServedOptimizer
 from holdfast.servers.server_rows import RowBlock, RowUpdate
 from holdfast.servers.serving import RowServer
 from holdfast.servers.table_shape import TableShape
@@ -65,20 +66,22 @@ class Servers:
         self.addresses = [server.listen("127.0.0.1") for server in self.servers]
 
     def client(self, described: wire.TableGroup) -> RowClient:
+        return RowClient(described, self.access())
+
+    def access(self, staleness: int = 0) -> ServerAccess:
         def lose(why: str) -> None:
             raise UserError(why)
 
-        access = ServerAccess(
+        return ServerAccess(
             servers=self.count,
             replicas=self.replicas,
-            staleness=0,
+            staleness=staleness,
             identity=IDENTITY,
             find_address=lambda number: self.addresses[number],
             find_part=lambda: (0, 1),
             lose=lose,
             tell=self.log.append,
         )
-        return RowClient(described, access)
 
 
 def everything(client: RowClient, version: int, tables: int) -> list[torch.Tensor]:
@@ -129,6 +132,22 @@ def test_what_undoes_updates_is_kept_for_a_while_only() -> None:
     now, _ = expected(RULES[1], STEPS)
     (found,) = block.read([torch.arange(ROWS)], 0)
     assert torch.equal(found, now)
+
+
+@pytest.mark.parametrize(("steps", "most"), [(1, 0), (-1, 0), (9, 8)])
+def test_a_staleness_that_the_job_does_not_allow_is_refused(steps: int, most: int) -> None:
+    weight = torch.nn.Parameter(torch.zeros(ROWS, DIM))
+    here, there = (
+        TableOptimizer([weight], RULES[1]),
+        ServedOptimizer([weight], [shape("a")], RULES[1]),
+    )
+    there.connect(Servers(1).access(staleness=most))
+    with pytest.raises(UserError, match=rf"set_staleness\({steps}\): give 0 to {most}"):
+        there.set_staleness(steps)
+    with pytest.raises(UserError, match="give 0 to 0"):
+        here.set_staleness(steps)
+    here.set_staleness(0)
+    there.set_staleness(most)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)

@@ -62,9 +62,11 @@ def until_replaced(run: LocalRun, number: int, pids: dict[int, int]) -> None:
     run.until(lambda: servers_of(run, len(pids))[number] != pids[number], 30, what)
 
 
-def paced(start: Start, steps: int, workers: int, options: tuple[str, ...]) -> LocalRun:
-    """Return a run that is slow enough to be disturbed."""
-    pace = ("--steps", str(steps), "--task-s", "0.03")
+def paced(
+    start: Start, steps: int, workers: int, options: tuple[str, ...], *words: str
+) -> LocalRun:
+    """Return a run that is slow enough to be disturbed; `words`: more for the script."""
+    pace = ("--steps", str(steps), "--task-s", "0.03", *words)
     return start(*pace, nproc=workers, script="tables.py", options=options)
 
 
@@ -183,15 +185,28 @@ def test_a_job_whose_every_process_was_killed_goes_on_with_its_rows(
     assert "from the checkpoint of step" in again.events("view")[-1]["text"]
 
 
-@pytest.mark.parametrize("staleness", [1, pytest.param(8, marks=pytest.mark.slow)])
+CHANGES = ("--stale", "12", "0", "--stale", "30", "5")
+
+
+@pytest.mark.parametrize(
+    ("staleness", "changes"),
+    [
+        (1, ()),
+        pytest.param(8, (), marks=pytest.mark.slow),
+        pytest.param(8, CHANGES, marks=pytest.mark.slow),
+    ],
+)
 def test_stale_reads_are_the_same_on_any_servers_and_after_losses(
-    staleness: int, start: Start, digest: Digest
+    staleness: int, changes: tuple[str, ...], start: Start, digest: Digest
 ) -> None:
     late = ("--staleness", str(staleness))
-    with start(nproc=1, script="tables.py", options=(*flags(1), *late)) as run:
+    with start(*changes, nproc=1, script="tables.py", options=(*flags(1), *late)) as run:
         found = finish(run)
     assert found != digest(STEPS)
-    run = paced(start, STEPS, 2, (*flags(3, 2), *late))
+    if changes:
+        with start(nproc=1, script="tables.py", options=(*flags(1), *late)) as run:
+            assert finish(run) != found
+    run = paced(start, STEPS, 2, (*flags(3, 2), *late), *changes)
     with run:
         pids = servers_of(run, 3)
         until_step(run, 10)

@@ -20,6 +20,9 @@ parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--task-s", type=float, default=0.0)
 parser.add_argument("--rows", type=int, default=ROWS, help="more than the ids that are used")
 parser.add_argument("--keyed", action="store_true", help="items have any keys, and too little room")
+parser.add_argument(
+    "--stale", nargs=2, type=int, action="append", default=[], help="STEP STALENESS"
+)
 options = parser.parse_args()
 
 job = holdfast.join()
@@ -42,6 +45,7 @@ job.protect(bags=bags, words=words, top=top, optimizer=optimizer, scheduler=sche
 dice = torch.Generator().manual_seed(5)
 ids = (ROWS * torch.rand(500, 3, BAG, generator=dice) ** 3).long()
 data = job.batches(TensorDataset(ids, ids.sum(2)[:, :2].float().sin()), 5)
+staleness = dict(options.stale)
 for step in job.steps(data, until=options.steps):
     for given, targets in step:
         offsets = torch.arange(0, len(given) * BAG, BAG)
@@ -55,6 +59,9 @@ for step in job.steps(data, until=options.steps):
     optimizer.step()
     optimizer.zero_grad()
     scheduler.step()
+    if step.index + 1 in staleness:
+        for tables in bags, words:
+            tables.row_optimizer.set_staleness(staleness[step.index + 1])
 
 if job.is_leader:
     parts = [bags.read_rows("items"), bags.read_rows("users"), words.read_rows(), top.weight]

@@ -200,6 +200,10 @@ class TableOptimizer(torch.optim.Optimizer):
         super().__init__(params, {"lr": rule.lr})
         self._rule, self._keyed = rule, keyed or {}
 
+    def set_staleness(self, steps: int) -> None:
+        """Take 0 only: rows in a worker have every update. UserError."""
+        check_staleness(steps, 0)
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the rows of every table that has a gradient."""
@@ -234,6 +238,15 @@ class TableOptimizer(torch.optim.Optimizer):
             state[name] = param.new_full((len(param), width), first)
         self.state[param] = state
         return state
+
+
+def check_staleness(steps: int, most: int) -> None:
+    """Raise UserError unless reads may leave the updates of so many steps out."""
+    if not 0 <= steps <= most:
+        raise UserError(
+            f"set_staleness({steps}): give 0 to {most}, or start the job with servers and a "
+            "greater --staleness"
+        )
 
 
 def rows_of(param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ import torch
 
 from holdfast.core.errors import UserError
 from holdfast.servers.row_client import RowClient
-from holdfast.servers.row_optimizers import RowOptimizer, rows_of
+from holdfast.servers.row_optimizers import RowOptimizer, check_staleness, rows_of
 from holdfast.servers.server_rows import RowUpdate
 from holdfast.servers.server_wire import TableGroup, describe_rule
 from holdfast.servers.table_shape import TableShape
@@ -99,7 +99,7 @@ class ServedOptimizer(torch.optim.Optimizer):
         super().__init__(params, {"lr": rule.lr})
         self._order = list(params)
         self._client: RowClient | None = None
-        self._staleness = 0
+        self._staleness = 0  # the most that is allowed
         name, settings = describe_rule(rule)
         group = "+".join(shape.name for shape in shapes)
         self._group = TableGroup(name=group, tables=tuple(shapes), rule=name, settings=settings)
@@ -110,16 +110,25 @@ class ServedOptimizer(torch.optim.Optimizer):
     def connect(self, access: ServerAccess) -> None:
         """Use the job's servers from now on."""
         self._staleness = access.staleness
+        self.param_groups[0].setdefault("staleness", access.staleness)
         group = msgspec.structs.replace(self._group, staleness=access.staleness)
         self._client = RowClient(group, access)
 
+    def set_staleness(self, steps: int) -> None:
+        """Let later steps read rows without the updates of the last `steps` steps.
+
+        Call it between two steps, on all workers. UserError for more than the job's --staleness.
+        """
+        check_staleness(steps, self._staleness)
+        self.param_groups[0]["staleness"] = steps
+
     def save(self, step: int, token: str, first: int, place: int, members: int) -> None:
-        """Have some servers save rows as the next step reads them, as shares from `first` on.
+        """Have some servers save rows as the next step may read them, as shares from `first` on.
 
         `place` of `members`: this worker's, since each asks some of the servers.
         """
         if self._client is not None:
-            self._client.save(self._read_version, step, token, first, (place, members))
+            self._client.save(self._saved_version, step, token, first, (place, members))
 
     def note_checkpoint(self, step: int) -> None:
         """Record that the state has come from a checkpoint, which holds all rows as well.
@@ -127,7 +136,7 @@ class ServedOptimizer(torch.optim.Optimizer):
         The state holds the updates that the rows there do not have yet.
         """
         if self._client is not None:
-            self._client.begin_from(self._read_version, step, map(_unpack, self._unread))
+            self._client.begin_from(self._saved_version, step, map(_unpack, self._unread))
 
     def find_rows(self, ids: Sequence[torch.Tensor], *, newest: bool = False) -> list[FoundRows]:
         """Return the rows of each table's ids as this step reads them.
@@ -135,7 +144,8 @@ class ServedOptimizer(torch.optim.Optimizer):
         `newest`: as all committed updates have left them, whatever the job's staleness.
         """
         client = self._connected()
-        version = self.param_groups[0]["updates"] if newest else self._read_version
+        state = self.param_groups[0]
+        version = max(state["updates"] - (0 if newest else state["staleness"]), 0)
         return find_rows(ids, lambda keys: client.read(version, keys))
 
     def read_rows(self, table: TableShape, ids: torch.Tensor) -> torch.Tensor:
@@ -154,8 +164,8 @@ class ServedOptimizer(torch.optim.Optimizer):
         return client.read_keys(self.param_groups[0]["updates"], self._group.tables.index(table))
 
     @property
-    def _read_version(self) -> int:
-        """Return how many updates the rows have had that the next step reads."""
+    def _saved_version(self) -> int:
+        """Return how many updates the rows have had that the next step may read, at least."""
         return max(self.param_groups[0]["updates"] - self._staleness, 0)
 
     @property
