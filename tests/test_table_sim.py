@@ -119,7 +119,7 @@ def keeps_later_rows(patch: Patch) -> None:
 
 def saves_unread_updates(patch: Patch) -> None:
     """Let a checkpoint have the rows as they are now, though the next step reads earlier ones."""
-    patch.setattr(TableWorld, "_saved_rows", lambda self, step: step)
+    patch.setattr(TableSimOptions, "rows_saved_at", lambda self, step: step)
 
 
 def forgets_what_waits(patch: Patch) -> None:

@@ -23,10 +23,12 @@ from holdfast.servers.collections import (
     EmbeddingConfig,
 )
 from holdfast.servers.embeddings import Embedding, EmbeddingBag
+from holdfast.servers.lbfgs import LBFGS
 from holdfast.servers.row_optimizers import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
 from holdfast.servers.table_shape import KeyRules
 
 __all__ = [
+    "LBFGS",
     "SGD",
     "Adagrad",
     "Embedding",

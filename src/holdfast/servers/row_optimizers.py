@@ -241,7 +241,7 @@ class TableOptimizer(torch.optim.Optimizer):
 
 
 def check_staleness(steps: int, most: int) -> None:
-    """Raise UserError unless reads may leave the updates of so many steps out."""
+    """Raise UserError unless reads may leave out the updates of `steps` steps."""
     if not 0 <= steps <= most:
         raise UserError(
             f"set_staleness({steps}): give 0 to {most}, or start the job with servers and a "

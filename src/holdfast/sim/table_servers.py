@@ -64,6 +64,10 @@ class TableSimOptions:
     quiet_at: float = 4.0
     ends_by: float = 120.0
 
+    def rows_saved_at(self, step: int) -> int:
+        """Return how many updates the rows in a checkpoint have had: those that a read knows."""
+        return max(step - self.staleness, 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSimReport:
@@ -493,14 +497,10 @@ class TableWorld:
                         "has it"
                     )
 
-    def _saved_rows(self, step: int) -> int:
-        """Return how many updates the rows in a checkpoint have had: those that a read knows."""
-        return max(step - self._options.staleness, 0)
-
     def _begin_again(self) -> None:
         """Let the whole job begin with its first step."""
         self._counts["restarts"] += 1
-        rows = self._saved_rows(self._saved)
+        rows = self._options.rows_saved_at(self._saved)
         self._begun_from = rows if self._saved else None
         self._arrived.clear()
         for worker in self._workers:
