@@ -186,14 +186,14 @@ def never_orders_copies(patch: Patch) -> None:
     """Let servers that are behind stay so."""
     patch.setattr(reading, "bring_up", lambda *_: [])
     patch.setattr("holdfast.sim.table_servers.bring_up", lambda *_: [])
-    patch.setattr(RowReading, "served", _served_without_copies(RowReading.served))
+    patch.setattr(RowReading, "record_answer", _answer_without_copies(RowReading.record_answer))
 
 
-def _served_without_copies(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def served(self: RowReading, server: int, shards: Sequence[int]) -> list[Any]:
+def _answer_without_copies(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def record_answer(self: RowReading, server: int, shards: Sequence[int]) -> list[Any]:
         return [e for e in plain(self, server, shards) if not isinstance(e, OrderCopy)]
 
-    return served
+    return record_answer
 
 
 @pytest.mark.parametrize(
@@ -286,16 +286,16 @@ def test_damaged_shards_begin_again_and_take_what_has_waited() -> None:
 def test_a_reader_asks_another_server_and_has_the_first_one_copy() -> None:
     read = RowReading(9, {0: (4, 7)}, kept_after=5)
     assert read.next() == [Ask(4, (0,))]
-    assert read.refused(4, (0,), ShardStanding(behind=((0, 2),))) == []
+    assert read.record_refusal(4, (0,), ShardStanding(behind=((0, 2),))) == []
     assert read.next() == [Ask(7, (0,))]
-    assert read.served(7, (0,)) == [OrderCopy(4, 7, (0,))]
+    assert read.record_answer(7, (0,)) == [OrderCopy(4, 7, (0,))]
     assert read.is_done
 
 
 def test_a_reader_gives_what_it_keeps() -> None:
     read = RowReading(9, {0: (4, 7)}, kept_after=5)
     read.next()
-    assert read.refused(4, (0,), ShardStanding(behind=((0, 6),))) == [Give(4, 6, (0,))]
+    assert read.record_refusal(4, (0,), ShardStanding(behind=((0, 6),))) == [Give(4, 6, (0,))]
     assert read.next() == [Ask(4, (0,))]
 
 
@@ -307,21 +307,21 @@ def test_rows_are_given_up_only_when_all_have_answered_again_and_again() -> None
     read = RowReading(9, {0: (4,)}, kept_after=8)
     for _ in range(reading.DENIALS_MAX):
         assert read.next() == [Ask(4, (0,))]
-        read.refused(4, (0,), ShardStanding(past=(0,)))
+        read.record_refusal(4, (0,), ShardStanding(past=(0,)))
         found = read.next()
         read.try_again()
     assert found == [Lost((0,))]
     for _ in range(3 * reading.DENIALS_MAX):
         read = RowReading(9, {0: (4, 7)}, kept_after=8)
         read.next()
-        read.refused(4, (0,), ShardStanding(past=(0,)))
+        read.record_refusal(4, (0,), ShardStanding(past=(0,)))
         read.next()
-        read.unreached(7)
+        read.record_silence(7)
         assert not any(isinstance(e, Lost) for e in read.next())
 
 
 def test_a_job_that_keeps_every_update_has_rows_made_again() -> None:
     read = RowReading(0, {0: (4,)}, kept_after=0)
     read.next()
-    read.refused(4, (0,), ShardStanding(past=(0,)))
+    read.record_refusal(4, (0,), ShardStanding(past=(0,)))
     assert read.next() == [OrderReset(4, (0,))]

@@ -162,7 +162,7 @@ def list_all(options: argparse.Namespace) -> int:
             continue
         about = " ".join(f"{k}={v}" for k, v in sorted(row["about"].items()))
         cells = (row["entries"], _size(row["bytes"]), _size(row["written_bytes"]), about)
-        table.add_row(str(row["step"]), _when(row["time"]), *map(str, cells))
+        table.add_row(str(row["step"]), _format_time(row["time"]), *map(str, cells))
     Console().print(table if rows else "no checkpoints")
     return code
 
@@ -176,7 +176,9 @@ def show(options: argparse.Namespace) -> int:
         ]
         print(json.dumps({"step": found.step, "about": found.about, "entries": entries}, indent=2))
         return 0
-    table = Table("name", "dtype", "shape", "size", title=f"step {found.step}, {_when(found.time)}")
+    table = Table(
+        "name", "dtype", "shape", "size", title=f"step {found.step}, {_format_time(found.time)}"
+    )
     for entry in found.entries:
         shape = "x".join(map(str, entry.shape)) if entry.dtype else ""
         table.add_row(entry.label, entry.dtype or "bytes", shape, _size(entry.size))
@@ -193,7 +195,9 @@ def diff(options: argparse.Namespace) -> int:
     found = {
         "removed": [name for name in old if name not in new],
         "added": [name for name in new if name not in old],
-        "changed": [name for name in old if name in new and not _same(old[name], new[name])],
+        "changed": [
+            name for name in old if name in new and not _is_same_entry(old[name], new[name])
+        ],
     }
     equal = sum(name in new for name in old) - len(found["changed"])
     if options.json:
@@ -206,7 +210,7 @@ def diff(options: argparse.Namespace) -> int:
     return 1 if any(found.values()) else 0
 
 
-def _same(old: Entry, new: Entry) -> bool:
+def _is_same_entry(old: Entry, new: Entry) -> bool:
     what = (old.dtype, old.shape, old.digests)
     return what == (new.dtype, new.shape, new.digests)
 
@@ -240,7 +244,9 @@ def verify(options: argparse.Namespace) -> int:
         try:
             manifest = store.manifest(step)
             with _progress(f"step {step}", manifest.size) as advance:
-                findings[step] = [str(bad) for bad in _verified(store, manifest, options, advance)]
+                findings[step] = [
+                    str(bad) for bad in _verify_step(store, manifest, options, advance)
+                ]
         except WorldError as error:
             findings[step] = [str(error)]
     if options.json:
@@ -253,7 +259,7 @@ def verify(options: argparse.Namespace) -> int:
     return 1 if any(findings.values()) else 0
 
 
-def _verified(
+def _verify_step(
     store: Checkpoints,
     manifest: Manifest,
     options: argparse.Namespace,
@@ -357,5 +363,5 @@ def _size(count: object) -> str:
     return f"{size:.1f} TiB"
 
 
-def _when(seconds: object) -> str:
+def _format_time(seconds: object) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(str(seconds))))

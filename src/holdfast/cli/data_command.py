@@ -112,14 +112,14 @@ def verify(options: argparse.Namespace) -> int:
         print(json.dumps({"ok": not differing, "differing": differing}))
     else:
         for each in differing[:SHOWN_MAX]:
-            print(_described(each, options.data))
+            print(_describe_bad_record(each, options.data))
         if len(differing) > SHOWN_MAX:
             print(f"and {len(differing) - SHOWN_MAX} more: --json lists them all")
         print(f"{len(differing)} differ" if differing else "everything is as the index says")
     return 1 if differing else 0
 
 
-def _described(each: dict[str, Any], data: str) -> str:
+def _describe_bad_record(each: dict[str, Any], data: str) -> str:
     if "record" in each:
         return f"record {each['record']} {each['problem']}"
     where = os.path.join(data, each["file"]) if each["file"] else data

@@ -51,33 +51,35 @@ def read_config(path: Path) -> JobConfig:
         raise UserError(f"--config {path} is not TOML: {error}") from None
     script, args = found.pop("script", ""), found.pop("args", [])
     if not isinstance(script, str):
-        raise UserError(f"{path}: script = {_plain(script)} must be {KINDS[str]}")
+        raise UserError(f"{path}: script = {_format_value(script)} must be {KINDS[str]}")
     if not isinstance(args, list) or not all(isinstance(each, str) for each in args):
-        raise UserError(f'{path}: args = {_plain(args)} must be a list of texts, like ["a", "b"]')
+        raise UserError(
+            f'{path}: args = {_format_value(args)} must be a list of texts, like ["a", "b"]'
+        )
     settings: dict[str, object] = {}
     for section, table in found.items():
         if section not in SECTIONS:
             names = ["script", "args", *(f"[{name}]" for name in SECTIONS)]
-            raise UserError(f"{path}: {_unknown(section, table, names, SECTIONS)}")
+            raise UserError(f"{path}: {_describe_unknown(section, table, names, SECTIONS)}")
         if not isinstance(table, dict):
             raise UserError(
-                f"{path}: {section} = {_plain(table)} must be a table: write [{section}] and its "
-                "settings below it"
+                f"{path}: {section} = {_format_value(table)} must be a table: write [{section}] "
+                "and its settings below it"
             )
         known = [each.name for each in SETTINGS.values() if each.section == section]
         for name, value in table.items():
             key = f"{section}.{name}"
             if name not in known:
-                raise UserError(f"{path}: {_unknown(key, value, known, known)}")
+                raise UserError(f"{path}: {_describe_unknown(key, value, known, known)}")
             settings[key] = _value(path, SETTINGS[key], value)
     return JobConfig(path=path, script=script, args=tuple(args), settings=settings)
 
 
-def _unknown(
+def _describe_unknown(
     key: str, value: object, names: list[str], near: Mapping[str, type] | list[str]
 ) -> str:
     close = difflib.get_close_matches(key.rpartition(".")[2], list(near), 1)
-    shown = f"[{key}]" if isinstance(value, dict) else f"{key} = {_plain(value)}"
+    shown = f"[{key}]" if isinstance(value, dict) else f"{key} = {_format_value(value)}"
     advice = f"did you mean {close[0]}?" if close else f"use one of {', '.join(names)}"
     return f"{shown} is not a setting of a job: {advice}"
 
@@ -96,7 +98,7 @@ def _value(path: Path, setting: Setting, value: object) -> object:
     if setting.size:
         kind = f"a list of {setting.size} values, each {kind}"
     auto = f', or "{AUTO}"' if setting.auto else ""
-    raise UserError(f"{path}: {setting.key} = {_plain(value)} must be {kind}{auto}")
+    raise UserError(f"{path}: {setting.key} = {_format_value(value)} must be {kind}{auto}")
 
 
 def _scalar(setting: Setting, value: object) -> object | None:
@@ -118,16 +120,16 @@ def _lines(spec: JobSpec) -> Iterator[str]:
     for line in HEAD.splitlines():
         yield f"# {line}"
     yield from ("", "# The training script and its arguments.")
-    yield f"script = {_plain(spec.script)}" if spec.script else '# script = "train.py"'
-    yield f"args = {_plain(list(spec.args))}"
+    yield f"script = {_format_value(spec.script)}" if spec.script else '# script = "train.py"'
+    yield f"args = {_format_value(list(spec.args))}"
     for section, kind in SECTIONS.items():
         yield from ("", f"# {kind.__doc__}", f"[{section}]")
         for each in SETTINGS.values():
             if each.section == section:
-                default = _plain(each.default)
+                default = _format_value(each.default)
                 yield ""
                 yield from _comment(f"{each.about.help} (default: {default})")
-                yield f"{each.name} = {_plain(each.value_in(spec))}"
+                yield f"{each.name} = {_format_value(each.value_in(spec))}"
 
 
 def _comment(text: str) -> list[str]:
@@ -141,7 +143,7 @@ def _comment(text: str) -> list[str]:
     )
 
 
-def _plain(value: object) -> str:
+def _format_value(value: object) -> str:
     """Format a value as TOML writes it."""
     if value is None:
         return f'"{AUTO}"'
@@ -150,5 +152,5 @@ def _plain(value: object) -> str:
     if isinstance(value, str):  # the escapes of JSON, and one that TOML wants besides
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_plain(each) for each in value)}]"
+        return f"[{', '.join(_format_value(each) for each in value)}]"
     return repr(value) if isinstance(value, (int, float)) else str(value)

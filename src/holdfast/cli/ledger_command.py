@@ -66,7 +66,7 @@ def render(report: LedgerReport) -> str:
             if report.quarantined
             else []
         ),
-        _proved(report) if report.ok else "NOT PROVED",
+        _describe_proof(report) if report.ok else "NOT PROVED",
     ]
     return "\n".join(lines)
 
@@ -77,6 +77,6 @@ def _steps(report: LedgerReport) -> str:
     return f"{report.steps} of {report.job_steps}"
 
 
-def _proved(report: LedgerReport) -> str:
+def _describe_proof(report: LedgerReport) -> str:
     which = "every other sample" if report.dropped else "every sample"
     return f"{which} was used exactly once"

@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.tables:
             return _run_tables(args)
-        return _one(args) if args.seed is not None else _many(args)
+        return _run_one(args) if args.seed is not None else _run_seeds(args)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -99,7 +99,7 @@ def _run_tables(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _one(args: argparse.Namespace) -> int:
+def _run_one(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     listener = print if args.trace and not args.json else None
     result = run_seed(args.seed, small=args.small, nodes=args.nodes, listener=listener)
@@ -113,7 +113,7 @@ def _one(args: argparse.Namespace) -> int:
     return 1 if result.failure else 0
 
 
-def _many(args: argparse.Namespace) -> int:
+def _run_seeds(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     summary, failed = Summary(), []
     for result in _with_progress(run_many(args.seeds, args.small, args.nodes), args.seeds):

@@ -138,7 +138,7 @@ class EmbeddingBagCollection(_Collection):
         *,
         seed: int | None = None,
     ) -> None:
-        for config in _checked(tables):
+        for config in _check_tables(tables):
             if config.pooling not in POOLINGS:
                 raise UserError(
                     f"table {config.name}: pooling={config.pooling!r}: give 'sum' or 'mean'"
@@ -193,7 +193,7 @@ class EmbeddingCollection(_Collection):
             config.name: Embedding(
                 config.num_embeddings, config.embedding_dim, **_options_of(config, seed)
             )
-            for config in _checked(tables)
+            for config in _check_tables(tables)
         }
         super().__init__()
         self.embeddings = _Tables(made)
@@ -262,7 +262,7 @@ def _find_lookups(configs: Sequence[C]) -> list[Lookup]:
     ]
 
 
-def _checked(tables: Sequence[C]) -> Sequence[C]:
+def _check_tables(tables: Sequence[C]) -> Sequence[C]:
     """Return these tables. UserError if there is none, or two have one name."""
     if not tables:
         raise UserError("a collection needs tables: give at least one config")

@@ -71,7 +71,7 @@ class TableSpec:
         if not low <= high:
             raise UserError(f"table {name}: its first values are from {low} to {high}: swap these")
         self.name, self.count, self.dim, self.limits = name, count or 0, dim, (low, high)
-        self.rules = _checked(name, rules)
+        self.rules = _check_rules(name, rules)
         self.is_served = count_servers() > 0  # its rows are on the job's servers
         self.keyed: KeyedTable | None = None  # its rows, if these are here and have keys
 
@@ -146,7 +146,7 @@ class TableSpec:
             )
 
 
-def _checked(name: str, rules: KeyRules | None) -> KeyRules | None:
+def _check_rules(name: str, rules: KeyRules | None) -> KeyRules | None:
     """Return these rules. UserError for those that make no sense."""
     if rules is None:
         return None
@@ -216,7 +216,7 @@ class _Rows(nn.Module):
             return table.keyed.read(ids.cpu(), NEWEST)
         if not table.is_served:
             return self.weight.detach()[ids.to(self.weight.device)].cpu()
-        return self._served(optimizer).read_rows(table.shape, ids)
+        return self._served_by(optimizer).read_rows(table.shape, ids)
 
     def read_keys(self, optimizer: TableOptimizer | ServedOptimizer | None = None) -> torch.Tensor:
         """Return the keys [n] that have rows now, in growing order. UserError if none can."""
@@ -226,9 +226,9 @@ class _Rows(nn.Module):
         if table.keyed is not None:
             every = [table.keyed.keys_of(shard, NEWEST) for shard in range(SHARDS)]
             return torch.cat(every).sort().values
-        return self._served(optimizer).read_keys(table.shape)
+        return self._served_by(optimizer).read_keys(table.shape)
 
-    def _served(self, optimizer: TableOptimizer | ServedOptimizer | None) -> ServedOptimizer:
+    def _served_by(self, optimizer: TableOptimizer | ServedOptimizer | None) -> ServedOptimizer:
         served = self.row_optimizer if optimizer is None else optimizer
         assert isinstance(served, ServedOptimizer)
         return served

@@ -175,7 +175,7 @@ class KeyedTable:
         """Look all keys up again before the next use: the arrays have been written to."""
         self._index = None
 
-    def _indexed(self) -> KeyIndex:
+    def _find_index(self) -> KeyIndex:
         """Return the index of all keys, made again if need be."""
         if self._index is None:
             self._taken = self.arrays["used"][:, USES] > 0
@@ -199,7 +199,7 @@ class KeyedTable:
         `whole`: what updates of them need is looked at, too; that is all of a shard that must give
         rows up.
         """
-        places = self._indexed().find(keys)
+        places = self._find_index().find(keys)
         there = places[places >= 0]
         found = self.checksums.find_damaged(there, "read")
         if not whole:
@@ -216,7 +216,7 @@ class KeyedTable:
 
     def read(self, keys: torch.Tensor, version: int) -> torch.Tensor:
         """Return rows [keys, dim] as they were after `version` updates."""
-        places = self._indexed().find(keys)
+        places = self._find_index().find(keys)
         there = places >= 0
         if bool(there.all()):
             found = self.arrays["rows"].index_select(0, places)
@@ -245,7 +245,7 @@ class KeyedTable:
         if not bool((keys[1:] > keys[:-1]).all()):
             keys, order = keys.sort()
             grads = grads[order]
-        index = self._indexed()
+        index = self._find_index()
         places = index.find(keys)
         lacks = places < 0
         admitted, cells, counts = self._counts.admit(keys[lacks], number)
@@ -370,7 +370,7 @@ class KeyedTable:
             arrays[name][moves.places] = first
         arrays["used"][moves.places] = 0
         self._taken[moves.places] = True
-        self._indexed().add(moves.keys, moves.places)
+        self._find_index().add(moves.keys, moves.places)
 
     # ------------------------------------------------------------ places
 

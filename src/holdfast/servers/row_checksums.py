@@ -31,16 +31,16 @@ class RowChecksums:
     def seal(self, places: torch.Tensor | range) -> None:
         """Take the rows at these places as they are now for right."""
         if isinstance(places, torch.Tensor):
-            self.seal_as(places, [words.index_select(0, places) for words in self._words])
+            self.seal_copies(places, [words.index_select(0, places) for words in self._words])
             return
         for part in _split(places):
             self._sums[part] = self._sum_rows([words[part] for words in self._words])
 
-    def seal_as(self, places: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    def seal_copies(self, places: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """Take the rows at these places for right if they are these, [places, width] each."""
         self._sums[places] = self._sum_rows([part.view(torch.int32) for part in parts])
 
-    def differ(self, places: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def find_differing(self, places: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return for each of these places whether its rows, copied to `parts`, are damaged."""
         found = self._sum_rows([part.view(torch.int32) for part in parts])
         return found != self._sums.index_select(0, places)
@@ -48,7 +48,8 @@ class RowChecksums:
     def find_damaged(self, places: torch.Tensor | range) -> torch.Tensor:
         """Return those of these places whose rows are not as they were sealed."""
         if isinstance(places, torch.Tensor):
-            return places[self.differ(places, [w.index_select(0, places) for w in self._words])]
+            parts = [words.index_select(0, places) for words in self._words]
+            return places[self.find_differing(places, parts)]
         damaged = []
         for part in _split(places):
             found = self._sum_rows([words[part] for words in self._words])

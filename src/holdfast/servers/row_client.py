@@ -144,14 +144,14 @@ class _Kept:
         with self._lock:
             return self._updates.get(number)
 
-    def after(self, version: int) -> int:
+    def find_start(self, version: int) -> int:
         """Return the number after which all updates up to `version` are kept."""
         with self._lock:
             while version in self._updates:
                 version -= 1
             return version
 
-    def since(self, number: int) -> list[tuple[int, SentUpdate]]:
+    def list_since(self, number: int) -> list[tuple[int, SentUpdate]]:
         """Return all updates after this one."""
         with self._lock:
             return sorted((n, each) for n, each in self._updates.items() if n > number)
@@ -220,13 +220,13 @@ class RowClient:
         stored = self._stored[0] if self._stored is not None else None
         holders = {shard: self.holders[shard] for shard in shards}
         job.reading = reading = RowReading(
-            version, holders, self._kept.after(version), self.suspects(), stored
+            version, holders, self._kept.find_start(version), self.find_suspects(), stored
         )
         told_at = time.monotonic() + TOLD_S
         while not reading.is_done:
             if time.monotonic() >= told_at:
                 told_at = math.inf
-                missing = ", ".join(map(str, self.suspects()))
+                missing = ", ".join(map(str, self.find_suspects()))
                 self._access.tell(
                     f"rows of {self._group.name} are being waited for since {TOLD_S:g} s: servers "
                     f"{missing or 'that hold them'} do not answer, or are behind"
@@ -247,7 +247,7 @@ class RowClient:
         except (OSError, WireError):
             self._suspects[effect.server] = time.monotonic() + SUSPECT_S
             self._reads[effect.server].close()
-            job.reading.unreached(effect.server)
+            job.reading.record_silence(effect.server)
             return False
         return True
 
@@ -310,7 +310,7 @@ class RowClient:
             time.sleep(SAVE_PAUSE_S)
         connection.close()
 
-    def suspects(self) -> list[int]:
+    def find_suspects(self) -> list[int]:
         """Return the servers that did not answer lately."""
         now = time.monotonic()
         return [number for number, until in self._suspects.items() if now < until]
@@ -327,10 +327,10 @@ class RowClient:
             raise WireError("the server does not know these tables any more")
         self._tell_of_damage(ask.server, answer)
         if not answer.standing.can_serve:
-            job.orders += reading.refused(ask.server, ask.shards, answer.standing)
+            job.orders += reading.record_refusal(ask.server, ask.shards, answer.standing)
             return
         job.receive(channel, answer, ask.shards)
-        job.orders += reading.served(ask.server, ask.shards)
+        job.orders += reading.record_answer(ask.server, ask.shards)
 
     def _tell_of_damage(self, server: int, answer: wire.Answer) -> None:
         if answer.dropped:
@@ -341,7 +341,7 @@ class RowClient:
             )
 
     def _give(self, to: _Connection, after: int, shards: Sequence[int]) -> None:
-        for number, update in self._kept.since(after):
+        for number, update in self._kept.list_since(after):
             to.give(number, shards, update)
 
     # ------------------------------------------------------------ pushing
@@ -366,7 +366,7 @@ class RowClient:
         self._tell_of_damage(server, answer)
         standing = replace(answer.standing, past=())
         holders = {shard: self.holders[shard] for shard in shards}
-        for effect in bring_up(server, standing, self._kept.after(number), holders):
+        for effect in bring_up(server, standing, self._kept.find_start(number), holders):
             if isinstance(effect, Give):
                 self._give(connection, effect.after, effect.shards)
             elif isinstance(effect, OrderCopy):

@@ -143,7 +143,7 @@ class ServedOptimizer(torch.optim.Optimizer):
 
         `newest`: as all committed updates have left them, whatever the job's staleness.
         """
-        client = self._connected()
+        client = self._find_client()
         state = self.param_groups[0]
         version = max(state["updates"] - (0 if newest else state["staleness"]), 0)
         return find_rows(ids, lambda keys: client.read(version, keys))
@@ -160,7 +160,7 @@ class ServedOptimizer(torch.optim.Optimizer):
 
     def read_keys(self, table: TableShape) -> torch.Tensor:
         """Return the keys [n] of a table that have rows after all committed updates."""
-        client = self._connected()
+        client = self._find_client()
         return client.read_keys(self.param_groups[0]["updates"], self._group.tables.index(table))
 
     @property
@@ -173,7 +173,7 @@ class ServedOptimizer(torch.optim.Optimizer):
         """Return the updates after that version."""
         return self.param_groups[0]["unread"]
 
-    def _connected(self) -> RowClient:
+    def _find_client(self) -> RowClient:
         if self._client is None:
             raise UserError(
                 f"tables {self._group.name} were looked up before the job's first step: call "

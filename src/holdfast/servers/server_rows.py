@@ -164,7 +164,7 @@ class RowBlock:
         found: set[int] = set()
         for sums, part in zip(self.checksums, parts, strict=False):
             if part:
-                wrong = sums.differ(used.places, part)
+                wrong = sums.find_differing(used.places, part)
                 found |= set((used.keys[wrong] % SHARDS).tolist())
         return found
 
@@ -173,7 +173,7 @@ class RowBlock:
         for array, part in zip(self.arrays.values(), (rows, *slots), strict=True):
             array.index_copy_(0, places, part)
         for sums, parts in zip(self.checksums, ([rows], slots), strict=False):
-            sums.seal_as(places, parts)
+            sums.seal_copies(places, parts)
 
     def forget_undos(self, floor: int) -> None:
         """Drop what undoes updates up to `floor`."""

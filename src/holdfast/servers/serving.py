@@ -135,7 +135,7 @@ class RowServer:
         self._check_count(group, request.counts)
         found = group.read(request.version, request.shards, keys)
         if isinstance(found, ShardStanding):
-            peer_stream.send_message(channel, self._told(group, found))
+            peer_stream.send_message(channel, self._describe_standing(group, found))
             return
         sizes = tuple(rows.numel() for rows in found)
         peer_stream.send_message(channel, wire.Answer(sizes=sizes))
@@ -152,9 +152,9 @@ class RowServer:
         grads = [wire.receive_array(channel, (n, shape.dim)) for n, shape in shapes]
         update = RowUpdate(keys=keys, grads=grads, steps=request.steps, rates=request.rates)
         standing = group.update(request.number, request.shards, update)
-        peer_stream.send_message(channel, self._told(group, standing))
+        peer_stream.send_message(channel, self._describe_standing(group, standing))
 
-    def _told(self, group: ServerGroup, standing: ShardStanding) -> wire.Answer:
+    def _describe_standing(self, group: ServerGroup, standing: ShardStanding) -> wire.Answer:
         """Return the answer that says how far shards are, and which were dropped."""
         dropped = group.take_dropped()
         if dropped:
@@ -188,7 +188,7 @@ class RowServer:
             raise WireError(f"there is no table {request.table}")
         keys = group.keys_as_of(request.version, request.shards, request.table)
         if isinstance(keys, ShardStanding):
-            peer_stream.send_message(channel, self._told(group, keys))
+            peer_stream.send_message(channel, self._describe_standing(group, keys))
             return
         peer_stream.send_message(channel, wire.Answer(sizes=(len(keys),)))
         wire.send_array(channel, keys)

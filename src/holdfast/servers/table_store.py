@@ -118,7 +118,7 @@ class TableStore:
             for table, arrays in enumerate(found):
                 for i, array in enumerate(arrays):
                     entry = by_place.get((name_of(group, table, i), (0, shard, 0)))
-                    targets.append((_checked(entry, array, manifest, group), _bytes_of(array)))
+                    targets.append((_pick_entry(entry, array, manifest, group), _bytes_of(array)))
             with self._store.reading() as storage:
                 load(storage, manifest, targets)
             group.adopt(CopyArrived(shard, version, replaces=True), found)
@@ -155,7 +155,7 @@ def name_of(group: ServerGroup, table: int, array: int) -> str:
     return f"{TABLES}{group.group.tables[table].name}.{group.array_names(table)[array]}"
 
 
-def _checked(
+def _pick_entry(
     entry: Entry | None, array: torch.Tensor, manifest: Manifest, group: ServerGroup
 ) -> Entry:
     """Return an entry if it fits an array. Damaged."""

@@ -365,13 +365,13 @@ class TableWorld:
             effects: list[RowReadingEffect] = []
             if found is None:
                 worker.suspects[number] = self._time.now + 1.0
-                reading.unreached(number)
+                reading.record_silence(number)
             elif isinstance(found, ShardStanding):
-                effects = reading.refused(number, shards, found)
+                effects = reading.record_refusal(number, shards, found)
             else:
                 assert isinstance(found, dict)
                 self._check_read(number, version, found)
-                effects = reading.served(number, shards)
+                effects = reading.record_answer(number, shards)
             for effect in effects:
                 self._carry_out(worker, reading, effect)
             self._go_on(worker, reading)

@@ -147,7 +147,7 @@ class RowReading:
         is_awaited = any(Try.ASKED in each.tries.values() for each in open_shards)
         return [] if is_awaited or not stuck else self._unstick(stuck)
 
-    def served(self, server: int, shards: Sequence[int]) -> list[RowReadingEffect]:
+    def record_answer(self, server: int, shards: Sequence[int]) -> list[RowReadingEffect]:
         """Take in that a server has sent the rows; others that lack the shards fetch them there."""
         behind: dict[int, list[int]] = {}
         for shard in shards:
@@ -158,7 +158,7 @@ class RowReading:
                     behind.setdefault(other, []).append(shard)
         return [OrderCopy(other, server, tuple(found)) for other, found in behind.items()]
 
-    def refused(
+    def record_refusal(
         self, server: int, shards: Sequence[int], standing: ShardStanding
     ) -> list[RowReadingEffect]:
         """Take in that a server has answered how far it is instead."""
@@ -179,7 +179,7 @@ class RowReading:
             self._shards[shard].tries[server] = Try.UNREACHED
         return [Give(server, have, tuple(found)) for have, found in sorted(gives.items())]
 
-    def unreached(self, server: int) -> None:
+    def record_silence(self, server: int) -> None:
         """Take in that a server did not answer."""
         for each in self._shards.values():
             if server in each.tries and each.served_by is None:
