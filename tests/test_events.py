@@ -19,7 +19,7 @@ from holdfast.core.errors import NoAnswer, UserError
 from holdfast.observe.incidents import (
     describe_cost,
     find_incident,
-    find_incidents,
+    list_incidents,
     parse_event,
     tell_story,
 )
@@ -46,7 +46,7 @@ def test_every_kind_of_event_is_on_its_page() -> None:
 
 def test_incidents_are_events_linked_by_causes() -> None:
     cost = {"pause_s": 1.5, "tasks": 1, "steps": 0, "missing": 2}
-    found = find_incidents(
+    found = list_incidents(
         [
             event("view", "1"),
             event("lost", "2"),
@@ -72,7 +72,7 @@ def test_incidents_are_events_linked_by_causes() -> None:
 
 def test_an_incident_goes_on_under_the_next_coordinator() -> None:
     cost = {"pause_s": 1.5, "tasks": 1, "steps": 0, "missing": 1}
-    found = find_incidents(
+    found = list_incidents(
         [
             event("lost", "1.1", worker=2),
             event("lost", "1.2", worker=3),
@@ -90,7 +90,7 @@ def test_an_incident_goes_on_under_the_next_coordinator() -> None:
 
 
 def test_a_later_loss_under_the_next_coordinator_is_an_incident_of_its_own() -> None:
-    found = find_incidents(
+    found = list_incidents(
         [
             event("lost", "1.1", worker=2),
             event("elected", "2.1"),
@@ -128,7 +128,7 @@ def test_lines_of_older_releases_and_half_lines_are_no_error(tmp_path: Path) -> 
     log, old = tmp_path / "events.jsonl", {"time": 1.0, "kind": "lost", "text": "gone"}
     log.write_text(json.dumps(old) + '\n{"time": 2.0, "ki')
     assert read_events(log) == [old]
-    assert find_incidents(read_events(log)) == []
+    assert list_incidents(read_events(log)) == []
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-1e999"])
@@ -154,7 +154,7 @@ def test_a_killed_worker_is_one_incident_with_its_cost(
     with start("--steps", "12", "--fault", "SIGKILL:gather:4:2") as run:
         finish(run)
     path = str(run.run_dir.path)
-    titled = {each.title[:17]: each for each in find_incidents(run.events())}
+    titled = {each.title[:17]: each for each in list_incidents(run.events())}
     incident = titled["worker 2 was lost"]  # a busy machine may add others
     assert {"lost", "view", "resumed"} <= {e["kind"] for e in incident.events}
     assert incident.cost["missing"] == 1

@@ -26,8 +26,8 @@ from holdfast.health.external_checks import (
     judge_command,
     load_checks,
     make_repeated_check,
+    parse_all_checks,
     parse_check,
-    parse_checks,
     run,
     save_checks,
 )
@@ -108,9 +108,9 @@ def test_a_check_is_a_name_and_words() -> None:
 
 def test_names_are_given_once_and_not_without_end() -> None:
     with pytest.raises(UserError, match=r"a=\.\.\. is given twice"):
-        parse_checks(["a=true", "b=true", "a=false"])
+        parse_all_checks(["a=true", "b=true", "a=false"])
     with pytest.raises(UserError, match=f"at most {CHECKS_MAX}"):
-        parse_checks([f"c{n}=true" for n in range(CHECKS_MAX + 1)])
+        parse_all_checks([f"c{n}=true" for n in range(CHECKS_MAX + 1)])
 
 
 def test_no_name_can_be_that_of_a_built_in_check() -> None:
@@ -293,7 +293,7 @@ def test_a_command_ends_with_the_process_that_asked(script: Script, tmp_path: Pa
 
 def test_an_agent_finds_its_checks_in_its_run_directory(tmp_path: Path) -> None:
     assert load_checks(tmp_path, "n1") == ()
-    checks = parse_checks(["a=true", "b=sh -c 'exit 2'"], 5.0)
+    checks = parse_all_checks(["a=true", "b=sh -c 'exit 2'"], 5.0)
     save_checks(tmp_path, "n1", checks)
     save_checks(tmp_path, "../n/2", ())
     assert load_checks(tmp_path, "n1") == checks

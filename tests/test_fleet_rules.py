@@ -116,9 +116,9 @@ def test_a_host_is_avoided_for_longer_each_time_until_it_has_served_for_long_eno
     strikes.note_serving([], 2001.0)  # it has to begin again
     strikes.note_serving(["h1"], 2002.0)
     strikes.note_serving(["h1"], 2002.0 + POLICY.probation_s - 0.1)
-    assert strikes.strikes("h1") == 2
+    assert strikes.count_strikes("h1") == 2
     strikes.note_serving(["h1"], 2002.0 + POLICY.probation_s)
-    assert strikes.strikes("h1") == 0
+    assert strikes.count_strikes("h1") == 0
     assert strikes.strike("h1", 9000.0) == POLICY.avoid_s
 
 

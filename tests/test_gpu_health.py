@@ -15,9 +15,9 @@ from holdfast.health.checks_gpu import (
     GpuReport,
     GpuSample,
     bus_name,
+    judge_all_gpus,
     judge_gpu_change,
     judge_gpu_count,
-    judge_gpus,
     with_logged_xids,
 )
 from holdfast.health.checks_trials import KernelLogSample
@@ -36,7 +36,7 @@ def look(nvml: FakeNvml, present: int = 0) -> GpuReport:
 
 def judged(gpu: Gpu, *, before_job: bool = True) -> dict[str, Finding]:
     report = look(FakeNvml([gpu]))
-    return {f.check: f for f in judge_gpus(report, LIMITS, before_job=before_job)}
+    return {f.check: f for f in judge_all_gpus(report, LIMITS, before_job=before_job)}
 
 
 def test_a_healthy_gpu_is_well_in_every_check() -> None:
@@ -105,7 +105,7 @@ def test_a_branch_of_the_verdict(check: str, gpu: Gpu, grade: Grade, words: str)
 
 def test_a_lost_gpu_is_one_finding_and_the_others_are_still_asked() -> None:
     report = look(FakeNvml([Gpu(), Gpu(lost=LOST), Gpu(gone=LOST), Gpu()]))
-    found = judge_gpus(report, LIMITS, before_job=False)
+    found = judge_all_gpus(report, LIMITS, before_job=False)
     assert [f.subject for f in found if f.grade is FAIL] == ["GPU 1", "GPU 2"]
     assert [f.check for f in found if f.subject == "GPU 1"] == ["gpu"]
     assert sum(f.subject == "GPU 3" for f in found) == 7
@@ -122,7 +122,7 @@ def test_memory_in_use_only_matters_before_a_job() -> None:
 def test_xids_that_the_driver_reports(xid: int, grade: Grade) -> None:
     gpu = Gpu()
     nvml = FakeNvml([gpu], xids=[(gpu, xid)])
-    found = {f.check: f for f in judge_gpus(look(nvml), LIMITS, before_job=False)}
+    found = {f.check: f for f in judge_all_gpus(look(nvml), LIMITS, before_job=False)}
     assert found["gpu-xid"].grade is grade
     assert nvml.xids == []
 
@@ -136,7 +136,7 @@ def test_xids_are_kept_for_a_while_by_gpu_and_a_fatal_one_is_named_first() -> No
     nvml.xids.append((one, 94))
     later = reader.read(2, 99.0 + XID_AGE_S)
     assert [gpu.xids for gpu in later.gpus] == [(94,), (79, 63, 43)]
-    found = [f for f in judge_gpus(later, LIMITS, before_job=False) if f.check == "gpu-xid"]
+    found = [f for f in judge_all_gpus(later, LIMITS, before_job=False) if f.check == "gpu-xid"]
     assert [f.value for f in found] == [94, 79]
     gone = reader.read(2, 100.0 + XID_AGE_S)
     assert [gpu.xids for gpu in gone.gpus] == [(94,), ()]
@@ -162,13 +162,13 @@ def test_an_old_library_and_driver() -> None:
 
 def test_without_driver_library_or_gpu() -> None:
     nvml = FakeNvml(init_error=FakeNvml.NVML_ERROR_DRIVER_NOT_LOADED)
-    absent = judge_gpus(look(nvml, present=0), LIMITS, before_job=True)
+    absent = judge_all_gpus(look(nvml, present=0), LIMITS, before_job=True)
     assert [f.grade for f in absent] == [SKIPPED]
     assert "Driver Not Loaded" in absent[0].reason
-    broken = judge_gpus(look(nvml, present=8), LIMITS, before_job=True)
+    broken = judge_all_gpus(look(nvml, present=8), LIMITS, before_job=True)
     assert [f.grade for f in broken] == [WARN]
     assert "8 on the PCI bus" in broken[0].reason
-    assert [f.grade for f in judge_gpus(look(FakeNvml()), LIMITS, before_job=True)] == [SKIPPED]
+    assert [f.grade for f in judge_all_gpus(look(FakeNvml()), LIMITS, before_job=True)] == [SKIPPED]
 
 
 def test_without_the_python_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 from conftest import RUN_S, Start, finish
 from holdfast.core.errors import HoldfastError
 from holdfast.observe.incident_costs import Part
-from holdfast.observe.incidents import find_incidents
+from holdfast.observe.incidents import list_incidents
 from holdfast.observe.ledger_audit import verify
 from holdfast.testing.local_run import LocalRun, RunEnded, strike
 from holdfast.train.data.sampling import SamplePlan
@@ -97,7 +97,7 @@ def run_seed(seed: int, start: Start, reference: Reference) -> None:
     assert report.ok, report.findings
     assert (report.steps, report.lost, report.repeated) == (STEPS, 0, 0)
     found = goodput_of(run)
-    incidents = find_incidents(run.events())
+    incidents = list_incidents(run.events())
     assert [cost.incident for cost in found.costs] == incidents
     charged = sum(cost.seconds for cost in found.costs)
     assert charged <= sum(s for part, s in found.parts().items() if part is not Part.PRODUCTIVE)

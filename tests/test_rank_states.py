@@ -253,8 +253,8 @@ def test_states_have_fingerprints_and_travel_with_the_jobs() -> None:
     held.commit({v: TaskReport(states={"a": pack(v, "a"), "b": pack([v], "b")}) for v in range(3)})
     other.load_state_dict(held.state_dict())
     assert [other.fingerprint(step) for step in range(3)] == [held.fingerprint(s) for s in range(3)]
-    assert other.fingerprints() == held.fingerprints()
-    assert len(held.fingerprints()) == 6
+    assert other.describe_states() == held.describe_states()
+    assert len(held.describe_states()) == 6
     other.commit({1: TaskReport(states={"a": pack(7, "a")})})
     differ = [step for step in range(3) if other.fingerprint(step) != held.fingerprint(step)]
     assert differ == [1]

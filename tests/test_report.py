@@ -13,7 +13,7 @@ from holdfast.cli.main import main
 from holdfast.observe.charts import nice_ticks, thin_points
 from holdfast.observe.goodput import Goodput, share_out
 from holdfast.observe.incident_costs import Part
-from holdfast.observe.incidents import find_incidents
+from holdfast.observe.incidents import list_incidents
 from holdfast.observe.summary import describe_seconds
 from holdfast.testing.local_run import LocalRun
 
@@ -53,7 +53,7 @@ def test_a_disturbed_run_is_told_as_it_was(
     assert sum(found.step_counts.values()) >= 3 * 15
     assert found.step_quantile(0.5) >= TASK_S
     assert parts[Part.PRODUCTIVE] / found.total_s < found.ettr < 1
-    assert [cost.incident for cost in found.costs] == find_incidents(run.events())
+    assert [cost.incident for cost in found.costs] == list_incidents(run.events())
     (cost,) = (c for c in found.costs if "worker 2 was lost" in c.incident.title)
     assert cost.parts[Part.STALLED] <= parts[Part.STALLED]
     assert cost.seconds >= cost.parts[Part.DEGRADED] > 0

@@ -75,7 +75,7 @@ def test_shares_are_even_and_weights_make_the_mean(p, after):
     assert max(counts) - min(counts) <= 1
     assert counts == sorted(counts, reverse=True)
     weights = [p.weight(step, v) for v in range(p.virtual_ranks)]
-    assert p.weights(step) == weights
+    assert p.all_weights(step) == weights
     if total == p.batch_size * p.virtual_ranks:
         assert set(weights) == {1.0}
     value = {int(i): float(i) ** 2 for i in p.step_indices(step)}

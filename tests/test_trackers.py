@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from conftest import Start, finish
-from holdfast.observe.incidents import find_incidents
+from holdfast.observe.incidents import list_incidents
 
 STEPS = 20
 Points = list[tuple[str, int, float]]  # name, step, value
@@ -68,7 +68,7 @@ def test_no_step_is_logged_twice_and_incidents_are(
     }
     numbers = {int(value) for name, _, value in points if name == "holdfast/incidents"}
     assert numbers
-    assert numbers <= set(range(1, len(find_incidents(run.events())) + 1))
+    assert numbers <= set(range(1, len(list_incidents(run.events())) + 1))
 
 
 class Collector(http.server.ThreadingHTTPServer):

@@ -16,7 +16,7 @@ from holdfast.cli.main import main
 from holdfast.dashboard.run_files import RunFiles
 from holdfast.observe.clocks import ClockLine, choose_clock, measure, read_clocks, write_clock
 from holdfast.observe.goodput import share_out
-from holdfast.observe.incidents import find_incidents
+from holdfast.observe.incidents import list_incidents
 from holdfast.observe.run_tail import RunTail
 from holdfast.observe.time_left import STEPS_MIN, describe_left, estimate_left_s
 from holdfast.observe.time_lines import (
@@ -75,7 +75,7 @@ def test_a_disturbed_run_while_it_works_and_after_its_end(
     found = scrape(run, capsys)
     assert found["holdfast_up"] == 0
     assert "holdfast_step" not in found  # unknown is not zero
-    incidents = find_incidents(run.events())  # a busy machine may add one
+    incidents = list_incidents(run.events())  # a busy machine may add one
     assert found["holdfast_incidents_total"] == len(incidents) >= 1
     assert found['holdfast_events_total{kind="lost"}'] == len(run.events("lost"))
     for part, seconds in goodput.parts().items():

@@ -13,7 +13,7 @@ from holdfast.cli.shared_options import add_checks, add_domains, add_notices, ad
 from holdfast.core.domains import read_domains
 from holdfast.core.errors import UserError
 from holdfast.core.types import AgentId, ProcessRole
-from holdfast.health.external_checks import parse_checks, save_checks
+from holdfast.health.external_checks import parse_all_checks, save_checks
 from holdfast.net.secret import load_secret
 from holdfast.net.tls import peer_tls_of
 from holdfast.runtime.contact import ask, contact_by
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
     if not options.notice_s > 0:
         raise UserError(f"--notice-s {options.notice_s:g}: say how many seconds, more than 0")
     domains = read_domains(options.domain)
-    checks = parse_checks(options.check, options.check_limit_s)
+    checks = parse_all_checks(options.check, options.check_limit_s)
     secret = load_secret(os.environ, file=options.secret_file, run_dir=options.run_dir)
     reply = ask(contact, secret, JoinRequest(), JoinReply, options.patience_s)
     spec = reply.spec

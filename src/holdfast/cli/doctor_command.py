@@ -24,7 +24,7 @@ from holdfast.cli.shared_options import add_checks
 from holdfast.core.errors import UserError
 from holdfast.health import examination as doctor
 from holdfast.health.checks_peers import Report
-from holdfast.health.external_checks import parse_checks
+from holdfast.health.external_checks import parse_all_checks
 from holdfast.health.findings import Finding, Grade, to_one_line, worst
 from holdfast.health.history import Health, HealthVerdict, Watch
 from holdfast.health.limits import GIB, KIB, MIB
@@ -147,7 +147,7 @@ def make_examination(options: argparse.Namespace) -> doctor.Examination:
         secret=_secret(options) if options.peer else b"",
         against=tuple(_read(path) for path in options.against),
         shared_need_bytes=options.loaders * options.batch_bytes * PREFETCH,
-        external=parse_checks(options.check, options.check_limit_s),
+        external=parse_all_checks(options.check, options.check_limit_s),
     )
 
 
@@ -252,7 +252,7 @@ def watch(options: argparse.Namespace) -> int:
     """Repeat the light checks, as an agent does; returns 1 if the node is to be drained."""
     if options.every_s <= 0:
         raise UserError(f"--every-s {options.every_s:g} must be positive")
-    external = parse_checks(options.check, options.check_limit_s)
+    external = parse_all_checks(options.check, options.check_limit_s)
     checks, verdicts = light_checks(os.path.abspath(options.dir), external=external), Watch()
     end = time.monotonic() + options.for_s
     try:

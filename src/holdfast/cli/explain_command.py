@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.observe.incidents import describe_cost, find_incident, find_incidents, tell_story
+from holdfast.observe.incidents import describe_cost, find_incident, list_incidents, tell_story
 from holdfast.runtime.rundir import RunDir, read_run_events
 
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; `argv` follows `holdfast explain`."""
     options = parser().parse_args(argv)
     events = read_run_events(RunDir(Path(options.run_dir)))
-    incidents = find_incidents(events)
+    incidents = list_incidents(events)
     if options.event is not None:
         found = find_incident(incidents, options.event)
         print(

@@ -16,7 +16,7 @@ from holdfast.cli import run_command
 from holdfast.cli.job_config import read_config
 from holdfast.core.errors import UserError
 from holdfast.core.job_spec import JobSpec
-from holdfast.health.external_checks import parse_checks
+from holdfast.health.external_checks import parse_all_checks
 from holdfast.launch.fleet_plan import FleetPlan
 from holdfast.net.tcp import check_endpoint
 from holdfast.net.tls import peer_tls_of
@@ -82,7 +82,7 @@ def check_launch(options: argparse.Namespace) -> None:
     if not 0 <= options.drain_s <= DRAIN_MAX_S:
         raise UserError(f"--drain-s {options.drain_s:g} must be from 0 to {DRAIN_MAX_S:g}")
     check_endpoint(options.host, options.port)
-    parse_checks(options.check, options.check_limit_s)  # only for its UserError
+    parse_all_checks(options.check, options.check_limit_s)  # only for its UserError
 
 
 def prefer(options: argparse.Namespace, key: str, value: object) -> None:

@@ -27,7 +27,7 @@ from holdfast.core.errors import UserError, WorldError
 from holdfast.core.job_problems import JOB_BYTES_MAX, as_flag, as_key, find_problem, find_unheeded
 from holdfast.core.job_spec import JobSpec, with_settings
 from holdfast.core.settings import Setting
-from holdfast.health.external_checks import parse_checks, save_checks
+from holdfast.health.external_checks import parse_all_checks, save_checks
 from holdfast.net.secret import SECRET_BYTES_MIN, VARIABLE, load_secret
 from holdfast.net.tcp import listen
 from holdfast.net.tls import peer_tls_of
@@ -129,7 +129,7 @@ def main(argv: list[str]) -> int:
     peer_tls_of(options.tls)  # raises UserError for a bad one
     if options.dashboard:
         check_packages()
-    checks = parse_checks(options.check, options.check_limit_s)
+    checks = parse_all_checks(options.check, options.check_limit_s)
     domains = read_domains(options.domain)
     with listen(options.host, options.port) as listener:
         run_dir.create(spec, make_secret(options))

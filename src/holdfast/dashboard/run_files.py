@@ -18,7 +18,7 @@ from holdfast.observe.incident_costs import IncidentCost, Part
 from holdfast.observe.incidents import (
     Incident,
     describe_cost,
-    find_incidents,
+    list_incidents,
     tell_story,
 )
 from holdfast.observe.run_tail import RunTail
@@ -124,7 +124,7 @@ class RunFiles:
     def _incidents(self, goodput: Goodput | None) -> Topics:
         costs = goodput.costs if goodput is not None else []
         seconds = {cost.incident.name: cost for cost in costs}
-        incidents = find_incidents(self._tail.events)
+        incidents = list_incidents(self._tail.events)
         shown = incidents[-INCIDENTS_MAX:]
         items = [describe_incident(each, seconds.get(each.name)) for each in shown]
         return {"incidents": {"total": len(incidents), "items": items}}

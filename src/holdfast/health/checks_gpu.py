@@ -104,7 +104,7 @@ def with_logged_xids(report: GpuReport, log: KernelLogSample) -> GpuReport:
     return replace(report, gpus=tuple(gpus))
 
 
-def judge_gpus(report: GpuReport, limits: Limits, *, before_job: bool) -> list[Finding]:
+def judge_all_gpus(report: GpuReport, limits: Limits, *, before_job: bool) -> list[Finding]:
     """Judge all GPUs. `before_job`: nothing should use them yet."""
     if not report.gpus:
         return [_judge_none(report)]

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from holdfast.health.checks_gpu import GpuReport, judge_gpus, with_logged_xids
+from holdfast.health.checks_gpu import GpuReport, judge_all_gpus, with_logged_xids
 from holdfast.health.checks_host import (
     HostSample,
     judge_allowance,
@@ -250,7 +250,7 @@ class Doctor:
             self._facts["gpus"] = f"{len(report.gpus)} x {', '.join(names)}"
             self._facts["driver"] = report.driver
             report = with_logged_xids(report, log or KernelLogSample(unreadable="not asked"))
-        return [*failed, *judge_gpus(report, self._limits, before_job=True)]
+        return [*failed, *judge_all_gpus(report, self._limits, before_job=True)]
 
     def _try_torch(self) -> list[Finding]:
         """Try torch out; the quick examination only looks whether it is installed."""

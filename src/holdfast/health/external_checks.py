@@ -71,7 +71,7 @@ def parse_check(text: str, limit_s: float = LIMIT_S) -> ExternalCheck:
     return ExternalCheck(name=name, command=command, limit_s=limit_s)
 
 
-def parse_checks(texts: Sequence[str], limit_s: float = LIMIT_S) -> tuple[ExternalCheck, ...]:
+def parse_all_checks(texts: Sequence[str], limit_s: float = LIMIT_S) -> tuple[ExternalCheck, ...]:
     """Read all of a command line's checks; UserError also when two have one name."""
     if len(texts) > CHECKS_MAX:
         raise UserError(f"--check is given {len(texts)} times: at most {CHECKS_MAX} are possible")

@@ -21,7 +21,7 @@ class _File:
     alive: bool = True  # its worker lives
     damaged: list[PieceEntry] = field(default_factory=list)  # entries with a damaged piece
 
-    def table(self) -> Table:
+    def read_table(self) -> Table:
         try:
             return self.reading.table() or Table(0)
         except Damaged:
@@ -64,7 +64,7 @@ class NodeMemory:
     def tables(self) -> dict[int, Table]:
         """Return tables that may be of use, by the number of the file; drop the rest."""
         with self._lock:
-            found = {number: file.table() for number, file in self._files.items()}
+            found = {number: file.read_table() for number, file in self._files.items()}
             marks = [table.forgotten for table in found.values()]
             tables = {number: table.drop_older(marks) for number, table in found.items()}
             for number, file in list(self._files.items()):
@@ -81,9 +81,9 @@ class NodeMemory:
         held = [(t.worker, entry.key) for t in tables for entry in t.entries]
         with self._lock:
             files = list(self._files.values())
-            marks = [file.table().forgotten for file in files]
+            marks = [file.read_table().forgotten for file in files]
             for file in files:
-                table = file.table().drop_older(marks)
+                table = file.read_table().drop_older(marks)
                 file.damaged = [entry for entry in file.damaged if entry in table.entries]
                 shelves = [(table.shelf_of(entry), entry) for entry in file.damaged]
                 found += [(table, shelf, entry) for shelf, entry in shelves if shelf is not None]
@@ -105,7 +105,7 @@ class NodeMemory:
             return file.reading.piece(entry, index)
         except Damaged:
             with self._lock:
-                if entry in file.table().entries:  # else it was overwritten since
+                if entry in file.read_table().entries:  # else it was overwritten since
                     file.damaged.append(entry)
             self._found_damage()
             raise

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.observe.incident_costs import IncidentCost, Part, Stretch, charge
-from holdfast.observe.incidents import Event, find_incidents
+from holdfast.observe.incidents import Event, list_incidents
 from holdfast.observe.time_lines import (
     ProcessTimes,
     SpentLine,
@@ -198,7 +198,7 @@ def share_times(processes: Sequence[ProcessTimes], events: Sequence[Event]) -> G
         begins = found.began if theirs[0].began < formed_at else theirs[0].began
         ends = theirs[-1].ended if worker in leavers else found.ended
         found.stretches += _stretches_of(theirs, begins, ends, views, formed_at)
-    found.costs = charge(find_incidents(events), found.stretches)
+    found.costs = charge(list_incidents(events), found.stretches)
     return found
 
 

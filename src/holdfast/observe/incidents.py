@@ -80,7 +80,7 @@ class Incident:
         return {"id": self.name, "title": self.title, "cost": self.cost, "events": self.events}
 
 
-def find_incidents(events: Sequence[Event]) -> list[Incident]:
+def list_incidents(events: Sequence[Event]) -> list[Incident]:
     """Return the incidents, oldest first: events that are linked by their causes."""
     group: dict[str, list[Event]] = {}  # by id: all events of its incident, shared
     place: dict[str, int] = {}

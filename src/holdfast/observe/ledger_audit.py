@@ -425,7 +425,7 @@ class _Audit:
         expected = 0
         for number in sorted(self.steps):
             if number > expected:
-                self.find(f"no copy of step {_span(expected, number)}")
+                self.find(f"no copy of step {_format_range(expected, number)}")
             expected = number + 1
             self._check_commits(number, self.steps[number])
         users: dict[int, int] = {}  # by sample of a step: its first user
@@ -501,7 +501,7 @@ class _Audit:
             numbers = sorted(n for n, step in using.items() if step.plan == index)
             expected = sum(
                 plan.samples_before(stop) - plan.samples_before(start)
-                for start, stop in self._spans(plan, numbers)
+                for start, stop in self._ranges_of(plan, numbers)
             )
             distinct = 0
             epochs = [plan.epoch_of(number)[0] for number in numbers]
@@ -534,7 +534,7 @@ class _Audit:
             found.append(sum(len(tasks[vrank]) for vrank in step.dropped))
         return [samples for samples in found if samples]
 
-    def _spans(self, plan: Plan, numbers: list[int]) -> list[tuple[int, int]]:
+    def _ranges_of(self, plan: Plan, numbers: list[int]) -> list[tuple[int, int]]:
         """Return ranges of steps that the plan covers: `numbers`, and those missing before each."""
         present = sorted(self._find_first_uses())
         # A job may have begun with a model that was trained so far elsewhere: its first step says.
@@ -543,7 +543,7 @@ class _Audit:
         return [(max(previous[n] + 1, plan.first_step), n + 1) for n in numbers]
 
 
-def _span(start: int, stop: int) -> str:
+def _format_range(start: int, stop: int) -> str:
     return str(start) if stop == start + 1 else f"{start} to {stop - 1}"
 
 

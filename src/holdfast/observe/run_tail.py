@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.observe.file_tails import FileTail
-from holdfast.observe.incidents import Incident, find_incidents, parse_event
+from holdfast.observe.incidents import Incident, list_incidents, parse_event
 from holdfast.observe.ledger import LEDGER_DIR, StepLine, decode_line
 from holdfast.observe.time_left import estimate_left_s
 from holdfast.observe.time_lines import read_last_times
@@ -65,7 +65,7 @@ class RunTail:
     @property
     def incidents(self) -> list[Incident]:
         """Return all incidents so far, oldest first."""
-        return find_incidents(self.events)
+        return list_incidents(self.events)
 
     def estimate_left_s(self) -> float | None:
         """Return the seconds that the script's present loop still takes; None if unknown."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from holdfast.observe.clocks import ClockLine
-from holdfast.observe.incidents import Event, find_incidents
+from holdfast.observe.incidents import Event, list_incidents
 from holdfast.observe.time_lines import ProcessTimes, TimeUse
 
 Entry = dict[str, Any]
@@ -91,7 +91,7 @@ def _events(events: Sequence[Event], began: float) -> Iterator[Entry]:
 
 def _incidents(events: Sequence[Event], began: float) -> Iterator[Entry]:
     """Yield an asynchronous pair for each incident; one that is open has no end."""
-    for incident in find_incidents(events):
+    for incident in list_incidents(events):
         pair: Entry = {"name": incident.title, "cat": "incident", "id": incident.name}
         pair |= {"pid": JOB, "tid": 1}
         yield {

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from holdfast.core.errors import UserError
-from holdfast.observe.incidents import Event, Incident, find_incident, find_incidents, tell_story
+from holdfast.observe.incidents import Event, Incident, find_incident, list_incidents, tell_story
 from holdfast.observe.recordings import RECORDINGS_DIR
 from holdfast.observe.time_lines import TIMES_DIR
 from holdfast.runtime.job_events import read_events
@@ -82,7 +82,7 @@ def write_bundle(run_dir: RunDir, path: Path, event: str = "") -> list[str]:
 
 def _find(events: Sequence[Event], event: str) -> Incident | None:
     """Return the incident of an event, or the newest one if none is named; None without any."""
-    incidents = find_incidents(events)
+    incidents = list_incidents(events)
     if not event:
         return incidents[-1] if incidents else None
     with contextlib.suppress(UserError):

@@ -49,6 +49,6 @@ class HostStrikes:
     def hosts_to_avoid(self, now: float) -> list[str]:
         return sorted(name for name, host in self._hosts.items() if now < host.avoid_until)
 
-    def strikes(self, host: str) -> int:
+    def count_strikes(self, host: str) -> int:
         found = self._hosts.get(host)
         return found.strikes if found is not None else 0

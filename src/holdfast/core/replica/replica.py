@@ -276,7 +276,7 @@ class Replica:
     # ------------------------------------------------------------ sources
 
     @property
-    def follows(self) -> bool:
+    def is_fed(self) -> bool:
         """Return whether members feed this worker, as far as it knows."""
         return self._following.order is not None
 
@@ -284,12 +284,12 @@ class Replica:
     def joins_fed(self) -> bool:
         """Return whether it is a member, and may still have to apply steps of its feed."""
         view, standing = self._standing.view, self._standing
-        return view is not None and view.feeds(standing.me) and standing.acts and self.follows
+        return view is not None and view.feeds(standing.me) and standing.acts and self.is_fed
 
     @property
     def is_fed_outside(self) -> bool:
         """Return whether members feed this worker, and it is none of them yet."""
-        return self.follows and not self.joins_fed
+        return self.is_fed and not self.joins_fed
 
     def heed(self, order: FollowOrder | None) -> None:
         """Take the present order to feed workers: this one may feed others, or be fed."""

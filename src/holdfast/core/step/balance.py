@@ -39,7 +39,7 @@ class Balancer:
         self.owners = tuple(owners)
         self._policy = policy
         self._workers = tuple(workers)
-        self._counts = _count(self._workers, self.owners)
+        self._counts = _count_hosted(self._workers, self.owners)
         self._steps = 0
         self._rows: deque[list[int]] = deque()  # the window's microseconds a task, by worker
         self._paces = [0] * len(self._workers)  # each worker's pace; 0: unknown
@@ -113,7 +113,7 @@ class Balancer:
         return None
 
 
-def _count(workers: Sequence[WorkerId], owners: Sequence[WorkerId]) -> list[int]:
+def _count_hosted(workers: Sequence[WorkerId], owners: Sequence[WorkerId]) -> list[int]:
     number = {worker: i for i, worker in enumerate(workers)}
     counts = [0] * len(workers)
     for owner in owners:

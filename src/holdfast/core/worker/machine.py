@@ -323,7 +323,7 @@ class WorkerMachine:
     def _handle_boundary(self) -> None:
         standing, view = self._standing, self._standing.view
         standing.change(phase=Phase.BOUNDARY)
-        if self._replica.follows:
+        if self._replica.is_fed:
             self._follow()
         elif view is None:
             pass

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.health.checks_gpu import GpuReport, judge_gpu_change, judge_gpu_count, judge_gpus
+from holdfast.health.checks_gpu import GpuReport, judge_all_gpus, judge_gpu_change, judge_gpu_count
 from holdfast.health.checks_host import (
     HostSample,
     judge_cpu,
@@ -134,7 +134,7 @@ class LightChecks:
             judge_gpu_count(len(report.gpus), self._gpus_expected),
         ]
         if report.gpus:
-            found += judge_gpus(report, self._limits, before_job=False)
+            found += judge_all_gpus(report, self._limits, before_job=False)
         past = {gpu.index: gpu for gpu in before.gpus} if before is not None else {}
         for gpu in report.gpus:
             if gpu.index in past:

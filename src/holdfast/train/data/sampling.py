@@ -118,7 +118,7 @@ class SamplePlan:
         """Return the weight of the task's mean in the step's."""
         return self.weight(step, vrank) / self.virtual_ranks
 
-    def weights(self, step: int) -> list[float]:
+    def all_weights(self, step: int) -> list[float]:
         """Return `weight(step, v)` for every vrank v."""
         total = self.step_samples(step)
         spans = (self._share(total, vrank) for vrank in range(self.virtual_ranks))

@@ -74,15 +74,15 @@ class WorkerEnvironment:
             spec=_read_job(Path(run_dir)) if run_dir else ALONE,
             role=ProcessRole(role),
             channel_fd=_descriptor(environ, "HOLDFAST_FD"),
-            worker=WorkerId(_number(environ, "HOLDFAST_WORKER", 0)),
-            incarnation=Incarnation(_number(environ, "HOLDFAST_INCARNATION", 1)),
+            worker=WorkerId(_read_number(environ, "HOLDFAST_WORKER", 0)),
+            incarnation=Incarnation(_read_number(environ, "HOLDFAST_INCARNATION", 1)),
             run_dir=Path(run_dir) if run_dir else None,
             host=environ.get("HOLDFAST_HOST", "127.0.0.1"),
             orders_fd=_descriptor(environ, "HOLDFAST_ORDERS_FD"),
-            memory_fds=_numbers(environ, "HOLDFAST_MEMORY_FDS"),
-            memory_bytes=_number(environ, "HOLDFAST_MEMORY_BYTES", 0),
-            shard=_number(environ, "HOLDFAST_SHARD", 0),
-            shard_fds=_numbers(environ, "HOLDFAST_SHARD_FDS"),
+            memory_fds=_read_numbers(environ, "HOLDFAST_MEMORY_FDS"),
+            memory_bytes=_read_number(environ, "HOLDFAST_MEMORY_BYTES", 0),
+            shard=_read_number(environ, "HOLDFAST_SHARD", 0),
+            shard_fds=_read_numbers(environ, "HOLDFAST_SHARD_FDS"),
             peer_key=peer_key,
             replays=environ.get("HOLDFAST_REPLAY", "") == "1",
             tls=Path(tls) if (tls := environ.get("HOLDFAST_TLS")) else None,
@@ -93,7 +93,7 @@ class WorkerEnvironment:
         return PeerIdentity.of(self.peer_key, self.tls)
 
 
-def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+def _read_number(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name, str(default))
     try:
         return int(text)
@@ -101,7 +101,7 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
         raise UserError(f"{name}={text!r} is not a whole number: unset it") from None
 
 
-def _numbers(environ: Mapping[str, str], name: str) -> tuple[int, ...]:
+def _read_numbers(environ: Mapping[str, str], name: str) -> tuple[int, ...]:
     text = environ.get(name, "")
     if not all(each.isascii() and each.isdecimal() for each in text.split()):
         raise UserError(f"{name}={text!r} are no whole numbers: unset it")
@@ -109,7 +109,7 @@ def _numbers(environ: Mapping[str, str], name: str) -> tuple[int, ...]:
 
 
 def _descriptor(environ: Mapping[str, str], name: str) -> int | None:
-    found = _number(environ, name, -1)
+    found = _read_number(environ, name, -1)
     return found if found >= 0 else None
 
 

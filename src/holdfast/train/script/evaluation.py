@@ -45,7 +45,7 @@ class Evaluation:
             indices = list(range(start, min(start + self.batch_size, self.length)))
             enter_stream(self.seed, step, start, "evaluate")
             batch = self.collate_fn(load_samples(self.dataset, indices))
-            for name, (total, weight) in _metrics(self.fn(batch), len(indices)).items():
+            for name, (total, weight) in _read_metrics(self.fn(batch), len(indices)).items():
                 before = found.get(name, (0.0, 0.0))
                 found[name] = before[0] + total, before[1] + weight
         return msgspec.msgpack.encode(found)
@@ -81,14 +81,14 @@ def _add(left: tuple[float, float], right: tuple[float, float]) -> tuple[float, 
     return left[0] + right[0], left[1] + right[1]
 
 
-def _metrics(value: Any, count: int) -> Metrics:
+def _read_metrics(value: Any, count: int) -> Metrics:
     """Read what an evaluation function has returned for a batch of `count` samples."""
     if isinstance(value, Mapping):
-        return {str(name): _metric(each, count) for name, each in value.items()}
-    return {ALONE: _metric(value, count)}
+        return {str(name): _read_mean(each, count) for name, each in value.items()}
+    return {ALONE: _read_mean(value, count)}
 
 
-def _metric(value: Any, count: int) -> tuple[float, float]:
+def _read_mean(value: Any, count: int) -> tuple[float, float]:
     try:
         if isinstance(value, Sequence) and len(value) == 2:
             return float(value[0]), float(value[1])

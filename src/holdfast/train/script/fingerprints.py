@@ -64,7 +64,7 @@ class Fingerprints:
             kept = ["a buffer"] * len(buffers)
         every = zip([*names, *kept], [*self._parameters(), *buffers], strict=True)
         found = [(name, self._digest(list(_chunks([tensor])))) for name, tensor in every]
-        return found + [each for held in self._rank_states() for each in held.fingerprints()]
+        return found + [each for held in self._rank_states() for each in held.describe_states()]
 
     def forget(self) -> None:
         """Find the covered tensors again, since the modules have changed."""

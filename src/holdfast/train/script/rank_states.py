@@ -165,7 +165,7 @@ class RankStates:
                     count += 1
         return digest.intdigest() >> 1 if count else 0
 
-    def fingerprints(self) -> list[tuple[str, int]]:
+    def describe_states(self) -> list[tuple[str, int]]:
         """Return a description of each state, with 63 bits of it."""
         return [
             (

@@ -491,7 +491,7 @@ class ScriptThread:
         else:
             assert isinstance(plan, SamplePlan), "other losses are weighted"
             data.gradients.publish(table.used, scale)
-            for v, weight in enumerate(plan.weights(index)):
+            for v, weight in enumerate(plan.all_weights(index)):
                 losses[v, 1] *= weight
             loss = self._total(losses) / vranks * scale
         self.progress.row_updates.apply()

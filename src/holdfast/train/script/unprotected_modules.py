@@ -97,14 +97,14 @@ class UnprotectedModules:
     def _contents(self) -> set[str]:
         """Return digests of the tensors in the protected objects' states, which may be copies."""
         tensors = (t for each in self._others for t in tensors_in(each.state_dict()))
-        return {_content(each) for each in tensors}
+        return {_describe_tensor(each) for each in tensors}
 
 
 def _is_among(tensors: Iterable[torch.Tensor], contents: Collection[str]) -> bool:
-    return all(_content(each) in contents for each in tensors)
+    return all(_describe_tensor(each) in contents for each in tensors)
 
 
-def _content(tensor: torch.Tensor) -> str:
+def _describe_tensor(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {_numbers([tensor])}"
 
 

@@ -36,7 +36,7 @@ class SumRuns:
         """Return 63 bits of each piece of the last run, in the order of members."""
         flat, layout = self._runs[-1], self._layout
         pieces = [flat[layout.piece(rank, flat.numel())] for rank in range(layout.size)]
-        return [_digest(piece) for piece in pieces]
+        return [_digest_piece(piece) for piece in pieces]
 
     def put_right(self, right: Sequence[int]) -> None:
         """Use a run that has this digest for each piece. Aborted if there is none here."""
@@ -44,13 +44,13 @@ class SumRuns:
         for piece, digest in enumerate(right):
             where = self._layout.piece(piece, result.numel())
             runs = (run[where] for run in self._runs)
-            found = next((r for r in runs if _digest(r) == digest), None)
+            found = next((r for r in runs if _digest_piece(r) == digest), None)
             if found is None:
                 raise Aborted(f"piece {piece} of bucket {self._bucket.index} is wrong here in all")
             result[where] = found
 
 
-def _digest(piece: torch.Tensor) -> int:
+def _digest_piece(piece: torch.Tensor) -> int:
     return xxhash.xxh3_64_intdigest(as_bytes(piece).numpy().data) >> 1
 
 
