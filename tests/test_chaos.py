@@ -136,7 +136,7 @@ def chaos(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Chaos]:
 def test_chaos(chaos: Chaos, expected: str) -> None:
     run, rng = chaos.run, chaos.rng
     until = time.monotonic() + FAULTS_S
-    while time.monotonic() < until and run.running():
+    while time.monotonic() < until and run.is_running():
         chaos.strike()
         chaos.wait(rng.uniform(0.5, 4.0))
         if rng.random() < 0.6:

@@ -115,7 +115,7 @@ def test_kills_amid_large_messages(tmp_path: Path) -> None:
     rng, pause = random.Random(0), threading.Event()
     kills = 0
     with LocalRun(tmp_path / "run", options, words) as run:
-        while kills < 8 and run.running():
+        while kills < 8 and run.is_running():
             pause.wait(rng.uniform(0.5, 2.5))
             pids = list(run.members().values())
             kills += bool(pids) and strike(rng.choice(pids))

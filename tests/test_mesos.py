@@ -23,10 +23,10 @@ from holdfast.launch.mesos_stream import read_records
 from holdfast.testing.cluster_contract import (
     CLUSTER_CASES,
     Case,
-    listed,
+    find_placements,
     order,
     run_cluster_case,
-    running,
+    run_placement,
     until,
 )
 from labs.fake_mesos import FakeMesos
@@ -131,17 +131,19 @@ def task_of(fake: FakeMesos, id_: PlacementId) -> FakeTask:
 
 
 async def runs(manager: MesosManager, id_: PlacementId) -> Placement | None:
-    return next((p for p in await listed(manager, id_) if p.holding is Holding.RUNNING), None)
+    return next(
+        (p for p in await find_placements(manager, id_) if p.holding is Holding.RUNNING), None
+    )
 
 
 def test_a_restarted_command_goes_on_with_its_framework_and_its_tasks(fake: FakeMesos) -> None:
     first = fake.manager()
-    found = run(lambda: running(fake, first, order(1)))
+    found = run(lambda: run_placement(fake, first, order(1)))
     run(first.close)
     run(lambda: until(lambda: no_subscription(fake), "the master notices"))
-    assert run(lambda: listed(fake.manager(), found.id)) == [found]
+    assert run(lambda: find_placements(fake.manager(), found.id)) == [found]
     assert framework_of(fake).info["id"]["value"] == framework_of(fake).id
-    assert run(lambda: listed(first, found.id)) == [found]  # in another event loop
+    assert run(lambda: find_placements(first, found.id)) == [found]  # in another event loop
 
 
 async def no_subscription(fake: FakeMesos) -> bool:
@@ -151,10 +153,10 @@ async def no_subscription(fake: FakeMesos) -> bool:
 def test_another_master_that_leads_is_followed(fake: FakeMesos) -> None:
     async def work() -> None:
         manager = fake.manager()
-        found = await running(fake, manager, order(1))
+        found = await run_placement(fake, manager, order(1))
         fake.fail_over()
-        assert await until(lambda: listed(manager, found.id), "the next master") == [found]
-        assert await running(fake, manager, order(2))
+        assert await until(lambda: find_placements(manager, found.id), "the next master") == [found]
+        assert await run_placement(fake, manager, order(2))
 
     run(work)
 
@@ -162,9 +164,9 @@ def test_another_master_that_leads_is_followed(fake: FakeMesos) -> None:
 def test_tasks_whose_agents_a_new_master_does_not_know_yet_are_listed(fake: FakeMesos) -> None:
     async def work() -> None:
         manager = fake.manager()
-        found = await running(fake, manager, order(1))
+        found = await run_placement(fake, manager, order(1))
         fake.fail_over(known_in_s=3600.0)
-        assert await until(lambda: listed(manager, found.id), "the next master") == [found]
+        assert await until(lambda: find_placements(manager, found.id), "the next master") == [found]
 
     run(work)
 
@@ -174,16 +176,16 @@ def test_a_silent_subscription_is_made_again(fake: FakeMesos) -> None:
 
     async def work() -> None:
         manager = fake.manager()
-        found = await running(fake, manager, order(1))
+        found = await run_placement(fake, manager, order(1))
         before = fake.calls.count("SUBSCRIBE")
         fake.mute()
 
         async def is_new() -> bool:
-            assert await listed(manager, found.id) == [found]
+            assert await find_placements(manager, found.id) == [found]
             return fake.calls.count("SUBSCRIBE") > before
 
         await until(is_new, "another subscription")
-        assert await running(fake, manager, order(2))
+        assert await run_placement(fake, manager, order(2))
 
     run(work)
 
@@ -268,11 +270,11 @@ async def has_offers(fake: FakeMesos) -> bool:
 def test_why_a_task_has_failed_is_told(fake: FakeMesos, capsys: pytest.CaptureFixture[str]) -> None:
     async def work() -> None:
         manager = fake.manager()
-        found = await running(fake, manager, order(1))
+        found = await run_placement(fake, manager, order(1))
         task_of(fake, found.id).process.kill()
 
         async def is_gone() -> bool:
-            return not await listed(manager, found.id)
+            return not await find_placements(manager, found.id)
 
         await until(is_gone, "the task is over")
         assert (
@@ -294,7 +296,7 @@ def test_offers_that_are_too_small_are_declined_until_a_larger_one_comes(fake: F
         await manager.request(wanted)
 
         async def are_declined() -> bool:
-            (found,) = await listed(manager, wanted.id)
+            (found,) = await find_placements(manager, wanted.id)
             assert (found.holding, found.host) == (Holding.WAITING, "")
             return len(framework_of(fake).refused) == len(fake.hosts)
 
@@ -311,7 +313,7 @@ def test_offers_that_are_too_small_are_declined_until_a_larger_one_comes(fake: F
 def test_nobody_is_held_up_by_a_job_that_waits_for_nothing(fake: FakeMesos) -> None:
     async def work() -> None:
         manager = fake.manager()
-        await running(fake, manager, order(1))
+        await run_placement(fake, manager, order(1))
 
         async def are_declined() -> bool:
             await manager.observe()
@@ -319,7 +321,7 @@ def test_nobody_is_held_up_by_a_job_that_waits_for_nothing(fake: FakeMesos) -> N
             return sum(each > 3000 for each in waits) >= len(fake.hosts) - 1
 
         await until(are_declined, "offers are declined for long")
-        await running(fake, manager, order(2))
+        await run_placement(fake, manager, order(2))
 
     run(work)
 
@@ -327,26 +329,26 @@ def test_nobody_is_held_up_by_a_job_that_waits_for_nothing(fake: FakeMesos) -> N
 def test_maintenance_is_announced_until_it_is_called_off(fake: FakeMesos) -> None:
     async def work() -> None:
         manager = fake.manager()
-        found = await running(fake, manager, order(1))
+        found = await run_placement(fake, manager, order(1))
         fake.drain(found.host, "", within_s=500)
 
         async def noticed() -> Placement | None:
-            return next((p for p in await listed(manager, found.id) if p.notice), None)
+            return next((p for p in await find_placements(manager, found.id) if p.notice), None)
 
         told = await until(noticed, "the notice")
         assert told.notice.reason == MAINTENANCE
         assert 400 < told.notice.until - time.monotonic() <= 500
         assert framework_of(fake).refused_inverse  # accepted
-        assert await listed(manager, found.id) == [told]
+        assert await find_placements(manager, found.id) == [told]
         another = fake.manager()
         again = await until(lambda: noticed_by(another, found.id), "another adapter hears of it")
         assert abs(again.notice.until - told.notice.until) < 5
-        elsewhere = await running(fake, another, order(2, avoid=tuple(fake.hosts[2:])))
+        elsewhere = await run_placement(fake, another, order(2, avoid=tuple(fake.hosts[2:])))
         assert elsewhere.host != found.host
         fake.call_off(found.host)
 
         async def is_off() -> bool:
-            return all(p.notice is None for p in await listed(another, found.id))
+            return all(p.notice is None for p in await find_placements(another, found.id))
 
         await until(is_off, "the notice is withdrawn")
 
@@ -354,7 +356,7 @@ def test_maintenance_is_announced_until_it_is_called_off(fake: FakeMesos) -> Non
 
 
 async def noticed_by(manager: MesosManager, id_: PlacementId) -> Placement | None:
-    return next((p for p in await listed(manager, id_) if p.notice), None)
+    return next((p for p in await find_placements(manager, id_) if p.notice), None)
 
 
 def test_a_framework_that_mesos_has_removed_is_made_again(
@@ -362,16 +364,16 @@ def test_a_framework_that_mesos_has_removed_is_made_again(
 ) -> None:
     async def work() -> None:
         manager = fake.manager()
-        found = await running(fake, manager, order(1))
+        found = await run_placement(fake, manager, order(1))
         old = framework_of(fake)
         with fake.lock:
             fake.remove(old)
         await until(lambda: empty(manager), "its task is over")
         said = capsys.readouterr().err
         assert f"Mesos has removed framework {old.id} and ended its tasks" in said
-        await running(fake, manager, order(2))
+        await run_placement(fake, manager, order(2))
         assert framework_of(fake).id != old.id
-        assert not await listed(manager, found.id)
+        assert not await find_placements(manager, found.id)
 
     run(work)
 
@@ -383,7 +385,7 @@ async def empty(manager: MesosManager) -> bool:
 def test_tasks_end_when_a_command_stays_away_for_longer_than_said(fake: FakeMesos) -> None:
     async def work() -> None:
         manager = fake.manager()
-        found = await running(fake, manager, order(1))
+        found = await run_placement(fake, manager, order(1))
         framework_of(fake).info["failover_timeout"] = 0.0
         await manager.close()
 
@@ -391,14 +393,14 @@ def test_tasks_end_when_a_command_stays_away_for_longer_than_said(fake: FakeMeso
             return not fake.processes(found.id)
 
         await until(is_gone, "its processes end")
-        assert not await listed(manager, found.id)
+        assert not await find_placements(manager, found.id)
 
     run(work)
 
 
 def test_the_framework_ends_with_all_that_runs(fake: FakeMesos) -> None:
     async def work() -> None:
-        found = await running(fake, fake.manager(), order(1))
+        found = await run_placement(fake, fake.manager(), order(1))
         session = fake.manager().session
         session.end()
         session.end()

@@ -132,7 +132,7 @@ def test_a_kill_every_two_seconds(start: Start, reference: Reference) -> None:
     with start("--steps", str(steps), "--task-s", str(TASK_S)) as run:
         run.until_members(4, RUN_S)
         lost = 0
-        while run.running() and (members := run.members()) and run.status()["step"] < steps - 50:
+        while run.is_running() and (members := run.members()) and run.status()["step"] < steps - 50:
             strike(members[rng.choice(sorted(members))])
             lost += 1
             with_pause = _paused(run, 2.0)

@@ -47,7 +47,7 @@ def tables(*actors: tuple[str, str, str], **nodes: dict[str, Any]) -> RayTables:
     )
 
 
-def running(name: str, host: str, notice: Notice | None = None) -> Placement:
+def run_placement(name: str, host: str, notice: Notice | None = None) -> Placement:
     return Placement(
         id=PlacementId(name), handle=f"a-{name}", holding=Holding.RUNNING, host=host, notice=notice
     )
@@ -66,13 +66,13 @@ def test_actors_are_placements_of_the_job_that_they_are_named_for() -> None:
     waiting, waits_on_a_node, runs, lost = found
     assert (waiting.holding, waiting.host) == (Holding.WAITING, "")
     assert (waits_on_a_node.holding, waits_on_a_node.host) == (Holding.WAITING, "")
-    assert runs == running("hf-x-3", "10.0.0.1")
+    assert runs == run_placement("hf-x-3", "10.0.0.1")
     assert lost.holding is Holding.ENDED
 
 
 def test_of_an_actor_that_was_listed_twice_the_later_state_counts() -> None:
     found = tables(("hf-x-1", "PENDING_CREATION", ""), ("hf-x-1", "ALIVE", "a"), a={})
-    assert found.placements("hf-x-", 0.0, 0.0) == [running("hf-x-1", "a")]
+    assert found.placements("hf-x-", 0.0, 0.0) == [run_placement("hf-x-1", "a")]
 
 
 def test_a_node_that_drains_gives_notice_until_its_deadline() -> None:
@@ -83,8 +83,8 @@ def test_a_node_that_drains_gives_notice_until_its_deadline() -> None:
         b={"drains": True},
     ).placements("hf-x-", 7.0, 1000.0)
     assert found == [
-        running("hf-x-1", "a", Notice(reason="Ray drains its node", until=37.0)),
-        running("hf-x-2", "b", Notice(reason="Ray drains its node")),
+        run_placement("hf-x-1", "a", Notice(reason="Ray drains its node", until=37.0)),
+        run_placement("hf-x-2", "b", Notice(reason="Ray drains its node")),
     ]
 
 

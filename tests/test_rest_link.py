@@ -75,7 +75,7 @@ def server() -> Iterator[Server]:
 
 
 def must(link: RestLink, method: str = "GET", path: str = "/x", body: Any = None) -> Any:
-    return asyncio.run(link.must(method, path, body))
+    return asyncio.run(link.ask_or_raise(method, path, body))
 
 
 def test_a_question_is_one_request_in_the_users_name(server: Server) -> None:

@@ -33,7 +33,7 @@ def saving(tmp_path: Path, store: str = "store", nproc: int = 2) -> LocalRun:
     return LocalRun(tmp_path / "run", [*options, "--store", str(tmp_path / store)], WORDS)
 
 
-def resumed(run: LocalRun) -> LocalRun:
+def find_resumed(run: LocalRun) -> LocalRun:
     return LocalRun(run.run_dir.path, [], [], command=("resume", str(run.run_dir.path)))
 
 
@@ -107,11 +107,11 @@ def test_a_job_whose_every_process_was_killed_is_resumed_bit_for_bit(
     with saving(tmp_path, nproc=nproc) as run:
         until_saved(run, tmp_path, 10)
         kill_all(run)
-    with resumed(run) as again:
+    with find_resumed(run) as again:
         until_saved(again, tmp_path, 20)
         assert "from the checkpoint of step" in last_view(again)
         kill_all(again)
-    with resumed(run) as third:
+    with find_resumed(run) as third:
         assert finish(third) == reference(STEPS)
     assert main(["ledger", "verify", str(run.run_dir.path)]) == 0
 
@@ -126,7 +126,7 @@ def test_an_interrupted_job_can_be_resumed_and_a_finished_one_not(
         assert run.members()  # it is still to be reached
         run.signal(signal.SIGINT)
         assert run.wait(RUN_S) == 130
-    with resumed(run) as again:
+    with find_resumed(run) as again:
         assert finish(again) == reference(STEPS)
     assert main(["resume", str(run.run_dir.path)]) == 2
     assert "has succeeded" in capsys.readouterr().err
@@ -144,7 +144,7 @@ def test_a_job_is_not_resumed_while_its_store_cannot_be_written(
     assert f"--store {tmp_path / 'store'} cannot be written" in capsys.readouterr().err
     (tmp_path / "store").unlink()
     (tmp_path / "away").rename(tmp_path / "store")
-    with resumed(run) as again:
+    with find_resumed(run) as again:
         assert finish(again) == reference(STEPS)
 
 
@@ -200,7 +200,7 @@ def test_who_asks_twice_does_not_wait_for_a_last_checkpoint(
     assert second["time"] - first["time"] < CoordinatorPolicy(virtual_ranks=4).grace_s
     assert run.run_dir.outcome() == "interrupted"
     assert steps(tmp_path) == saved
-    with resumed(run) as again:
+    with find_resumed(run) as again:
         assert finish(again) == reference(STEPS)
 
 
@@ -215,7 +215,7 @@ def test_a_preempted_job_saves_before_it_stops(
         assert run.wait(RUN_S) == 130
     (step,) = steps(tmp_path)
     assert step > 5
-    with resumed(run) as again:
+    with find_resumed(run) as again:
         assert finish(again) == reference(STEPS)
         assert f"from the checkpoint of step {step}" in str(again.events("view"))
     assert main(["ledger", "verify", str(run.run_dir.path)]) == 0
@@ -235,7 +235,7 @@ def test_a_rotten_checkpoint_is_passed_over_for_an_older_one(
     data = bytearray(pack.read_bytes())
     data[len(data) // 2] ^= 1
     pack.write_bytes(bytes(data))
-    with resumed(run) as again:
+    with find_resumed(run) as again:
         assert finish(again) == reference(STEPS)
     begun = [e["text"] for e in again.events("view") if "every worker was lost" in e["text"]]
     assert f"from the checkpoint of step {newest - 5}" in begun[-1]
@@ -265,6 +265,6 @@ def test_without_a_store_a_killed_job_is_resumed_from_the_start(
     with run:
         run.until(lambda: run.members() and run.status()["step"] > 5, RUN_S, "some steps")
         kill_all(run)
-    with resumed(run) as again:
+    with find_resumed(run) as again:
         assert finish(again) == reference(STEPS)
     assert main(["ledger", "verify", str(run.run_dir.path)]) == 0

@@ -27,10 +27,10 @@ from holdfast.runtime.rundir import RunDir
 from holdfast.testing.cluster_contract import (
     CLUSTER_CASES,
     Case,
-    listed,
+    find_placements,
     order,
     run_cluster_case,
-    running,
+    run_placement,
     until,
 )
 from labs.fake_yarn import FakeService, FakeYarn
@@ -104,7 +104,7 @@ def test_a_container_in_place_of_another_is_another_node(fake: FakeYarn) -> None
     async def work() -> None:
         manager = fake.manager()
         first, second = order(1), order(2)
-        old = await running(fake, manager, first)
+        old = await run_placement(fake, manager, first)
         container = service_of(fake).containers["node-0"]
         service_of(fake).failures = 10  # one more would end a service by default
         container.process.kill()
@@ -114,8 +114,8 @@ def test_a_container_in_place_of_another_is_another_node(fake: FakeYarn) -> None
             return found is not None and found.id != container.id
 
         await until(is_replaced, "YARN starts another container")
-        assert not await listed(manager, first.id)
-        new = await running(fake, manager, second)
+        assert not await find_placements(manager, first.id)
+        new = await run_placement(fake, manager, second)
         assert new.handle != old.handle
         assert new.handle == service_of(fake).containers["node-0"].id
         assert size(fake) == 1
@@ -128,12 +128,12 @@ def test_containers_that_nobody_wants_are_given_back(
 ) -> None:
     async def work() -> None:
         manager = fake.manager()
-        found = await running(fake, manager, order(1, avoid=fake.hosts[:2]))
+        found = await run_placement(fake, manager, order(1, avoid=fake.hosts[:2]))
         assert size(fake) == 3  # two hold the hosts to avoid
         monkeypatch.setattr(yarn_manager, "IDLE_S", 0.0)
         await manager.observe()
         assert size(fake) == 1
-        assert await listed(manager, found.id) == [found]
+        assert await find_placements(manager, found.id) == [found]
 
     run(work)
 
@@ -155,18 +155,20 @@ def test_an_order_waits_while_the_master_starts(fake: FakeYarn) -> None:
 
 
 async def runs(manager: YarnManager, id_: PlacementId) -> Placement | None:
-    return next((p for p in await listed(manager, id_) if p.holding is Holding.RUNNING), None)
+    return next(
+        (p for p in await find_placements(manager, id_) if p.holding is Holding.RUNNING), None
+    )
 
 
 def test_a_master_that_starts_again_is_away(fake: FakeYarn) -> None:
     async def work() -> None:
         manager = fake.manager()
-        found = await running(fake, manager, order(1))
+        found = await run_placement(fake, manager, order(1))
         service_of(fake).up_at = time.monotonic() + 3600.0
         with pytest.raises(Unreachable, match="the master of service hf-fake is being started"):
             await manager.observe()
         service_of(fake).up_at = 0.0
-        assert await listed(manager, found.id) == [found]
+        assert await find_placements(manager, found.id) == [found]
 
     run(work)
 
@@ -177,13 +179,13 @@ def test_a_service_that_has_ended_is_started_again_when_nodes_are_wanted(
 ) -> None:
     async def work() -> None:
         manager = fake.manager()
-        found = await running(fake, manager, order(1))
+        found = await run_placement(fake, manager, order(1))
         old = service_of(fake).id
         with fake.lock:
             fake.end(service_of(fake), state)
-        assert not await listed(manager, found.id)
+        assert not await find_placements(manager, found.id)
         assert service_of(fake).id == old
-        await running(fake, manager, order(2))
+        await run_placement(fake, manager, order(2))
         assert service_of(fake).id != old
 
     run(work)
@@ -204,9 +206,9 @@ def test_what_yarn_says_is_told(fake: FakeYarn) -> None:
 def test_a_nodes_time_until_it_is_decommissioned_is_told(fake: FakeYarn) -> None:
     async def work() -> None:
         manager = fake.manager()
-        found = await running(fake, manager, order(1))
+        found = await run_placement(fake, manager, order(1))
         fake.drain(found.host, "", within_s=500)
-        (told,) = await listed(manager, found.id)
+        (told,) = await find_placements(manager, found.id)
         assert told.notice is not None
         assert told.notice.until is not None
         assert 400 < told.notice.until - time.monotonic() <= 500
@@ -217,7 +219,7 @@ def test_a_nodes_time_until_it_is_decommissioned_is_told(fake: FakeYarn) -> None
 def test_the_service_is_destroyed_with_all_that_runs(fake: FakeYarn) -> None:
     async def work() -> None:
         manager = fake.manager()
-        found = await running(fake, manager, order(1))
+        found = await run_placement(fake, manager, order(1))
         await manager.destroy()
         await manager.destroy()
         assert not fake.services
@@ -366,7 +368,7 @@ def test_a_service_ends_with_a_job_that_cannot_begin_and_a_lasting_one_is_named(
 def test_a_signal_ends_all_processes_of_a_container(fake: FakeYarn) -> None:
     async def work() -> None:
         manager = fake.manager()
-        found = await running(fake, manager, order(1))
+        found = await run_placement(fake, manager, order(1))
         os.kill(service_of(fake).containers["node-0"].process.pid, signal.SIGTERM)
 
         async def is_gone() -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import tidy_docstrings
 import tidy_layers
+import tidy_names
 import tidy_prose
 import tidy_sets
 import tidy_sizes
@@ -455,6 +456,11 @@ RULES = [
         "unique-name",
         find_names_used_twice,
         "a public class and a module are found, and talked of, by their name alone",
+    ),
+    Rule(
+        "verb-in-name",
+        tidy_names.find_bare_names,
+        "a call is understood where it stands: `record_commit(step)`, not `committed(step)`",
     ),
     Rule(
         "public-docstring",

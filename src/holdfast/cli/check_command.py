@@ -144,14 +144,14 @@ def run_once(
     script = (TRACED, str(plan), options.script, *options.args)
     until = time.monotonic() + options.timeout
     with LocalRun(place / "run", (*sizes, *GUARD), script, bound=True) as run:
-        while run.running() and not _is_enough(traces, options.steps, kill):
+        while run.is_running() and not _is_enough(traces, options.steps, kill):
             if time.monotonic() >= until:
                 raise UserError(
                     f"the run on {name} took no {options.steps} steps in {options.timeout:g} s: "
                     "give --timeout more, or the script less to do"
                 )
             time.sleep(POLL_S)
-        ended = not run.running()
+        ended = not run.is_running()
         code = run.wait(options.timeout) if ended else 0
         said = [line for line in run.err if str(directory) not in line]  # it will be gone
         problem = (run.run_dir.outcome() or "\n".join(said[-12:])) if code else ""

@@ -152,7 +152,7 @@ def _run(path: Path, end: int, until: float) -> RunSteps:
     command = ["resume", str(path), "--plain"]
     with LocalRun(path, [], [], popen=start, command=command, bound=True) as run:
         while True:
-            ended, at = not run.running(), _step_of(run)
+            ended, at = not run.is_running(), _step_of(run)
             if ended or at >= end:  # the ledger is long: it is not read before
                 found = _steps_so_far(path)
                 if end in found.steps:

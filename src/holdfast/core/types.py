@@ -308,7 +308,7 @@ class View:
         """Return whether this worker joins with a state that it was fed, while the others go on."""
         return any(each.worker == worker for each in self.fed)
 
-    def hosted(self) -> dict[WorkerId, tuple[int, ...]]:
+    def list_hosted(self) -> dict[WorkerId, tuple[int, ...]]:
         """Return what `hosted_by` says of each member, for all at once."""
         found: dict[WorkerId, list[int]] = {w: [] for w in self.workers}
         for vrank, owner in enumerate(self.owners):

@@ -276,7 +276,7 @@ def watch(run: LocalRun, striker: fault_kit.Striker, plan: RunPlan, screen: Scre
     loss = float("nan")
     started, is_ending = time.monotonic(), False
     while True:
-        going = run.running()  # asked first, so that the last lines are still seen
+        going = run.is_running()  # asked first, so that the last lines are still seen
         now = time.monotonic()
         for line in reversed(run.out):
             if found := COMMIT.fullmatch(line):

@@ -56,7 +56,7 @@ class JobLink:
         self._contact = contact
         self._secret = secret
 
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Return whether the job has ended, as its run directory says."""
         return self._run_dir.outcome() is not None
 
@@ -168,7 +168,7 @@ class FleetDriver:
 
     async def _watch_job(self) -> None:
         while True:
-            if self._job.over():
+            if self._job.is_over():
                 self.end()
                 return
             found = await self._try("the job", self._job.nodes())

@@ -79,7 +79,7 @@ def run(run_dir: RunDir) -> int:
         raise UserError("this image lacks a package: build it with holdfast[kubernetes]")
     word = os.environ.pop(RESUME_VARIABLE, "")
     plan = prepare(run_dir)
-    resume, outcome = word != resumed(run_dir), run_dir.outcome()
+    resume, outcome = word != find_resumed(run_dir), run_dir.outcome()
     if resume and outcome:
         run_dir.reopen()
     elif outcome is not None:
@@ -101,7 +101,7 @@ def run(run_dir: RunDir) -> int:
     return code
 
 
-def resumed(run_dir: RunDir) -> str:
+def find_resumed(run_dir: RunDir) -> str:
     """Return the word by which a Job has resumed the run and ended; empty: none has."""
     path = run_dir.path / RESUMED_FILE
     return read_regular(path, DOCUMENT_BYTES_MAX).decode() if path.exists() else ""

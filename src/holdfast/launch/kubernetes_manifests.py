@@ -71,7 +71,7 @@ def manifests(
     """Write all objects of a job, in the order in which they should be created."""
     name, prefix = instance_of(job_prefix(spec.job)), job_prefix(spec.job)
 
-    def named(api: str, kind: str, **parts: Any) -> Manifest:
+    def make_manifest(api: str, kind: str, **parts: Any) -> Manifest:
         about = {"name": name, "namespace": site.namespace, "labels": labels_of(prefix)}
         return {"apiVersion": api, "kind": kind, "metadata": about, **parts}
 
@@ -82,10 +82,10 @@ def manifests(
     }
     coordinator = labels_of(prefix, COORDINATOR)
     found = [
-        named("v1", "Secret", type="Opaque", stringData=held),
-        named("v1", "ServiceAccount"),
-        *_rights(site, name, named),
-        named(
+        make_manifest("v1", "Secret", type="Opaque", stringData=held),
+        make_manifest("v1", "ServiceAccount"),
+        *_rights(site, name, make_manifest),
+        make_manifest(
             "v1",
             "Service",
             spec={
@@ -99,17 +99,17 @@ def manifests(
     if spec.nodes.min > 1:  # pods that Kubernetes does not keep itself are only counted
         chosen = {"matchLabels": labels_of(prefix, AGENT)}
         budget = {"minAvailable": spec.nodes.min - 1, "selector": chosen}
-        found.append(named("policy/v1", "PodDisruptionBudget", spec=budget))
+        found.append(make_manifest("policy/v1", "PodDisruptionBudget", spec=budget))
     if not site.claim:
         storage = {"requests": {"storage": site.storage}}
         claim = {"accessModes": ["ReadWriteOnce"], "resources": storage}
-        found.append(named("v1", "PersistentVolumeClaim", spec=claim))
-    found.append(named("v1", "PodTemplate", template=agent_template(site, spec, plan)))
+        found.append(make_manifest("v1", "PersistentVolumeClaim", spec=claim))
+    found.append(make_manifest("v1", "PodTemplate", template=agent_template(site, spec, plan)))
     job = _coordinator_job(site, name, plan.run_dir, coordinator)
-    return [*found, named("batch/v1", "Job", spec=job)]
+    return [*found, make_manifest("batch/v1", "Job", spec=job)]
 
 
-def _rights(site: KubernetesSite, name: str, named: Any) -> list[Manifest]:
+def _rights(site: KubernetesSite, name: str, make_manifest: Any) -> list[Manifest]:
     """Let the controller keep pods, and see nodes, whose taints announce events."""
     account = [{"kind": "ServiceAccount", "name": name, "namespace": site.namespace}]
     group = "rbac.authorization.k8s.io"
@@ -126,9 +126,11 @@ def _rights(site: KubernetesSite, name: str, named: Any) -> list[Manifest]:
         ),
         ("ClusterRole", [_rule("", "nodes", "list")]),
     ):
-        role = named(f"{group}/v1", kind, rules=rules)
+        role = make_manifest(f"{group}/v1", kind, rules=rules)
         reference = {"apiGroup": group, "kind": kind, "name": name if kind == "Role" else wide}
-        binding = named(f"{group}/v1", f"{kind}Binding", roleRef=reference, subjects=account)
+        binding = make_manifest(
+            f"{group}/v1", f"{kind}Binding", roleRef=reference, subjects=account
+        )
         for each in (role, binding):
             if kind == "ClusterRole":
                 del each["metadata"]["namespace"]
@@ -161,7 +163,7 @@ def _coordinator_job(
         **shared,
         "serviceAccountName": name,
         "restartPolicy": "Never",
-        "tolerations": _away(),
+        "tolerations": _tolerate_absence(),
         "containers": [container],
     }
     _mount_all(site, spec, container, site.claim or name)
@@ -200,7 +202,7 @@ def agent_template(site: KubernetesSite, job: JobSpec, plan: FleetPlan) -> Manif
     spec.setdefault("automountServiceAccountToken", False)
     spec["restartPolicy"] = "Never"
     spec["terminationGracePeriodSeconds"] = round(plan.drain_s) + SPARE_S
-    spec["tolerations"] = [*spec.get("tolerations", ()), *_away()]
+    spec["tolerations"] = [*spec.get("tolerations", ()), *_tolerate_absence()]
     _spread(spec, site.spread, labels)
     return pod
 
@@ -236,7 +238,7 @@ def _spread(spec: Manifest, key: str, labels: Mapping[str, str]) -> None:
     ]
 
 
-def _away() -> list[Manifest]:
+def _tolerate_absence() -> list[Manifest]:
     return [
         {
             "key": f"node.kubernetes.io/{what}",

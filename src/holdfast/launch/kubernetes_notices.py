@@ -47,7 +47,7 @@ class TwoClocks:
         """Return for how many seconds a moment has been past."""
         return self.wall - moment.timestamp()
 
-    def until(self, moment: datetime, later_s: float = 0.0) -> float:
+    def to_monotonic(self, moment: datetime, later_s: float = 0.0) -> float:
         """Return a moment, and some seconds, by the machine's clock."""
         return self.monotonic - self.age(moment) + later_s
 
@@ -102,7 +102,7 @@ def _of_pod(pod: Pod, clocks: TwoClocks) -> Iterator[Notice]:
         if each.type == "DisruptionTarget" and each.status == "True":
             why = each.message or each.reason or "its pod is to be disrupted"
     if deleted is not None:
-        yield Notice(reason=why or "its pod is being deleted", until=clocks.until(deleted))
+        yield Notice(reason=why or "its pod is being deleted", until=clocks.to_monotonic(deleted))
     elif why:
         yield Notice(reason=why)
 
@@ -126,7 +126,7 @@ def _of_node(pod: Pod, node: Node, clocks: TwoClocks) -> Iterator[Notice]:
             limited_s = min((s for s in bearable_s if s is not None), default=0)
             added = taint.timeAdded
             now = clocks.monotonic
-            until = clocks.until(added, limited_s) if added is not None else now + limited_s
+            until = clocks.to_monotonic(added, limited_s) if added is not None else now + limited_s
             yield Notice(reason=reason, until=until)
         elif taint.effect == "NoSchedule" and not bearable_s and taint.key not in PASSING:
             if taint.key != UNSCHEDULABLE:  # a cordon, which is handled above

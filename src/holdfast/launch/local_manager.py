@@ -60,7 +60,7 @@ class LocalManager:
     async def observe(self) -> Sequence[Placement]:
         return [
             Placement(id=each.id, handle=each.handle, holding=Holding.RUNNING, host=each.host)
-            for each in self.running()
+            for each in self.list_running()
         ]
 
     async def request(self, order: PlacementOrder) -> None:
@@ -76,7 +76,7 @@ class LocalManager:
             temporary.rename(known)
 
     async def release(self, id_: PlacementId, handle: str) -> None:
-        for each in self.running():
+        for each in self.list_running():
             if each.id == id_ and each.handle == handle:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(each.pid, signal.SIGTERM)
@@ -84,7 +84,7 @@ class LocalManager:
     async def close(self) -> None:
         pass
 
-    def running(self) -> list[LocalPlacement]:
+    def list_running(self) -> list[LocalPlacement]:
         """Return this job's placements that run, in the order of their ids."""
         return [each for each in self._all() if each.id.startswith(self._prefix) and each.runs()]
 

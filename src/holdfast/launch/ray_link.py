@@ -40,7 +40,7 @@ class RayLink:
         """Return the answer to one question. Refused, or Unreachable: it may have been done."""
         until = time.monotonic() + self._answer_s
         with self._alone:
-            driver = self._running()
+            driver = self._ensure_driver()
             line = b""
             with contextlib.suppress(OSError):
                 assert driver.stdin is not None
@@ -63,7 +63,7 @@ class RayLink:
         if self._driver is not None:
             self._end(self._driver)
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _ensure_driver(self) -> subprocess.Popen[bytes]:
         if self._driver is None or self._driver.poll() is not None:
             with contextlib.ExitStack() as stack:
                 log = None

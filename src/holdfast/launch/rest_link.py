@@ -117,7 +117,7 @@ class RestLink:
         """Ask once; any answer is returned, whatever its status."""
         return await asyncio.to_thread(self.ask_now, method, path, body)
 
-    async def must(self, method: str, path: str, body: Any = None) -> Any:
+    async def ask_or_raise(self, method: str, path: str, body: Any = None) -> Any:
         """Ask once, and return the document. Refused, or Unreachable if it may yet succeed."""
         answer = await self.ask(method, path, body)
         if not answer.accepted:

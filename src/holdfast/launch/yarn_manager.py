@@ -145,7 +145,7 @@ class YarnManager:
     async def destroy(self) -> None:
         """Have YARN end the service and forget it, if there is one."""
         if await self._find() is not None:
-            await self._link.must("DELETE", self._service.path)
+            await self._link.ask_or_raise("DELETE", self._service.path)
 
     async def _find(self) -> dict[str, Any] | None:
         """Return YARN's description of the service; None if there is no service."""
@@ -178,7 +178,9 @@ class YarnManager:
         short = len(left) - max(number - len(live), 0)
         if short > 0:
             body = {"name": COMPONENT, "number_of_containers": number + short}
-            await self._link.must("PUT", f"{self._service.path}/components/{COMPONENT}", body)
+            await self._link.ask_or_raise(
+                "PUT", f"{self._service.path}/components/{COMPONENT}", body
+            )
         await self._drop([] if waiting else idle)
 
     async def _drop(self, idle: Sequence[Mapping[str, Any]]) -> None:
@@ -192,7 +194,7 @@ class YarnManager:
     async def _decommission(self, containers: Sequence[Mapping[str, Any]]) -> None:
         names = [each["component_instance_name"] for each in containers]
         component = {"name": COMPONENT, "decommissioned_instances": names}
-        await self._link.must("PUT", self._service.path, {"components": [component]})
+        await self._link.ask_or_raise("PUT", self._service.path, {"components": [component]})
 
     async def _nodes(self) -> dict[str, Mapping[str, Any]]:
         """Return YARN's descriptions of its nodes, by host."""
@@ -200,7 +202,7 @@ class YarnManager:
 
 
 async def list_nodes(link: RestLink) -> list[Mapping[str, Any]]:
-    found = await link.must("GET", NODES)
+    found = await link.ask_or_raise("GET", NODES)
     listed: list[Mapping[str, Any]] = (found.get("nodes") or {}).get("node") or []
     return listed
 

@@ -51,7 +51,7 @@ class _Undo:
             self._before = keys, had[order]
         return self._before
 
-    def without(
+    def drop_shard(
         self, places: tuple[int, int], cells: tuple[int, int], added: torch.Tensor
     ) -> _Undo:
         """Return it without the places and cells of a shard; `added`: keys of the others."""
@@ -383,7 +383,7 @@ class KeyedTable:
         """Drop what undoes updates of a shard."""
         places, cells = self._range_of(shard, "used"), self._range_of(shard, "seen")
         self._undos = [
-            undo.without(places, cells, undo.added[self.shape.shards_of(undo.added) != shard])
+            undo.drop_shard(places, cells, undo.added[self.shape.shards_of(undo.added) != shard])
             for undo in self._undos
         ]
 

@@ -45,7 +45,7 @@ class Undo:
             self._ordered = places, order
         return self._ordered
 
-    def without(self, places: range) -> Undo:
+    def drop_places(self, places: range) -> Undo:
         """Return it without the rows at these places."""
         keep = (self.places < places.start) | (self.places >= places.stop)
         slots = {name: each[keep] for name, each in self.slots.items()}
@@ -291,7 +291,7 @@ class ServerTable:
         places, block = self._places[shard], self._block
         for sums in block.checksums:
             sums.seal(places)
-        block.undos = [undo.without(places) for undo in block.undos]
+        block.undos = [undo.drop_places(places) for undo in block.undos]
 
 
 def number_tables(keys: Sequence[torch.Tensor]) -> torch.Tensor:

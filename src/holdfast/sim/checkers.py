@@ -375,7 +375,7 @@ class Truth:
         return state or 0, flipped
 
     def _check_balance(self, view: View) -> None:
-        owned = sum(map(len, view.hosted().values()))
+        owned = sum(map(len, view.list_hosted().values()))
         if len(view.owners) != self.vranks or owned != self.vranks:
             raise Violation(f"view {view.number} hosts {owned} of {self.vranks} virtual ranks")
 

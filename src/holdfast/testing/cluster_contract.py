@@ -66,7 +66,7 @@ def order(number: int, avoid: Sequence[str] = (), prefix: str = PREFIX) -> Place
     return PlacementOrder(id=id_, command=SLEEPER, environment={MARK: "a b'c"}, avoid=tuple(avoid))
 
 
-async def listed(manager: ClusterManager, id_: PlacementId) -> list[Placement]:
+async def find_placements(manager: ClusterManager, id_: PlacementId) -> list[Placement]:
     return [p for p in await manager.observe() if p.id == id_ and p.holding is not Holding.ENDED]
 
 
@@ -83,14 +83,14 @@ async def until(ready: Callable[[], Awaitable[Any]], what: str, within_s: float 
         await asyncio.sleep(LOOK_S)
 
 
-async def running(
+async def run_placement(
     harness: ClusterHarness, manager: ClusterManager, wanted: PlacementOrder
 ) -> Placement:
     """Request a placement and wait until its command runs."""
     await manager.request(wanted)
 
     async def runs() -> Placement | None:
-        found = await listed(manager, wanted.id)
+        found = await find_placements(manager, wanted.id)
         up = found and found[0].holding is Holding.RUNNING and sleepers(harness, wanted.id)
         return found[0] if up else None
 
@@ -98,9 +98,11 @@ async def running(
     return found
 
 
-async def gone(harness: ClusterHarness, manager: ClusterManager, id_: PlacementId) -> None:
+async def wait_until_gone(
+    harness: ClusterHarness, manager: ClusterManager, id_: PlacementId
+) -> None:
     async def is_gone() -> bool:
-        return not await listed(manager, id_) and not harness.processes(id_)
+        return not await find_placements(manager, id_) and not harness.processes(id_)
 
     await until(is_gone, f"{id_} is gone")
 
@@ -128,7 +130,7 @@ def _arguments(pid: int) -> tuple[str, ...]:
 
 
 async def a_placement_runs_on_a_named_host(h: ClusterHarness, manager: ClusterManager) -> None:
-    found = await running(h, manager, order(1))
+    found = await run_placement(h, manager, order(1))
     assert found.host in h.hosts
     assert found.notice is None
     assert found.domains == h.domains[found.host]
@@ -140,7 +142,7 @@ def _environment(pid: int) -> bytes:
 
 async def the_ordered_environment_arrives(h: ClusterHarness, manager: ClusterManager) -> None:
     wanted = order(1)
-    await running(h, manager, wanted)
+    await run_placement(h, manager, wanted)
     assert any(f"{MARK}=a b'c".encode() in _environment(p) for p in sleepers(h, wanted.id))
 
 
@@ -150,21 +152,21 @@ async def what_finds_no_host_waits_or_is_refused(
     wanted = order(1, avoid=h.hosts)
     with contextlib.suppress(HoldfastError, OSError):
         await manager.request(wanted)
-    for found in await listed(manager, wanted.id):
+    for found in await find_placements(manager, wanted.id):
         assert (found.holding, found.host) == (Holding.WAITING, "")
         await manager.release(wanted.id, found.handle)
-    await gone(h, manager, wanted.id)
+    await wait_until_gone(h, manager, wanted.id)
 
 
 async def hosts_to_avoid_are_avoided(h: ClusterHarness, manager: ClusterManager) -> None:
-    found = await running(h, manager, order(1, avoid=h.hosts[:-1]))
+    found = await run_placement(h, manager, order(1, avoid=h.hosts[:-1]))
     assert found.host == h.hosts[-1]
 
 
 async def two_placements_have_hosts_of_their_own(
     h: ClusterHarness, manager: ClusterManager
 ) -> None:
-    first, second = [await running(h, manager, order(number)) for number in (1, 2)]
+    first, second = [await run_placement(h, manager, order(number)) for number in (1, 2)]
     assert first.host != second.host
 
 
@@ -173,78 +175,80 @@ async def a_repeated_request_makes_no_second_placement(
 ) -> None:
     wanted = order(1)
     await asyncio.gather(manager.request(wanted), manager.request(wanted))
-    await running(h, manager, wanted)
+    await run_placement(h, manager, wanted)
     again = h.manager()
     await again.request(wanted)
-    assert len(await listed(again, wanted.id)) == 1
-    await manager.release(wanted.id, (await listed(manager, wanted.id))[0].handle)
-    await gone(h, manager, wanted.id)
+    assert len(await find_placements(again, wanted.id)) == 1
+    await manager.release(wanted.id, (await find_placements(manager, wanted.id))[0].handle)
+    await wait_until_gone(h, manager, wanted.id)
 
 
 async def a_released_placement_ends(h: ClusterHarness, manager: ClusterManager) -> None:
     wanted = order(1)
-    found = await running(h, manager, wanted)
-    other = await running(h, manager, order(2))
+    found = await run_placement(h, manager, wanted)
+    other = await run_placement(h, manager, order(2))
     await manager.release(wanted.id, found.handle)
-    await gone(h, manager, wanted.id)
+    await wait_until_gone(h, manager, wanted.id)
     await manager.release(wanted.id, found.handle)
-    assert await listed(manager, other.id)
+    assert await find_placements(manager, other.id)
 
 
 async def another_adapter_lists_the_same(h: ClusterHarness, manager: ClusterManager) -> None:
-    found = await running(h, manager, order(1))
-    assert await listed(h.manager(), found.id) == [found]
+    found = await run_placement(h, manager, order(1))
+    assert await find_placements(h.manager(), found.id) == [found]
 
 
 async def other_jobs_are_not_listed(h: ClusterHarness, manager: ClusterManager) -> None:
     other = h.manager("hf-other-")
     wanted = order(1, prefix="hf-other-")
-    await running(h, other, wanted)
-    assert not await listed(manager, wanted.id)
-    await other.release(wanted.id, (await listed(other, wanted.id))[0].handle)
-    await gone(h, other, wanted.id)
+    await run_placement(h, other, wanted)
+    assert not await find_placements(manager, wanted.id)
+    await other.release(wanted.id, (await find_placements(other, wanted.id))[0].handle)
+    await wait_until_gone(h, other, wanted.id)
 
 
 async def what_has_ended_is_not_started_again(h: ClusterHarness, manager: ClusterManager) -> None:
     wanted = order(1)
-    await running(h, manager, wanted)
+    await run_placement(h, manager, wanted)
     for pid in h.processes(wanted.id):
         with contextlib.suppress(ProcessLookupError):  # a helper that has done its work
             os.kill(pid, 9)
-    await gone(h, manager, wanted.id)
-    later = await running(h, manager, order(2))
+    await wait_until_gone(h, manager, wanted.id)
+    later = await run_placement(h, manager, order(2))
     assert not h.processes(wanted.id)
-    assert await listed(manager, later.id)
+    assert await find_placements(manager, later.id)
 
 
 async def a_killed_host_loses_its_placement_only(
     h: ClusterHarness, manager: ClusterManager
 ) -> None:
-    first, second = [await running(h, manager, order(number)) for number in (1, 2)]
+    first, second = [await run_placement(h, manager, order(number)) for number in (1, 2)]
     pids = sleepers(h, second.id)
     h.kill(first.host)
-    await gone(h, manager, first.id)
+    await wait_until_gone(h, manager, first.id)
     assert sleepers(h, second.id) == pids
-    assert await listed(manager, second.id)
+    assert await find_placements(manager, second.id)
 
 
 async def a_drained_host_is_announced(h: ClusterHarness, manager: ClusterManager) -> None:
-    first, second = [await running(h, manager, order(number)) for number in (1, 2)]
+    first, second = [await run_placement(h, manager, order(number)) for number in (1, 2)]
     pids = sleepers(h, first.id)
     told = h.drain(first.host, "a new fan") or "a new fan"
 
     async def find_notice() -> Placement | None:
-        return next((p for p in await listed(manager, first.id) if p.notice is not None), None)
+        return next(
+            (p for p in await find_placements(manager, first.id) if p.notice is not None), None
+        )
 
     found: Placement = await until(find_notice, "the notice")
     assert found.notice is not None
     assert told in found.notice.reason
     assert sleepers(h, first.id) == pids
-    assert (await listed(manager, second.id))[0].notice is None
+    assert (await find_placements(manager, second.id))[0].notice is None
 
 
 async def a_manager_that_is_away_is_an_error(h: ClusterHarness, manager: ClusterManager) -> None:
-    found = await running(h, manager, order(1))
+    found = await run_placement(h, manager, order(1))
     pids = sleepers(h, found.id)
     h.away(True)
     try:
@@ -256,7 +260,7 @@ async def a_manager_that_is_away_is_an_error(h: ClusterHarness, manager: Cluster
             raise AssertionError(f"a manager that is away has answered {answer!r}")
     finally:
         h.away(False)
-    back = await until(lambda: listed(manager, found.id), "the manager is back")
+    back = await until(lambda: find_placements(manager, found.id), "the manager is back")
     assert back == [found], f"{back} instead of {found}"
     assert sleepers(h, found.id) == pids
 

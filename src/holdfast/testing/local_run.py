@@ -103,7 +103,7 @@ class LocalRun:
             reader.join(timeout_s)
         return code
 
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         return self._process().poll() is None
 
     def signal(self, number: int) -> None:
@@ -126,7 +126,7 @@ class LocalRun:
         """Poll until `ready()` is truthy and return it; RunEnded if the run ends before."""
         deadline = time.monotonic() + timeout_s
         while not (found := ready()):
-            if not self.running():
+            if not self.is_running():
                 raise RunEnded(f"the run ended before {what}:\n{self.log()}")
             assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}\n{self.log()}"
             time.sleep(POLL_S)

@@ -142,16 +142,16 @@ class Holdings:
             case UpdateArrived():
                 return self._update(event)
             case CopyBegun(shards):
-                self._copying |= set(self._held(shards))
+                self._copying |= set(self._pick_known(shards))
             case CopyArrived():
                 return self._adopt(event)
             case CopyFailed(shards):
                 self._copying -= set(shards)
-                return self._catch_up(self._held(shards))
+                return self._catch_up(self._pick_known(shards))
             case ResetAsked(shards):
-                return self._reset(self._held(shards))
+                return self._reset(self._pick_known(shards))
             case ShardsDamaged(shards):
-                return self._begin_again(self._held(shards))
+                return self._begin_again(self._pick_known(shards))
             case _:
                 assert_never(event)
         return []
@@ -190,12 +190,13 @@ class Holdings:
 
     # ------------------------------------------------------------ one event
 
-    def _held(self, shards: Iterable[int]) -> tuple[int, ...]:
+    def _pick_known(self, shards: Iterable[int]) -> tuple[int, ...]:
+        """Return those of these shards that are here."""
         return tuple(shard for shard in shards if shard in self._versions)
 
     def _update(self, event: UpdateArrived) -> list[HoldingsEffect]:
         number, due, later = event.number, [], []
-        for shard in self._held(event.shards):
+        for shard in self._pick_known(event.shards):
             if self._is_due(shard, number):
                 due.append(shard)
             elif self._versions[shard] < number and not self._waits(shard, number):

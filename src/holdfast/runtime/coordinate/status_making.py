@@ -113,7 +113,7 @@ def stores_of(snapshot: CoordinatorSnapshot) -> set[WorkerId]:
 
 def processes_of(snapshot: CoordinatorSnapshot) -> tuple[ProcessStatus, ...]:
     view = snapshot.record.view
-    hosted = view.hosted() if view else {}
+    hosted = view.list_hosted() if view else {}
     nodes = {slot.worker: slot.agent for slot in snapshot.record.slots}
     stores = stores_of(snapshot)
     found = []

@@ -38,7 +38,7 @@ class Layout:
     def of(cls, view: View, me: Peer, owners: Sequence[WorkerId] = ()) -> Layout:
         """Lay a view out; `owners`: the hosts of the virtual ranks, if they have changed since."""
         now = dataclasses.replace(view, owners=tuple(owners)) if owners else view
-        hosted = tuple(now.hosted().values())
+        hosted = tuple(now.list_hosted().values())
         vranks = len(view.owners)
         nodes = tuple(tree.maximal_nodes(h, vranks) for h in hosted)
         rank = view.rank(me.worker)
