@@ -244,7 +244,10 @@ class TalkingRun(FakeRun):
         return [
             {"kind": "slow", "text": "worker 0 is slow now and then"},
             {"kind": "balance", "text": "worker 0 hosts 0 virtual ranks instead of 1"},
-            {"kind": "copy", "text": "worker 1 has copied 2 tasks that others were late with"},
+            {
+                "kind": "copy",
+                "text": "worker 1 computed 2 tasks for other workers, which were late",
+            },
             {"kind": "join", "text": "worker 2 joins"},
         ]
 

@@ -232,7 +232,9 @@ def test_what_others_are_late_with_is_copied(
     with start(*LATE, options=options) as run:
         assert finish(run) == reference(50)
     copies = [event["text"] for event in run.events("copy")]
-    assert any("has copied a task that others were late with" in text for text in copies), copies
+    assert any("computed a task for other workers, which were late" in text for text in copies), (
+        copies
+    )
     assert verify(run.run_dir.path, SamplePlan.from_dict).ok
 
 

@@ -189,7 +189,7 @@ def test_who_is_late_computes_while_as_many_wait(
 BROKEN = [
     ((member(0), member(1)), None),
     ((member(0), member(1, stage=Stage.LOST)), "worker 1 is gone"),
-    ((member(0), stopped(1)), "worker 1 lost touch with another"),
+    ((member(0), stopped(1)), "worker 1 lost touch with another worker"),
     ((member(0), stopped(1, state=StateCopy.DISCARDED)), "something wrong was used"),
     ((member(0), member(1, state=StateCopy.DISCARDED)), "something wrong was used"),
     ((member(0, **OVERDUE), member(1)), "worker 0 waits for worker 1, which is late"),

@@ -195,7 +195,11 @@ def report(
         text = f"\n{each.run}: {each.path} is the first to differ, before step {each.step}."
         console.print(f"{text} Likely {each.cause}.", highlight=False, markup=False)
     if not findings and not any(run.problem or run.told for run in runs):
-        console.print("\nThis script keeps the promise, as far as these runs show.")
+        console.print(
+            f"\nThis script keeps the promise in its first {steps} steps. Lines that run later, "
+            "perhaps those after an epoch, were not tried: --steps N goes further.",
+            soft_wrap=True,
+        )
 
 
 def said_of(run: TracedRun) -> tuple[str, ...]:

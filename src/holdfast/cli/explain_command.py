@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.observe.incidents import describe_cost, find_incident, list_incidents, tell_story
-from holdfast.runtime.rundir import RunDir, read_run_events
+from holdfast.runtime.rundir import RunDir, read_run_events, shorten_failure
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; `argv` follows `holdfast explain`."""
     options = parser().parse_args(argv)
-    events = read_run_events(RunDir(Path(options.run_dir)))
+    run_dir = RunDir(Path(options.run_dir))
+    events = read_run_events(run_dir)
     incidents = list_incidents(events)
     if options.event is not None:
         found = find_incident(incidents, options.event)
@@ -34,6 +35,16 @@ def main(argv: Sequence[str]) -> int:
         print(f"{each.name:<8} {at}  {each.title}; {describe_cost(each.cost)}")
     if not incidents:
         print(f"no incidents in {len(events)} events")
+    else:
+        print(f"for the story of one: holdfast explain {options.run_dir} {incidents[-1].name}")
+    outcome = run_dir.outcome()
+    if outcome:
+        print(f"the run is over: {shorten_failure(outcome)}")
+    if outcome is None:
+        print(
+            "the run has recorded no end: it is still running, or all of it was killed; "
+            f"`holdfast status {options.run_dir}` tells which"
+        )
     return 0
 
 

@@ -10,7 +10,7 @@ from holdfast.core.errors import HoldfastError
 COMMANDS = {
     "run": "run a training script on this machine, through failures",
     "launch": "run a training script on the nodes of a cluster manager, and replace lost ones",
-    "resume": "go on with a run that ended before its time",
+    "resume": "go on with a run that was killed, stopped or failed",
     "agent": "add this machine to a running job",
     "status": "show a running job: view, step, processes",
     "events": "print the event log of a run",
@@ -28,7 +28,7 @@ COMMANDS = {
     "ckpt": "list, verify, compare, repair and export checkpoints",
     "compare": "find the first step at which two runs of one job differ, and what differs",
     "replay": "compute steps of a run again, and compare them with its records",
-    "audit": "do so for a random share of a run's steps",
+    "audit": "compute a random share of a run's steps again, and compare them",
     "dump": "collect files that help to understand a run elsewhere",
     "incident": "make a coordinator's decisions again, from a recording",
     "ledger": "prove from a run's ledger that every sample was used exactly once",
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         print("usage: holdfast COMMAND ...\n")
         for name, text in COMMANDS.items():
             print(f"  {name:<11} {text}")
-        print("\nholdfast COMMAND --help tells more of one.")
+        print("\n`holdfast COMMAND --help` describes a command and its options.")
         return 0 if args else 2
     if args[0] == "--version":
         import holdfast

@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         "script, same arguments, from its newest checkpoint or, without one, from step 0. The "
         "result equals that of an undisturbed run. Further nodes must join again.",
     )
-    found.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    found.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of the run")
     found.add_argument(
         "--host", default="127.0.0.1", help="this machine's address, as for `holdfast run`"
     )

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from holdfast.cli.shared_options import add_tls
+from holdfast.core.errors import NoAnswer, UserError
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import job_status
 from holdfast.runtime.job_status import JobStatus, NodeStatus
@@ -20,11 +21,21 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="holdfast status", description="Show a running job's view, step and processes."
     )
-    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="directory of the run")
+    parser.add_argument("--run-dir", type=Path, metavar="RUN", help="the same, as an option")
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     add_tls(parser)
     options = parser.parse_args(argv)
-    status = job_status(RunDir(options.run_dir), client_of(options.tls))
+    named = [path for path in (options.run, options.run_dir) if path is not None]
+    if len(named) != 1:
+        parser.error("name one run directory: holdfast status RUN")
+    try:
+        status = job_status(RunDir(named[0]), client_of(options.tls))
+    except NoAnswer as error:
+        raise UserError(
+            f"{error.problem}: is the job running? If it was killed, `holdfast resume {named[0]}` "
+            "goes on with it"
+        ) from None
     if options.json:
         print(json.dumps(status.to_dict(), indent=2))
     else:

@@ -30,6 +30,7 @@ from holdfast.core.errors import HoldfastError, UserError, WorldError
 from holdfast.examples import fault_kit
 from holdfast.observe.ledger import LEDGER_DIR
 from holdfast.observe.ledger_audit import LedgerReport, verify
+from holdfast.observe.summary import describe_workers
 from holdfast.runtime.run_report import write_report
 from holdfast.runtime.rundir import RunDir
 from holdfast.testing.local_run import ACTIVE, LocalRun
@@ -215,8 +216,10 @@ def prove(options: argparse.Namespace, out: Path, screen: Screen) -> Proof:
     plan = RunPlan(title=title, workers=options.workers, steps=options.steps, schedule=schedule)
     faulty, striker = train(out / "faulty", plan, options, screen)
     steps = max((c.step + 1 for c in faulty.commits), default=0)
-    title = f"2. The same {steps} steps undisturbed, on {calm_workers} instead of {options.workers}"
-    title += ": their number does not matter either"
+    title = (
+        f"2. The same {steps} steps undisturbed, on {describe_workers(calm_workers)} instead of "
+    )
+    title += f"{options.workers}: the number of workers does not matter either"
     plan = RunPlan(title=title, workers=calm_workers, steps=steps)
     calm, _ = train(out / "undisturbed", plan, options, screen)
     found = [fault_kit.recovery(s, faulty.events, faulty.commits) for s in striker.strikes]

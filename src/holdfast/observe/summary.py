@@ -13,7 +13,8 @@ def summarize(goodput: Goodput) -> list[str]:
     many = describe_workers(len(goodput.workers))
     median = goodput.step_quantile(0.5)
     each = f", {describe_seconds(median)} a step" if median else ""
-    lines = [f"{goodput.steps} steps in {describe_seconds(goodput.wall_s)} on {many}{each}"]
+    steps = "1 step" if goodput.steps == 1 else f"{goodput.steps} steps"
+    lines = [f"{steps} in {describe_seconds(goodput.wall_s)} on {many}{each}"]
     total = goodput.total_s or 1.0
     parts = [(s / total, p) for p, s in goodput.parts().items() if p is not Part.PRODUCTIVE]
     most = sorted(parts, key=lambda item: -item[0])[:PARTS_SHOWN]

@@ -16,7 +16,7 @@ from holdfast.core.errors import NoAnswer, UserError, WorldError
 from holdfast.net.channel import Channel, connect
 from holdfast.runtime.coordinate.election import SCHEMES, locate, parse_election, read_outcome
 from holdfast.runtime.job_status import JobStatus, parse_status
-from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.rundir import RunDir, shorten_failure
 from holdfast.wire.messages import StatusReply, StatusRequest
 
 ANSWER_S = 5.0
@@ -151,7 +151,7 @@ def job_status(run_dir: RunDir, tls: ssl.SSLContext | None = None) -> JobStatus:
     secret = run_dir.secret()
     outcome = run_dir.outcome()
     if outcome is not None:
-        how = "it succeeded" if outcome == "" else f"it failed: {outcome.splitlines()[0]}"
+        how = "it succeeded" if outcome == "" else shorten_failure(outcome)
         raise UserError(f"the run in {run_dir.path} is over: {how}")
     reply = ask(contact_of(run_dir, tls), secret, StatusRequest(), StatusReply)
     return parse_status(reply.text)

@@ -201,3 +201,10 @@ def read_run_events(run: RunDir) -> list[dict[str, Any]]:
         return read_events(run.events)
     except (OSError, ValueError) as error:
         raise UserError(f"{run.events} cannot be read: {error}") from None
+
+
+def shorten_failure(outcome: str) -> str:
+    """Return why a run failed, in one line: of a traceback the exception alone."""
+    first, _, rest = outcome.partition("\n")
+    who, traceback, _ = first.partition("Traceback (most")
+    return f"{who}{rest.splitlines()[-1]}" if traceback and rest else first

@@ -226,7 +226,7 @@ def reason_to_stop(
         elif status.at_boundary and status.committed > view.resume_step:
             stopped = True  # a planned change, if the others stop, too
         else:
-            reason = reason or f"worker {member.worker} lost touch with another"
+            reason = reason or f"worker {member.worker} lost touch with another worker"
     if silent and len(silent) < len(view.members):
         reason = reason or f"node {silent[0]} has not been heard for a while"
     if stopped and waiting and waited_s >= patience_s:

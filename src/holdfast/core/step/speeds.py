@@ -89,4 +89,5 @@ class Speeds:
         for worker, old, new, pace in changes:
             if old != new:
                 each = f" ({pace / 1000:.3g} ms each)" if pace else ""
-                yield f"worker {worker} hosts {new} virtual ranks instead of {old}{each}"
+                ranks = "virtual rank" if new == 1 else "virtual ranks"
+                yield f"worker {worker} hosts {new} {ranks} instead of {old}{each}"

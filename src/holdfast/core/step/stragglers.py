@@ -202,7 +202,7 @@ class Detector:
         high = [late for late in window if late > least]
         kind = _kind(window, least)
         factor = math.exp(sum(high) / len(high)) if high else 1.0
-        whom = "its own past" if alone else "its peers"
+        whom = "before" if alone else "its peers"
         often = "" if len(high) == len(window) else f" in {len(high)} of {len(window)} steps"
         return Verdict(
             worker=worker,

@@ -109,7 +109,7 @@ class LedgerRecorder:
         copied, self._copied = self._driver.copied - self._copied, self._driver.copied
         if copied:
             tasks = "a task" if copied == 1 else f"{copied} tasks"
-            what = f"has copied {tasks} that others were late with"
+            what = f"computed {tasks} for other workers, which were late"
             self._tell("copy", f"worker {self._environment.worker} {what}")
 
     def _note_dropped(self, index: int, table: StepTable, samples: int) -> None:

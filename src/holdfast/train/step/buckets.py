@@ -33,9 +33,9 @@ _OUTSIDE = (
     "torch.autograd.grad for a gradient of another kind"
 )
 _BESIDE = (
-    "a backward pass of the script's own has reached parameter {}, whose gradient would be scaled "
-    "otherwise than the step's: call step.backward(loss, last=False) for all losses of a batch but "
-    "its last, and step.backward(loss) for that one"
+    "a backward pass of the script's own has reached parameter {}, so Holdfast cannot sum its "
+    "gradient with those of the other tasks: call step.backward(loss) instead of loss.backward(), "
+    "and step.backward(loss, last=False) for all losses of a batch but its last"
 )
 _LOST = (
     "parameter {} has no gradient any more when it is to be summed: let no hook of your own set "
