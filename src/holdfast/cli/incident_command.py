@@ -8,16 +8,17 @@ import time
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from holdfast.core.errors import Damaged, UserError
 from holdfast.observe.decision_replay import ReplayResult, describe_effect, describe_event, replay
 from holdfast.observe.recordings import (
-    RECORDINGS_DIR,
     Recording,
     digest_core,
-    open_recording,
+    open_recordings,
+    read_header,
     read_recording,
 )
 
@@ -27,12 +28,7 @@ SHOWN_MAX = 12  # effects of a decision that differs
 def main(argv: Sequence[str]) -> int:
     """Run the command; `argv` follows `holdfast incident`. Status 1: a decision differs."""
     options = parser().parse_args(argv)
-    results = []
-    for name, recording in sorted(_open(options.source), key=lambda pair: _order(pair[1])):
-        try:
-            results.append((name, recording, replay(recording)))
-        except Damaged as error:
-            raise UserError(f"{name} cannot be replayed: {error}") from None
+    results = list(_replay_all(options.source))
     if not results:
         raise UserError(f"{options.source} holds no recording of a coordinator")
     if options.json:
@@ -44,24 +40,25 @@ def main(argv: Sequence[str]) -> int:
     return int(any(found.difference is not None for _, _, found in results))
 
 
-def _order(recording: Recording) -> tuple[float, float]:
-    return recording.header.began, recording.header.clock
+def _replay_all(source: Path) -> Iterator[tuple[str, Recording, ReplayResult]]:
+    """Replay all recordings of a bundle, of a run directory, or the one in a file, in their order.
 
-
-def _open(source: Path) -> Iterator[tuple[str, Recording]]:
-    """Yield all recordings of a bundle, of a run directory, or the one in a file. UserError."""
+    One at a time is in memory; those that are yielded have no records any more. UserError.
+    """
     try:
-        if source.is_dir():
-            for path in (source / RECORDINGS_DIR).glob("*.zst"):
-                yield path.name, open_recording(path)
-        elif zipfile.is_zipfile(source):
-            with zipfile.ZipFile(source) as bundle:
-                for name in bundle.namelist():
-                    if name.startswith(f"{RECORDINGS_DIR}/"):
-                        with bundle.open(name) as stream:
-                            yield name, read_recording(stream)
-        else:
-            yield source.name, open_recording(source)
+        with open_recordings(source) as streams:
+            headers = {}
+            for name, open_stream in streams.items():
+                with open_stream() as stream:
+                    headers[name] = read_header(stream)
+            for name in sorted(headers, key=lambda n: (headers[n].began, headers[n].clock)):
+                with streams[name]() as stream:
+                    recording = read_recording(stream)
+                try:
+                    found = replay(recording)
+                except Damaged as error:
+                    raise UserError(f"{name} cannot be replayed: {error}") from None
+                yield name, replace(recording, records=()), found
     except Damaged as error:
         raise UserError(f"{source} cannot be used: {error}") from None
     except (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:

@@ -7,10 +7,13 @@ missing. One term of a coordinator makes one recording after the other.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -44,6 +47,7 @@ _DECODERS: dict[str, StrictDecoder[Any]] = {
 }
 _ENCODER = msgspec.msgpack.Encoder()
 _CANONICAL = msgspec.msgpack.Encoder(order="deterministic")
+DAMAGE = (msgspec.MsgspecError, zstandard.ZstdError, ValueError, RecursionError)
 Machine = CoordinatorMachine | GroupMachine
 
 
@@ -129,24 +133,52 @@ class Recording:
 
 def read_recording(stream: IO[bytes]) -> Recording:
     """Read a recording as far as it goes. Damaged if not even its beginning can be read."""
-    header: Header | None = None
-    records, problem = [], ""
+    found = _read_records(stream)
+    header, records, problem = _take_header(found), [], ""
     try:
-        found = _read_records(stream)
-        header = _decode_header(next(found, b""))
         for data in found:
             records.append(_decode_record(data))
-    except (msgspec.MsgspecError, zstandard.ZstdError, ValueError, RecursionError) as error:
+    except DAMAGE as error:
         problem = f"it is damaged: {error}"
-    if header is None:
-        raise Damaged(f"this is no recording of a coordinator, or {problem}")
     return Recording(header, tuple(records), problem)
+
+
+def read_header(stream: IO[bytes]) -> Header:
+    """Read only a recording's beginning. Damaged."""
+    return _take_header(_read_records(stream))
+
+
+def _take_header(records: Iterator[bytes]) -> Header:
+    try:
+        return _decode_header(next(records, b""))
+    except DAMAGE as error:
+        text = f"this is no recording of a coordinator, or it is damaged: {error}"
+        raise Damaged(text) from None
 
 
 def open_recording(path: Path) -> Recording:
     """Read the recording in a file. Damaged; OSError."""
     with regular_stream(path) as stream:
         return read_recording(stream)
+
+
+@contextlib.contextmanager
+def open_recordings(
+    source: Path,
+) -> Iterator[dict[str, Callable[[], contextlib.AbstractContextManager[IO[bytes]]]]]:
+    """Yield the recordings of a bundle, of a run directory, or the one in a file.
+
+    By name: a function that opens one to be read. OSError; zipfile.BadZipFile.
+    """
+    if source.is_dir():
+        paths = (source / RECORDINGS_DIR).glob("*.zst")
+        yield {path.name: partial(regular_stream, path) for path in paths}
+    elif zipfile.is_zipfile(source):
+        with zipfile.ZipFile(source) as bundle:
+            names = [n for n in bundle.namelist() if n.startswith(f"{RECORDINGS_DIR}/")]
+            yield {name: partial(bundle.open, name) for name in names}
+    else:
+        yield {source.name: partial(regular_stream, source)}
 
 
 def _read_records(stream: IO[bytes]) -> Iterator[bytes]:
