@@ -36,7 +36,7 @@ def a_vrank_goes_to_two(patch: pytest.MonkeyPatch) -> Machines:
         return {worker: self.hosted_by(worker) for worker in self.workers}
 
     patch.setattr(View, "hosted_by", hosted_by)
-    patch.setattr(View, "hosted", hosted)
+    patch.setattr(View, "list_hosted", hosted)
     return Machines()
 
 
