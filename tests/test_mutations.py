@@ -524,6 +524,11 @@ def names() -> list[Any]:
     return [pytest.param(name, marks=slow) if name in SLOW else name for name in MUTATIONS]
 
 
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_every_bug_can_be_planted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTATIONS[name](monkeypatch)  # the functions that it replaces are there
+
+
 @pytest.mark.timeout(1800)  # a search ends after a fixed number of events
 @pytest.mark.parametrize("name", names())
 def test_the_checkers_catch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
