@@ -119,7 +119,7 @@ def test_a_part_of_a_larger_tensor_is_accepted() -> None:
     assert decode(encode(manifest(empty)), "x").entries == (empty,)
 
 
-def test_what_expands_to_more_than_it_should_is_refused() -> None:
+def test_compressed_data_that_expands_to_more_than_its_size_is_refused() -> None:
     bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))
     place = bytearray(100)
     problem = compression.expand(memoryview(bomb), memoryview(place))

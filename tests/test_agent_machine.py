@@ -100,7 +100,7 @@ def test_the_first_report_comes_at_once_and_then_one_with_each_heartbeat() -> No
     assert node.machine.deadline() == 101.0
 
 
-def test_what_others_decide_on_is_reported_at_once_and_mere_progress_is_not() -> None:
+def test_changes_that_decisions_depend_on_are_reported_at_once_and_mere_progress_is_not() -> None:
     node = Node()
     node.run(0, 1)
     quiet = dict(committed=3, proved_at=99.0, phase=Phase.COMPUTING)
@@ -157,7 +157,7 @@ def test_the_coordinator_is_told_as_soon_as_it_can_be_reached() -> None:
 # ---------------------------------------------------------------- another job
 
 
-def test_who_meets_another_job_at_the_address_ends_its_workers_and_says_why() -> None:
+def test_an_agent_that_meets_another_job_at_the_address_ends_its_workers_and_says_why() -> None:
     node = Node()
     node.run(0, 1)
     assert kinds(node.feed(ag.CoordinatorReached("one"))) == ["SendReport"]
@@ -176,7 +176,7 @@ def test_who_meets_another_job_at_the_address_ends_its_workers_and_says_why() ->
     )
 
 
-def test_who_learns_that_the_job_is_over_ends_at_once() -> None:
+def test_an_agent_that_learns_that_the_job_is_over_ends_at_once() -> None:
     node = Node()
     node.run(0)
     (killed,) = node.feed(ag.JobOver())
@@ -187,7 +187,7 @@ def test_who_learns_that_the_job_is_over_ends_at_once() -> None:
     assert Node().feed(ag.JobOver()) == [ag.Quit()]
 
 
-def test_who_is_of_no_job_yet_is_of_the_first_that_it_meets() -> None:
+def test_an_agent_without_a_job_belongs_to_the_first_that_it_meets() -> None:
     node = Node(job="")
     assert kinds(node.feed(ag.CoordinatorReached("two"))) == ["SendReport"]
     (quits,) = node.feed(ag.CoordinatorReached("one"))
@@ -197,7 +197,7 @@ def test_who_is_of_no_job_yet_is_of_the_first_that_it_meets() -> None:
 # ---------------------------------------------------------------- processes
 
 
-def test_what_is_wanted_is_started_and_what_is_not_is_killed_once() -> None:
+def test_wanted_workers_are_started_and_unwanted_ones_are_killed_once() -> None:
     node = Node()
     effects = node.want((0, 1), (1, 1))
     assert [(s.worker, s.incarnation) for s in of(ag.Spawn, effects)] == [(0, 1), (1, 1)]
@@ -245,7 +245,7 @@ def test_how_a_process_ended(
     assert status.seq > before
 
 
-def test_who_was_killed_is_lost_for_the_reason_it_was_killed_for() -> None:
+def test_a_killed_worker_is_lost_for_the_reason_it_was_killed_for() -> None:
     node = Node()
     node.run(0)
     node.want()
@@ -375,7 +375,7 @@ def test_a_lease_that_is_little_longer_is_not_worth_a_message() -> None:
 # ---------------------------------------------------------------- the right to act
 
 
-def test_who_hears_nothing_for_a_lease_is_paused_and_resumed_when_it_hears() -> None:
+def test_workers_are_paused_when_the_coordinator_is_silent_for_a_lease_and_resumed_after() -> None:
     node = Node()
     node.want((0, 1), (1, 1), view=a_view(1, range(3)), view_number=1)
     assert node.machine.deadline() == 100.5

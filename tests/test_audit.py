@@ -62,7 +62,7 @@ def test_the_wanted_share_of_sums_is_audited() -> None:
     assert plan_sums(7, 3, 4, 0.0) == ()
 
 
-def test_all_none_and_nobody_to_ask() -> None:
+def test_a_plan_audits_all_tasks_or_none_and_none_without_another_worker() -> None:
     assert len(plan(1, 2, OWNERS, WORKERS, 1.0)) == 16
     assert plan(1, 2, OWNERS, WORKERS, 0.0) == ()
     assert plan(1, 2, [WorkerId(0)] * 4, [WorkerId(0)], 1.0) == ()
@@ -81,7 +81,7 @@ def ruling(court: Court, digests: Digests, audits: Sequence[Audit] = ()) -> Ruli
     return court.rule(digests, audits, OWNERS, WORKERS)
 
 
-def test_whoever_was_wrong_once_is_known_after_the_second_attempt() -> None:
+def test_a_worker_that_was_wrong_once_is_known_after_the_second_attempt() -> None:
     a, b, c, _ = WORKERS
     court = Court()
     audits = (Audit(0, a, (b,)), Audit(4, b, (c,)))
@@ -92,7 +92,7 @@ def test_whoever_was_wrong_once_is_known_after_the_second_attempt() -> None:
     assert second == Ruling(sentence=Sentence.USE, wrong=((b, 4),))
 
 
-def test_who_is_wrong_again_leaves_also_if_the_sum_would_be_right() -> None:
+def test_a_worker_that_is_wrong_again_leaves_even_if_the_sum_would_be_right() -> None:
     _, b, c, _ = WORKERS
     for liar in (b, c):
         court = Court()
@@ -108,7 +108,7 @@ def three_times(*said: dict[WorkerId, int]) -> Ruling:
     return last
 
 
-def test_who_contradicts_itself_is_wrong_unless_all_do() -> None:
+def test_a_worker_that_contradicts_itself_is_wrong_unless_all_do() -> None:
     a, b, *_ = WORKERS
     tie = three_times(*[{a: 1, b: 2}] * 3)
     assert tie == Ruling(sentence=Sentence.TIE, disputed=(4,), steady=True)
@@ -253,7 +253,7 @@ def test_the_newest_invalidations_are_remembered() -> None:
     assert merge((), many) == tuple(many[3:])
 
 
-def test_whoever_is_accused_of_the_same_step_and_view_is_accused_in_any_order() -> None:
+def test_workers_accused_of_the_same_step_and_view_are_accused_in_any_order() -> None:
     first = Invalidation(after=3, view=ViewNumber(5), wrong=(WorkerId(1),))
     second = Invalidation(after=3, view=ViewNumber(5), wrong=(WorkerId(2),))
     for one, other in ((first, second), (second, first)):

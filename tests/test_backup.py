@@ -71,7 +71,7 @@ def test_all_members_settle_alike_and_only_rank_0_decides() -> None:
     assert (second.drops(7), third.drops(7), third.record_own_done(7)) == (False, True, False)
 
 
-def test_what_is_settled_of_a_later_step_is_kept_and_of_older_ones_forgotten() -> None:
+def test_ranks_settled_for_a_later_step_are_kept_and_those_of_older_steps_forgotten() -> None:
     """A late worker hears whose results count in the next step before it begins that step."""
     member = Settlement(BackupPolicy(workers=1), 1, 3)
     member.begin(4)

@@ -211,7 +211,7 @@ def test_a_replayed_handshake_opens_nothing() -> None:
     play(scene)
 
 
-def test_one_that_leaves_at_once() -> None:
+def test_a_client_that_leaves_before_the_handshake_is_refused() -> None:
     async def scene() -> None:
         async with site() as here:
             peer = await stranger(here)
@@ -222,7 +222,7 @@ def test_one_that_leaves_at_once() -> None:
 
 
 @pytest.mark.parametrize("words", [b"", b"HOL", frames.greeting(NONCE) + NO_JOB + b"p" * 31])
-def test_one_that_never_finishes_is_hung_up_on(words: bytes) -> None:
+def test_a_client_that_never_finishes_the_handshake_is_hung_up_on(words: bytes) -> None:
     async def scene() -> None:
         async with site(handshake_s=0.2) as here:
             peer = await stranger(here)
@@ -372,7 +372,7 @@ def test_the_first_frame_may_not_be_huge() -> None:
     play(scene)
 
 
-def test_one_that_never_reads_is_cut_off() -> None:
+def test_a_client_that_never_reads_is_cut_off() -> None:
     async def flood(channel: Channel) -> None:
         """As the coordinator does: sends when it has something to say, and listens all the time."""
         if (await channel.receive(StatusRequest)) is not None and greedy:
@@ -403,7 +403,7 @@ def test_one_that_never_reads_is_cut_off() -> None:
     play(scene)
 
 
-def test_one_that_never_reads_is_lost_to_the_kernel_s_patience() -> None:
+def test_a_client_that_never_reads_is_lost_when_the_kernel_gives_up() -> None:
     """The backlog is within bounds, but nothing of it moves: the kernel gives up after dead_s."""
 
     async def flood(channel: Channel) -> None:

@@ -131,7 +131,7 @@ def test_equal_chunks_are_kept_once() -> None:
     assert Checkpoints(storage).verify(1) == []
 
 
-def test_what_becomes_much_shorter_is_compressed_and_nothing_else() -> None:
+def test_chunks_that_become_much_shorter_are_compressed_and_no_others() -> None:
     storage, state = MemoryStorage(), make_state(1)
     store = Checkpoints(storage)
     (sparse,) = save(store, 1, {"sparse": state["sparse"]}).entries
@@ -204,7 +204,7 @@ def test_every_flipped_bit_is_found(flips: int) -> None:
         assert name in said[0]
 
 
-def test_what_is_wrong_is_told_to_the_byte() -> None:
+def test_damage_in_a_pack_is_located_to_the_byte() -> None:
     storage = MemoryStorage()
     store = Checkpoints(storage)
     save(store, 1, make_state(1))
@@ -407,7 +407,7 @@ def test_a_write_that_fails_costs_one_checkpoint(fail_at: int) -> None:
 # ---------------------------------------------------------------- retention and garbage
 
 
-def test_which_checkpoints_are_kept() -> None:
+def test_retention_decides_which_checkpoints_are_kept() -> None:
     saved = [(step, 100.0 * step) for step in range(1, 11)]
     assert choose_kept(saved, Retention(last=2), 1e9) == (9, 10)
     assert choose_kept(saved, Retention(last=2, every=4), 1e9) == (4, 8, 9, 10)

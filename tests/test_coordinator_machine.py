@@ -201,7 +201,7 @@ def test_a_loss_stops_the_view_and_the_next_is_formed_when_all_have_promised() -
     assert len(job.announced("stop_view")) == 1
 
 
-def test_who_is_ready_again_joins_at_a_boundary() -> None:
+def test_a_worker_that_is_ready_again_joins_at_a_boundary() -> None:
     job = begun("a", "b")
     job.say("b", 1, stage=Stage.LOST)
     job.stop("a")
@@ -305,7 +305,7 @@ def assert_gone_a_lease_after_the_witness(job: Job) -> None:
 # ---------------------------------------------------------------- what is wrong
 
 
-def test_who_is_not_reached_is_left_out() -> None:
+def test_a_worker_that_the_network_does_not_reach_is_left_out() -> None:
     job = begun("a", "b")
     job.stop("a", unreached=(WorkerId(1),))
     job.stop("b", unreached=(WorkerId(0),))
@@ -456,7 +456,7 @@ def test_a_loop_ends_when_its_leader_is_past_it_and_the_job_when_all_have_exited
     assert ce.Finish("") in job.done
 
 
-def test_who_lacks_votes_when_the_leader_has_ended_gets_a_last_view() -> None:
+def test_members_that_lack_votes_when_the_leader_has_ended_get_a_last_view() -> None:
     job = begun("a", "b", "c")
     job.act("a", "b", "c", loop=1, committed=4)
     job.say("a", 0, stage=Stage.EXITED, committed=5)

@@ -255,7 +255,7 @@ def verdicts(samples: list[tuple[str, int]]) -> list[str | None]:
 
 
 @given(st.lists(st.tuples(st.sampled_from("RSDt"), st.integers(1, 5)), max_size=60))
-def test_whatever_makes_progress_is_not_frozen(samples: list[tuple[str, int]]) -> None:
+def test_a_process_that_makes_progress_is_not_frozen(samples: list[tuple[str, int]]) -> None:
     progress, fed = 0, []
     for state, more in samples:
         progress += more
@@ -311,7 +311,7 @@ def test_a_traced_process_is_somebody_debugging() -> None:
         margin_s=st.just(0.0),
     ),
 )
-def test_who_is_fenced_has_stopped_before(
+def test_a_worker_has_stopped_before_it_is_fenced(
     answered: float,
     proved: float,
     witness: float,
@@ -368,7 +368,9 @@ def facts(pairs: list[tuple[int, int]], joiners: set[int], workers: int) -> Fact
 
 
 @given(data=st.data(), workers=st.integers(2, 7))
-def test_who_is_left_out_reconnects_the_rest(data: st.DataObject, workers: int) -> None:
+def test_leaving_unreachable_workers_out_reconnects_the_rest(
+    data: st.DataObject, workers: int
+) -> None:
     joiners = data.draw(st.sets(st.integers(0, workers - 1), max_size=workers - 1))
     several = st.tuples(st.integers(0, workers - 1), st.integers(0, workers - 1))
     pairs = [p for p in data.draw(st.lists(several, max_size=8)) if p[0] != p[1]]
@@ -455,7 +457,7 @@ def test_a_check_that_a_quarter_fails_is_theirs_and_one_that_more_fail_is_shared
     assert choose_drains([("a", "disk")])[0] == ()
 
 
-def test_who_is_asked_to_leave_does_whatever_others_do() -> None:
+def test_nodes_asked_to_leave_are_drained_however_many_others_fail() -> None:
     found = nodes_asking({f"n{i}": "disk" for i in range(5)}, asked=("n6", "n7"))
     drain_now(found)
     assert drained(found) == ["n6", "n7"]

@@ -28,7 +28,7 @@ RUN_S = 100.0
 
 
 @pytest.mark.slow
-def test_what_three_ranks_save_any_number_loads(tmp_path: Path) -> None:
+def test_any_number_of_ranks_loads_a_checkpoint_that_three_ranks_saved(tmp_path: Path) -> None:
     store = tmp_path / "store"
     words = [str(tmp_path), str(store), "100", "save:3", "load:2", "load:1"]
     done = subprocess.run(
@@ -79,7 +79,7 @@ def test_alone_and_by_checkpoint_id(tmp_path: Path) -> None:
     assert same(loaded(tmp_path, 1), alone(1))
 
 
-def test_what_has_not_changed_costs_nothing(tmp_path: Path) -> None:
+def test_saving_unchanged_tensors_again_costs_nothing(tmp_path: Path) -> None:
     state = alone(1)
     save(tmp_path, 1, state)
     state["step"] = 2

@@ -121,7 +121,7 @@ def test_decisions_leave_the_facts_as_they_are() -> None:
     assert known == [dict(facts.roster.nodes), dict(facts.roster.slots), dict(facts.roster.newest)]
 
 
-def test_what_is_found_in_facts_is_found_once_until_something_changes() -> None:
+def test_findings_in_facts_are_computed_once_until_something_changes() -> None:
     """A review of a large job would take too long: each decision asks for the survivors again."""
     cluster, latest, looks = Cluster(member(0)), LatestFacts(), list[Facts]()
 

@@ -136,7 +136,7 @@ def test_the_exit_status_is_the_verdict(
 
 
 @pytest.mark.parametrize("argv", [["--workers", "1"], ["--steps", "3"]])
-def test_what_cannot_prove_anything_is_refused(argv: list[str]) -> None:
+def test_options_that_cannot_prove_anything_are_refused(argv: list[str]) -> None:
     with pytest.raises(UserError, match=argv[1]):
         demo.main(argv)
 
@@ -390,7 +390,7 @@ def test_a_slow_run_is_heard_from(
 
 
 @pytest.mark.parametrize("is_open", [True, False])
-def test_what_there_was_no_room_for_is_one_sentence(is_open: bool) -> None:
+def test_missed_faults_are_explained_in_one_sentence(is_open: bool) -> None:
     proof = demo.Proof(
         steps=STEPS,
         faulty=trained(),

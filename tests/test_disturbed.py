@@ -63,7 +63,7 @@ def test_a_line_that_makes_no_sense_is_named(line: str) -> None:
         parse(f"worker 1 step 2 kill\n{line}\n", "faults.txt")
 
 
-def test_what_strikes_once_strikes_once_in_a_step() -> None:
+def test_a_fault_that_strikes_once_strikes_once_in_a_step() -> None:
     faults = parse("worker 1 steps 3-4 flip gradient", "x")
     for worker, struck in ((1, [3, 4]), (2, [])):
         disturber, found = Disturber(worker, faults), []
@@ -224,7 +224,7 @@ def test_without_a_budget_everybody_is_waited_for(
 
 
 @pytest.mark.slow
-def test_what_others_are_late_with_is_copied(
+def test_tasks_of_late_workers_are_copied(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
     """The first result is used; here the late worker comes back in time."""
@@ -312,7 +312,7 @@ def test_hardware_that_is_not_deterministic_is_audited_within_a_tolerance(
     assert run.events("lost") == []
 
 
-def test_who_computes_wrongly_again_and_again_leaves(
+def test_a_worker_that_computes_wrongly_again_and_again_leaves(
     start: Start, reference: Reference, tmp_path: Path
 ) -> None:
     """Its successor, on the same machine, would do the same, so none is started for a while."""
@@ -456,7 +456,9 @@ def test_a_lone_worker_does_not_believe_such_a_number_either(
     assert run.events("lost") == []
 
 
-def test_what_a_lone_worker_computes_twice_is_the_scripts_own(start: Start, tmp_path: Path) -> None:
+def test_a_gradient_that_a_lone_worker_finds_not_finite_twice_is_blamed_on_the_script(
+    start: Start, tmp_path: Path
+) -> None:
     options = disturbed(tmp_path, "worker 0 step 3 overflow")
     with start("--steps", "6", nproc=1, options=options) as run:
         finish(run)
@@ -464,7 +466,9 @@ def test_what_a_lone_worker_computes_twice_is_the_scripts_own(start: Start, tmp_
     assert text == "the gradient of step 3 is not finite, each time it is computed"
 
 
-def test_what_is_rightly_not_finite_is_committed(start: Start, tmp_path: Path) -> None:
+def test_a_gradient_that_is_not_finite_on_all_workers_is_committed(
+    start: Start, tmp_path: Path
+) -> None:
     options = disturbed(tmp_path, "any worker step 7 overflow")
     with start(*AUDITED, nproc=3, options=options) as run:
         finish(run)

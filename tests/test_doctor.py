@@ -126,7 +126,9 @@ HANGS = [
 
 
 @pytest.mark.parametrize(("measurement", "check"), HANGS)
-def test_what_hangs_is_a_finding_and_the_rest_goes_on(measurement: str, check: str) -> None:
+def test_a_measurement_that_hangs_is_a_finding_and_the_rest_goes_on(
+    measurement: str, check: str
+) -> None:
     report = examined(Fake(**{measurement: HUNG}), peers=(("b", 1),))
     assert FAIL in graded(report, check)
     assert report.verdict.startswith("NOT FIT")
@@ -232,7 +234,9 @@ def test_json_is_what_against_reads(
     assert "same-versions" in capsys.readouterr().out
 
 
-def test_what_others_wrote_cannot_draw_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_from_other_programs_cannot_draw_on_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     evil = Finding(check="x", grade=WARN, reason="\x1b[2J[red]boo[/red]", advice="\x07 [b]")
     cli.show(Report(host="a\nb\x1b", facts={}, speeds={}, findings=(evil,), verdict="v"))
     text = capsys.readouterr().out

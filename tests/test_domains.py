@@ -36,7 +36,7 @@ def test_bad_labels_are_refused(labels: list[str], text: str) -> None:
     assert text in str(caught.value)
 
 
-def test_what_a_person_says_wins_over_the_manager() -> None:
+def test_labels_that_a_person_gives_win_over_those_of_the_manager() -> None:
     assert join_labels(("rack=a", "zone=z"), ("rack=b",)) == ("rack=b", "zone=z")
     assert has_other_keys((), ("rack=a",))
     assert not has_other_keys(("rack=b", "zone=z"), ("rack=a",))

@@ -46,7 +46,7 @@ def planned(view: View, step: int, cycle: int = 64) -> list[tuple[int, ...]]:
 # ---------------------------------------------------------------- the plan
 
 
-def test_what_is_compared_early_is_the_same_for_ever() -> None:
+def test_the_plan_of_early_audits_is_the_same_for_ever() -> None:
     """Pinned: all members must choose alike, also while a job moves to another release."""
     view = view_of(3, 6)
     assert planned(view, 0) == [(0, 0, 1), (1, 1, 2), (2, 2, 0)]
@@ -337,7 +337,7 @@ def test_a_count_of_calls_that_comes_late_is_found(
         assert "calls[0]" in found
 
 
-def test_iterators_and_generators_of_the_scripts_own_are_named() -> None:
+def test_iterators_and_generators_that_a_script_keeps_are_named() -> None:
     def script(job: Job, me: ThreadWorker) -> None:
         model, optimizer = protected(job)
         turns = itertools.cycle([0.1, 0.2, 0.3])

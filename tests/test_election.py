@@ -209,7 +209,7 @@ def test_a_record_from_a_later_term_is_not_followed(cluster: EtcdCluster, tmp_pa
     asyncio.run(scenario())
 
 
-def test_what_counts_is_when_the_renewal_was_sent() -> None:
+def test_a_lease_counts_from_when_the_renewal_was_sent() -> None:
     """The answer is late: the lease has run since etcd got the question."""
     now = 100.0
 
@@ -248,7 +248,9 @@ def test_without_etcd_the_office_ends_in_time() -> None:
 
 
 @pytest.mark.parametrize("how", ["revoked", "deleted"])
-def test_whose_office_is_taken_away_notices(how: str, cluster: EtcdCluster, tmp_path: Path) -> None:
+def test_a_leader_whose_office_is_taken_away_notices(
+    how: str, cluster: EtcdCluster, tmp_path: Path
+) -> None:
     async def scenario() -> None:
         url = cluster.url(tmp_path.name, 4)
         leadership = await open_election(url).campaign(HOST, 1, quiet)

@@ -201,7 +201,7 @@ def test_epochs_take_the_steps_that_loops_one_after_the_other_take(
     assert results(script, 2)[0] == results(loops(make, length), 1)[0]
 
 
-def test_who_joins_runs_no_line_of_the_epochs_that_are_over() -> None:
+def test_a_joiner_runs_no_line_of_the_epochs_that_are_over() -> None:
     entered: dict[tuple[int, int], list[int]] = {}
 
     def script(job: Job, me: ThreadWorker) -> Any:

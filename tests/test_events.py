@@ -215,7 +215,7 @@ def test_a_coordinator_that_is_replaced_or_cannot_be_asked_is_not_given_up() -> 
     assert not watch.is_gone
 
 
-def test_who_follows_a_run_learns_that_it_has_crashed(
+def test_a_follower_of_events_learns_that_the_run_has_crashed(
     start: Start,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -93,7 +93,7 @@ FAULTS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n == "ppo.py" else [pytest.mark.slow]) for n in TELLING]
 )
-def test_what_virtual_ranks_keep_and_gather_goes_on_after_a_death_and_a_freeze(
+def test_states_that_virtual_ranks_keep_and_gather_survive_a_death_and_a_freeze(
     name: str, tmp_path: Path
 ) -> None:
     """Two workers of three are struck within steps in which they have changed their states."""

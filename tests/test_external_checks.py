@@ -89,7 +89,7 @@ def gone(fifo: int) -> bool:
         ("\x1b[2J=true", ["?[2J"]),
     ],
 )
-def test_what_is_no_check(text: str, words: list[str]) -> None:
+def test_a_malformed_check_is_refused_with_its_text(text: str, words: list[str]) -> None:
     with pytest.raises(UserError) as refused:
         parse_check(text)
     assert all(word in str(refused.value) for word in words), refused.value
@@ -188,7 +188,7 @@ def test_a_command_that_hangs_is_killed_with_all_that_it_started(
     os.close(held)
 
 
-def test_what_a_command_leaves_behind_is_killed_and_not_waited_for(
+def test_processes_that_a_command_leaves_behind_are_killed_and_not_waited_for(
     script: Script, tmp_path: Path
 ) -> None:
     """Although it holds the pipes, and even writes to them."""

@@ -43,7 +43,7 @@ def test_a_part_can_be_sent_before_the_next_one_is_copied(monkeypatch: pytest.Mo
     assert sent == b"".join(as_bytes(t).numpy().tobytes() for t in tensors)
 
 
-def test_who_waits_for_a_part_hears_that_the_copy_has_failed(
+def test_a_thread_that_waits_for_a_part_hears_that_the_copy_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(self: StagedState, piece: staged_state._Piece, arena: torch.Tensor) -> None:

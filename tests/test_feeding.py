@@ -124,7 +124,7 @@ def sparse(job: Job, me: ThreadWorker) -> str:
     "script",
     [plain, in_rounds, *(pytest.param(s, marks=pytest.mark.slow) for s in (with_buffers, sparse))],
 )
-def test_who_joins_is_fed_and_the_result_is_the_same(script: Script) -> None:
+def test_a_joiner_is_fed_and_the_result_is_the_same(script: Script) -> None:
     expected, _ = run(script, 1)
     for workers in (2, 3):
         found, cluster = run(script, workers, {1: 30})
@@ -253,7 +253,7 @@ def read_one(channel: socket.socket) -> None:
         (lambda data: b"\0\0\0\3" + b"abc", "cannot be read"),
     ],
 )
-def test_what_arrives_is_checked(spoil: Any, message: str) -> None:
+def test_frames_of_a_feed_are_checked_when_they_arrive(spoil: Any, message: str) -> None:
     member, follower = socket.socketpair()
     with member, follower:
         feed_frames.send(member, FeedHead(kind="part"), [memoryview(bytes(100))])

@@ -117,7 +117,7 @@ def test_processes_end_with_the_agent(site: Site) -> None:
     until(lambda: not Path(f"/proc/{process.pid}").exists(), "the process has ended")
 
 
-def test_what_is_read_only_at_import_cannot_differ(site: Site) -> None:
+def test_variables_that_are_read_only_at_import_cannot_differ(site: Site) -> None:
     assert site.fork(WAITS, OMP_NUM_THREADS="3") is None
     assert site.fork(WAITS, CUDA_LAUNCH_BLOCKING="1") is None
     process = site.start("", CUDA_VISIBLE_DEVICES="1")  # read when a GPU is first used

@@ -92,7 +92,9 @@ def test_a_dead_worker_is_fenced_at_once_and_a_silent_one_after_its_lease() -> N
         (status(4, incarnation=2), False),  # a newer incarnation is ordered
     ],
 )
-def test_who_is_ready_and_holds_no_state_may_join(heard: WorkerStatus, joins: bool) -> None:
+def test_a_worker_that_is_ready_and_holds_no_state_may_join(
+    heard: WorkerStatus, joins: bool
+) -> None:
     cluster = Cluster(member(0), status(4))
     cluster.hear("n4", heard)
     facts = cluster.facts(view_of(0))
@@ -139,7 +141,7 @@ def test_workers_on_a_node_that_another_is_moved_to_come_first() -> None:
         (member(1, incarnation=2, **WAITING), 8, False),
     ],
 )
-def test_who_was_suspended_returns_once_it_is_done(
+def test_a_suspended_worker_returns_once_its_late_task_is_done(
     heard: WorkerStatus, step: int, returns: bool
 ) -> None:
     cluster = Cluster(member(0), member(1))
@@ -178,7 +180,7 @@ def test_a_worker_that_has_missed_too_much_is_better_replaced() -> None:
         ([stopped(0, committed=6, **OVERDUE), stopped(1)], []),  # the step is committed
     ],
 )
-def test_who_is_late_computes_while_as_many_wait(
+def test_workers_are_late_if_they_compute_while_at_least_as_many_wait(
     survivors: list[WorkerStatus], late: list[int]
 ) -> None:
     assert numbers(fo.workers_to_suspend(survivors)) == late
@@ -280,7 +282,7 @@ def test_survivors_hold_the_state_and_nobody_may_act_any_more() -> None:
     assert fo.survivors_of(cluster.facts()) == []
 
 
-def test_who_should_catch_up_and_has_not_begun_to_holds_an_older_state() -> None:
+def test_a_worker_that_has_not_begun_to_catch_up_holds_an_older_state() -> None:
     view = view_of(0, 1, joiners=(WorkerId(1),), catching_up=(lag(1, 2),))
     older = stopped(1, view=ViewNumber(2), committed=2)
     begun = stopped(1, state=StateCopy.CURRENT)
@@ -289,7 +291,7 @@ def test_who_should_catch_up_and_has_not_begun_to_holds_an_older_state() -> None
         assert numbers(fo.survivors_of(cluster.facts(view)) or []) == survivors
 
 
-def test_who_had_to_stop_while_it_caught_up_is_interrupted() -> None:
+def test_a_member_that_had_to_stop_while_it_caught_up_is_interrupted() -> None:
     view = view_of(0, 1, joiners=(WorkerId(1),), catching_up=(lag(1, 2),))
     for one, found in (
         (stopped(1, state=StateCopy.DIRTY), [1]),
@@ -368,7 +370,7 @@ def test_at_rest_the_job_waits_for_enough_workers_and_in_a_step_it_goes_on() -> 
     assert following(Cluster(stopped(0)), view_of(0), workers_min=2) is not None
 
 
-def test_who_is_late_is_suspended_where_that_is_allowed() -> None:
+def test_a_late_worker_is_suspended_where_that_is_allowed() -> None:
     cluster = Cluster(stopped(0, **OVERDUE), stopped(1, hosted=(1, 2)))
     view = view_of(0, 1)
     found = following(cluster, view, vranks=3, minds_late=True)
@@ -396,7 +398,7 @@ def test_a_returning_worker_goes_before_a_new_one() -> None:
     assert found.workers == (0, 1)
 
 
-def test_what_a_member_committed_that_is_left_out_is_not_redone() -> None:
+def test_a_step_committed_by_a_member_that_is_left_out_is_not_redone() -> None:
     """It is late, or its process has ended: all had the sum when it committed."""
     cluster = Cluster(stopped(0, reduced=True), stopped(1, reduced=True), stopped(2, committed=6))
     view = view_of(0, 1, 2)
@@ -463,7 +465,7 @@ def test_a_first_view_hosts_all_and_says_from_where() -> None:
     )
 
 
-def test_who_must_be_replaced_before_the_job_can_begin() -> None:
+def test_workers_with_dirty_or_foreign_state_are_replaced_before_the_job_begins() -> None:
     cluster = Cluster(
         status(3, state=StateCopy.DIRTY),
         status(1, state=StateCopy.CURRENT),
@@ -502,7 +504,7 @@ def test_the_last_view_waits_for_nobody(missing: int) -> None:
     assert (found.resume_step, found.joiners) == (5, ())  # the lost worker may not have reduced it
 
 
-def test_what_no_view_may_be() -> None:
+def test_a_view_with_repeated_members_or_wrong_owners_breaks_an_invariant() -> None:
     vm.check_view(view_of(0, 1), 2)
     for view, vranks in (
         (view_of(0, 0), 2),

@@ -44,7 +44,7 @@ def lacking(monkeypatch: pytest.MonkeyPatch, script: Any, *modules: str) -> None
     monkeypatch.setattr(script, "_is_there", lambda m: m not in modules and there(m))
 
 
-def test_what_is_missing_is_said_with_the_command_that_fetches_it(
+def test_missing_packages_are_named_with_the_command_that_fetches_them(
     script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lacking(monkeypatch, script, "markdown_it", "pyeclib", "pytest")

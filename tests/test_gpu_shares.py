@@ -33,7 +33,9 @@ for step in job.steps(until=1):
         ("GPU-8a56,MIG-17", ("GPU-8a56", "MIG-17")),
     ],
 )
-def test_which_gpus_there_are(variable: str | None, found: tuple[str, ...], tmp_path: Path) -> None:
+def test_visible_gpus_are_those_of_the_variable_or_all_that_the_machine_has(
+    variable: str | None, found: tuple[str, ...], tmp_path: Path
+) -> None:
     for name in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0"):
         (tmp_path / name).mkdir()
     environ = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}

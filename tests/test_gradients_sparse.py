@@ -299,7 +299,7 @@ def test_a_copy_of_a_task_is_used_as_the_task_itself_or_compared_with_it() -> No
     assert alone.tables[0].partials[0, 4].equals(found[0])
 
 
-def test_who_is_late_receives_rows_too() -> None:
+def test_a_late_worker_receives_rows_too() -> None:
     kept: list[Rows] = []
 
     def data() -> StepData:

@@ -108,7 +108,7 @@ def rounds(job: Job, me: ThreadWorker) -> Any:
     return digest(critic, maker)
 
 
-def test_what_a_round_does_not_train_may_be_frozen_in_it() -> None:
+def test_parameters_that_a_round_does_not_train_may_be_frozen_in_it() -> None:
     (expected,) = results(rounds, 1)
     assert results(rounds, 2) == [expected] * 2
 

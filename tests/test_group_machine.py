@@ -329,7 +329,9 @@ def test_progress_forgives_earlier_faults() -> None:
         (0.0, 0, 4, True),
     ],
 )
-def test_who_is_at_work(cpu_s: float, printed: int, step: int | None, works: bool) -> None:
+def test_a_worker_is_at_work_if_its_step_or_else_its_output_or_cpu_time_advances(
+    cpu_s: float, printed: int, step: int | None, works: bool
+) -> None:
     first = ActivitySample(at=0.0, cpu_s=0.0, printed=0, step=None if step is None else 3)
     then = ActivitySample(at=1.0, cpu_s=cpu_s, printed=printed, step=step)
     assert ActivityMeter(first).observe(then) is works

@@ -116,7 +116,7 @@ def scales(model: Tempered, step: int) -> None:
 @pytest.mark.parametrize(
     "change", [cools, evaluates_from_step_2, pytest.param(bends, marks=pytest.mark.slow), scales]
 )
-def test_what_modules_keep_besides_their_state_is_carried(
+def test_attributes_that_modules_keep_besides_their_state_are_carried(
     change: Callable[[Tempered, int], None],
 ) -> None:
     """And what tasks change of it (calls, hidden) does not reach the tasks after them."""

@@ -50,7 +50,9 @@ def updates_by_its_own_loss(job: Job, me: ThreadWorker) -> None:
         (updates_by_its_own_loss, "the script updates them by something"),
     ],
 )
-def test_what_differs_is_told_whoever_dies(script: Any, text: str, death: int) -> None:
+def test_a_difference_between_workers_is_reported_whoever_dies(
+    script: Any, text: str, death: int
+) -> None:
     for workers in (2, 3):
         for worker in range(workers):
             cycle = {"silent_errors.fingerprint_steps": 1}

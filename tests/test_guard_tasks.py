@@ -267,7 +267,7 @@ class Metered(nn.Module):
         return found
 
 
-def test_what_tasks_change_in_containers_of_a_model_is_set_back() -> None:
+def test_changes_that_tasks_make_to_containers_of_a_model_are_set_back() -> None:
     def script(job: Job, me: ThreadWorker) -> str:
         model = Metered()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -177,7 +177,7 @@ def test_values_outside_scratch_are_looked_at() -> None:
         ),
     ],
 )
-def test_what_a_script_keeps_beside_the_job_is_told(
+def test_unprotected_tensors_that_a_script_updates_are_reported(
     average: str, update: str, told: str, tmp_path: Path
 ) -> None:
     found = run_alone(tmp_path, average, update)

@@ -228,7 +228,7 @@ def test_nothing_is_said_of_bandwidth_that_was_not_measured() -> None:
     assert "disk-write" not in by_check(disk(write_per_s=None))
 
 
-def test_what_was_tried_out() -> None:
+def test_trials_of_arithmetic_and_memory_fail_on_wrong_results() -> None:
     run = ArithmeticSample(device="numpy", repeats=9, wrong=0)
     assert checks_trials.judge_arithmetic(run).grade is OK
     assert checks_trials.judge_arithmetic(replace(run, repeats=0)).grade is FAIL
@@ -255,7 +255,7 @@ def test_the_kernels_log() -> None:
     assert [f.subject for f in everything] == list(LOG_KINDS)
 
 
-def test_what_hangs_fails_and_what_merely_breaks_warns() -> None:
+def test_a_trial_that_hangs_fails_and_one_that_merely_breaks_warns() -> None:
     assert checks_trials.judge_failure("disk", "/x", "no answer", hung=True).grade is FAIL
     assert checks_trials.judge_failure("disk", "/x", "ImportError", hung=False).grade is WARN
 

@@ -124,7 +124,7 @@ def test_a_drained_node_is_taken_back_after_a_clean_probation() -> None:
     assert "3 failed" in reason
 
 
-def test_what_was_once_seen_elsewhere_is_forgotten_with_the_drain() -> None:
+def test_failures_of_another_check_are_forgotten_with_the_drain() -> None:
     story = EventLog()
     story.round(FAIL, finding(FAIL, "gpu"))
     assert story.rounds(FAIL, FAIL)[-1] == "drain"
@@ -257,7 +257,9 @@ def nodes(*checks: str) -> list[tuple[str, str]]:
         ([], [], ""),
     ],
 )
-def test_what_many_nodes_share_drains_none(checks: list[str], drained: list[str], why: str) -> None:
+def test_a_failure_that_many_nodes_share_drains_none(
+    checks: list[str], drained: list[str], why: str
+) -> None:
     found, reason = choose_drains(nodes(*checks))
     assert list(found) == drained
     assert why in reason

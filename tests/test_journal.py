@@ -188,7 +188,7 @@ def test_every_coordinator_has_a_term_of_its_own(bench: Bench) -> None:
     asyncio.run(scenario())
 
 
-def test_who_is_gone_cannot_save(bench: Bench) -> None:
+def test_a_coordinator_whose_term_is_over_cannot_save(bench: Bench) -> None:
     async def scenario() -> None:
         journal = await bench.open()
         await journal.load()

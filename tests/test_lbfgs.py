@@ -58,7 +58,7 @@ def regression() -> tuple[nn.Linear, Loss]:
     return model, loss
 
 
-def test_it_ends_where_torchs_own_does() -> None:
+def test_our_lbfgs_ends_where_that_of_torch_does() -> None:
     model, loss = regression()
     twin = copy.deepcopy(model.state_dict())
     minimize(LBFGS(model.parameters(), tolerance_grad=1e-9), loss, 80)

@@ -163,7 +163,7 @@ def test_withdrawn_steps_do_not_count(tmp_path):
     assert (report.ok, report.inexact_since, report.steps) == (True, None, STEPS), report.findings
 
 
-def test_what_may_be_wrong_and_stays_is_said(tmp_path, capsys):
+def test_steps_that_may_be_wrong_and_were_kept_are_reported_as_not_exact(tmp_path, capsys):
     path, _ = write_run(tmp_path)
     for step in (9, 5):
         writer = LedgerWriter(path)
@@ -485,7 +485,7 @@ def test_samples_dropped_without_declaration_are_lost(tmp_path):
     assert any("virtual rank 2 used 0 samples, its plan has 3" in f for f in report.findings)
 
 
-def test_it_must_be_declared_in_every_copy(tmp_path):
+def test_the_number_of_backup_workers_must_be_declared_in_every_copy(tmp_path):
     for worker in (0, 1):
         write(tmp_path, worker, [without(entry(s), 1) for s in range(5)], backup=1 - worker)
     findings = audit(tmp_path).findings

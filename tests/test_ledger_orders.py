@@ -59,7 +59,7 @@ def prove(run, *steps):
 
 
 @pytest.mark.parametrize("steps", [(FIRST,), (FIRST, SECOND), (FIRST, SECOND, THIRD, LAST)])
-def test_what_a_sampler_gave_is_proved(tmp_path, steps):
+def test_the_samples_that_a_sampler_gave_are_proved(tmp_path, steps):
     report = prove(tmp_path, *steps)
     assert report.ok, report.findings
     assert (report.steps, report.samples) == (len(steps), sum((11, 4, 8, 1)[: len(steps)]))
@@ -98,7 +98,7 @@ def test_workers_that_tell_of_other_orders_are_found(tmp_path):
 @pytest.mark.parametrize(
     "told", ["x", "[1]", "{}", '{"epoch":0,"order":-1,"batches":6,"samples":15}', "[" * 9000]
 )
-def test_what_a_step_tells_is_not_trusted(told):
+def test_the_order_that_a_step_tells_is_not_trusted(told):
     with pytest.raises(UserError, match="begins epoch 0"):
         ORDERED.position_after(ORDERED.start(), 0, (0,) * 4, (0,) * 4, told)
 

@@ -170,7 +170,7 @@ def test_batches_loaded_ahead_survive_a_change_of_assignment(source):
     assert [p.pid for p in one._pipeline.processes] == pids
 
 
-def test_what_is_no_longer_hosted_is_discarded(source):
+def test_batches_of_ranks_that_are_no_longer_hosted_are_discarded(source):
     expected = reference(Noisy())
     one = source(Noisy())
     one.follow([0, 1], 0, STEPS)
@@ -288,7 +288,7 @@ def test_a_sample_that_kills_data_workers_ends_in_an_error(source):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_a_dataset_raises_comes_through_as_it_is(source, workers):
+def test_an_exception_that_a_dataset_raises_comes_through_as_it_is(source, workers):
     dataset = Raising()
     dataset.bad = int(plan().indices(2, 1)[1])
     one = source(dataset, num_workers=workers)

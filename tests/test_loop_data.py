@@ -122,7 +122,7 @@ def test_a_streams_loss_is_the_mean_over_its_samples() -> None:
     assert torch.allclose(gradient, model[0].weight.grad, rtol=1e-4, atol=1e-7)
 
 
-def test_what_is_no_stream_is_told() -> None:
+def test_an_object_that_is_no_stream_is_refused() -> None:
     def script(job: Job, me: ThreadWorker) -> Any:
         model, optimizer = protected(job)
         with pytest.raises(UserError, match=r"job.stream\(list\): .*cut into shards"):

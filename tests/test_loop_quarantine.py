@@ -289,7 +289,7 @@ def test_batches_loaded_ahead_leave_out_records_quarantined_since() -> None:
     source.close()
 
 
-def test_what_does_not_fit_together_is_told(index: Path, tmp_path: Path) -> None:
+def test_an_index_that_does_not_fit_the_dataset_is_refused(index: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.index"
     write_index(index_samples(dataset(RECORDS + 1)), other)
     shuffled = tmp_path / "shuffled.index"
