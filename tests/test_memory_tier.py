@@ -136,7 +136,9 @@ def test_nodes_are_lost_with_their_memory_while_all_workers_are_killed(
 
 
 @pytest.mark.slow
-def test_it_happens_again_and_again(tmp_path: Path, reference: Reference) -> None:
+def test_a_job_recalls_its_state_from_memory_again_and_again(
+    tmp_path: Path, reference: Reference
+) -> None:
     """Workers that have just been recalled are lost, too, and a node joins in between."""
     with job(tmp_path, "rs:2+1", 3, steps=400) as (run, others):
         until_step(run, LATER)

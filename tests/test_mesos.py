@@ -229,7 +229,7 @@ async def all_told(fake: FakeMesos) -> bool:
     return all(task.unacknowledged is None for task in framework_of(fake).tasks.values())
 
 
-def test_what_mesos_says_of_a_call_is_told(fake: FakeMesos) -> None:
+def test_the_message_of_mesos_about_a_failed_call_is_shown(fake: FakeMesos) -> None:
     async def work() -> None:
         manager = fake.manager()
         await manager.observe()

@@ -226,7 +226,7 @@ def test_a_move_that_cannot_be_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_moved_is_refused_in_one_sentence(nodes: Nodes) -> None:
+def test_impossible_moves_are_refused_in_one_sentence(nodes: Nodes) -> None:
     for words, message in (
         (("9", "--to", "node0"), "worker 9 takes no part in the job; 0, 1 do"),
         (("1", "--to", "x"), "there is no node 'x' in the job; its nodes: node0"),

@@ -18,7 +18,7 @@ DONORS, LATE = [0, 1], 2
 
 
 @pytest.mark.parametrize("left", [True, False])
-def test_who_is_late_receives_each_step_as_it_was(left: bool) -> None:
+def test_a_late_worker_receives_each_step_as_it_was(left: bool) -> None:
     received: list[list[Any]] = []
 
     def member(me: GroupMember) -> None:

@@ -85,7 +85,7 @@ def test_the_rate_is_kept_in_each_direction(hosts):
         assert echo_s(connection, bytes(100_000)) >= 0.18  # it shares the path
 
 
-def test_what_is_taken_in_is_what_this_host_begins(hosts):
+def test_a_paused_relay_stops_only_connections_from_its_host_to_others(hosts):
     a, b = hosts
     _, here = serve(a)
     _, there = serve(b)

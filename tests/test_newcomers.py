@@ -50,7 +50,7 @@ def test_each_task_of_a_joiner_is_computed_by_a_donor_until_one_is_committed() -
     assert Newcomers(looks=False).record_commit(W1)
 
 
-def test_who_hosts_nothing_proves_itself_by_a_members_task() -> None:
+def test_a_joiner_that_hosts_nothing_proves_itself_by_a_members_task() -> None:
     newcomers, view, idle = Newcomers(looks=True), joined(W1), (W0, W2, W3, W0)
     planned = (Audit(0, W0, (W2,)),)
     assert newcomers.audits(view, idle, planned) == (*planned, Audit(1, W2, (W1,)))
@@ -62,14 +62,14 @@ def test_who_hosts_nothing_proves_itself_by_a_members_task() -> None:
     assert newcomers.audits(view, OWNERS, ()) == ()
 
 
-def test_who_differs_from_a_member_whose_task_it_computes_is_refused() -> None:
+def test_a_joiner_that_differs_from_the_member_whose_task_it_computes_is_refused() -> None:
     idle = (W0, W2, W3, W0)
     for ruling in (leaves((W1, 1)), Ruling(sentence=Sentence.TIE, disputed=(1,), steady=True)):
         refused = Newcomers(looks=True).judge(joined(W1), ruling, idle)
         assert refused == ((W1,), Refusal.ANEW)
 
 
-def test_who_has_joined_is_unproven_until_a_task_of_it_is_committed() -> None:
+def test_a_joiner_is_unproven_until_a_task_of_it_is_committed() -> None:
     first = [member(w, unproven=True) for w in range(4)]
     roster = Cluster(*first).roster
 
@@ -142,7 +142,7 @@ def test_a_joiner_whose_processor_is_of_another_kind_says_nothing_of_the_script(
     assert judged(newcomers, joined(W1), leaves((W1, 1))) == ((W1,), Refusal.ANEW)
 
 
-def test_one_that_is_accepted_in_between_clears_the_script() -> None:
+def test_a_joiner_that_is_accepted_in_between_clears_the_script() -> None:
     newcomers = Newcomers(looks=True)
     judged(newcomers, joined(W1), leaves((W1, 1)))
     newcomers.add_audits(joined(W3), (W0, W2))
@@ -163,7 +163,7 @@ def test_one_that_is_accepted_in_between_clears_the_script() -> None:
         Ruling(sentence=Sentence.UNLIKE),
     ],
 )
-def test_what_is_judged_as_ever(ruling: Ruling) -> None:
+def test_rulings_that_do_not_concern_unproven_joiners_alone_refuse_nobody(ruling: Ruling) -> None:
     assert judged(Newcomers(looks=True), joined(W1), ruling)[0] == ()
     proved = Newcomers(looks=True)
     proved.add_audits(joined(W1), (W1,))
@@ -180,7 +180,7 @@ def test_a_court_knows_the_steady_workers() -> None:
     assert not last({W0: 1, W1: 2}, {W0: 1, W1: 3, W2: 1}).steady
 
 
-def test_what_joiners_say_counts_only_where_the_others_have_no_majority() -> None:
+def test_results_of_joiners_count_only_where_the_other_members_have_no_majority() -> None:
     joiners = [W1, W2, W3]
     court = Court(joiners)
     court.rule({1: {W0: 1, W1: 2}}, (Audit(1, W1, (W0,)),), OWNERS, (W0, *joiners))

@@ -41,7 +41,7 @@ def test_values_come_back(value: Any) -> None:
     assert type(found) is type(value)
 
 
-def test_what_is_shared_stays_shared() -> None:
+def test_shared_objects_stay_shared() -> None:
     status = WorkerStatus(worker=WorkerId(1), incarnation=Incarnation(1), stage=Stage.LOST)
     ring: list[Any] = [status, {"again": status}]
     ring.append(ring)

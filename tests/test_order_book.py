@@ -72,7 +72,9 @@ def test_nobody_else_can_read_the_book(book: OrderBook, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"command": ["x"]}'])
-def test_what_cannot_be_read_is_said(book: OrderBook, tmp_path: Path, text: str) -> None:
+def test_an_order_that_cannot_be_read_is_reported_as_damaged(
+    book: OrderBook, tmp_path: Path, text: str
+) -> None:
     book.add(order(1))
     (path,) = (tmp_path / "orders").iterdir()
     path.write_text(text)

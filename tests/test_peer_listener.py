@@ -187,7 +187,7 @@ def test_a_replayed_handshake_opens_nothing() -> None:
 
 
 @pytest.mark.parametrize("words", [b"", MAGIC, HELLO, HELLO + b"t" * 31])
-def test_one_that_never_finishes_is_hung_up_on(words: bytes) -> None:
+def test_a_peer_that_never_finishes_the_handshake_is_hung_up_on(words: bytes) -> None:
     with site(proof_s=0.2) as here, here.stranger() as stranger:
         stranger.sendall(words)
         assert is_closed(stranger)

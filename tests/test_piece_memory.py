@@ -82,7 +82,7 @@ def kept(reading: ArenaReading) -> list[KeptPieces]:
 # ---------------------------------------------------------------- one worker's file
 
 
-def test_what_a_worker_puts_there_is_told_and_read() -> None:
+def test_pieces_that_a_worker_puts_into_memory_are_listed_and_read() -> None:
     with file_of() as (arena, reading):
         assert kept(reading) == []
         entries = [put(arena, GRADIENT, step, b"%d" % step * 100) for step in range(3, 6)]
@@ -139,7 +139,7 @@ def test_pieces_older_than_a_protected_state_are_dropped() -> None:
         assert (found.states, found.first, found.end) == ((4,), 4, 6)
 
 
-def test_what_a_later_view_keeps_of_older_steps_stays() -> None:
+def test_pieces_of_older_steps_that_a_later_view_keeps_stay() -> None:
     """That view began further back, since a state that an older view protected was lost."""
     with file_of() as (arena, reading):
         put(arena, GRADIENT, 2, b"old" * 9)
@@ -363,7 +363,9 @@ IMAGE = bytes(range(251)) * 41
 @pytest.mark.parametrize(
     ("text", "count"), [("replicate:1", 1), ("replicate:2", 4), ("rs:2+1", 3), ("rs:4+2", 7)]
 )
-def test_what_nodes_hold_is_put_together_while_enough_are_left(text: str, count: int) -> None:
+def test_an_image_is_put_together_while_enough_nodes_that_hold_pieces_are_left(
+    text: str, count: int
+) -> None:
     nodes = Nodes(text, count)
     nodes.keep(STATE, 8, IMAGE)
     for first in range(count):
@@ -444,7 +446,7 @@ def test_a_slow_round_ends_when_it_is_asked_to() -> None:
     assert not round_.is_alive()
 
 
-def test_what_cannot_be_mended_is_told_once() -> None:
+def test_pieces_that_cannot_be_mended_are_reported_once() -> None:
     nodes = Nodes("replicate:1", 1)
     nodes.keep(STATE, 8, IMAGE)
     nodes.damage(0)

@@ -75,7 +75,7 @@ def test_a_commit_is_marked_for_all_shards(met: tuple[PiecePost, list[Other]]) -
     assert [(shelf.shard, shelf.committed) for shelf in table.shelves] == [(1, 6), (2, 6)]
 
 
-def test_what_does_not_fit_is_told_and_the_connection_goes_on(
+def test_pieces_that_do_not_fit_are_refused_and_the_connection_goes_on(
     met: tuple[PiecePost, list[Other]],
 ) -> None:
     sender, others = met

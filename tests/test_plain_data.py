@@ -122,7 +122,7 @@ def test_plain_rows_have_the_same_bits_and_leave_the_generators_alone(name):
 
 
 @pytest.mark.parametrize("name", DRAWING)
-def test_whatever_draws_keeps_its_random_numbers(name):
+def test_data_that_draw_keep_their_random_numbers(name):
     enter_stream(PLAN.seed, 2, 1, "data")
     undrawn = states()
     expected = by_hand(DRAWING[name], (2, 1))

@@ -99,7 +99,7 @@ def test_crashes_at_one_step_cast_doubt_on_the_script() -> None:
 
 
 @pytest.mark.parametrize("why", ["ended by SIGKILL", "its node is lost", "frozen"])
-def test_what_is_done_to_workers_is_not_the_scripts_doing(why: str) -> None:
+def test_losses_from_outside_raise_no_doubt_about_the_script(why: str) -> None:
     progress = Progress(5)
     for _ in range(4):
         progress.count_loss(why)
@@ -176,7 +176,7 @@ def test_etcd_is_waited_for_with_a_limit() -> None:
     assert said == ["standing by: no server of etcd answers; trying for 3 s"]
 
 
-def test_it_is_said_for_how_long_a_damaged_journal_is_waited_for(start: Start) -> None:
+def test_the_log_says_for_how_long_a_damaged_journal_is_waited_for(start: Start) -> None:
     with start("hang", nproc=1, script="faulty.py") as run:
         run.until(lambda: "step 0" in run.out, RUN_S, "the first step")
         journal = run.run_dir.journal

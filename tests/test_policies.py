@@ -97,7 +97,7 @@ def test_how_long_is_waited_where_nobody_says() -> None:
     assert StepPolicy().restore_s == 300.0
 
 
-def test_who_is_started_again_and_when_where_nobody_says() -> None:
+def test_the_defaults_for_restarting_workers_are_pinned() -> None:
     restart = RestartPolicy()
     assert (restart.losses_max, restart.strikes_free, restart.probation_s) == (30, 2, 60.0)
     assert (restart.backoff_s, restart.backoff_max_s) == (0.5, 30.0)
@@ -105,7 +105,7 @@ def test_who_is_started_again_and_when_where_nobody_says() -> None:
     assert (restart.wrong_s, restart.wrong_max_s) == (60.0, 86_400.0)
 
 
-def test_what_a_step_does_where_nobody_says() -> None:
+def test_the_defaults_for_a_step_are_pinned() -> None:
     assert Patience() == Patience(steps=8, times=1.0, least_s=0.5, copies=0.0)
     assert BalancePolicy() == BalancePolicy(warm_up=2, window=6, gain=8, calm=200, retry=50)
     assert BackupPolicy() == BackupPolicy(workers=0, results_min=1)
@@ -116,7 +116,7 @@ def test_what_a_step_does_where_nobody_says() -> None:
     assert (policy.protect_every, policy.script_cycle, policy.processor) == (0, 0, 0)
 
 
-def test_what_a_fleet_waits_for_where_nobody_says() -> None:
+def test_the_defaults_for_a_fleet_are_pinned() -> None:
     fleet = FleetPolicy(prefix="", nodes=1, nodes_max=1)
     assert (fleet.disruptions_max, fleet.drain_lead_s, fleet.again_s) == (1, 60.0, 5.0)
     assert (fleet.answer_s, fleet.retry_s, fleet.retry_max_s) == (60.0, 2.0, 120.0)
@@ -145,7 +145,7 @@ def test_a_record_that_says_nothing_wants_nothing() -> None:
     assert (view.joiners, view.suspended, view.catching_up, view.invalidations) == ((),) * 4
 
 
-def test_what_is_kept_is_bounded_by() -> None:
+def test_the_bounds_on_everything_that_is_kept_are_pinned() -> None:
     assert formation.STEPS_MISSED_MAX == 64  # steps that a worker may miss and still catch up
     assert formation.QUARANTINED_S == 10.0  # longer than a first quarantine, shorter than others
     assert coordinator.SKIPPED == 1000  # numbers, after the loss of the journal

@@ -95,7 +95,7 @@ def test_a_port_ends_with_the_same_bits_on_any_workers_and_after_a_death(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", port_counts.names())
-def test_what_a_port_is_compared_with_runs(name: str, tmp_path: Path) -> None:
+def test_the_scripts_that_a_port_is_compared_with_run(name: str, tmp_path: Path) -> None:
     command = [sys.executable, path_of(name, "plain"), *ARGS[name]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=True)
     assert re.fullmatch("[0-9a-f]{64}", done.stdout.splitlines()[-1])

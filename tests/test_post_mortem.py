@@ -133,7 +133,7 @@ def test_a_crashed_run_can_be_dumped(
     assert "holds no recording of a coordinator" in capsys.readouterr().err
 
 
-def test_what_has_no_room_is_named(
+def test_files_that_have_no_room_in_a_bundle_are_named(
     crashed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(post_mortem, "BUNDLE_BYTES_MAX", 3000)
@@ -155,7 +155,7 @@ def test_old_bundles_are_removed(crashed: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("words", [("dump", "none"), ("incident", "replay", "none")])
-def test_what_is_not_there_is_refused_in_one_sentence(
+def test_a_missing_run_or_recording_is_refused_in_one_sentence(
     words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     *first, last = words

@@ -358,7 +358,7 @@ def test_steps_that_no_view_built_on_are_abandoned() -> None:
     assert is_invalidated(found.abandoned, 0, ViewNumber(6))
 
 
-def test_what_nodes_say_that_they_hold_but_do_not_give_is_not_asked_for_for_ever() -> None:
+def test_a_state_that_nodes_claim_to_hold_but_do_not_give_is_not_asked_for_for_ever() -> None:
     """They are tried again as long as silent nodes are awaited; then the checkpoint counts."""
     protection, durable = Protection(RS), Durable([2])
     before = three_nodes()

@@ -231,7 +231,7 @@ def test_a_budget_for_two_steps_is_enough_to_begin_with() -> None:
         Keeping(2 * needed - 1).keep(1)
 
 
-def test_it_is_said_before_there_is_no_room_for_another_step_and_a_state() -> None:
+def test_the_protector_reports_that_it_is_nearly_full_while_one_more_state_fits() -> None:
     state_bytes, step_bytes = 12_500, 2_000  # a little more than they are
     keeping = Keeping(2 * state_bytes + 5 * step_bytes)
     keeping.protector.begin(0, VIEW)

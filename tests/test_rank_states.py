@@ -20,7 +20,7 @@ from thread_cluster import ThreadWorker
 STEPS = 8
 
 
-def test_what_tasks_gather_is_known_to_all_in_order() -> None:
+def test_values_that_tasks_gather_are_known_to_all_in_order() -> None:
     def script(job: Job, me: ThreadWorker) -> Any:
         model, optimizer = protected(job)
         job.values["hardest"] = [0.0] * 4

@@ -108,7 +108,9 @@ def test_hosts_to_avoid_become_a_selector_of_nodes() -> None:
 
 
 @pytest.mark.parametrize("answer", [{"nodes": []}, {"nodes": [{"id": "a"}], "actors": []}])
-def test_what_cannot_be_read_is_said(answer: dict[str, Any]) -> None:
+def test_an_answer_of_ray_that_cannot_be_read_is_reported_as_damaged(
+    answer: dict[str, Any],
+) -> None:
     with pytest.raises(Damaged, match="Ray's answer cannot be read"):
         read_tables(answer)
 
@@ -164,7 +166,7 @@ def test_a_driver_that_ends_or_hangs_is_replaced(tmp_path: Path) -> None:
         link.close()
 
 
-def test_who_waits_for_a_driver_that_is_closed_is_told(tmp_path: Path) -> None:
+def test_a_thread_that_waits_for_a_driver_is_told_when_it_is_closed(tmp_path: Path) -> None:
     link, told = linked(tmp_path), []
 
     def wait() -> None:

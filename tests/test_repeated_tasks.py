@@ -77,7 +77,7 @@ def test_runs_with_the_same_bits_are_decided_at_once(is_exact: bool) -> None:
     assert judge(judged, gradient, step=1) == 2
 
 
-def test_others_wait_for_two_runs_only_of_a_worker_that_joins_later() -> None:
+def test_a_worker_that_joins_later_runs_its_first_task_only_twice() -> None:
     assert judge(repeats([], is_exact=True), gradient, step=100) == 2
 
 

@@ -264,7 +264,7 @@ def test_a_worker_follows_an_order_that_names_it_while_it_holds_nothing() -> Non
         assert joiner.ordered(ORDER) == []
 
 
-def test_it_loads_the_state_once_all_of_it_is_here_and_its_script_waits() -> None:
+def test_a_follower_loads_the_state_once_all_of_it_is_here_and_its_script_waits() -> None:
     joiner = Joiner()
     joiner.ordered(ORDER)
     assert joiner.follows(ev.StateFed(3, 7)) == [], "of another order"
@@ -277,7 +277,7 @@ def test_it_loads_the_state_once_all_of_it_is_here_and_its_script_waits() -> Non
     assert joiner.follows() == []
 
 
-def test_it_applies_steps_in_their_order_and_says_when_it_is_up_to_date() -> None:
+def test_a_follower_applies_steps_in_their_order_and_says_when_it_is_up_to_date() -> None:
     joiner = Joiner()
     joiner.load()
     assert joiner.follows() == []
@@ -303,7 +303,7 @@ def test_without_a_comparison_it_is_up_to_date_once_nothing_is_missing() -> None
     assert not joiner.following.follow()
 
 
-def test_its_script_waits_for_a_step_that_is_still_to_come() -> None:
+def test_the_script_of_a_follower_waits_for_a_step_that_is_still_to_come() -> None:
     joiner = Joiner()
     joiner.load()
     joiner.become(phase=Phase.COMPUTING)

@@ -96,7 +96,7 @@ def test_a_question_is_one_request_in_the_users_name(server: Server) -> None:
         (401, b"", Refused, "YARN demands a proof of identity: use --kerberos, and run kinit"),
     ],
 )
-def test_what_is_not_accepted_is_told_apart(
+def test_refused_requests_and_unreachable_servers_are_told_apart(
     server: Server, status: int, data: bytes, kind: type[Exception], said: str
 ) -> None:
     server.reply = lambda request: (status, {}, data)

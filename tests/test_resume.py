@@ -180,7 +180,7 @@ def test_a_writer_that_cannot_write_to_its_store_says_so_before_the_first_checkp
 
 
 @pytest.mark.slow
-def test_who_asks_twice_does_not_wait_for_a_last_checkpoint(
+def test_a_second_interrupt_does_not_wait_for_a_last_checkpoint(
     tmp_path: Path, reference: Callable[[int], str]
 ) -> None:
     with saving(tmp_path) as run:

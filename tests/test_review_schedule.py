@@ -81,7 +81,7 @@ def test_an_alarm_is_kept_whoever_is_heard() -> None:
     assert found.is_due(2.0)
 
 
-def test_who_is_silent_is_reviewed_again_when_it_is_fenced_and_when_it_is_given_up() -> None:
+def test_a_silent_node_is_reviewed_again_when_it_is_fenced_and_when_it_is_given_up() -> None:
     found, cluster = agenda()
     cluster.now = 3.0
     cluster.hear("n0", member(0))
@@ -127,7 +127,7 @@ def test_a_job_that_stands_still_is_reviewed_at_both_limits_and_not_while_it_mov
     assert found.still_since == 61.0
 
 
-def test_who_stood_still_itself_has_heard_nobody_and_suspects_nobody() -> None:
+def test_a_coordinator_that_stood_still_has_heard_nobody_and_suspects_nobody() -> None:
     found, cluster = agenda()
     woke = 1.0 + LEASE.suspect_s + 1.0
     assert not found.is_due(woke)  # its timer came late by more than half of the suspicion
@@ -173,7 +173,7 @@ class Reports:
             self.found.record_review(now, [])
 
 
-def test_who_was_suspected_for_nothing_may_be_silent_for_longer() -> None:
+def test_a_node_that_was_suspected_for_nothing_may_be_silent_for_longer() -> None:
     job = Reports()
     assert job.suspected_after() == LEASE.suspect_s
     job.hear_after(0.1)  # after 1.6 s
@@ -181,7 +181,7 @@ def test_who_was_suspected_for_nothing_may_be_silent_for_longer() -> None:
     assert job.suspected_after() == LEASE.lease_s, "half as long again is more than a lease"
 
 
-def test_what_is_borne_grows_with_the_silence_and_never_shrinks_while_it_is_remembered() -> None:
+def test_the_tolerated_silence_grows_and_never_shrinks_while_it_is_remembered() -> None:
     tick_s = 0.11
     short = LeasePolicy(lease_s=8.0, margin_s=0.5, suspect_s=1.5, abandon_s=20.0)
     job = Reports()

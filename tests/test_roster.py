@@ -87,7 +87,7 @@ def test_an_old_or_repeated_report_is_stale_and_a_new_agent_starts_fresh() -> No
         dict(incarnation=Incarnation(2)),
     ],
 )
-def test_what_can_change_a_decision_is_a_change(change: dict[str, Any]) -> None:
+def test_a_report_that_can_change_a_decision_is_a_change(change: dict[str, Any]) -> None:
     cluster = Cluster(member(0))
     assert cluster.hear("n0", dataclasses.replace(member(0), **change)) is News.CHANGE
 
@@ -102,7 +102,7 @@ def test_progress_is_a_change_only_for_stopped_workers(change: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("fields", [dict(slots=2), dict(draining="disk"), dict(failing="disk")])
-def test_what_a_node_offers_and_asks_for_is_a_change(fields: dict[str, Any]) -> None:
+def test_another_offer_or_request_of_a_node_is_a_change(fields: dict[str, Any]) -> None:
     cluster = Cluster(status(0))
     assert cluster.hear("n0", status(0), **fields) is News.CHANGE
     node = cluster.roster.nodes[N0]
@@ -142,7 +142,7 @@ def test_numbers_of_workers_are_never_given_twice() -> None:
     assert cluster.roster.workers_named == 4
 
 
-def test_what_was_recorded_is_known_again_and_its_losses_were_counted() -> None:
+def test_recorded_slots_are_known_again_and_their_losses_were_counted() -> None:
     slot = Slot(worker=ONE, agent=N1, incarnation=Incarnation(4))
     roster = LiveRoster(JobRecord(term=1, slots=(slot,), workers_named=7), 3.0)
     assert roster.slot_records() == (slot,)
@@ -249,7 +249,9 @@ def test_after_the_loss_of_the_record_what_runs_is_known_from_the_agents() -> No
         (member(0, incarnation=0), False),  # older news: its process is not started yet
     ],
 )
-def test_who_is_dead_was_said_to_have_ended(heard: WorkerStatus, dead: bool) -> None:
+def test_a_worker_is_dead_if_its_process_was_said_to_have_ended(
+    heard: WorkerStatus, dead: bool
+) -> None:
     cluster = Cluster(member(0))
     cluster.hear("n0", heard)
     assert cluster.roster.is_dead(ZERO, Incarnation(1)) is dead
@@ -488,7 +490,7 @@ def test_a_counted_loss_does_not_double_the_first_wait_of_a_wrong_worker() -> No
     assert waits == [RESTART.wrong_s, 2 * RESTART.wrong_s]
 
 
-def test_who_cannot_be_reached_or_is_wrong_is_left_out_for_longer_each_time() -> None:
+def test_a_worker_that_is_not_reached_or_is_wrong_is_left_out_for_longer_each_time() -> None:
     cluster = Cluster(member(0), member(1))
     waits = [quarantined(cluster, ZERO) for _ in range(3)]
     assert waits == [4.0, 8.0, 9.0]

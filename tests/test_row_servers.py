@@ -124,7 +124,7 @@ def test_rows_can_be_read_as_of_an_earlier_update() -> None:
         assert torch.equal(everything(client, step, 1)[0], expected(RULES[1], step)[0])
 
 
-def test_what_undoes_updates_is_kept_for_a_while_only() -> None:
+def test_the_undos_of_updates_are_kept_for_a_while_only() -> None:
     block = RowBlock([shape("items")], range(SHARDS), RULES[1])
     for step in range(1, STEPS + 1):
         block.prepare(step, range(SHARDS), update(step, 1)).apply()
@@ -152,7 +152,7 @@ def test_a_staleness_that_the_job_does_not_allow_is_refused(steps: int, most: in
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 @pytest.mark.parametrize("servers", [1, 5])
-def test_what_three_servers_have_saved_any_number_loads(
+def test_any_number_of_servers_loads_the_rows_that_three_have_saved(
     rule: RowOptimizer, servers: int, tmp_path: Path
 ) -> None:
     described = group(rule, "items", "users")

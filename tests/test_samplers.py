@@ -117,7 +117,7 @@ def test_each_virtual_rank_takes_the_next_batch_of_a_sampler(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["weighted", "buckets", "subset", "replaced", "fewer", "reversed"])
-def test_what_a_sampler_gives_is_used_in_its_order(kind: str) -> None:
+def test_the_samples_of_a_sampler_are_used_in_its_order(kind: str) -> None:
     found: list[nn.Module] = []
 
     def script(job: Job, me: ThreadWorker) -> Any:

@@ -55,7 +55,7 @@ def test_all_of_it_is_taken_over(store: str) -> None:
     assert load_saved(store, None, objects()).steps >= 2
 
 
-def test_what_does_not_fit_is_said(store: str, tmp_path: Path) -> None:
+def test_a_saved_state_that_does_not_fit_is_refused(store: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds \['net', 'optimizer'\].*protects \['model'\]"):
         load_saved(store, 2, {"model": nn.Linear(3, 2)})
     with pytest.raises(UserError, match=r"net.weight is \[5, 3\] of float32 on this worker and"):
@@ -66,7 +66,7 @@ def test_what_does_not_fit_is_said(store: str, tmp_path: Path) -> None:
         load_saved(str(tmp_path), None, objects())
 
 
-def test_it_is_asked_for_in_time(store: str) -> None:
+def test_begin_from_must_be_called_after_protect(store: str) -> None:
     code = f"import holdfast; holdfast.join().begin_from({store!r})"
     done = subprocess.run(
         [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=100

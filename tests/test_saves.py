@@ -139,7 +139,7 @@ def test_an_operator_who_ends_the_job_has_one_checkpoint_made() -> None:
 
 
 @pytest.mark.parametrize("durable_first", [False, True])
-def test_what_a_worker_saved_that_left_uncompared_does_not_count(durable_first: bool) -> None:
+def test_a_checkpoint_of_a_worker_that_left_uncompared_does_not_count(durable_first: bool) -> None:
     """It does not matter whether it is durable by then, or whether workers have joined."""
     for others, counts in ((range(3), True), ([0], False)):
         saves = saving(compared=True)

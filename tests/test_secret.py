@@ -111,7 +111,7 @@ def test_a_secret_as_kubernetes_mounts_it(tmp_path: Path) -> None:
         read_secret_file(tmp_path / "secret")
 
 
-def test_what_is_no_secret_file(tmp_path: Path) -> None:
+def test_a_path_that_is_no_secret_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for name, why in [
         ("absent", "cannot be read: No such file or directory"),

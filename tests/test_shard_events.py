@@ -57,7 +57,9 @@ def hear_all(count: int, events: Sequence[ev.WorkerEvent]) -> list[ev.WorkerEven
     ],
     ids=lambda event: type(event).__name__,
 )
-def test_it_is_told_once_all_have_done_it(event: ev.WorkerEvent) -> None:
+def test_an_event_of_all_processes_is_passed_on_once_all_have_sent_it(
+    event: ev.WorkerEvent,
+) -> None:
     (told,) = hear_all(3, [event] * 3)
     if isinstance(told, ev.TaskDone):  # the digest covers all of them
         told = dataclasses.replace(told, digest=TASK.digest)
@@ -77,7 +79,7 @@ def test_it_is_told_once_all_have_done_it(event: ev.WorkerEvent) -> None:
     ],
     ids=lambda event: type(event).__name__,
 )
-def test_what_one_process_notices_is_told_at_once(event: ev.WorkerEvent) -> None:
+def test_an_event_that_one_process_notices_is_passed_on_at_once(event: ev.WorkerEvent) -> None:
     assert ShardEvents(3).hear(2, event) == [event]
 
 
@@ -217,7 +219,7 @@ def test_a_view_that_is_over_is_forgotten() -> None:
     assert shards.hear(0, ev.Connected(VIEW + 1)) == [ev.Connected(VIEW + 1)]
 
 
-def test_who_carries_out_an_effect() -> None:
+def test_effects_for_one_process_alone_are_those_of_the_agent_and_the_whole_worker() -> None:
     """Only effects that concern the agent, or the worker as a whole, are for one process alone."""
     kinds = get_args(ef.WorkerEffect)
     alone = {kind.__name__ for kind in kinds if not is_shared(object.__new__(kind))}

@@ -293,7 +293,7 @@ def capture_all(members: Sequence[Member]) -> list[BaseException]:
     return all_do(members, lambda member: GatheredState(member.sharding).capture(everything))
 
 
-def test_what_arrives_damaged_is_not_used() -> None:
+def test_a_state_that_arrives_damaged_is_not_used() -> None:
     """The news of the state arrives damaged: nobody uses it, and nobody waits for the others."""
     members = trained(2)
     members[0].sharding.transport.damage = True
@@ -335,7 +335,7 @@ def test_a_new_view_shares_out_again() -> None:
     assert 0 < len(member.held) < 6
 
 
-def test_whoever_is_left_alone_waits_for_its_end() -> None:
+def test_a_process_that_is_left_alone_waits_for_its_end() -> None:
     member = members_of(2)[0]
     member.sharding.transport = AloneTransport()
     with pytest.raises(Ended):

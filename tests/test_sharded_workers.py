@@ -89,7 +89,9 @@ def test_any_process_may_be_lost(
         pytest.param(("--spares", "1", "--hot-spares"), marks=pytest.mark.slow),
     ],
 )
-def test_what_else_a_job_can_do(options: tuple[str, ...], tmp_path: Path, quiet: Quiet) -> None:
+def test_sharded_workers_survive_with_audits_repeats_and_hot_spares_too(
+    options: tuple[str, ...], tmp_path: Path, quiet: Quiet
+) -> None:
     run = sharded(tmp_path / "run", faults="end:1.1:5", rejoins="7", options=options)
     with run:
         assert finish(run) == quiet()

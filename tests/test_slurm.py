@@ -68,7 +68,7 @@ def test_nodes_are_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["1|R|node1", "1|R|n|n|yesterday|hf-x-1"])
-def test_what_cannot_be_read_is_said(text: str) -> None:
+def test_an_answer_of_slurm_that_cannot_be_read_is_reported_as_damaged(text: str) -> None:
     with pytest.raises(Damaged, match="Slurm's answer cannot be read"):
         tables.read_jobs(text)
 

@@ -158,7 +158,7 @@ def a_saver(
     return Saver(orders, "job", protected, tell, lambda: state_print)
 
 
-def test_what_workers_saved_without_their_coordinator_is_begun_from_once_it_was_compared(
+def test_a_checkpoint_saved_without_the_coordinator_is_used_once_it_was_compared(
     tmp_path: Path, orders: socket.socket
 ) -> None:
     """They go on, and remove the one that the coordinator knows."""
@@ -179,7 +179,7 @@ def test_what_workers_saved_without_their_coordinator_is_begun_from_once_it_was_
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_what_several_workers_save_any_one_restores(
+def test_any_number_of_workers_restores_a_checkpoint_that_several_saved(
     size: int, tmp_path: Path, orders: socket.socket
 ) -> None:
     saved: list[int] = []
@@ -359,7 +359,9 @@ def test_a_share_that_does_not_come_costs_the_checkpoint(
     assert store.steps() == []
 
 
-def test_what_is_no_order_is_passed_over(tmp_path: Path, orders: socket.socket) -> None:
+def test_a_message_that_is_no_valid_order_is_passed_over(
+    tmp_path: Path, orders: socket.socket
+) -> None:
     orders.send(b"nonsense")
     arena = Arena()
     arena.fit(10)
@@ -445,7 +447,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("coded", [False, True])
-def test_what_rots_is_found_and_with_parity_mended(
+def test_a_rotten_pack_is_found_and_with_parity_mended(
     coded: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if coded:

@@ -60,7 +60,7 @@ def restored(reader: Any, view: View = VIEW) -> tuple[ev.WorkerEvent, list[str]]
     return event, told
 
 
-def test_who_begins_to_load_says_so_before_its_state_changes() -> None:
+def test_a_worker_that_begins_to_load_says_so_before_its_state_changes() -> None:
     reader = Reader()
     event, told = restored(reader)
     assert event == ev.StateObtained(SourceKind.STORE, ViewNumber(4))

@@ -135,7 +135,7 @@ def test_a_commit_takes_back_tasks_that_have_not_begun() -> None:
     assert found == [ef.Adopt(1), ef.Commit(0), compute(3)]
 
 
-def test_what_is_posted_from_within_is_handled_after_what_is_under_way() -> None:
+def test_an_event_posted_while_effects_are_carried_out_is_handled_after_them() -> None:
     class Hands:
         def carry_out(self, effect: ef.WorkerEffect) -> Sequence[ev.WorkerEvent]:
             return [ev.AtBoundary()]
@@ -149,7 +149,7 @@ def test_what_is_posted_from_within_is_handled_after_what_is_under_way() -> None
     assert machine.heard[2:] == [Tick()]
 
 
-def test_who_waits_for_an_order_is_woken() -> None:
+def test_a_thread_that_waits_for_an_order_is_woken() -> None:
     driver, _, _ = driving([compute(7)], [ef.Forget(SinkKind.LATE, ONE)])
     script, engine = meanwhile(driver.next_for_script), meanwhile(driver.next_for_engine)
     driver.post(Tick())

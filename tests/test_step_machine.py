@@ -131,7 +131,7 @@ def test_a_change_that_one_knows_of_is_announced_to_all() -> None:
     [ev.GroupBroken(ViewNumber(1), "gone"), ev.LinkLost(ViewNumber(1), (WorkerId(1),))],
     ids=["broken", "link"],
 )
-def test_who_rests_and_sees_its_group_break_passes_it_on(event: ev.WorkerEvent) -> None:
+def test_a_resting_worker_that_sees_its_group_break_passes_it_on(event: ev.WorkerEvent) -> None:
     company = Company(2)
     company.enter(a_view(1, range(2), joiners=range(2)))
     first, _ = company.walkers
@@ -222,7 +222,7 @@ def test_a_redo_waits_for_the_task_under_way_and_is_not_forgotten() -> None:
     assert purposes(first, Purpose.HOSTED) == [0, 0]
 
 
-def test_who_computes_wrongly_twice_leaves_and_nothing_of_it_is_committed() -> None:
+def test_a_worker_that_computes_wrongly_twice_leaves_and_nothing_of_it_is_committed() -> None:
     company = Company(3, StepPolicy(audit=1.0, cycle=1))
     liar = company.walkers[2]
     liar.digest = lambda vrank: 7

@@ -61,7 +61,7 @@ def tally(*votes: dict[str, Any]) -> vote.Tally:
     return count_votes(rows)
 
 
-def test_what_one_says_counts_for_all() -> None:
+def test_a_flag_that_one_member_sets_counts_for_all() -> None:
     plain = tally({}, {})
     assert (plain.alien, plain.pending, plain.save, plain.alike) == (False, False, False, 0)
     assert tally({}, dict(pending=True)).pending
@@ -111,7 +111,7 @@ def test_an_open_step_knows_what_is_done_and_by_what_right() -> None:
 # ---------------------------------------------------------------- who counts
 
 
-def test_what_is_settled_is_settled_once_and_what_is_over_is_forgotten() -> None:
+def test_counted_ranks_are_settled_once_and_forgotten_when_the_step_is_over() -> None:
     first = Settlement(BackupPolicy(workers=1), 0, 3)
     first.begin(5)
     assert first.record_done(2, 4, 9) == ()  # the word is about a step that is over
@@ -181,7 +181,7 @@ def test_a_plan_is_made_once_in_a_view_and_again_in_the_next() -> None:
     assert [each.vrank for each in found.audit_all(a_view(1, [0, 1]), 2, owners)] == [0, 1]
 
 
-def test_who_owes_what_for_audits() -> None:
+def test_a_worker_owes_audited_tasks_that_it_has_not_computed() -> None:
     found = audits()
     found.plan(a_view(1, [0, 1]), 2, [W0, W1])
     step = OpenStep(2)
@@ -251,7 +251,7 @@ def test_a_sum_that_all_have_twice_alike_is_right() -> None:
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
-def test_who_sums_a_piece_wrongly_once_is_found_in_the_third_run(odd: int) -> None:
+def test_a_worker_that_sums_a_piece_wrongly_once_is_found_in_the_third_run(odd: int) -> None:
     """Rank (p - r) % 3 sums piece p in run r, and all members get its result."""
     trial = SumTrial(0)
     for turn in range(3):
@@ -289,7 +289,7 @@ def trusting(cycle: int, *workers: int, step: int = 0) -> Trust:
     return trust
 
 
-def test_who_was_suspended_is_judged_by_when_it_left() -> None:
+def test_a_suspended_worker_is_judged_by_when_it_left() -> None:
     trust, owners = trusting(8, 0, 1), [W0, W1]
     for step in range(10):
         trust.record_sums(step, owners, [])
@@ -306,7 +306,7 @@ def test_who_was_suspended_is_judged_by_when_it_left() -> None:
     assert trust.doubt([W1], 31, diverged=True) == Doubt(sums=None, saved=31)  # others know of it
 
 
-def test_who_hosted_nothing_was_not_looked_at() -> None:
+def test_a_worker_that_hosted_nothing_was_not_audited() -> None:
     trust = trusting(1, 0, 1)
     trust.record_sums(0, [W0, W1], [0])
     trust.record_sums(1, [W0, W0], [0, 1])
@@ -401,7 +401,7 @@ def test_a_lone_worker_believes_what_is_not_finite_with_the_same_bits_and_never_
         assert texts([told])
 
 
-def test_whose_numbers_were_finite_again_has_made_a_mistake() -> None:
+def test_a_worker_whose_numbers_were_finite_again_has_made_a_mistake() -> None:
     found = ruling()
     found.record_doubt(4, [W1, W1])
     assert texts(found.settle(4, rightly=False)) == [
@@ -442,7 +442,7 @@ def test_only_what_the_wrong_ones_have_computed_is_doubted() -> None:
         assert found.confess(9, [wrong], diverged=False)[0] == since
 
 
-def test_who_is_wrong_leaves_and_the_rest_go_back_if_something_wrong_may_have_been_used() -> None:
+def test_a_wrong_worker_leaves_and_the_rest_go_back_if_its_errors_may_have_been_used() -> None:
     for me, exits in ((0, False), (1, True)):
         found = ruling(me)
         row = confessed(found, [W1], diverged=True)
@@ -577,7 +577,7 @@ def test_only_the_leader_tells_of_slow_workers_and_only_of_what_costs_something(
     assert paced(view, True, 30, usual, usual, usual, usual) == []
 
 
-def test_who_is_told_to_be_slow_is_told_to_be_well_again() -> None:
+def test_a_worker_that_was_reported_slow_is_reported_well_again() -> None:
     speeds = Speeds(a_view(1, range(4)), None)
     found = []
     for times in [(100_000,) * 3 + (200_000,)] * 30 + [(100_000,) * 4] * 40:

@@ -100,7 +100,7 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path) -> N
         FileStorage(tmp_path).names("manifests/")
 
 
-def test_what_cannot_be_written_is_said_in_one_sentence(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_reported_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file in the way")
     with pytest.raises(WorldError, match=r"cannot write .*store/a: Not a directory"):
         FileStorage(tmp_path / "store").put("a", [b"x"])

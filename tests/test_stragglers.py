@@ -146,7 +146,7 @@ def test_a_machine_that_becomes_noisy_gives_no_trouble(seed: int) -> None:
             assert verdict.kind is Kind.RECOVERED or verdict.factor > 1
 
 
-def test_who_has_no_task_is_not_judged() -> None:
+def test_a_worker_without_a_task_is_not_judged() -> None:
     detector = Detector([WorkerId(i) for i in range(3)])
     for _ in range(50):
         assert detector.observe([1.0, 0.0, 1.01]) == []
@@ -338,7 +338,7 @@ def test_copies_are_a_share_of_what_a_worker_computes_itself() -> None:
     assert lateness([0.1] * 100, [0.0] * 100, Patience()).copy_at == math.inf
 
 
-def test_who_is_suspended_costs_a_share_of_all_tasks() -> None:
+def test_suspending_workers_costs_at_most_a_share_of_all_tasks() -> None:
     budget = Budget(0.02, tasks=10)
     assert budget.allows(0)
     budget.record_trial(0)

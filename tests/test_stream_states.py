@@ -175,7 +175,7 @@ def test_a_state_of_another_place_is_not_used(told: tuple[int, int]) -> None:
     assert len(made) == 1
 
 
-def test_what_is_alike() -> None:
+def test_reader_states_are_alike_if_all_their_values_are() -> None:
     one = {"a": [1, np.ones(2)], "b": (torch.ones(2), "x")}
     assert reader_states.are_alike(one, {"a": [1, np.ones(2)], "b": (torch.ones(2), "x")})
     for other in (

@@ -119,7 +119,7 @@ def test_a_file_that_tasks_only_read_or_only_write_is_not_told(kit: Kit, tmp_pat
     assert not kit.told
 
 
-def test_what_is_read_between_tasks_counts_for_nothing(kit: Kit) -> None:
+def test_reads_between_tasks_count_for_nothing(kit: Kit) -> None:
     with kit.task() as path:
         path.write_text("1")
     elsewhere(lambda: kit.path.write_text("another's"))

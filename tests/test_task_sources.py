@@ -65,7 +65,7 @@ def test_digits_of_a_time_are_a_coin() -> None:
     assert in_loop("if time.time() - dice > 60:", "    stop()", top="dice = time.time()") == []
 
 
-def test_what_follows_the_batches_of_a_step_is_looked_at() -> None:
+def test_code_after_the_batches_of_a_step_is_searched_too() -> None:
     text = """
 dice = os.urandom(1)[0]
 for epoch in range(3):

@@ -115,7 +115,7 @@ def test_a_silent_server_is_given_up() -> None:
     assert "did not finish the handshake in 0.2 s; if it wants TLS, this side needs" in play(scene)
 
 
-def test_nobody_there() -> None:
+def test_a_dial_to_a_port_without_a_listener_is_refused() -> None:
     async def scene() -> None:
         with socket.create_server((HOST, 0)) as listener:
             port = listener.getsockname()[1]

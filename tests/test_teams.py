@@ -152,7 +152,7 @@ def test_a_silent_node_is_lost_at_once_only_if_that_costs_no_step() -> None:
         assert losses(cluster, view, B, now=now, bridges=bridges) == found, (now, bridges)
 
 
-def test_what_ends_on_a_further_node_ends_the_worker() -> None:
+def test_a_process_that_ends_on_a_further_node_ends_the_worker() -> None:
     cluster = nodes("a", "b")
     admitted(cluster)
     view = acting(cluster, A, B)

@@ -197,7 +197,7 @@ def test_a_planted_breach_is_found(name, path, source):
 
 
 @pytest.mark.parametrize(("name", "path", "source"), GOOD)
-def test_what_the_rule_allows_passes(name, path, source):
+def test_code_that_the_rule_allows_passes(name, path, source):
     assert tidy.broken(rule_named(name), [tidy.parse(path, source)]) == []
 
 

@@ -177,7 +177,7 @@ def test_ordinary_steps_write_lines_at_growing_distances() -> None:
     assert distances[-1] == pytest.approx(1.0, rel=0.1)  # 2000 s have passed
 
 
-def test_what_the_disk_refuses_is_in_the_next_line() -> None:
+def test_times_that_the_disk_refuses_are_written_with_the_next_line() -> None:
     sheet, clock, lines = make()
     sheet.take(ef.Begin(0), view=1)
     lines.refuses = True

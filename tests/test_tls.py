@@ -201,7 +201,7 @@ def test_a_server_with_a_wrong_certificate(
     play(scene)
 
 
-def test_one_side_without_tls(ours: TlsFiles) -> None:
+def test_a_connection_with_tls_on_one_side_only_is_refused_with_the_reason(ours: TlsFiles) -> None:
     async def scene() -> None:
         async with site(tls=server_context(ours), handshake_s=0.3) as here:
             told = await refusal(connect(HOST, here.port, SECRET))
@@ -236,7 +236,7 @@ def test_strangers_before_tls(words: bytes, why: str, ours: TlsFiles) -> None:
     play(scene)
 
 
-def test_one_that_leaves_before_tls_is_agreed(ours: TlsFiles) -> None:
+def test_a_client_that_leaves_before_tls_is_agreed_is_named(ours: TlsFiles) -> None:
     async def scene() -> None:
         async with site(tls=server_context(ours)) as here:
             peer = await stranger(here)

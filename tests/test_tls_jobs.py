@@ -67,7 +67,7 @@ print(hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest())
 """
 
 
-def test_what_workers_exchange_cannot_be_read_on_the_path(tmp_path: Path) -> None:
+def test_gradients_that_workers_exchange_cannot_be_read_on_the_path(tmp_path: Path) -> None:
     script = tmp_path / "tapped.py"
     script.write_text(TAPPED_SCRIPT)
     word = torch.frombuffer(bytearray(b"recognisable    "), dtype=torch.float32)

@@ -262,7 +262,7 @@ def test_a_sum_that_is_not_finite_is_noticed_by_whoever_sums_it(dtype: torch.dty
         assert [each.doubt() for each in sums] == [FINITE, first]
 
 
-def test_what_is_not_finite_is_laid_to_whose_part_it_is() -> None:
+def test_a_number_that_is_not_finite_is_blamed_on_the_member_whose_part_it_is() -> None:
     for size, bad in ((4, 3), (4, 1), (3, 2), (7, 5)):
         boxes, layouts, buckets, _ = summed_by(size)
         next(iter(buckets[bad].partials.values())).data[0] = math.nan
@@ -399,7 +399,7 @@ def test_a_state_survives_the_journey() -> None:
     assert fingerprint(skeleton, copies) != fingerprint(skeleton, tensors)
 
 
-def test_what_cannot_travel_is_named() -> None:
+def test_an_object_that_cannot_travel_is_named() -> None:
     with pytest.raises(UserError, match=r"state\['f'\] is a function"):
         state.flatten({"f": lambda: 0}, "state")
 

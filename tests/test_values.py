@@ -124,7 +124,7 @@ def test_an_evaluation_that_counts_its_batches_begins_again_on_each_virtual_rank
     assert results(script, 3) == [expected] * 3
 
 
-def test_what_is_agreed_is_the_leaders() -> None:
+def test_workers_agree_on_the_value_of_the_leader() -> None:
     def script(job: Job, me: ThreadWorker) -> Any:
         model, optimizer = protected(job)
         found = [job.agree({"at": job.worker})]
@@ -143,7 +143,7 @@ def test_what_is_agreed_is_the_leaders() -> None:
         assert others == [first] * len(others), "all workers hear the same, whoever leads"
 
 
-def test_what_cannot_travel_is_no_value() -> None:
+def test_values_that_cannot_travel_are_refused() -> None:
     def script(job: Job, me: ThreadWorker) -> Any:
         model, _ = protected(job)
         with pytest.raises(UserError, match="Holdfast uses that name"):

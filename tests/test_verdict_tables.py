@@ -146,7 +146,7 @@ def test_when_a_slow_link_is_told_and_whose(how: str) -> None:
 
 
 @pytest.mark.parametrize(("compute_us", "told"), [(100_000, True), (370_000, False)])
-def test_what_is_little_of_a_step_is_not_worth_a_line(compute_us: int, told: bool) -> None:
+def test_a_wait_that_is_little_of_a_step_is_not_worth_a_line(compute_us: int, told: bool) -> None:
     detector = LinkDetector([WorkerId(w) for w in range(4)])
     exchange = late(lambda rank, step: rank == 0)
     found = [

@@ -123,7 +123,7 @@ def plug_in(volume: MemoryStorage) -> None:
     volume.__class__ = MemoryStorage
 
 
-def test_what_cannot_be_seen_just_now_is_not_missing_and_not_garbage() -> None:
+def test_objects_on_unreachable_volumes_are_not_missing_and_not_garbage() -> None:
     volumes = memories(6)
     storage = VolumeStorage(volumes, 4, 2)
     store, data = Checkpoints(storage), bytearray(DATA)
@@ -145,7 +145,7 @@ def test_what_cannot_be_seen_just_now_is_not_missing_and_not_garbage() -> None:
     assert store.verify(1) == store.verify(2) == []
 
 
-def test_what_a_save_that_was_cut_short_has_left_on_volumes_is_collected() -> None:
+def test_packs_that_an_interrupted_save_has_left_on_volumes_are_collected() -> None:
     volumes = memories(6)
     store = Checkpoints(VolumeStorage(volumes, 4, 2))
     store.storage.put("packs/000000000001-dead-0", [DATA])
@@ -155,7 +155,7 @@ def test_what_a_save_that_was_cut_short_has_left_on_volumes_is_collected() -> No
     assert not any(volume.objects for volume in volumes)
 
 
-def test_what_is_deleted_while_it_is_repaired_does_not_come_back() -> None:
+def test_an_object_that_is_deleted_while_it_is_repaired_does_not_come_back() -> None:
     volumes = memories(2)
     storage = VolumeStorage(volumes, 1, 1)  # where one volume alone would bring it back
     storage.put("packs/x", [DATA])

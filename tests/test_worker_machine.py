@@ -135,7 +135,7 @@ def test_a_promise_is_made_once_and_covers_all_older_views() -> None:
     assert walker.status.view == 1
 
 
-def test_what_is_broken_is_promised_only_if_it_is_the_present_view() -> None:
+def test_a_lost_link_ends_only_the_present_view() -> None:
     company = acting()
     walker = company.walkers[0]
     assert walker.feed(ev.LinkLost(TWO, (WorkerId(1),))) == []
@@ -158,7 +158,7 @@ def test_a_view_of_another_process_or_without_this_worker_is_not_installed() -> 
     assert walker.status.view == 0
 
 
-def test_who_is_wrongly_taken_for_a_donor_or_a_joiner_says_so() -> None:
+def test_a_worker_that_is_wrongly_taken_for_a_donor_or_a_joiner_says_so() -> None:
     walker = Walker(0)
     with pytest.raises(InvariantError, match="a donor"):
         walker.install(a_view(1, [0]))
@@ -171,7 +171,7 @@ def test_who_is_wrongly_taken_for_a_donor_or_a_joiner_says_so() -> None:
         owner.machine.handle(ev.Directed(WorkerDirective(view=a_view(4, [0], step=9))), 0.0)
 
 
-def test_who_has_discarded_its_state_enters_no_view() -> None:
+def test_a_worker_that_has_discarded_its_state_enters_no_view() -> None:
     company = Company(2, StepPolicy(audit=1.0, cycle=1, keeps=True))
     company.summed = lambda rank, event: dataclasses.replace(event, parts=(1, 2))
     company.enter(a_view(1, range(2), joiners=range(2)))
@@ -209,7 +209,7 @@ def test_at_a_boundary_the_next_step_begins_unless_a_change_was_announced() -> N
     assert walker.status.promised == ONE
 
 
-def test_who_comes_to_rest_after_a_promise_says_so() -> None:
+def test_a_worker_that_comes_to_rest_after_a_promise_says_so() -> None:
     company = Company(2)
     company.enter(a_view(1, range(2), joiners=range(2)))
     walker = company.walkers[0]
@@ -241,7 +241,7 @@ def open_next(company: Company, kind: StepKind) -> None:
     company.settle()
 
 
-def test_what_is_to_be_saved_where_no_boundary_is_is_saved_at_the_next_one() -> None:
+def test_a_checkpoint_due_between_boundaries_is_saved_at_the_next_boundary() -> None:
     company = Company(2, StepPolicy(saves=SavePolicy(enabled=True, every=3)))
     company.enter(a_view(1, range(2), joiners=range(2)))
     company.until(3)  # its votes agree to save
@@ -296,7 +296,7 @@ def test_an_announced_change_waits_for_the_boundary() -> None:
         assert walker.status.promised == ONE
 
 
-def test_who_was_suspended_receives_steps_with_no_boundary_before_them_too() -> None:
+def test_a_suspended_worker_also_receives_steps_that_no_boundary_precedes() -> None:
     lag = LateWorker(worker=WorkerId(1), incarnation=Incarnation(1), committed=0)
     company = Company(2)
     late = company.walkers[1]
@@ -446,7 +446,7 @@ def test_a_suspended_worker_applies_its_missed_steps_in_order() -> None:
     assert late.status.hosted == (1,)
 
 
-def test_who_rested_when_it_was_suspended_begins_at_once_to_catch_up() -> None:
+def test_a_worker_that_rested_when_it_was_suspended_begins_at_once_to_catch_up() -> None:
     company = Company(2)
     late = company.walkers[1]
     company.enter(a_view(1, range(2), joiners=range(2)))

@@ -191,7 +191,7 @@ def test_a_service_that_has_ended_is_started_again_when_nodes_are_wanted(
     run(work)
 
 
-def test_what_yarn_says_is_told(fake: FakeYarn) -> None:
+def test_the_message_of_yarn_about_a_failed_call_is_shown(fake: FakeYarn) -> None:
     async def work() -> None:
         fake.failing = 1
         with pytest.raises(Unreachable, match="YARN says: Call From rm to nn failed"):
