@@ -44,7 +44,8 @@ def main(argv: list[str]) -> int:
 
 
 def describe_node(node: NodeStatus) -> str:
-    marks = [f"pid {node.pid}", f"{node.members} workers train"]
+    training = "1 worker trains" if node.members == 1 else f"{node.members} workers train"
+    marks = [f"pid {node.pid}", training]
     marks += ["silent"] if node.silent else []
     marks += [f"draining: {node.draining}"] if node.draining else []
     marks += node.domains

@@ -72,9 +72,15 @@ class Incident:
 
     @property
     def title(self) -> str:
-        """Return the line that says most: the loss of a worker, if there was one."""
+        """Return the line that says most: the loss of a worker, and how many more were lost."""
         found = (e for kind in TELLING for e in self.events if e["kind"] == kind)
-        return str(next(found, self.events[0])["text"]).partition("\n")[0]
+        event = next(found, self.events[0])
+        text = str(event["text"]).partition("\n")[0]
+        lost = {e.get("worker") for e in self.events if e["kind"] == "lost"}
+        more = len(lost - {None, event.get("worker")})
+        if not more:
+            return text
+        return f"{text} (and {more} more {'worker was' if more == 1 else 'workers were'} lost)"
 
     def to_dict(self) -> dict[str, Any]:
         return {"id": self.name, "title": self.title, "cost": self.cost, "events": self.events}
