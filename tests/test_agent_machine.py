@@ -127,7 +127,7 @@ def test_an_older_status_or_one_of_another_process_is_not_believed() -> None:
     assert node.status(0).stage is Stage.EXITED
 
 
-def test_why_the_node_is_drained_is_reported_once_and_who_leaves_for_good_stays_so() -> None:
+def test_the_reason_of_a_drain_is_reported_once_and_a_node_that_leaves_for_good_keeps_it() -> None:
     node = Node()
     assert "SendReport" in kinds(node.feed(ag.Drained("disk: slow", "disk")))
     assert (node.reports[-1].draining, node.reports[-1].failing) == ("disk: slow", "disk")
@@ -232,7 +232,7 @@ def test_an_incarnation_that_has_ended_is_never_started_again() -> None:
         (1, "ValueError: x", False, Stage.FAILED, "ValueError: x"),
     ],
 )
-def test_how_a_process_ended(
+def test_the_stage_and_detail_of_a_worker_say_how_its_process_ended(
     code: int, detail: str, reported: bool, stage: Stage, told: str
 ) -> None:
     node = Node()

@@ -149,7 +149,7 @@ def test_near_gradients_have_the_same_number() -> None:
     assert classes.number(4, said[1]) == 0
 
 
-def test_when_all_is_looked_at_everybody_takes_part() -> None:
+def test_every_worker_audits_when_all_tasks_are_audited() -> None:
     owners = [WorkerId(0)] * 6 + [WorkerId(1)] * 2
     for step in range(20):
         audits = plan(7, step, owners, WORKERS, 1.0)

@@ -84,7 +84,7 @@ def flip(path: Path, at: int = 100) -> None:
     path.write_bytes(bytes(data))
 
 
-def test_list_and_show(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_and_show_describe_checkpoints(store: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(run(capsys, "list", store, "--json"))
     assert [(r["step"], r["entries"], r["about"]) for r in rows] == [
         (10, 5, {"job": "abc"}),

@@ -491,7 +491,7 @@ def test_another_coordinator_goes_on_from_the_record() -> None:
     assert job.number == 2
 
 
-def test_without_the_record_all_is_learnt_and_numbers_that_were_given_are_passed_over() -> None:
+def test_a_coordinator_without_a_record_learns_everything_and_skips_numbers_already_given() -> None:
     before = begun("a", "b")
     job = Job(forgotten=1)
     for name, known in before.known.items():

@@ -70,7 +70,7 @@ def test_effects_keep_their_order() -> None:
     assert drain(pipe) == [*effects, Finish("")]
 
 
-def test_only_the_newest_of_what_repeats_is_kept_and_never_before_its_record() -> None:
+def test_only_the_newest_of_repeated_effects_is_kept_and_never_before_its_record() -> None:
     pipe = EffectPipe()
     pipe.push([Persist(record(1, 1)), directive("x", 1), directive("y", 2)])
     pipe.push([Announce("a", "1")])

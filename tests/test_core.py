@@ -436,7 +436,7 @@ def drained(found: Facts) -> list[str]:
     return [name for name, node in found.roster.nodes.items() if node.draining]
 
 
-def test_a_node_that_fails_is_drained_and_what_many_share_drains_none() -> None:
+def test_a_node_that_fails_is_drained_and_a_failure_that_many_share_drains_none() -> None:
     found = nodes_asking({"n3": "disk"})
     assert drain_now(found) == ""
     assert drained(found) == ["n3"]

@@ -271,7 +271,7 @@ def test_a_directory_without_a_run_is_refused_in_one_sentence(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_without_its_packages_it_says_what_to_install(
+def test_the_dashboard_without_its_packages_says_what_to_install(
     crashed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dashboard_command, "NEEDS", ("starlette", "no_such_package"))

@@ -71,7 +71,7 @@ def same(a: dict[str, object], b: dict[str, object]) -> bool:
     return equal and (a["step"], a["list"]) == (b["step"], b["list"])
 
 
-def test_alone_and_by_checkpoint_id(tmp_path: Path) -> None:
+def test_a_process_alone_saves_and_loads_and_a_checkpoint_id_is_the_step(tmp_path: Path) -> None:
     save(tmp_path, 1, alone(1))
     writer = HoldfastWriter(str(tmp_path))
     dcp.save(alone(2), storage_writer=writer, checkpoint_id="2", no_dist=True)

@@ -63,7 +63,7 @@ def _calls_a_mutator(node: ast.AST) -> bool:
 
 
 @pytest.mark.parametrize("module", MACHINES, ids=lambda module: module.__name__)
-def test_only_what_hears_and_what_applies_changes_a_machine(module: Any) -> None:
+def test_only_methods_that_hear_facts_or_apply_decisions_change_a_machine(module: Any) -> None:
     found = changing_methods(module)
     wrong = {name: lines for name, lines in found.items() if name not in FACTS | APPLIES | TELLS}
     assert not wrong, f"{module.__name__}: a decision changes something: {wrong}"

@@ -252,7 +252,9 @@ class TalkingRun(FakeRun):
         ]
 
 
-def test_only_what_its_reader_came_for_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_shows_no_events_that_its_readers_did_not_come_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run = TalkingRun()
     striker = faults.Striker(run, [])  # type: ignore[arg-type]
     plan = demo.RunPlan(title="", workers=4, steps=12)

@@ -24,7 +24,7 @@ Reference = Callable[[int], str]
 STEPS = 20
 
 
-def test_a_script_says_who_when_and_what() -> None:
+def test_a_script_of_faults_names_workers_steps_and_actions() -> None:
     text = """
     # a comment
     worker 3      steps 10-200   slow 2.0      # at the end of a line, too

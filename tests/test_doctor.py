@@ -223,7 +223,7 @@ def test_the_table_ends_with_the_verdict(fake: Fake, capsys: pytest.CaptureFixtu
     assert any(line.startswith("fail: disk /d: mend it") for line in lines)
 
 
-def test_json_is_what_against_reads(
+def test_the_json_report_can_be_read_by_against(
     fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "--json"]) == 0

@@ -43,7 +43,7 @@ def quiet(text: str) -> None:
 # ---------------------------------------------------------------- leadership
 
 
-def test_one_after_the_other(cluster: EtcdCluster, tmp_path: Path) -> None:
+def test_leaders_follow_one_another_in_growing_terms(cluster: EtcdCluster, tmp_path: Path) -> None:
     url = cluster.url(tmp_path.name, LONG_TTL_S)
 
     async def scenario() -> None:

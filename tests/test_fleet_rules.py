@@ -37,7 +37,9 @@ def kept(node: FleetNode, *, at: float = 0.0, notice: Notice | None = None) -> F
 
 
 @pytest.mark.parametrize(("host", "blamed"), [("h1", True), ("", False)])
-def test_a_host_is_blamed_for_what_ends_before_it_is_heard(host: str, blamed: bool) -> None:
+def test_a_host_is_blamed_for_a_node_that_ends_before_its_agent_is_heard(
+    host: str, blamed: bool
+) -> None:
     node = FleetNode(ID)
     node.list([placed(host=host)], 1.0, 1.0)
     assert node.judge(POLICY, 1.0) == ("", False)

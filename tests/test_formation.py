@@ -204,7 +204,9 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("statuses", "why"), BROKEN)
-def test_why_a_view_must_stop(statuses: tuple[WorkerStatus, ...], why: str | None) -> None:
+def test_a_view_stops_when_a_member_is_gone_or_wrong_or_keeps_others_waiting(
+    statuses: tuple[WorkerStatus, ...], why: str | None
+) -> None:
     facts = Cluster(*statuses).facts(view_of(0, 1))
     found = fo.reason_to_stop(facts, 5.0, 5.0, minds_late=True)
     assert (found is None) if why is None else (why in str(found))

@@ -85,7 +85,7 @@ def claims_much() -> list[bytes]:
     ]
 
 
-def test_memory_follows_what_came_and_not_what_is_claimed() -> None:
+def test_memory_for_a_message_follows_its_real_size_and_not_the_claimed_one() -> None:
     for payload in claims_much():
         tracemalloc.start()
         with pytest.raises(WireError, match="malformed"):

@@ -317,7 +317,7 @@ def test_a_checkpoint_copies_the_state_before_the_next_update(
 
 
 @pytest.mark.parametrize("text", ["replicate:2", "rs:2+1"])
-def test_pieces_of_what_lies_partly_on_a_gpu_are_those_of_the_host(
+def test_pieces_of_an_image_partly_on_a_gpu_equal_those_made_on_the_host(
     text: str, fake_gpu: torch.device
 ) -> None:
     redundancy = read_redundancy(text)

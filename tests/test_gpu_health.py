@@ -160,7 +160,7 @@ def test_an_old_library_and_driver() -> None:
     assert report.gpus[0].recovery is None
 
 
-def test_without_driver_library_or_gpu() -> None:
+def test_a_missing_driver_or_gpu_skips_the_check_and_warns_if_gpus_are_on_the_bus() -> None:
     nvml = FakeNvml(init_error=FakeNvml.NVML_ERROR_DRIVER_NOT_LOADED)
     absent = judge_all_gpus(look(nvml, present=0), LIMITS, before_job=True)
     assert [f.grade for f in absent] == [SKIPPED]
@@ -171,7 +171,7 @@ def test_without_driver_library_or_gpu() -> None:
     assert [f.grade for f in judge_all_gpus(look(FakeNvml()), LIMITS, before_job=True)] == [SKIPPED]
 
 
-def test_without_the_python_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_python_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_module, "load_nvml", lambda: "it is not installed")
     assert gpu_looker(0)().missing == "it is not installed"
 

@@ -55,7 +55,7 @@ def test_a_terminal_has_a_status_line_below_all_other_lines(tmp_path: Path) -> N
     assert any(re.match(r"holdfast: 40 steps in .* on 2 workers", line) for line in lines)
 
 
-def test_there_is_none_where_nobody_wants_it(tmp_path: Path) -> None:
+def test_the_option_plain_turns_the_live_display_off(tmp_path: Path) -> None:
     options = ["--nproc", "1", "--virtual", "2", "--plain"]
     code, output = run_on_terminal([*options, *SCRIPT[:1], "--steps", "2"], tmp_path / "run")
     assert code == 0, output

@@ -274,7 +274,7 @@ def test_a_wrong_product_is_found_with_its_row(spoil: str) -> None:
     assert sample.where == rows
 
 
-def test_right_products() -> None:
+def test_the_arithmetic_trial_of_a_sound_machine_finds_nothing_wrong() -> None:
     sample = compute.try_arithmetic(0.0)
     assert (sample.wrong, sample.where) == (0, "")
     assert sample.operations_per_s > 0
@@ -471,7 +471,7 @@ def test_a_peer_with_another_secret() -> None:
     assert measured(secret=b"other" * 8).failure
 
 
-def test_nobody_is_there() -> None:
+def test_a_peer_that_does_not_listen_is_a_failed_measurement() -> None:
     with listening() as listener:
         port = listener.getsockname()[1]
     sample = asyncio.run(measure_peer("127.0.0.1", port, SECRET, bandwidth_s=0.0))

@@ -67,7 +67,7 @@ def scalar(name: str, value: float, **more: Any) -> dict[str, Any]:
     return {"name": name, "type": "SCALAR", "scalar": {"value": value}, **more}
 
 
-def test_a_task_takes_what_it_needs_of_all_that_lasts() -> None:
+def test_a_task_takes_the_resources_it_needs_and_no_revocable_ones() -> None:
     framework = MesosFramework(name="hf", user="me", command=("run", "it"), cpus=3, gpus=1)
     reserved = {"reservations": [{"role": "gpu"}], "allocation_info": {"role": "gpu"}}
     offer = {

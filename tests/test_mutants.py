@@ -233,7 +233,7 @@ def test_every_mutant_of_the_tiny_module(tree: Path) -> None:
     assert [m.function for m in mutants(moved) if known.reason(m)] == ["clamp"]
 
 
-def test_a_share_is_of_what_changes_anything() -> None:
+def test_the_share_of_caught_mutants_leaves_out_equivalent_ones() -> None:
     one, two, three = mutants(CODE)[:3]
     caught = {"by": "simulator", "what": "seed 3", "why": "x", "same_traces": None}
     missed = {"by": "", "what": "", "why": "", "same_traces": True}

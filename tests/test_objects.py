@@ -117,7 +117,7 @@ def test_a_server_that_is_not_there_is_said_in_one_sentence(
     assert "\n" not in str(told.value)
 
 
-def test_in_memory_it_is_the_same() -> None:
+def test_object_storage_in_memory_passes_the_same_cases() -> None:
     from obstore.store import MemoryStore
 
     for case in STORAGE_CASES.values():

@@ -53,7 +53,7 @@ def test_a_withdrawn_order_is_not_taken(book: OrderBook) -> None:
     assert [entry.holder for entry in book.entries()] == [NOBODY]
 
 
-def test_an_order_avoids_what_it_was_last_told(book: OrderBook) -> None:
+def test_an_order_avoids_the_hosts_that_it_was_last_given(book: OrderBook) -> None:
     wanted = order(1, avoid=["a", "b"])
     book.add(wanted)
     assert book.take("c1", "a") is None

@@ -486,7 +486,7 @@ def test_pieces_of_the_dead_are_kept_until_something_newer_is_protected() -> Non
     os.close(descriptor)
 
 
-def test_only_what_all_processes_of_a_worker_keep_counts() -> None:
+def test_only_steps_that_all_processes_of_a_worker_keep_count() -> None:
     memory = NodeMemory(procs=2)
     arenas = [PieceArena(memory.open(5)[1], 5, BUDGET) for _ in range(2)]
     for step in (4, 5, 6):

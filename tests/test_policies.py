@@ -79,7 +79,7 @@ def test_a_text_that_no_process_can_be_given_is_named(field: str) -> None:
     assert find_problem(job()) == ""
 
 
-def test_how_long_is_waited_where_nobody_says() -> None:
+def test_the_defaults_for_waits_are_pinned() -> None:
     lease = LeasePolicy()
     assert (lease.lease_s, lease.margin_s, lease.suspect_s) == (2.0, 0.5, 1.5)
     assert (lease.abandon_s, lease.fence_s) == (300.0, 2.5)

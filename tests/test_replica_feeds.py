@@ -294,7 +294,7 @@ def test_a_follower_applies_steps_in_their_order_and_says_when_it_is_up_to_date(
     assert not joiner.following.hear(ev.StepObtained(FEED, THREE, 8)), "twice"
 
 
-def test_without_a_comparison_it_is_up_to_date_once_nothing_is_missing() -> None:
+def test_a_follower_without_a_comparison_is_up_to_date_once_nothing_is_missing() -> None:
     joiner = Joiner(compares=False)
     joiner.load()
     assert joiner.following.follow()

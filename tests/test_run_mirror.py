@@ -92,7 +92,7 @@ def test_a_long_log_begins_with_a_whole_line_near_its_end(
     assert twins.copied("events.jsonl") == b"".join([*lines[-9:], b"one more\n"])
 
 
-def test_much_comes_in_several_replies(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_come_in_several_replies(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_mirror, "REPLY_BYTES", 300)
     twins.mirror.update()
     twins.assert_equal()

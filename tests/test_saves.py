@@ -57,7 +57,7 @@ def test_the_leader_wants_a_save_at_intervals_and_once_for_each() -> None:
         assert saves.opinion(9, 0.0, leads=True) == (False, False)
 
 
-def test_only_what_was_agreed_on_is_copied() -> None:
+def test_only_the_agreed_step_is_copied() -> None:
     saves = saving()
     assert saves.next_copy(10) == []
     saves.agree(10, a_view(3, range(2)), Wish.SAVE)

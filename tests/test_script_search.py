@@ -65,7 +65,7 @@ def verdict(seed: int, *ends: tuple[str, str]) -> str:
     return judge(compose(seed), runs)
 
 
-def test_how_runs_are_judged() -> None:
+def test_verdicts_on_runs_follow_from_their_results_and_refusals() -> None:
     harmless = next(s for s in range(50) if compose(s).truth is Truth.HARMLESS)
     harmful = next(s for s in range(50) if compose(s).truth is Truth.TASKS)
     refusal = f"UserError: {compose(harmful).names[0]} is kept"

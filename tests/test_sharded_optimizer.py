@@ -231,7 +231,7 @@ def trained(size: int, steps: int = 3) -> list[Member]:
     return members
 
 
-def test_the_largest_goes_to_whoever_has_least() -> None:
+def test_the_largest_share_goes_to_the_rank_with_the_least() -> None:
     loads = [0, 0, 5]
     assert share_out([3, 10, 4, 1], loads) == [1, 0, 1, 2]
     assert loads == [10, 7, 6]
@@ -269,7 +269,7 @@ def test_the_whole_state_equals_that_of_a_worker_with_all() -> None:
             assert torch.equal(one.tensor, other.tensor), one.path
 
 
-def test_only_what_is_wanted_is_received() -> None:
+def test_only_the_selected_shares_are_received() -> None:
     members, received = trained(3), []
 
     def capture(member: Member) -> None:

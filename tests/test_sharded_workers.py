@@ -111,7 +111,7 @@ def test_sharded_workers_survive_with_audits_repeats_and_hot_spares_too(
         pytest.param("flip optimizer", "--fingerprint-steps", "", marks=pytest.mark.slow),
     ],
 )
-def test_one_wrong_bit_in_one_process(
+def test_a_wrong_bit_in_one_process_is_found_and_does_not_change_the_result(
     faults: str, option: str, told: str, tmp_path: Path, quiet: Quiet
 ) -> None:
     """It strikes the first of the worker's processes to reach the place."""

@@ -326,7 +326,7 @@ def test_every_tensor_has_a_name_of_its_own(tmp_path: Path, orders: socket.socke
     assert len(set(names)) == len(names) == 3
 
 
-def test_nothing_wrong_is_restored(tmp_path: Path, orders: socket.socket) -> None:
+def test_damaged_data_are_never_restored(tmp_path: Path, orders: socket.socket) -> None:
     saved: list[int] = []
     saver = a_saver(orders, {"thing": Thing(1)}, saved)
     saver.copy(10, view(1), WorkerId(0))

@@ -148,7 +148,9 @@ def gone(pid: int) -> bool:
     return True
 
 
-def test_three_candidates_and_a_killed_coordinator(candidates: Candidates) -> None:
+def test_a_standby_takes_over_when_the_coordinator_of_three_is_killed(
+    candidates: Candidates,
+) -> None:
     candidates.publish()
     for _ in range(3):
         candidates.start()

@@ -434,7 +434,7 @@ def confessed(found: Rulings, wrong: list[WorkerId], *, diverged: bool, step: in
     return found.confess(step, wrong, diverged=diverged)
 
 
-def test_only_what_the_wrong_ones_have_computed_is_doubted() -> None:
+def test_only_steps_that_wrong_workers_have_computed_are_doubted() -> None:
     for wrong, since in ((W1, NEVER), (W0, 0)):
         found = ruling()
         for step in range(9):
@@ -523,7 +523,7 @@ def test_copies_come_after_a_task_and_word_of_the_late_after_a_step() -> None:
     assert lateness.group_s == 3.0
 
 
-def test_waits_that_vary_are_given_as_much_more() -> None:
+def test_workers_whose_waits_vary_are_given_more_time() -> None:
     steady, varied = (Lateness(Patience(steps=1, least_s=0.0)) for _ in range(2))
     for i in range(9):
         waited(steady, 1, wait_s=0.5)

@@ -299,7 +299,7 @@ def test_code_in_documents_is_no_prose():
     assert [(f.line, f.text) for f in found] == [(9, "So many `...`.")]
 
 
-def test_the_repository_is_what_is_judged(modules):
+def test_the_rules_judge_the_source_and_the_tests_of_the_repository(modules):
     names = {m.name for m in modules}
     assert {"holdfast", "holdfast.core.membership.coordinator", "tests/test_tidy.py"} <= names
 

@@ -83,7 +83,7 @@ def test_both_sides_prove_certificate_and_secret(ours: TlsFiles) -> None:
     play(scene)
 
 
-def test_much_is_carried_and_finished_in_order(ours: TlsFiles) -> None:
+def test_many_large_replies_over_tls_arrive_in_order(ours: TlsFiles) -> None:
     async def talk(channel: Channel) -> None:
         assert await channel.receive(StatusRequest) == StatusRequest()
         for number in range(200):

@@ -96,7 +96,7 @@ def test_a_sharded_model_is_killed_and_ends_as_under_torchrun(tmp_path: Path) ->
     assert len(run.events("restart")) == 2
 
 
-def test_a_process_is_told_what_torchrun_tells(tmp_path: Path) -> None:
+def test_a_process_finds_the_variables_that_torchrun_sets(tmp_path: Path) -> None:
     with compat(tmp_path, str(ODD), "tell", "--x", "1") as run:
         finish(run)
     found = [json.loads(line) for line in run.out if line.startswith("[")]
@@ -205,7 +205,7 @@ def test_a_module_that_cannot_be_imported_ahead(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_spares_and_without_forking(
+def test_a_job_without_spares_and_forking_survives_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: str
 ) -> None:
     monkeypatch.setenv("HOLDFAST_FORK_SERVER", str(tmp_path / "nowhere"))
@@ -247,7 +247,7 @@ def two_nodes(folder: Path, *words: str, least: int = 1) -> LocalRun:
     return compat(folder, *words, nproc=1, options=nodes)
 
 
-def test_two_nodes_give_what_one_gives(tmp_path: Path, undisturbed: str) -> None:
+def test_two_nodes_give_the_same_result_as_one(tmp_path: Path, undisturbed: str) -> None:
     with two_nodes(tmp_path, *ddp(tmp_path, 6), least=2) as run, further_node(run) as other:
         assert other.wait(RUN_S) == 0  # before the look at processes that name the run
         finish(run)

@@ -257,7 +257,7 @@ def test_nccl(case: Callable[[GroupMember], None]) -> None:
     assert run_contract(case, nccl, size=2, device="cuda") == []
 
 
-def test_alone_refuses_company() -> None:
+def test_the_transport_of_a_lone_worker_refuses_peers() -> None:
     transport = AloneTransport()
     transport.exchange([], [], 1).wait()
     with pytest.raises(Aborted):

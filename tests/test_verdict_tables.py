@@ -65,7 +65,7 @@ SLOW: dict[str, tuple[Times, list[tuple[int, str, str, int]]]] = {
 
 
 @pytest.mark.parametrize("how", SLOW)
-def test_when_a_slow_worker_is_told_and_as_what(how: str) -> None:
+def test_a_slow_worker_is_reported_at_these_steps_as_these_kinds(how: str) -> None:
     times, expected = SLOW[how]
     detector = Detector([WorkerId(10 + w) for w in range(4)])
     found = []
@@ -76,7 +76,7 @@ def test_when_a_slow_worker_is_told_and_as_what(how: str) -> None:
     assert found == expected
 
 
-def test_alone_or_as_one_of_two_it_takes_little_longer() -> None:
+def test_a_slow_worker_alone_or_one_of_two_is_found_little_later() -> None:
     for workers, slow_one, expected in ((1, 0, (32, "OWN_PAST")), (2, 1, (33, "STEADY"))):
         detector = Detector([WorkerId(w) for w in range(workers)])
         found = []
@@ -135,7 +135,7 @@ LINKS: dict[str, tuple[Callable[..., Wait], list[tuple[int, int, int | None, boo
 
 
 @pytest.mark.parametrize("how", LINKS)
-def test_when_a_slow_link_is_told_and_whose(how: str) -> None:
+def test_a_slow_link_is_reported_at_these_steps_as_that_of_these_workers(how: str) -> None:
     exchange, expected = LINKS[how]
     detector = LinkDetector([WorkerId(10 + w) for w in range(4)])
     found = []
