@@ -40,6 +40,8 @@ def fails(run: LocalRun) -> str:
         (["run", "missing.py"], ["missing.py", "check the path"]),
         (["run", "--nproc", "4", "--virtual", "2", SCRIPT], ["--virtual 2", "--nproc 4"]),
         (["run", "--nproc", "0", SCRIPT], ["--nproc 0"]),
+        (["run", "--nprocs", "2", SCRIPT], ["--nprocs", "did you mean --nproc?"]),
+        (["run", "--stores=x", SCRIPT], ["--stores=x", "did you mean --store?"]),
         (["run", "--nproc", "2", "--min-workers", "3", SCRIPT], ["--min-workers 3"]),
         (["run", "--threads", "0", SCRIPT], ["--threads 0"]),
         (["run", "--replicas", "3", "--servers", "2", SCRIPT], ["--replicas 3", "--servers 2"]),

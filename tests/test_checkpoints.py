@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import select
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.errors import Damaged, UserError, WorldError
+from holdfast.net.readiness import wait_readable
 from holdfast.store import compression
 from holdfast.store.checkpoint_reading import load_range
 from holdfast.store.checkpoints import Checkpoints
@@ -566,7 +566,7 @@ def test_a_saving_process_that_is_killed_loses_nothing(kills: int, tmp_path: Pat
             assert popen.stdout is not None
             for _ in range(rng.randint(1, 3)):
                 said = int(popen.stdout.readline())
-            select.select([popen.stdout], [], [], rng.uniform(0.0, 0.15))
+            wait_readable([popen.stdout], rng.uniform(0.0, 0.15))
             popen.kill()
             said = max([said, *map(int, popen.stdout.read().split())])
         store = Checkpoints(FileStorage(tmp_path / "store"))

@@ -237,7 +237,7 @@ class TalkingRun(FakeRun):
 
     out: tuple[str, ...] = ()
 
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         return False
 
     def events(self, kind: str = "") -> list[dict[str, Any]]:
@@ -302,7 +302,7 @@ class ImaginedRun(FakeRun):
         found = [m for line in self.out if (m := demo.COMMIT.fullmatch(line))]
         return [StepEnd(step=int(m[1]), loss=float(m[2]), time=float(m[3])) for m in found]
 
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         while self._next <= self._clock.now and len(self.out) != self.steps:
             self.out.append(f"step {len(self.out)} loss 1.0 time {self._next:.4f}")
             self._next += self._step_s

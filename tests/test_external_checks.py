@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ from holdfast.health.external_checks import (
 from holdfast.health.findings import REASON_MAX, Finding, Grade
 from holdfast.health.history import Health, Watch
 from holdfast.health.measure.light import light_checks
+from holdfast.net.readiness import wait_readable
 
 OK, WARN, FAIL, SKIPPED = Grade.OK, Grade.WARN, Grade.FAIL, Grade.SKIPPED
 ROOT = Path(__file__).parent.parent
@@ -69,7 +69,7 @@ def repeated() -> Iterator[Callable[[ExternalCheck], RepeatedCheck]]:
 
 def gone(fifo: int) -> bool:
     """Whether every process that held the other end of a FIFO has ended."""
-    return bool(select.select([fifo], [], [], RUN_S)[0]) and os.read(fifo, 1) == b""
+    return bool(wait_readable([fifo], RUN_S)) and os.read(fifo, 1) == b""
 
 
 # ---------------------------------------------------------------- what is asked for
@@ -216,7 +216,7 @@ def told(check: RepeatedCheck, now: float) -> Finding:
         found = check.round(now)
         if found:
             return found[0]
-        assert select.select([check.watcher], [], [], RUN_S)[0]
+        assert wait_readable([check.watcher], RUN_S)
 
 
 def test_a_repeated_check_runs_when_it_is_time_and_tells_each_run_once(
@@ -240,7 +240,7 @@ def test_a_node_that_fails_an_external_check_is_drained_and_taken_back(
     try:
         for now in (10.0, 30.0, 50.0):
             checks.round(now)
-            assert select.select([own.watcher], [], [], RUN_S)[0]
+            assert wait_readable([own.watcher], RUN_S)
             found = [f for f in checks.round(now + 10.0) if f.check == "external-own"]
             healths.append(watch.observe(found, now + 10.0).health)
         assert healths == [Health.SUSPECT, Health.SUSPECT, Health.DRAIN]
@@ -260,7 +260,7 @@ def test_closing_ends_the_command_with_all_that_it_started(script: Script, tmp_p
         str(tmp_path), CALM, [script("exec 3>$HERE/held\nsleep 999 & echo >&3; wait")]
     )
     checks.round(0.0)
-    assert select.select([held], [], [], RUN_S)[0], "it runs"
+    assert wait_readable([held], RUN_S), "it runs"
     assert os.read(held, 1) == b"\n"
     reader = os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK)
     os.close(held)
@@ -282,7 +282,7 @@ def test_a_command_ends_with_the_process_that_asked(script: Script, tmp_path: Pa
         "signal.pause()\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, *check.command]) as parent:
-        assert select.select([held], [], [], RUN_S)[0], "it runs"
+        assert wait_readable([held], RUN_S), "it runs"
         os.read(held, 1)
         reader = os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK)
         os.close(held)

@@ -48,7 +48,9 @@ def test_the_minimum_of_a_bent_valley_is_found() -> None:
 def regression() -> tuple[nn.Linear, Loss]:
     dice = torch.Generator().manual_seed(0)
     inputs = torch.randn(300, 12, generator=dice).double()
-    wanted = (inputs @ torch.randn(12, generator=dice).double() + torch.randn(300) > 0).double()
+    noise = torch.randn(300, generator=dice).double()
+    wanted = (inputs @ torch.randn(12, generator=dice).double() + noise > 0).double()
+    torch.manual_seed(1)
     model = nn.Linear(12, 1).double()
 
     def loss() -> torch.Tensor:
@@ -68,7 +70,7 @@ def test_our_lbfgs_ends_where_that_of_torch_does() -> None:
         model.parameters(), line_search_fn="strong_wolfe", max_iter=80, tolerance_grad=1e-9
     )
     theirs.step(lambda: evaluate(theirs, loss))
-    assert found == pytest.approx(float(loss().detach()), rel=1e-9)
+    assert found == pytest.approx(float(loss().detach()), rel=1e-7)
 
 
 def test_a_saved_state_goes_on_as_if_nothing_had_happened() -> None:

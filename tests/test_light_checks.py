@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from holdfast.health.measure.bounded import Watcher, child_command, run_bounded
 from holdfast.health.measure.host import HostReader
 from holdfast.health.measure.kernel_log import KernelLog
 from holdfast.health.measure.light import LightChecks, light_checks
+from holdfast.net.readiness import wait_readable
 
 OK, WARN, FAIL = Grade.OK, Grade.WARN, Grade.FAIL
 DISK = DiskSample(directory="/d", free_bytes=100 * GIB, sync_s=0.001)
@@ -97,7 +97,7 @@ def watcher() -> Iterator[Callable[[list[str]], Watcher]]:
 
 def wait(source: Watcher | int) -> None:
     """Wait until there is something to read."""
-    assert select.select([source], [], [], RUN_S)[0]
+    assert wait_readable([source], RUN_S)
 
 
 def polled(watcher: Watcher) -> tuple[bytes | None, str]:

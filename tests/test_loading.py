@@ -5,7 +5,6 @@ import glob
 import multiprocessing
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from holdfast.core.errors import UserError, WorldError
+from holdfast.net.readiness import wait_readable
 from holdfast.train.data import batch_loading as loading
 from holdfast.train.data.batch_loading import BatchSource, LoadOptions
 from holdfast.train.data.map_style import dataset_length
@@ -407,10 +407,10 @@ def test_data_workers_ignore_ctrl_c_and_die_with_the_training_process(parent):
         status = Path(f"/proc/{pid}/status").read_text()
         ignored = int(status.split("SigIgn:")[1].split()[0], 16)
         assert ignored >> (signal.SIGINT - 1) & 1
-    assert not select.select(handles, [], [], 0)[0]
+    assert not wait_readable(handles, 0)
     process.kill()
     for handle in handles:
-        assert select.select([handle], [], [], 10)[0]  # readable once the process has ended
+        assert wait_readable([handle], 10)  # readable once the process has ended
         os.close(handle)
 
 

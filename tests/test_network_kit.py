@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import UserError, WorldError
+from holdfast.net.readiness import wait_readable
 from labs import network_lab as network
 from labs.network_lab import OWNER, Direction, Host, Lab, clean_leftovers
 from labs.relay import Relay
@@ -43,7 +44,7 @@ def paths(lab: Lab) -> set[tuple[int, int]]:
         for sender, receiver in EVERYONE:
             boxes[sender].sendto(bytes([sender]), boxes[receiver].getsockname())
         while len(found) < len(EVERYONE):
-            ready = select.select(boxes, [], [], SILENCE_S)[0]
+            ready = wait_readable(boxes, SILENCE_S)
             if not ready:
                 break
             found |= {(box.recv(10)[0], boxes.index(box)) for box in ready}

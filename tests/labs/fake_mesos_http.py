@@ -6,12 +6,12 @@ import base64
 import contextlib
 import json
 import queue
-import select
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
+from holdfast.net.readiness import wait_readable
 from labs.fake_mesos_state import CPUS, FakeMesosFramework, end_task
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class MesosMaster:
         while True:
             knobs = self._fake.knobs
             muted = stream in knobs.muted
-            if select.select([request.connection], [], [], LOOK_S if muted else 0.0)[0]:
+            if wait_readable([request.connection], LOOK_S if muted else 0.0):
                 return  # nothing is sent on this connection: it is closed
             if muted:
                 continue

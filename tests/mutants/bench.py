@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import shutil
 import signal
 import sys
@@ -20,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from holdfast.net.readiness import wait_readable
 from mutants import checks
 from mutants.planting import Mutant
 
@@ -110,7 +110,7 @@ class Bench:
     def poll(self) -> tuple[bool, Any]:
         """Return whether the work is over, and its answer; None if it gave none in time."""
         over = time.monotonic() > self._deadline
-        if select.select([self._reads], [], [], 0)[0]:
+        if wait_readable([self._reads], 0):
             heard = os.read(self._reads, 1 << 20)
             self._heard += heard
             over = over or not heard or self._heard.endswith(b"\n")
@@ -134,7 +134,7 @@ class Bench:
         self.start(work, limit_s, keep=keep)
         over, answer = False, None
         while not over:
-            select.select([self._reads], [], [], 0.2)
+            wait_readable([self._reads], 0.2)
             over, answer = self.poll()
         return answer
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import select
 import signal
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from holdfast.net.readiness import wait_readable
 from mutants import checks, equivalents, knowledge_base, scope, table
 from mutants.bench import Bench, checked
 from mutants.planting import Mutant, Planter, draw
@@ -145,7 +145,7 @@ class Survey:
                     plan = learnt.plan(mutant, planter, self._root, self._test_s)
                     bench.plant(mutant)
                     bench.start(checked(plan), MUTANT_S_MAX)
-            select.select([bench.reads for bench in busy], [], [], 0.5)
+            wait_readable([bench.reads for bench in busy], 0.5)
             for bench, mutant in list(busy.items()):
                 over, outcome = bench.poll()
                 if over:

@@ -14,6 +14,7 @@ from holdfast.cli.dashboard_command import check_packages, keep_beside
 from holdfast.cli.job_config import JobConfig, read_config, write_config
 from holdfast.cli.job_options import add_settings, given_settings
 from holdfast.cli.shared_options import (
+    SuggestingParser,
     add_checks,
     add_dashboard,
     add_domains,
@@ -49,7 +50,7 @@ OURS_ALONE = {"--nodes", "--nodes-min", "--nodes-max", "--nproc", "--run-dir", "
 
 def parser() -> argparse.ArgumentParser:
     """Make the options of the command: the job's settings, and those of this launch only."""
-    found = argparse.ArgumentParser(
+    found = SuggestingParser(
         prog="holdfast run",
         usage="%(prog)s [OPTION ...] SCRIPT [ARG ...]",
         allow_abbrev=False,  # options of the script would be taken for short forms of these

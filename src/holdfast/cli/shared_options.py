@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from pathlib import Path
+from typing import NoReturn
 
 from holdfast.health.external_checks import LIMIT_S
 from holdfast.runtime.node.notices import notice_source
+
+
+class SuggestingParser(argparse.ArgumentParser):
+    """Names the option that an unknown one resembles."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with a message on standard error, and status 2."""
+        for word in message.split():
+            known = list(self._option_string_actions) if word.startswith("--") else []
+            close = difflib.get_close_matches(word.partition("=")[0], known, 1)
+            if close and message.startswith("unrecognized") and close[0] != word:
+                message += f" (did you mean {close[0]}?)"
+        super().error(message)
 
 
 def add_secret(parser: argparse._ActionsContainer, otherwise: str) -> None:

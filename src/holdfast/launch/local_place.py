@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from holdfast.net.readiness import wait_readable
 
 END_S = 15.0  # between SIGTERM and SIGKILL
 PR_SET_CHILD_SUBREAPER = 36
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> int:
     until: float | None = None
     while child.poll() is None:
         left_s = None if until is None else max(until - time.monotonic(), 0.0)
-        ready, _, _ = select.select([keeper, child_fd, wake_read], [], [], left_s)
+        ready = wait_readable([keeper, child_fd, wake_read], left_s)
         if keeper in ready or (until is not None and not ready):
             break
         if wake_read in ready:

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import select
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.errors import Refused, Unreachable, UserError
+from holdfast.net.readiness import wait_readable
 from holdfast.store.regular_files import append_regular
 
 ANSWER_S = 25.0  # with the start of a driver
@@ -90,7 +90,7 @@ def _line(driver: subprocess.Popen[bytes], until: float) -> bytes:
     found = b""
     while not found.endswith(b"\n"):
         left_s = max(until - time.monotonic(), 0.0)
-        if not select.select([driver.stdout], [], [], left_s)[0]:
+        if not wait_readable([driver.stdout], left_s):
             return b""
         more = os.read(driver.stdout.fileno(), 1 << 20)
         if not more:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from holdfast.launch import local_place
+from holdfast.net.readiness import wait_readable
 from holdfast.store.regular_files import append_regular
 
 
@@ -53,7 +53,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], output: Path) 
 def end_with(pid: int) -> NoReturn:
     """End this process when another one has ended."""
     with contextlib.suppress(ProcessLookupError):
-        select.select([os.pidfd_open(pid)], [], [])
+        wait_readable([os.pidfd_open(pid)])
     os._exit(0)
 
 

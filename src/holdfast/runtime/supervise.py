@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.core.errors import WorldError
+from holdfast.net.readiness import wait_readable
 
 RESTARTS_MAX = 10  # restarts of one process within RESTART_WINDOW_S
 RESTART_WINDOW_S = 60.0
@@ -101,7 +101,7 @@ class Supervisor:
         passed_on = 0
         while self._kept[0].running:
             pidfds = [kept.pidfd for kept in self._kept if kept.running]
-            readable, _, _ = select.select([wake_read, *pidfds], [], [])
+            readable = wait_readable([wake_read, *pidfds])
             if wake_read in readable:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake_read, 4096)

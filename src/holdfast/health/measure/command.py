@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
 
 from holdfast.health.external_checks import CommandSample
+from holdfast.net.readiness import is_readable, wait_readable
 
 HEAD_BYTES = 4096  # kept of each output; the rest is read and thrown away
 REAP_S = 0.5
@@ -30,7 +30,7 @@ def run_command(command: list[str], limit_s: float) -> CommandSample:
         return _run(command, limit_s, woken)
     finally:
         signal.signal(signal.SIGTERM, before)
-        asked = bool(select.select([woken], [], [], 0)[0])
+        asked = is_readable(woken)
         os.close(woken)
         os.close(wake)
         if asked:
@@ -76,7 +76,7 @@ def _read(pid: int, pipes: tuple[int, ...], limit_s: float, woken: int) -> tuple
     end = time.monotonic() + limit_s
     try:
         while (left_s := end - time.monotonic()) > 0:
-            ready, _, _ = select.select(waiting, [], [], left_s)
+            ready = wait_readable(waiting, left_s)
             for pipe in (pipe for pipe in pipes if pipe in ready):
                 data = os.read(pipe, 1 << 16)
                 heads[pipe] = (heads[pipe] + data)[:HEAD_BYTES]

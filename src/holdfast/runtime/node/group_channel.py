@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import socket
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
+from holdfast.net.readiness import wait_readable
 from holdfast.wire.frames import Opener, Sealer
 from holdfast.wire.messages import Address, AddressBook, decode, encode
 
@@ -75,7 +75,7 @@ class GroupChannel:
             if told is not None and wait_s == 0.0:
                 self.send(told)
                 repeat_at = time.monotonic() + REPEAT_S
-            if not select.select([self.socket], [], [], wait_s)[0]:
+            if not wait_readable([self.socket], wait_s):
                 continue
             data = self.socket.recv(1 << 16)
             if not data:

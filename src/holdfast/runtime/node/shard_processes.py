@@ -12,7 +12,6 @@ import contextlib
 import io
 import math
 import os
-import select
 import signal
 import socket
 import sys
@@ -25,6 +24,7 @@ from holdfast.core.membership.agent import QUIT
 from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.health.measure.procfs import sample_process
+from holdfast.net.readiness import wait_readable
 from holdfast.runtime.node.gpu_shares import VARIABLE, visible_gpus
 from holdfast.runtime.node.spread_processes import (
     DONE,
@@ -79,7 +79,7 @@ class ShardProcesses:
     def tell(self, text: str) -> None:
         """Report a failure of the script to the agent: that of the process which failed first."""
         with self._lock:
-            said = select.select([other.told for other in self._others], [], [], 0)[0]
+            said = wait_readable((other.told for other in self._others), 0.0)
             first = not self._failures and not said
             self._here = True
         self._watch.join(END_S)
@@ -115,7 +115,7 @@ class ShardProcesses:
         given_up_s = math.inf
         while time.monotonic() < given_up_s and (running or (self._failures and not self._here)):
             looked = [fd for other, _ in running for fd in (other.ended, other.told)]
-            ready = select.select(looked, [], [], policy.sample_s)[0]
+            ready = wait_readable(looked, policy.sample_s)
             for other, detector in list(running):
                 if other.told in ready or other.ended in ready:
                     self._find_end(other)
@@ -176,7 +176,7 @@ def _read(descriptor: int) -> bytes:
     os.set_blocking(descriptor, False)
     data = b""
     with contextlib.suppress(OSError):  # nothing is, or the connection was reset
-        while select.select([descriptor], [], [], REST_S if data else 0)[0]:
+        while wait_readable([descriptor], REST_S if data else 0.0):
             more = os.read(descriptor, READ_BYTES)
             data += more
             if not more or data == DONE:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import threading
 import time
@@ -15,6 +14,7 @@ from holdfast.core.step import events as ev
 from holdfast.core.step.shards import FollowerProofs
 from holdfast.core.step.speculation import Lateness, Patience
 from holdfast.core.types import Incarnation, Peer, Stage, View, WorkerId, WorkerStatus
+from holdfast.net.readiness import wait_readable
 from holdfast.train.shards.shard_channel import Book, ShardChannel
 from holdfast.train.step.driver import Driver
 from holdfast.train.step.stack_file import write_stacks
@@ -96,7 +96,7 @@ class FollowingLink:
         try:
             while True:
                 driver.tick()
-                if select.select([self._channel], [], [], POLL_S)[0]:
+                if wait_readable([self._channel], POLL_S):
                     for message in self._channel.receive():
                         self._obey(driver, message)
         except EOFError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import threading
 import time
@@ -27,6 +26,7 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
+from holdfast.net.readiness import is_readable, wait_readable
 from holdfast.train.step.driver import Driver
 from holdfast.train.step.stack_file import write_stacks
 from holdfast.wire.frames import Opener, Sealer
@@ -62,7 +62,7 @@ class AgentLink:
 
     def has_unread(self) -> bool:
         with contextlib.suppress(OSError, ValueError):
-            return bool(select.select([self._channel], [], [], 0)[0])
+            return is_readable(self._channel)
         return False
 
     def start(self, driver: Driver) -> None:
@@ -83,7 +83,7 @@ class AgentLink:
                 for told in self._addresses.values():
                     self._send(told)
             driver.tick()
-            if not select.select([self._channel], [], [], POLL_S)[0]:
+            if not wait_readable([self._channel], POLL_S):
                 continue
             try:
                 data = self._channel.recv(1 << 16)
