@@ -32,6 +32,7 @@ from holdfast.servers.table_shape import TableShape
 from holdfast.train.script.row_updates import ServerAccess
 
 TABLES, DIM, KEY = 26, 16, b"k" * 32
+COPY_S = 3.0  # enough for a server that starts again to copy its rows
 RULE = RowWiseAdagrad(lr=0.05)
 SPEC = JobSpec(job="benchmark", script="none", cwd="/")
 
@@ -170,7 +171,9 @@ def losses(
         cluster.strike(i % 3, how)
         found += go_on(1)
         cluster.start_again(i % 3)
-        go_on(40)  # it copies its rows meanwhile
+        until = time.monotonic() + COPY_S
+        while time.monotonic() < until:  # it copies its rows meanwhile
+            go_on(5)
     cluster.end()
     pauses = [1e3 * each for each in found]
     print(
