@@ -134,6 +134,21 @@ def test_the_undos_of_updates_are_kept_for_a_while_only() -> None:
     assert torch.equal(found, now)
 
 
+def test_a_checkpoint_of_a_release_without_staleness_is_read() -> None:
+    made = Servers(1)
+    optimizer = ServedOptimizer(
+        [torch.nn.Parameter(torch.zeros(ROWS, DIM))], [shape("a")], RULES[1]
+    )
+    optimizer.connect(made.access())
+    old = optimizer.state_dict()
+    for key in ("unread", "staleness"):
+        del old["param_groups"][0][key]
+    optimizer.load_state_dict(old)
+    optimizer.note_checkpoint(0)
+    (found,) = optimizer.find_rows([torch.arange(3)])
+    assert found.unique.tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize(("steps", "most"), [(1, 0), (-1, 0), (9, 8)])
 def test_a_staleness_that_the_job_does_not_allow_is_refused(steps: int, most: int) -> None:
     weight = torch.nn.Parameter(torch.zeros(ROWS, DIM))

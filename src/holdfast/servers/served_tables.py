@@ -107,6 +107,12 @@ class ServedOptimizer(torch.optim.Optimizer):
         # reads do not know yet: each as (keys, gradients, steps, rates).
         self.param_groups[0] |= {"updates": 0, "steps": [0] * len(shapes), "unread": []}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a state, also one of a release that had no staleness in it."""
+        super().__setstate__(state)
+        self.param_groups[0].setdefault("unread", [])
+        self.param_groups[0].setdefault("staleness", self._staleness)
+
     def connect(self, access: ServerAccess) -> None:
         """Use the job's servers from now on."""
         self._staleness = access.staleness
