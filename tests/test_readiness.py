@@ -47,3 +47,20 @@ def test_a_closed_end_can_be_read(pair: tuple[socket.socket, socket.socket]) -> 
     assert is_readable(left)
     with pytest.raises(ValueError, match="file descriptor"):
         is_readable(right)
+
+
+def test_a_number_that_is_closed_is_an_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    os.close(write)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        is_readable(read)
+
+
+@pytest.mark.parametrize("timeout_s", [1e9, float("inf")])
+def test_a_very_long_time_is_allowed(
+    timeout_s: float, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    left, right = pair
+    right.send(b"x")
+    assert wait_readable([left], timeout_s) == [left]

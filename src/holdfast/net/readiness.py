@@ -6,10 +6,14 @@ as many tensors are shared with data workers.
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import select
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
+
+MOST_MS = (1 << 31) - 1  # the longest time that poll takes
 
 
 class HasFileno(Protocol):
@@ -22,17 +26,21 @@ T = TypeVar("T", bound="int | HasFileno")
 
 
 def wait_readable(sources: Iterable[T], timeout_s: float | None = None) -> list[T]:
-    """Return those from which can be read, or whose other end is closed.
+    """Return the sources that can be read, or whose other end is closed.
 
-    Wait up to `timeout_s` seconds for the first one; None: as long as it takes. OSError;
-    ValueError for one that is closed.
+    Wait up to `timeout_s` seconds for the first one, 24 days at most; None: as long as it takes.
+    OSError or ValueError for a source that is closed here.
     """
     poll, known = select.poll(), {}
     for source in sources:
         number = source if isinstance(source, int) else source.fileno()
         poll.register(number, select.POLLIN)
         known[number] = source
-    ready = poll.poll(None if timeout_s is None else math.ceil(1000 * max(timeout_s, 0.0)))
+    ready = poll.poll(
+        None if timeout_s is None else math.ceil(min(1e3 * max(timeout_s, 0.0), MOST_MS))
+    )
+    if any(event & select.POLLNVAL for _, event in ready):
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     return [known[number] for number, _ in ready]
 
 
