@@ -43,7 +43,8 @@ def main(argv: Sequence[str]) -> int:
 def _replay_all(source: Path) -> Iterator[tuple[str, Recording, ReplayResult]]:
     """Replay all recordings of a bundle, of a run directory, or the one in a file, in their order.
 
-    One at a time is in memory; those that are yielded have no records any more. UserError.
+    Only one recording is in memory at a time, so its records are dropped before it is yielded.
+    UserError.
     """
     try:
         with open_recordings(source) as streams:

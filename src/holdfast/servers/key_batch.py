@@ -9,7 +9,7 @@ import torch
 
 from holdfast.core.servers.placement import SHARDS
 from holdfast.servers.server_rows import RowUpdate, number_tables
-from holdfast.servers.table_shape import TableShape
+from holdfast.servers.table_shape import TableShape, mark_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,8 @@ class KeyBatch:
         return found
 
     def find_places(self, shards: Sequence[int]) -> torch.Tensor:
-        """Return where in `keys` those of these shards are: [n], in growing order."""
-        chosen = torch.zeros(SHARDS, dtype=torch.bool)
-        chosen[list(shards)] = True
-        return chosen[self._shards].nonzero()[:, 0]
+        """Return the places in `keys` of the keys in these shards: [n], in growing order."""
+        return mark_shards(shards)[self._shards].nonzero()[:, 0]
 
     def count_by_table(self, places: torch.Tensor) -> tuple[int, ...]:
         """Return how many of these places each table has."""
@@ -60,7 +58,7 @@ class KeyBatch:
 
 
 class SentUpdate:
-    """Keeps an update in the form in which parts of it are sent."""
+    """Keeps an update as arrays, from which the part for a server is picked quickly."""
 
     def __init__(self, shapes: Sequence[TableShape], update: RowUpdate) -> None:
         self.batch = KeyBatch(shapes, update.keys)

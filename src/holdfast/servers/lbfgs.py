@@ -17,7 +17,7 @@ import torch
 from holdfast.core.errors import UserError
 
 DECREASE = 1e-4  # the share of the slope's promise that a step must keep
-SHORTEST, LONGEST = 0.1, 0.5  # by what a step that was too long is multiplied
+SHORTEST, LONGEST = 0.1, 0.5  # a step that was too long is multiplied by a number between these
 TRIES_MAX = 20  # of one direction
 
 

@@ -19,7 +19,7 @@ from holdfast.core.servers.placement import SHARDS
 from holdfast.servers.row_checksums import RowChecksums
 from holdfast.servers.row_optimizers import RowOptimizer
 from holdfast.servers.row_values import fill_rows
-from holdfast.servers.table_shape import TableShape
+from holdfast.servers.table_shape import TableShape, mark_shards
 
 FILLED_AT_ONCE = 1 << 16  # rows
 
@@ -91,7 +91,7 @@ class RowBlock:
     def __init__(
         self, shapes: Sequence[TableShape], shards: Sequence[int], rule: RowOptimizer
     ) -> None:
-        self._rule = rule
+        self.rule = rule
         sizes = [len(shards) * shape.shard_rows for shape in shapes]
         starts = list(accumulate(sizes, initial=0))
         dim, total = shapes[0].dim, starts.pop()
@@ -115,15 +115,10 @@ class RowBlock:
             for shard in shards:
                 table.begin(shard)
 
-    @property
-    def rule(self) -> RowOptimizer:
-        """Return the optimizer of all its tables."""
-        return self._rule
-
     def find_unknown(self, shards: Sequence[int], keys: Sequence[torch.Tensor]) -> int | None:
         """Return the place of the first table that lacks some of its keys in these shards."""
         every, tables = torch.cat(list(keys)), number_tables(keys)
-        known = (every >= 0) & (every < self._counts[tables]) & _are_in(shards, every)
+        known = (every >= 0) & (every < self._counts[tables]) & mark_shards(shards)[every % SHARDS]
         return None if bool(known.all()) else int(tables[~known].min())
 
     def read(self, keys: Sequence[torch.Tensor], version: int) -> list[torch.Tensor] | set[int]:
@@ -144,7 +139,7 @@ class RowBlock:
     def prepare(self, number: int, shards: Sequence[int], update: RowUpdate) -> BlockUpdate:
         """Begin to apply update `number` to these shards."""
         keys, grads = update.keys, update.grads
-        inside = _are_in(shards, torch.cat(list(keys)))
+        inside = mark_shards(shards)[torch.cat(list(keys)) % SHARDS]
         if not bool(inside.all()):
             masks = inside.split([each.shape[0] for each in keys])
             keys = [each[mask] for each, mask in zip(keys, masks, strict=True)]
@@ -159,7 +154,7 @@ class RowBlock:
         )
 
     def find_damaged(self, used: UsedRows) -> set[int]:
-        """Return the shards in which some of these rows have changed by themselves."""
+        """Return the shards of the rows among these that have changed by themselves."""
         parts = [[used.rows], list(used.slots.values())]
         found: set[int] = set()
         for sums, part in zip(self.checksums, parts, strict=False):
@@ -207,7 +202,7 @@ class BlockUpdate:
 
     @property
     def damaged(self) -> set[int]:
-        """Return the shards in which some of the rows have changed by themselves."""
+        """Return the shards of those rows that have changed by themselves."""
         return self.block.find_damaged(self.used)
 
     def apply(self) -> None:
@@ -298,9 +293,3 @@ def number_tables(keys: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the place of the table [n] of each key, for the keys of all tables in turn."""
     sizes = torch.tensor([each.shape[0] for each in keys])
     return torch.arange(len(keys)).repeat_interleave(sizes)
-
-
-def _are_in(shards: Sequence[int], keys: torch.Tensor) -> torch.Tensor:
-    chosen = torch.zeros(SHARDS, dtype=torch.bool)
-    chosen[list(shards)] = True
-    return chosen[keys % SHARDS]

@@ -57,6 +57,11 @@ class TableShape:
 
     def are_in(self, shards: Sequence[int], keys: torch.Tensor) -> torch.Tensor:
         """Return for each key [n] whether it is in one of these shards."""
-        chosen = torch.zeros(SHARDS, dtype=torch.bool)
-        chosen[list(shards)] = True
-        return chosen[self.shards_of(keys)]
+        return mark_shards(shards)[self.shards_of(keys)]
+
+
+def mark_shards(shards: Sequence[int]) -> torch.Tensor:
+    """Return for each shard of a table [SHARDS] whether it is one of these."""
+    chosen = torch.zeros(SHARDS, dtype=torch.bool)
+    chosen[list(shards)] = True
+    return chosen

@@ -191,7 +191,7 @@ class Holdings:
     # ------------------------------------------------------------ one event
 
     def _pick_known(self, shards: Iterable[int]) -> tuple[int, ...]:
-        """Return those of these shards that are here."""
+        """Return the shards that this server holds, of the given ones."""
         return tuple(shard for shard in shards if shard in self._versions)
 
     def _update(self, event: UpdateArrived) -> list[HoldingsEffect]:

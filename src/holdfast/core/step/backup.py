@@ -114,5 +114,5 @@ class Settlement:
         return counted
 
     def record_settled(self, step: int, ranks: tuple[int, ...]) -> None:
-        """Record who counts, as rank 0 says."""
+        """Record the ranks whose results count, as rank 0 says."""
         self._counted[step] = ranks
