@@ -180,6 +180,8 @@ def test_the_dashboard_shows_a_run_by_its_address(start: Start, tmp_path: Path) 
                 assert found["files"] == {"problem": ""}
                 told = [e["text"] for e in found["events"]["items"] if e["kind"] == "view"]
                 assert told == [e["text"] for e in run.events("view")]
+                with opener.open(f"{base}/api/log?worker=0", timeout=LIMIT_S) as answer:
+                    assert json.load(answer)["name"] == "worker-0-1.log"
                 go.touch()
                 finish(run)
                 while state()["link"]["state"] == "live":

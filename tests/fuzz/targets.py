@@ -62,6 +62,8 @@ from holdfast.wire.messages import (
     JoinReply,
     JoinRequest,
     LabelRequest,
+    LogReply,
+    LogRequest,
     MoveRequest,
     OrderReply,
     PeerReply,
@@ -116,6 +118,8 @@ MESSAGES: list[object] = [
     OrderReply(problem=""),
     FilesRequest(held=(("events.jsonl", 100),)),
     FilesReply(parts=(FilePart(name="journal", data=b"x", held=1, replaces=True),), more=False),
+    LogRequest(worker=WorkerId(3), number=7),
+    LogReply(number=7, name="worker-3-2.log", lines=("step 9", "")),
     MoveRequest(
         agent=AgentId("node1"),
         leaving=Leaving(worker=WorkerId(3), incarnation=Incarnation(2), to=AgentId("node2")),

@@ -28,7 +28,7 @@ from holdfast.runtime.rundir import RunDir
 INCIDENTS_MAX = 100
 SAVES_MAX = 40
 TROUBLES_MAX = 60
-EVENTS_KEPT_MAX = 20_000  # incidents are looked for among the newest ones
+EVENTS_KEPT = 20_000  # newest ones, and older ones that incidents consist of
 PACE = 20  # a costly look is repeated after this many times its duration
 SAVES = frozenset(("save", "store", "rot", "back"))
 TROUBLES = frozenset(
@@ -43,7 +43,7 @@ class RunFiles:
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
-        self._tail = RunTail(run_dir.path, EVENTS_KEPT_MAX)
+        self._tail = RunTail(run_dir.path, EVENTS_KEPT)
         self._loss = LossSeries(run_dir.path)
         self._times_next = 0.0  # monotonic
         self._times_mark: tuple[object, ...] = ()

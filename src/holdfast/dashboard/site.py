@@ -21,7 +21,7 @@ from holdfast.dashboard.access import Access, AccessGuard
 from holdfast.dashboard.feed import QUEUE_MAX, Feed
 from holdfast.dashboard.order_desk import OrderDesk
 from holdfast.dashboard.run_watch import RunWatch
-from holdfast.observe.file_tails import read_log_end
+from holdfast.runtime.contact import read_worker_log
 from holdfast.runtime.rundir import RunDir
 
 STATIC = Path(__file__).with_name("static")
@@ -40,6 +40,7 @@ class Site:
     ) -> None:
         """`update` brings the files up to date, if they are copies of those elsewhere."""
         self._run_dir = run_dir
+        self._tls = tls
         self.feed = Feed(queue_max)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch = RunWatch(run_dir, tls, self.feed, update)
@@ -91,7 +92,8 @@ class Site:
         worker = request.query_params.get("worker", "")
         if not (worker.isascii() and worker.isdecimal() and len(worker) < 10):
             return _problem(f"worker={worker} is no number of a worker.", 400)
-        name, lines = await asyncio.to_thread(read_log_end, self._run_dir.logs, int(worker))
+        asked = self._run_dir, self._tls, int(worker)
+        name, lines = await asyncio.to_thread(read_worker_log, *asked)
         return JSONResponse({"name": name, "lines": lines})
 
     async def _ask(self, request: Request) -> Response:

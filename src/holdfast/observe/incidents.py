@@ -10,14 +10,16 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.core.errors import UserError
 
 Event = Mapping[str, Any]
+E = TypeVar("E", bound=Event)
 _KINDS: dict[str, type | tuple[type, ...]] = {"time": (int, float), "kind": str, "text": str}
 # The kinds of lines that make an incident, those that say most of it first.
 TELLING = ("lost", "quarantined", "back", "drain", "leave", "replaced", "restart", "stop_view")
+LASTING = frozenset((*TELLING, "view", "join"))  # what a run's workers did depends on these
 
 
 def parse_event(line: str | bytes) -> dict[str, Any] | None:
@@ -88,7 +90,32 @@ class Incident:
 
 def list_incidents(events: Sequence[Event]) -> list[Incident]:
     """Return the incidents, oldest first: events that are linked by their causes."""
-    group: dict[str, list[Event]] = {}  # by id: all events of its incident, shared
+    group = _group_by_causes(events)
+    found = {id(each): each for each in group.values()}.values()
+    real = [each for each in found if any(e["kind"] in TELLING for e in each)]
+    return [Incident(tuple(each), _cost_of(each)) for each in real]
+
+
+def drop_routine(events: Sequence[E], newest: int) -> list[E]:
+    """Return the events without old ones that neither incidents nor goodput can depend on.
+
+    All of the `newest` ones stay, and so does the first one, with which the run began.
+    """
+    linked = _group_by_causes(events)
+    recent = len(events) - newest
+    return [
+        event
+        for number, event in enumerate(events)
+        if number >= recent
+        or number == 0
+        or event["kind"] in LASTING
+        or event.get("id", "") in linked
+    ]
+
+
+def _group_by_causes(events: Sequence[Event]) -> dict[str, list[Event]]:
+    """Return by id the events that may be of an incident, each with all others that are linked."""
+    group: dict[str, list[Event]] = {}  # one list for all events of an incident
     place: dict[str, int] = {}
     first_term = min((_term_of(event) for event in events if event.get("id")), default=0)
     viewed: set[int] = set()  # terms in which a view was formed
@@ -110,9 +137,7 @@ def list_incidents(events: Sequence[Event]) -> list[Incident]:
         merged = [*sorted(merged, key=lambda e: place[e["id"]]), event]
         for member in merged:
             group[member["id"]] = merged
-    found = {id(each): each for each in group.values()}.values()
-    real = [each for each in found if any(e["kind"] in TELLING for e in each)]
-    return [Incident(tuple(each), _cost_of(each)) for each in real]
+    return group
 
 
 def _find_left_open(event: Event, group: Mapping[str, list[Event]]) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.observe.file_tails import FileTail
-from holdfast.observe.incidents import Incident, list_incidents, parse_event
+from holdfast.observe.incidents import Incident, drop_routine, list_incidents, parse_event
 from holdfast.observe.ledger import LEDGER_DIR, StepLine, decode_line
 from holdfast.observe.time_left import estimate_left_s
 from holdfast.observe.time_lines import read_last_times
@@ -21,14 +21,20 @@ from holdfast.store.regular_files import regular_stream
 
 RATE_S = 10.0  # over which the rate of steps is taken
 TAIL_BYTES = 256 << 10
+DROP_PARTS = 10  # old events are dropped when a tenth more than wanted are kept
 
 
 class RunTail:
     """Follows one run. `look` and `look_at_loss` read on; the rest returns the newest values."""
 
     def __init__(self, run_dir: Path, events_max: int | None = None) -> None:
-        """Follow the run in a directory. `events_max`: how many of the newest are kept."""
+        """Follow the run in a directory.
+
+        `events_max`: of older events than these only those are kept that incidents consist of, and
+        that tell which workers there were; 0 keeps none; None keeps all.
+        """
         self._events_max = events_max
+        self._dropped_at = 0  # how many were left when routine ones were last dropped
         self._path = run_dir
         self._tail = FileTail(run_dir / "events.jsonl")
         self._reached: deque[tuple[float, int]] = deque()
@@ -41,11 +47,18 @@ class RunTail:
         self._tail.cut = self.was_replaced = False
         found = [event for line in self._tail.read() if (event := parse_event(line)) is not None]
         if self._tail.cut:
-            self.was_replaced, self.events = True, []
+            self.was_replaced, self.events, self._dropped_at = True, [], 0
         self.events += found
         if self._events_max is not None:
-            del self.events[: max(len(self.events) - self._events_max, 0)]
+            self._drop_old(self._events_max)
         return found
+
+    def _drop_old(self, newest: int) -> None:
+        if newest == 0:
+            self.events = []
+        elif len(self.events) > max(newest, self._dropped_at) + newest // DROP_PARTS:
+            self.events = drop_routine(self.events, newest)
+            self._dropped_at = len(self.events)
 
     def note_step(self, step: int, now: float) -> None:
         """Take in how many steps are committed at the time `now`, in seconds."""

@@ -12,12 +12,14 @@ import time
 from dataclasses import dataclass
 from typing import TypeVar
 
-from holdfast.core.errors import NoAnswer, UserError, WorldError
+from holdfast.core.errors import HoldfastError, NoAnswer, UserError, WorldError
+from holdfast.core.types import WorkerId
 from holdfast.net.channel import Channel, connect
+from holdfast.observe.file_tails import read_log_end
 from holdfast.runtime.coordinate.election import SCHEMES, locate, parse_election, read_outcome
 from holdfast.runtime.job_status import JobStatus, parse_status
 from holdfast.runtime.rundir import RunDir, shorten_failure
-from holdfast.wire.messages import StatusReply, StatusRequest
+from holdfast.wire.messages import LogReply, LogRequest, StatusReply, StatusRequest
 
 ANSWER_S = 5.0
 AGAIN_S = 0.5
@@ -155,3 +157,22 @@ def job_status(run_dir: RunDir, tls: ssl.SSLContext | None = None) -> JobStatus:
         raise UserError(f"the run in {run_dir.path} is over: {how}")
     reply = ask(contact_of(run_dir, tls), secret, StatusRequest(), StatusReply)
     return parse_status(reply.text)
+
+
+def read_worker_log(
+    run_dir: RunDir, tls: ssl.SSLContext | None, worker: int
+) -> tuple[str, list[str]]:
+    """Return the name and the last lines of a worker's newest log; an empty name: none is known.
+
+    The coordinator asks the worker's node. If it does not answer, or the job is over, the log in
+    the run directory here counts.
+    """
+    if run_dir.outcome() is None:
+        try:
+            question = LogRequest(worker=WorkerId(worker))
+            reply = ask(contact_of(run_dir, tls), run_dir.secret(), question, LogReply)
+            if reply.name:
+                return reply.name, list(reply.lines)
+        except (HoldfastError, OSError):
+            pass  # `holdfast status` says why it does not answer
+    return read_log_end(run_dir.logs, worker)

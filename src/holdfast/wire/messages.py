@@ -24,6 +24,7 @@ from holdfast.core.types import (
     Peer,
     View,
     WorkerDirective,
+    WorkerId,
     WorkerStatus,
 )
 from holdfast.wire.strict import StrictDecoder
@@ -185,6 +186,23 @@ class FilesReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogRequest:
+    """Asks for the end of a worker's newest log. `number`: repeated in the reply."""
+
+    worker: WorkerId
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogReply:
+    """Answers a LogRequest with a file's name and last lines; an empty name: there is none."""
+
+    number: int
+    name: str
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ViewedDirective:
     """Carries a Directive with its view, which is encoded once for all agents."""
 
@@ -216,6 +234,8 @@ KINDS: dict[int, type] = {
     21: PeerReply,
     22: FilesRequest,
     23: FilesReply,
+    24: LogRequest,
+    25: LogReply,
 }
 _KIND_OF = {cls: kind for kind, cls in KINDS.items()}
 _ENCODER = msgspec.msgpack.Encoder()

@@ -50,7 +50,7 @@ export class WorkerPanel {
       const stay = this.log.scrollTop + this.log.clientHeight < this.log.scrollHeight - 4;
       const text = (found.lines ?? [found.problem]).join("\n");
       if (this.log.textContent !== text) this.log.textContent = text || "The log is empty.";
-      this.logName.textContent = found.name ? `logs/${found.name}` : "It has no log here.";
+      this.logName.textContent = found.name ? `logs/${found.name}` : "No log of it was found.";
       if (!stay) this.log.scrollTop = this.log.scrollHeight;
     } catch {
       // The stream says that the dashboard is away; the next look tries again.

@@ -33,11 +33,13 @@ from holdfast.core.types import (
     Peer,
     Tick,
     View,
+    WorkerId,
 )
 from holdfast.net.channel import Channel, Gate
 from holdfast.net.tls import server_of
 from holdfast.runtime.coordinate.black_box import BlackBox
 from holdfast.runtime.coordinate.journal import Journal
+from holdfast.runtime.coordinate.log_desk import LogDesk
 from holdfast.runtime.coordinate.status_making import make_status
 from holdfast.runtime.job_events import EventSink, LoggedEvent
 from holdfast.runtime.job_status import encode_status
@@ -53,6 +55,8 @@ from holdfast.wire.messages import (
     JoinReply,
     JoinRequest,
     LabelRequest,
+    LogReply,
+    LogRequest,
     MoveRequest,
     OrderReply,
     StacksRequest,
@@ -73,6 +77,8 @@ Incoming = (
     | StacksRequest
     | ClockRequest
     | FilesRequest
+    | LogRequest
+    | LogReply
 )
 INCOMING = get_args(Incoming)
 TICK_S_MIN = 0.002
@@ -137,6 +143,27 @@ class AddressRoll:
         return is_new, AddressBook(view=view.number, addresses=found)
 
 
+class ExpectedNodes:
+    """Knows how many nodes have asked what the job is, and have yet to start their agents."""
+
+    def __init__(self) -> None:
+        self._until: list[float] = []  # monotonic; one for each node
+        self._come: set[AgentId] = set()
+
+    def note_question(self, now: float) -> None:
+        waiting = [until for until in self._until if now < until]
+        self._until = [*waiting[-JOINING_MAX:], now + JOIN_S]
+
+    def note_report(self, agent: AgentId, now: float) -> None:
+        """Record that an agent is here, which one node was expected to start."""
+        if agent not in self._come:
+            self._come.add(agent)
+            self._until = [until for until in self._until if now < until][1:]
+
+    def has_any(self, now: float) -> bool:
+        return any(now < until for until in self._until)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorSetup:
     """Keeps the settings of a coordinator process for its whole life."""
@@ -176,9 +203,9 @@ class CoordinatorServer:
         self._journal = journal
         self._check = check
         self._agents: dict[AgentId, Channel] = {}
-        self._seen: set[AgentId] = set()  # agents that have reported
-        self._joining: list[float] = []  # until when nodes that have asked to join are expected
+        self._expected = ExpectedNodes()
         self._addresses = AddressRoll()
+        self._logs = LogDesk(setup.run_dir.logs)
         self._pipe = EffectPipe()
         self._saving: asyncio.Task[None] | None = None
         self._finished = asyncio.Event()
@@ -219,16 +246,10 @@ class CoordinatorServer:
         connected_until = time.monotonic() + FAREWELL_S
         while True:
             now = time.monotonic()
-            joining = any(now < until for until in self._joining)
-            if not joining and not (self._agents and now < connected_until):
+            leaving = self._agents and now < connected_until
+            if not leaving and not self._expected.has_any(now):
                 return
             await asyncio.sleep(0.01)
-
-    def _note_joining(self, *, here: bool) -> None:
-        """Record that a node is about to join, or has come."""
-        now = time.monotonic()
-        waiting = [until for until in self._joining if now < until]
-        self._joining = waiting[1:] if here else [*waiting[-JOINING_MAX:], now + JOIN_S]
 
     async def _serve(self, channel: Channel) -> None:
         agent: AgentId | None = None
@@ -240,9 +261,7 @@ class CoordinatorServer:
                         break
                     case AgentReport():
                         agent = message.agent
-                        if agent not in self._seen:
-                            self._seen.add(agent)
-                            self._note_joining(here=True)
+                        self._expected.note_report(agent, time.monotonic())
                         self._agents[agent] = channel
                         self._feed(ce.ReportArrived(message))
                     case Address():
@@ -250,7 +269,7 @@ class CoordinatorServer:
                     case JoinRequest():
                         host = channel.peer.rpartition(":")[0].strip("[]")
                         channel.send(JoinReply(spec=self._spec, seen_as=host))
-                        self._note_joining(here=False)
+                        self._expected.note_question(time.monotonic())
                     case StatusRequest():
                         status = make_status(self._core.snapshot(), self._spec)
                         channel.send(StatusReply(text=encode_status(status)))
@@ -261,6 +280,11 @@ class CoordinatorServer:
                     case FilesRequest(held=held):
                         path = self._run_dir.path
                         channel.send(await asyncio.to_thread(read_parts, path, dict(held)))
+                    case LogRequest():
+                        node = self._find_node_of(message.worker)
+                        channel.send(await self._logs.find(message, node))
+                    case LogReply():
+                        self._logs.take(message)
                     case DrainRequest() | MoveRequest() | LabelRequest():
                         channel.send(OrderReply(problem=self._pass_on(message)))
                     case StacksRequest():
@@ -277,6 +301,12 @@ class CoordinatorServer:
             if agent is not None and self._agents.get(agent) is channel:
                 del self._agents[agent]
                 self._record_departure()
+
+    def _find_node_of(self, worker: WorkerId) -> Channel | None:
+        """Return the way to the node that a worker belongs to; None if it is not connected."""
+        slots = self._core.snapshot().record.slots
+        name = next((slot.agent for slot in slots if slot.worker == worker), None)
+        return self._agents.get(name) if name is not None else None
 
     def _pass_on(self, message: DrainRequest | MoveRequest | LabelRequest) -> str:
         """Pass an order on to the node, which then reports it; return why that is not possible."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
@@ -44,6 +45,7 @@ from holdfast.net.peer_listener import open_listener
 from holdfast.net.secret import derive_peer_key, read_run_dir
 from holdfast.net.tls import client_of
 from holdfast.observe.clocks import measure, write_clock
+from holdfast.observe.file_tails import read_log_end
 from holdfast.runtime.contact import ENDED_ALONE, Contact, contact_by
 from holdfast.runtime.node.gpu_shares import free_place
 from holdfast.runtime.node.group_watch import GroupWatch, run_forking
@@ -63,6 +65,8 @@ from holdfast.wire.messages import (
     ClockRequest,
     DrainRequest,
     LabelRequest,
+    LogReply,
+    LogRequest,
     MoveRequest,
     StacksRequest,
 )
@@ -72,6 +76,7 @@ if TYPE_CHECKING:
 
 FROM_COORDINATOR = (
     *(Directive, AddressBook, DrainRequest, MoveRequest, LabelRequest, StacksRequest, ClockReply),
+    LogRequest,
 )
 CLOCK_S = 300.0  # between two measurements of this node's clock
 CLOCK_FIRST_S = 1.0  # the same, for the first ones
@@ -238,6 +243,8 @@ class AgentServer:
                         self._note_time(m)
                     elif isinstance(m, StacksRequest):
                         stacks.write(m)
+                    elif isinstance(m, LogRequest):
+                        self._send_log(m, self._coordinator)
                     elif isinstance(m, MoveRequest):
                         self._feed(machine.MoveAsked(m.leaving))
                     elif isinstance(m, LabelRequest):
@@ -281,6 +288,18 @@ class AgentServer:
             words = self._template.run_dir.path, self._core.snapshot().agent, line
             # A disk that hangs must not hold up the agent, nor its end.
             threading.Thread(target=write_clock, args=words, daemon=True).start()
+
+    def _send_log(self, request: LogRequest, asker: Channel) -> None:
+        loop, logs = asyncio.get_running_loop(), self._template.run_dir.logs
+
+        def read() -> None:
+            name, lines = read_log_end(logs, request.worker)
+            reply = LogReply(number=request.number, name=name, lines=tuple(lines))
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(asker.send, reply)
+
+        # A disk that hangs must not hold up the agent, nor its end.
+        threading.Thread(target=read, daemon=True).start()
 
     async def _watch(self) -> None:
         while True:
