@@ -26,6 +26,7 @@ from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_listener import ListenerLimits, PeerListener, open_listener
 from holdfast.net.strangers import Strangers
 from holdfast.net.tcp import name_of
+from support import until
 
 IDENTITY = PeerIdentity(key=b"k" * 32)
 HOST = "127.0.0.1"
@@ -281,6 +282,22 @@ def test_a_peer_that_is_not_wanted_is_told_of_and_closed() -> None:
             assert is_closed(late)
         assert here.line().endswith(": it comes too late")
         here.serves()
+
+
+def test_a_listener_that_wakes_while_it_is_closed_is_closed_once() -> None:
+    with site() as here:
+
+        class BusyEvent(threading.Event):
+            """Lets the listener's thread see the end before `close` has gone on."""
+
+            def set(self) -> None:
+                super().set()
+                with here.stranger():
+                    until(lambda: here.listening._selector.get_map() is None, "the thread ends")
+
+        here.listening._closed = BusyEvent()
+        here.serves()  # by now the thread looks at this event
+        here.listening.close()
 
 
 def test_a_closed_listener_lets_nobody_in_and_keeps_its_connections() -> None:

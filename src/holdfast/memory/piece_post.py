@@ -50,7 +50,8 @@ class PiecePost:
 
     def listen(self, host: str) -> str:
         """Begin to receive; returns where. OSError."""
-        return serve(host, self._identity, MAGIC, self._receive)
+        address, _ = serve(host, self._identity, MAGIC, self._receive)
+        return address
 
     def meet(self, addresses: Mapping[int, str]) -> None:
         """Learn where the other processes listen, by their shards."""

@@ -44,7 +44,8 @@ class PieceServer:
 
     def listen(self, host: str) -> str:
         """Begin to serve; returns where. OSError."""
-        return serve(host, self._identity, MAGIC, self._serve)
+        address, _ = serve(host, self._identity, MAGIC, self._serve)
+        return address
 
     def _serve(self, channel: socket.socket, _: peer_stream.Purpose) -> None:
         while True:

@@ -100,6 +100,7 @@ class PeerListener:
         self._paused_until: float | None = None  # None: connections are being accepted
         self._closed = threading.Event()
         self._wake = -1  # an eventfd that wakes the thread when the listener closes
+        self._closing = threading.Lock()  # held as long as `_wake` is needed
 
     def start(self) -> None:
         """Begin to accept, in a thread of its own."""
@@ -111,9 +112,10 @@ class PeerListener:
 
     def close(self) -> None:
         """Stop accepting and turn the strangers away; connections that were let in go on."""
-        if not self._closed.is_set():
-            self._closed.set()
-            os.eventfd_write(self._wake, 1)
+        with self._closing:
+            if not self._closed.is_set():
+                self._closed.set()
+                os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -137,7 +139,8 @@ class PeerListener:
         for stranger in self._strangers.list_all():
             stranger.sock.close()
         self._selector.close()
-        os.close(self._wake)
+        with self._closing:
+            os.close(self._wake)
         self._complaints.flush(time.monotonic(), force=True)
 
     def _accept(self) -> None:
@@ -230,11 +233,11 @@ def serve(
     magic: bytes,
     handle: Handler,
     say: Callable[[str], None] = say_to_log,
-) -> str:
+) -> tuple[str, PeerListener]:
     """Serve the job's peers, each in a thread of its own. OSError, UserError.
 
-    Returns the address to announce. `handle` is called with each connection, which is closed when
-    it returns. OSError and WireError end the connection as well.
+    Returns the address to announce, and what listens there. `handle` is called with each
+    connection, which is closed when it returns. OSError and WireError end the connection as well.
     """
 
     def meet(channel: socket.socket, purpose: Purpose) -> None:
@@ -245,5 +248,6 @@ def serve(
         threading.Thread(target=meet, args=(channel, purpose), daemon=True).start()
 
     listener, address = open_listener(host)
-    PeerListener(listener, identity, magic, admit, say).start()
-    return identity.address(host, address)
+    found = PeerListener(listener, identity, magic, admit, say)
+    found.start()
+    return identity.address(host, address), found

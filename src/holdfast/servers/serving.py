@@ -10,6 +10,7 @@ import itertools
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from holdfast.core.servers.holdings import (
 from holdfast.core.servers.placement import SHARDS
 from holdfast.net import peer_stream
 from holdfast.net.peer_identity import PeerIdentity
-from holdfast.net.peer_listener import serve
+from holdfast.net.peer_listener import PeerListener, serve
 from holdfast.servers import server_wire as wire
 from holdfast.servers.server_group import ServerGroup
 from holdfast.servers.server_rows import RowUpdate
@@ -56,18 +57,38 @@ class RowServer:
         self._say = say
         self._groups: dict[str, ServerGroup] = {}
         self._lock = threading.Lock()
+        self._listener: PeerListener | None = None
+        self._channels: list[socket.socket] = []
+        self._closed = threading.Event()
 
     def listen(self, host: str) -> str:
         """Begin to serve; returns the address to announce. OSError, UserError."""
+        address, self._listener = serve(host, self._identity, wire.MAGIC, self._serve, self._say)
         threading.Thread(target=self._scrub, name="holdfast-scrub", daemon=True).start()
-        return serve(host, self._identity, wire.MAGIC, self._serve, self._say)
+        return address
+
+    def close(self) -> None:
+        """Stop serving, as if the server's process had ended."""
+        self._closed.set()
+        if self._listener is not None:
+            self._listener.close()
+        with self._lock:
+            for channel in self._channels:
+                with suppress(OSError):  # it is closed already
+                    channel.shutdown(socket.SHUT_RDWR)
 
     def _serve(self, channel: socket.socket, _: peer_stream.Purpose) -> None:
         # An answer is a message and an array: neither may wait for an acknowledgement.
         channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while True:
-            request: wire.Request = peer_stream.receive_message(channel, REQUEST)
-            self._answer(channel, request)
+        with self._lock:
+            self._channels.append(channel)
+        try:
+            while not self._closed.is_set():
+                request: wire.Request = peer_stream.receive_message(channel, REQUEST)
+                self._answer(channel, request)
+        finally:
+            with self._lock:
+                self._channels.remove(channel)
 
     def _answer(self, channel: socket.socket, request: wire.Request) -> None:
         """Answer one request. OSError; WireError ends the connection."""
@@ -165,9 +186,9 @@ class RowServer:
 
     def _scrub(self) -> None:
         """Look at all rows again and again, so that none is damaged in all its copies."""
-        pause = threading.Event()
         for round_number in itertools.count():
-            pause.wait(SCRUB_EVERY_S)
+            if self._closed.wait(SCRUB_EVERY_S):
+                return
             with self._lock:
                 groups = list(self._groups.values())
             for group in groups:

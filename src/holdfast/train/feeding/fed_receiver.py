@@ -93,7 +93,8 @@ class FedReceiver:
 
     def listen(self, host: str) -> str:
         """Begin to listen; return the address. OSError."""
-        return serve(host, self._identity, feed_frames.MAGIC, self._serve)
+        address, _ = serve(host, self._identity, feed_frames.MAGIC, self._serve)
+        return address
 
     # ------------------------------------------------------------ what the machine decides
 
