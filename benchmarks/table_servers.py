@@ -29,7 +29,7 @@ from holdfast.servers.row_optimizers import TableOptimizer
 from holdfast.servers.server_rows import RowUpdate
 from holdfast.servers.server_wire import TableGroup, describe_rule
 from holdfast.servers.table_shape import TableShape
-from holdfast.train.script.row_updates import ServerAccess
+from holdfast.train.script.row_updates import HeirWatch, ServerAccess
 
 TABLES, DIM, KEY = 26, 16, b"k" * 32
 COPY_S = 3.0  # enough for a server that starts again to copy its rows
@@ -77,6 +77,8 @@ class Cluster:
             staleness=0,
             identity=PeerIdentity(key=KEY),
             find_address=lambda number: self.servers[number].address,
+            find_heir=lambda _: "",
+            heirs=HeirWatch(print),
             find_part=lambda: (0, 1),
             lose=sys.exit,
             tell=print,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from holdfast.servers.table_shape import TableShape
 from holdfast.servers.table_store import TableStore
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.files import FileStorage
-from holdfast.train.script.row_updates import ServerAccess
+from holdfast.train.script.row_updates import HeirWatch, ServerAccess
 from support import until
 
 RULES = [SGD(lr=0.1, momentum=0.9), Adagrad(lr=0.1), RowWiseAdagrad(lr=0.1), LazyAdam(lr=0.01)]
@@ -54,15 +55,33 @@ def update(step: int, tables: int) -> RowUpdate:
     return RowUpdate(keys=keys, grads=grads, steps=[step] * tables, rates=[0.1] * tables)
 
 
+STARTED: list[RowServer] = []
+
+
+@pytest.fixture(autouse=True)
+def close_servers() -> Iterator[None]:
+    """Close all servers of a test: their threads would disturb the end of this process."""
+    yield
+    while STARTED:
+        STARTED.pop().close()
+
+
+def start_server(say: Callable[[str], None], store: TableStore | None = None) -> RowServer:
+    STARTED.append(RowServer(IDENTITY, say, store))
+    return STARTED[-1]
+
+
 class Servers:
     """Starts servers in this process; `addresses` are theirs."""
 
     def __init__(self, count: int, replicas: int = 1, store: Path | None = None) -> None:
         self.lost: list[str] = []
         self.count, self.replicas = count, replicas
+        self.heirs: dict[int, str] = {}  # addresses
+        self.complete: tuple[str, ...] = ()  # heirs that have all rows
         self.log: list[str] = []
         kept = TableStore(Checkpoints(FileStorage(store))) if store is not None else None
-        self.servers = [RowServer(IDENTITY, self.log.append, kept) for _ in range(count)]
+        self.servers = [start_server(self.log.append, kept) for _ in range(count)]
         self.addresses = [server.listen("127.0.0.1") for server in self.servers]
 
     def client(self, described: wire.TableGroup) -> RowClient:
@@ -78,6 +97,8 @@ class Servers:
             staleness=staleness,
             identity=IDENTITY,
             find_address=lambda number: self.addresses[number],
+            find_heir=lambda number: self.heirs.get(number, ""),
+            heirs=HeirWatch(lambda complete: setattr(self, "complete", complete)),
             find_part=lambda: (0, 1),
             lose=lose,
             tell=self.log.append,
@@ -223,6 +244,52 @@ def test_a_checkpoint_of_other_tables_is_not_loaded(tmp_path: Path) -> None:
     assert not loads._groups["users"].is_copying([0, 1])
 
 
+def test_an_heir_copies_the_rows_of_its_server_and_takes_its_place() -> None:
+    servers, step = Servers(2), 0
+    client = servers.client(group(RULES[1], "items"))
+
+    def push() -> tuple[str, ...]:
+        nonlocal step
+        step += 1
+        client.push(step, update(step, 1))
+        everything(client, step, 1)  # so that no update is dropped from a full queue
+        return servers.complete
+
+    while step < KEPT + 5:  # more than a worker could give the heir
+        push()
+    heir = start_server(servers.log.append)
+    servers.heirs[0] = heir.listen("127.0.0.1")
+    until(lambda: push() == (servers.heirs[0],), "the heir has all rows")
+    servers.addresses[0] = servers.heirs.pop(0)
+    servers.servers[0].close()
+    until(lambda: push() == (), "there is no heir any more")
+    assert torch.equal(everything(client, step, 1)[0], expected(RULES[1], step)[0])
+    assert not client._suspects
+
+
+def test_an_heir_is_asked_if_its_server_has_lost_its_rows() -> None:
+    servers, described = Servers(1), group(RULES[1], "items")
+    client, step = servers.client(described), 0
+    heir = start_server(servers.log.append)
+    servers.heirs[0] = heir.listen("127.0.0.1")
+    while servers.complete != (servers.heirs[0],) or step < KEPT + 5:
+        step += 1
+        client.push(step, update(step, 1))
+        everything(client, step, 1)
+    servers.servers[0].close()
+    servers.addresses[0] = start_server(servers.log.append).listen("127.0.0.1")
+    assert torch.equal(everything(client, step, 1)[0], expected(RULES[1], step)[0])
+
+
+def test_the_heir_of_a_server_without_shards_is_complete_at_once() -> None:
+    servers = Servers(SHARDS)
+    client = servers.client(group(RULES[1], "items"))
+    (empty, *_) = (n for n in range(SHARDS) if not client.book.find_shards(n))
+    servers.heirs[empty] = "127.0.0.1:1"
+    client.push(1, update(1, 1))
+    assert servers.complete == ("127.0.0.1:1",)
+
+
 def test_workers_that_describe_tables_differently_are_told() -> None:
     servers = Servers(1)
     everything(servers.client(group(RULES[1], "items")), 0, 1)
@@ -289,7 +356,7 @@ def test_orders_wait_until_no_answer_is_on_its_way() -> None:
     client = servers.client(group(RULES[1], "items"))
     everything(client, 0, 1)
     behind = servers.servers[1]._groups["items"]
-    mine = tuple(s for s in range(SHARDS) if client.holders[s][0] == 1)
+    mine = tuple(s for s in range(SHARDS) if client.book.holders[s][0] == 1)
     late, asked = mine[0], mine[1]
     for number in range(1, KEPT + 2):
         given = update(number, 1)

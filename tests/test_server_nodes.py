@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from test_table_servers import Digest, digest, flags, paced, servers_of, until_r
 __all__ = ["digest"]  # a fixture
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 HOST = "127.0.0.1"
+HOLDFAST = (sys.executable, "-m", "holdfast.cli.main")
 SCRIPT = str(Path(__file__).parent / "scripts" / "tables.py")
 WORDS = [SCRIPT, "--steps", "80", "--task-s", "0.03"]
 needs_networks = pytest.mark.skipif(bool(Lab.available()), reason=Lab.available() or "-")
@@ -50,6 +54,43 @@ def nodes_of_servers(run: LocalRun) -> list[str]:
     return [server["agent"] for server in run.status()["servers"]]
 
 
+def test_the_only_copy_of_rows_moves_from_a_drained_node(tmp_path: Path, digest: Digest) -> None:
+    options = ["--nproc", "1", "--virtual", "4", "--nodes-min", "2", *flags(2, 1)]
+    script = [SCRIPT, "--steps", "150", "--task-s", "0.03"]
+    with LocalRun(tmp_path / "run", options, script) as run, further_node(run, "node1") as node:
+        pids = servers_of(run, 2)
+        (number,) = (s["number"] for s in run.status()["servers"] if s["agent"] == "node1")
+        until_step(run, 30)  # so many updates that no worker keeps them all
+        drain = [*HOLDFAST, "drain", "node1", "--run-dir", str(run.run_dir.path)]
+        subprocess.run(drain, check=True, timeout=RUN_S)
+        until_replaced(run, number, pids)
+        assert node.wait(RUN_S) == 0, "the node has gone"
+        assert "node1" not in nodes_of_servers(run)
+        assert finish(run) == digest(150)
+    assert not run.events("tables"), "no row was lost"
+    assert not run.events("back")
+    assert [e["text"].partition(" from")[0] for e in run.events("server")] == [
+        f"server {number} is copied",
+        f"server {number} moves",
+    ]
+
+
+@contextlib.contextmanager
+def further_node(run: LocalRun, name: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run one more node of the job, on this machine."""
+    run.until(run.run_dir.coordinator.exists, RUN_S, "the coordinator listens")
+    host, port = run.run_dir.address()
+    words = ["agent", "--join", f"{host}:{port}", "--name", name]
+    with open(f"{run.run_dir.path}-{name}", "wb") as output:
+        command = [*HOLDFAST, *words, "--run-dir", str(run.run_dir.path)]
+        popen = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        yield popen
+    finally:
+        popen.kill()
+        popen.wait()
+
+
 @needs_networks
 @pytest.mark.parametrize("how", ["drained", "cut off"])
 def test_the_servers_of_a_node_move_to_others(how: str, tmp_path: Path, digest: Digest) -> None:
@@ -67,4 +108,5 @@ def test_the_servers_of_a_node_move_to_others(how: str, tmp_path: Path, digest: 
         run.until(lambda: "node2" not in nodes_of_servers(run), RUN_S, "its server moves")
         assert run.wait(RUN_S) == 0, run.log()
         assert run.last_lines() == {digest(80)}
-    assert [e["text"].split(" from")[0] for e in run.events("server")] == ["server 2 moves"]
+    told = [e["text"].split(" from")[0] for e in run.events("server")]
+    assert told == [*["server 2 is copied"][: how == "drained"], "server 2 moves"]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from holdfast.core.errors import InvariantError
+from holdfast.core.membership.departure import Departure
+from holdfast.core.membership.formation import LEAVE_RESERVE_S
 from holdfast.core.membership.server_places import ServerPlaces
 from holdfast.core.servers.placement import find_holders
 from holdfast.core.servers.server_host import (
@@ -17,7 +21,15 @@ from holdfast.core.servers.server_host import (
     StartServer,
     TellServers,
 )
-from holdfast.core.types import AgentId, RunningServer, ServerPlace, Tick
+from holdfast.core.types import (
+    AgentId,
+    Directive,
+    Incarnation,
+    RunningServer,
+    ServerPlace,
+    Tick,
+    View,
+)
 from roster_kit import LEASE, Cluster, member, view_of
 
 
@@ -67,13 +79,129 @@ def test_a_server_moves_only_once_its_node_is_given_up() -> None:
     assert [line.text for line in lines] == ["server 1 moves from n1 to n0"]
 
 
-def test_a_server_leaves_a_node_that_is_drained_unless_there_is_no_other() -> None:
-    cluster = Cluster(member(0), member(1))
-    places, _ = ServerPlaces(2).review(cluster.facts())
-    cluster.drain("n1")
-    assert nodes_of(places.review(cluster.facts())[0]) == ["n0", "n0"]
-    cluster.drain("n0")
-    assert nodes_of(places.review(cluster.facts())[0]) == ["n0", "n1"]
+class Move:
+    """Moves server 1 from node n1, which is drained, to n0. `places`: as they are now."""
+
+    def __init__(self, **report: Any) -> None:
+        self.cluster = Cluster(member(0), member(1))
+        self.places, _ = ServerPlaces(2).review(self.cluster.facts())
+        self.cluster.hear("n0", member(0), servers=(running(0, "h0:1"),))
+        self.cluster.hear("n1", member(1), servers=(running(1, "h1:1"),), **report)
+        self.cluster.drain("n1")
+        self.lines = self.review()
+
+    def review(self, *silent: int, view: View | None = None) -> list[str]:
+        self.places, lines = self.places.review(self.cluster.facts(view or view_of(0, 1), *silent))
+        return [line.text for line in lines]
+
+    def start_heir(self, *complete: str) -> list[str]:
+        """Let the heir listen, and worker 0 report these complete heirs; return the lines."""
+        servers = running(0, "h0:1"), running(1, "h0:2")
+        self.cluster.hear("n0", member(0, heirs=complete), servers=servers)
+        return self.review()
+
+    @property
+    def book(self) -> list[tuple[int, str, str, bool]]:
+        return [(p.number, p.agent, p.address, p.heir) for p in self.places.book]
+
+
+MOVING = [(0, "n0", "h0:1", False), (1, "n1", "h1:1", False), (1, "n0", "h0:2", True)]
+MOVED = [(0, "n0", "h0:1", False), (1, "n0", "h0:2", False)]
+
+
+def running(number: int, address: str) -> RunningServer:
+    return RunningServer(number=number, incarnation=1, address=address)
+
+
+def test_a_server_of_a_drained_node_moves_once_its_heir_has_all_rows() -> None:
+    move = Move()
+    assert move.lines == ["server 1 is copied from n1 to n0"]
+    assert move.start_heir() == []
+    assert move.book == MOVING
+    assert ServerPlaces.recall(2, 1, move.places.book) == move.places
+    assert move.start_heir("elsewhere:1") == []
+    assert move.start_heir("elsewhere:1", "h0:2") == ["server 1 moves from n1 to n0"]
+    assert move.book == MOVED
+    assert move.review() == []
+
+
+def test_an_heir_is_given_up_once_its_server_can_stay() -> None:
+    move = Move()
+    move.cluster.drain("n1", "")
+    assert move.review() == []
+    assert move.book == [each for each in MOVING if not each[3]]
+
+
+def test_another_heir_is_made_when_its_node_is_lost() -> None:
+    move = Move()
+    move.cluster.hear("n2", member(2))
+    assert move.review(0) == ["server 1 is copied from n1 to n2"]
+    assert [p.agent for p in move.places.book if p.heir] == ["n2"]
+
+
+@pytest.mark.parametrize("is_heir", [False, True])
+def test_a_server_of_a_node_that_ends_soon_moves_at_once(is_heir: bool) -> None:
+    move = Move(draining="it ends", leaves_in_s=10.0)
+    if is_heir:
+        move.start_heir()
+    move.cluster.now += 10.0 - LEAVE_RESERVE_S - 0.1
+    assert move.review() == []
+    move.cluster.now += 0.1
+    assert move.review() == ["server 1 moves from n1 to n0"]
+    assert move.book == (MOVED if is_heir else [MOVED[0], (1, "n0", "", False)])
+
+
+def test_a_server_of_a_drained_node_that_is_silent_moves_at_once() -> None:
+    move = Move()
+    move.start_heir()
+    assert move.review(1) == ["server 1 moves from n1 to n0"]
+    assert move.book == MOVED
+
+
+def test_a_server_stays_on_a_drained_node_if_there_is_no_other() -> None:
+    move = Move()
+    move.cluster.drain("n0")
+    assert move.review() == []
+    assert [(p.agent, p.heir) for p in move.places.book] == [("n0", False), ("n1", False)]
+
+
+class Leaver:
+    """Is the departure of node n1 for good in 10 s, which its fifth report tells first."""
+
+    def __init__(self) -> None:
+        self.departure = Departure()
+        self.departure.ask("a new fan", "", True, 10.0, 5)
+
+    def may_end(self, heard: int, *places: ServerPlace, now: float = 0.0) -> bool:
+        told = Directive(
+            term=1,
+            seq=1,
+            agent=AgentId("n1"),
+            agent_incarnation=Incarnation(1),
+            heard=heard,
+            servers=places,
+        )
+        return self.departure.may_end(AgentId("n1"), told, now)
+
+
+def test_a_node_leaves_once_its_servers_have_moved() -> None:
+    node, mine = Leaver(), ServerPlace(number=1, agent=AgentId("n1"))
+    heir = ServerPlace(number=1, agent=AgentId("n0"), heir=True)
+    other = ServerPlace(number=0, agent=AgentId("n0"))
+    assert not node.may_end(4, other, mine), "nobody knows yet that it leaves"
+    assert not node.may_end(5, other, mine, heir)
+    assert node.may_end(5, other, mine, heir, now=10.0), "it has to"
+    assert node.may_end(5, other, mine), "no other node can have the server"
+    assert node.may_end(5, other, ServerPlace(number=1, agent=AgentId("n0")))
+    assert node.may_end(4), "there are no servers"
+
+
+def test_a_node_that_was_not_asked_for_good_does_not_leave() -> None:
+    node = Leaver()
+    node.departure = Departure()
+    assert not node.may_end(9)
+    node.departure.ask("it fails a check", "disk", False, float("inf"), 5)
+    assert not node.may_end(9)
 
 
 def test_addresses_are_those_that_nodes_have_told() -> None:

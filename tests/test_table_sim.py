@@ -10,6 +10,7 @@ import pytest
 
 from holdfast.cli.main import main
 from holdfast.core.servers import reading
+from holdfast.core.servers.heirs import HeirProgress
 from holdfast.core.servers.holdings import (
     ApplyUpdate,
     CopyArrived,
@@ -23,8 +24,8 @@ from holdfast.core.servers.holdings import (
 )
 from holdfast.core.servers.placement import SHARDS, find_holders, find_shards
 from holdfast.core.servers.reading import Ask, Give, Lost, OrderCopy, OrderReset, RowReading
+from holdfast.sim.simulated_servers import SimServer
 from holdfast.sim.table_servers import (
-    SimServer,
     TableSimOptions,
     TableSimReport,
     TableWorld,
@@ -40,7 +41,7 @@ Patch = pytest.MonkeyPatch
 
 def total(options: TableSimOptions, seeds: Sequence[int]) -> TableSimReport:
     reports = [TableWorld(options, seed).run() for seed in seeds]
-    names = ("steps", "reads", "copies", "gives", "restarts", "damages", "faults")
+    names = ("steps", "reads", "copies", "gives", "restarts", "damages", "faults", "moves")
     return TableSimReport(**{name: sum(getattr(r, name) for r in reports) for name in names})
 
 
@@ -70,6 +71,26 @@ def test_with_checkpoints_a_job_begins_again_from_the_newest() -> None:
     assert saving.restarts > 0
     assert saving.reads < plain.reads
     assert total(LONG, range(5)).restarts > 0
+
+
+MOVING = TableSimOptions(servers=3, replicas=1, faults=0, moves=8, staleness=1)
+
+
+def test_servers_move_and_no_row_is_lost_by_that() -> None:
+    found = total(MOVING, range(30))
+    assert found.moves > 100
+    assert found.restarts == 0
+
+
+def test_heirs_that_are_taken_too_early_are_noticed(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(
+        "holdfast.core.servers.heirs.HeirProgress.record_answer",
+        lambda self, *said: plain(self, *said[:-1], ShardStanding()),
+    )
+    assert total(MOVING, range(30)).restarts > 0
+
+
+plain = HeirProgress.record_answer
 
 
 def test_the_same_seed_comes_to_the_same() -> None:
@@ -174,12 +195,26 @@ def never_gives_up(patch: Patch) -> None:
 
 def waits_for_the_first(patch: Patch) -> None:
     """Let a reader ask the first server of a shard only."""
-    plain = RowReading.__init__
+    plain, again = RowReading.__init__, RowReading.try_again
 
     def init(self: RowReading, version: int, holders: Any, *rest: Any) -> None:
         plain(self, version, {s: h[:1] for s, h in holders.items()}, *rest)
 
+    def try_again(self: RowReading, holders: Any) -> None:
+        again(self, {s: h[:1] for s, h in holders.items()})
+
     patch.setattr(RowReading, "__init__", init)
+    patch.setattr(RowReading, "try_again", try_again)
+
+
+def asks_who_held_them_before(patch: Patch) -> None:
+    """Let a reader that asks again ask heirs that there are no longer."""
+    plain = RowReading.try_again
+
+    def try_again(self: RowReading, _: Any) -> None:
+        plain(self, {shard: [*self._shards[shard].tries] for shard in self.missing})
+
+    patch.setattr(RowReading, "try_again", try_again)
 
 
 def never_orders_copies(patch: Patch) -> None:
@@ -211,6 +246,7 @@ def _answer_without_copies(plain: Callable[..., Any]) -> Callable[..., Any]:
         (keeps_what_is_damaged, TableSimOptions()),
         (gives_up_at_once, TableSimOptions()),
         (waits_for_the_first, TableSimOptions()),
+        (asks_who_held_them_before, TableSimOptions(servers=5, replicas=1, moves=8)),
         (never_gives_up, TableSimOptions(servers=2, replicas=1)),
     ],
 )
@@ -309,7 +345,7 @@ def test_rows_are_given_up_only_when_all_have_answered_again_and_again() -> None
         assert read.next() == [Ask(4, (0,))]
         read.record_refusal(4, (0,), ShardStanding(past=(0,)))
         found = read.next()
-        read.try_again()
+        read.try_again({0: (4,)})
     assert found == [Lost((0,))]
     for _ in range(3 * reading.DENIALS_MAX):
         read = RowReading(9, {0: (4, 7)}, kept_after=8)

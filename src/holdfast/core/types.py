@@ -162,6 +162,7 @@ class WorkerStatus:
     abreast: int = 0  # the number of the order by which it was fed until nothing was missing
     unproven: bool = False  # it has joined, and none of its tasks has been committed yet
     unfed: int = 0  # number of the newest order to follow that failed here
+    heirs: tuple[str, ...] = ()  # addresses of servers' heirs that have all rows
 
     @property
     def has_state(self) -> bool:
@@ -352,11 +353,15 @@ class RunningServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlace:
-    """Names the node of a server of tables, and the address at which it listens, if known."""
+    """Names the node of a server of tables, and the address at which it listens, if known.
+
+    `heir`: there the server's rows are copied to, and then it is the server's place.
+    """
 
     number: int
     agent: AgentId
     address: str = ""
+    heir: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

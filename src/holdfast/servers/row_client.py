@@ -21,7 +21,7 @@ import torch
 
 from holdfast.core.errors import UserError, WireError, assert_never
 from holdfast.core.servers.holdings import WINDOW
-from holdfast.core.servers.placement import SHARDS, find_holders, find_shards
+from holdfast.core.servers.placement import SHARDS
 from holdfast.core.servers.reading import (
     Ask,
     Give,
@@ -36,6 +36,7 @@ from holdfast.core.servers.reading import (
 )
 from holdfast.net import peer_stream
 from holdfast.servers import server_wire as wire
+from holdfast.servers.holder_book import HolderBook
 from holdfast.servers.key_batch import SentUpdate
 from holdfast.servers.row_reads import KeyRead, Read, RowRead
 from holdfast.servers.server_rows import RowUpdate
@@ -54,28 +55,29 @@ QUEUE_MAX = 64  # updates that wait for one server; it is given the others as it
 
 
 class _Connection:
-    """Keeps a connection to one server, made again when it is needed. Use it in one thread."""
+    """Keeps a connection to one server, made again when it is needed. Use it in one thread.
 
-    def __init__(
-        self, access: ServerAccess, number: int, shards: tuple[int, ...], group: wire.TableGroup
-    ) -> None:
-        self._access, self._number, self._shards, self._group = access, number, shards, group
+    `address`: where the server listened at the last use.
+    """
+
+    def __init__(self, book: HolderBook, server: int, group: wire.TableGroup) -> None:
+        self._book, self._server, self._group = book, server, group
         self._channel: socket.socket | None = None
-        self._address = ""
+        self.address = ""
 
     def open(self) -> socket.socket:
         """Return the connection to a server that knows the group. OSError, WireError, UserError."""
-        address = self._access.find_address(self._number)
-        if address != self._address:
+        address = self._book.find_address(self._server)
+        if address != self.address:
             self.close()
         if self._channel is None:
             if not address:
-                raise ConnectionRefusedError(f"server {self._number} does not run now")
-            identity = self._access.identity
+                raise ConnectionRefusedError(f"{self._book.name(self._server)} does not run now")
+            identity, purpose = self._book.access.identity, (self._server, 0, 0)
             self._channel = peer_stream.connect(
-                address, identity, wire.MAGIC, (self._number, 0, 0), PATIENCE_S, REACH_S
+                address, identity, wire.MAGIC, purpose, PATIENCE_S, REACH_S
             )
-            self._address = address
+            self.address = address
             # A request is a message and arrays: none may wait for an acknowledgement.
             self._channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._begin(self._channel)
@@ -83,7 +85,9 @@ class _Connection:
 
     def _begin(self, channel: socket.socket) -> None:
         channel.settimeout(BEGIN_S)
-        peer_stream.send_message(channel, wire.BeginGroup(self._group, self._shards))
+        peer_stream.send_message(
+            channel, wire.BeginGroup(self._group, self._book.find_shards(self._server))
+        )
         answer = peer_stream.receive_message(channel, wire.Answer)
         channel.settimeout(PATIENCE_S)
         if answer.problem:
@@ -158,25 +162,22 @@ class _Kept:
 
 
 class RowClient:
-    """Reads and updates the rows of one group. `read` and `push` belong to the script's thread."""
+    """Reads and updates the rows of one group. `read` and `push` belong to the script's thread.
+
+    An heir is sent all updates of its server, and its rows are read if the server has none.
+    """
 
     def __init__(self, group: wire.TableGroup, access: ServerAccess) -> None:
         self._group, self._access = group, access
-        self.holders = find_holders(access.servers, access.replicas)
+        self.book = HolderBook(group.name, access)
         self._kept = _Kept(KEPT + access.staleness)
-        numbers = range(access.servers)
-        self._held = {n: find_shards(n, self.holders) for n in numbers}
-        self._reads = {n: _Connection(access, n, self._held[n], group) for n in numbers}
+        self._reads: dict[int, _Connection] = {}
         self._suspects: dict[int, float] = {}
         # Version and step of the checkpoint that the job has begun from, if it has.
         self._stored: tuple[int, int] | None = None
-        self._queues: dict[int, queue.Queue[tuple[int, tuple[int, ...]]]] = {
-            number: queue.Queue(QUEUE_MAX) for number in numbers
-        }
-        for number in numbers:
-            threading.Thread(
-                target=self._push_to, args=(number,), name=f"holdfast-rows-{number}", daemon=True
-            ).start()
+        self._queues: dict[int, queue.Queue[tuple[int, tuple[int, ...]]]] = {}
+        for number in range(access.servers):
+            self._begin_to_push(number)
 
     def begin_from(self, version: int, step: int, unread: Iterable[RowUpdate]) -> None:
         """Record that the state has come from the checkpoint of `step`, as has each row.
@@ -206,8 +207,13 @@ class RowClient:
         if part is None:
             return  # other workers send it, or a reader gives it
         place, members = part
+        for heir in self.book.list_heirs():
+            if heir not in self._queues:
+                self._begin_to_push(heir)
         for server, waiting in self._queues.items():
-            mine = tuple(s for s in self._held[server] if (s + number) % members == place)
+            self.book.look_at(server)
+            held = self.book.find_shards(server)
+            mine = tuple(s for s in held if (s + number) % members == place)
             if mine:
                 with suppress(queue.Full):
                     waiting.put_nowait((number, mine))
@@ -218,18 +224,21 @@ class RowClient:
         """Read these shards. UserError."""
         version = job.version
         stored = self._stored[0] if self._stored is not None else None
-        holders = {shard: self.holders[shard] for shard in shards}
         job.reading = reading = RowReading(
-            version, holders, self._kept.find_start(version), self.find_suspects(), stored
+            version,
+            self.book.find_holders(shards),
+            self._kept.find_start(version),
+            self.find_suspects(),
+            stored,
         )
         told_at = time.monotonic() + TOLD_S
         while not reading.is_done:
             if time.monotonic() >= told_at:
                 told_at = math.inf
-                missing = ", ".join(map(str, self.find_suspects()))
+                missing = ", ".join(map(self.book.name, self.find_suspects()))
                 self._access.tell(
-                    f"rows of {self._group.name} are being waited for since {TOLD_S:g} s: servers "
-                    f"{missing or 'that hold them'} do not answer, or are behind"
+                    f"rows of {self._group.name} are being waited for since {TOLD_S:g} s: "
+                    f"{missing or 'servers that hold them'} do not answer, or are behind"
                 )
             effects = reading.next()
             asked = [e for e in effects if isinstance(e, Ask) and self._try(job, e, self._send)]
@@ -246,16 +255,22 @@ class RowClient:
             act(job, effect)
         except (OSError, WireError):
             self._suspects[effect.server] = time.monotonic() + SUSPECT_S
-            self._reads[effect.server].close()
+            self._find_reader(effect.server).close()
             job.reading.record_silence(effect.server)
             return False
         return True
+
+    def _find_reader(self, server: int) -> _Connection:
+        """Return the connection by which the script's thread asks a server."""
+        if server not in self._reads:
+            self._reads[server] = _Connection(self.book, server, self._group)
+        return self._reads[server]
 
     def _carry_out(self, job: Read, effect: RowReadingEffect) -> None:
         match effect:
             case WaitAgain():
                 time.sleep(PAUSE_S)
-                job.reading.try_again()
+                job.reading.try_again(self.book.find_holders(job.reading.missing))
             case Lost(shards):
                 self._access.lose(
                     f"rows of {self._group.name} are lost: no server that is left has shards "
@@ -270,13 +285,12 @@ class RowClient:
 
     def _order(self, _: Read, effect: Give | OrderCopy | OrderReset | OrderLoad) -> None:
         """Send a server an order, or updates. OSError, WireError, UserError."""
-        connection, name = self._reads[effect.server], self._group.name
+        connection, name = self._find_reader(effect.server), self._group.name
         match effect:
             case Give(_, after, shards):
                 self._give(connection, after, shards)
             case OrderCopy(_, source, shards):
-                address = self._access.find_address(source)
-                connection.order(wire.FetchShards(name, address, shards))
+                connection.order(wire.FetchShards(name, self.book.find_address(source), shards))
             case OrderReset(_, shards):
                 connection.order(wire.ResetRows(name, shards))
             case OrderLoad(_, shards):
@@ -290,10 +304,9 @@ class RowClient:
         members, and their number: each orders some of the servers. Returns at once.
         """
         place, members = part
-        for server, held in self._held.items():
-            if server % members != place:
-                continue
-            shards = tuple(s for s in held if self.holders[s][0] == server)
+        for server in range(place, self._access.servers, members):
+            held = self.book.find_shards(server)
+            shards = tuple(s for s in held if self.book.holders[s][0] == server)
             request = wire.SaveShards(
                 self._group.name, version, shards, step, token, first + server
             )
@@ -301,7 +314,7 @@ class RowClient:
 
     def _order_save(self, server: int, request: wire.SaveShards) -> None:
         """Order a save, again and again while the server cannot carry it out yet."""
-        connection = _Connection(self._access, server, self._held[server], self._group)
+        connection = _Connection(self.book, server, self._group)
         for _ in range(SAVE_TRIES):
             with suppress(OSError, WireError, UserError):
                 if not connection.order(request).problem:
@@ -317,11 +330,11 @@ class RowClient:
 
     def _send(self, job: Read, ask: Ask) -> None:
         """Ask a server for these shards. OSError, WireError, UserError."""
-        job.send(self._reads[ask.server].open(), ask.shards)
+        job.send(self._find_reader(ask.server).open(), ask.shards)
 
     def _receive(self, job: Read, ask: Ask) -> None:
         """Receive an answer, and what comes with it. OSError, WireError, UserError."""
-        channel, reading = self._reads[ask.server].open(), job.reading
+        channel, reading = self._find_reader(ask.server).open(), job.reading
         answer = peer_stream.receive_message(channel, wire.Answer)
         if answer.unknown:
             raise WireError("the server does not know these tables any more")
@@ -336,7 +349,8 @@ class RowClient:
         if answer.dropped:
             shards = ", ".join(map(str, answer.dropped))
             self._access.tell(
-                f"server {server}: memory with rows of {self._group.name} has changed by itself; "
+                f"{self.book.name(server)}: memory with rows of {self._group.name} "
+                "has changed by itself; "
                 f"the server drops shards {shards} and gets them again"
             )
 
@@ -346,15 +360,22 @@ class RowClient:
 
     # ------------------------------------------------------------ pushing
 
+    def _begin_to_push(self, server: int) -> None:
+        """Start the thread that sends a server, or an heir, its updates."""
+        self._queues[server] = queue.Queue(QUEUE_MAX)
+        name = f"holdfast-rows-{server}"
+        threading.Thread(target=self._push_to, args=(server,), name=name, daemon=True).start()
+
     def _push_to(self, server: int) -> None:
         """Send one server its updates, for ever."""
-        connection = _Connection(self._access, server, self._held[server], self._group)
+        connection = _Connection(self.book, server, self._group)
         while True:
             number, shards = self._queues[server].get()
             try:
                 self._push_one(connection, server, number, shards)
             except (OSError, WireError, UserError):
                 connection.close()  # readers give it this update later, and report errors
+                self.book.record_silence(server)
 
     def _push_one(
         self, connection: _Connection, server: int, number: int, shards: tuple[int, ...]
@@ -364,13 +385,14 @@ class RowClient:
             return
         answer = connection.give(number, shards, update)
         self._tell_of_damage(server, answer)
+        self.book.record_answer(server, connection.address, shards, answer.standing)
         standing = replace(answer.standing, past=())
-        holders = {shard: self.holders[shard] for shard in shards}
+        holders = self.book.find_holders(shards)
         for effect in bring_up(server, standing, self._kept.find_start(number), holders):
             if isinstance(effect, Give):
                 self._give(connection, effect.after, effect.shards)
             elif isinstance(effect, OrderCopy):
-                address = self._access.find_address(effect.source)
+                address = self.book.find_address(effect.source)
                 if address:
                     name = self._group.name
                     connection.order(wire.FetchShards(name, address, effect.shards))

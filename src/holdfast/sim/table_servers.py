@@ -1,35 +1,26 @@
 """Simulates servers of tables and the workers that read and update rows, from one seed.
 
-The machines are the product's (core/servers/); rows are one number for each shard, and an update
-changes it in a way that no other order or repetition of updates could. So the right answer to every
-read is known beforehand. Servers die, freeze and are cut off, their memory changes by itself,
-workers die and forget their last updates, and messages come late or never.
+The machines are the product's (core/servers/), and the right answer to every read is known
+beforehand. Servers die, freeze, are cut off and move, their memory changes by itself, workers die
+and forget their last updates, and messages come late or never.
 """
 
 from __future__ import annotations
 
-import heapq
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from holdfast.core.errors import InvariantError, assert_never, require
 from holdfast.core.servers.holdings import (
-    AdoptCopy,
-    ApplyUpdate,
     CopyArrived,
     CopyBegun,
     CopyFailed,
-    ForgetUpdate,
-    Holdings,
-    HoldingsEvent,
     ResetAsked,
-    ResetShards,
-    ShardsDamaged,
     ShardStanding,
     UpdateArrived,
 )
-from holdfast.core.servers.placement import SHARDS, find_holders, find_shards
+from holdfast.core.servers.placement import SHARDS
 from holdfast.core.servers.reading import (
     Ask,
     Give,
@@ -42,17 +33,21 @@ from holdfast.core.servers.reading import (
     WaitAgain,
     bring_up,
 )
+from holdfast.sim.server_moves import ROWS, ServerMoves, SimWorker
+from holdfast.sim.simulated_servers import RowMessages, RowTruth, SimServer
 from holdfast.sim.wrong_bits import Violation
 
-_PRIME = (1 << 61) - 1
 KEPT = 6  # updates that a worker keeps, besides those that reads do not see yet
-PATIENCE_S = 0.2  # a worker waits this long for a server
 WAIT_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSimOptions:
-    """Describes a simulated job. `faults`: how many happen before `quiet_at` (seconds)."""
+    """Describes a simulated job.
+
+    `faults`, `moves`: how many faults happen, and moves of servers begin, before `quiet_at`
+    (seconds).
+    """
 
     servers: int = 3
     replicas: int = 2
@@ -61,6 +56,7 @@ class TableSimOptions:
     saves_every: int = 0  # steps between two checkpoints; 0: there are none
     steps: int = 60
     faults: int = 12
+    moves: int = 0
     quiet_at: float = 4.0
     ends_by: float = 120.0
 
@@ -80,177 +76,7 @@ class TableSimReport:
     restarts: int  # times that the whole job began again, since rows were lost
     damages: int  # shards that servers have dropped, since their memory had changed
     faults: int
-
-
-def grow(shard: int, value: int, number: int) -> int:
-    """Return a shard's value after update `number`, given the one before it."""
-    return (value * 1_000_003 + number * 7919 + shard + 1) % _PRIME
-
-
-class RowTruth:
-    """Knows the value of every shard after every update."""
-
-    def __init__(self) -> None:
-        self._values: list[list[int]] = [[shard] for shard in range(SHARDS)]
-
-    def value(self, shard: int, version: int) -> int:
-        values = self._values[shard]
-        while len(values) <= version:
-            values.append(grow(shard, values[-1], len(values)))
-        return values[version]
-
-
-class SimServer:
-    """Is one process of a server: its machine, its values, and what happens to it."""
-
-    def __init__(self, number: int, shards: tuple[int, ...], truth: RowTruth) -> None:
-        self.number = number
-        self.holdings = Holdings(shards)
-        self.is_dead = False
-        self.frozen_until = 0.0
-        self.cut_until = 0.0
-        self._truth = truth
-        self.values = {shard: truth.value(shard, 0) for shard in shards}
-        self._written = dict(self.values)  # stands for the checksums of the rows
-        self.damages = 0
-        self._old: dict[int, list[tuple[int, int]]] = {shard: [] for shard in shards}
-        self._copies: dict[int, int] = {}
-        self._tokens: set[int] = set()
-
-    def handle(self, event: HoldingsEvent, copied: int = 0) -> None:
-        """Feed the machine, and carry out its orders; `copied`: the value of a copy."""
-        if isinstance(event, UpdateArrived):
-            self._tokens.add(event.token)
-        if isinstance(event, CopyArrived):
-            self._copies[event.shard] = copied
-        damaged: list[int] = []
-        for effect in self.holdings.handle(event):
-            match effect:
-                case ApplyUpdate(number, shards, token):
-                    self._need(token in self._tokens, f"update {number} was forgotten before")
-                    damaged += [shard for shard in shards if self.is_damaged(shard)]
-                    for shard in shards:
-                        if shard not in damaged:
-                            self._old[shard].append((number, self.values[shard]))
-                            self._write(shard, grow(shard, self.values[shard], number))
-                case AdoptCopy(shard):
-                    self._write(shard, self._copies.pop(shard))
-                    self._old[shard].clear()
-                case ResetShards(shards):
-                    for shard in shards:
-                        self._write(shard, self._truth.value(shard, 0))
-                        self._old[shard].clear()
-                case ForgetUpdate(token):
-                    self._tokens.discard(token)
-                case _:
-                    assert_never(effect)
-        self.holdings.check()
-        if damaged:
-            self.drop(damaged)
-            return
-        for shard, value in self._written.items():
-            version = self.holdings.version(shard)
-            right = value == self._truth.value(shard, version)
-            self._need(right, f"shard {shard} is not as after {version} updates")
-
-    def _write(self, shard: int, value: int) -> None:
-        self.values[shard] = self._written[shard] = value
-
-    def flip(self, shard: int, bit: int) -> None:
-        """Change a value as a fault of the memory does."""
-        self.values[shard] ^= 1 << bit
-
-    def is_damaged(self, shard: int) -> bool:
-        """Return whether a value is not as it was written."""
-        return self.values[shard] != self._written[shard]
-
-    def drop(self, shards: Sequence[int]) -> None:
-        """Begin again with the first values of shards whose memory has changed."""
-        self.damages += len(shards)
-        self.handle(ShardsDamaged(tuple(shards)))
-
-    def drop_damaged(self, shards: Sequence[int]) -> None:
-        """Drop those of these shards whose memory has changed."""
-        found = [shard for shard in shards if shard in self.values and self.is_damaged(shard)]
-        if found:
-            self.drop(found)
-
-    def read(self, shard: int, version: int) -> int:
-        """Return a value as of a version, by undoing later updates."""
-        value = self.values[shard]
-        for number, old in reversed(self._old[shard]):
-            if number > version:
-                value = old
-        return value
-
-    def _need(self, condition: bool, text: str) -> None:
-        if not condition:
-            raise Violation(f"server {self.number}: {text}")
-
-
-class RowMessages:
-    """Carries out acts in the order of their times, and delivers requests to servers."""
-
-    def __init__(self, dice: random.Random) -> None:
-        self.now = 0.0
-        self.servers: list[SimServer] = []
-        self._dice, self._order = dice, 0
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-
-    def step(self) -> None:
-        """Carry out the next act. InvariantError if there is none."""
-        require(bool(self._queue), "nothing is left to happen")
-        self.now, _, act = heapq.heappop(self._queue)
-        act()
-
-    def call_at(self, when: float, act: Callable[[], None]) -> None:
-        self._order += 1
-        heapq.heappush(self._queue, (when, self._order, act))
-
-    def call_after(self, delay_s: float, act: Callable[[], None]) -> None:
-        self.call_at(self.now + delay_s, act)
-
-    def latency(self) -> float:
-        """Draw how long a message takes, in seconds."""
-        slow = self._dice.random() < 0.05
-        return self._dice.uniform(0.01, 0.15) if slow else self._dice.uniform(0.0005, 0.004)
-
-    def call(
-        self, number: int, act: Callable[[SimServer], object], answer: Callable[[object], None]
-    ) -> None:
-        """Send a request; `answer` gets what `act` returns, or None if no answer comes."""
-        server = self.servers[number]
-        answered = [False]
-
-        def reply(found: object) -> None:
-            if not answered[0]:
-                answered[0] = True
-                answer(found)
-
-        def deliver() -> None:
-            if server.is_dead or server is not self.servers[number]:
-                self.call_after(self.latency(), lambda: reply(None))
-            elif self.now < server.frozen_until:
-                self.call_at(server.frozen_until + self.latency(), deliver)
-            elif self.now >= server.cut_until:
-                found = act(server)
-                self.call_after(self.latency(), lambda: reply(found))
-
-        self.call_after(self.latency(), deliver)
-        self.call_after(PATIENCE_S, lambda: reply(None))
-
-
-@dataclass(slots=True)
-class SimWorker:
-    """Is one worker: how many updates it has committed, and which it keeps."""
-
-    number: int
-    committed: int = 0
-    kept_after: int = 0
-    reading: RowReading | None = None
-    version: int = 0  # the read's
-    attempt: int = 0  # grows when the job begins again, or the worker is replaced
-    suspects: dict[int, float] = field(default_factory=dict)
+    moves: int  # servers that have moved
 
 
 class TableWorld:
@@ -259,21 +85,23 @@ class TableWorld:
     def __init__(self, options: TableSimOptions, seed: int) -> None:
         self._options, self._dice = options, random.Random(seed)
         self._truth, self._time = RowTruth(), RowMessages(self._dice)
-        self._holders = find_holders(options.servers, options.replicas)
-        self._time.servers = [self._new_server(n) for n in range(options.servers)]
         self._workers = [SimWorker(n) for n in range(options.workers)]
+        counts = options.servers, options.replicas
+        self._moves = ServerMoves(self._time, self._truth, self._dice, counts, self._workers)
         self._arrived: set[int] = set()
         self._saved = 0  # the newest checkpoint
         self._begun_from: int | None = None  # the one that the job has gone back to
         self._tokens = 0
         self._kept = KEPT + options.staleness
-        counted = "reads", "copies", "gives", "restarts", "damages", "faults"
+        counted = "reads", "copies", "gives", "restarts", "faults"
         self._counts = dict.fromkeys(counted, 0)
 
     def run(self) -> TableSimReport:
         """Simulate until every worker has taken all steps."""
         for _ in range(self._options.faults):
             self._time.call_at(self._dice.uniform(0.05, self._options.quiet_at), self._strike)
+        for _ in range(self._options.moves):
+            self._time.call_at(self._dice.uniform(0.05, self._options.quiet_at), self._moves.begin)
         for worker in self._workers:
             self._time.call_at(self._dice.uniform(0, 0.05), self._starter(worker))
         while not self._is_over():
@@ -281,8 +109,8 @@ class TableWorld:
             if self._time.now > self._options.ends_by:
                 raise Violation(f"no end in {self._options.ends_by:g} s: {self._workers}")
         least = min(worker.committed for worker in self._workers)
-        self._counts["damages"] += sum(server.damages for server in self._time.servers)
-        return TableSimReport(steps=least, **self._counts)
+        moves, damages = self._moves.count, self._moves.count_damages()
+        return TableSimReport(steps=least, moves=moves, damages=damages, **self._counts)
 
     def _is_over(self) -> bool:
         return all(worker.committed >= self._options.steps for worker in self._workers)
@@ -302,7 +130,7 @@ class TableWorld:
         wanted = self._dice.sample(range(SHARDS), self._dice.randint(1, SHARDS))
         worker.version = max(worker.committed - self._options.staleness, 0)
         suspects = [n for n, until in worker.suspects.items() if self._time.now < until]
-        holders = {shard: self._holders[shard] for shard in sorted(wanted)}
+        holders = self._moves.find_holders(worker, sorted(wanted))
         worker.reading = RowReading(
             worker.version, holders, worker.kept_after, suspects, self._begun_from
         )
@@ -337,7 +165,7 @@ class TableWorld:
             case WaitAgain():
 
                 def go_on_again() -> None:
-                    reading.try_again()
+                    reading.try_again(self._moves.find_holders(worker, reading.missing))
                     self._go_on(worker, reading)
 
                 self._time.call_after(WAIT_S, go_on_again)
@@ -400,12 +228,19 @@ class TableWorld:
 
         def act(server: SimServer) -> object:
             server.handle(event)
-            return server.holdings.judge(update, shards)
+            return server.name, server.holdings.judge(update, shards)
 
         def answer(found: object) -> None:
-            if isinstance(found, ShardStanding) and worker.attempt == attempt:
-                holders = {shard: self._holders[shard] for shard in shards}
-                known = replace(found, past=())
+            moves = number - self._options.servers
+            if found is None and moves >= 0:
+                worker.progress.record_silence(ROWS, moves)
+            if isinstance(found, tuple) and worker.attempt == attempt:
+                name, standing = found
+                if moves >= 0:
+                    worker.progress.record_answer(ROWS, moves, name, shards, standing)
+                    self._moves.report_complete(worker)
+                holders = self._moves.find_holders(worker, shards)
+                known = replace(standing, past=())
                 for effect in bring_up(number, known, worker.kept_after, holders):
                     if isinstance(effect, Give):
                         self._give(worker, effect.server, effect.after, effect.shards)
@@ -431,12 +266,12 @@ class TableWorld:
 
     def _push(self, worker: SimWorker) -> None:
         """Send the update of this worker's part of the shards to all servers of these shards."""
-        mine = worker.number
-        due = [s for s in range(SHARDS) if s % len(self._workers) == mine]
-        for number in range(self._options.servers):
-            held = tuple(s for s in due if number in self._holders[s])
+        update, mine, count = worker.committed, worker.number, self._options.servers
+        due = [s for s in range(SHARDS) if (s + update) % len(self._workers) == mine]
+        for number in (*range(count), *(count + n for n in sorted(worker.heirs))):
+            held = tuple(s for s in due if number % count in self._moves.holders[s])
             if held and self._dice.random() > 0.03:
-                self._send_update(worker, number, worker.committed, held)
+                self._send_update(worker, number, update, held)
 
     def _order_copy(self, number: int, source: int, shards: tuple[int, ...]) -> None:
         """Have one server fetch shards from another one."""
@@ -488,7 +323,7 @@ class TableWorld:
 
     def _check_lost(self, worker: SimWorker, shards: tuple[int, ...]) -> None:
         for shard in shards:
-            for number in self._holders[shard]:
+            for number in self._moves.find_holders(worker, [shard])[shard]:
                 server = self._time.servers[number]
                 standing = server.holdings.judge(worker.version, [shard])
                 if not server.is_dead and standing.can_serve:
@@ -512,18 +347,14 @@ class TableWorld:
 
     # ------------------------------------------------------------ faults
 
-    def _new_server(self, number: int) -> SimServer:
-        return SimServer(number, find_shards(number, self._holders), self._truth)
-
     def _strike(self) -> None:
         self._counts["faults"] += 1
-        number = self._dice.randrange(self._options.servers)
-        server = self._time.servers[number]
+        server = self._time.servers[self._dice.choice(self._moves.list_running())]
         match self._dice.choice(("kill", "kill", "freeze", "cut", "forget", "flip")):
             case "kill":
                 server.is_dead = True
                 delay_s = self._dice.choice((0.02, 0.2, 1.0))
-                self._time.call_after(delay_s, lambda: self._restart(number, server))
+                self._time.call_after(delay_s, lambda: self._moves.restart(server))
             case "flip" if not server.is_dead:
                 shards = self._dice.sample(sorted(server.values), min(2, len(server.values)))
                 for shard in shards:
@@ -542,12 +373,6 @@ class TableWorld:
                 elif worker.number not in self._arrived:
                     self._time.call_after(0.05, self._starter(worker))
 
-    def _restart(self, number: int, server: SimServer) -> None:
-        self._counts["damages"] += server.damages
-        server.damages = 0
-        if self._time.servers[number] is server:
-            self._time.servers[number] = self._new_server(number)
-
 
 def draw_options(seed: int) -> TableSimOptions:
     """Draw a job from a seed: its servers, replicas, workers, staleness and faults."""
@@ -560,6 +385,7 @@ def draw_options(seed: int) -> TableSimOptions:
         staleness=staleness,
         saves_every=dice.choice((0, 7)),
         faults=dice.choice((0, 4, 12, 30)),
+        moves=dice.choice((0, 2, 8)),
     )
 
 

@@ -15,7 +15,7 @@ from holdfast.core.job_spec import JobSpec
 from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.replica.saves import SavePolicy
 from holdfast.core.step.balance import BalancePolicy
-from holdfast.core.step.events import EventNoted, Loading, Reachable, StateLost
+from holdfast.core.step.events import EventNoted, HeirsSeen, Loading, Reachable, StateLost
 from holdfast.core.step.speculation import Patience
 from holdfast.core.step.step_policy import StepPolicy
 from holdfast.core.types import Peer, WorkerId
@@ -51,7 +51,7 @@ from holdfast.train.script.parameter_watch import ParameterWatch
 from holdfast.train.script.plain_state import PlainState, StateComparison
 from holdfast.train.script.processor_kind import kind_of_processor
 from holdfast.train.script.repeated_tasks import RepeatedTasks
-from holdfast.train.script.row_updates import RowUpdates, ServerAccess
+from holdfast.train.script.row_updates import HeirWatch, RowUpdates, ServerAccess
 from holdfast.train.script.script_guard import ScriptGuard
 from holdfast.train.script.script_memory import ScriptMemory
 from holdfast.train.script.script_state import ScriptState
@@ -413,6 +413,9 @@ def _connect_servers(control: Control, updates: RowUpdates) -> None:
     def find_address(number: int) -> str:
         return link.servers.get(number, "") if isinstance(link, AgentLink) else ""
 
+    def find_heir(number: int) -> str:
+        return link.heirs.get(number, "") if isinstance(link, AgentLink) else ""
+
     def find_part() -> tuple[int, int] | None:
         view = driver.view
         if view is None or view.member(WorkerId(me.worker)) is None:
@@ -431,6 +434,8 @@ def _connect_servers(control: Control, updates: RowUpdates) -> None:
         staleness=me.spec.servers.staleness,
         identity=me.identity(),
         find_address=find_address,
+        find_heir=find_heir,
+        heirs=HeirWatch(lambda addresses: driver.post(HeirsSeen(addresses))),
         find_part=find_part,
         lose=lose,
         tell=lambda text: driver.post(EventNoted("tables", text)),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from holdfast.core.domains import Domains
 from holdfast.core.errors import assert_never, require
-from holdfast.core.membership.departure import Departure
+from holdfast.core.membership.departure import Departure, MoveOrders
 from holdfast.core.membership.lease import LeasePolicy, acting_deadline
 from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
 from holdfast.core.membership.own_job import OwnJob
@@ -275,7 +275,7 @@ class AgentMachine:
         self._pid = pid
         self._policy = policy
         self._departure = Departure()
-        self._leaving: dict[WorkerId, Leaving] = {}
+        self._moves = MoveOrders()
         self._domains: Domains = ()
         self._held = MemoryHeld(())
         self._servers: tuple[RunningServer, ...] = ()
@@ -315,9 +315,11 @@ class AgentMachine:
                 self._job.ended = True
                 effects += self._end_all("the job is over")
             case Drained(reason, failing, leave, deadline_s):
-                urgent = self._departure.ask(reason, failing, leave, now + deadline_s)
+                by, report = now + deadline_s, self._seq + 1
+                urgent = self._departure.ask(reason, failing, leave, by, report)
             case MoveAsked(leaving):
-                urgent = self._move(leaving)
+                if (process := self._processes.get(leaving.worker)) is not None:
+                    urgent = self._moves.ask(leaving, process.status.incarnation)
             case Labelled(domains):
                 urgent, self._domains = domains != self._domains, domains
             case MemoryHeld():
@@ -338,8 +340,8 @@ class AgentMachine:
     @property
     def _is_done(self) -> bool:
         """Return whether this agent should end, once nothing runs here any more."""
-        told, leaves = self._directive, self._departure.for_good
-        return self._job.is_gone or (told is not None and (told.shutdown or leaves))
+        told = self._directive
+        return self._job.is_gone or self._departure.may_end(self._agent, told, self._now)
 
     def deadline(self) -> float | None:
         if self._job.is_gone:  # only the ends of its processes are waited for
@@ -582,26 +584,13 @@ class AgentMachine:
             pieces_at=self._held.address,
             pieces_bytes=self._held.size,
             servers=self._servers,
-            leaving=tuple(filter(self._runs, (v for _, v in sorted(self._leaving.items())))),
+            leaving=self._moves.list_open(self._find_current),
             view_known=view.number if view else NO_VIEW,
             view=view if forgotten else None,
             release_loop=directive.release_loop if directive else 0,
             ending=directive is not None and directive.shutdown,
             workers=tuple(p.status for _, p in sorted(self._processes.items())),
         )
-
-    def _move(self, leaving: Leaving) -> bool:
-        """Record that the process that runs as this worker is to be moved; tell if that is news."""
-        process = self._processes.get(leaving.worker)
-        if process is None:
-            return False
-        named = dataclasses.replace(leaving, incarnation=process.status.incarnation)
-        news = self._leaving.get(leaving.worker) != named
-        self._leaving[leaving.worker] = named
-        return news
-
-    def _runs(self, leaving: Leaving) -> bool:
-        return self._find_current(leaving.worker, leaving.incarnation) is not None
 
     def _find_current(self, worker: WorkerId, incarnation: Incarnation) -> _Process | None:
         process = self._processes.get(worker)

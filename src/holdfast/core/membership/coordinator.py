@@ -248,7 +248,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             yield self._stopping.until
         if self._last_saves.due_at is not None:
             yield self._last_saves.due_at
-        if self._followers.order is not None:
+        if self._followers.order is not None or self._server_places.heirs:
             ends = (node.leave_by - LEAVE_RESERVE_S for node in self._roster.nodes.values())
             yield from (at for at in ends if at != float("inf"))
         if self._outcome is not None:

@@ -1,6 +1,11 @@
-"""Knows whether a node asks to be left, why, and when it will be gone."""
+"""Knows whether a node asks to be left, why, and when it will be gone; and who leaves alone."""
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from holdfast.core.types import AgentId, Directive, Incarnation, Leaving, WorkerId
 
 NEVER = float("inf")
 
@@ -15,16 +20,56 @@ class Departure:
         self.reason = self.failing = ""
         self.for_good = False
         self._by = NEVER
+        self._told_in = 0  # the number of the first report that says so
 
-    def ask(self, reason: str, failing: str, for_good: bool, by: float) -> bool:
-        """Take in a request, or (an empty reason) its end; return whether that is news."""
+    def ask(self, reason: str, failing: str, for_good: bool, by: float, report: int) -> bool:
+        """Take in a request, or (an empty reason) its end; return whether that is news.
+
+        `report`: the number of the next report to the coordinator.
+        """
         if self.for_good and not for_good:
             return False
+        if not self.for_good:
+            self._told_in = report
         news = by < self._by or (reason, failing) != (self.reason, self.failing)
         self.reason, self.failing, self.for_good = reason, failing, for_good
         self._by = min(self._by, by) if for_good else by
         return news
 
+    def may_end(self, agent: AgentId, told: Directive | None, now: float) -> bool:
+        """Return whether the job is over, or this node leaves and its servers need it no longer.
+
+        They do until the coordinator knows of the departure, and then until their heirs elsewhere
+        have all rows; but no longer than the node is there.
+        """
+        if told is None or told.shutdown:
+            return told is not None
+        mine = {each.number for each in told.servers if each.agent == agent and not each.heir}
+        if told.heard >= self._told_in:
+            mine &= {each.number for each in told.servers if each.heir}
+        return self.for_good and (not mine or now >= self._by)
+
     def remaining_s(self, now: float) -> float:
         """Return the seconds until this node is taken away; infinite if that is not known."""
         return max(self._by - now, 0.0)
+
+
+class MoveOrders:
+    """Keeps the orders to move workers of a node, the newest for each worker."""
+
+    def __init__(self) -> None:
+        self._orders: dict[WorkerId, Leaving] = {}
+
+    def ask(self, order: Leaving, incarnation: Incarnation) -> bool:
+        """Record that the process that runs as this worker is to be moved; tell if that is news."""
+        named = dataclasses.replace(order, incarnation=incarnation)
+        news = self._orders.get(order.worker) != named
+        self._orders[order.worker] = named
+        return news
+
+    def list_open(
+        self, find: Callable[[WorkerId, Incarnation], object | None]
+    ) -> tuple[Leaving, ...]:
+        """Return the orders for processes that `find` finds."""
+        orders = (order for _, order in sorted(self._orders.items()))
+        return tuple(o for o in orders if find(o.worker, o.incarnation) is not None)

@@ -185,12 +185,17 @@ class RowReading:
             if server in each.tries and each.served_by is None:
                 each.tries[server] = Try.UNREACHED
 
-    def try_again(self) -> None:
-        """Ask all servers again, after a wait."""
-        for each in self._shards.values():
-            if each.served_by is None:
-                each.tries = dict.fromkeys(each.tries, Try.OPEN)
-                each.gives.clear()
+    @property
+    def missing(self) -> list[int]:
+        """Return the shards that no server has served yet."""
+        return [shard for shard, each in self._shards.items() if each.served_by is None]
+
+    def try_again(self, holders: Mapping[int, Sequence[int]]) -> None:
+        """Ask all servers again, after a wait. `holders`: those of the missing shards now."""
+        for shard in self.missing:
+            each = self._shards[shard]
+            each.tries = dict.fromkeys(holders[shard], Try.OPEN)
+            each.gives.clear()
 
     def _unstick(self, stuck: Sequence[int]) -> list[RowReadingEffect]:
         resets: dict[int, list[int]] = {}

@@ -239,6 +239,13 @@ class EventNoted:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class HeirsSeen:
+    """All the servers' heirs at these addresses, and no others, have all rows, as they answer."""
+
+    addresses: tuple[str, ...]
+
+
 # ---------------------------------------------------------------- events: the view's group
 
 
@@ -378,6 +385,7 @@ WorkerEvent = (
     | StateProtected
     | FollowerBehind
     | EventNoted
+    | HeirsSeen
     | Tick
     | GroupBroken
     | LinkLost

@@ -149,6 +149,9 @@ class WorkerMachine:
                 self._handle_directive(directive)
             case ev.EventNoted(kind, text):
                 standing.note(kind, text)
+            case ev.HeirsSeen(addresses):
+                standing.change(heirs=addresses)
+                standing.tell()
             case ev.GroupBroken(view):
                 membership.handle_broken_group(view)
             case ev.LinkLost(view, peers):

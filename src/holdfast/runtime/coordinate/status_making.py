@@ -97,7 +97,7 @@ def nodes_of(snapshot: CoordinatorSnapshot) -> tuple[NodeStatus, ...]:
 
 def servers_of(snapshot: CoordinatorSnapshot) -> tuple[ServerStatus, ...]:
     """List the servers of tables that listen, where they are to run."""
-    placed = {place.number: place.agent for place in snapshot.record.servers}
+    placed = {each.number: each.agent for each in snapshot.record.servers if not each.heir}
     return tuple(
         ServerStatus(number=each.number, agent=node.agent, pid=each.pid, address=each.address)
         for node in snapshot.agents

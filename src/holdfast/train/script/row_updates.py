@@ -7,7 +7,8 @@ know what a table is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,47 @@ import torch
 from torch import nn
 
 from holdfast.core.errors import UserError
+from holdfast.core.servers.heirs import HeirProgress
+from holdfast.core.servers.holdings import ShardStanding
 from holdfast.net.peer_identity import PeerIdentity
 
 ATTRIBUTE = "row_optimizer"
+
+
+class HeirWatch:
+    """Reports which heirs of servers have all rows, whenever that changes. Threads may share it."""
+
+    def __init__(self, report: Callable[[tuple[str, ...]], object]) -> None:
+        """Take a function that is called with the addresses of all these heirs."""
+        self._report = report
+        self._told: tuple[str, ...] = ()
+        self._progress = HeirProgress()
+        self._lock = threading.Lock()
+
+    def add_group(self, group: str, held: Mapping[int, Sequence[int]]) -> None:
+        """Add a group of tables. `held`: the shards that each server holds."""
+        with self._lock:
+            self._progress.add_group(group, held)
+
+    def record_answer(
+        self, group: str, server: int, address: str, shards: Sequence[int], standing: ShardStanding
+    ) -> None:
+        """Take in what the heir of a server has answered to an update of these shards."""
+        with self._lock:
+            self._progress.record_answer(group, server, address, shards, standing)
+            self._tell()
+
+    def record_silence(self, group: str, server: int) -> None:
+        """Take in that the heir of a server has not answered, or that there is none."""
+        with self._lock:
+            self._progress.record_silence(group, server)
+            self._tell()
+
+    def _tell(self) -> None:
+        found = self._progress.list_complete()
+        if found != self._told:
+            self._told = found
+            self._report(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +64,11 @@ class ServerAccess:
     """Describes how a worker reaches the servers that hold rows.
 
     `staleness`: how many of the last updates a read leaves out. `find_address`: returns where a
-    server listens, empty while that is not known. `find_part`: returns this worker's place among
-    the members and their number, or None if it is none now. `lose`: gives this worker's state up,
-    since rows are lost, and does not return. `tell`: adds a line to the job's events.
+    server listens, empty while that is not known. `find_heir`: likewise for a second process of the
+    server, which copies its rows to another node; empty if there is none. `heirs`: is told how far
+    these are. `find_part`: returns this worker's place among the members and their number, or None
+    if it is none now. `lose`: gives this worker's state up, since rows are lost, and does not
+    return. `tell`: adds a line to the job's events.
     """
 
     servers: int
@@ -35,6 +76,8 @@ class ServerAccess:
     staleness: int
     identity: PeerIdentity
     find_address: Callable[[int], str]
+    find_heir: Callable[[int], str]
+    heirs: HeirWatch
     find_part: Callable[[], tuple[int, int] | None]
     lose: Callable[[str], object]
     tell: Callable[[str], object]

@@ -47,6 +47,7 @@ class AgentLink:
         self._lock = threading.Lock()
         self.pass_on: Callable[[StacksRequest], None] = lambda _: None  # to further processes
         self.servers: dict[int, str] = {}  # where those of tables listen, by their numbers
+        self.heirs: dict[int, str] = {}  # where their heirs listen, likewise
         self._addresses: dict[Peer, Address] = {}  # sent again until the address book comes
 
     def tell(self, status: WorkerStatus) -> None:
@@ -108,7 +109,10 @@ class AgentLink:
                     self._addresses = {}
                 driver.learn_addresses(message.view, dict(message.addresses))
         else:
-            self.servers = {each.number: each.address for each in message.servers}
+            self.servers, self.heirs = (
+                {each.number: each.address for each in message.servers if each.heir is is_heir}
+                for is_heir in (False, True)
+            )
             driver.post(Directed(message))
 
 

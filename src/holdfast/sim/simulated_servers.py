@@ -1,0 +1,187 @@
+"""Is servers of tables and their network, as the simulator of tables has them.
+
+A server's machine is the product's (core/servers/); its rows are one number for each shard, and an
+update changes it in a way that no other order or repetition of updates could.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Sequence
+
+from holdfast.core.errors import assert_never, require
+from holdfast.core.servers.holdings import (
+    AdoptCopy,
+    ApplyUpdate,
+    CopyArrived,
+    ForgetUpdate,
+    Holdings,
+    HoldingsEvent,
+    ResetShards,
+    ShardsDamaged,
+    UpdateArrived,
+)
+from holdfast.core.servers.placement import SHARDS
+from holdfast.sim.wrong_bits import Violation
+
+_PRIME = (1 << 61) - 1
+PATIENCE_S = 0.2  # a worker waits this long for a server
+
+
+def grow(shard: int, value: int, number: int) -> int:
+    """Return a shard's value after update `number`, given the one before it."""
+    return (value * 1_000_003 + number * 7919 + shard + 1) % _PRIME
+
+
+class RowTruth:
+    """Knows the value of every shard after every update."""
+
+    def __init__(self) -> None:
+        self._values: list[list[int]] = [[shard] for shard in range(SHARDS)]
+
+    def value(self, shard: int, version: int) -> int:
+        values = self._values[shard]
+        while len(values) <= version:
+            values.append(grow(shard, values[-1], len(values)))
+        return values[version]
+
+
+class SimServer:
+    """Is one process of a server: its machine, its values, and what happens to it."""
+
+    def __init__(self, number: int, shards: tuple[int, ...], truth: RowTruth, name: str) -> None:
+        self.number, self.name = number, name
+        self.holdings = Holdings(shards)
+        self.is_dead = False
+        self.frozen_until = 0.0
+        self.cut_until = 0.0
+        self._truth = truth
+        self.values = {shard: truth.value(shard, 0) for shard in shards}
+        self._written = dict(self.values)  # stands for the checksums of the rows
+        self.damages = 0
+        self._old: dict[int, list[tuple[int, int]]] = {shard: [] for shard in shards}
+        self._copies: dict[int, int] = {}
+        self._tokens: set[int] = set()
+
+    def handle(self, event: HoldingsEvent, copied: int = 0) -> None:
+        """Feed the machine, and carry out its orders; `copied`: the value of a copy."""
+        if isinstance(event, UpdateArrived):
+            self._tokens.add(event.token)
+        if isinstance(event, CopyArrived):
+            self._copies[event.shard] = copied
+        damaged: list[int] = []
+        for effect in self.holdings.handle(event):
+            match effect:
+                case ApplyUpdate(number, shards, token):
+                    self._need(token in self._tokens, f"update {number} was forgotten before")
+                    damaged += [shard for shard in shards if self.is_damaged(shard)]
+                    for shard in shards:
+                        if shard not in damaged:
+                            self._old[shard].append((number, self.values[shard]))
+                            self._write(shard, grow(shard, self.values[shard], number))
+                case AdoptCopy(shard):
+                    self._write(shard, self._copies.pop(shard))
+                    self._old[shard].clear()
+                case ResetShards(shards):
+                    for shard in shards:
+                        self._write(shard, self._truth.value(shard, 0))
+                        self._old[shard].clear()
+                case ForgetUpdate(token):
+                    self._tokens.discard(token)
+                case _:
+                    assert_never(effect)
+        self.holdings.check()
+        if damaged:
+            self.drop(damaged)
+            return
+        for shard, value in self._written.items():
+            version = self.holdings.version(shard)
+            right = value == self._truth.value(shard, version)
+            self._need(right, f"shard {shard} is not as after {version} updates")
+
+    def _write(self, shard: int, value: int) -> None:
+        self.values[shard] = self._written[shard] = value
+
+    def flip(self, shard: int, bit: int) -> None:
+        """Change a value as a fault of the memory does."""
+        self.values[shard] ^= 1 << bit
+
+    def is_damaged(self, shard: int) -> bool:
+        """Return whether a value is not as it was written."""
+        return self.values[shard] != self._written[shard]
+
+    def drop(self, shards: Sequence[int]) -> None:
+        """Begin again with the first values of shards whose memory has changed."""
+        self.damages += len(shards)
+        self.handle(ShardsDamaged(tuple(shards)))
+
+    def drop_damaged(self, shards: Sequence[int]) -> None:
+        """Drop those of these shards whose memory has changed."""
+        found = [shard for shard in shards if shard in self.values and self.is_damaged(shard)]
+        if found:
+            self.drop(found)
+
+    def read(self, shard: int, version: int) -> int:
+        """Return a value as of a version, by undoing later updates."""
+        value = self.values[shard]
+        for number, old in reversed(self._old[shard]):
+            if number > version:
+                value = old
+        return value
+
+    def _need(self, condition: bool, text: str) -> None:
+        if not condition:
+            raise Violation(f"server {self.number}: {text}")
+
+
+class RowMessages:
+    """Carries out acts in the order of their times, and delivers requests to servers."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self.now = 0.0
+        self.servers: list[SimServer] = []
+        self._dice, self._order = dice, 0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+
+    def step(self) -> None:
+        """Carry out the next act. InvariantError if there is none."""
+        require(bool(self._queue), "nothing is left to happen")
+        self.now, _, act = heapq.heappop(self._queue)
+        act()
+
+    def call_at(self, when: float, act: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._queue, (when, self._order, act))
+
+    def call_after(self, delay_s: float, act: Callable[[], None]) -> None:
+        self.call_at(self.now + delay_s, act)
+
+    def latency(self) -> float:
+        """Draw how long a message takes, in seconds."""
+        slow = self._dice.random() < 0.05
+        return self._dice.uniform(0.01, 0.15) if slow else self._dice.uniform(0.0005, 0.004)
+
+    def call(
+        self, number: int, act: Callable[[SimServer], object], answer: Callable[[object], None]
+    ) -> None:
+        """Send a request; `answer` gets what `act` returns, or None if no answer comes."""
+        server = self.servers[number]
+        answered = [False]
+
+        def reply(found: object) -> None:
+            if not answered[0]:
+                answered[0] = True
+                answer(found)
+
+        def deliver() -> None:
+            if server.is_dead or server is not self.servers[number]:
+                self.call_after(self.latency(), lambda: reply(None))
+            elif self.now < server.frozen_until:
+                self.call_at(server.frozen_until + self.latency(), deliver)
+            elif self.now >= server.cut_until:
+                found = act(server)
+                self.call_after(self.latency(), lambda: reply(found))
+
+        self.call_after(self.latency(), deliver)
+        self.call_after(PATIENCE_S, lambda: reply(None))
