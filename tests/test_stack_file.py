@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -62,3 +64,32 @@ def test_a_place_that_cannot_be_written_does_no_harm(
     monkeypatch.delenv(VARIABLE)
     write_stacks("nobody sees this")
     assert list(tmp_path.iterdir()) == []
+
+
+GARBAGE = """
+import gc, os, threading
+from holdfast.train.step.stack_file import describe_stacks
+
+class Garbage:
+    def __init__(self):
+        self.me, self.own = self, threading.local()
+        self.own.value = 1
+    def __del__(self):
+        Garbage()  # so that each collection has some to collect
+
+gc.set_threshold(1)
+Garbage()
+for _ in range(100):
+    describe_stacks("nothing")
+print("done", gc.isenabled())
+gc.disable()
+describe_stacks("nothing")
+print(gc.isenabled(), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_garbage_collection_does_not_stop_the_process() -> None:
+    command = [sys.executable, "-c", GARBAGE]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert found.stdout.split() == ["done", "True", "False"], found.stderr

@@ -7,11 +7,13 @@ threads that run meanwhile, and sending a thousand signals to a busy process end
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import threading
 import time
 import traceback
+from types import FrameType
 
 from holdfast.store.regular_files import append_regular
 
@@ -40,7 +42,7 @@ def describe_stacks(reason: str) -> list[str]:
     """Return lines on each thread, innermost call first. No source file is read for them."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}: {reason}\n"]
-    for number, frame in sys._current_frames().items():
+    for number, frame in _find_frames().items():
         if number == threading.get_ident():
             continue
         found.append(f"\nThread {names.get(number, number)}:\n")
@@ -48,3 +50,18 @@ def describe_stacks(reason: str) -> list[str]:
             code = each.f_code
             found.append(f'  File "{code.co_filename}", line {line}, in {code.co_name}\n')
     return [*found, "\n"]
+
+
+def _find_frames() -> dict[int, FrameType]:
+    """Return the innermost frame of each thread, without a garbage collection meanwhile.
+
+    Before Python 3.11.9 one could stop this process for ever: both may take the same lock of the
+    interpreter (https://github.com/python/cpython/issues/106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
