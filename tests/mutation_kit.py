@@ -31,6 +31,7 @@ GOES_ON = {  # each job runs to its end, so that mistakes which show late are se
     "pieces": (0, 0),
     "procs": 1,
     "spread": 1,
+    "servers": 0,
 }
 SHARDS = {
     "agents": 2,
@@ -219,6 +220,16 @@ SPREAD = MEMORY | {  # one worker on three nodes; a fourth one waits
     "abandon_s": 8.0,
     "faults": ("agent_crash", "worker_crash"),
 }
+SERVERS = {  # nodes are drained and come back, and journals are lost
+    **_THIRTY_STEPS,
+    "slots": 1,
+    "loops": (80,),
+    "boot_s": 0.1,
+    "settle_s": 1.0,
+    "faults": ("drain", "leave", "coordinator_crash", "journal_lost"),
+    "fault_every_s": 1.0,
+    "servers": 3,
+}
 SPARES = {"slots": 3, "spares": 1, "hot_spares": True, "vranks": 12, "workers_min": 1}
 FLIPS = {  # most bits flip while an update runs, so that the next checkpoint is wrong
     "slots": 1,
@@ -287,6 +298,10 @@ TUNED: dict[str, dict[str, object]] = {
         "agents_late": 2,
         "nodes_min": 1,
     },
+    "servers_of_drained_nodes_move_at_once": SERVERS,
+    "any_heir_takes_over": SERVERS,
+    "a_node_leaves_before_its_servers_have_moved": SERVERS,
+    "servers_are_placed_anew_after_the_journal_was_lost": SERVERS,
     "nobody_is_asked_to_join": QUIET,
     "views_follow_each_other_for_no_reason": QUIET,
     "nobody_fences_without_a_lease": PARTITIONS,

@@ -18,6 +18,7 @@ import pytest
 import mutations_feeding  # noqa: F401 - it plants some
 import mutations_memory  # noqa: F401 - and more
 import mutations_promises  # noqa: F401 - it plants more
+import mutations_servers  # noqa: F401 - and more
 import mutations_shards  # noqa: F401 - and more
 import mutations_spares  # noqa: F401 - it plants some
 import mutations_spread  # noqa: F401 - and more

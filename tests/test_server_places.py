@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,7 +97,7 @@ class Move:
 
     def start_heir(self, *complete: str) -> list[str]:
         """Let the heir listen, and worker 0 report these complete heirs; return the lines."""
-        servers = running(0, "h0:1"), running(1, "h0:2")
+        servers = running(0, "h0:1"), running(1, "h0:2", 1)
         self.cluster.hear("n0", member(0, heirs=complete), servers=servers)
         return self.review()
 
@@ -109,8 +110,8 @@ MOVING = [(0, "n0", "h0:1", False), (1, "n1", "h1:1", False), (1, "n0", "h0:2", 
 MOVED = [(0, "n0", "h0:1", False), (1, "n0", "h0:2", False)]
 
 
-def running(number: int, address: str) -> RunningServer:
-    return RunningServer(number=number, incarnation=1, address=address)
+def running(number: int, address: str, order: int = 0) -> RunningServer:
+    return RunningServer(number=number, incarnation=1, address=address, order=order)
 
 
 def test_a_server_of_a_drained_node_moves_once_its_heir_has_all_rows() -> None:
@@ -134,9 +135,35 @@ def test_an_heir_is_given_up_once_its_server_can_stay() -> None:
 
 def test_another_heir_is_made_when_its_node_is_lost() -> None:
     move = Move()
+    move.start_heir()
     move.cluster.hear("n2", member(2))
-    assert move.review(0) == ["server 1 is copied from n1 to n2"]
-    assert [p.agent for p in move.places.book if p.heir] == ["n2"]
+    assert move.review(0) == [], "it may come back"
+    move.cluster.drain("n0")
+    assert "server 1 is copied from n1 to n2" in move.review()
+    assert {p.number: (p.agent, p.order) for p in move.places.book if p.heir}[1] == ("n2", 2)
+
+
+def test_what_an_earlier_heir_has_does_not_count_for_the_next_one() -> None:
+    move = Move()
+    move.start_heir("h0:2")
+    move.places = ServerPlaces.recall(2, 1, (*move.places.book[:1], FIRST))
+    assert move.review() == ["server 1 is copied from n1 to n0"]
+    assert move.book == [*MOVING[:2], (1, "n0", "", True)]
+    assert move.review() == []
+    servers = running(0, "h0:1"), running(1, "h0:3", 2)
+    move.cluster.hear("n0", member(0, heirs=("h0:3",)), servers=servers)
+    assert move.review() == ["server 1 moves from n1 to n0"]
+
+
+FIRST = ServerPlace(number=1, agent=AgentId("n1"), address="h1:1")
+
+
+def test_a_coordinator_that_has_forgotten_the_places_finds_them_again() -> None:
+    move = Move()
+    move.start_heir()
+    move.places, _ = ServerPlaces(2).review(move.cluster.facts(view_of(0, 1)))
+    assert move.book[:2] == MOVING[:2]
+    assert [(p.agent, p.heir, p.order) for p in move.places.book[2:]] == [("n0", True, 2)]
 
 
 @pytest.mark.parametrize("is_heir", [False, True])
@@ -253,6 +280,19 @@ def test_a_frozen_server_is_ended() -> None:
     host.handle(ServerListens(0, 1, "h:1", 7), 0.1)
     assert host.handle(ServerFroze(0, 1), 1.0) == [EndServer(0, 1)]
     assert host.handle(ServerFroze(0, 9), 1.0) == []
+
+
+def test_another_place_on_the_same_node_has_another_process() -> None:
+    host = ServerHost(AgentId("here"))
+    host.handle(BookArrived(BOOK), 0.0)
+    host.handle(ServerListens(0, 1, "h:1", 7), 0.1)
+    moved = (replace(BOOK[0], order=1), *BOOK[1:])
+    assert host.handle(BookArrived(moved), 1.0) == [EndServer(0, 1)]
+    assert StartServer(0, 2) in host.handle(ServerEnded(0, 1), 1.1)
+    host.handle(ServerListens(0, 2, "h:2", 8), 1.2)
+    (found,) = host.report()
+    assert (found.address, found.order) == ("h:2", 1)
+    assert host.handle(BookArrived(moved), 2.0) == []
 
 
 @pytest.mark.parametrize("event", [BookArrived(BOOK[1:]), BookArrived(BOOK, over=True)])

@@ -349,19 +349,22 @@ class RunningServer:
     incarnation: int  # grows within one incarnation of the agent
     address: str  # HOST:PORT
     pid: int = 0
+    order: int = 0  # number of the place for which it was started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlace:
     """Names the node of a server of tables, and the address at which it listens, if known.
 
-    `heir`: there the server's rows are copied to, and then it is the server's place.
+    `heir`: there the server's rows are copied to, and then it is the server's place. `order`: the
+    number of the place among all that the server has had. Each has a process of its own.
     """
 
     number: int
     agent: AgentId
     address: str = ""
     heir: bool = False
+    order: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

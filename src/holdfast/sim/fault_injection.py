@@ -119,7 +119,9 @@ class Faults:
         match kind:
             case "agent_crash" | "agent_lost" | "partition" | "data_partition" | "writer_crash":
                 self._strike_node(kind)
-            case "agent_freeze" | "node_freeze" | "drain" | "move" | "notice" | "isolation":
+            case (
+                "agent_freeze" | "node_freeze" | "drain" | "leave" | "move" | "notice" | "isolation"
+            ):
                 self._strike_node(kind)
             case "rack_crash" | "rack_partition":
                 self._strike_rack(kind)
@@ -287,6 +289,11 @@ class Faults:
                 host.drained = True
                 host.handle(ag.Drained("asked for", rng.choice(("", "disk"))))
                 self._heal_later(duration_s, host.handle, ag.Drained(""))
+            case "leave":  # for good; another machine comes once it has left
+                self._note(kind)
+                host.drained = True
+                host.handle(ag.Drained("it is needed elsewhere", leave=True))
+                self._heal_later(duration_s, start_another, host)
             case "notice":  # a notice of this machine's end; another machine comes later
                 self._note(kind)
                 host.drained = True
@@ -385,6 +392,15 @@ class Faults:
         self.count[kind] = self.count.get(kind, 0) + 1
         self.disturbed_until = max(self.disturbed_until, self._world.now)
         self._world.mark(f"fault: {kind}")
+
+
+def start_another(host: AgentHost) -> None:
+    """Start another machine in the place of one that leaves, once it has left."""
+    if host.machine is not None:
+        host.world.call_later(1.0, start_another, host)
+        return
+    host.gone = False
+    host.start()
 
 
 def can_be_wrong(process: Process, live: Sequence[Process]) -> bool:

@@ -19,6 +19,7 @@ from holdfast.core.redundancy import KeptPieces
 from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, Tick, WorkerStatus
 from holdfast.sim.endings import STOPPED
 from holdfast.sim.memories import HostMemory
+from holdfast.sim.server_hosts import ServerHosts
 from holdfast.sim.spread import Further
 from holdfast.sim.workers import InsideStriker, Process, WorkerMaker, WorkerWorld
 from holdfast.sim.writers import WriterHost
@@ -88,6 +89,7 @@ class CoordinatorHost:
         self.offset_s = 0.0
         self.outcome: str | None = None
         self.frozen = False
+        self.servers = ServerHosts(world)
         self._backlog: deque[ce.CoordinatorEvent] = deque()
         self._wake_at: float | None = None
 
@@ -157,6 +159,7 @@ class CoordinatorHost:
         if isinstance(event, ce.ReportArrived):
             world.truth.promises.record_report(event.report, world.now)
             world.truth.endings.record_report(event.report)
+            self.servers.record_report(event.report)
         effects = machine.handle(event, self._clock())
         world.note(self, event, effects)
         machine.check()
@@ -173,6 +176,7 @@ class CoordinatorHost:
         match effect:
             case ce.Persist(record):
                 world.truth.check_record(record, world.now)
+                self.servers.check_record(record)
             case ce.SendDirective(directive):
                 world.truth.check_directive(directive, world.now)
                 host = world.hosts[directive.agent]
@@ -264,6 +268,7 @@ class AgentHost:
         self.memory.lose()
         self._held = None
         self._backlog.clear()
+        self.world.coordinator.servers.end(self)
         for process in list(self.processes.values()):
             process.end(-9, "its agent died")
         self.processes = {}
@@ -279,6 +284,8 @@ class AgentHost:
         if self.frozen:
             self._backlog.append(event)
             return
+        if isinstance(event, ag.DirectiveArrived):
+            world.coordinator.servers.obey(self, event.directive)
         if self._held is not None and _looks_at_memory(event):
             held, self._held = self._held, None
             self.handle(ag.MemoryHeld(held))
@@ -307,6 +314,7 @@ class AgentHost:
                     at = max(at, self._channel_free.get(worker, 0.0))
                     self._channel_free[worker] = at
                     process.post(at - world.now, process.handle_directive, directive)
+                    world.call_later(at - world.now, world.coordinator.servers.inform, process)
             case ag.Spawn(worker, incarnation, _, place):
                 if place:
                     self.processes[worker] = Further(world, self, worker, incarnation, place)
@@ -338,7 +346,9 @@ class AgentHost:
                     if isinstance(process, Process):
                         world.truth.check_waking(process)
                     process.wake()
-            case ag.Quit():
+            case ag.Quit(problem):
+                over = world.coordinator.outcome is not None or problem != ""
+                world.coordinator.servers.check_quit(self, over)
                 self.gone = True
                 self.machine = None
 

@@ -121,6 +121,7 @@ class Options:
     procs: int = 1  # processes of each worker
     spread: int = 1  # nodes over which a worker's processes lie
     shard_lag_s: float = 0.0  # by which those of further shards are late, on the average
+    servers: int = 0  # processes that hold rows of tables
     shard_optimizer: bool = False  # each worker holds its share of the state only
     left_behind_s: float = (
         0.0  # age at which an earlier job here lost its machine; 0: there is none
@@ -359,6 +360,19 @@ def _with_spread(options: Options, rng: Random) -> Options:
     )
 
 
+def _with_servers(options: Options, rng: Random) -> Options:
+    """Run servers of tables in some runs with several nodes, of which some are drained."""
+    if options.agents < 2 or rng.random() < 0.75:
+        return options
+    drains: tuple[str, ...] = ("drain",) if options.faults else ()
+    if (
+        drains and not options.redundancy.data
+    ):  # a node that leaves takes its pieces of the state along
+        drains = (*drains, "leave")
+    faults = (*options.faults, *(kind for kind in drains if kind not in options.faults))
+    return dataclasses.replace(options, servers=rng.randint(1, 3), faults=faults)
+
+
 def _with_spares(options: Options, rng: Random) -> Options:
     """Hold workers back on each node, in some runs."""
     if options.slots < 2 or options.backup.workers or rng.random() < 0.6:
@@ -569,4 +583,5 @@ _MORE: dict[str, Callable[[Options, Random], Options]] = {
     "quits": _with_quits,
     "left behind": _with_nodes_left_behind,
     "exact": _with_exact_bits,
+    "servers": _with_servers,
 }

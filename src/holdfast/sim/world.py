@@ -130,6 +130,7 @@ class World:
             redundancy=options.redundancy,
             procs=options.procs,
             spread=options.spread,
+            servers=options.servers,
             replicated=not options.shard_optimizer,
             restart=RestartPolicy(
                 losses_max=options.losses_max,

@@ -248,9 +248,9 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             yield self._stopping.until
         if self._last_saves.due_at is not None:
             yield self._last_saves.due_at
-        if self._followers.order is not None or self._server_places.heirs:
-            ends = (node.leave_by - LEAVE_RESERVE_S for node in self._roster.nodes.values())
-            yield from (at for at in ends if at != float("inf"))
+        if self._followers.order is not None:
+            yield from (node.leave_by - LEAVE_RESERVE_S for node in self._roster.nodes.values())
+        yield from self._server_places.list_alarms(self._roster, lease)
         if self._outcome is not None:
             yield from (n.heard_at + lease.fence_s for n in self._roster.nodes.values())
 

@@ -1,9 +1,10 @@
 """Decides on which node each server of tables runs, as one of the coordinator's decisions.
 
 A server stays where it is until its node is lost, is drained or has left. If the node is drained, a
-second process of the server, its heir, copies the rows on another node, and takes the server's
-place once a worker has seen that it has all of them. Nobody has to be fenced: two processes of one
-server hold the same rows, and nobody asks the one that is not in the book.
+second process of the server, its heir, copies the rows on another node. It takes the server's place
+once a worker has seen that it has all of them; or at once if no worker does anything, since only
+these can fill it. Nobody has to be fenced: two processes of one server hold the same rows, and
+nobody asks the one that is not in the book.
 """
 
 from __future__ import annotations
@@ -16,15 +17,21 @@ from dataclasses import dataclass, field
 from holdfast.core.membership.coordinator_events import Announce
 from holdfast.core.membership.facts import Facts, is_given_up
 from holdfast.core.membership.formation import LEAVE_RESERVE_S
+from holdfast.core.membership.lease import LeasePolicy
+from holdfast.core.membership.roster import Roster
 from holdfast.core.types import AgentId, ServerPlace
 
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Names the node of a server or of its heir, and where it listens; empty: not known."""
+    """Names the node of a server or of its heir, and where it listens; empty: not known.
+
+    `order`: the number of this place among all that the server has had.
+    """
 
     agent: AgentId
     address: str = ""
+    order: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,7 @@ class ServerPlaces:
     def recall(cls, count: int, nodes_min: int, places: tuple[ServerPlace, ...]) -> ServerPlaces:
         """Return the places that a record has."""
         posts, heirs = (
-            {p.number: Post(p.agent, p.address) for p in places if p.heir is is_heir}
+            {p.number: Post(p.agent, p.address, p.order) for p in places if p.heir is is_heir}
             for is_heir in (False, True)
         )
         return cls(count=count, nodes_min=nodes_min, posts=posts, heirs=heirs)
@@ -54,7 +61,13 @@ class ServerPlaces:
         every = [(n, post, False) for n, post in self.posts.items()]
         every += [(n, post, True) for n, post in self.heirs.items()]
         return tuple(
-            ServerPlace(number=number, agent=post.agent, address=post.address, heir=is_heir)
+            ServerPlace(
+                number=number,
+                agent=post.agent,
+                address=post.address,
+                heir=is_heir,
+                order=post.order,
+            )
             for number, post, is_heir in sorted(every, key=lambda each: (each[0], each[2]))
         )
 
@@ -64,6 +77,12 @@ class ServerPlaces:
         lines = list(move.go_through())
         posts, heirs = (_find_addresses(facts, each) for each in (move.posts, move.heirs))
         return dataclasses.replace(self, posts=posts, heirs=heirs), lines
+
+    def list_alarms(self, roster: Roster, lease: LeasePolicy) -> Iterator[float]:
+        """Yield the times at which servers may have to move without anything else happening."""
+        if self.heirs:
+            yield find_limit(roster, lease)
+            yield from (node.leave_by - LEAVE_RESERVE_S for node in roster.nodes.values())
 
 
 class _Review:
@@ -78,34 +97,36 @@ class _Review:
         ]
         if facts.view is None and len(self._usable) < places.nodes_min:
             self._count = 0
-        self.posts, self.heirs = dict(places.posts), dict(places.heirs)
+        self.posts, self.heirs = (
+            _find_addresses(facts, each) for each in (places.posts, places.heirs)
+        )
         self._complete = {address for status in facts.known for address in status.heirs}
 
     def go_through(self) -> Iterator[Announce]:
         """Place every server; yields lines on those that move."""
         for number, heir in list(self.heirs.items()):
-            if heir.agent not in self._usable or self.posts[number].agent in self._usable:
-                del self.heirs[number]  # it is gone, or its server can stay
+            is_gone = self._is_drained(heir.agent) or is_given_up(self._facts, heir.agent)
+            if is_gone or self.posts[number].agent in self._usable:
+                del self.heirs[number]
         for number in range(self._count if self._usable else 0):
-            post = self.posts.get(number)
-            if post is None:
-                self.posts[number] = self._choose()
-            elif post.agent not in self._usable:
-                yield from self._move(number, post)
+            if number not in self.posts:
+                self.posts[number] = self._recall(number) or self._choose(number)
+            if self.posts[number].agent not in self._usable:
+                yield from self._move(number, self.posts[number])
 
     def _move(self, number: int, post: Post) -> Iterator[Announce]:
         """Begin or end the move of a server whose node is not used any more, if it is time."""
         heir = self.heirs.get(number)
         if self._is_leaving(post.agent):
             if heir is None:
-                self.heirs[number] = heir = self._choose()
+                self.heirs[number] = heir = self._choose(number)
                 text = f"server {number} is copied from {post.agent} to {heir.agent}"
                 yield Announce("server", text)
             if not heir.address or heir.address not in self._complete:
                 return
         elif not is_given_up(self._facts, post.agent) and not self._is_drained(post.agent):
             return
-        self.posts[number] = heir if heir is not None else self._choose()
+        self.posts[number] = heir if heir is not None else self._choose(number)
         self.heirs.pop(number, None)
         text = f"server {number} moves from {post.agent} to {self.posts[number].agent}"
         yield Announce("server", text)
@@ -115,16 +136,41 @@ class _Review:
         node = self._facts.roster.nodes.get(agent)
         if node is None or agent in self._facts.silent or not self._is_drained(agent):
             return False
-        return self._facts.now < node.leave_by - LEAVE_RESERVE_S
+        limit = find_limit(self._facts.roster, self._facts.lease)
+        return self._facts.now < min(node.leave_by - LEAVE_RESERVE_S, limit)
 
     def _is_drained(self, agent: AgentId) -> bool:
         node = self._facts.roster.nodes.get(agent)
         return node is not None and bool(node.draining or node.report.draining)
 
-    def _choose(self) -> Post:
-        """Return the usable node with the fewest servers."""
+    def _recall(self, number: int) -> Post | None:
+        """Return a node that runs this server, which a coordinator may have forgotten.
+
+        One that is drained comes first: any other may have no rows yet.
+        """
+        found = {
+            name: Post(name, server.address, server.order)
+            for name, node in sorted(self._facts.roster.nodes.items())
+            for server in node.report.servers
+            if server.number == number and name not in self._facts.silent
+        }
+        drained = [name for name in found if self._is_drained(name)]
+        return next((found[name] for name in (*drained, *found)), None)
+
+    def _choose(self, number: int) -> Post:
+        """Return a new place on the usable node with the fewest servers."""
         loads = Counter(post.agent for post in (*self.posts.values(), *self.heirs.values()))
-        return Post(min(self._usable, key=lambda name: (loads[name], self._usable.index(name))))
+        agent = min(self._usable, key=lambda name: (loads[name], self._usable.index(name)))
+        known = [each.get(number) for each in (self.posts, self.heirs)]
+        orders = [post.order for post in known if post is not None]
+        for node in self._facts.roster.nodes.values():
+            orders += [s.order for s in node.report.servers if s.number == number]
+        return Post(agent, order=max(orders, default=-1) + 1)
+
+
+def find_limit(roster: Roster, lease: LeasePolicy) -> float:
+    """Return until when heirs are waited for unless workers move: only these can fill them."""
+    return roster.moved_at + lease.abandon_s
 
 
 def _find_addresses(facts: Facts, posts: Mapping[int, Post]) -> dict[int, Post]:
@@ -132,6 +178,8 @@ def _find_addresses(facts: Facts, posts: Mapping[int, Post]) -> dict[int, Post]:
     found = {}
     for number, post in posts.items():
         node = facts.roster.nodes.get(post.agent)
-        told = {s.number: s.address for s in node.report.servers} if node is not None else {}
-        found[number] = Post(post.agent, told.get(number, post.address))
+        servers = node.report.servers if node is not None else ()
+        told = {(s.number, s.order): s.address for s in servers}
+        address = told.get((number, post.order), post.address)
+        found[number] = dataclasses.replace(post, address=address)
     return found

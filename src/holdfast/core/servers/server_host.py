@@ -1,7 +1,7 @@
 """Decides for one node which processes of servers run there. It does not know processes or clocks.
 
 A server that ends is started again at once, and after longer and longer pauses if it keeps ending
-soon after its start.
+soon after its start. Another place for the same server on this node is another process.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ HostEffect = StartServer | EndServer | TellServers
 @dataclass(frozen=True, slots=True)
 class _Server:
     incarnation: int
+    order: int
     running: bool
     since: float
     address: str = ""
@@ -97,7 +98,7 @@ class ServerHost:
 
     def __init__(self, agent: AgentId) -> None:
         self._agent = agent
-        self._wanted: tuple[int, ...] = ()
+        self._wanted: dict[int, int] = {}  # orders by number
         self._servers: dict[int, _Server] = {}
 
     def handle(self, event: HostEvent, now: float) -> list[HostEffect]:
@@ -106,7 +107,7 @@ class ServerHost:
         match event:
             case BookArrived(book, over):
                 here = () if over else book
-                self._wanted = tuple(p.number for p in here if p.agent == self._agent)
+                self._wanted = {p.number: p.order for p in here if p.agent == self._agent}
             case ServerListens(number, incarnation, address, pid):
                 server = self._find(number, incarnation)
                 if server is not None:
@@ -132,7 +133,9 @@ class ServerHost:
     def report(self) -> tuple[RunningServer, ...]:
         """Return the servers that listen here."""
         return tuple(
-            RunningServer(number=n, incarnation=s.incarnation, address=s.address, pid=s.pid)
+            RunningServer(
+                number=n, incarnation=s.incarnation, address=s.address, pid=s.pid, order=s.order
+            )
             for n, s in sorted(self._servers.items())
             if s.running and s.address
         )
@@ -160,15 +163,15 @@ class ServerHost:
     def _reconcile(self, now: float) -> list[HostEffect]:
         effects: list[HostEffect] = []
         for number, server in self._servers.items():
-            if server.running and number not in self._wanted:
+            if server.running and self._wanted.get(number) != server.order:
                 effects.append(EndServer(number, server.incarnation))
-        for number in self._wanted:
+        for number, order in self._wanted.items():
             old = self._servers.get(number)
             if old is not None and (old.running or now < _starts_at(old)):
                 continue
             incarnation = old.incarnation + 1 if old is not None else 1
             losses = old.losses if old is not None else 0
-            self._servers[number] = _Server(incarnation, True, now, losses=losses)
+            self._servers[number] = _Server(incarnation, order, True, now, losses=losses)
             effects.append(StartServer(number, incarnation))
         return effects
 
