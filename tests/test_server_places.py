@@ -31,7 +31,7 @@ from holdfast.core.types import (
     Tick,
     View,
 )
-from roster_kit import LEASE, Cluster, member, view_of
+from roster_kit import LEASE, Cluster, member, stopped, view_of
 
 
 def nodes_of(places: ServerPlaces) -> list[str]:
@@ -183,6 +183,20 @@ def test_a_server_of_a_drained_node_that_is_silent_moves_at_once() -> None:
     move.start_heir()
     assert move.review(1) == ["server 1 moves from n1 to n0"]
     assert move.book == MOVED
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_heir_is_waited_for_as_long_as_somebody_trains(trains: bool) -> None:
+    move, word = Move(), member(0) if trains else stopped(0)
+    move.start_heir()
+    servers = running(0, "h0:1"), running(1, "h0:2", 1)
+    move.cluster.hear("n1", stopped(1), servers=(running(1, "h1:1"),))
+    move.cluster.hear("n0", word, servers=servers)
+    move.cluster.now = move.cluster.roster.moved_at + LEASE.abandon_s - 0.1
+    assert move.review() == []
+    move.cluster.now += 100.0  # a step may take long
+    move.cluster.hear("n0", word, servers=servers)
+    assert move.review() == ([] if trains else ["server 1 moves from n1 to n0"])
 
 
 def test_a_server_stays_on_a_drained_node_if_there_is_no_other() -> None:

@@ -2,9 +2,9 @@
 
 A server stays where it is until its node is lost, is drained or has left. If the node is drained, a
 second process of the server, its heir, copies the rows on another node. It takes the server's place
-once a worker has seen that it has all of them; or at once if no worker does anything, since only
-these can fill it. Nobody has to be fenced: two processes of one server hold the same rows, and
-nobody asks the one that is not in the book.
+once a worker has seen that it has all of them. Only workers can fill an heir, so it also takes over
+if nobody has trained for a while. Nobody has to be fenced: two processes of one server hold the
+same rows, and nobody asks the one that is not in the book.
 """
 
 from __future__ import annotations
@@ -73,10 +73,9 @@ class ServerPlaces:
 
     def review(self, facts: Facts) -> tuple[ServerPlaces, list[Announce]]:
         """Return where servers are from now on, and lines on those that move."""
-        move = _Review(self, facts)
-        lines = list(move.go_through())
-        posts, heirs = (_find_addresses(facts, each) for each in (move.posts, move.heirs))
-        return dataclasses.replace(self, posts=posts, heirs=heirs), lines
+        found = _Review(self, facts)
+        lines = list(found.go_through())
+        return dataclasses.replace(self, posts=found.posts, heirs=found.heirs), lines
 
     def list_alarms(self, roster: Roster, lease: LeasePolicy) -> Iterator[float]:
         """Yield the times at which servers may have to move without anything else happening."""
@@ -103,7 +102,7 @@ class _Review:
         self._complete = {address for status in facts.known for address in status.heirs}
 
     def go_through(self) -> Iterator[Announce]:
-        """Place every server; yields lines on those that move."""
+        """Place every server, and yield a line on each one that moves."""
         for number, heir in list(self.heirs.items()):
             is_gone = self._is_drained(heir.agent) or is_given_up(self._facts, heir.agent)
             if is_gone or self.posts[number].agent in self._usable:
@@ -136,8 +135,13 @@ class _Review:
         node = self._facts.roster.nodes.get(agent)
         if node is None or agent in self._facts.silent or not self._is_drained(agent):
             return False
-        limit = find_limit(self._facts.roster, self._facts.lease)
-        return self._facts.now < min(node.leave_by - LEAVE_RESERVE_S, limit)
+        now, limit = self._facts.now, find_limit(self._facts.roster, self._facts.lease)
+        return now < node.leave_by - LEAVE_RESERVE_S and (self._is_training() or now < limit)
+
+    def _is_training(self) -> bool:
+        """Return whether some worker acts in the view; its step may take as long as it likes."""
+        statuses = (self._facts.status(m) for m in self._facts.members if self._facts.is_sound(m))
+        return any(status is not None and not status.has_stopped for status in statuses)
 
     def _is_drained(self, agent: AgentId) -> bool:
         node = self._facts.roster.nodes.get(agent)
@@ -169,12 +173,12 @@ class _Review:
 
 
 def find_limit(roster: Roster, lease: LeasePolicy) -> float:
-    """Return until when heirs are waited for unless workers move: only these can fill them."""
+    """Return until when an heir is waited for although nobody trains."""
     return roster.moved_at + lease.abandon_s
 
 
 def _find_addresses(facts: Facts, posts: Mapping[int, Post]) -> dict[int, Post]:
-    """Return where these listen, as their nodes have told; the last known where none has."""
+    """Return these with their newest addresses, which their nodes have reported."""
     found = {}
     for number, post in posts.items():
         node = facts.roster.nodes.get(post.agent)
