@@ -349,15 +349,15 @@ class RunningServer:
     incarnation: int  # grows within one incarnation of the agent
     address: str  # HOST:PORT
     pid: int = 0
-    order: int = 0  # number of the place for which it was started
+    order: int = 0  # the number of its ServerPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlace:
     """Names the node of a server of tables, and the address at which it listens, if known.
 
-    `heir`: there the server's rows are copied to, and then it is the server's place. `order`: the
-    number of the place among all that the server has had. Each has a process of its own.
+    `heir`: the process copies the server's rows, and then takes the server's place. `order`: counts
+    the places that the server has had. Each has a process of its own.
     """
 
     number: int

@@ -162,7 +162,7 @@ def job_status(run_dir: RunDir, tls: ssl.SSLContext | None = None) -> JobStatus:
 def read_worker_log(
     run_dir: RunDir, tls: ssl.SSLContext | None, worker: int
 ) -> tuple[str, list[str]]:
-    """Return the name and the last lines of a worker's newest log; an empty name: none is known.
+    """Return the name and the last lines of a worker's newest log. Without one both are empty.
 
     The coordinator asks the worker's node. If it does not answer, or the job is over, the log in
     the run directory here counts.

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from holdfast.core.servers.holdings import ShardStanding
-from holdfast.core.servers.placement import find_holders, find_shards
+from holdfast.core.servers.placement import add_heirs, find_holders, find_shards
 from holdfast.train.script.row_updates import ServerAccess
 
 
 class HolderBook:
     """Looks up servers and heirs, and passes on how far heirs are. Threads may share it.
 
-    `holders`: by shard, the servers that hold it in the order in which they are asked.
+    `holders`: the servers of each shard. The first one is asked first.
     """
 
     def __init__(self, group: str, access: ServerAccess) -> None:
@@ -47,14 +47,10 @@ class HolderBook:
 
     def find_holders(self, shards: Iterable[int]) -> dict[int, tuple[int, ...]]:
         """Return which servers hold these shards now, and after them the heirs of these servers."""
-        heirs, found = self.list_heirs(), {}
-        for shard in shards:
-            holding = self.holders[shard]
-            found[shard] = (*holding, *(h for h in heirs if h - self._count in holding))
-        return found
+        return add_heirs(self.holders, shards, self.list_heirs(), self._count)
 
     def look_at(self, server: int) -> None:
-        """Take note of an heir that needs no rows, or that there is no longer."""
+        """Report an heir that needs no rows, or forget one that has gone."""
         if server < self._count:
             return
         address = self.find_address(server)
@@ -66,12 +62,12 @@ class HolderBook:
     def record_answer(
         self, server: int, address: str, shards: Sequence[int], standing: ShardStanding
     ) -> None:
-        """Take in how far a server or an heir is after an update of these shards."""
+        """Record how far a server or an heir is after an update of these shards."""
         if server >= self._count:
             number = server - self._count
             self.access.heirs.record_answer(self._group, number, address, shards, standing)
 
     def record_silence(self, server: int) -> None:
-        """Take in that a server or an heir has not answered to an update."""
+        """Record that a server or an heir has not answered an update."""
         if server >= self._count:
             self.access.heirs.record_silence(self._group, server - self._count)

@@ -21,7 +21,7 @@ import torch
 
 from holdfast.core.errors import UserError, WireError, assert_never
 from holdfast.core.servers.holdings import WINDOW
-from holdfast.core.servers.placement import SHARDS
+from holdfast.core.servers.placement import SHARDS, choose_part
 from holdfast.core.servers.reading import (
     Ask,
     Give,
@@ -206,14 +206,12 @@ class RowClient:
         part = self._access.find_part()
         if part is None:
             return  # other workers send it, or a reader gives it
-        place, members = part
         for heir in self.book.list_heirs():
             if heir not in self._queues:
                 self._begin_to_push(heir)
         for server, waiting in self._queues.items():
             self.book.look_at(server)
-            held = self.book.find_shards(server)
-            mine = tuple(s for s in held if (s + number) % members == place)
+            mine = choose_part(self.book.find_shards(server), number, part)
             if mine:
                 with suppress(queue.Full):
                     waiting.put_nowait((number, mine))
@@ -261,7 +259,7 @@ class RowClient:
         return True
 
     def _find_reader(self, server: int) -> _Connection:
-        """Return the connection by which the script's thread asks a server."""
+        """Return the connection of the script's thread to a server."""
         if server not in self._reads:
             self._reads[server] = _Connection(self.book, server, self._group)
         return self._reads[server]

@@ -314,7 +314,9 @@ class AgentHost:
                     at = max(at, self._channel_free.get(worker, 0.0))
                     self._channel_free[worker] = at
                     process.post(at - world.now, process.handle_directive, directive)
-                    world.call_later(at - world.now, world.coordinator.servers.inform, process)
+                    if world.options.servers:
+                        later = world.coordinator.servers.inform
+                        world.call_later(at - world.now, later, process)
             case ag.Spawn(worker, incarnation, _, place):
                 if place:
                     self.processes[worker] = Further(world, self, worker, incarnation, place)

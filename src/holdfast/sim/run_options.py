@@ -361,15 +361,13 @@ def _with_spread(options: Options, rng: Random) -> Options:
 
 
 def _with_servers(options: Options, rng: Random) -> Options:
-    """Run servers of tables in some runs with several nodes, of which some are drained."""
+    """Run servers of tables, and drain nodes, in some runs with several nodes."""
     if options.agents < 2 or rng.random() < 0.75:
         return options
-    drains: tuple[str, ...] = ("drain",) if options.faults else ()
-    if (
-        drains and not options.redundancy.data
-    ):  # a node that leaves takes its pieces of the state along
-        drains = (*drains, "leave")
-    faults = (*options.faults, *(kind for kind in drains if kind not in options.faults))
+    # A node that leaves for good takes its pieces of the state along.
+    drains = ("drain",) if options.redundancy.data else ("drain", "leave")
+    more = (kind for kind in drains if options.faults and kind not in options.faults)
+    faults = (*options.faults, *more)
     return dataclasses.replace(options, servers=rng.randint(1, 3), faults=faults)
 
 

@@ -103,9 +103,11 @@ class ServerHosts:
     # ------------------------------------------------------------ nodes
 
     def obey(self, node: ServerNode, directive: Directive) -> None:
-        """Start and end processes on a node as its agent is told."""
+        """Start and end the processes that an agent is ordered to run."""
+        if not self._world.options.servers:
+            return
         self._told[node.name] = directive
-        if self._world.options.servers and not directive.undecided:
+        if not directive.undecided:
             event = BookArrived(directive.servers, over=directive.shutdown)
             self._handle(node, node.incarnation, event)
 
@@ -172,6 +174,8 @@ class ServerHosts:
 
     def record_report(self, report: AgentReport) -> None:
         """Record that the coordinator hears of a node."""
+        if not self._world.options.servers:
+            return
         self._heard[report.agent] = self._world.now, self._world.now + report.leaves_in_s
         for status in report.workers:
             key = status.worker, status.incarnation
@@ -196,7 +200,7 @@ class ServerHosts:
         heard_at, leaves_at = self._heard[agent]
         now, options = self._world.now, self._world.options
         if now >= self._moved_at + options.abandon_s / 2:
-            return False  # nobody could fill an heir
+            return False  # without workers that train an heir gets no rows
         leaves_at -= LEAVE_RESERVE_S + options.suspect_s
         return now < heard_at + options.suspect_s / 2 and now < leaves_at
 

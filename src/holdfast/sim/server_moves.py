@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.core.servers.heirs import HeirProgress
-from holdfast.core.servers.placement import find_holders, find_shards
+from holdfast.core.servers.placement import add_heirs, find_holders, find_shards
 from holdfast.core.servers.reading import RowReading
 from holdfast.sim.simulated_servers import RowMessages, RowTruth, SimServer
 
@@ -79,12 +79,8 @@ class ServerMoves:
 
     def find_holders(self, worker: SimWorker, shards: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Return which servers hold these shards, and after them the heirs of these servers."""
-        found = {}
-        for shard in shards:
-            holding = self.holders[shard]
-            heirs = (self._servers + n for n in sorted(worker.heirs) if n in holding)
-            found[shard] = (*holding, *heirs)
-        return found
+        heirs = [self._servers + number for number in sorted(worker.heirs)]
+        return add_heirs(self.holders, shards, heirs, self._servers)
 
     def list_running(self) -> list[int]:
         """Return the numbers of all servers, and of the heirs that there are now."""

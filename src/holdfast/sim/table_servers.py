@@ -20,7 +20,7 @@ from holdfast.core.servers.holdings import (
     ShardStanding,
     UpdateArrived,
 )
-from holdfast.core.servers.placement import SHARDS
+from holdfast.core.servers.placement import SHARDS, choose_part
 from holdfast.core.servers.reading import (
     Ask,
     Give,
@@ -267,7 +267,7 @@ class TableWorld:
     def _push(self, worker: SimWorker) -> None:
         """Send the update of this worker's part of the shards to all servers of these shards."""
         update, mine, count = worker.committed, worker.number, self._options.servers
-        due = [s for s in range(SHARDS) if (s + update) % len(self._workers) == mine]
+        due = choose_part(range(SHARDS), update, (mine, len(self._workers)))
         for number in (*range(count), *(count + n for n in sorted(worker.heirs))):
             held = tuple(s for s in due if number % count in self._moves.holders[s])
             if held and self._dice.random() > 0.03:

@@ -1,4 +1,4 @@
-"""Knows whether a node asks to be left, why, and when it will be gone; and who leaves alone."""
+"""Knows whether a node asks to be left, why, and when it will be gone; keeps orders to move."""
 
 from __future__ import annotations
 

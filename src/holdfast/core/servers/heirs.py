@@ -35,7 +35,7 @@ class HeirProgress:
     def record_answer(
         self, group: str, server: int, address: str, shards: Sequence[int], standing: ShardStanding
     ) -> None:
-        """Take in what the heir of a server has answered to an update of these shards."""
+        """Record the answer of a server's heir to an update of these shards."""
         found = self._progress.get((group, server))
         if found is None or found.address != address:
             found = self._progress[group, server] = _Progress(address)
@@ -43,7 +43,7 @@ class HeirProgress:
         found.whole = (found.whole | set(shards)) - lacks
 
     def record_silence(self, group: str, server: int) -> None:
-        """Take in that the heir of a server has not answered."""
+        """Record that the heir of a server has not answered."""
         self._progress.pop((group, server), None)
 
     def list_complete(self) -> tuple[str, ...]:

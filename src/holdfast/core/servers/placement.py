@@ -7,7 +7,7 @@ Ravishankar, "A name-based mapping scheme for rendezvous", 1996).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from holdfast.core.errors import require
 
@@ -36,6 +36,29 @@ def find_holders(servers: int, replicas: int) -> tuple[tuple[int, ...], ...]:
 def find_shards(server: int, holders: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return the shards that a server holds."""
     return tuple(shard for shard, holding in enumerate(holders) if server in holding)
+
+
+def choose_part(shards: Iterable[int], update: int, part: tuple[int, int]) -> tuple[int, ...]:
+    """Return those of these shards whose rows one worker sends for an update.
+
+    `part`: the worker's place among the members, and their number. The members take turns with each
+    shard, so every member learns how far all servers are.
+    """
+    place, members = part
+    return tuple(shard for shard in shards if (shard + update) % members == place)
+
+
+def add_heirs(
+    holders: Sequence[Sequence[int]], shards: Iterable[int], heirs: Sequence[int], servers: int
+) -> dict[int, tuple[int, ...]]:
+    """Return which servers hold these shards, and after them the heirs of these servers.
+
+    The heir of server N has the number N + `servers`. `heirs`: the numbers of those that exist.
+    """
+    return {
+        shard: (*holders[shard], *(heir for heir in heirs if heir - servers in holders[shard]))
+        for shard in shards
+    }
 
 
 def _mix(x: int) -> int:

@@ -191,7 +191,7 @@ class RowReading:
         return [shard for shard, each in self._shards.items() if each.served_by is None]
 
     def try_again(self, holders: Mapping[int, Sequence[int]]) -> None:
-        """Ask all servers again, after a wait. `holders`: those of the missing shards now."""
+        """Ask all servers again, after a wait. `holders`: the present ones of missing shards."""
         for shard in self.missing:
             each = self._shards[shard]
             each.tries = dict.fromkeys(holders[shard], Try.OPEN)

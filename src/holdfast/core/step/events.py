@@ -241,7 +241,7 @@ class EventNoted:
 
 @dataclass(frozen=True, slots=True)
 class HeirsSeen:
-    """All the servers' heirs at these addresses, and no others, have all rows, as they answer."""
+    """The heirs of servers at these addresses have all rows; no other heir has."""
 
     addresses: tuple[str, ...]
 

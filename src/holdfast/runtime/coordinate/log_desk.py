@@ -31,7 +31,7 @@ class LogDesk:
         return LogReply(number=request.number, name=found.name, lines=found.lines)
 
     def take(self, reply: LogReply) -> None:
-        """Take in what a node has answered; nobody waits any more for an answer that was late."""
+        """Hand a node's answer to its asker, unless that has stopped waiting."""
         waiting = self._open.pop(reply.number, None)
         if waiting is not None and not waiting.done():
             waiting.set_result(reply)

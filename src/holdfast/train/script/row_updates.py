@@ -41,13 +41,13 @@ class HeirWatch:
     def record_answer(
         self, group: str, server: int, address: str, shards: Sequence[int], standing: ShardStanding
     ) -> None:
-        """Take in what the heir of a server has answered to an update of these shards."""
+        """Record the answer of a server's heir to an update of these shards."""
         with self._lock:
             self._progress.record_answer(group, server, address, shards, standing)
             self._tell()
 
     def record_silence(self, group: str, server: int) -> None:
-        """Take in that the heir of a server has not answered, or that there is none."""
+        """Record that the heir of a server has not answered, or does not exist."""
         with self._lock:
             self._progress.record_silence(group, server)
             self._tell()
