@@ -131,13 +131,13 @@ class Scale:
 
     async def run(self, pid: int, address: tuple[str, int], calm_s: float, losses: int) -> Measured:
         secret, began = self._run_dir.secret(), time.monotonic()
+        beating = asyncio.ensure_future(self._beat())
         for i in range(self._count):
             channel = await connect(*address, secret, handshake_s=30.0)
             agent = FakeAgent(AgentId(f"node{i:04}"), self._slots, channel)
             self._agents.append(agent)
             self._listeners.append(asyncio.ensure_future(agent.listen()))
             agent.report()
-        beating = asyncio.ensure_future(self._beat())
         await self._until_view(1)
         joined_s = time.monotonic() - began
         await asyncio.sleep(2.0)
@@ -158,15 +158,17 @@ class Scale:
         )
 
     async def _beat(self) -> None:
-        """Every agent once a second, spread evenly."""
-        began, beats = time.monotonic(), 0
+        """Every agent once a second, spread evenly, from when it has connected."""
+        next_at = time.monotonic()
         while True:
-            for agent in list(self._agents):
+            agents = list(self._agents)
+            for agent in agents:
                 agent.report()
-                beats += 1
-                wait_s = began + beats / len(self._agents) - time.monotonic()
-                if wait_s > 0:
-                    await asyncio.sleep(wait_s)
+                next_at += 1.0 / len(agents)
+                await asyncio.sleep(max(next_at - time.monotonic(), 0.0))
+            if not agents:
+                await asyncio.sleep(0.01)
+                next_at = time.monotonic()
 
     async def _lose_one(self) -> float:
         number = self._number()

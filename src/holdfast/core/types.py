@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import enum
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple, NewType
 
 from holdfast.core.domains import Domains
@@ -22,6 +23,7 @@ ViewNumber = NewType("ViewNumber", int)
 
 NO_VIEW = ViewNumber(0)
 RELEASE_ALL = 1 << 30  # a release_loop no loop counter reaches
+_WORKER = attrgetter("worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,13 +319,16 @@ class View:
         return {worker: tuple(vranks) for worker, vranks in found.items()}
 
     def member(self, worker: WorkerId) -> Member | None:
-        i = bisect.bisect_left(self.members, worker, key=lambda m: m.worker)
+        i = self.rank(worker)
         found = self.members[i] if i < len(self.members) else None
         return found if found is not None and found.worker == worker else None
 
     def rank(self, worker: WorkerId) -> int:
         """Return a member's position among the members."""
-        return bisect.bisect_left(self.members, worker, key=lambda m: m.worker)
+        members = self.members
+        if 0 <= worker < len(members) and members[worker].worker == worker:
+            return worker  # no worker before it has left: large jobs ask very often
+        return bisect.bisect_left(members, worker, key=_WORKER)
 
     def includes(self, worker: WorkerId, incarnation: Incarnation) -> bool:
         """Return whether this very process is a member."""

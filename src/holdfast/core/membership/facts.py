@@ -74,7 +74,8 @@ class Facts:
 
     def find_silent_node(self, member: Member) -> AgentId | None:
         """Return one of its nodes that is silent, if there is one."""
-        return next((name for name in member.nodes if name in self.silent), None)
+        silent = self.silent
+        return next((name for name in member.nodes if name in silent), None) if silent else None
 
     def is_fenced(self, member: Member) -> bool:
         """Return whether this process can never act in the view again: dead, or without lease."""

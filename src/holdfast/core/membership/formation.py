@@ -73,9 +73,11 @@ def joiners_in_a_pause(facts: Facts) -> list[WorkerStatus]:
 
 def room_beside_drained(facts: Facts) -> int:
     """Return how many more could be members once those on drained nodes have left."""
-    stay = [m for m in facts.members if not facts.roster.reason_to_leave(m.worker)]
+    roster, stay = facts.roster, len(facts.members)
+    if roster.has_leaving():
+        stay = sum(not roster.reason_to_leave(member.worker) for member in facts.members)
     late = facts.view.suspended if facts.view is not None else ()
-    return max(facts.room.members - len(stay) - len(late), 0)
+    return max(facts.room.members - stay - len(late), 0)
 
 
 def find_returning(facts: Facts, step: int) -> list[LateWorker]:
@@ -166,7 +168,7 @@ def choose_leavers(
     others would go on.
     """
     roster = facts.roster
-    if not any(node.draining or node.report.leaving for node in roster.nodes.values()):
+    if not roster.has_leaving():
         return {}
     why = {worker: reason for worker in workers if (reason := roster.reason_to_leave(worker))}
     found = {w: reason for w, reason in why.items() if roster.drained_node(w)}

@@ -140,9 +140,10 @@ class Roster:
         """
         for worker in self.workers_on(name):
             slot = self.slots[worker]
+            if slot.respawn_at is not None:
+                continue
             acts = view is not None and view.includes(worker, slot.incarnation)
-            stays = acts or not self.drained_node(worker)
-            if slot.respawn_at is None and stays:
+            if acts or not self.drained_node(worker):
                 yield from self._processes_of(worker, slot.incarnation, name)
 
     def processes_to_finish(self, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
@@ -196,6 +197,10 @@ class Roster:
         named = (worker, slot.incarnation)
         found = (each for each in node.report.leaving if (each.worker, each.incarnation) == named)
         return next((each.reason for each in found), "")
+
+    def has_leaving(self) -> bool:
+        """Return whether any node is drained, or any worker is to be moved."""
+        return any(node.draining or node.report.leaving for node in self.nodes.values())
 
     def awaits_worker(self, name: AgentId) -> bool:
         """Return whether a worker is to be moved to this node."""
@@ -251,6 +256,8 @@ class Roster:
         """
         slot = self.slots.get(worker)
         names = slot.further if slot is not None else ()
+        if not names:
+            return False
         heard = [self.nodes[name] for name in names if name in self.nodes]
         return any(self._has_ended(node.statuses.get(worker), incarnation) for node in heard)
 
