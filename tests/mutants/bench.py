@@ -16,10 +16,10 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from holdfast.net.readiness import wait_readable
 from mutants import checks
 from mutants.planting import Mutant
 
@@ -110,7 +110,7 @@ class Bench:
     def poll(self) -> tuple[bool, Any]:
         """Return whether the work is over, and its answer; None if it gave none in time."""
         over = time.monotonic() > self._deadline
-        if wait_readable([self._reads], 0):
+        if wait([self._reads], 0):
             heard = os.read(self._reads, 1 << 20)
             self._heard += heard
             over = over or not heard or self._heard.endswith(b"\n")
@@ -134,7 +134,7 @@ class Bench:
         self.start(work, limit_s, keep=keep)
         over, answer = False, None
         while not over:
-            wait_readable([self._reads], 0.2)
+            wait([self._reads], 0.2)
             over, answer = self.poll()
         return answer
 

@@ -19,10 +19,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatch
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from holdfast.net.readiness import wait_readable
 from mutants import checks, equivalents, knowledge_base, scope, table
 from mutants.bench import Bench, checked
 from mutants.planting import Mutant, Planter, draw
@@ -145,7 +145,7 @@ class Survey:
                     plan = learnt.plan(mutant, planter, self._root, self._test_s)
                     bench.plant(mutant)
                     bench.start(checked(plan), MUTANT_S_MAX)
-            wait_readable([bench.reads for bench in busy], 0.5)
+            wait([bench.reads for bench in busy], 0.5)
             for bench, mutant in list(busy.items()):
                 over, outcome = bench.poll()
                 if over:
