@@ -8,6 +8,7 @@ missing. One term of a coordinator makes one recording after the other.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import struct
 import zipfile
@@ -28,6 +29,7 @@ from holdfast.core.membership.coordinator_events import (
     CoordinatorEffect,
     CoordinatorEvent,
     ReportArrived,
+    SendDirective,
     StopRequested,
 )
 from holdfast.core.membership.facts import LatestFacts
@@ -94,8 +96,17 @@ _decode_record = msgspec.msgpack.Decoder(HeardEvent | DecisionDigest).decode
 
 
 def digest_effects(effects: Sequence[CoordinatorEffect]) -> int:
-    """Return 64 bits that differ if the effects do."""
-    return xxhash.xxh64_intdigest(_CANONICAL.encode(effects))
+    """Return 64 bits that differ if the effects do. A view that goes to many is encoded once."""
+    digest, views = xxhash.xxh64(), dict[int, bytes]()
+    for effect in effects:
+        view = effect.directive.view if isinstance(effect, SendDirective) else None
+        if isinstance(effect, SendDirective) and view is not None:
+            if id(view) not in views:
+                views[id(view)] = xxhash.xxh64_digest(_CANONICAL.encode(view))
+            digest.update(views[id(view)])
+            effect = SendDirective(dataclasses.replace(effect.directive, view=None))
+        digest.update(_CANONICAL.encode(effect))
+    return digest.intdigest()
 
 
 def encode_record(record: _Record) -> bytes:

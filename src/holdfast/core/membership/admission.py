@@ -51,8 +51,9 @@ class Attendance:
     def tell_silent(self, facts: Facts) -> tuple[Attendance, list[Announce]]:
         """Return this with the nodes that are silent now, and lines about changes."""
         silent = tuple(sorted(name for name in facts.silent if name in facts.roster.nodes))
-        new = [name for name in silent if name not in self.silent]
-        back = [name for name in self.silent if name not in silent]
+        known, now = frozenset(self.silent), frozenset(silent)
+        new = [name for name in silent if name not in known]
+        back = [name for name in self.silent if name not in now]
         lines = [Announce("silent", f"node {name} is silent", node=name) for name in new]
         lines += [Announce("node", f"node {name} is heard again", node=name) for name in back]
         return dataclasses.replace(self, silent=silent), lines
