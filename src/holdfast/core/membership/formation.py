@@ -13,6 +13,7 @@ from holdfast.core.membership.changes import OrderNext
 from holdfast.core.membership.coordinator_events import Announce
 from holdfast.core.membership.facts import Facts
 from holdfast.core.membership.resume import resume_step
+from holdfast.core.membership.roster import Roster
 from holdfast.core.membership.view_making import Proposal, choose_hosts
 from holdfast.core.types import (
     AgentId,
@@ -71,10 +72,15 @@ def joiners_in_a_pause(facts: Facts) -> list[WorkerStatus]:
     return [s for s in candidates(facts) if s.worker not in facts.waiting_for]
 
 
+def _is_anyone_leaving(roster: Roster) -> bool:
+    """Return whether any node is drained, or any worker is to be moved."""
+    return any(node.draining or node.report.leaving for node in roster.nodes.values())
+
+
 def room_beside_drained(facts: Facts) -> int:
     """Return how many more could be members once those on drained nodes have left."""
     roster, stay = facts.roster, len(facts.members)
-    if roster.has_leaving():
+    if _is_anyone_leaving(roster):
         stay = sum(not roster.reason_to_leave(member.worker) for member in facts.members)
     late = facts.view.suspended if facts.view is not None else ()
     return max(facts.room.members - stay - len(late), 0)
@@ -168,7 +174,7 @@ def choose_leavers(
     others would go on.
     """
     roster = facts.roster
-    if not roster.has_leaving():
+    if not _is_anyone_leaving(roster):
         return {}
     why = {worker: reason for worker in workers if (reason := roster.reason_to_leave(worker))}
     found = {w: reason for w, reason in why.items() if roster.drained_node(w)}

@@ -198,10 +198,6 @@ class Roster:
         found = (each for each in node.report.leaving if (each.worker, each.incarnation) == named)
         return next((each.reason for each in found), "")
 
-    def has_leaving(self) -> bool:
-        """Return whether any node is drained, or any worker is to be moved."""
-        return any(node.draining or node.report.leaving for node in self.nodes.values())
-
     def awaits_worker(self, name: AgentId) -> bool:
         """Return whether a worker is to be moved to this node."""
         every = (each for node in self.nodes.values() for each in node.report.leaving)
