@@ -159,16 +159,14 @@ class Scale:
 
     async def _beat(self) -> None:
         """Every agent once a second, spread evenly, from when it has connected."""
+        while not self._agents:
+            await asyncio.sleep(0.01)
         next_at = time.monotonic()
         while True:
-            agents = list(self._agents)
-            for agent in agents:
+            for agent in list(self._agents):
                 agent.report()
-                next_at += 1.0 / len(agents)
+                next_at += 1.0 / len(self._agents)
                 await asyncio.sleep(max(next_at - time.monotonic(), 0.0))
-            if not agents:
-                await asyncio.sleep(0.01)
-                next_at = time.monotonic()
 
     async def _lose_one(self) -> float:
         number = self._number()

@@ -195,6 +195,14 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def test_the_survey_can_begin_since_it_imports_nothing_of_the_project() -> None:
+    code = "from mutants import survey; survey.checks.preload()"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=TESTS, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
 @pytest.mark.slow
 def test_mutants_are_caught_survive_or_are_equivalent(
     tree: Path, capsys: pytest.CaptureFixture[str]

@@ -25,9 +25,10 @@ from holdfast.core.membership.coordinator_events import (
     CoordinatorEffect,
     CoordinatorEvent,
     ReportArrived,
+    SendDirective,
     StopRequested,
 )
-from holdfast.core.types import AgentId, AgentReport, Incarnation, Tick
+from holdfast.core.types import AgentId, AgentReport, Incarnation, Tick, View, ViewNumber, WorkerId
 from holdfast.observe.decision_replay import replay
 from holdfast.observe.recordings import (
     DecisionDigest,
@@ -185,6 +186,22 @@ def test_a_decision_that_was_altered_is_found(tmp_path: Path) -> None:
             assert not found.error
             left_out = Recording(whole.header, (*before, *after))
             assert not after or replay(left_out).difference is not None
+
+
+def test_the_digest_of_a_decision_depends_on_every_view_in_it() -> None:
+    plain = CoordinatorMachine(SPEC.policy(), 3, None, 0.0)._orders()
+
+    def view(step: int) -> View:
+        number, leader = ViewNumber(1), WorkerId(0)
+        return View(number=number, members=(), owners=(), resume_step=step, leader=leader)
+
+    def digest(*steps: int | None) -> int:
+        views = [None if step is None else view(step) for step in steps]
+        return digest_effects([SendDirective(dataclasses.replace(plain, view=v)) for v in views])
+
+    assert digest(3, 4) == digest(3, 4)
+    every = [digest(*steps) for steps in [(), (None,), (3,), (4,), (3, 3), (3, 4), (4, 3)]]
+    assert len(set(every)) == len(every)
 
 
 def test_the_last_event_of_a_killed_coordinator_may_have_no_decision(tmp_path: Path) -> None:

@@ -97,10 +97,9 @@ _decode_record = msgspec.msgpack.Decoder(HeardEvent | DecisionDigest).decode
 
 def digest_effects(effects: Sequence[CoordinatorEffect]) -> int:
     """Return 64 bits that differ if the effects do. A view that goes to many is encoded once."""
-    digest, views = xxhash.xxh64(), dict[int, bytes]()
+    digest, views = xxhash.xxh64(), dict[int, bytes]()  # by the identity of the view
     for effect in effects:
-        view = effect.directive.view if isinstance(effect, SendDirective) else None
-        if isinstance(effect, SendDirective) and view is not None:
+        if isinstance(effect, SendDirective) and (view := effect.directive.view) is not None:
             if id(view) not in views:
                 views[id(view)] = xxhash.xxh64_digest(_CANONICAL.encode(view))
             digest.update(views[id(view)])

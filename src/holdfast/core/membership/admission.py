@@ -44,7 +44,8 @@ class Attendance:
         why = "waits: the job has all the nodes it may have or can use"
         if len(waiting) < spread:
             why = f"waits for further nodes: each worker is spread over {spread}"
-        new = [name for name in waiting if name not in self.waiting]
+        known = frozenset(self.waiting)
+        new = [name for name in waiting if name not in known]
         lines = [Announce("node", f"node {name} {why}") for name in new]
         return dataclasses.replace(self, waiting=waiting), lines
 

@@ -66,7 +66,7 @@ def _end_time(facts: Facts) -> float | None:
     """Return when the last member is taken away; None if others can go on, or nobody knows."""
     roster, members = facts.roster, facts.members
     if not any(node.leave_by < float("inf") for node in roster.nodes.values()):
-        return None  # almost always
+        return None  # no node has a deadline, as almost always
     if not members or facts.abreast or facts.feeding or candidates(facts):
         return None
     nodes = [[roster.nodes.get(name) for name in member.nodes] for member in members]
