@@ -13,6 +13,7 @@ from holdfast.train.script.repeated_tasks import (
     RUNS_CLOSE,
     RUNS_MAX,
     RUNS_ODD,
+    RUNS_SUSPECTED,
     RepeatedTasks,
     RunMark,
     count_tasks_before,
@@ -24,8 +25,8 @@ ELEMENTS = 500
 Run = Callable[[int], torch.Tensor]  # batch -> gradient
 
 
-def repeats(told: list[str], *, is_exact: bool) -> RepeatedTasks:
-    return RepeatedTasks(1, 1, 0.01, told.append, lambda: is_exact, lambda: "")
+def repeats(told: list[str], *, is_exact: bool, suspects: str = "") -> RepeatedTasks:
+    return RepeatedTasks(1, 1, 0.01, told.append, lambda: is_exact, lambda: suspects)
 
 
 def mark(gradient: torch.Tensor, batch: int = 1) -> RunMark:
@@ -151,6 +152,27 @@ def test_one_run_that_differs_is_a_machines_fault() -> None:
         judge(judged, odd(1), step=1)
     assert judge(judged, odd(0), step=2) == RUNS_ODD
     assert judge(judged, odd(2), step=3) == 2
+
+
+def rarely_odd(every: int) -> Run:
+    """Return a task with another result in the second run of each `every` runs."""
+    count = 0
+
+    def run(batch: int) -> torch.Tensor:
+        nonlocal count
+        count += batch == 0
+        return gradient(batch) + (count % every == 2) * (batch == 0)
+
+    return run
+
+
+def test_a_script_that_draws_is_suspected_before_its_machine() -> None:
+    judged = repeats([], is_exact=True, suspects="; it uses gc.get_objects() in line 5")
+    judge(judged, gradient)
+    with pytest.raises(UserError, match="each time that this worker computed it; it uses gc"):
+        judge(judged, rarely_odd(20), step=1)
+    with pytest.raises(WorldError, match=f"wrongly here once, and rightly {RUNS_SUSPECTED - 1}"):
+        judge(judged, odd(1), step=2)
 
 
 def test_a_first_run_that_differs_from_all_others_is_the_scripts() -> None:

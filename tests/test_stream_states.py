@@ -324,7 +324,7 @@ def test_streams_of_packages_keep_their_states(kind: str) -> None:
 
     everywhere(script)
     assert not [text for text in said if "looks at" in text]
-    refused = [text for text in said if "is not kept" in text]
+    refused = [text for text in said if "are not kept" in text]
     if kind == "shuffled datasets":  # the buffer's samples would be lost
         assert refused
         assert all("shuffle buffer" in text for text in refused)

@@ -328,6 +328,20 @@ def test_fingerprints_and_digests_are_the_same_for_ever() -> None:
     assert digest.bits == 6778923111244334632
 
 
+def test_tensors_are_described_as_they_stood_between_two_steps() -> None:
+    """Within a step FSDP2 puts gathered parameters into the modules, and frees them after use."""
+    objects = trained()
+    buffers = list(objects["model"].buffers())
+    prints = Fingerprints(objects, 4)
+    prints.print_of_step(0, buffers)
+    before = prints.prints_by_tensor(buffers)
+    objects["model"][0].weight = nn.Parameter(torch.zeros(1))
+    assert prints.prints_by_tensor(buffers) == before
+    prints.forget()  # the module has changed for good
+    assert next(name for name, _ in prints.prints_by_tensor(buffers)) == "model.0.weight"
+    assert prints.prints_by_tensor(buffers) != before
+
+
 def test_without_a_cycle_nothing_is_compared() -> None:
     assert (
         Fingerprints(trained(), 0).print_of_step(3, [])

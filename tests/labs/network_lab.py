@@ -32,12 +32,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
+import fcntl
 import functools
 import json
 import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -51,9 +53,11 @@ HOSTS_MAX = 200
 OWNER = "HOLDFAST_LAB"  # environment variable of every process started in a host
 TOOL_S = 30.0  # bounds `ip` and `nft`, which need milliseconds
 KILL_S = 10.0  # bounds the death of killed processes
+CARRIER_S = 10.0  # bounds the wait for a cable, which works after milliseconds
 POLL_S = 0.002
 DICE = 100_000  # sides: a loss is rounded to a thousandth of a percent
 CLONE_NEWNET = 0x40000000
+SIOCGIFFLAGS, RUNNING = 0x8913, 0x40  # netdevice(7)
 THREAD_NAMESPACE = "/proc/thread-self/ns/net"
 TOOL_PACKAGES = {"ip": "iproute2", "bridge": "iproute2", "nft": "nftables"}
 
@@ -309,16 +313,18 @@ class Lab:
                 f"link set dev {port} master switch {quiet} up",
             ]
         _batch(self._switch_fd, "ip", lines)
+        for host in self.hosts:
+            up = ["link set dev lo up", f"link set dev {INTERFACE} {quiet} up"]
+            _batch(host.fd, "ip", up)
+            _await_carrier(host.fd, INTERFACE)
+        for host in self.hosts:
+            _await_carrier(self._switch_fd, _port(host))
         # A switch that does not know yet where a host is sends a frame to every port, and the frame
         # would be counted once for every host.
         places = [f"fdb add {_hardware(h)} dev {_port(h)} master static" for h in self.hosts]
         _batch(self._switch_fd, "bridge", places)
         for host in self.hosts:
-            lines = [
-                "link set dev lo up",
-                f"link set dev {INTERFACE} {quiet} up",
-                f"address add {host.address}/24 dev {INTERFACE}",
-            ]
+            lines = [f"address add {host.address}/24 dev {INTERFACE}"]
             for other in self.hosts:
                 if other is not host:
                     where = f"{other.address} lladdr {_hardware(other)} dev {INTERFACE}"
@@ -405,6 +411,20 @@ def _kill_all(doomed: Callable[[int], bool]) -> int:
                     os.close(handle)
         time.sleep(POLL_S)
     return len(killed)
+
+
+def _await_carrier(namespace_fd: int, device: str) -> None:
+    """Wait until a device sends what it is given: until then the kernel drops it silently.
+
+    It has noticed the carrier some time after both ends are up, later on a busy machine.
+    """
+    name = struct.pack("256s", device.encode())
+    deadline = time.monotonic() + CARRIER_S
+    with _entered(namespace_fd), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        while not struct.unpack_from("H", fcntl.ioctl(asking, SIOCGIFFLAGS, name), 16)[0] & RUNNING:
+            if time.monotonic() > deadline:
+                raise WorldError(f"{device} has no carrier after {CARRIER_S:g} s")
+            time.sleep(POLL_S)
 
 
 def _port(host: Host) -> str:

@@ -8,6 +8,7 @@ fingerprints.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,18 @@ from holdfast.train.script.script_state import ScriptState
 
 CHUNK = 1 << 16  # elements of a tensor that are digested together
 Chunk = tuple[torch.Tensor, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class FingerprintPlan:
+    """Holds the covered tensors as they stand between two steps: within one, FSDP2 puts others there.
+
+    `buffers`: the number of the modules' buffers for which `parts` were cut.
+    """
+
+    buffers: int
+    parameters: list[tuple[str, torch.Tensor]]
+    parts: list[list[Chunk]]
 
 
 class Fingerprints:
@@ -37,43 +50,41 @@ class Fingerprints:
         self.cycle = cycle
         self._optimizers = optimizers
         self.protected = protected
-        # the number of buffers for which these parts were cut, and the parts
-        self._parts: tuple[int, list[list[Chunk]]] = (-1, [])
+        self._found: FingerprintPlan | None = None
 
     def print_of_step(self, step: int, buffers: Sequence[torch.Tensor]) -> int:
         """Return 63 bits of this step's part; 0 if fingerprints are switched off."""
         if not self.cycle:
             return 0
-        parts = self._plan(buffers)
+        parts = self._plan(buffers).parts
         return (self._digest(parts[step % len(parts)]) if parts else 0) ^ self._print_of_ranks(step)
 
     def print_of_all(self, buffers: Sequence[torch.Tensor]) -> int:
         """Return 63 bits of the whole covered state; 0 if fingerprints are switched off."""
         if not self.cycle:
             return 0
-        every = self._digest([chunk for part in self._plan(buffers) for chunk in part])
+        every = self._digest([chunk for part in self._plan(buffers).parts for chunk in part])
         return every ^ self._print_of_ranks()
 
     def prints_by_tensor(self, buffers: Sequence[torch.Tensor]) -> list[tuple[str, int]]:
         """Return the name of each tensor of the state that is covered, with 63 bits of it."""
-        modules = [(n, m) for n, m in self.protected.items() if isinstance(m, torch.nn.Module)]
-        named = {id(p): f"{n}.{key}" for n, m in modules for key, p in m.named_parameters()}
-        names = [named.get(id(p), "a parameter of an optimizer") for p in self._parameters()]
-        kept = [f"{n}.{key}" for n, m in modules for key, _ in m.named_buffers()]
+        kept = [f"{n}.{key}" for n, m in self._modules() for key, _ in m.named_buffers()]
         if len(kept) != len(buffers):  # two modules share a buffer
             kept = ["a buffer"] * len(buffers)
-        every = zip([*names, *kept], [*self._parameters(), *buffers], strict=True)
+        every = [*self._plan(buffers).parameters, *zip(kept, buffers, strict=True)]
         found = [(name, self._digest(list(_chunks([tensor])))) for name, tensor in every]
         return found + [each for held in self._rank_states() for each in held.describe_states()]
 
     def forget(self) -> None:
         """Find the covered tensors again, since the modules have changed."""
-        self._parts = (-1, [])
+        self._found = None
 
-    def _plan(self, buffers: Sequence[torch.Tensor]) -> list[list[Chunk]]:
+    def _plan(self, buffers: Sequence[torch.Tensor]) -> FingerprintPlan:
         """Cut the state into parts of about equal size, one for each step of a cycle."""
-        if self._parts[0] != len(buffers):  # there are none before the first step
-            chunks = list(_chunks([*self._parameters(), *buffers]))
+        # there are no buffers before the first step
+        if self._found is None or self._found.buffers != len(buffers):
+            parameters = self._parameters()
+            chunks = list(_chunks([*(tensor for _, tensor in parameters), *buffers]))
             total = sum((stop - start) * tensor.element_size() for tensor, start, stop in chunks)
             count = min(self.cycle, len(chunks))
             parts: list[list[Chunk]] = [[] for _ in range(count)]
@@ -81,8 +92,10 @@ class Fingerprints:
             for tensor, start, stop in chunks:
                 parts[min(at * count // max(total, 1), count - 1)].append((tensor, start, stop))
                 at += (stop - start) * tensor.element_size()
-            self._parts = len(buffers), [part for part in parts if part]
-        return self._parts[1]
+            self._found = FingerprintPlan(
+                len(buffers), parameters, [part for part in parts if part]
+            )
+        return self._found
 
     def _rank_states(self) -> list[RankStates]:
         every = self.protected.values()
@@ -92,7 +105,13 @@ class Fingerprints:
         """Return 63 bits of the states of virtual ranks, or only of those due in this step."""
         return sum(each.fingerprint(step) for each in self._rank_states())
 
-    def _parameters(self) -> list[torch.Tensor]:
+    def _modules(self) -> list[tuple[str, torch.nn.Module]]:
+        return [(n, m) for n, m in self.protected.items() if isinstance(m, torch.nn.Module)]
+
+    def _parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """List the modules' and the optimizers' parameters, each once, with their names."""
+        modules = self._modules()
+        named = {id(p): f"{n}.{key}" for n, m in modules for key, p in m.named_parameters()}
         found: dict[int, torch.Tensor] = {}
         for each in self.protected.values():
             if isinstance(each, torch.nn.Module):
@@ -100,7 +119,8 @@ class Fingerprints:
             elif isinstance(each, torch.optim.Optimizer):
                 groups = each.param_groups
                 found.update((id(p), p) for group in groups for p in group["params"])
-        return [p for p in found.values() if p.layout == torch.strided]
+        other = "a parameter of an optimizer"
+        return [(named.get(i, other), p) for i, p in found.items() if p.layout == torch.strided]
 
     def _digest(self, chunks: Sequence[Chunk]) -> int:
         digest = xxhash.xxh3_64()
