@@ -34,7 +34,7 @@ from holdfast.core.membership.coordinator_events import (
 )
 from holdfast.core.membership.facts import LatestFacts
 from holdfast.core.membership.group import GroupMachine
-from holdfast.core.types import Tick
+from holdfast.core.types import Tick, View
 from holdfast.store.regular_files import regular_stream
 from holdfast.wire.object_graphs import dump_graph, load_graph
 from holdfast.wire.strict import StrictDecoder
@@ -91,21 +91,27 @@ class DecisionDigest(msgspec.Struct, frozen=True, tag="decided", array_like=True
 
 
 _Record = Header | HeardEvent | DecisionDigest
+_DIGESTED: list[tuple[View, bytes]] = []  # none or one
 _decode_header = msgspec.msgpack.Decoder(Header).decode
 _decode_record = msgspec.msgpack.Decoder(HeardEvent | DecisionDigest).decode
 
 
 def digest_effects(effects: Sequence[CoordinatorEffect]) -> int:
     """Return 64 bits that differ if the effects do. A view that goes to many is encoded once."""
-    digest, views = xxhash.xxh64(), dict[int, bytes]()  # by the identity of the view
+    digest = xxhash.xxh64()
     for effect in effects:
         if isinstance(effect, SendDirective) and (view := effect.directive.view) is not None:
-            if id(view) not in views:
-                views[id(view)] = xxhash.xxh64_digest(_CANONICAL.encode(view))
-            digest.update(views[id(view)])
+            digest.update(_digest_view(view))
             effect = SendDirective(dataclasses.replace(effect.directive, view=None))
         digest.update(_CANONICAL.encode(effect))
     return digest.intdigest()
+
+
+def _digest_view(view: View) -> bytes:
+    """Digest a view, and remember the last: a large job's nodes are told of it one by one."""
+    if not _DIGESTED or _DIGESTED[0][0] is not view:
+        _DIGESTED[:] = [(view, xxhash.xxh64_digest(_CANONICAL.encode(view)))]
+    return _DIGESTED[0][1]
 
 
 def encode_record(record: _Record) -> bytes:

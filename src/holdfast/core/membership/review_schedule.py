@@ -14,7 +14,8 @@ from holdfast.core.membership.roster import Roster
 from holdfast.core.membership.suspicion import Suspicion
 from holdfast.core.types import AgentId
 
-REVIEW_S = 2e-5  # least time between two reviews, for each slot of the job
+# Least time between two reviews, for each slot of the job: several times what a review takes.
+REVIEW_S = 5e-5
 NEVER = float("inf")
 
 
@@ -30,6 +31,7 @@ class Agenda:
         self._awake_since = now
         self._changed = True  # something has changed since the last review
         self._reviewed_at = -NEVER
+        self._rests_until = -NEVER
         self._decide_at = NEVER
 
     @property
@@ -49,8 +51,9 @@ class Agenda:
     def change(self, now: float, *, at_once: bool = False) -> None:
         """Record a change that may change a decision. A large job's changes come in floods."""
         self._changed = True
-        pause_s = len(self._roster.slots) * REVIEW_S
-        due = now if at_once else max(now, self._reviewed_at + pause_s)
+        if at_once:
+            self._rests_until = now
+        due = max(now, self._rests_until)
         self.deadline = due if self.deadline is None else min(due, self.deadline)
 
     def is_due(self, now: float) -> bool:
@@ -62,6 +65,9 @@ class Agenda:
         silent = self._suspicion.find(now, self._awake_since)
         still = any(self._reviewed_at < t <= now for t in self._stalls())
         if self._changed or silent != self.silent or now >= self._decide_at or still:
+            if now < self._rests_until:  # a large job's nodes fall silent one after the other
+                self.deadline = self._rests_until
+                return False
             self._suspicion.learn(silent, now)
             self._changed = False
             return True
@@ -78,6 +84,7 @@ class Agenda:
         times = [*alarms, *fences, *losses, *returns]
         self._decide_at = min((t for t in times if t > now), default=NEVER)
         self._reviewed_at = now
+        self._rests_until = now + len(roster.slots) * REVIEW_S
         self._set_deadline(now)
 
     def _stalls(self) -> tuple[float, float]:

@@ -25,7 +25,7 @@ Chunk = tuple[torch.Tensor, int, int]
 
 @dataclass(frozen=True, slots=True)
 class FingerprintPlan:
-    """Holds the covered tensors, as they are between two steps: within one, FSDP2 puts others there.
+    """Holds the covered tensors as they are between two steps: within one, FSDP2 has others there.
 
     `buffers`: the number of the modules' buffers for which `parts` were cut.
     """
