@@ -529,7 +529,7 @@ def test_many_changes_of_a_large_job_are_reviewed_together(seen: bool) -> None:
     """Reports are answered at once; their consequences are decided a little later."""
     names = [f"n{i:04}" for i in range(600)]
     job = Job(*names, nodes_min=600, virtual_ranks=600)
-    job.pause_s, review_s = 0.0, 2e-5 * 600
+    job.pause_s, review_s = 0.0, 5e-5 * 600
     job.now += 1.0
     job.feed(Tick())
     job.now += 1.0

@@ -151,7 +151,7 @@ def test_the_bounds_on_everything_that_is_kept_are_pinned() -> None:
     assert coordinator.SKIPPED == 1000  # numbers, after the loss of the journal
     assert (durable.KNOWN_MAX, invalidations.INVALIDATIONS_MAX) == (128, 16)
     assert (standing.JOB_EVENTS_MAX, agent.UNANSWERED_MAX) == (8, 1024)
-    assert review_schedule.REVIEW_S * 10_000 == 0.2  # between two reviews of 10,000 workers
+    assert review_schedule.REVIEW_S * 10_000 == 0.5  # between two reviews of 10,000 workers
     assert (audit.ATTEMPTS_MAX, rulings.MISTAKES_MAX, rulings.CALM_STEPS) == (3, 1, 64)
     assert (speculation.STEPS_TIMED, speculation.SPREADS) == (16, 6.0)
     assert WINDOW_TIMES_MAX == 8

@@ -278,6 +278,7 @@ def test_a_long_term_makes_several_recordings_and_old_ones_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder, "RECORDING_BYTES", 300)
+    monkeypatch.setattr(recorder, "BEGINNINGS", 0)
     monkeypatch.setattr(recorder, "FILES_MAX", 3)
     record(tmp_path, 60)
     paths = sorted(

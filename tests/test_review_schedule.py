@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.core.job_spec import CoordinatorPolicy
+from holdfast.core.membership import review_schedule
 from holdfast.core.membership.lease import LeasePolicy
 from holdfast.core.membership.review_schedule import REVIEW_S, Agenda
 from holdfast.core.membership.suspicion import LEASES
@@ -70,6 +71,22 @@ def test_a_change_is_reviewed_after_a_pause_that_grows_with_the_job() -> None:
     found.record_review(1.2, [])
     found.change(9.0)
     assert found.deadline == 1.0 + LEASE.suspect_s  # the earlier deadline stays
+
+
+def test_nodes_that_fall_silent_one_after_the_other_are_reviewed_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, cluster = agenda()
+    monkeypatch.setattr(review_schedule, "REVIEW_S", 0.5)  # for each of the two workers
+    cluster.now = 1.2
+    cluster.hear("n1", member(1))
+    assert found.is_due(1.0 + LEASE.suspect_s)
+    found.record_review(1.0 + LEASE.suspect_s, [])
+    assert not found.is_due(1.3 + LEASE.suspect_s)
+    assert found.silent == {"n0"}
+    assert found.deadline == 2.0 + LEASE.suspect_s
+    assert found.is_due(2.0 + LEASE.suspect_s)
+    assert found.silent == {"n0", "n1"}
 
 
 def test_an_alarm_is_kept_whoever_is_heard() -> None:

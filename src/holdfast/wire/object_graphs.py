@@ -22,6 +22,7 @@ from holdfast.core.errors import Damaged
 ROOM = "holdfast.core."
 _CLASS = re.compile(r"[a-z_.]+:[A-Za-z_]+", re.ASCII)
 _PLAIN = (type(None), bool, float, str, bytes)
+_UNSET = object()
 _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
 _PROXY, _DICT, _OBJECT, _NAMED_TUPLE, _ENUM, _FRESH, _AGAIN, _LARGE = "pdomenri"
 _SEQUENCES: dict[type, str] = {list: "l", tuple: "t", set: "s", frozenset: "f"}
@@ -52,6 +53,7 @@ class _Writer:
         self._fresh = fresh
         self._numbers: dict[int, int] = {}
         self._kept: list[object] = []  # so that no id is used twice
+        self._kinds: dict[type, tuple[str, tuple[str, ...]]] = {}
 
     def write(self, value: Any) -> Any:
         kind = type(value)
@@ -60,7 +62,7 @@ class _Writer:
         if kind is int:
             return value if _INT_MIN <= value <= _INT_MAX else [_LARGE, str(value)]
         if isinstance(value, enum.Enum):
-            return [_ENUM, _name_of(kind), value.name]
+            return [_ENUM, self._describe(kind)[0], value.name]
         if (number := self._numbers.get(id(value))) is not None:
             return [_AGAIN, number]
         self._numbers[id(value)] = len(self._kept)
@@ -72,22 +74,24 @@ class _Writer:
         if kind is types.MappingProxyType:
             (inner,) = gc.get_referents(value)
             return [_PROXY, self.write(inner)]
-        name = _name_of(kind)
+        name, slots = self._describe(kind)
         if kind in self._fresh:
             return [_FRESH, name]
         if isinstance(value, tuple):
             return [_NAMED_TUPLE, name, *map(self.write, value)]
-        return [_OBJECT, name, *self._attributes(value)]
+        found = [_OBJECT, name]
+        for slot in slots:
+            if (part := getattr(value, slot, _UNSET)) is not _UNSET:
+                found += (slot, self.write(part))
+        for attribute, part in getattr(value, "__dict__", {}).items():
+            found += (attribute, self.write(part))
+        return found
 
-    def _attributes(self, value: object) -> list[Any]:
-        names = [
-            name
-            for each in type(value).__mro__
-            for name in _slots_of(each)
-            if not name.startswith("__") and hasattr(value, name)
-        ]
-        names += getattr(value, "__dict__", ())
-        return [part for name in names for part in (name, self.write(getattr(value, name)))]
+    def _describe(self, kind: type) -> tuple[str, tuple[str, ...]]:
+        """Return the name of a class and the names in its slots. TypeError if it is not core's."""
+        if (found := self._kinds.get(kind)) is None:
+            found = self._kinds[kind] = _name_of(kind), _slots_of(kind)
+        return found
 
 
 class _Reader:
@@ -159,8 +163,12 @@ class _Reader:
 
 
 def _slots_of(kind: type) -> tuple[str, ...]:
-    found = kind.__dict__.get("__slots__", ())
-    return (found,) if isinstance(found, str) else tuple(found)
+    """Return the names in the slots of a class and of those that it inherits from."""
+    found: list[str] = []
+    for each in kind.__mro__:
+        names = each.__dict__.get("__slots__", ())
+        found += (names,) if isinstance(names, str) else names
+    return tuple(name for name in found if not name.startswith("__"))
 
 
 def _name_of(kind: type) -> str:

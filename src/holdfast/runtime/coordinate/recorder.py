@@ -31,7 +31,9 @@ from holdfast.observe.recordings import (
 )
 from holdfast.store.regular_files import create_regular
 
-RECORDING_BYTES = 64 << 20  # before compression; then the next one is begun
+# The next recording is begun after this many bytes before compression, and at least this many times
+# as many as the machine has, whose writing costs a second in a job of a thousand nodes.
+RECORDING_BYTES, BEGINNINGS = 64 << 20, 32
 FILES_MAX = 16  # in a run directory, of all terms
 WAITING_BYTES_MAX = 16 << 20
 PACE_S = 0.2  # between two writes
@@ -51,7 +53,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._waiting: list[bytes | Path] = []  # a path: what follows goes to this new file
         self._waiting_bytes = 0
-        self._recording_bytes = 0
+        self._room_bytes = 0  # in this recording; less than 0: it is long enough
         self._count = 0
         self._is_on = False
         self._problem = ""  # why the present file cannot be written
@@ -81,7 +83,7 @@ class Recorder:
             machine=state,
         )
         self._count += 1
-        self._is_on, self._recording_bytes = True, 0
+        self._is_on, self._room_bytes = True, max(RECORDING_BYTES, BEGINNINGS * len(state))
         self._put(self._folder / f"coordinator-{self._term}-{self._count}.zst")
         self._put(encode_record(header))
 
@@ -103,7 +105,7 @@ class Recorder:
         if self._waiting_bytes > WAITING_BYTES_MAX:
             self._is_on = False
             self._say("the disk is slow: a part of what the coordinator hears is not recorded")
-        elif self._recording_bytes > RECORDING_BYTES:
+        elif self._room_bytes < 0:
             self.begin(machine, now)
 
     def close(self) -> None:
@@ -114,7 +116,7 @@ class Recorder:
 
     def _put(self, part: bytes | Path) -> None:
         size = len(part) if isinstance(part, bytes) else 0
-        self._recording_bytes += size
+        self._room_bytes -= size
         with self._lock:
             self._waiting.append(part)
             self._waiting_bytes += size
