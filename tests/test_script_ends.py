@@ -76,7 +76,8 @@ def test_sys_exit_in_the_middle_of_something_ends_the_job_with_a_sentence(
 ) -> None:
     with quits(tmp_path, where) as run:
         assert run.wait(RUN_S) == 1
-    assert any("UserError: " in line for line in run.err), run.log()
+    assert any("failed: sys.exit(0) in " in line for line in run.err), run.log()
+    assert not any("Traceback" in line for line in run.err)
 
 
 def test_sys_exit_between_two_steps_ends_the_loop_as_break_does(tmp_path: Path) -> None:

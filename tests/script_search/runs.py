@@ -257,7 +257,7 @@ def _in_processes(
         found = {line.split()[-1] for line in run.out if "DIGEST" in line}
         outcome = run.run_dir.outcome() or "\n".join(run.err[-8:])
     if code:
-        kind = "UserError: " if "UserError" in outcome or "wrong" in outcome else ""
+        kind = "" if "Traceback" in outcome else "UserError: "
         return Run(name=name, refused=kind + outcome, events=events)
     return Run(name=name, digest=" and ".join(sorted(found)), events=events)
 

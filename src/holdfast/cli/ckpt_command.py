@@ -155,7 +155,7 @@ def list_all(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(rows, indent=2))
         return code
-    table = Table("step", "saved", "entries", "size", "written", "")
+    table = Table("step", "saved", "entries", "size", "written", "about")
     for row in rows:
         if row["damage"]:
             table.add_row(str(row["step"]), "", "", "", "", str(row["damage"]), style="bold red")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from rich.console import Console
 
-from holdfast.cli.shared_options import add_tls
+from holdfast.cli.shared_options import add_run_and, add_tls, take_run
 from holdfast.net.tls import client_of
 from holdfast.runtime.operator_orders import DRAIN_REASON, await_drained, describe_drained, drain
 from holdfast.runtime.rundir import RunDir
@@ -16,9 +15,11 @@ from holdfast.runtime.rundir import RunDir
 
 def main(argv: list[str]) -> int:
     """Return 0 once the nodes are empty, or the job is over; 130 after Ctrl-C."""
-    options = parser().parse_args(argv)
-    run_dir, tls = RunDir(options.run_dir), client_of(options.tls)
-    nodes = list(dict.fromkeys(options.nodes))
+    found = parser()
+    options = found.parse_args(argv)
+    run, names_given = take_run(found, options.words, options.run_dir, "NODE")
+    run_dir, tls = RunDir(run), client_of(options.tls)
+    nodes = list(dict.fromkeys(names_given))
     names = " and ".join(nodes)
     drain(run_dir, tls, nodes, options.reason, options.deadline)
     try:
@@ -36,13 +37,11 @@ def main(argv: list[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="holdfast drain",
+        usage="holdfast drain [options] RUN NODE [NODE ...]",
         description="Drain nodes before maintenance: their workers leave at a step boundary, once "
         "others have the state, and their agents end. No work is lost. Waits until it is done.",
     )
-    found.add_argument(
-        "nodes", metavar="NODE", nargs="+", help="a node's name, as `holdfast status` shows it"
-    )
-    found.add_argument("--run-dir", type=Path, required=True, help="run directory of the job")
+    add_run_and(found, "NODE", "names of nodes, as `holdfast status` shows them")
     found.add_argument("--reason", default=DRAIN_REASON, help="the reason, for the job's event log")
     found.add_argument(
         "--deadline",

@@ -10,7 +10,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from holdfast.core.errors import NoAnswer, UserError
 from holdfast.observe.summary import summarize
+from holdfast.runtime.contact import job_status
 from holdfast.runtime.run_report import read_goodput, write_report
 from holdfast.runtime.rundir import RunDir
 
@@ -25,8 +27,24 @@ def main(argv: Sequence[str]) -> int:
     path = options.output or run_dir.path / "report.html"
     for line in summarize(write_report(run_dir, path)):
         print(line)
+    if run_dir.outcome() is None and _is_deserted(run_dir):
+        print(
+            "the run has no end and no live coordinator: if it was killed, "
+            f"`holdfast resume {run_dir.path}` goes on with it"
+        )
     print(f"report: {path}")
     return 0
+
+
+def _is_deserted(run_dir: RunDir) -> bool:
+    """Return whether no coordinator answers; one that wants a certificate is there."""
+    try:
+        job_status(run_dir)
+    except NoAnswer:
+        return True
+    except UserError:
+        pass
+    return False
 
 
 def parser() -> argparse.ArgumentParser:

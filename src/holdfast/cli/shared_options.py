@@ -46,6 +46,24 @@ def add_tls(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_run_and(parser: argparse.ArgumentParser, what: str, text: str) -> None:
+    """Add a job's run directory and, after it, something of the job that `text` describes."""
+    parser.add_argument(
+        "words", metavar=f"RUN {what}", nargs="+", help=f"the job's run directory, and {text}"
+    )
+    parser.add_argument("--run-dir", type=Path, metavar="RUN", help="the same, as an option")
+
+
+def take_run(
+    parser: argparse.ArgumentParser, words: list[str], run_dir: Path | None, what: str
+) -> tuple[Path, list[str]]:
+    """Return the run directory, and the words that follow it; ends with a message without them."""
+    run, rest = (run_dir, words) if run_dir is not None else (Path(words[0]), words[1:])
+    if not rest:
+        parser.error(f"{words[0]} alone: give the run directory and then {what}")
+    return run, rest
+
+
 def add_plain(parser: argparse._ActionsContainer) -> None:
     """Add the option --plain, for terminals without changing lines."""
     parser.add_argument(

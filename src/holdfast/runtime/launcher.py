@@ -206,6 +206,8 @@ def _tell_how_it_went(run_dir: RunDir) -> None:
         goodput = read_goodput(run_dir)
     except UserError:  # no worker has begun, or the log cannot be read
         return
+    if not goodput.steps:  # all that counts then is why the job has failed
+        return
     with contextlib.suppress(OSError):  # nobody reads it any more, which is no failure of the job
         for line in [*summarize(goodput), f"for more: holdfast report {run_dir.path}"]:
             print(f"holdfast: {line}", file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from holdfast.core.errors import assert_never, require
@@ -59,6 +59,17 @@ class _Sent:
     incarnation: Incarnation  # the agent's
     common: Directive  # the part for all agents
     wanted: tuple[WantedProcess, ...]
+    review: int  # the last one before it: until the next, both stay as they are
+
+
+@dataclass(slots=True)
+class _Told:
+    """Keeps what agents were told. `reviews`: how many there were, also before each `sent`."""
+
+    seq: int = 0
+    reviews: int = 0
+    sent: dict[AgentId, _Sent] = field(default_factory=dict)  # the last to each agent
+    common: Directive | None = None  # the newest part for all agents
 
 
 class DecisionLoop(abc.ABC, Generic[AnyChange]):
@@ -83,10 +94,8 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
         self._learn_until: float | None = None
         self._attendance = Attendance()
         self._chain = EventChain(term, self._view)
-        self._seq = 0
-        self._sent: dict[AgentId, _Sent] = {}
+        self._told = _Told()
         self._finished = False
-        self._common: Directive | None = None  # the newest part for all agents
 
     # ------------------------------------------------------------ facts
 
@@ -132,6 +141,7 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
 
     def _review(self, reply_to: AgentId | None, now: float) -> list[CoordinatorEffect]:
         """Make all decisions, and send their results to the agents concerned."""
+        self._told.reviews += 1
         effects = self._decide(now)
         record = self._record()
         if record != self._persisted and self._learn_until is None:
@@ -185,7 +195,7 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
         found = list[CoordinatorEffect]()
         common = self._refresh_common()
         for name in sorted(self._roster.nodes):
-            report, sent = self._roster.nodes[name].report, self._sent.get(name)
+            report, sent = self._roster.nodes[name].report, self._told.sent.get(name)
             if sent is not None and sent.incarnation != report.incarnation:
                 sent = None
             known = max(report.view_known, sent.common.view_number if sent else NO_VIEW)
@@ -201,23 +211,28 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
     def _refresh_common(self) -> Directive:
         """Return the part of directives for all agents: the same object while it is the same."""
         now = self._orders()
-        if self._common is None or now != self._common:
-            self._common = now
-        return self._common
+        if self._told.common is None or now != self._told.common:
+            self._told.common = now
+        return self._told.common
 
     def _answer(self, name: AgentId) -> SendDirective:
-        report, view, common = self._roster.nodes[name].report, self._view, self._refresh_common()
-        self._seq += 1
+        report, view, sent = self._roster.nodes[name].report, self._view, self._told.sent.get(name)
+        as_now = (report.incarnation, self._told.reviews)
+        learns = self._learn_until is not None  # then also a report may change what is said
+        if sent is None or learns or (sent.incarnation, sent.review) != as_now:
+            common, wanted = self._refresh_common(), self._processes_for(name)
+            sent = _Sent(report.incarnation, common, wanted, self._told.reviews)
+            self._told.sent[name] = sent
+        self._told.seq += 1
         directive = dataclasses.replace(
-            common,
-            seq=self._seq,
+            sent.common,
+            seq=self._told.seq,
             agent=name,
             agent_incarnation=report.incarnation,
             heard=report.seq,
-            wanted=self._processes_for(name),
+            wanted=sent.wanted,
             view=view if view and report.view_known < view.number else None,
         )
-        self._sent[name] = _Sent(report.incarnation, common, directive.wanted)
         return SendDirective(directive)
 
     def _orders(self) -> Directive:

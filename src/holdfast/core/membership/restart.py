@@ -139,7 +139,7 @@ def _reason_of_loss(facts: Facts, worker: WorkerId, slot: SlotState) -> str | No
     status = node.statuses.get(worker)
     if status is None or status.incarnation < slot.incarnation:
         # Not started yet, or the agent itself restarted and its workers died with it.
-        return "its agent restarted" if member is not None else None
+        return "its agent was started again, without it" if member is not None else None
     return status.detail or "gone" if status.stage == Stage.LOST else None
 
 

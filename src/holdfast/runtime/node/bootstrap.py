@@ -137,7 +137,7 @@ def environment_for_memory(environ: Mapping[str, str]) -> dict[str, str]:
 def describe(error: BaseException) -> str:
     """Return one sentence for what the user can mend, else the traceback of the script's frames."""
     if isinstance(error, HoldfastError):
-        return f"{type(error).__name__}: {error}"
+        return str(error)
     story = traceback.TracebackException.from_exception(error)
     each: traceback.TracebackException | None = story
     while each is not None:

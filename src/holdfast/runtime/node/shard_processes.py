@@ -105,7 +105,7 @@ class ShardProcesses:
 
     def _tell(self, failures: Sequence[bytes]) -> None:
         """Report the first failure; prefer a sentence for the user to a traceback."""
-        sentences = [text for text in failures if b"UserError: " in text.split(b"\n")[0]]
+        sentences = [text for text in failures if b"Traceback" not in text.split(b"\n")[0]]
         tell_failure(self._failure_fd, (sentences or list(failures))[0])
 
     def _look(self) -> None:
