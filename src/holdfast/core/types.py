@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import bisect
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple, NewType
 
@@ -249,9 +251,11 @@ class LateWorker:
     committed: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class View:
     """Records a numbered membership decision. `members` are sorted by worker.
+
+    What is asked of it again and again, in large jobs, is found once (hence no slots).
 
     `owners[v]` hosts virtual rank v at first; while the view lasts its members may agree otherwise
     (core/step/balance.py).
@@ -276,7 +280,7 @@ class View:
     reason: str = ""
     restarts: int = 0  # faults before a group of processes (core/membership/group.py)
 
-    @property
+    @cached_property
     def workers(self) -> tuple[WorkerId, ...]:
         return tuple(m.worker for m in self.members)
 
@@ -285,7 +289,7 @@ class View:
         """Return all processes of all members; each must be reached before the group works."""
         return tuple(peer for member in self.members for peer in member.peers)
 
-    @property
+    @cached_property
     def donors(self) -> tuple[WorkerId, ...]:
         """Members that hold the state; empty when the job starts from its initial state."""
         joiners = frozenset(self.joiners)
@@ -297,7 +301,14 @@ class View:
         return self.resume_step if self.recall is None else self.recall.base
 
     def hosted_by(self, worker: WorkerId) -> tuple[int, ...]:
-        return tuple(v for v, owner in enumerate(self.owners) if owner == worker)
+        return self._hosted.get(worker, ())
+
+    @cached_property
+    def _hosted(self) -> Mapping[WorkerId, tuple[int, ...]]:
+        found: dict[WorkerId, tuple[int, ...]] = {}
+        for vrank, owner in enumerate(self.owners):
+            found[owner] = (*found.get(owner, ()), vrank)
+        return found
 
     def late_worker(self, worker: WorkerId) -> LateWorker | None:
         """Return what a member has to catch up with; None if nothing."""
@@ -313,10 +324,7 @@ class View:
 
     def list_hosted(self) -> dict[WorkerId, tuple[int, ...]]:
         """Return what `hosted_by` says of each member, for all at once."""
-        found: dict[WorkerId, list[int]] = {w: [] for w in self.workers}
-        for vrank, owner in enumerate(self.owners):
-            found[owner].append(vrank)
-        return {worker: tuple(vranks) for worker, vranks in found.items()}
+        return {worker: self.hosted_by(worker) for worker in self.workers}
 
     def member(self, worker: WorkerId) -> Member | None:
         i = self.rank(worker)

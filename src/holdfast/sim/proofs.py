@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from holdfast.core.types import View, WorkerStatus
+from holdfast.core.types import Incarnation, View, WorkerId, WorkerStatus
 from holdfast.sim.arithmetic import Key
 from holdfast.sim.wrong_bits import Violation
+
+
+@dataclass(slots=True)
+class _Ceased:
+    """Holds the members of a view that ceased first to act in it: at most two, and since when.
+
+    `looked`: how many of the processes that ceased to act anywhere were looked at.
+    """
+
+    looked: int = 0
+    first: dict[Key, float] = field(default_factory=dict)
 
 
 class Proofs:
@@ -15,19 +28,20 @@ class Proofs:
     def __init__(self, views: Mapping[int, View]) -> None:
         self._views = views
         self._voted: set[tuple[int, int]] = set()  # views and steps
-        self._ended: dict[Key, float] = {}
-        self._promised: dict[Key, list[tuple[int, float]]] = {}  # up to which view, and when
+        # processes in the order in which they ceased: up to which view, and when
+        self._ceased: list[tuple[Key, float, float]] = []
+        self._by_view: dict[int, _Ceased] = {}
 
     def record_end(self, key: Key, now: float) -> None:
         """Record that a process ends."""
-        self._ended[key] = now
+        self._ceased.append((key, math.inf, now))
 
     def record_promise(
         self, key: Key, before: WorkerStatus, status: WorkerStatus, now: float
     ) -> None:
         """Record that a process promises not to act any more in some views."""
         if status.promised > before.promised:
-            self._promised.setdefault(key, []).append((status.promised, now))
+            self._ceased.append((key, status.promised, now))
 
     def record_vote(self, number: int, step: int) -> None:
         """Record that a worker has heard the votes of all members of a view for a step."""
@@ -42,12 +56,26 @@ class Proofs:
         if (number, step) not in self._voted:
             raise Violation(f"worker {key} takes step {step} for a proof: nobody voted for it")
         view = self._views.get(number)
-        for member in view.members if view is not None else ():
-            other: Key = (int(member.worker), int(member.incarnation))
-            promised = [at for up_to, at in self._promised.get(other, ()) if up_to >= number]
-            ceased = min([*promised, self._ended.get(other, proved_at)])
+        if view is None:
+            return
+        for other, ceased in self._find_first(view, proved_at).items():
             if other != key and ceased < proved_at:
                 raise Violation(
                     f"worker {key} takes it for proved that all acted in view {number} at "
                     f"{proved_at:.3f}, but worker {other} had ceased to at {ceased:.3f}"
                 )
+
+    def _find_first(self, view: View, before: float) -> dict[Key, float]:
+        """Return the members that ceased first, if any did before a time; each is looked at once.
+
+        Two are enough: one of them may be the process that asks.
+        """
+        found = self._by_view.setdefault(view.number, _Ceased())
+        while found.looked < len(self._ceased) and len(found.first) < 2:
+            key, up_to, at = self._ceased[found.looked]
+            if at >= before:
+                break
+            found.looked += 1
+            if up_to >= view.number and view.includes(WorkerId(key[0]), Incarnation(key[1])):
+                found.first.setdefault(key, at)
+        return found.first
