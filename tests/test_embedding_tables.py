@@ -18,6 +18,7 @@ from holdfast.servers import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    KeyRules,
     RowWiseAdagrad,
 )
 from holdfast.servers.row_values import fill_rows, seed_of_table
@@ -58,6 +59,31 @@ def test_a_bag_is_torchs(mode: str, padding: int | None) -> None:
     if mode == "sum":
         weights = torch.linspace(1, 2, len(IDS))
         assert torch.equal(mine(IDS, OFFSETS, weights), theirs(IDS, OFFSETS, weights))
+
+
+@pytest.mark.parametrize("keys", [None, KeyRules(capacity=64)])
+def test_a_lookup_as_float16_rounds_rows_and_not_the_table(keys: KeyRules | None) -> None:
+    count = 10 if keys is None else None
+    options = {"name": "a", "seed": 1, "keys": keys}
+    plain, half = (
+        Embedding(count, 3, **options, forward_precision=each) for each in ("fp32", "fp16")
+    )
+    assert torch.equal(half(IDS), plain(IDS).half().float())
+    assert not torch.equal(half(IDS), plain(IDS))
+    assert torch.equal(half.read_rows(IDS), plain(IDS))
+    bag = EmbeddingBag(count, 3, mode="sum", **options, forward_precision="fp16")
+    assert torch.equal(bag(IDS.view(2, 3)), half(IDS).view(2, 3, 3).sum(1))
+    if keys is None:
+        half(IDS).square().sum().backward()
+        expected = torch.zeros(10, 3).index_add_(0, IDS, 2 * half(IDS).detach())
+        assert torch.equal(half.weight.grad.to_dense(), expected)
+
+
+def test_an_unknown_precision_is_named() -> None:
+    with pytest.raises(UserError, match="table a: forward_precision='bf16': give 'fp32' or 'fp16'"):
+        Embedding(10, 3, name="a", forward_precision="bf16")
+    with pytest.raises(UserError, match="forward_precision='half'"):
+        EmbeddingBagCollection([config("a")], RULE, forward_precision="half")
 
 
 def test_padding_begins_at_zero() -> None:

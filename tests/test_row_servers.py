@@ -137,6 +137,34 @@ def test_rows_have_the_bits_of_a_workers_own(
         client.push(step + 1, update(step + 1, 1))
 
 
+def test_rows_travel_as_float16_if_a_step_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Servers(2).client(group(RULES[1], "items"))
+    client.push(1, update(1, 1))
+    rows = everything(client, 1, 1)[0]
+    sent: list[int] = []
+    send = wire.send_array
+
+    def count(channel: socket.socket, array: torch.Tensor) -> None:
+        sent.append(array.nbytes)
+        send(channel, array)
+
+    monkeypatch.setattr(wire, "send_array", count)
+    keys = torch.arange(ROWS)
+    (halves,) = client.read(1, [keys], as_half=True)
+    assert sum(sent) == keys.nbytes + rows.nbytes // 2
+    assert torch.equal(halves, rows.half().float())
+    assert not torch.equal(halves, rows)
+    assert (halves - rows).abs().le(rows.abs() / 2048 + 2**-25).all()
+
+
+def test_numbers_beyond_float16_become_its_largest() -> None:
+    given = torch.tensor([1e9, -1e9, 65504.0, 0.1, float("nan")])
+    halves = wire.round_to_half(given)
+    assert halves[:3].tolist() == [65504.0, -65504.0, 65504.0]
+    assert float(halves[3]) == pytest.approx(0.1, rel=1 / 2048)
+    assert halves[4].isnan()
+
+
 def test_rows_can_be_read_as_of_an_earlier_update() -> None:
     client = Servers(2).client(group(RULES[1], "items"))
     for step in range(1, STEPS + 1):

@@ -81,6 +81,20 @@ def test_the_result_does_not_depend_on_servers(
         assert finish(run) == digest(STEPS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("keyed", [False, True])
+def test_rows_that_are_read_as_float16_have_the_same_bits_on_servers(
+    keyed: bool, start: Start, digest: Digest
+) -> None:
+    words = ("--half", "--keyed") if keyed else ("--half",)
+    found = []
+    for workers, options in ((1, ()), (2, flags(2, 2)), (2, flags(3))):
+        with start(*words, nproc=workers, script="tables.py", options=options) as run:
+            found.append(finish(run))
+    assert len(set(found)) == 1
+    assert found[0] != digest(STEPS)
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_server_is_lost_and_another_one_serves_its_rows(
     how: signal.Signals, start: Start, digest: Digest

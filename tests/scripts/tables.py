@@ -23,9 +23,11 @@ parser.add_argument("--keyed", action="store_true", help="items have any keys, a
 parser.add_argument(
     "--stale", nargs=2, type=int, action="append", default=[], help="STEP STALENESS"
 )
+parser.add_argument("--half", action="store_true", help="steps read rows as float16")
 options = parser.parse_args()
 
 job = holdfast.join()
+precision = {"forward_precision": "fp16"} if options.half else {}
 rules = {"num_embeddings": None, "max_capacity": 96, "admit_after": 2}
 sizes = {"items": rules if options.keyed else {"num_embeddings": ROWS}}
 sizes["users"] = {"num_embeddings": options.rows}
@@ -35,8 +37,10 @@ bags = servers.EmbeddingBagCollection(
         for name, size in sizes.items()
     ],
     optimizer=servers.RowWiseAdagrad(lr=0.1),
+    **precision,
 )
-words = servers.Embedding(ROWS, DIM, 0, name="words", optimizer=servers.LazyAdam(lr=0.01))
+rule = servers.LazyAdam(lr=0.01)
+words = servers.Embedding(ROWS, DIM, 0, name="words", optimizer=rule, **precision)
 top = nn.Linear(3 * DIM, 2)
 optimizer = torch.optim.AdamW(top.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(words.row_optimizer, gamma=0.99)

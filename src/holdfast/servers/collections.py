@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from holdfast.core.errors import UserError
-from holdfast.servers.embeddings import Embedding, EmbeddingBag, optimizer_of
+from holdfast.servers.embeddings import FP32, Embedding, EmbeddingBag, optimizer_of
 from holdfast.servers.row_optimizers import RowOptimizer, TableOptimizer
 from holdfast.servers.served_tables import FoundRows, ServedOptimizer
 from holdfast.servers.table_shape import AGE, KeyRules
@@ -127,8 +127,8 @@ class EmbeddingBagCollection(_Collection):
 
     Input: a KeyedJaggedTensor, for which a KeyedTensor is returned; or a mapping of features to
     (ids, offsets) or (ids, offsets, weights), for which a dictionary of [bags, dim] is returned. A
-    feature that several tables use is named feature@table in the result. `seed`: as for
-    Embedding. Raises UserError.
+    feature that several tables use is named feature@table in the result. `seed`,
+    `forward_precision`: as for Embedding. Raises UserError.
     """
 
     def __init__(
@@ -137,6 +137,7 @@ class EmbeddingBagCollection(_Collection):
         optimizer: RowOptimizer,
         *,
         seed: int | None = None,
+        forward_precision: str = FP32,
     ) -> None:
         for config in _check_tables(tables):
             if config.pooling not in POOLINGS:
@@ -148,7 +149,7 @@ class EmbeddingBagCollection(_Collection):
                 config.num_embeddings,
                 config.embedding_dim,
                 mode=config.pooling,
-                **_options_of(config, seed),
+                **_options_of(config, seed, forward_precision),
             )
             for config in tables
         }
@@ -179,7 +180,7 @@ class EmbeddingCollection(_Collection):
 
     Input: a KeyedJaggedTensor, for which a dictionary of JaggedTensor is returned; or a mapping of
     features to ids [...] or (ids, offsets), for which a dictionary of [..., dim] is returned.
-    Raises UserError.
+    `seed`, `forward_precision`: as for Embedding. Raises UserError.
     """
 
     def __init__(
@@ -188,10 +189,13 @@ class EmbeddingCollection(_Collection):
         optimizer: RowOptimizer,
         *,
         seed: int | None = None,
+        forward_precision: str = FP32,
     ) -> None:
         made = {
             config.name: Embedding(
-                config.num_embeddings, config.embedding_dim, **_options_of(config, seed)
+                config.num_embeddings,
+                config.embedding_dim,
+                **_options_of(config, seed, forward_precision),
             )
             for config in _check_tables(tables)
         }
@@ -218,7 +222,7 @@ class EmbeddingCollection(_Collection):
         }
 
 
-def _options_of(config: EmbeddingConfig, seed: int | None) -> dict[str, Any]:
+def _options_of(config: EmbeddingConfig, seed: int | None, precision: str) -> dict[str, Any]:
     """Return the options of a table; the collection has the optimizer."""
     return {
         "name": config.name,
@@ -227,6 +231,7 @@ def _options_of(config: EmbeddingConfig, seed: int | None) -> dict[str, Any]:
         "weight_init_min": config.weight_init_min,
         "weight_init_max": config.weight_init_max,
         "keys": config.keys,
+        "forward_precision": precision,
     }
 
 

@@ -188,9 +188,14 @@ class RowClient:
         updates = enumerate(unread, version + 1)
         self._kept.replace({n: SentUpdate(self._group.tables, each) for n, each in updates})
 
-    def read(self, version: int, keys: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the rows [n, dim] of each table's keys [n] as of `version`. UserError."""
-        job = RowRead(self._group, version, keys)
+    def read(
+        self, version: int, keys: Sequence[torch.Tensor], *, as_half: bool = False
+    ) -> list[torch.Tensor]:
+        """Return the rows [n, dim] of each table's keys [n] as of `version`. UserError.
+
+        `as_half`: rounded to float16, as which they travel.
+        """
+        job = RowRead(self._group, version, keys, as_half=as_half)
         self._carry_on(job, job.find_shards())
         return job.rows
 

@@ -33,15 +33,17 @@ class Read(Protocol):
 
 
 class RowRead:
-    """Reads the rows [n, dim] of each table's keys [n]."""
+    """Reads the rows [n, dim] of each table's keys [n]; `as_half`: rounded to float16."""
 
     def __init__(
         self,
         group: wire.TableGroup,
         version: int,
         keys: Sequence[torch.Tensor],
+        *,
+        as_half: bool = False,
     ) -> None:
-        self.version, self._group = version, group
+        self.version, self._group, self._as_half = version, group, as_half
         self._batch = KeyBatch(group.tables, keys)
         self.orders: list[RowReadingEffect] = []
         self._found = [torch.empty(run.stop - run.start, run.dim) for run in self._batch.runs]
@@ -62,7 +64,8 @@ class RowRead:
         """Ask for the rows of those keys that are in these shards. OSError."""
         places = self._batch.find_places(shards)
         counts = self._batch.count_by_table(places)
-        request = wire.ReadRows(self._group.name, self.version, shards, counts)
+        name = self._group.name
+        request = wire.ReadRows(name, self.version, shards, counts, self._as_half)
         peer_stream.send_message(channel, request)
         wire.send_array(channel, self._batch.keys[places])
 
@@ -73,7 +76,8 @@ class RowRead:
         sizes = tuple(n * shape.dim for n, shape in zip(counts, tables, strict=True))
         if answer.sizes != sizes:
             raise WireError("the server has sent rows of other sizes")
-        rest = wire.receive_array(channel, (sum(sizes),))
+        sent_as = torch.float16 if self._as_half else torch.float32
+        rest = wire.receive_array(channel, (sum(sizes),), sent_as).float()
         for rows, at in zip(self._found, self._batch.split_places(places), strict=True):
             part, rest = rest.tensor_split([at.shape[0] * rows.shape[1]])
             rows.index_copy_(0, at, part.view(-1, rows.shape[1]))

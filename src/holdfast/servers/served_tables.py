@@ -90,14 +90,20 @@ class _Served(torch.autograd.Function):
 class ServedOptimizer(torch.optim.Optimizer):
     """Stands for the optimizer that updates rows on servers. Its rate may be changed like any.
 
-    `params`: of the tables, in the order of `shapes`. UserError for a table that cannot be served.
+    `params`: of the tables, in the order of `shapes`. `as_half`: steps read rows as float16.
+    UserError for a table that cannot be served.
     """
 
     def __init__(
-        self, params: Sequence[torch.Tensor], shapes: Sequence[TableShape], rule: RowOptimizer
+        self,
+        params: Sequence[torch.Tensor],
+        shapes: Sequence[TableShape],
+        rule: RowOptimizer,
+        *,
+        as_half: bool = False,
     ) -> None:
         super().__init__(params, {"lr": rule.lr})
-        self._order = list(params)
+        self._order, self._as_half = list(params), as_half
         self._client: RowClient | None = None
         self._staleness = 0  # the most that is allowed
         name, settings = describe_rule(rule)
@@ -147,12 +153,14 @@ class ServedOptimizer(torch.optim.Optimizer):
     def find_rows(self, ids: Sequence[torch.Tensor], *, newest: bool = False) -> list[FoundRows]:
         """Return the rows of each table's ids as this step reads them.
 
-        `newest`: as all committed updates have left them, whatever the job's staleness.
+        `newest`: as all committed updates have left them, whatever the job's staleness and the
+        precision of reads.
         """
         client = self._find_client()
         state = self.param_groups[0]
         version = max(state["updates"] - (0 if newest else state["staleness"]), 0)
-        return find_rows(ids, lambda keys: client.read(version, keys))
+        as_half = self._as_half and not newest
+        return find_rows(ids, lambda keys: client.read(version, keys, as_half=as_half))
 
     def read_rows(self, table: TableShape, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of one table, in blocks, as the committed updates have left them."""

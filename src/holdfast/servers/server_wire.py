@@ -23,6 +23,7 @@ from holdfast.servers.table_shape import TableShape
 MAGIC = b"htable\0\1"
 ARRAY_BYTES_MAX = 1 << 32  # the most in a message
 TABLES_MAX = 1 << 14  # the most in a group
+HALF_MAX = 65504.0  # the largest float16
 RULES = {rule.__name__: rule for rule in (SGD, Adagrad, RowWiseAdagrad, LazyAdam)}
 
 
@@ -64,12 +65,16 @@ class BeginGroup(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ReadRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks for rows as of a version. The keys follow: `counts` of each table, int64."""
+    """Asks for rows as of a version. The keys follow: `counts` of each table, int64.
+
+    `as_half`: the rows are sent as float16.
+    """
 
     group: str
     version: int
     shards: tuple[int, ...]
     counts: tuple[int, ...]
+    as_half: bool = False
 
 
 class GiveUpdate(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -192,6 +197,14 @@ def receive_array(
     """Receive an array. OSError; WireError for sizes that no message has."""
     check_size(shape, dtype)
     return fill_array(channel, torch.empty(*shape, dtype=dtype))
+
+
+def round_to_half(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows as float16: each number off by at most 1/2048 of itself, or 2^-25 near 0.
+
+    Numbers beyond 65,504 become that, as in fbgemm's quantized communication.
+    """
+    return rows.clamp(-HALF_MAX, HALF_MAX).to(torch.float16)
 
 
 def fill_array(channel: socket.socket, array: torch.Tensor) -> torch.Tensor:

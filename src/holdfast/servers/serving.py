@@ -160,7 +160,8 @@ class RowServer:
             return
         sizes = tuple(rows.numel() for rows in found)
         peer_stream.send_message(channel, wire.Answer(sizes=sizes))
-        wire.send_array(channel, torch.cat([rows.reshape(-1) for rows in found]))
+        every = torch.cat([rows.reshape(-1) for rows in found])
+        wire.send_array(channel, wire.round_to_half(every) if request.as_half else every)
 
     def _update(
         self, channel: socket.socket, group: ServerGroup | None, request: wire.GiveUpdate
