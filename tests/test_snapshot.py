@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import random
@@ -525,14 +526,21 @@ def test_a_worker_that_dies_after_its_copy_has_saved_it(
     assert store.verify(10) == []
 
 
+@pytest.mark.parametrize("to", ["the process", "another thread"])
 def test_a_writer_that_is_to_end_finishes_what_it_has_begun(
-    tmp_path: Path, process: tuple[subprocess.Popen[bytes], socket.socket]
+    to: str, tmp_path: Path, process: tuple[subprocess.Popen[bytes], socket.socket]
 ) -> None:
+    """The kernel may deliver a signal for the process to any of its threads."""
     popen, orders = process
     store = Checkpoints(FileStorage(tmp_path / "store"))
     answers = order_share(orders, 10, 0, 2)
     until(lambda: store.storage.names("packs/"), "its share")
-    popen.terminate()
+    if to == "the process":
+        popen.terminate()
+    else:
+        threads = map(int, os.listdir(f"/proc/{popen.pid}/task"))
+        other_thread = max(thread for thread in threads if thread != popen.pid)
+        assert ctypes.CDLL(None).tgkill(popen.pid, other_thread, signal.SIGTERM) == 0
     (token,) = {name.split("-")[1] for name in store.storage.names("packs/")}
     other = store.begin(10, token, writer=1)
     other.publish(other.write([Item(name="other", data=memoryview(b"abc"))], 1))

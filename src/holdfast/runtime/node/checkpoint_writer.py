@@ -21,6 +21,7 @@ from pathlib import Path
 
 from holdfast.core.errors import Damaged, HoldfastError, UserError, WorldError
 from holdfast.health.measure.lifetime import die_with_parent
+from holdfast.net.readiness import is_readable, wait_readable
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.manifest import PROCS
@@ -48,9 +49,13 @@ class Writer:
         self._lock = threading.Lock()
         self._under_way: list[threading.Thread] = []
 
-    def serve(self, channel: socket.socket) -> None:
-        """Serve orders until no worker and no agent is left that could give any."""
-        while True:
+    def serve(self, channel: socket.socket, stop: int | None = None) -> None:
+        """Serve orders until no worker and no agent is left that could give any.
+
+        `stop`: ends it, too, as soon as this descriptor can be read.
+        """
+        sources = [channel.fileno()] if stop is None else [channel.fileno(), stop]
+        while stop not in wait_readable(sources):
             try:
                 delivery = receive(channel)
             except Damaged as error:
@@ -146,16 +151,14 @@ def main(argv: list[str]) -> int:
         threading.Thread(target=writer.scrub, args=(rate,), daemon=True).start()
     # Beside the orders: a store that does not answer holds up nothing.
     threading.Thread(target=_probe, args=(storage, saved.store), daemon=True).start()
-    status = 0
+    # The kernel may deliver a signal to any thread, and so need not interrupt this one's wait.
+    stop, told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(told)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     with socket.socket(fileno=options.fd) as channel:
-        try:
-            signal.signal(signal.SIGTERM, _stop)
-            writer.serve(channel)
-        except _Stopped:
-            status = 128 + signal.SIGTERM
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        writer.serve(channel, stop)
         writer.finish()
-    return status
+    return 128 + signal.SIGTERM if is_readable(stop) else 0
 
 
 def _probe(storage: Storage, text: str) -> None:
@@ -164,14 +167,6 @@ def _probe(storage: Storage, text: str) -> None:
         check_writable(storage, text)
     except UserError as error:
         _say(f"this node can save no checkpoints: {error}")
-
-
-class _Stopped(Exception):
-    """SIGTERM has come."""
-
-
-def _stop(number: int, frame: object) -> None:
-    raise _Stopped
 
 
 def _say(text: str) -> None:
