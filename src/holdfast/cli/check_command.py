@@ -29,6 +29,7 @@ from holdfast.testing.script_check import (  # tidy: allow layers because of the
 TRACED = str(Path(fault_script.__file__).with_name("traced.py"))  # not imported: it loads torch
 KILL_STEP = 3
 STEPS_AFTER_JOIN = 6
+ROOM_BYTES = 1 << 16  # a disk without so much room is full
 POLL_S = 0.1
 WORKERS = 2
 ONE_MACHINE = (
@@ -154,13 +155,22 @@ def run_once(
         ended = not run.is_running()
         code = run.wait(options.timeout) if ended else 0
         said = [line for line in run.err if str(directory) not in line]  # it will be gone
-        problem = (run.run_dir.outcome() or "\n".join(said[-12:])) if code else ""
+        problem = ""
+        if code:
+            _check_room(directory)
+            ending = f"the run has ended with exit status {code}"
+            problem = run.run_dir.outcome() or "\n".join(said[-12:]) or ending
         events = run.events()
     bar.update(task, completed=1, total=1)
     texts = [event["text"] for event in events if event["kind"] == "script"]
     texts += [event["text"] + ONE_MACHINE for event in events if event["kind"] == "wrong"]
     found = TracedRun(name=name, states=read_traces(traces), told=list(dict.fromkeys(texts)))
     return replace(found, problem=problem)
+
+
+def _check_room(directory: Path) -> None:
+    """Raise OSError if the disk is full, which is why a run has failed then."""
+    (directory / "room").write_bytes(bytes(ROOM_BYTES))
 
 
 def _is_enough(traces: Path, steps: int, kill: int | None) -> bool:
