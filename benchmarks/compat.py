@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 WORKERS = 2
-KILLS = 10
+KILLS = 6
 UNHURRIED_S = 120.0
 SCRIPT = str(Path(__file__).with_name("compat_worker.py"))
 TORCHRUN = [*(sys.executable, "-m", "torch.distributed.run", "--standalone")]

@@ -284,6 +284,11 @@ class View:
     def workers(self) -> tuple[WorkerId, ...]:
         return tuple(m.worker for m in self.members)
 
+    @cached_property
+    def incarnations(self) -> frozenset[tuple[WorkerId, Incarnation]]:
+        """Return which incarnation of each worker is a member."""
+        return frozenset((m.worker, m.incarnation) for m in self.members)
+
     @property
     def peers(self) -> tuple[Peer, ...]:
         """Return all processes of all members; each must be reached before the group works."""

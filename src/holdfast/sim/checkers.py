@@ -391,7 +391,7 @@ class Truth:
             raise Violation(f"worker {process.key} goes from view {before} back to {view.number}")
         if view.member(process.worker) is None:
             raise Violation(f"worker {process.key} installs view {view.number} of others")
-        keys = [(member.worker, member.incarnation) for member in view.members]
+        keys = ((member.worker, member.incarnation) for member in view.members)
         if all(self.processes[key].spoiling.lacks for key in keys if key in self.processes):
             self.errors.hidden = True  # no live worker has the state that the script kept
         lost = sorted(set(process.tokens) - set(view.hosted_by(process.worker)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Set
 from dataclasses import dataclass
 from statistics import median
 
@@ -50,13 +50,13 @@ class Pace:
         self._saved_at = self._step_at = now
         self._under_way: float | None = None  # what the present save has cost so far
         self._cost_s = 0.0
-        self._workers: frozenset[object] = frozenset()
+        self._workers: Set[object] = frozenset()
         self._worker_s = 0.0  # seconds of all workers together
         self._losses = 0
 
-    def record_members(self, workers: Iterable[object]) -> None:
+    def record_members(self, workers: Set[object]) -> None:
         """Record the processes of a new view; those that are not in it any more count as lost."""
-        before, self._workers = self._workers, frozenset(workers)
+        before, self._workers = self._workers, workers
         self._losses += len(before - self._workers)
 
     def record_step(self, now: float, busy: bool) -> None:

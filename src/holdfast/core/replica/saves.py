@@ -66,7 +66,7 @@ class Saves:
         """Record the members of a new view."""
         if self._pace is None:
             self._pace = Pace(self._policy.pace, now)
-        self._pace.record_members((m.worker, m.incarnation) for m in view.members)
+        self._pace.record_members(view.incarnations)
         self._view = view
 
     def drop_unconfirmed(self, committed: int) -> None:
