@@ -14,7 +14,16 @@ from holdfast.core.errors import Damaged, WireError
 from holdfast.core.membership.facts import LatestFacts
 from holdfast.core.membership.live_roster import LiveRoster
 from holdfast.core.redundancy import Piece
-from holdfast.core.types import AgentId, Incarnation, Member, Stage, WorkerId, WorkerStatus
+from holdfast.core.types import (
+    AgentId,
+    Incarnation,
+    Member,
+    Stage,
+    View,
+    ViewNumber,
+    WorkerId,
+    WorkerStatus,
+)
 from holdfast.wire.object_graphs import dump_graph, load_graph
 
 MEMBER = Member(worker=WorkerId(3), incarnation=Incarnation(2), agent=AgentId("a"))
@@ -32,6 +41,17 @@ values = st.recursive(
     ),
     max_leaves=20,
 )
+
+
+def test_what_a_view_has_found_once_is_not_written() -> None:
+    view = View(
+        number=ViewNumber(1), members=(MEMBER,), owners=(WorkerId(3),), resume_step=0, leader=3
+    )
+    before = dump_graph(view)
+    assert (view.workers, view.donors, view.hosted_by(WorkerId(3))) == ((3,), (3,), (0,))
+    assert view.incarnations == {(3, 2)}
+    assert dump_graph(view) == before
+    assert load_graph(before).donors == (3,)
 
 
 @given(values)

@@ -68,6 +68,12 @@ def test_a_disturbed_run_is_told_as_it_was(
     assert "worker 2 was lost" in page
     assert str(found.steps) in page
 
+    assert not any("coordinator" in line for line in lines)
+    (path / "result.json").unlink()  # as if all processes had been killed
+    assert main(["report", str(path)]) == 0
+    (said,) = (x for x in capsys.readouterr().out.splitlines() if "no live coordinator" in x)
+    assert f"`holdfast resume {path}` goes on with it" in said
+
 
 def test_a_page_that_cannot_be_written_is_named(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]

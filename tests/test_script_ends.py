@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from conftest import RUN_S, SCRIPTS, Start, finish
+from holdfast.runtime.node.shard_processes import FOR_USER, ShardProcesses, read_told
 from holdfast.testing.local_run import LocalRun
 
 STEPS = 8
+TRACEBACK = "Traceback (most recent call last):\nValueError: it fails"
 Reference = Callable[[int], str]
 QUITS = """
 import os, sys, torch, holdfast
@@ -78,6 +81,27 @@ def test_sys_exit_in_the_middle_of_something_ends_the_job_with_a_sentence(
         assert run.wait(RUN_S) == 1
     assert any("failed: sys.exit(0) in " in line for line in run.err), run.log()
     assert not any("Traceback" in line for line in run.err)
+
+
+@pytest.mark.parametrize(
+    ("others", "own", "told"),
+    [
+        (TRACEBACK, "a process of this worker was lost", TRACEBACK),
+        ("the script ended with exit code 1", TRACEBACK, "the script ended with exit code 1"),
+        (TRACEBACK, f"{FOR_USER}give --losses-max more", "give --losses-max more"),
+    ],
+)
+def test_the_first_failure_is_told_unless_the_user_can_mend_another(
+    others: str, own: str, told: str
+) -> None:
+    reading, writing = os.pipe()
+    together = ShardProcesses([], writing)
+    together._failures = [b"process 1 of the worker: " + others.encode()]
+    together.tell(own)
+    prefix = "" if "losses" in told else "process 1 of the worker: "
+    assert read_told(os.read(reading, 1 << 16)) == prefix + told
+    os.close(reading)
+    os.close(writing)
 
 
 def test_sys_exit_between_two_steps_ends_the_loop_as_break_does(tmp_path: Path) -> None:

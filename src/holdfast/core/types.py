@@ -310,10 +310,10 @@ class View:
 
     @cached_property
     def _hosted(self) -> Mapping[WorkerId, tuple[int, ...]]:
-        found: dict[WorkerId, tuple[int, ...]] = {}
+        found: dict[WorkerId, list[int]] = {}
         for vrank, owner in enumerate(self.owners):
-            found[owner] = (*found.get(owner, ()), vrank)
-        return found
+            found.setdefault(owner, []).append(vrank)
+        return {owner: tuple(vranks) for owner, vranks in found.items()}
 
     def late_worker(self, worker: WorkerId) -> LateWorker | None:
         """Return what a member has to catch up with; None if nothing."""

@@ -8,6 +8,7 @@ object again.
 from __future__ import annotations
 
 import enum
+import functools
 import gc
 import importlib
 import re
@@ -32,7 +33,8 @@ _MADE: dict[str, type] = {tag: kind for kind, tag in _SEQUENCES.items()}
 def dump_graph(root: object, fresh: Collection[type] = ()) -> bytes:
     """Return the bytes of a graph.
 
-    `fresh`: classes, such as caches, whose objects are replaced by new ones.
+    `fresh`: classes, such as caches, whose objects are replaced by new ones. Cached properties are
+    left out.
     TypeError if the graph has a value of an unknown kind.
     """
     return msgspec.msgpack.encode(_Writer(fresh).write(root))
@@ -84,7 +86,8 @@ class _Writer:
             if (part := getattr(value, slot, _UNSET)) is not _UNSET:
                 found += (slot, self.write(part))
         for attribute, part in getattr(value, "__dict__", {}).items():
-            found += (attribute, self.write(part))
+            if not isinstance(getattr(kind, attribute, None), functools.cached_property):
+                found += (attribute, self.write(part))
         return found
 
     def _describe(self, kind: type) -> tuple[str, tuple[str, ...]]:

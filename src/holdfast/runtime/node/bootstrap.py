@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from holdfast.core.errors import HoldfastError
+from holdfast.core.errors import HoldfastError, UserError
 from holdfast.health.measure.lifetime import die_with_parent
-from holdfast.runtime.node.shard_processes import make_shards, tell_failure
+from holdfast.runtime.node.shard_processes import FOR_USER, make_shards, tell_failure
 from holdfast.runtime.node.spread_processes import DONE
 
 MODULE = "holdfast.runtime.node.bootstrap"
@@ -137,7 +137,7 @@ def environment_for_memory(environ: Mapping[str, str]) -> dict[str, str]:
 def describe(error: BaseException) -> str:
     """Return one sentence for what the user can mend, else the traceback of the script's frames."""
     if isinstance(error, HoldfastError):
-        return str(error)
+        return f"{FOR_USER}{error}" if isinstance(error, UserError) else str(error)
     story = traceback.TracebackException.from_exception(error)
     each: traceback.TracebackException | None = story
     while each is not None:

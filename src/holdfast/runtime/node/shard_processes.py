@@ -42,6 +42,7 @@ GRACE_S = 3.0  # after a failure, wait this long for a loss that explains it
 READ_BYTES = 1 << 16
 REST_S = 0.1  # for the rest of a message that has come in part
 TOLD_BYTES_MAX = 12 << 10
+FOR_USER = "UserError: "  # begins a sentence on what the user can mend, until the agent has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class ShardProcesses:
 
     def _tell(self, failures: Sequence[bytes]) -> None:
         """Report the first failure; prefer a sentence for the user to a traceback."""
-        sentences = [text for text in failures if b"Traceback" not in text.split(b"\n")[0]]
+        sentences = [text for text in failures if FOR_USER.encode() in text.split(b"\n")[0]]
         tell_failure(self._failure_fd, (sentences or list(failures))[0])
 
     def _look(self) -> None:
@@ -188,6 +189,11 @@ def tell_failure(failure_fd: int, text: bytes) -> None:
     """Send the end of a failure's text to the agent, or to the process of shard 0."""
     with contextlib.suppress(OSError):
         os.write(failure_fd, text[-TOLD_BYTES_MAX:])
+
+
+def read_told(text: bytes) -> str:
+    """Return a failure as people read it."""
+    return text.decode(errors="replace").strip().replace(FOR_USER, "", 1)
 
 
 def make_shards(failure_fd: int) -> ShardProcesses | LoneShard:

@@ -34,6 +34,7 @@ from holdfast.runtime.node import bootstrap, fork_server, group_member, group_st
 from holdfast.runtime.node.fork_server import ForkedProcess
 from holdfast.runtime.node.gpu_shares import VARIABLE, share_of_gpus, visible_gpus
 from holdfast.runtime.node.local_process import LocalProcess, read_chunks, wait_for_end
+from holdfast.runtime.node.shard_processes import read_told
 from holdfast.runtime.node.spread_processes import DONE
 from holdfast.runtime.rundir import STACKS_DIR, RunDir
 from holdfast.store.regular_files import append_regular
@@ -295,7 +296,7 @@ class WorkerProcess:
         detail = ""
         if code > 0:
             await self.wait_until_drained()
-            detail = self._story.decode(errors="replace").strip() or f"exit code {code}"
+            detail = read_told(self._story) or f"exit code {code}"
         else:
             assert self._told is not None
             await asyncio.wait([self._told], timeout=STORY_S if code else DRAIN_S)

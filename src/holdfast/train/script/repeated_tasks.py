@@ -28,7 +28,7 @@ RUNS_CLOSE = 4  # runs of a worker's first task, if it is one of the job's first
 RUNS_QUICK = 40  # the most runs of such a task, in at most:
 QUICK_S = 1.0
 RUNS_ODD = 14  # runs if one differs: a script that counts its calls makes another one differ
-RUNS_SUSPECTED = 64  # as many if the script does what may make a run differ: it rarely may
+RUNS_SUSPECTED = 64  # runs if one differs in a script that does something which may cause it
 RUNS_AFTER = 8  # least number of runs after the one that differs
 OTHERS_BEFORE = (0, 0, 0, 1, 0, 2)  # other tasks that are computed before each of these runs
 # runs that settle by this factor show a script's doing, where noise would stay as large
