@@ -22,6 +22,7 @@ from holdfast.servers.collections import (
     EmbeddingCollection,
     EmbeddingConfig,
 )
+from holdfast.servers.downpour import Downpour
 from holdfast.servers.embeddings import Embedding, EmbeddingBag
 from holdfast.servers.lbfgs import LBFGS
 from holdfast.servers.row_optimizers import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
@@ -31,6 +32,7 @@ __all__ = [
     "LBFGS",
     "SGD",
     "Adagrad",
+    "Downpour",
     "Embedding",
     "EmbeddingBag",
     "EmbeddingBagCollection",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -443,6 +443,12 @@ def _connect_servers(control: Control, updates: RowUpdates) -> None:
     updates.connect(access)
 
 
+def _check_is_trained(trained: Collection[object], protected: Mapping[str, Any]) -> None:
+    # Downpour updates frozen parameters: their gradients are not the job's to sum.
+    if not trained and not any(getattr(o, "trains_frozen", False) for o in protected.values()):
+        raise UserError("nothing to train: protect a torch.nn.Module with parameters")
+
+
 def compose_worker(
     control: Control, protected: Mapping[str, Any], progress: ScriptState
 ) -> ScriptThread:
@@ -453,8 +459,7 @@ def compose_worker(
     backs_up = bool(spec.backup().workers)
     modules = [(n, o) for n, o in protected.items() if isinstance(o, torch.nn.Module)]
     trained = progress.trained.watch(dict(modules))
-    if not trained:
-        raise UserError("nothing to train: protect a torch.nn.Module with parameters")
+    _check_is_trained(trained, protected)
     if me.worker == 0 and (text := advice(dict(modules))):
         driver.post(EventNoted("compiled", text))
     devices = [p.device for _, p in trained if p.is_cuda]

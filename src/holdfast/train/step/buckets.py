@@ -276,6 +276,9 @@ class Gradients:
         vrank, self._vrank = self._vrank, None
         if vrank is None:
             return
+        if self._purpose is Purpose.SPECULATIVE:  # also where no parameter is trained
+            with self._lock:
+                self._copies.setdefault(vrank, {})
         for bucket in self.active:
             if bucket.index not in self._reached:
                 self._fill(bucket, vrank)
