@@ -129,6 +129,7 @@ def test_other_values_are_refused(value: object) -> None:
         (["p", 5], "mappingproxy"),
         (["x", 5], "'x'"),
         ([], "not enough values"),
+        (["i", float("inf")], "inf is no text of digits"),
         ([5], "5"),
     ],
 )

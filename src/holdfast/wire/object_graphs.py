@@ -108,7 +108,7 @@ class _Reader:
             return form
         tag, *rest = form
         if tag == _LARGE:
-            return int(rest[0])
+            return _large(rest[0])
         if tag == _ENUM:
             return _enum_of(rest[0])[rest[1]]
         if tag == _AGAIN:
@@ -163,6 +163,12 @@ class _Reader:
         if tag == _NAMED_TUPLE:
             return tuple.__new__(_class_of(rest[0], tuple), map(self.read, rest[1:]))
         return _MADE[tag](map(self.read, rest))
+
+
+def _large(digits: object) -> int:
+    if not isinstance(digits, str):
+        raise ValueError(f"{digits!r} is no text of digits")
+    return int(digits)
 
 
 def _slots_of(kind: type) -> tuple[str, ...]:
