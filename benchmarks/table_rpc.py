@@ -1,16 +1,19 @@
-"""Training with tables on servers: a Holdfast job beside torch.distributed.rpc, in turns.
+"""Training with tables on servers: a job beside torch.distributed.rpc and TorchRec, in turns.
 
 Two workers train examples/recommender.py's model, and two other processes have its tables. The
 rival has the shape of PyTorch's tutorial "Combining Distributed DataParallel with Distributed RPC
 Framework" (https://docs.pytorch.org/tutorials/advanced/rpc_ddp_tutorial.html): the dense part is a
 DistributedDataParallel, distributed autograd carries the gradients of rows to the servers, and a
 DistributedOptimizer updates them there. One call looks up all tables of a server, so that a step
-has few messages. Each side counts the samples of its steps after the first ten.
+has few messages. TorchRec has no servers: its two workers hold half of each table's rows each
+(benchmarks/table_torchrec.py, if torchrec and fbgemm-gpu-cpu are installed). Each side counts the
+samples of its steps after the first ten.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import statistics
 import subprocess
@@ -147,6 +150,29 @@ def train_with(shards: list[nn.Module], options: argparse.Namespace, rank: int) 
         print(f"rate {clock.rate(options.batch_size):.1f}", flush=True)
 
 
+def train_torchrec(options: argparse.Namespace) -> None:
+    """Be a worker of TorchRec's."""
+    from table_torchrec import build, features_of
+
+    rank = int(os.environ["RANK"])
+    model = build(FEATURES, options.rows, DIM, LR)
+    dense_params = [p for name, p in model.named_parameters() if "tables" not in name]
+    adam = torch.optim.Adam(dense_params, lr=2e-3, foreach=False)
+    data = clicks((options.steps + 2) * WORKERS * options.batch_size, options.rows, seed=1)
+    dense, ids, clicked = data.tensors
+    clock = Clock()
+    for step in range(options.steps):
+        first = (step * WORKERS + rank) * options.batch_size
+        part = slice(first, first + options.batch_size)
+        model(dense[part], features_of(FEATURES, ids[part]), clicked[part]).backward()
+        adam.step()
+        adam.zero_grad()
+        clock.step()
+    if rank == 0:
+        print(f"rate {clock.rate(options.batch_size):.1f}", flush=True)
+    dist.destroy_process_group()
+
+
 def train_ours(options: argparse.Namespace) -> None:
     """Be a worker of the job."""
     import holdfast
@@ -197,16 +223,20 @@ def measure_ours(words: list[str], servers: int, replicas: int) -> float:
         return rate_of([done.stdout] if done.returncode == 0 else [done.stderr])
 
 
-def measure_rival(words: list[str], servers: int) -> float:
-    """Run the rival on two workers; return its samples a second."""
+def measure_rival(words: list[str], side: str, servers: int) -> float:
+    """Run a rival on two workers, and processes of servers; return its samples a second."""
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             subprocess.Popen(
                 [sys.executable, "-W", "ignore", __file__, *words],
                 env={
                     **os.environ,
-                    SIDE: "rival",
+                    SIDE: side,
                     "RANK": str(rank),
+                    "WORLD_SIZE": str(WORKERS + servers),
+                    "LOCAL_RANK": str(rank),
+                    "LOCAL_WORLD_SIZE": str(WORKERS + servers),
+                    "GLOO_SOCKET_IFNAME": "lo",
                     "MEETING": f"{folder}/meeting",
                     "OMP_NUM_THREADS": "1",
                 },
@@ -228,14 +258,17 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if side := os.environ.get(SIDE):
-        train_ours(options) if side == "ours" else train_rival(options)
+        {"ours": train_ours, "rpc": train_rival, "torchrec": train_torchrec}[side](options)
         return
     words = sys.argv[1:]
     sides = {
         "Holdfast": lambda: measure_ours(words, options.servers, 1),
         "Holdfast, 2 replicas": lambda: measure_ours(words, options.servers, 2),
-        "torch.distributed.rpc": lambda: measure_rival(words, options.servers),
+        "Holdfast, no servers": lambda: measure_ours(words, 0, 1),
+        "torch.distributed.rpc": lambda: measure_rival(words, "rpc", options.servers),
     }
+    if importlib.util.find_spec("torchrec"):
+        sides["TorchRec, no servers"] = lambda: measure_rival(words, "torchrec", 0)
     found: dict[str, list[float]] = {name: [] for name in sides}
     for run in range(options.runs):
         for name, measure in sides.items():

@@ -13,6 +13,8 @@ import hypothesis
 import pytest
 
 from holdfast.runtime.node import fork_server
+from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.open import open_storage
 from holdfast.testing.local_run import LocalRun
 
 MISSING_PACKAGE = re.compile(r"\(package ([\w.+-]+)\)")  # skip reasons name Debian's packages so
@@ -59,6 +61,20 @@ def finish(run: LocalRun) -> str:
     assert code == 0, f"exit {code}\n{run.log()}"
     assert run.leftovers() == []
     return run.out[-1] if run.out else ""
+
+
+def replayed_steps(store: Path, first: int, second: int) -> str:
+    """Return the line of `holdfast replay` for these steps, if only `second` has checkpoints.
+
+    A busy machine may have skipped a save, so this depends on the store.
+    """
+    begin = max(
+        (s for s in Checkpoints(open_storage(str(store))).steps() if s <= second), default=0
+    )
+    if begin <= first:
+        return f"{second + 1} steps computed again, with the recorded result: 0-{second}"
+    count, parts = first + second - begin + 2, f"0-{first}, {begin}-{second}"
+    return f"{count} steps computed again, with the recorded result: {parts}"
 
 
 def computed_twice(run: LocalRun) -> list[int]:

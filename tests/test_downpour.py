@@ -12,28 +12,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from conftest import SCRIPTS, Start, finish
+from conftest import SCRIPTS, Start, finish, replayed_steps
 from holdfast.cli.main import main
 from holdfast.core.errors import UserError
 from holdfast.servers import LBFGS, SGD, Adagrad, Downpour, EmbeddingBag, LazyAdam
 from holdfast.testing.local_run import LocalRun, strike
+from lone_step import LoneStep, train_step
 
 STEPS, VRANKS, LR, LOCAL_LR = 6, 3, 0.1, 0.05
-
-
-class LoneStep:
-    """Stands for a step whose tasks are all computed here."""
-
-    def __init__(self, index: int) -> None:
-        self.index, self.virtual_rank, self.losses = index, 0, [0.0]
-        self.gathered: dict[str, list[Any]] = {}
-
-    def gather(self, name: str, value: Any) -> None:
-        self.gathered.setdefault(name, []).append(copy.deepcopy(value))
-
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-        self.losses.append(loss.item())
 
 
 def make_model() -> nn.Sequential:
@@ -51,13 +37,8 @@ def train(downpour: Downpour, steps: range) -> list[float]:
     """Train with this optimizer; return the mean loss that each task reported."""
     losses = []
     for index in steps:
-        step: Any = LoneStep(index)
-        for rank in range(VRANKS):
-            step.virtual_rank = rank
-            for x, y in downpour.minibatches(step, batch_of(index, rank)):
-                downpour.backward(F.mse_loss(downpour(x), y))
-        downpour.step(step)
-        losses += step.losses
+        batches = [batch_of(index, rank) for rank in range(VRANKS)]
+        losses += train_step(downpour, index, batches, F.mse_loss)
     return losses
 
 
@@ -129,7 +110,7 @@ def test_the_rate_follows_a_scheduler() -> None:
 
 def test_tasks_report_the_mean_of_their_minibatches() -> None:
     model = make_model()
-    (_, *told) = train(Downpour(model, SGD(lr=0.0), n_push=3), range(1))
+    told = train(Downpour(model, SGD(lr=0.0), n_push=3), range(1))
     wanted = [F.mse_loss(model(x), y).item() for x, y in (batch_of(0, r) for r in range(VRANKS))]
     assert told == pytest.approx(wanted)
 
@@ -241,5 +222,4 @@ def test_steps_of_a_disturbed_run_are_computed_again(
         finish(run)
     assert main(["ledger", "verify", str(tmp_path / "run")]) == 0
     assert main(["replay", str(tmp_path / "run"), "--step", "3", "--step", "25"]) == 0
-    out = capsys.readouterr().out
-    assert "10 steps computed again, with the recorded result: 0-3, 20-25" in out
+    assert replayed_steps(tmp_path / "store", 3, 25) in capsys.readouterr().out

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -165,8 +166,10 @@ def test_numbers_beyond_float16_become_its_largest() -> None:
     assert halves[4].isnan()
 
 
-def test_rows_can_be_read_as_of_an_earlier_update() -> None:
-    client = Servers(2).client(group(RULES[1], "items"))
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_rows_can_be_read_as_of_an_earlier_update(staleness: int) -> None:
+    described = msgspec.structs.replace(group(RULES[1], "items"), staleness=staleness)
+    client = Servers(2).client(described)
     for step in range(1, STEPS + 1):
         client.push(step, update(step, 1))
     for step in reversed(range(STEPS + 1)):

@@ -86,10 +86,18 @@ class RowUpdate:
 
 
 class RowBlock:
-    """Keeps the rows of tables of one width in some shards, with the slots of their optimizer."""
+    """Keeps the rows of tables of one width in some shards, with the slots of their optimizer.
+
+    `stale`: reads are often of earlier versions, so it also keeps each row's last update.
+    """
 
     def __init__(
-        self, shapes: Sequence[TableShape], shards: Sequence[int], rule: RowOptimizer
+        self,
+        shapes: Sequence[TableShape],
+        shards: Sequence[int],
+        rule: RowOptimizer,
+        *,
+        stale: bool = False,
     ) -> None:
         self.rule = rule
         sizes = [len(shards) * shape.shard_rows for shape in shapes]
@@ -99,6 +107,7 @@ class RowBlock:
         self.arrays = {"rows": torch.empty(total, dim)}
         self.arrays |= {n: torch.full((total, width), v) for n, (width, v) in slots.items()}
         self.undos: list[Undo] = []
+        self.updated = torch.zeros(total if stale else 0, dtype=torch.int64)  # by which update
         # Looked at before rows are read, and also the second before they are updated.
         self.checksums = [RowChecksums([self.arrays["rows"]])]
         if slots:
@@ -127,14 +136,27 @@ class RowBlock:
         damaged = self.find_damaged(used)
         if damaged:
             return damaged
-        found = used.rows
-        for undo in reversed(self.undos):
-            if undo.number > version and len(undo.places):
-                places, order = undo.ordered
-                at = torch.searchsorted(places, used.places).clamp_(max=len(places) - 1)
-                changed = places[at] == used.places
-                found[changed] = undo.rows[order[at[changed]]]
-        return list(found.split(used.sizes))
+        self._undo(used, version)
+        return list(used.rows.split(used.sizes))
+
+    def _undo(self, used: UsedRows, version: int) -> None:
+        """Give copied rows their values as of a version.
+
+        The first later update of a row has its old value, so each row is looked for until then.
+        """
+        undos = [undo for undo in self.undos if undo.number > version and len(undo.places)]
+        left = torch.arange(len(used.places) if undos else 0)
+        if len(self.updated) and undos:
+            left = left[self.updated[used.places] > version]
+        for undo in undos:
+            places, order = undo.ordered
+            wanted = used.places[left]
+            at = torch.searchsorted(places, wanted).clamp_(max=len(places) - 1)
+            changed = places[at] == wanted
+            used.rows[left[changed]] = undo.rows[order[at[changed]]]
+            left = left[~changed]
+            if not len(left):
+                return
 
     def prepare(self, number: int, shards: Sequence[int], update: RowUpdate) -> BlockUpdate:
         """Begin to apply update `number` to these shards."""
@@ -220,6 +242,8 @@ class BlockUpdate:
             part = {name: each[start:stop] for name, each in slots.items()}
             self.block.rule.update(rows[start:stop], part, self.grads[start:stop], rate, step)
         self.block.put(used.places, rows, list(slots.values()))
+        if len(self.block.updated):
+            self.block.updated[used.places] = self.number
 
 
 class ServerTable:

@@ -43,7 +43,8 @@ class TableSet:
         blocks: list[tuple[list[int], TableBlock]] = []
         for width in sorted({shape.dim for shape in shapes if not shape.keyed}):
             chosen = [i for i, s in enumerate(shapes) if not s.keyed and s.dim == width]
-            blocks.append((chosen, RowBlock([shapes[i] for i in chosen], shards, rule)))
+            these, stale = [shapes[i] for i in chosen], group.staleness > 0
+            blocks.append((chosen, RowBlock(these, shards, rule, stale=stale)))
         for i, shape in enumerate(shapes):
             if shape.keyed:
                 blocks.append(([i], KeyedBlock(KeyedTable(shape, shards, rule))))
