@@ -255,7 +255,7 @@ def test_stale_reads_are_the_same_after_a_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(30))
 def test_random_losses_change_nothing(seed: int, start: Start, digest: Digest) -> None:
     dice = random.Random(seed)
     workers, servers = dice.randint(2, 4), dice.randint(2, 3)
