@@ -20,6 +20,7 @@ class Shape:
             (int(m.worker), int(m.incarnation)) for m in view.members
         )
         self.joiners = frozenset(view.joiners)
+        self.joiner_keys = tuple(key for key in self.keys if key[0] in self.joiners)
         self.donors = len(view.donors)
 
 

@@ -47,11 +47,12 @@ class SimulatedSync:
             self._under_way = "state"
             self._donate(group, back)
         if self._under_way == "state":
-            joins = process.worker in view.joiners and view.late_worker(process.worker) is None
+            joins = process.worker in group.shape.joiners
+            joins = joins and view.late_worker(process.worker) is None
             states = group.heard.get(("state", 0), {})
-            if not joins or not view.donors:
+            if not joins or not group.shape.donors:
                 self._show(group)
-            elif len(states) == len(view.donors):
+            elif len(states) == group.shape.donors:
                 self._under_way = "storing"
                 delay_s = self._world.delay(self._world.options.load_s)
                 process.post(delay_s, self._store, group.number)
@@ -65,14 +66,14 @@ class SimulatedSync:
 
     def _donate(self, group: Group, back: frozenset[WorkerId]) -> None:
         process, view, world = self._process, group.view, self._world
-        if process.worker not in view.joiners:
+        if process.worker not in group.shape.joiners:
             world.truth.check_donation(process, view)
             body = (process.state, process.step, process.spoiling.flipped)
-            for key in group.keys:
-                if key[0] in view.joiners and key[0] not in back:
+            for key in group.shape.joiner_keys:
+                if key[0] not in back:
                     load_s = world.options.load_s
                     world.data.send(process, group, key, ("state", 0), body, load_s)
-        elif view.donors and process.worker not in back:
+        elif group.shape.donors and process.worker not in back:
             process.feed(ev.Loading())
             process.state = None
 
