@@ -101,6 +101,9 @@ class Table(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, entries=tuple(entries), shelves=shelves)
 
 
+_decode_table = msgspec.msgpack.Decoder(Table).decode
+
+
 def kept_pieces(tables: Sequence[Table], procs: int = 1, spread: int = 1) -> list[KeptPieces]:
     """List the contents of a node's tables for the coordinator.
 
@@ -325,7 +328,7 @@ class ArenaReading:
                 if xxhash.xxh3_128_digest(body) != digest:
                     continue
                 try:
-                    table = msgspec.msgpack.decode(body, type=Table)
+                    table = _decode_table(body)
                 except msgspec.MsgspecError:
                     continue
                 if not problem_of_table(table, len(self._memory)):

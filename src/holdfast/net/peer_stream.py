@@ -12,9 +12,10 @@ import os
 import socket
 import ssl
 import struct
+import threading
 import time
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,6 +32,11 @@ MESSAGE_BYTES_MAX = 64 << 20
 
 Purpose = tuple[int, int, int]
 T = TypeVar("T")
+
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}  # by kind of message
+# msgspec must not look into a type in two threads at once: one may see what the other has begun,
+# and the process ends by a segmentation fault.
+_making = threading.Lock()
 
 
 def connect(
@@ -179,9 +185,17 @@ def receive_message(channel: socket.socket, kind: type[T], most: int = MESSAGE_B
     if length > most:
         raise WireError(f"a message has {length} bytes, where {most} are the most")
     try:
-        return msgspec.msgpack.decode(receive_exactly(channel, length), type=kind)
+        found: T = _decoder_of(kind).decode(receive_exactly(channel, length))
     except msgspec.MsgspecError as error:
         raise WireError(f"a message cannot be read: {error}") from None
+    return found
+
+
+def _decoder_of(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    with _making:
+        if kind not in _decoders:
+            _decoders[kind] = msgspec.msgpack.Decoder(kind)
+        return _decoders[kind]
 
 
 def receive_exactly(channel: socket.socket, count: int) -> bytes:

@@ -75,6 +75,11 @@ class SaveAnswer:
     durable: bool = False
 
 
+_decode_order = msgspec.msgpack.Decoder(Order).decode
+_decode_items = msgspec.msgpack.Decoder(list[StagedItem]).decode
+_decode_answer = msgspec.msgpack.Decoder(SaveAnswer).decode
+
+
 def token_for(job: str, view: int, step: int) -> str:
     """Compute 16 hexadecimal digits that all members of a view share, and no other job."""
     return digest(f"{job} {view} {step}".encode()).hex()[:16]
@@ -127,7 +132,7 @@ def read_answer(descriptor: int) -> SaveAnswer:
     with os.fdopen(descriptor, "rb") as pipe:
         data = pipe.read()
     try:
-        return msgspec.msgpack.decode(data, type=SaveAnswer)
+        return _decode_answer(data)
     except msgspec.MsgspecError:
         return SaveAnswer(problem="the checkpoint writer has died")
 
@@ -139,7 +144,7 @@ class Delivery:
         """Take over the descriptors; Damaged, with these closed, for what no worker sends."""
         self._descriptors = list(descriptors)
         try:
-            self.order = msgspec.msgpack.decode(packet, type=Order)
+            self.order = _decode_order(packet)
             memory, _ = descriptors
             self._map = mmap.mmap(memory, 0, prot=mmap.PROT_READ)
         except (msgspec.MsgspecError, ValueError, OSError) as error:
@@ -151,7 +156,7 @@ class Delivery:
         memory, order = memoryview(self._map), self.order
         try:
             table = memory[order.table_at : order.table_at + order.table_bytes]
-            slots = msgspec.msgpack.decode(table, type=list[StagedItem])
+            slots = _decode_items(table)
         except msgspec.MsgspecError as error:
             raise Damaged(f"a snapshot's table cannot be read: {error}") from None
         if any(not 0 <= slot.start <= slot.start + slot.size <= len(memory) for slot in slots):

@@ -49,6 +49,9 @@ _KINDS = {
         *(Meeting, Book, Address, StacksRequest),
     )
 }
+# Made here, and not by the threads that receive: msgspec must not look into a type in two at once.
+_DECODERS = {name: msgspec.msgpack.Decoder(kind) for name, kind in _KINDS.items()}
+_decode_frame = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw]).decode
 
 
 class ShardChannel:
@@ -103,7 +106,7 @@ class ShardChannel:
             raise EOFError
         for payload in self._opener.feed(data):
             try:
-                name, fields = msgspec.msgpack.decode(payload, type=tuple[str, msgspec.Raw])
-                yield msgspec.msgpack.decode(fields, type=_KINDS[name])
+                name, fields = _decode_frame(payload)
+                yield _DECODERS[name].decode(fields)
             except (msgspec.MsgspecError, KeyError) as error:
                 raise WireError(f"a worker's process sends what cannot be read: {error}") from None
