@@ -63,18 +63,9 @@ def finish(run: LocalRun) -> str:
     return run.out[-1] if run.out else ""
 
 
-def replayed_steps(store: Path, first: int, second: int) -> str:
-    """Return the line of `holdfast replay` for these steps, if only `second` has checkpoints.
-
-    A busy machine may have skipped a save, so this depends on the store.
-    """
-    begin = max(
-        (s for s in Checkpoints(open_storage(str(store))).steps() if s <= second), default=0
-    )
-    if begin <= first:
-        return f"{second + 1} steps computed again, with the recorded result: 0-{second}"
-    count, parts = first + second - begin + 2, f"0-{first}, {begin}-{second}"
-    return f"{count} steps computed again, with the recorded result: {parts}"
+def has_checkpoint(store: Path, step: int) -> bool:
+    """Return whether a run has left a checkpoint of this step: a busy machine may skip a save."""
+    return step in Checkpoints(open_storage(str(store))).steps()
 
 
 def computed_twice(run: LocalRun) -> list[int]:

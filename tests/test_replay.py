@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import SCRIPTS, Start, finish, replayed_steps
+from conftest import SCRIPTS, Start, finish, has_checkpoint
 from holdfast.cli.main import main
 from holdfast.observe.ledger_chain import add_chain
 from holdfast.store.files import FileStorage
@@ -21,17 +21,20 @@ STEPS = 40
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run in which a worker was killed, with checkpoints."""
-    place = tmp_path_factory.mktemp("disturbed")
-    options = ["--nproc", "2", "--virtual", "4", "--fingerprint-steps", "4"]
-    options += ["--store", str(place / "store"), "--save-every", "12"]
-    words = [str(SCRIPTS / "trainer.py"), "--steps", str(STEPS), "--task-s", "0.02"]
-    with LocalRun(place / "run", options, words) as run:
-        members = run.until_members(2)
-        run.until(lambda: run.status()["step"] >= 5, 60, "some steps")
-        assert strike(members[1])
-        finish(run)
-    return place / "run"
+    """The directory of a run in which a worker was killed, with a checkpoint of step 24."""
+    for _ in range(5):
+        place = tmp_path_factory.mktemp("disturbed")
+        options = ["--nproc", "2", "--virtual", "4", "--fingerprint-steps", "4"]
+        options += ["--store", str(place / "store"), "--save-every", "12"]
+        words = [str(SCRIPTS / "trainer.py"), "--steps", str(STEPS), "--task-s", "0.02"]
+        with LocalRun(place / "run", options, words) as run:
+            members = run.until_members(2)
+            run.until(lambda run=run: run.status()["step"] >= 5, 60, "some steps")
+            assert strike(members[1])
+            finish(run)
+        if has_checkpoint(place / "store", 24):
+            return place / "run"
+    raise AssertionError("no run of five has saved step 24")
 
 
 @pytest.fixture
@@ -61,8 +64,8 @@ def test_steps_of_a_disturbed_run_are_computed_again(
     words = ["replay", str(disturbed), "--step", "30", "--step", "3", "--vrank", "2"]
     assert main(words) == 0
     out = capsys.readouterr().out
-    # From the beginning up to 3, and from the newest checkpoint before step 30, mostly that of 24.
-    assert replayed_steps(disturbed.parent / "store", 3, 30) in out
+    # From the beginning up to 3, and from the checkpoint of step 24 up to 30.
+    assert "11 steps computed again, with the recorded result: 0-3, 24-30" in out
     assert "step 30, virtual rank 2:" in out
 
 
@@ -85,7 +88,7 @@ def test_an_altered_step_is_found(
     rewrite(copy, 26, {name: old[:at] + flipped + old[at + 16 :]})
     assert main(["replay", str(copy), "--step", "28", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert found["steps"] == list(range(found["steps"][0], 26))
+    assert found["steps"] == [24, 25]
     (difference,) = found["differences"]
     assert (difference["step"], difference["kind"], difference["vranks"]) == (26, kind, vranks)
 
