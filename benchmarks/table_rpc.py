@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -105,6 +106,15 @@ def train_rival(options: argparse.Namespace) -> None:
     rpc.shutdown()
 
 
+def batches_of(options: argparse.Namespace, rank: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield the numbers, ids and clicks of each step of one of the rivals' workers."""
+    count = options.batch_size
+    data = clicks((options.steps + 2) * WORKERS * count, options.rows, seed=1).tensors
+    for step in range(options.steps):
+        first = (step * WORKERS + rank) * count
+        yield tuple(each[first : first + count] for each in data)
+
+
 SHARDS: list[nn.Module] = []
 
 
@@ -124,20 +134,16 @@ def train_with(shards: list[nn.Module], options: argparse.Namespace, rank: int) 
     adam = torch.optim.Adam(model.parameters(), lr=2e-3, foreach=False)
     remote = [p for each in shards for p in each.remote_parameters()]
     rows = DistributedOptimizer(torch.optim.Adagrad, remote, lr=LR)
-    data = clicks((options.steps + 2) * WORKERS * options.batch_size, options.rows, seed=1)
-    dense, ids, clicked = data.tensors
     clock = Clock()
-    for step in range(options.steps):
-        first = (step * WORKERS + rank) * options.batch_size
-        part = slice(first, first + options.batch_size)
+    for dense, ids, clicked in batches_of(options, rank):
         with autograd.context() as context:
             asked = [
-                shard.forward_async(ids[part, number :: len(shards)].contiguous())
+                shard.forward_async(ids[:, number :: len(shards)].contiguous())
                 for number, shard in enumerate(shards)
             ]
             found = torch.cat([each.wait() for each in asked], dim=1)
-            logits = model(dense[part], found)
-            loss = F.binary_cross_entropy_with_logits(logits, clicked[part])
+            logits = model(dense, found)
+            loss = F.binary_cross_entropy_with_logits(logits, clicked)
             autograd.backward(context, [loss])
             # As in the tutorial, the gradients of the dense part lie in the context.
             for parameter, grad in autograd.get_gradients(context).items():
@@ -158,13 +164,9 @@ def train_torchrec(options: argparse.Namespace) -> None:
     model = build(FEATURES, options.rows, DIM, LR)
     dense_params = [p for name, p in model.named_parameters() if "tables" not in name]
     adam = torch.optim.Adam(dense_params, lr=2e-3, foreach=False)
-    data = clicks((options.steps + 2) * WORKERS * options.batch_size, options.rows, seed=1)
-    dense, ids, clicked = data.tensors
     clock = Clock()
-    for step in range(options.steps):
-        first = (step * WORKERS + rank) * options.batch_size
-        part = slice(first, first + options.batch_size)
-        model(dense[part], features_of(FEATURES, ids[part]), clicked[part]).backward()
+    for dense, ids, clicked in batches_of(options, rank):
+        model(dense, features_of(FEATURES, ids), clicked).backward()
         adam.step()
         adam.zero_grad()
         clock.step()
