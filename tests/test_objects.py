@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import secrets
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -31,27 +30,16 @@ ObjectStorage, open_bucket = objects.ObjectStorage, objects.open_bucket
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The endpoint of a server with nothing in it."""
     pytest.importorskip("moto", reason="moto's S3 server is not installed")
-    log = open(tmp_path_factory.mktemp("s3") / "log", "wb")  # noqa: SIM115 - closed below
-    for _ in range(5):
-        (port,) = free_ports(1)
-        command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)]
-        popen = subprocess.Popen(command, stdout=log, stderr=log)
-        address = f"http://{HOST}:{port}"
-
-        def ready(popen: subprocess.Popen[bytes] = popen, port: int = port) -> bool:
-            with contextlib.suppress(OSError), socket.create_connection((HOST, port), 0.2):
-                return True
-            return popen.poll() is not None
-
-        until(ready, "the S3 server")
-        if popen.poll() is None:
-            break
-    try:
-        yield address
-    finally:
-        popen.kill()
-        popen.wait()
-        log.close()
+    log = tmp_path_factory.mktemp("s3") / "log"
+    # It takes a free port and prints it: a port that we chose could be somebody else's by then.
+    command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", "0"]
+    with open(log, "wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as popen:
+        try:
+            until(lambda: b"CTRL+C" in log.read_bytes(), "the S3 server")
+            address = log.read_text().partition(" * Running on ")[2].split()[0]
+            yield address.rstrip("/")
+        finally:
+            popen.kill()
 
 
 @pytest.fixture

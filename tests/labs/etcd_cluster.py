@@ -95,6 +95,9 @@ class EtcdCluster:
                     break
                 except WorldError:
                     assert time.monotonic() < deadline, f"member {member} does not serve"
+        for number, member in enumerate(self._members):
+            if member.poll() is not None:  # another process has its port, and answers there
+                raise WorldError(f"etcd member {number} ended")
 
     def _client(self, endpoints: list[Endpoint], attempt_s: float) -> EtcdClient:
         if self._tls is None:
