@@ -13,11 +13,22 @@ from holdfast.core.membership.restart import RestartPolicy, replace_lost
 from holdfast.core.membership.teams import admit_teams
 from holdfast.core.redundancy import KeptPieces, Redundancy
 from holdfast.core.replica.protecting import parts_of, pieces_of
-from holdfast.core.types import AgentId, Incarnation, Member, Stage, View, WorkerId
+from holdfast.core.types import (
+    AgentId,
+    Incarnation,
+    JobRecord,
+    Member,
+    Slot,
+    Stage,
+    View,
+    WorkerId,
+)
 from roster_kit import LEASE, Cluster, member, status, view_of
 
 A, B, C, D = (AgentId(name) for name in "abcd")
 W0 = WorkerId(0)
+ONE = Incarnation(1)
+PAIRS = (0, A, B), (1, C, D)
 
 
 def nodes(*names: str, **fields: Any) -> Cluster:
@@ -94,6 +105,19 @@ def test_of_two_broken_teams_one_whole_is_made() -> None:
     cluster = nodes(*"abcd")
     admitted(cluster)
     admitted(cluster, B, C, now=1.0 + LEASE.fence_s)
+    assert teams(cluster) == [(A, D)]
+
+
+def test_a_team_is_not_broken_up_for_a_node_that_nobody_has_heard_yet() -> None:
+    slots = (Slot(worker=WorkerId(w), agent=x, incarnation=ONE, further=(y,)) for w, x, y in PAIRS)
+    cluster = Cluster(record=JobRecord(term=2, slots=tuple(slots)))
+    for name in (A, B, C):  # a coordinator that has just begun
+        cluster.hear(name)
+    cluster.drain(B)
+    cluster.drain(C)
+    assert admitted(cluster) == ((), [])
+    cluster.hear(D)
+    admitted(cluster)
     assert teams(cluster) == [(A, D)]
 
 

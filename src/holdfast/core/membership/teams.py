@@ -29,12 +29,10 @@ def admit_teams(
     roster, plan = facts.roster, list[Change]()
     waiting, teams = _choose_waiting(facts), _list_teams(facts)
     placed = len(roster.nodes_with_places)
-    broken = [team for team in teams if _can_change(facts, team)]
+    broken = [t for t in teams if _can_change(facts, t) and _is_known(facts, t)]
     while broken:
         team = broken.pop(0)
         lost = [name for name in team if _is_lost(facts, name)]
-        if any(name not in roster.nodes for name in team if name not in lost):
-            continue
         while len(waiting) < len(lost) and broken:  # one whole team is more than two broken ones
             other = broken.pop()
             plan.append(DismissNode(other[0]))
@@ -94,6 +92,11 @@ def _leave_drained(facts: Facts, teams: Sequence[Team], waiting: int) -> list[Ch
 def _list_teams(facts: Facts) -> list[Team]:
     slots = facts.roster.slots.values()
     return list(dict.fromkeys(slot.nodes for slot in slots))
+
+
+def _is_known(facts: Facts, team: Team) -> bool:
+    """Return whether every node of a team is lost, or has been heard by this coordinator."""
+    return all(name in facts.roster.nodes or _is_lost(facts, name) for name in team)
 
 
 def _choose_waiting(facts: Facts) -> list[AgentId]:
