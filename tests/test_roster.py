@@ -346,6 +346,20 @@ def admitted(cluster: Cluster, *words: Any, **fields: Any) -> tuple[tuple[AgentI
     return waiting, cluster.change(*plan)
 
 
+def test_a_node_that_is_drained_makes_room_before_it_is_left() -> None:
+    cluster = Cluster(member(0), member(1))
+    cluster.hear("n2")
+    cluster.hear("n3")
+    view = view_of(0, 1)
+    cluster.drain("n1")
+    assert admitted(cluster, view) == ((AgentId("n3"),), [])
+    assert cluster.roster.workers_of(N2) == (2,)
+    assert admitted(cluster, view) == ((AgentId("n3"),), []), "it keeps its place"
+    cluster.drain("n1", "")
+    admitted(cluster, view)
+    assert not cluster.roster.workers_of(N2), "two members are enough again"
+
+
 def test_a_limited_number_of_nodes_takes_part_and_a_lost_one_makes_room() -> None:
     cluster = Cluster(member(0), member(1))
     cluster.hear("n2")

@@ -26,6 +26,8 @@ class Promises:
         self._started_at = 0.0  # the present coordinator
         self._heard: dict[AgentId, tuple[float, AgentReport]] = {}  # by it: the newest of each
         self._heard_by_any: dict[AgentId, float] = {}  # coordinator, at last
+        # Nodes that were drained while they had slots: another may have taken their place.
+        self._drained: dict[AgentId, bool] = {}
         self._refused: dict[int, bool] = {}  # steps of checkpoints that it knows to be damaged
         self._given_up: dict[tuple[int, int], bool] = {}  # processes that were silent for so long
         self._loops_left = 0  # loops that some script has gone on from
@@ -46,6 +48,8 @@ class Promises:
         if newest is None or (report.incarnation, report.seq) > (newest.incarnation, newest.seq):
             self._heard[report.agent] = now, report
             self._heard_by_any[report.agent] = now
+            if report.draining:
+                self._drained[report.agent] = True
             for status in report.workers:
                 self._refused[status.unreadable] = True
 
@@ -61,7 +65,9 @@ class Promises:
                 self._given_up[slot.worker, slot.incarnation - 1] = True
         nodes = sorted({slot.agent for slot in record.slots})
         ends = record.outcome is not None  # so slots only say where something may still run
-        if len(nodes) > self._options.nodes_max and not ends:
+        self._drained = {name: True for name in self._drained if name in nodes}
+        staying = [name for name in nodes if name not in self._drained]
+        if len(staying) > self._options.nodes_max and not ends:
             raise Violation(f"{nodes} have slots: {self._options.nodes_max} nodes may take part")
 
     def check_start(self, process: Actor, live: Iterable[Actor]) -> None:

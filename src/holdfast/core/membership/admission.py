@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from holdfast.core.job_spec import CoordinatorPolicy
@@ -107,7 +107,8 @@ def recall_slots(
 def admit(facts: Facts, policy: CoordinatorPolicy) -> tuple[tuple[AgentId, ...], list[Change]]:
     """Give nodes their slots; a node that is lost for good makes room for one that waits.
 
-    Returns the nodes that have to wait, and the plan.
+    So does one that is drained: the job may need the other before it can leave the first. Returns
+    the nodes that have to wait, and the plan.
     """
     nodes_max = policy.nodes_max
     if policy.spread > 1:
@@ -127,7 +128,7 @@ def admit(facts: Facts, policy: CoordinatorPolicy) -> tuple[tuple[AgentId, ...],
     for name, node in roster.nodes.items():
         if node.processes_for <= placed.get(name, 0) or name in facts.silent:
             continue
-        if name not in placed and len(placed) >= nodes_max:
+        if name not in placed and len(_list_staying(facts, placed)) >= nodes_max:
             lost = _choose_lost(facts, placed)
             if lost is None:
                 waiting.append(name)
@@ -143,9 +144,14 @@ def admit(facts: Facts, policy: CoordinatorPolicy) -> tuple[tuple[AgentId, ...],
 def _choose_beyond(facts: Facts, nodes_max: int) -> list[AgentId]:
     """Choose nodes without members that a coordinator has taken back after its record was lost."""
     placed = facts.roster.nodes_with_places
-    acting = {m.agent for m in facts.members}
-    idle = [n for n in placed if n not in acting]
-    return idle[: max(len(placed) - nodes_max, 0)]
+    acting, staying = {m.agent for m in facts.members}, _list_staying(facts, placed)
+    idle = [n for n in staying if n not in acting]
+    return idle[: max(len(staying) - nodes_max, 0)]
+
+
+def _list_staying(facts: Facts, placed: Iterable[AgentId]) -> list[AgentId]:
+    """Return those of these nodes that are not drained."""
+    return [name for name in placed if not facts.roster.draining(name)]
 
 
 def _choose_lost(facts: Facts, placed: Mapping[AgentId, int]) -> AgentId | None:
