@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from holdfast.core.job_spec import JobSpec
+from holdfast.core.types import ServerLayout
 from holdfast.net.peer_identity import PeerIdentity
 from holdfast.runtime.node import row_server
 from holdfast.runtime.rundir import RunDir
@@ -71,14 +72,14 @@ class Cluster:
             for i in range(TABLES)
         ]
         group = TableGroup(name="all", tables=tuple(shapes), rule=name, settings=settings)
+        layout = ServerLayout(count=servers, goal=servers)
         access = ServerAccess(
-            servers=servers,
             replicas=replicas,
             staleness=0,
             identity=PeerIdentity(key=KEY),
             find_address=lambda number: self.servers[number].address,
             find_heir=lambda _: "",
-            heirs=HeirWatch(print),
+            heirs=HeirWatch(layout, replicas, lambda *_: None),
             find_part=lambda: (0, 1),
             lose=sys.exit,
             tell=print,

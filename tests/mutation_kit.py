@@ -230,6 +230,10 @@ SERVERS = {  # nodes are drained and come back, and journals are lost
     "fault_every_s": 1.0,
     "servers": 3,
 }
+SCALES = SERVERS | {  # other numbers of servers are asked for, and workers die
+    "faults": ("scale", "worker_crash", "partition"),
+    "fault_every_s": 0.7,
+}
 SPARES = {"slots": 3, "spares": 1, "hot_spares": True, "vranks": 12, "workers_min": 1}
 FLIPS = {  # most bits flip while an update runs, so that the next checkpoint is wrong
     "slots": 1,
@@ -302,6 +306,11 @@ TUNED: dict[str, dict[str, object]] = {
     "any_heir_takes_over": SERVERS,
     "a_node_leaves_before_its_servers_have_moved": SERVERS,
     "servers_are_placed_anew_after_the_journal_was_lost": SERVERS,
+    "former_servers_are_let_go_at_once": SCALES,
+    "a_layout_is_left_before_everybody_knows_it": SCALES,
+    "rows_of_an_earlier_layout_count": SCALES | {"faults": ("scale", "drain")},
+    "the_first_layout_is_back_after_the_journal_was_lost": SCALES
+    | {"faults": ("scale", "coordinator_crash", "journal_lost")},
     "nobody_is_asked_to_join": QUIET,
     "views_follow_each_other_for_no_reason": QUIET,
     "nobody_fences_without_a_lease": PARTITIONS,

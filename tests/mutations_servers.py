@@ -47,3 +47,42 @@ def a_node_leaves_before_its_servers_have_moved(patch: pytest.MonkeyPatch) -> Ma
 def servers_are_placed_anew_after_the_journal_was_lost(patch: pytest.MonkeyPatch) -> Machines:
     patch.setattr(server_places._Review, "_recall", lambda self, number: None)
     return Machines()
+
+
+@mutation
+def former_servers_are_let_go_at_once(patch: pytest.MonkeyPatch) -> Machines:
+    """Another number of servers counts as reached as soon as somebody has asked for it."""
+    patch.setattr(server_places._Review, "_is_laid_out", lambda self: True)
+    return Machines()
+
+
+@mutation
+def a_layout_is_left_before_everybody_knows_it(patch: pytest.MonkeyPatch) -> Machines:
+    plain = server_places._Review._knows_layout
+
+    def is_laid_out(self: server_places._Review) -> bool:
+        posts = [self.posts.get(number) for number in range(self.layout.goal)]
+        known = [s for s in self._facts.known if plain(self, s)]
+        return bool(known) and all(p is not None and p.address in self._complete for p in posts)
+
+    patch.setattr(server_places._Review, "_is_laid_out", is_laid_out)
+    return Machines()
+
+
+@mutation
+def rows_of_an_earlier_layout_count(patch: pytest.MonkeyPatch) -> Machines:
+    """A worker's word of complete servers counts, whatever they were to hold then."""
+
+    def init(self: server_places._Review, *words: object) -> None:
+        plain(self, *words)  # type: ignore[arg-type]
+        self._complete = {a for s in self._facts.known for a in s.heirs}
+
+    plain = server_places._Review.__init__
+    patch.setattr(server_places._Review, "__init__", init)
+    return Machines()
+
+
+@mutation
+def the_first_layout_is_back_after_the_journal_was_lost(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(server_places.ServerPlaces, "recall_layout", lambda self, statuses: self)
+    return Machines()

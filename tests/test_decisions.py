@@ -24,7 +24,7 @@ from roster_kit import Cluster, member, status, view_of
 from test_roster import AT_MOST_TWO
 
 MACHINES = (coordinator, group, decision_loop)
-FACTS = {"handle", "_hear", "_note_step", "_learn", "_stop", "_recall", "_wake"}
+FACTS = {"handle", "_hear", "_note_step", "_learn", "_obey", "_recall", "_wake"}
 FACTS |= {"_take_checkpoint_reports", "_decide", "_is_due", "_review", "_end_review"}
 APPLIES = {"__init__", "_apply", "_carry_out", "_remember", "_install_view", "_count_loss"}
 TELLS = {"_answer", "_refresh_common", "check"}

@@ -2,66 +2,103 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from holdfast.core.servers.heirs import HeirProgress
 from holdfast.core.servers.holdings import ShardStanding
+from holdfast.core.servers.placement import HEIRS, find_shards, lay_out
+from holdfast.core.types import ServerLayout
 from holdfast.train.script.row_updates import HeirWatch
 
 WHOLE = ShardStanding()
-HELD = {0: (1, 2, 3), 1: (4,), 2: ()}
+TWO = ServerLayout(count=2, goal=2)
+MORE = ServerLayout(number=1, count=2, goal=3)
+HELD, HELD_BY_1 = (find_shards(n, lay_out(TWO, 1)) for n in range(2))
+LAST = HELD[-1]
 AT = "node0:7"
+HEIR, OTHER = HEIRS, HEIRS + 1
 
 
 def progress() -> HeirProgress:
-    """Return the progress of two groups, of which the second one's heir of server 0 is whole."""
-    made = HeirProgress()
-    made.add_group("a", HELD)
-    made.add_group("b", HELD)
-    made.record_answer("b", 0, AT, (1, 2, 3), WHOLE)
+    """Return the progress of two groups, where the heir of server 0 is whole in the second."""
+    made = HeirProgress(TWO, 1)
+    made.add_group("a")
+    made.add_group("b")
+    made.record_answer("b", HEIR, AT, HELD, WHOLE)
     return made
 
 
 def test_an_heir_is_complete_with_all_shards_of_all_groups() -> None:
     found = progress()
-    found.record_answer("a", 0, AT, (1, 2), WHOLE)
+    found.record_answer("a", HEIR, AT, HELD[:-1], WHOLE)
     assert found.list_complete() == ()
-    found.record_answer("a", 0, AT, (3,), WHOLE)
+    found.record_answer("a", HEIR, AT, (LAST,), WHOLE)
     assert found.list_complete() == (AT,)
 
 
 def test_shards_that_are_behind_past_or_being_copied_are_not_whole() -> None:
     for lacking in (
-        ShardStanding(behind=((2, 7),)),
-        ShardStanding(past=(2,)),
-        ShardStanding(copying=(2,)),
+        ShardStanding(behind=((LAST, 7),)),
+        ShardStanding(past=(LAST,)),
+        ShardStanding(copying=(LAST,)),
     ):
         found = progress()
-        found.record_answer("a", 0, AT, (1, 2, 3), lacking)
+        found.record_answer("a", HEIR, AT, HELD, lacking)
         assert found.list_complete() == ()
-        found.record_answer("a", 0, AT, (2,), WHOLE)
+        found.record_answer("a", HEIR, AT, (LAST,), WHOLE)
         assert found.list_complete() == (AT,)
-        found.record_answer("a", 0, AT, (2,), lacking)
+        found.record_answer("a", HEIR, AT, (LAST,), lacking)
         assert found.list_complete() == ()
 
 
 def test_an_heir_that_is_silent_or_starts_again_has_to_prove_itself_again() -> None:
     found = progress()
-    found.record_answer("a", 0, AT, (1, 2, 3), WHOLE)
-    found.record_silence("b", 0)
+    found.record_answer("a", HEIR, AT, HELD, WHOLE)
+    found.record_silence("b", HEIR)
     assert found.list_complete() == ()
-    found.record_answer("b", 0, "node0:8", (1, 2, 3), WHOLE)
+    found.record_answer("b", HEIR, "node0:8", HELD, WHOLE)
     assert found.list_complete() == (), "the two groups know different processes"
-    found.record_answer("a", 0, "node0:8", (1, 2), WHOLE)
+    found.record_answer("a", HEIR, "node0:8", HELD[:-1], WHOLE)
     assert found.list_complete() == ()
-    found.record_answer("a", 0, "node0:8", (3,), WHOLE)
+    found.record_answer("a", HEIR, "node0:8", (LAST,), WHOLE)
     assert found.list_complete() == ("node0:8",)
 
 
+def watched() -> tuple[HeirWatch, list[tuple[tuple[str, ...], int]]]:
+    """Return a watch of one group, and its reports: complete processes, and the layout's number."""
+    told: list[tuple[tuple[str, ...], int]] = []
+    watch = HeirWatch(TWO, 1, lambda complete, layout: told.append((complete, layout.number)))
+    watch.add_group("a")
+    watch.begin()
+    return watch, told
+
+
 def test_heirs_of_several_servers_are_told_once_and_when_they_change() -> None:
-    told: list[tuple[str, ...]] = []
-    watch = HeirWatch(told.append)
-    watch.add_group("a", HELD)
-    watch.record_answer("a", 1, "x:1", (4,), WHOLE)
-    watch.record_answer("a", 1, "x:1", (4,), WHOLE)
-    watch.record_answer("a", 0, AT, (1, 2, 3), WHOLE)
-    watch.record_silence("a", 1)
-    assert told == [("x:1",), (AT, "x:1"), (AT,)]
+    watch, told = watched()
+    watch.record_answer("a", OTHER, "x:1", HELD_BY_1, WHOLE)
+    watch.record_answer("a", OTHER, "x:1", HELD_BY_1, WHOLE)
+    watch.record_answer("a", HEIR, AT, HELD, WHOLE)
+    watch.record_silence("a", OTHER)
+    assert told == [((), 0), (("x:1",), 0), ((AT, "x:1"), 0), ((AT,), 0)]
+
+
+def test_servers_themselves_matter_only_while_their_number_changes() -> None:
+    watch, told = watched()
+    watch.record_answer("a", 0, AT, HELD, WHOLE)
+    watch.change_layout(MORE)
+    watch.record_answer("a", 0, AT, HELD, WHOLE)
+    added = find_shards(2, lay_out(MORE, 1))
+    watch.record_answer("a", 2, "new:1", added[:-1], WHOLE)
+    watch.record_answer("a", 2, "new:1", added[-1:], WHOLE)
+    watch.change_layout(TWO)
+    watch.change_layout(replace(MORE, number=2, count=3))
+    watch.record_answer("a", 2, "new:1", added, WHOLE)
+    assert told == [((), 0), ((), 1), ((AT,), 1), (("new:1", AT), 1), ((), 2)]
+
+
+def test_what_was_whole_in_one_layout_does_not_count_in_the_next() -> None:
+    found = progress()
+    found.record_answer("a", HEIR, AT, HELD, WHOLE)
+    assert found.list_complete() == (AT,)
+    found.change_layout(MORE)
+    assert found.list_complete() == ()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.errors import UserError
-from holdfast.core.servers.placement import SHARDS
+from holdfast.core.servers.placement import SHARDS, find_holders, share_out
 from holdfast.servers import SGD, Adagrad, LazyAdam, RowOptimizer
 from holdfast.servers import server_wire as wire
 from holdfast.servers.embeddings import Embedding, EmbeddingBag
@@ -236,7 +236,7 @@ def test_servers_have_the_rows_of_one_table_and_save_them(servers: int, tmp_path
     assert torch.equal(three.read_keys(steps, 0), keys)
     assert len(keys) < 40  # some have lost their rows
     store = Checkpoints(FileStorage(tmp_path))
-    three.save(steps, 40, "token", 1, (0, 1))
+    three.save(steps, 40, "token", 1, share_out(find_holders(3, 2)))
     first = store.begin(40, "token", 0)
     first.commit([first.write([], 0), *first.gather(4, 30.0)], {})
     others = Servers(servers, 1, tmp_path).client(described(rule, **rules))

@@ -478,6 +478,7 @@ FIRST_SEED = {
     "planned_stop_is_awaited_for_ever": 2,
     "replaced_worker_stays_a_survivor": 35,
     "resume_ignores_a_commit": 226,
+    "rows_of_an_earlier_layout_count": 28,
     "the_first_step_is_not_fed": 2,
     "the_job_starts_on_fewer_nodes": 18,
     "the_oldest_checkpoint_is_begun_from": 152,

@@ -157,10 +157,10 @@ def test_another_decision_is_named(
 ) -> None:
     record(tmp_path)
 
-    def stop(machine: Any, request: StopRequested, now: float) -> Announce:
-        return Announce("stop", "changed code says this")
+    def obey(machine: Any, order: StopRequested, now: float) -> list[Announce]:
+        return [Announce("stop", "changed code says this")]
 
-    monkeypatch.setattr(CoordinatorMachine, "_stop", stop)
+    monkeypatch.setattr(CoordinatorMachine, "_obey", obey)
     assert main(["incident", "replay", str(tmp_path)]) == 1
     told = capsys.readouterr().out
     assert "event 5, a request to stop (enough): another decision than recorded" in told

@@ -11,6 +11,7 @@ from holdfast.core.errors import Damaged, UserError
 from holdfast.core.servers.placement import SHARDS
 from holdfast.servers import RowOptimizer
 from holdfast.servers.keyed_rows import KeyedTable
+from holdfast.servers.reserved_arrays import ReservedArrays
 from holdfast.servers.row_checksums import RowChecksums
 from holdfast.servers.row_client import KEPT
 from holdfast.servers.server_group import EVERY_PLACE, ServerGroup
@@ -29,7 +30,7 @@ def flip(array: torch.Tensor, row: int, column: int = 0, bit: int = 7) -> None:
 
 def test_any_flipped_bit_is_noticed_and_nothing_else() -> None:
     arrays = [torch.randn(50, 5), torch.arange(100).reshape(50, 2), torch.zeros(50, 1)]
-    sums = RowChecksums(arrays)
+    sums = RowChecksums(arrays, ReservedArrays())
     sums.seal(range(50))
     assert len(sums.find_damaged(range(50))) == 0
     dice = random.Random(3)
@@ -45,7 +46,7 @@ def test_any_flipped_bit_is_noticed_and_nothing_else() -> None:
 
 def test_rows_count_as_right_once_they_are_sealed() -> None:
     rows = torch.randn(200, 3)
-    sums = RowChecksums([rows])
+    sums = RowChecksums([rows], ReservedArrays())
     sums.seal(range(200))
     rows[10:20] += 1.0
     assert sums.find_damaged(range(200)).tolist() == list(range(10, 20))
@@ -64,7 +65,7 @@ def numbered(found: ServerGroup, place: int = 0) -> ServerTable:
 def part_of(table: ServerTable, row: int, array: int = 0) -> tuple[torch.Tensor, int]:
     """Return the part of a table's array with its `row`th place over all shards, and where."""
     shard, at = divmod(row, table.shape.shard_rows)
-    return list(table.parts(sorted(table._places)[shard]))[array], at
+    return list(table.parts(shard))[array], at
 
 
 def table_of(servers: Servers, number: int) -> ServerTable:
@@ -103,7 +104,6 @@ def test_rows_that_no_other_server_has_are_given_up_instead_of_used() -> None:
 def made(*names: str) -> ServerGroup:
     """Return a group with all shards after one update."""
     found = ServerGroup(group(RULES[2], *names), ALL)
-    found.begin()
     found.update(1, ALL, update(1, len(names)))
     return found
 
@@ -133,7 +133,6 @@ def test_damaged_rows_are_neither_copied_nor_saved() -> None:
 
 def test_an_update_is_applied_to_the_shards_that_are_sound() -> None:
     found = ServerGroup(group(RULES[1], "items"), ALL)
-    found.begin()
     table = numbered(found)
     flip(*part_of(table, 3 * table.shape.shard_rows))
     keys, grads = torch.arange(2 * SHARDS), torch.ones(2 * SHARDS, 5)

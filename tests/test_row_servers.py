@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from holdfast.core.errors import UserError, WireError
-from holdfast.core.servers.placement import SHARDS, find_holders, find_shards
+from holdfast.core.servers.holdings import ShardStanding
+from holdfast.core.servers.placement import SHARDS, find_holders, find_shards, share_out
+from holdfast.core.types import ServerLayout
 from holdfast.net import peer_stream
 from holdfast.net.peer_identity import PeerIdentity
 from holdfast.servers import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
@@ -20,6 +22,7 @@ from holdfast.servers.row_client import KEPT, RowClient
 from holdfast.servers.row_optimizers import TableOptimizer
 from holdfast.servers.row_values import fill_rows
 from holdfast.servers.served_tables import ServedOptimizer
+from holdfast.servers.server_group import ServerGroup
 from holdfast.servers.server_rows import RowBlock, RowUpdate
 from holdfast.servers.serving import RowServer
 from holdfast.servers.table_shape import TableShape
@@ -92,14 +95,18 @@ class Servers:
         def lose(why: str) -> None:
             raise UserError(why)
 
+        def report(complete: tuple[str, ...], layout: ServerLayout) -> None:
+            self.complete = complete
+
+        first = ServerLayout(count=self.count, goal=self.count)
+        self.watch = HeirWatch(first, self.replicas, report)
         return ServerAccess(
-            servers=self.count,
             replicas=self.replicas,
             staleness=staleness,
             identity=IDENTITY,
             find_address=lambda number: self.addresses[number],
             find_heir=lambda number: self.heirs.get(number, ""),
-            heirs=HeirWatch(lambda complete: setattr(self, "complete", complete)),
+            heirs=self.watch,
             find_part=lambda: (0, 1),
             lose=lose,
             tell=self.log.append,
@@ -228,7 +235,7 @@ def test_any_number_of_servers_loads_the_rows_that_three_have_saved(
         three.push(step, update(step, 2))
     everything(three, STEPS, 2)
     store = Checkpoints(FileStorage(tmp_path))
-    three.save(STEPS, 40, "token", 1, (0, 1))
+    three.save(STEPS, 40, "token", 1, share_out(find_holders(3, 2)))
     # Updates go on while rows are saved.
     three.push(STEPS + 1, update(STEPS + 1, 2))
     first = store.begin(40, "token", 0)
@@ -259,7 +266,7 @@ def test_a_checkpoint_of_other_tables_is_not_loaded(tmp_path: Path) -> None:
     three.push(1, update(1, 1))
     everything(three, 1, 1)
     store = Checkpoints(FileStorage(tmp_path))
-    three.save(1, 40, "token", 1, (0, 1))
+    three.save(1, 40, "token", 1, {0: range(SHARDS)})
     first = store.begin(40, "token", 0)
     first.commit([first.write([], 0), *first.gather(2, 30.0)], {})
     others = Servers(1, 1, tmp_path)
@@ -321,6 +328,62 @@ def test_the_heir_of_a_server_without_shards_is_complete_at_once() -> None:
     assert servers.complete == ("127.0.0.1:1",)
 
 
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_rows_come_to_another_number_of_servers_while_they_are_used(staleness: int) -> None:
+    servers, step = Servers(2), 0
+    described = group(RULES[1], "items")
+    client = RowClient(
+        msgspec.structs.replace(described, staleness=staleness), servers.access(staleness)
+    )
+
+    def push() -> tuple[str, ...]:
+        nonlocal step
+        step += 1
+        client.push(step, update(step, 1))
+        everything(client, max(step - staleness, 0), 1)
+        return servers.complete
+
+    def scale(number: int, count: int, goal: int) -> None:
+        servers.watch.change_layout(ServerLayout(number=number, count=count, goal=goal))
+        used = set(servers.addresses[: max(count, goal)])
+        until(lambda: used <= set(push()), "all servers have their rows")
+        servers.watch.change_layout(ServerLayout(number=number + 1, count=goal, goal=goal))
+        holders, known = find_holders(goal, 1), [s._groups["items"] for s in servers.servers]
+
+        def are_laid_out() -> bool:
+            push()
+            return all(known[n].shards == find_shards(n, holders) for n in range(goal))
+
+        until(are_laid_out, "servers hold no other rows")
+
+    while step < KEPT + 5:  # more than a worker could give to a new server
+        push()
+    servers.servers.append(start_server(servers.log.append))
+    servers.addresses.append(servers.servers[2].listen("127.0.0.1"))
+    scale(1, 2, 3)
+    scale(3, 3, 1)
+    for server in servers.servers[1:]:
+        server.close()
+    assert torch.equal(everything(client, step, 1)[0], expected(RULES[1], step)[0])
+    assert not servers.lost
+
+
+def test_what_is_told_of_an_older_layout_changes_nothing() -> None:
+    found = ServerGroup(group(RULES[1], "items"), (0, 1), layout=4)
+    found.hold((2, 3), 4)
+    assert found.shards == (0, 1)
+    found.hold((1, 2), 5)
+    assert found.shards == (1, 2)
+    assert found.read(0, (0,), [torch.tensor([16])]) == ShardStanding(past=(0,))
+    found.update(1, range(SHARDS), update(1, 1))
+    assert found.read(1, (1,), [torch.tensor([1])])
+    found.hold((0, 1), 6)
+    assert found.read(1, (0,), [torch.tensor([16])]) == ShardStanding(behind=((0, 0),))
+    (rows,) = found.read(0, (0,), [torch.tensor([16])])
+    assert torch.equal(rows, everything(Servers(1).client(found.group), 0, 1)[0][16:17])
+    assert found.take_dropped() == (), "nothing counts as damaged"
+
+
 def test_workers_that_describe_tables_differently_are_told() -> None:
     servers = Servers(1)
     everything(servers.client(group(RULES[1], "items")), 0, 1)
@@ -346,8 +409,8 @@ def test_rows_that_nobody_has_are_given_up() -> None:
         (wire.ReadRows("items", 0, (0,), (1, 1)), torch.tensor([0, 0])),
         (wire.ReadRows("items", 0, (0,), (-1,)), torch.empty(0)),
         (wire.ReadRows("items", 0, (0,), (1 << 60,)), torch.empty(0)),
-        (wire.GiveUpdate("others", 1, (0,), (1,), (1,), (0.1,)), torch.tensor([0])),
-        (wire.GiveUpdate("items", 1, (0,), (1,), (), (0.1,)), torch.tensor([0])),
+        (wire.GiveUpdate("others", 1, (0,), (1,), (1,), (0.1,), 1), torch.tensor([0])),
+        (wire.GiveUpdate("items", 1, (0,), (1,), (), (0.1,), 1), torch.tensor([0])),
         (wire.CopyShard("items", 99), torch.empty(0)),
     ],
 )
@@ -387,7 +450,7 @@ def test_orders_wait_until_no_answer_is_on_its_way() -> None:
     client = servers.client(group(RULES[1], "items"))
     everything(client, 0, 1)
     behind = servers.servers[1]._groups["items"]
-    mine = tuple(s for s in range(SHARDS) if client.book.holders[s][0] == 1)
+    mine = share_out(find_holders(2, 2))[1]
     late, asked = mine[0], mine[1]
     for number in range(1, KEPT + 2):
         given = update(number, 1)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.core.errors import InvariantError
+from holdfast.core.job_spec import CoordinatorPolicy
 from holdfast.core.membership.departure import Departure
 from holdfast.core.membership.formation import LEAVE_RESERVE_S
 from holdfast.core.membership.server_places import ServerPlaces
@@ -26,12 +27,24 @@ from holdfast.core.types import (
     AgentId,
     Directive,
     Incarnation,
+    JobRecord,
     RunningServer,
+    ServerLayout,
     ServerPlace,
     Tick,
     View,
 )
 from roster_kit import LEASE, Cluster, member, stopped, view_of
+
+
+def places_of(servers: int, nodes_min: int = 1) -> ServerPlaces:
+    return ServerPlaces(ServerLayout(count=servers, goal=servers), nodes_min)
+
+
+def recalled(servers: int, book: tuple[ServerPlace, ...], **kept: Any) -> ServerPlaces:
+    """Return the places that a coordinator of a job that began with `servers` has recorded."""
+    policy = CoordinatorPolicy(virtual_ranks=2, servers=servers)
+    return ServerPlaces.recall(policy, JobRecord(term=1, servers=book, **kept), 0)
 
 
 def nodes_of(places: ServerPlaces) -> list[str]:
@@ -40,7 +53,7 @@ def nodes_of(places: ServerPlaces) -> list[str]:
 
 def test_servers_are_spread_evenly_and_stay_where_they_are() -> None:
     cluster = Cluster(member(0), member(1))
-    places, lines = ServerPlaces(3).review(cluster.facts())
+    places, lines = places_of(3).review(cluster.facts())
     assert nodes_of(places) == ["n0", "n1", "n0"]
     assert lines == []
     cluster.hear("n2", member(2))
@@ -49,7 +62,7 @@ def test_servers_are_spread_evenly_and_stay_where_they_are() -> None:
 
 def test_servers_wait_for_the_nodes_with_which_the_job_begins() -> None:
     cluster = Cluster(member(0))
-    places, _ = ServerPlaces(2, nodes_min=2).review(cluster.facts())
+    places, _ = places_of(2, 2).review(cluster.facts())
     assert places.book == ()
     cluster.hear("n1", member(1))
     assert nodes_of(places.review(cluster.facts())[0]) == ["n0", "n1"]
@@ -58,17 +71,17 @@ def test_servers_wait_for_the_nodes_with_which_the_job_begins() -> None:
 def test_servers_do_not_wait_once_the_job_has_begun() -> None:
     cluster = Cluster(member(0))
     view = view_of(0)
-    places, _ = ServerPlaces(1, nodes_min=2).review(cluster.facts(view))
+    places, _ = places_of(1, 2).review(cluster.facts(view))
     assert nodes_of(places) == ["n0"]
 
 
 def test_without_servers_nothing_is_placed() -> None:
-    assert ServerPlaces(0).review(Cluster(member(0)).facts())[0].book == ()
+    assert places_of(0).review(Cluster(member(0)).facts())[0].book == ()
 
 
 def test_a_server_moves_only_once_its_node_is_given_up() -> None:
     cluster = Cluster(member(0), member(1))
-    places, _ = ServerPlaces(2).review(cluster.facts())
+    places, _ = places_of(2).review(cluster.facts())
     given_up = cluster.now + LEASE.abandon_s + LEASE.margin_s
     cluster.now = given_up - 0.1
     cluster.hear("n0", member(0))
@@ -85,7 +98,7 @@ class Move:
 
     def __init__(self, **report: Any) -> None:
         self.cluster = Cluster(member(0), member(1))
-        self.places, _ = ServerPlaces(2).review(self.cluster.facts())
+        self.places, _ = places_of(2).review(self.cluster.facts())
         self.cluster.hear("n0", member(0), servers=(running(0, "h0:1"),))
         self.cluster.hear("n1", member(1), servers=(running(1, "h1:1"),), **report)
         self.cluster.drain("n1")
@@ -119,7 +132,7 @@ def test_a_server_of_a_drained_node_moves_once_its_heir_has_all_rows() -> None:
     assert move.lines == ["server 1 is copied from n1 to n0"]
     assert move.start_heir() == []
     assert move.book == MOVING
-    assert ServerPlaces.recall(2, 1, move.places.book) == move.places
+    assert recalled(2, move.places.book) == move.places
     assert move.start_heir("elsewhere:1") == []
     assert move.start_heir("elsewhere:1", "h0:2") == ["server 1 moves from n1 to n0"]
     assert move.book == MOVED
@@ -146,7 +159,7 @@ def test_another_heir_is_made_when_its_node_is_lost() -> None:
 def test_what_an_earlier_heir_has_does_not_count_for_the_next_one() -> None:
     move = Move()
     move.start_heir("h0:2")
-    move.places = ServerPlaces.recall(2, 1, (*move.places.book[:1], FIRST))
+    move.places = recalled(2, (*move.places.book[:1], FIRST))
     assert move.review() == ["server 1 is copied from n1 to n0"]
     assert move.book == [*MOVING[:2], (1, "n0", "", True)]
     assert move.review() == []
@@ -161,7 +174,7 @@ FIRST = ServerPlace(number=1, agent=AgentId("n1"), address="h1:1")
 def test_a_coordinator_that_has_forgotten_the_places_finds_them_again() -> None:
     move = Move()
     move.start_heir()
-    move.places, _ = ServerPlaces(2).review(move.cluster.facts(view_of(0, 1)))
+    move.places, _ = places_of(2).review(move.cluster.facts(view_of(0, 1)))
     assert move.book[:2] == MOVING[:2]
     assert [(p.agent, p.heir, p.order) for p in move.places.book[2:]] == [("n0", True, 2)]
 
@@ -247,13 +260,13 @@ def test_a_node_that_was_not_asked_for_good_does_not_leave() -> None:
 
 def test_addresses_are_those_that_nodes_have_told() -> None:
     cluster = Cluster(member(0))
-    places, _ = ServerPlaces(1).review(cluster.facts())
+    places, _ = places_of(1).review(cluster.facts())
     assert [place.address for place in places.book] == [""]
     running = RunningServer(number=0, incarnation=1, address="h:1", pid=7)
     cluster.hear("n0", member(0), servers=(running,))
     told, _ = places.review(cluster.facts())
     assert [place.address for place in told.book] == ["h:1"]
-    assert ServerPlaces.recall(1, 1, told.book) == told
+    assert recalled(1, told.book) == told
 
 
 BOOK = (
@@ -332,3 +345,101 @@ def test_reports_of_older_processes_change_nothing() -> None:
 def test_replicas_need_as_many_servers() -> None:
     with pytest.raises(InvariantError, match="3 replicas on 2 servers"):
         find_holders(2, 3)
+
+
+# ---------------------------------------------------------------- another number of servers
+
+
+class Scaling:
+    """Scales 2 servers to another number; worker 0 on n0 reports. `places`: as they are now."""
+
+    def __init__(self, goal: int, *others: int) -> None:
+        self.cluster = Cluster(member(0), *map(member, others))
+        self.members = 0, *others
+        self.places, _ = places_of(2).review(self.cluster.facts())
+        self.running = [running(0, "h:0"), running(1, "h:1")]
+        self.hear(0)
+        self.review()
+        self.places, lines = self.places.scale(goal)
+        self.lines = [line.text for line in lines]
+        self.review()
+
+    @property
+    def layout(self) -> ServerLayout:
+        return self.places.layout
+
+    def hear(self, worker: int, *complete: str, layout: ServerLayout | None = None) -> None:
+        """Let a worker report what it knows; all servers run on n0."""
+        status = member(worker, heirs=complete, layout=layout)
+        servers = tuple(self.running) if worker == 0 else ()
+        self.cluster.hear(f"n{worker}", status, servers=servers)
+
+    def review(self) -> list[str]:
+        self.places, lines = self.places.review(self.cluster.facts(view_of(*self.members)))
+        return [line.text for line in lines]
+
+
+def test_tables_are_on_more_servers_once_each_has_all_rows() -> None:
+    scaling = Scaling(3)
+    assert scaling.lines == ["tables go from 2 servers to 3"]
+    assert (scaling.layout.count, scaling.layout.goal) == (2, 3)
+    assert [p.number for p in scaling.places.book] == [0, 1, 2]
+    scaling.running.append(running(2, "h:2"))
+    scaling.hear(0, "h:0", "h:1", layout=scaling.layout)
+    assert scaling.review() == []
+    scaling.hear(0, "h:0", "h:1", "h:2", layout=scaling.layout)
+    assert scaling.review() == ["tables are on 3 servers now"]
+    assert (scaling.layout.count, scaling.layout.goal) == (3, 3)
+
+
+def test_former_servers_stay_until_the_others_have_their_rows() -> None:
+    scaling = Scaling(1)
+    assert [p.number for p in scaling.places.book] == [0, 1]
+    scaling.hear(0, "h:0", layout=scaling.layout)
+    assert scaling.review() == ["tables are on 1 server now"]
+    assert [p.number for p in scaling.places.book] == [0]
+
+
+def test_what_a_worker_says_of_another_layout_does_not_count() -> None:
+    scaling = Scaling(1)
+    before = replace(scaling.layout, number=0, goal=2)
+    for stale in (None, before, replace(scaling.layout, number=7)):
+        scaling.hear(0, "h:0", "h:1", layout=stale)
+        assert scaling.review() == []
+
+
+def test_every_member_knows_the_layout_before_it_is_left() -> None:
+    scaling = Scaling(1, 1)
+    scaling.hear(0, "h:0", layout=scaling.layout)
+    assert scaling.review() == []
+    scaling.hear(1, layout=replace(scaling.layout, number=0, goal=2))
+    assert scaling.review() == []
+    scaling.hear(1, layout=scaling.layout)
+    assert scaling.review() == ["tables are on 1 server now"]
+
+
+def test_another_order_replaces_one_that_is_under_way() -> None:
+    scaling = Scaling(3)
+    places, lines = scaling.places.scale(3)
+    assert (places, lines) == (scaling.places, [])
+    places, lines = places.scale(4)
+    assert [line.text for line in lines] == ["tables go from 2 servers to 4"]
+    assert places.layout == ServerLayout(number=2, count=2, goal=4)
+    places, lines = places.scale(2)
+    assert [line.text for line in lines] == ["tables stay on 2 servers"]
+    places, _ = places.review(scaling.cluster.facts(view_of(0)))
+    assert [p.number for p in places.book] == [0, 1]
+
+
+def test_a_coordinator_keeps_the_layout_and_finds_it_again_if_its_journal_is_lost() -> None:
+    layout = ServerLayout(number=4, count=3, goal=5)
+    kept = recalled(2, (), layout=layout)
+    assert kept.layout == layout
+    assert kept.recall_layout([member(0, layout=replace(layout, number=3, goal=3))]) == kept
+    policy = CoordinatorPolicy(virtual_ranks=2, servers=2)
+    guess = ServerPlaces.recall(policy, None, 1000)
+    assert guess.layout == ServerLayout(number=1000, count=2, goal=2)
+    assert guess.recall_layout([member(0)]) == guess
+    found = guess.recall_layout([member(0, layout=layout), member(1)])
+    assert found.layout == layout
+    assert found.recall_layout([member(0, layout=replace(layout, number=2))]) == found

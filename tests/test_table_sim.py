@@ -12,18 +12,22 @@ from holdfast.cli.main import main
 from holdfast.core.servers import reading
 from holdfast.core.servers.heirs import HeirProgress
 from holdfast.core.servers.holdings import (
+    AdoptCopy,
     ApplyUpdate,
     CopyArrived,
+    ForgetUpdate,
     Holdings,
     HoldingsEffect,
     ResetAsked,
     ResetShards,
+    ShardsChosen,
     ShardsDamaged,
     ShardStanding,
     UpdateArrived,
 )
-from holdfast.core.servers.placement import SHARDS, find_holders, find_shards
+from holdfast.core.servers.placement import SHARDS, find_holders, find_shards, lay_out
 from holdfast.core.servers.reading import Ask, Give, Lost, OrderCopy, OrderReset, RowReading
+from holdfast.core.types import ServerLayout
 from holdfast.sim.simulated_servers import SimServer
 from holdfast.sim.table_servers import (
     TableSimOptions,
@@ -32,6 +36,7 @@ from holdfast.sim.table_servers import (
     draw_options,
     find_failure,
 )
+from holdfast.sim.wrong_bits import Violation
 
 SEEDS = range(60)
 # Long enough to go back by more updates than can be undone.
@@ -41,7 +46,17 @@ Patch = pytest.MonkeyPatch
 
 def total(options: TableSimOptions, seeds: Sequence[int]) -> TableSimReport:
     reports = [TableWorld(options, seed).run() for seed in seeds]
-    names = ("steps", "reads", "copies", "gives", "restarts", "damages", "faults", "moves")
+    names = (
+        "steps",
+        "reads",
+        "copies",
+        "gives",
+        "restarts",
+        "damages",
+        "faults",
+        "moves",
+        "scales",
+    )
     return TableSimReport(**{name: sum(getattr(r, name) for r in reports) for name in names})
 
 
@@ -91,6 +106,55 @@ def test_heirs_that_are_taken_too_early_are_noticed(monkeypatch: Patch) -> None:
 
 
 plain = HeirProgress.record_answer
+SCALING = TableSimOptions(servers=2, replicas=1, faults=0, moves=2, scales=6, staleness=1)
+
+
+def test_the_number_of_servers_changes_and_no_row_is_lost_by_that() -> None:
+    found = total(SCALING, range(30))
+    assert found.scales > 40
+    assert found.moves > 20
+    assert found.restarts == 0
+
+
+def keeps_progress(patch: Patch) -> None:
+    """Let a server that had all rows of one layout count as if it had those of the next."""
+
+    def change_layout(self: HeirProgress, layout: ServerLayout) -> None:
+        self._layout = layout
+        self._find_held()
+
+    patch.setattr(HeirProgress, "change_layout", change_layout)
+
+
+def forgets_former_holders(patch: Patch) -> None:
+    """Let workers ask only the servers that are to hold the rows."""
+
+    def lay_out(layout: ServerLayout, replicas: int) -> Any:
+        return find_holders(layout.goal, replicas)
+
+    patch.setattr("holdfast.sim.server_moves.lay_out", lay_out)
+    patch.setattr("holdfast.core.servers.heirs.lay_out", lay_out)
+
+
+def looks_at_the_newest_version_only(patch: Patch) -> None:
+    """Let a copy count as whole although stale reads cannot use it yet."""
+    patch.setattr(
+        Holdings, "judge_span", lambda self, _, newest, shards: self.judge(newest, shards)
+    )
+
+
+@pytest.mark.parametrize(
+    "plant", [keeps_progress, forgets_former_holders, looks_at_the_newest_version_only]
+)
+def test_rows_that_are_let_go_too_early_are_noticed(
+    plant: Callable[[Patch], None], monkeypatch: Patch
+) -> None:
+    plant(monkeypatch)
+    try:
+        restarts = total(replace(SCALING, staleness=8), range(30)).restarts
+    except Violation:
+        return
+    assert restarts > 0
 
 
 def test_the_same_seed_comes_to_the_same() -> None:
@@ -217,6 +281,32 @@ def asks_who_held_them_before(patch: Patch) -> None:
     patch.setattr(RowReading, "try_again", try_again)
 
 
+def takes_new_shards_for_current(patch: Patch) -> None:
+    """Let a server's new shards count as if they had had the updates of the others."""
+    plain = Holdings._choose
+
+    def choose(self: Holdings, shards: tuple[int, ...]) -> list[HoldingsEffect]:
+        newest = max(self._versions.values(), default=0)
+        known = dict(self._versions)
+        found = plain(self, shards)
+        for shard in shards:
+            self._versions[shard] = self._floors[shard] = known.get(shard, newest)
+        return found
+
+    patch.setattr(Holdings, "_choose", choose)
+
+
+def keeps_updates_of_foreign_shards(patch: Patch) -> None:
+    """Let updates wait for shards that the server holds no more."""
+
+    def choose(self: Holdings, shards: tuple[int, ...]) -> list[HoldingsEffect]:
+        self._versions = {shard: self._versions.get(shard, 0) for shard in shards}
+        self._floors = {shard: self._floors.get(shard, 0) for shard in shards}
+        return []
+
+    patch.setattr(Holdings, "_choose", choose)
+
+
 def never_orders_copies(patch: Patch) -> None:
     """Let servers that are behind stay so."""
     patch.setattr(reading, "bring_up", lambda *_: [])
@@ -246,8 +336,10 @@ def _answer_without_copies(plain: Callable[..., Any]) -> Callable[..., Any]:
         (keeps_what_is_damaged, TableSimOptions()),
         (gives_up_at_once, TableSimOptions()),
         (waits_for_the_first, TableSimOptions()),
-        (asks_who_held_them_before, TableSimOptions(servers=5, replicas=1, moves=8)),
+        (asks_who_held_them_before, TableSimOptions(servers=5, replicas=1, moves=8, scales=4)),
         (never_gives_up, TableSimOptions(servers=2, replicas=1)),
+        (takes_new_shards_for_current, TableSimOptions(servers=5, replicas=2, scales=6)),
+        (keeps_updates_of_foreign_shards, TableSimOptions(scales=6)),
     ],
 )
 def test_the_checkers_find(
@@ -317,6 +409,27 @@ def test_damaged_shards_begin_again_and_take_what_has_waited() -> None:
     holdings.handle(UpdateArrived(1, (1,), 4))
     effects = holdings.handle(UpdateArrived(2, (0, 1), 5))
     assert ApplyUpdate(3, (0, 1), 3) in effects
+
+
+def test_a_server_holds_other_shards_and_forgets_what_waited_for_the_former_ones() -> None:
+    holdings = Holdings([0, 1])
+    holdings.handle(UpdateArrived(1, (0, 1), 1))
+    holdings.handle(UpdateArrived(3, (1,), 3))
+    assert holdings.handle(ShardsChosen((0, 2))) == [ForgetUpdate(3)]
+    assert holdings.judge(1, [0, 1, 2]) == ShardStanding(behind=((2, 0),), past=(1,))
+    assert holdings.handle(CopyArrived(2, 1)) == [AdoptCopy(2)]
+    assert holdings.judge_span(0, 1, [0]).can_serve
+    assert holdings.judge_span(0, 1, [2]) == ShardStanding(past=(2,))
+    holdings.check()
+
+
+def test_rows_are_on_their_former_servers_until_all_are_where_they_are_to_be() -> None:
+    former, later = find_holders(3, 2), find_holders(4, 2)
+    changing = lay_out(ServerLayout(number=1, count=3, goal=4), 2)
+    for shard in range(SHARDS):
+        assert changing[shard][:2] == former[shard]
+        assert set(changing[shard]) == {*former[shard], *later[shard]}
+    assert lay_out(ServerLayout(number=2, count=4, goal=4), 2) == later
 
 
 def test_a_reader_asks_another_server_and_has_the_first_one_copy() -> None:

@@ -22,6 +22,7 @@ COMMANDS = {
     "dashboard": "show a run in a browser, and drain nodes and move workers there",
     "drain": "empty a node of a running job, which goes on without it",
     "migrate": "move a worker of a running job to another node, while it trains",
+    "scale": "put the tables of a running job on another number of servers",
     "coordinator": "stand by as another coordinator of a job, on any machine",
     "check": "try a training script on 1 and 2 workers, with a kill, and compare the bits",
     "demo": "train a small model through faults and prove that nothing changed",

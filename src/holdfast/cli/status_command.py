@@ -11,6 +11,7 @@ from rich.table import Table
 
 from holdfast.cli.shared_options import add_tls
 from holdfast.core.errors import NoAnswer, UserError
+from holdfast.core.membership.server_places import name_count
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import job_status
 from holdfast.runtime.job_status import JobStatus, NodeStatus
@@ -69,6 +70,10 @@ def show(status: JobStatus) -> None:
     if status.servers:
         each = (f"{s.number} on {s.agent} (pid {s.pid})" for s in status.servers)
         console.print(f"servers of tables: {', '.join(each)}")
+    if status.servers_wanted != status.servers_held:
+        console.print(
+            f"tables go from {name_count(status.servers_held)} to {status.servers_wanted}"
+        )
     ranks_are = "rank" if status.group else "virtual ranks"
     table = Table("worker", "pid", "incarnation", "state", "step", ranks_are)
     for worker in status.workers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from holdfast.core.errors import UserError
-from holdfast.core.job_spec import SETTINGS, JobSpec
+from holdfast.core.job_spec import SERVERS_MAX, SETTINGS, JobSpec
 from holdfast.core.settings import Setting, format_value, text_complaint
 
 JOB_BYTES_MAX = 32  # a job's name is a field of fixed size in every greeting
@@ -166,6 +166,24 @@ def _server_conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]
             yield (
                 f"{say('servers.count')} and {say(key)} exclude each other: leave one of them out"
             )
+
+
+def find_scale_problem(spec: JobSpec, servers: int) -> str:
+    """Return why a running job's tables cannot be on this number of servers; "": they can."""
+    replicas = spec.servers.replicas
+    if not spec.servers.count:
+        return (
+            "this job has no servers: each worker holds all rows of tables, so there is nothing to "
+            "scale; begin a job with --servers"
+        )
+    if servers < replicas:
+        return (
+            f"--servers {servers} is too few: each row is on {replicas} servers (--replicas), so "
+            f"ask for {replicas} or more"
+        )
+    if servers > SERVERS_MAX:
+        return f"--servers {servers} is too many: ask for {SERVERS_MAX} or fewer"
+    return ""
 
 
 _HEEDED = frozenset(  # with --compat

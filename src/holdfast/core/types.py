@@ -166,7 +166,8 @@ class WorkerStatus:
     abreast: int = 0  # the number of the order by which it was fed until nothing was missing
     unproven: bool = False  # it has joined, and none of its tasks has been committed yet
     unfed: int = 0  # number of the newest order to follow that failed here
-    heirs: tuple[str, ...] = ()  # addresses of servers' heirs that have all rows
+    heirs: tuple[str, ...] = ()  # addresses of servers and their heirs that have all new rows
+    layout: ServerLayout | None = None  # of servers, the newest that it uses: `heirs` goes by it
 
     @property
     def has_state(self) -> bool:
@@ -371,6 +372,29 @@ class RunningServer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLayout:
+    """Says on how many servers the rows of tables are, and on how many they are to be.
+
+    `number`: grows with each change. While `goal` differs from `count`, all rows are on the first
+    `count` servers, and the first `goal` ones copy those that they are to hold.
+    """
+
+    number: int = 0
+    count: int
+    goal: int
+
+    @property
+    def is_changing(self) -> bool:
+        """Return whether rows are on their way to another number of servers."""
+        return self.goal != self.count
+
+    @property
+    def servers(self) -> int:
+        """Return how many servers there are to be now."""
+        return max(self.count, self.goal)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlace:
     """Names the node of a server of tables, and the address at which it listens, if known.
 
@@ -446,6 +470,7 @@ class Directive:
     save_wanted: int = 0  # the newest order to save the state at the next boundary; 0: none
     follow: FollowOrder | None = None
     servers: tuple[ServerPlace, ...] = ()  # all servers of tables
+    layout: ServerLayout | None = None  # of their rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -459,6 +484,7 @@ class WorkerDirective:
     save_wanted: int = 0
     follow: FollowOrder | None = None
     servers: tuple[ServerPlace, ...] = ()
+    layout: ServerLayout | None = None
     acting_until: float = float("inf")  # its node's clock: it promises its view then
 
 
@@ -491,3 +517,4 @@ class JobRecord:
     servers: tuple[ServerPlace, ...] = ()  # all servers of tables
     invalidations: tuple[Invalidation, ...] = ()
     outcome: str | None = None  # None while running, "" after success, else the reason of failure
+    layout: ServerLayout | None = None  # None: as the job began

@@ -17,6 +17,7 @@ from holdfast.core.membership.coordinator_events import (
     Persist,
     ReportArrived,
     SendDirective,
+    ServersAsked,
     StopRequested,
 )
 from holdfast.observe.recordings import (
@@ -121,6 +122,8 @@ def describe_event(event: CoordinatorEvent) -> str:
             return f"report {report.seq} of node {report.agent}"
         case StopRequested(reason):
             return f"a request to stop ({reason})"
+        case ServersAsked(count):
+            return f"a request for {count} servers"
         case _:
             return "the time that had passed"
 

@@ -30,6 +30,7 @@ from holdfast.core.membership.coordinator_events import (
     CoordinatorEvent,
     ReportArrived,
     SendDirective,
+    ServersAsked,
     StopRequested,
 )
 from holdfast.core.membership.facts import LatestFacts
@@ -43,7 +44,12 @@ RECORDINGS_DIR = "recordings"
 RECORD_BYTES_MAX = 256 << 20
 _LENGTH = struct.Struct("<I")
 _CACHES = (LatestFacts,)  # their values are found again from the rest
-_KINDS: dict[type, str] = {ReportArrived: "report", StopRequested: "stop", Tick: "tick"}
+_KINDS: dict[type, str] = {
+    ReportArrived: "report",
+    StopRequested: "stop",
+    ServersAsked: "servers",
+    Tick: "tick",
+}
 _DECODERS: dict[str, StrictDecoder[Any]] = {
     name: StrictDecoder(kind) for kind, name in _KINDS.items()
 }

@@ -1,4 +1,4 @@
-"""Gives an operator's orders to a running job: drains nodes, moves workers, and waits for the end.
+"""Gives an operator's orders to a running job, and waits until they are carried out.
 
 Commands and the dashboard use it, so that both do the same and answer the same.
 """
@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 
 from holdfast.core.errors import UserError
 from holdfast.core.job_problems import SPREAD_STAYS
+from holdfast.core.membership.server_places import name_count
 from holdfast.core.types import AgentId, Leaving, WorkerId
 from holdfast.runtime.contact import ask, contact_of, job_status
 from holdfast.runtime.job_status import JobStatus, ProcessPhase
 from holdfast.runtime.rundir import RunDir
-from holdfast.wire.messages import DrainRequest, MoveRequest, OrderReply
+from holdfast.wire.messages import DrainRequest, MoveRequest, OrderReply, ScaleRequest
 
 DRAIN_REASON = "drained by the operator"
 MOVE_REASON = "moved by the operator"
@@ -72,6 +73,29 @@ def await_migrated(run_dir: RunDir, tls: ssl.SSLContext | None, worker: int) -> 
     _await(run_dir, tls, has_left)
 
 
+def scale(run_dir: RunDir, tls: ssl.SSLContext | None, servers: int) -> None:
+    """Order that the rows of tables be on this number of servers. UserError: they cannot."""
+    _give(run_dir, tls, ScaleRequest(servers=servers))
+
+
+def await_scaled(run_dir: RunDir, tls: ssl.SSLContext | None, servers: int) -> bool:
+    """Wait until all rows are on these servers, or the run is over; return whether they are.
+
+    UserError if nobody answers, or another number was asked for meanwhile.
+    """
+    seen: list[JobStatus] = []
+
+    def is_decided(status: JobStatus) -> bool:
+        seen[:] = [status]
+        return servers == status.servers_held or servers != status.servers_wanted
+
+    _await(run_dir, tls, is_decided)
+    wanted = seen[0].servers_wanted if seen else servers
+    if wanted != servers:
+        raise UserError(f"{wanted} servers were asked for meanwhile, instead of {servers}")
+    return bool(seen) and seen[0].servers_held == servers
+
+
 def make_order(status: JobStatus, worker: int, to: str, reason: str) -> MoveRequest:
     """Return the request to the coordinator; UserError if the move is not possible."""
     nodes = [node.id for node in status.agents]
@@ -103,7 +127,16 @@ def describe_migrated(worker: int, to: str) -> str:
     return f"a worker on {to} takes the place of worker {worker}"
 
 
-def _give(run_dir: RunDir, tls: ssl.SSLContext | None, order: DrainRequest | MoveRequest) -> None:
+def describe_scaled(servers: int) -> str:
+    """Return the sentence on tables whose rows are on these servers."""
+    return f"tables are on {name_count(servers)}"
+
+
+def _give(
+    run_dir: RunDir,
+    tls: ssl.SSLContext | None,
+    order: DrainRequest | MoveRequest | ScaleRequest,
+) -> None:
     reply = ask(contact_of(run_dir, tls), run_dir.secret(), order, OrderReply)
     if reply.problem:
         raise UserError(reply.problem)

@@ -16,6 +16,7 @@ import torch
 
 from holdfast.core.servers.placement import SHARDS
 from holdfast.servers.key_index import KeyIndex
+from holdfast.servers.reserved_arrays import ReservedArrays
 from holdfast.servers.row_checksums import ShardChecksums
 from holdfast.servers.row_optimizers import RowOptimizer
 from holdfast.servers.row_values import fill_rows, hash_keys
@@ -80,15 +81,14 @@ class _Moves:
 class KeyCounts:
     """Counts the uses of keys that have no row yet, if a key needs several of them.
 
-    `cells` for each shard; `order`: the place of each shard. `seen`: [shards * cells, 2] int64.
+    `cells` for each shard. `seen`: [SHARDS * cells, 2] int64.
     """
 
-    def __init__(self, shape: TableShape, order: Mapping[int, int]) -> None:
+    def __init__(self, shape: TableShape, memory: ReservedArrays) -> None:
         assert shape.keyed is not None, "a table of keys"
         self._shape, self._admit_after = shape, shape.keyed.admit_after
         self.cells = shape.shard_rows if self._admit_after > 1 else 0
-        self.seen = torch.zeros(len(order) * self.cells, 2, dtype=torch.int64)
-        self._firsts = torch.tensor([order.get(s, 0) * self.cells for s in range(SHARDS)])
+        self.seen = memory.make(SHARDS * self.cells, 2, torch.int64)
 
     def admit(
         self, keys: torch.Tensor, number: int
@@ -106,8 +106,7 @@ class KeyCounts:
     def find_cells(self, keys: torch.Tensor) -> torch.Tensor:
         """Return the cell [n] of each key [n], if there are any cells."""
         hashes = (hash_keys(keys) >> np.uint64(8)) % np.uint64(self.cells)
-        at = self._firsts[self._shape.shards_of(keys)]
-        return at + torch.from_numpy(hashes.astype(np.int64))
+        return self._shape.shards_of(keys) * self.cells + torch.from_numpy(hashes.astype(np.int64))
 
 
 def first_values(shape: TableShape, keys: torch.Tensor) -> torch.Tensor:
@@ -122,11 +121,11 @@ def first_values(shape: TableShape, keys: torch.Tensor) -> torch.Tensor:
 class KeyedTable:
     """Keeps the rows of one table by key, in some shards: what ServerTable is for numbered rows.
 
-    Arrays, each with `shard_rows` places for each shard: `keys` [places, 1] int64, `used`
-    [places, 2] int64 (how many updates have used the key, 0 for a free place; the last of these),
-    `rows` [places, dim], and the slots of the optimizer. `seen` [cells, 2] int64 does for keys
-    without a row as `used` does, but several keys share a cell. `undoes`: earlier versions can be
-    read, and each row has a checksum, as on a server.
+    Arrays, each with `shard_rows` places for each shard, held or not: `keys` [places, 1] int64,
+    `used` [places, 2] int64 (how many updates have used the key, 0 for a free place; the last of
+    these), `rows` [places, dim], and the slots of the optimizer. `seen` [cells, 2] int64 does for
+    keys without a row as `used` does, but several keys share a cell. `undoes`: earlier versions can
+    be read, and each row has a checksum, as on a server.
     """
 
     def __init__(
@@ -140,20 +139,21 @@ class KeyedTable:
         assert shape.keyed is not None, "a table of keys"
         self._undoes = undoes
         self.shape, self._rules, self._rule = shape, shape.keyed, rule
-        self._order = {shard: i for i, shard in enumerate(shards)}
-        size = len(shards) * shape.shard_rows
+        self._held = list(shards)
+        size, memory = SHARDS * shape.shard_rows, ReservedArrays(whole=not undoes)
         self.arrays: dict[str, torch.Tensor] = {
-            "rows": torch.zeros(size, shape.dim),
-            "keys": torch.zeros(size, 1, dtype=torch.int64),
-            "used": torch.zeros(size, 2, dtype=torch.int64),
+            "rows": memory.make(size, shape.dim),
+            "keys": memory.make(size, 1, torch.int64),
+            "used": memory.make(size, 2, torch.int64),
         }
         slots = rule.slots(shape.dim)
-        for name, (width, first) in slots.items():
-            self.arrays[name] = torch.full((size, width), first)
+        for name, (width, _) in slots.items():
+            self.arrays[name] = memory.make(size, width)
         self._first_slots = {name: first for name, (_, first) in slots.items()}
-        self._counts = KeyCounts(shape, self._order)
+        self._counts = KeyCounts(shape, memory)
         if self._counts.cells:
             self.arrays["seen"] = self._counts.seen
+        self.array_names = list(self.arrays)  # in the order of `parts`
         self._undos: list[_Undo] = []
         self._index: KeyIndex | None = None
         self._free: dict[int, torch.Tensor] = {}  # free places of each shard, in growing order
@@ -162,14 +162,9 @@ class KeyedTable:
             "updated": [self.arrays["used"], *(self.arrays[name] for name in slots)],
             "seen": [self._counts.seen],
         }
-        self.checksums = ShardChecksums(shards, sets if undoes else {})
+        self.checksums = ShardChecksums(sets if undoes else {}, memory)
         for shard in shards:
-            self.checksums.seal_shard(shard)
-
-    @property
-    def array_names(self) -> list[str]:
-        """Return the names of a shard's arrays, in the order of `parts`."""
-        return list(self.arrays)
+            self.begin(shard)
 
     def forget_index(self) -> None:
         """Look all keys up again before the next use: the arrays have been written to."""
@@ -178,19 +173,30 @@ class KeyedTable:
     def _find_index(self) -> KeyIndex:
         """Return the index of all keys, made again if need be."""
         if self._index is None:
-            self._taken = self.arrays["used"][:, USES] > 0
-            self._index = KeyIndex(self.arrays["keys"][:, 0], self._taken)
-            for shard in self._order:
+            used = self.arrays["used"][:, USES]
+            self._taken = torch.zeros(len(used), dtype=torch.bool)
+            for shard in self._held:
                 start, stop = self._range_of(shard, "used")
-                self._free[shard] = (~self._taken[start:stop]).nonzero().flatten() + start
+                self._taken[start:stop] = taken = used[start:stop] > 0
+                self._free[shard] = (~taken).nonzero().flatten() + start
+            self._index = KeyIndex(self.arrays["keys"][:, 0], self._taken)
         return self._index
 
     def begin(self, shard: int) -> None:
-        """Empty a shard: all keys have their first values."""
+        """Empty a shard: all keys have their first values. It may be one that is not held yet."""
         for name, part in zip(self.array_names, self.parts(shard), strict=True):
             part.fill_(self._first_slots.get(name, 0))
         self.checksums.seal_shard(shard)
-        self._forget_undos(shard)
+        if shard in self._held:
+            self._forget_undos(shard)
+            self.forget_index()
+
+    def hold(self, shards: Sequence[int]) -> None:
+        """Have rows in these shards alone from now on."""
+        for shard in self._held:
+            if shard not in shards:
+                self._forget_undos(shard)
+        self._held = list(shards)
         self.forget_index()
 
     def find_damaged(self, keys: torch.Tensor, *, whole: bool) -> set[int]:
@@ -377,7 +383,7 @@ class KeyedTable:
     def _range_of(self, shard: int, name: str) -> tuple[int, int]:
         """Return where an array has the places of a shard: from, to."""
         size = self._counts.cells if name == "seen" else self.shape.shard_rows
-        return self._order[shard] * size, (self._order[shard] + 1) * size
+        return shard * size, (shard + 1) * size
 
     def _forget_undos(self, shard: int) -> None:
         """Drop what undoes updates of a shard."""
@@ -422,6 +428,10 @@ class KeyedBlock:
     def forget_undos(self, floor: int) -> None:
         """Drop what undoes updates up to `floor`."""
         self.tables[0].forget_undos(floor)
+
+    def release(self, shard: int) -> None:
+        """Give the memory of a shard back that is not held any more."""
+        self.tables[0].checksums.release(shard)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,23 +10,27 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from holdfast.core.servers.placement import SHARDS
+from holdfast.servers.reserved_arrays import ReservedArrays
+
 CHECKED_AT_ONCE = 1 << 16  # rows
 
 
 class RowChecksums:
     """Keeps checksums of the rows of some arrays, which have a row for each place.
 
-    `arrays`: [places, width] each, of numbers of 4 or 8 bytes. A checksum is the sum of a row's
-    32-bit words, each times an odd number of its own, modulo 2^32: a single flipped bit always
-    changes it.
+    `arrays`: [places, width] each, of numbers of 4 or 8 bytes; `memory`: made them. A checksum is
+    the sum of a row's 32-bit words, each times an odd number of its own, modulo 2^32: a single
+    flipped bit always changes it.
     """
 
-    def __init__(self, arrays: Sequence[torch.Tensor]) -> None:
+    def __init__(self, arrays: Sequence[torch.Tensor], memory: ReservedArrays) -> None:
         self._words = [array.view(torch.int32) for array in arrays]
+        self._memory = memory
         width = sum(words.shape[1] for words in self._words)
         factors = torch.arange(width, dtype=torch.int64) * 0x9E3779B1 + 0x85EBCA6B
         self._factors = (factors | 1).to(torch.int32)
-        self._sums = torch.zeros(len(self._words[0]), dtype=torch.int32)
+        self._sums = memory.make(len(self._words[0]), 0, torch.int32)
 
     def seal(self, places: torch.Tensor | range) -> None:
         """Take the rows at these places as they are now for right."""
@@ -56,6 +60,10 @@ class RowChecksums:
             damaged.append((found != self._sums[part]).nonzero().flatten() + part.start)
         return torch.cat(damaged) if damaged else torch.empty(0, dtype=torch.int64)
 
+    def release(self, places: range) -> None:
+        """Give the memory of these rows and of their checksums back: nobody reads them."""
+        self._memory.release([*self._words, self._sums], places)
+
     def _sum_rows(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the checksums [n] of rows, from their words [n, width] in each array."""
         found = torch.zeros(len(parts[0]), dtype=torch.int32)
@@ -75,15 +83,13 @@ def _split(places: range) -> list[slice]:
 class ShardChecksums:
     """Keeps the checksums of one table's arrays, in sets that are looked at together.
 
-    `sets`: by name, arrays [places, width] with the places of these shards, one after the other.
+    `sets`: by name, arrays [places, width] with the places of all shards, one after the other.
     """
 
-    def __init__(self, shards: Sequence[int], sets: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        self._shards = torch.tensor(list(shards), dtype=torch.int64)
-        self._order = {shard: i for i, shard in enumerate(shards)}
+    def __init__(self, sets: Mapping[str, Sequence[torch.Tensor]], memory: ReservedArrays) -> None:
         used = {name: arrays for name, arrays in sets.items() if arrays and len(arrays[0])}
-        self._sets = {name: RowChecksums(arrays) for name, arrays in used.items()}
-        self._sizes = {name: len(arrays[0]) // len(shards) for name, arrays in used.items()}
+        self._sets = {name: RowChecksums(arrays, memory) for name, arrays in used.items()}
+        self._sizes = {name: len(arrays[0]) // SHARDS for name, arrays in used.items()}
 
     def seal(self, places: torch.Tensor, *names: str) -> None:
         """Take these places of some sets as they are now for right."""
@@ -94,8 +100,14 @@ class ShardChecksums:
     def seal_shard(self, shard: int) -> None:
         """Take all of a shard as it is now for right."""
         for name, each in self._sets.items():
-            first = self._order[shard] * self._sizes[name]
+            first = shard * self._sizes[name]
             each.seal(range(first, first + self._sizes[name]))
+
+    def release(self, shard: int) -> None:
+        """Give the memory of a shard, and of its checksums, back: nobody reads it."""
+        for name, each in self._sets.items():
+            first = shard * self._sizes[name]
+            each.release(range(first, first + self._sizes[name]))
 
     def find_damaged(self, places: torch.Tensor, *names: str) -> set[int]:
         """Return the shards in which these places of some sets have changed by themselves."""
@@ -103,14 +115,14 @@ class ShardChecksums:
         for name in names:
             if name in self._sets:
                 damaged = self._sets[name].find_damaged(places)
-                found |= set(self._shards[damaged // self._sizes[name]].tolist())
+                found |= set((damaged // self._sizes[name]).tolist())
         return found
 
     def is_damaged(self, shard: int, part: range) -> bool:
         """Return whether anything in this part of a shard's places has changed by itself."""
         for name, each in self._sets.items():
             size = self._sizes[name]
-            first = self._order[shard] * size
+            first = shard * size
             places = range(first + part.start, first + min(part.stop, size))
             if len(each.find_damaged(places)):
                 return True

@@ -57,12 +57,16 @@ QUEUE_MAX = 64  # updates that wait for one server; it is given the others as it
 class _Connection:
     """Keeps a connection to one server, made again when it is needed. Use it in one thread.
 
-    `address`: where the server listened at the last use.
+    `address`: where the server listened at the last use. `follows`: the server is told of each new
+    layout, and the next use waits until it has made room for its new shards.
     """
 
-    def __init__(self, book: HolderBook, server: int, group: wire.TableGroup) -> None:
-        self._book, self._server, self._group = book, server, group
+    def __init__(
+        self, book: HolderBook, server: int, group: wire.TableGroup, *, follows: bool = False
+    ) -> None:
+        self._book, self._server, self._group, self._follows = book, server, group, follows
         self._channel: socket.socket | None = None
+        self._layout = 0  # the last one that the server was told of here
         self.address = ""
 
     def open(self) -> socket.socket:
@@ -81,13 +85,15 @@ class _Connection:
             # A request is a message and arrays: none may wait for an acknowledgement.
             self._channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._begin(self._channel)
+        elif self._follows and self._layout != self._book.layout:
+            self._begin(self._channel)
         return self._channel
 
     def _begin(self, channel: socket.socket) -> None:
         channel.settimeout(BEGIN_S)
-        peer_stream.send_message(
-            channel, wire.BeginGroup(self._group, self._book.find_shards(self._server))
-        )
+        self._layout = self._book.layout
+        shards = self._book.find_shards(self._server)
+        peer_stream.send_message(channel, wire.BeginGroup(self._group, shards, self._layout))
         answer = peer_stream.receive_message(channel, wire.Answer)
         channel.settimeout(PATIENCE_S)
         if answer.problem:
@@ -110,6 +116,7 @@ class _Connection:
             batch.count_by_table(places),
             update.steps,
             update.rates,
+            max(number - self._group.staleness, 0),
         )
         peer_stream.send_message(channel, request)
         wire.send_array(channel, batch.keys[places])
@@ -176,8 +183,6 @@ class RowClient:
         # Version and step of the checkpoint that the job has begun from, if it has.
         self._stored: tuple[int, int] | None = None
         self._queues: dict[int, queue.Queue[tuple[int, tuple[int, ...]]]] = {}
-        for number in range(access.servers):
-            self._begin_to_push(number)
 
     def begin_from(self, version: int, step: int, unread: Iterable[RowUpdate]) -> None:
         """Record that the state has come from the checkpoint of `step`, as has each row.
@@ -211,9 +216,9 @@ class RowClient:
         part = self._access.find_part()
         if part is None:
             return  # other workers send it, or a reader gives it
-        for heir in self.book.list_heirs():
-            if heir not in self._queues:
-                self._begin_to_push(heir)
+        for server in self.book.list_servers():
+            if server not in self._queues:
+                self._begin_to_push(server)
         for server, waiting in self._queues.items():
             self.book.look_at(server)
             mine = choose_part(self.book.find_shards(server), number, part)
@@ -300,19 +305,15 @@ class RowClient:
                 assert self._stored is not None, "there is a checkpoint"
                 connection.order(wire.LoadShards(name, self._stored[1], shards))
 
-    def save(self, version: int, step: int, token: str, first: int, part: tuple[int, int]) -> None:
-        """Have servers save the rows as of `version`, each as a share from number `first` on.
+    def save(
+        self, version: int, step: int, token: str, first: int, parts: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Have servers save the rows as of `version`, as shares from number `first` on.
 
-        A server saves the shards that it is asked for first. `part`: this worker's place among the
-        members, and their number: each orders some of the servers. Returns at once.
+        `parts`: the shards that each server saves, as one share. Returns at once.
         """
-        place, members = part
-        for server in range(place, self._access.servers, members):
-            held = self.book.find_shards(server)
-            shards = tuple(s for s in held if self.book.holders[s][0] == server)
-            request = wire.SaveShards(
-                self._group.name, version, shards, step, token, first + server
-            )
+        for share, (server, shards) in enumerate(parts.items(), first):
+            request = wire.SaveShards(self._group.name, version, tuple(shards), step, token, share)
             threading.Thread(target=self._order_save, args=(server, request), daemon=True).start()
 
     def _order_save(self, server: int, request: wire.SaveShards) -> None:
@@ -371,7 +372,7 @@ class RowClient:
 
     def _push_to(self, server: int) -> None:
         """Send one server its updates, for ever."""
-        connection = _Connection(self.book, server, self._group)
+        connection = _Connection(self.book, server, self._group, follows=True)
         while True:
             number, shards = self._queues[server].get()
             try:

@@ -6,7 +6,7 @@ that it needs, once each, and its gradient is sparse, as that of torch's modules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,13 +134,13 @@ class ServedOptimizer(torch.optim.Optimizer):
         check_staleness(steps, self._staleness)
         self.param_groups[0]["staleness"] = steps
 
-    def save(self, step: int, token: str, first: int, place: int, members: int) -> None:
-        """Have some servers save rows as the next step may read them, as shares from `first` on.
+    def save(self, step: int, token: str, first: int, parts: Mapping[int, Sequence[int]]) -> None:
+        """Have servers save rows as the next step may read them, as shares from `first` on.
 
-        `place` of `members`: this worker's, since each asks some of the servers.
+        `parts`: the shards that each server saves.
         """
         if self._client is not None:
-            self._client.save(self._saved_version, step, token, first, (place, members))
+            self._client.save(self._saved_version, step, token, first, parts)
 
     def note_checkpoint(self, step: int) -> None:
         """Record that the state has come from a checkpoint, which holds all rows as well.

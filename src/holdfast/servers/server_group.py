@@ -25,6 +25,7 @@ from holdfast.core.servers.holdings import (
     HoldingsEvent,
     ResetAsked,
     ResetShards,
+    ShardsChosen,
     ShardsDamaged,
     ShardStanding,
     UpdateArrived,
@@ -39,14 +40,18 @@ EARLY_S = 0.05  # a read waits for an update on its way up to this long
 
 
 class ServerGroup:
-    """Keeps shards of a group's tables. Safe to use from several threads."""
+    """Keeps shards of a group's tables. Safe to use from several threads. UserError, WireError.
 
-    def __init__(self, group: TableGroup, shards: Sequence[int]) -> None:
+    Rows have their first values.
+    """
+
+    def __init__(self, group: TableGroup, shards: Sequence[int], layout: int = 0) -> None:
         if len(group.tables) > TABLES_MAX:
             raise WireError(f"{len(group.tables)} tables in one group: {TABLES_MAX} are the most")
         self.group = group
-        self.shards = tuple(shards)
-        self._tables: TableSet
+        self.shards, self._layout = tuple(shards), layout
+        self._laying_out = threading.Lock()
+        self._tables = TableSet(group, self.shards)
         self._holdings = Holdings(shards, WINDOW + group.staleness)
         self._updates: dict[int, RowUpdate] = {}  # early updates by token
         self._copies: dict[int, list[list[torch.Tensor]]] = {}  # by shard: arrays of each table
@@ -56,9 +61,21 @@ class ServerGroup:
         self._dropped: set[int] = set()  # those that nobody was told of yet
         self._changed = threading.Condition()
 
-    def begin(self) -> None:
-        """Make the rows, with their first values. UserError, WireError."""
-        self._tables = TableSet(self.group, self.shards)
+    def hold(self, shards: Sequence[int], layout: int) -> None:
+        """Hold these shards alone from now on, unless `layout` is no newer than the last one.
+
+        Reads go on while new shards get their first values. RuntimeError: no memory is left.
+        """
+        with self._laying_out:
+            if layout <= self._layout:
+                return
+            before = set(self.shards)
+            self._tables.fill([shard for shard in shards if shard not in before])
+            with self._changed:
+                self._tables.hold(shards)
+                self.shards, self._layout = tuple(shards), layout
+                self._handle(ShardsChosen(self.shards))
+            self._tables.release(sorted(before - set(shards)))
 
     def check_same(self, group: TableGroup) -> None:
         """Raise UserError if workers describe the group in another way."""
@@ -96,14 +113,19 @@ class ServerGroup:
                     return standing
                 self._changed.wait(left_s)
 
-    def update(self, number: int, shards: Sequence[int], update: RowUpdate) -> ShardStanding:
-        """Take an update in; returns how far these shards are now. WireError."""
+    def update(
+        self, number: int, shards: Sequence[int], update: RowUpdate, oldest: int | None = None
+    ) -> ShardStanding:
+        """Take an update in; returns how far these shards are. WireError.
+
+        `oldest`: they count as past if they cannot be read as of this version.
+        """
         self._tables.check_keys(shards, update.keys)
         with self._changed:
             self._tokens += 1
             self._updates[self._tokens] = update
             self._handle(UpdateArrived(number, tuple(shards), self._tokens))
-            return self._holdings.judge(number, shards)
+            return self._holdings.judge_span(number if oldest is None else oldest, number, shards)
 
     def handle(self, event: CopyBegun | CopyFailed | ResetAsked) -> None:
         """Apply an event that brings no rows."""
@@ -113,7 +135,8 @@ class ServerGroup:
     def scrub(self, shard: int, part: range) -> None:
         """Look for memory that has changed by itself in this part of a shard's places."""
         with self._changed:
-            if any(table.is_damaged(shard, part) for table in self._tables.all):
+            is_held = shard in self.shards
+            if is_held and any(table.is_damaged(shard, part) for table in self._tables.all):
                 self._drop({shard})
 
     def take_dropped(self) -> tuple[int, ...]:
@@ -146,6 +169,8 @@ class ServerGroup:
     def copy_as_of(self, shard: int, version: int, table: int, array: int) -> torch.Tensor:
         """Return a copy of one array of a shard as of a version that is pinned. Damaged."""
         with self._changed:
+            if shard not in self.shards:
+                raise Damaged(f"shard {shard} of {self.group.name} is on another server now")
             if self._tables.all[table].is_damaged(shard, EVERY_PLACE):
                 self._drop({shard})
             if not self._holdings.judge(version, [shard]).can_serve:
@@ -182,8 +207,8 @@ class ServerGroup:
     ) -> torch.Tensor | ShardStanding:
         """Return the keys of a table that have rows, or how far the shards are. WireError."""
         kept = self._tables.all[table]
-        if not isinstance(kept, KeyedTable) or not set(shards) <= set(self.shards):
-            raise WireError(f"the keys of table {table} in shards {shards} are not here")
+        if not isinstance(kept, KeyedTable):
+            raise WireError(f"table {table} has rows for all its numbers, and no keys")
         for shard in shards:
             self.scrub(shard, EVERY_PLACE)
         with self._changed:

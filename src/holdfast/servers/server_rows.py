@@ -1,9 +1,9 @@
 """Keeps the rows of tables on one server, and what undoes their last updates.
 
 Tables of one width share their arrays, so that a request for many tables takes a few operations on
-whole arrays. There the tables come one after the other, and each has a part for every shard that
-the server holds: row k of a table is in shard k % SHARDS, at place k // SHARDS of that part. Must
-not know connections.
+whole arrays. There the tables come one after the other, and each has a part for every shard, of
+which only those that the server holds take memory: row k of a table is in shard k % SHARDS, at
+place k // SHARDS of that part. Must not know connections.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from holdfast.core.servers.placement import SHARDS
+from holdfast.servers.reserved_arrays import ReservedArrays
 from holdfast.servers.row_checksums import RowChecksums
 from holdfast.servers.row_optimizers import RowOptimizer
 from holdfast.servers.row_values import fill_rows
@@ -100,26 +101,24 @@ class RowBlock:
         stale: bool = False,
     ) -> None:
         self.rule = rule
-        sizes = [len(shards) * shape.shard_rows for shape in shapes]
+        sizes = [SHARDS * shape.shard_rows for shape in shapes]
         starts = list(accumulate(sizes, initial=0))
-        dim, total = shapes[0].dim, starts.pop()
+        dim, total, memory = shapes[0].dim, starts.pop(), ReservedArrays()
         slots = rule.slots(dim)
-        self.arrays = {"rows": torch.empty(total, dim)}
-        self.arrays |= {n: torch.full((total, width), v) for n, (width, v) in slots.items()}
+        self.arrays = {"rows": memory.make(total, dim)}
+        self.arrays |= {name: memory.make(total, width) for name, (width, _) in slots.items()}
         self.undos: list[Undo] = []
-        self.updated = torch.zeros(total if stale else 0, dtype=torch.int64)  # by which update
+        self.updated = memory.make(total if stale else 0, 0, torch.int64)  # by which update
         # Looked at before rows are read, and also the second before they are updated.
-        self.checksums = [RowChecksums([self.arrays["rows"]])]
+        self.checksums = [RowChecksums([self.arrays["rows"]], memory)]
         if slots:
-            self.checksums.append(RowChecksums([self.arrays[name] for name in slots]))
+            self.checksums.append(RowChecksums([self.arrays[name] for name in slots], memory))
         self._counts = torch.tensor([shape.count for shape in shapes])
-        # By table and shard, one after the other; unknown shards are refused before.
-        self._first_places = torch.zeros(len(shapes) * SHARDS, dtype=torch.int64)
-        for i, (shape, start) in enumerate(zip(shapes, starts, strict=True)):
-            for order, shard in enumerate(shards):
-                self._first_places[i * SHARDS + shard] = start + order * shape.shard_rows
         pairs = zip(shapes, starts, strict=True)
         self.tables = [ServerTable(self, shape, start, shards) for shape, start in pairs]
+        # By table and shard, one after the other; shards that are not here are refused before.
+        firsts = [t.places_of(shard).start for t in self.tables for shard in range(SHARDS)]
+        self._first_places = torch.tensor(firsts)
         for table in self.tables:
             for shard in shards:
                 table.begin(shard)
@@ -196,6 +195,12 @@ class RowBlock:
         """Drop what undoes updates up to `floor`."""
         self.undos = [undo for undo in self.undos if undo.number > floor]
 
+    def release(self, shard: int) -> None:
+        """Give the memory of a shard back that is not held any more."""
+        for table in self.tables:
+            for sums in self.checksums:
+                sums.release(table.places_of(shard))
+
     def _gather(self, keys: Sequence[torch.Tensor], *, whole: bool) -> UsedRows:
         """Copy the rows of these keys; `whole`: and their slots."""
         every = torch.cat(list(keys))
@@ -252,15 +257,16 @@ class ServerTable:
     def __init__(
         self, block: RowBlock, shape: TableShape, start: int, shards: Sequence[int]
     ) -> None:
-        self.shape, self._block = shape, block
-        rows = shape.shard_rows
-        self._places = {
-            shard: range(start + i * rows, start + (i + 1) * rows) for i, shard in enumerate(shards)
-        }
+        self.shape, self._block, self._start, self._held = shape, block, start, list(shards)
+
+    def places_of(self, shard: int) -> range:
+        """Return where the arrays have a shard."""
+        first = self._start + shard * self.shape.shard_rows
+        return range(first, first + self.shape.shard_rows)
 
     def begin(self, shard: int) -> None:
-        """Give all rows of a shard their first values."""
-        shape, places, arrays = self.shape, self._places[shard], self._block.arrays
+        """Give all rows of a shard, which may not be held yet, their first values."""
+        shape, places, arrays = self.shape, self.places_of(shard), self._block.arrays
         for start in range(0, len(places), FILLED_AT_ONCE):
             part = places[start : start + FILLED_AT_ONCE]
             first = np.uint64(shard + start * SHARDS)
@@ -270,17 +276,26 @@ class ServerTable:
             arrays["rows"][places.start + shape.padding // SHARDS] = 0.0
         for name, (_, first_value) in self._block.rule.slots(shape.dim).items():
             arrays[name][places.start : places.stop] = first_value
-        self._settle(shard)
+        self._seal(shard)
+        if shard in self._held:
+            self._forget_undos(shard)
+
+    def hold(self, shards: Sequence[int]) -> None:
+        """Have rows in these shards alone from now on."""
+        for shard in self._held:
+            if shard not in shards:
+                self._forget_undos(shard)
+        self._held = list(shards)
 
     def parts(self, shard: int) -> Iterator[torch.Tensor]:
         """Yield the arrays of a shard: its rows, then its slots."""
-        places = self._places[shard]
+        places = self.places_of(shard)
         for array in self._block.arrays.values():
             yield array[places.start : places.stop]
 
     def copy(self, shard: int, version: int, array: int) -> torch.Tensor:
         """Return a copy of a shard's `array`th array as it was after `version` updates."""
-        places = self._places[shard]
+        places = self.places_of(shard)
         found = list(self.parts(shard))[array].clone()
         for undo in reversed(self._block.undos):
             here = (undo.places >= places.start) & (undo.places < places.stop)
@@ -298,18 +313,22 @@ class ServerTable:
         """Take over the arrays of a shard, as `parts` yields them."""
         for mine, other in zip(self.parts(shard), arrays, strict=True):
             mine.copy_(other)
-        self._settle(shard)
+        self._seal(shard)
+        self._forget_undos(shard)
 
     def is_damaged(self, shard: int, part: range) -> bool:
         """Return whether anything in this part of a shard's places has changed by itself."""
-        places = self._places[shard][part.start : part.stop]
+        places = self.places_of(shard)[part.start : part.stop]
         return any(len(sums.find_damaged(places)) for sums in self._block.checksums)
 
-    def _settle(self, shard: int) -> None:
-        """Take all of a shard as it is now for right, whatever the version that is asked for."""
-        places, block = self._places[shard], self._block
-        for sums in block.checksums:
-            sums.seal(places)
+    def _seal(self, shard: int) -> None:
+        """Take all of a shard as it is now for right."""
+        for sums in self._block.checksums:
+            sums.seal(self.places_of(shard))
+
+    def _forget_undos(self, shard: int) -> None:
+        """Drop what undoes updates of a shard: it has other rows now."""
+        places, block = self.places_of(shard), self._block
         block.undos = [undo.drop_places(places) for undo in block.undos]
 
 

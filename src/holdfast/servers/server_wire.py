@@ -46,6 +46,17 @@ class TableGroup(msgspec.Struct, frozen=True, array_like=True):
         except TypeError as error:
             raise WireError(f"the optimizer {self.rule} cannot be made: {error}") from None
 
+    @property
+    def shard_bytes(self) -> int:
+        """Return how many bytes one shard of all tables takes. UserError, WireError."""
+        rule = self.make_rule()
+        per_row = {
+            s.dim: 4 * (s.dim + sum(width for width, _ in rule.slots(s.dim).values()))
+            for s in self.tables
+        }
+        keys = 3 * 8  # a key, and the two numbers of its uses
+        return sum(s.shard_rows * (per_row[s.dim] + keys * bool(s.keyed)) for s in self.tables)
+
 
 def describe_rule(rule: RowOptimizer) -> tuple[str, tuple[tuple[str, tuple[float, ...]], ...]]:
     """Return a rule's name and its settings, as a TableGroup has them."""
@@ -58,10 +69,14 @@ def describe_rule(rule: RowOptimizer) -> tuple[str, tuple[tuple[str, tuple[float
 
 
 class BeginGroup(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks a server to hold shards of a group's tables, if it does not yet."""
+    """Asks a server to hold these shards of a group's tables, and no others.
+
+    Only a greater `layout` than the last one changes what it holds.
+    """
 
     group: TableGroup
     shards: tuple[int, ...]
+    layout: int = 0
 
 
 class ReadRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -81,7 +96,8 @@ class GiveUpdate(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Gives update `number` of some shards.
 
     Keys of all tables follow (`counts`, int64), then their summed gradients (float32). `steps`,
-    `rates`: each table's own count of updates and the rate to use.
+    `rates`: each table's own count of updates and the rate to use. `oldest`: the earliest version
+    that the next steps may read; the answer has shards as past that cannot be read as of it.
     """
 
     group: str
@@ -90,6 +106,7 @@ class GiveUpdate(msgspec.Struct, frozen=True, array_like=True, tag=True):
     counts: tuple[int, ...]
     steps: tuple[int, ...]
     rates: tuple[float, ...]
+    oldest: int
 
 
 class FetchShards(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -123,24 +123,20 @@ class RowServer:
                 assert_never(request)
 
     def _begin(self, request: wire.BeginGroup) -> wire.Answer:
+        shards = sorted(set(request.shards))
         try:
+            _check_begin(request)
             with self._lock:
                 known = self._groups.get(request.group.name)
-                if known is not None:
-                    known.check_same(request.group)
-                    return wire.Answer()
-                if len(self._groups) >= GROUPS_MAX:
-                    raise WireError(f"{GROUPS_MAX} groups of tables are the most")
-                if not all(0 <= shard < SHARDS for shard in request.shards):
-                    raise WireError(f"shards {request.shards}, where there are {SHARDS}")
-                if not 0 <= request.group.staleness <= STALENESS_MAX:
-                    raise WireError(f"a staleness of {request.group.staleness} updates")
-                for shape in request.group.tables:
-                    wire.check_size((len(request.shards), shape.shard_rows))
-                made = ServerGroup(request.group, sorted(set(request.shards)))
-                made.begin()
-                self._groups[request.group.name] = made
-                return wire.Answer()
+                if known is None:
+                    if len(self._groups) >= GROUPS_MAX:
+                        raise WireError(f"{GROUPS_MAX} groups of tables are the most")
+                    made = ServerGroup(request.group, shards, request.layout)
+                    self._groups[request.group.name] = made
+            if known is not None:
+                known.check_same(request.group)
+                known.hold(shards, request.layout)
+            return wire.Answer()
         except (UserError, WireError) as error:
             return wire.problem_of(error)
         except (RuntimeError, MemoryError) as error:  # torch says so when memory has run out
@@ -173,7 +169,7 @@ class RowServer:
         shapes = zip(request.counts, group.group.tables, strict=True)
         grads = [wire.receive_array(channel, (n, shape.dim)) for n, shape in shapes]
         update = RowUpdate(keys=keys, grads=grads, steps=request.steps, rates=request.rates)
-        standing = group.update(request.number, request.shards, update)
+        standing = group.update(request.number, request.shards, update, request.oldest)
         peer_stream.send_message(channel, self._describe_standing(group, standing))
 
     def _describe_standing(self, group: ServerGroup, standing: ShardStanding) -> wire.Answer:
@@ -305,10 +301,23 @@ def _fetch_shard(
     return answer.version, arrays
 
 
+def _check_begin(request: wire.BeginGroup) -> None:
+    """Raise WireError for shards, tables or a staleness that no group has."""
+    if not all(0 <= shard < SHARDS for shard in request.shards):
+        raise WireError(f"shards {request.shards}, where there are {SHARDS}")
+    if not 0 <= request.group.staleness <= STALENESS_MAX:
+        raise WireError(f"a staleness of {request.group.staleness} updates")
+    for shape in request.group.tables:
+        wire.check_size((len(request.shards), shape.shard_rows))
+
+
 def scrub(group: ServerGroup, round_number: int, rounds: int) -> None:
     """Look at the next part of all rows; after `rounds` calls each was looked at once."""
-    per_shard = max(rounds // max(len(group.shards), 1), 1)
-    shard = group.shards[round_number // per_shard % len(group.shards)]
+    shards = group.shards  # they may change meanwhile
+    if not shards:
+        return
+    per_shard = max(rounds // len(shards), 1)
+    shard = shards[round_number // per_shard % len(shards)]
     rows = max((shape.shard_rows for shape in group.group.tables), default=0)
     part = -(-rows // per_shard)
     first = round_number % per_shard * part

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 
 from holdfast.core.errors import WireError
+from holdfast.core.servers.placement import SHARDS
 from holdfast.servers.keyed_rows import KeyedBlock, KeyedTable, KeyedUpdate
+from holdfast.servers.reserved_arrays import check_room
 from holdfast.servers.server_rows import BlockUpdate, RowBlock, RowUpdate, ServerTable
 from holdfast.servers.server_wire import TableGroup
 
@@ -33,13 +35,17 @@ class TableBlock(Protocol):
     def forget_undos(self, floor: int) -> None:
         """Drop what undoes updates up to `floor`."""
 
+    def release(self, shard: int) -> None:
+        """Give the memory of a shard back that is not held any more."""
+
 
 class TableSet:
     """Keeps the tables, `all` of them in the group's order. UserError, WireError."""
 
     def __init__(self, group: TableGroup, shards: Sequence[int]) -> None:
-        self._group, self._shards = group, set(shards)
+        self._group = group
         rule, shapes = group.make_rule(), group.tables
+        check_room(len(shards) * group.shard_bytes)
         blocks: list[tuple[list[int], TableBlock]] = []
         for width in sorted({shape.dim for shape in shapes if not shape.keyed}):
             chosen = [i for i, s in enumerate(shapes) if not s.keyed and s.dim == width]
@@ -56,10 +62,28 @@ class TableSet:
         }
         self.all = [tables[i] for i in range(len(shapes))]
 
+    def fill(self, shards: Sequence[int]) -> None:
+        """Give the rows of shards that are to be held their first values. RuntimeError."""
+        check_room(len(shards) * self._group.shard_bytes)
+        for table in self.all:
+            for shard in shards:
+                table.begin(shard)
+
+    def hold(self, shards: Sequence[int]) -> None:
+        """Have rows in these shards alone from now on; new ones are filled."""
+        for table in self.all:
+            table.hold(shards)
+
+    def release(self, shards: Iterable[int]) -> None:
+        """Give the memory of shards back that are not held any more."""
+        for shard in shards:
+            for _, block in self._blocks:
+                block.release(shard)
+
     def check_keys(self, shards: Sequence[int], keys: Sequence[torch.Tensor]) -> None:
-        """Raise WireError for keys that these shards do not hold."""
-        if not set(shards) <= self._shards:
-            raise WireError(f"shards {sorted(set(shards) - self._shards)} are not here")
+        """Raise WireError for keys that these shards do not hold, or for shards of no table."""
+        if not all(0 <= shard < SHARDS for shard in shards):
+            raise WireError(f"shards {list(shards)}, where there are {SHARDS}")
         for chosen, block in self._blocks:
             found = block.find_unknown(shards, [keys[i] for i in chosen])
             if found is not None:

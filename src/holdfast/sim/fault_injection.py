@@ -138,6 +138,9 @@ class Faults:
                     self._note(kind)
                     world.coordinator.frozen = True
                     self._heal_later(self._duration_s(), world.coordinator.thaw)
+            case "scale":
+                self._note(kind)
+                world.coordinator.scale(rng.randint(1, 4))
             case "rot":
                 if world.truth.saved:
                     self._note(kind)

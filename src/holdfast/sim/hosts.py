@@ -107,6 +107,7 @@ class CoordinatorHost:
             world.truth.newest_lost = world.truth.newest
         forgotten = world.truth.forgotten
         world.truth.promises.record_coordinator_start(world.now)
+        self.servers.record_coordinator_start()
         known = record.view if record is not None and not forgotten else None
         world.truth.promises.events.record_coordinator_start(known)
         self.machine = world.machines.coordinator(
@@ -134,6 +135,11 @@ class CoordinatorHost:
         asked = self.world.truth.endings.record_hurry()
         if asked and self.machine is not None and not self.frozen:
             self.handle(ce.StopRequested(STOPPED, saves=self.world.options.save_every > 0))
+
+    def scale(self, servers: int) -> None:
+        """The operator wants another number of servers; nobody is asked twice."""
+        if self.machine is not None and not self.frozen:
+            self.handle(ce.ServersAsked(servers))
 
     def crash(self) -> None:
         self.machine = None
@@ -316,7 +322,7 @@ class AgentHost:
                     process.post(at - world.now, process.handle_directive, directive)
                     if world.options.servers:
                         later = world.coordinator.servers.inform
-                        world.call_later(at - world.now, later, process)
+                        world.call_later(at - world.now, later, process, directive.layout)
             case ag.Spawn(worker, incarnation, _, place):
                 if place:
                     self.processes[worker] = Further(world, self, worker, incarnation, place)

@@ -361,14 +361,17 @@ def _with_spread(options: Options, rng: Random) -> Options:
 
 
 def _with_servers(options: Options, rng: Random) -> Options:
-    """Run servers of tables, and drain nodes, in some runs with several nodes."""
+    """Run servers of tables, drain nodes and change their number, in runs with several nodes."""
     if options.agents < 2 or rng.random() < 0.75:
         return options
     # A node that leaves for good takes its pieces of the state along.
     drains = ("drain",) if options.redundancy.data else ("drain", "leave")
     more = (kind for kind in drains if options.faults and kind not in options.faults)
     faults = (*options.faults, *more)
-    return dataclasses.replace(options, servers=rng.randint(1, 3), faults=faults)
+    servers, scales = rng.randint(1, 3), rng.random() < 0.7
+    if options.faults and scales:
+        faults = (*faults, "scale")
+    return dataclasses.replace(options, servers=servers, faults=faults)
 
 
 def _with_spares(options: Options, rng: Random) -> Options:

@@ -1,8 +1,8 @@
-"""Moves servers of tables to other processes, for the simulator of tables.
+"""Moves and adds servers of tables, and lets some go, for the simulator of tables.
 
-It does what the coordinator and the nodes do in a job: it starts the heir of a server, lets workers
-hear of it, and puts it in the server's place once a worker has seen that it has all rows. The heir
-of server N has the number N + the number of servers.
+It does what the coordinator and the nodes do in a job. It starts the heir of a server, lets workers
+hear of it, and puts it in the server's place once a worker has seen that it has all rows. If the
+number of servers is to change, it starts new ones and ends those that nobody needs any more.
 """
 
 from __future__ import annotations
@@ -12,18 +12,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.core.servers.heirs import HeirProgress
-from holdfast.core.servers.placement import add_heirs, find_holders, find_shards
+from holdfast.core.servers.placement import HEIRS, add_heirs, find_shards, lay_out
 from holdfast.core.servers.reading import RowReading
+from holdfast.core.types import ServerLayout
 from holdfast.sim.simulated_servers import RowMessages, RowTruth, SimServer
 
 ROWS = "rows"  # the only group of tables
+SERVERS_MAX = 6
 
 
 @dataclass(slots=True)
 class SimWorker:
-    """Is one worker: how many updates it has committed, and which it keeps."""
+    """Is one worker: how many updates it has committed, and which it keeps.
+
+    `replicas`: how many servers hold each shard. `progress`: has the layout that it knows.
+    """
 
     number: int
+    replicas: int
+    progress: HeirProgress
     committed: int = 0
     kept_after: int = 0
     reading: RowReading | None = None
@@ -31,13 +38,30 @@ class SimWorker:
     attempt: int = 0  # grows when the job begins again, or the worker is replaced
     suspects: dict[int, float] = field(default_factory=dict)
     heirs: set[int] = field(default_factory=set)  # servers that it knows to be moving
-    progress: HeirProgress = field(default_factory=HeirProgress)
+
+    @property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """Return the servers that hold each shard, or are to, as it knows."""
+        return lay_out(self.progress.layout, self.replicas)
+
+    def find_holders(self, shards: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Return which servers hold these shards, and after them the heirs of these servers."""
+        return add_heirs(self.holders, shards, [HEIRS + number for number in sorted(self.heirs)])
+
+    def find_shards(self, number: int) -> tuple[int, ...]:
+        """Return the shards that a server or an heir is to hold."""
+        return find_shards(number % HEIRS, self.holders)
+
+    def list_servers(self) -> list[int]:
+        """Return the numbers of all servers and heirs."""
+        heirs = (HEIRS + number for number in sorted(self.heirs))
+        return [*range(self.progress.layout.servers), *heirs]
 
 
 class ServerMoves:
     """Knows all processes of servers, and moves servers. `count`: how many have moved.
 
-    `holders`: by shard, the servers that hold it.
+    `scaled`: times that another number of servers held all rows.
     """
 
     def __init__(
@@ -45,46 +69,62 @@ class ServerMoves:
         time: RowMessages,
         truth: RowTruth,
         dice: random.Random,
-        counts: tuple[int, int],
-        workers: Sequence[SimWorker],
+        counts: tuple[int, int, int],
     ) -> None:
-        """Start the servers. `counts`: how many they are, and how many hold each shard."""
-        self._time, self._truth, self._dice, self._workers = time, truth, dice, workers
-        self._servers, replicas = counts
-        self.holders, self.count = find_holders(self._servers, replicas), 0
-        self._processes: list[SimServer] = []  # all that there were
+        """Start the servers. `counts`: how many they are, how many hold each shard, and workers."""
+        self._time, self._truth, self._dice = time, truth, dice
+        servers, self._replicas, workers = counts
+        self.count = self.scaled = 0
+        self._layout = ServerLayout(count=servers, goal=servers)
+        self.workers = [SimWorker(n, self._replicas, self._make_progress()) for n in range(workers)]
+        # The newest words of each worker: its layout, and the names of complete processes.
+        self._heard: dict[int, tuple[int, tuple[str, ...]]] = {}
+        self._processes: list[SimServer] = []  # also those that have ended
         self._heirs: dict[int, SimServer] = {}  # by the number of their servers
         self._successors: dict[int, SimServer] = {}  # likewise: heirs that no worker asks as such
-        time.servers = [self._start(n) for n in range(2 * self._servers)]
-        for number in range(self._servers):
-            time.servers[self._servers + number].is_dead = True
-        for worker in workers:
-            held = {n: find_shards(n, self.holders) for n in range(self._servers)}
-            worker.progress.add_group(ROWS, held)
+        time.servers = {n: self._start(n) for n in range(SERVERS_MAX)}
+        time.servers |= {HEIRS + n: self._start(HEIRS + n) for n in range(SERVERS_MAX)}
+        for number, server in time.servers.items():
+            server.is_dead = number >= servers
 
     def begin(self) -> None:
         """Start the heir of a server; workers hear of it one after the other."""
-        number = self._dice.randrange(self._servers)
+        number = self._dice.randrange(self._layout.servers)
         if number in self._heirs or number in self._successors:
             return
-        self._heirs[number] = self._start(number)
-        self._time.servers[self._servers + number] = self._heirs[number]
-        for worker in self._workers:
+        self._heirs[number] = self._start(HEIRS + number)
+        self._time.servers[HEIRS + number] = self._heirs[number]
+        for worker in self.workers:
             self._tell_later(lambda w=worker: w.heirs.add(number))  # type: ignore[misc]
 
-    def report_complete(self, worker: SimWorker) -> None:
-        """Let the coordinator hear which heirs have all rows, as this worker has seen."""
-        for name in worker.progress.list_complete():
-            self._tell_later(lambda name=name: self._hand_over(name))  # type: ignore[misc]
+    def scale(self) -> None:
+        """Have all rows come to another number of servers."""
+        goal = self._dice.randint(self._replicas, SERVERS_MAX)
+        layout = self._layout
+        if goal == layout.goal:
+            return
+        for number in range(layout.servers, goal):
+            self._time.servers[number] = self._start(number)
+        self._lay_out(ServerLayout(number=layout.number + 1, count=layout.count, goal=goal))
 
-    def find_holders(self, worker: SimWorker, shards: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """Return which servers hold these shards, and after them the heirs of these servers."""
-        heirs = [self._servers + number for number in sorted(worker.heirs)]
-        return add_heirs(self.holders, shards, heirs, self._servers)
+    def report_complete(self, worker: SimWorker) -> None:
+        """Let the coordinator hear which new processes have all rows, as this worker has seen."""
+        layout, complete = worker.progress.layout.number, worker.progress.list_complete()
+        self._tell_later(lambda: self._hear(worker.number, layout, complete))
+
+    def list_holders(self, shard: int) -> list[int]:
+        """Return the numbers of the processes that are to hold a shard now, and of their heirs."""
+        holding = lay_out(self._layout, self._replicas)[shard]
+        return [*holding, *(HEIRS + number for number in holding if number in self._heirs)]
 
     def list_running(self) -> list[int]:
         """Return the numbers of all servers, and of the heirs that there are now."""
-        return [*range(self._servers), *(self._servers + n for n in sorted(self._heirs))]
+        return [*range(self._layout.servers), *(HEIRS + n for n in sorted(self._heirs))]
+
+    def replace_worker(self, worker: SimWorker) -> None:
+        """Let another process take a worker's place, which knows the newest layout."""
+        worker.progress = self._make_progress()
+        self.report_complete(worker)
 
     def restart(self, server: SimServer) -> None:
         """Put a new process in the place of one that has ended, if it has one yet."""
@@ -93,17 +133,61 @@ class ServerMoves:
             for number, each in found.items():
                 if each is server:
                     found[number] = fresh
-        self._time.servers = [fresh if s is server else s for s in self._time.servers]
+        for number, each in self._time.servers.items():
+            if each is server:
+                self._time.servers[number] = fresh
 
     def count_damages(self) -> int:
         """Return how many shards were dropped, since their memory had changed."""
         return sum(server.damages for server in self._processes)
 
+    def _make_progress(self) -> HeirProgress:
+        made = HeirProgress(self._layout, self._replicas)
+        made.add_group(ROWS)
+        return made
+
     def _start(self, number: int) -> SimServer:
-        name = f"process {len(self._processes)}"
-        shards = find_shards(number % self._servers, self.holders)
-        self._processes.append(SimServer(number, shards, self._truth, name))
+        self._processes.append(SimServer(number, self._truth, f"process {len(self._processes)}"))
         return self._processes[-1]
+
+    def _start_none(self, number: int) -> SimServer:
+        """Return a process that has ended, for a number that no server has now."""
+        nobody = self._start(number)
+        nobody.is_dead = True
+        return nobody
+
+    def _hear(self, worker: int, layout: int, complete: tuple[str, ...]) -> None:
+        """Decide as the coordinator does when it hears from a worker."""
+        self._heard[worker] = layout, complete
+        if layout != self._layout.number:
+            return
+        for name in complete:
+            self._hand_over(name)
+        heard = [told for told in self._heard.values() if told[0] == layout]
+        names = {name for _, each in heard for name in each}
+        servers = [self._time.servers[number] for number in range(self._layout.goal)]
+        has_rows = all(s.name in names for s in servers) and not self._successors
+        if self._layout.is_changing and len(heard) == len(self.workers) and has_rows:
+            self.scaled += 1
+            goal = self._layout.goal
+            self._lay_out(ServerLayout(number=layout + 1, count=goal, goal=goal))
+
+    def _lay_out(self, layout: ServerLayout) -> None:
+        """Go by another layout, end servers that have no part in it, and tell workers."""
+        self._layout = layout
+        for number in range(layout.servers, SERVERS_MAX):
+            self._heirs.pop(number, None)
+            for each in (number, HEIRS + number):
+                self._time.servers[each].is_dead = True
+                self._time.servers[each] = self._start_none(each)
+        for worker in self.workers:
+            self._tell_later(lambda w=worker: self._inform(w, layout))  # type: ignore[misc]
+
+    def _inform(self, worker: SimWorker, layout: ServerLayout) -> None:
+        if layout.number > worker.progress.layout.number:
+            worker.progress.change_layout(layout)
+            worker.heirs = {n for n in worker.heirs if n < layout.servers}
+            self.report_complete(worker)
 
     def _hand_over(self, name: str) -> None:
         """Let an heir take its server's place, if it is still there."""
@@ -111,21 +195,25 @@ class ServerMoves:
             if heir.name == name:
                 self.count += 1
                 self._successors[number] = self._heirs.pop(number)
-                nobody = self._start(number)
-                nobody.is_dead = self._time.servers[number].is_dead = True
-                self._time.servers[self._servers + number] = nobody
+                self._time.servers[number].is_dead = True
+                self._time.servers[number] = self._start_none(number)
+                self._time.servers[HEIRS + number] = self._start_none(HEIRS + number)
                 self._tell_later(lambda n=number: self._replace(n))  # type: ignore[misc]
 
     def _replace(self, number: int) -> None:
         """Let requests for a server go to its heir from now on."""
-        self._time.servers[number] = self._successors.pop(number)
-        for worker in self._workers:
+        heir = self._successors.pop(number)
+        if number >= self._layout.servers:
+            heir.is_dead = True  # it is not needed any more
+            return
+        self._time.servers[number] = heir
+        for worker in self.workers:
             self._tell_later(lambda w=worker: self._forget_heir(w, number))  # type: ignore[misc]
 
     def _forget_heir(self, worker: SimWorker, number: int) -> None:
         if number not in self._heirs:  # unless it moves again
             worker.heirs.discard(number)
-            worker.progress.record_silence(ROWS, number)
+            worker.progress.record_silence(ROWS, HEIRS + number)
 
     def _tell_later(self, act: Callable[[], None]) -> None:
         """Do something when a message of the coordinator, or to it, has arrived."""

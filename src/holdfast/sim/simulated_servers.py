@@ -19,6 +19,7 @@ from holdfast.core.servers.holdings import (
     Holdings,
     HoldingsEvent,
     ResetShards,
+    ShardsChosen,
     ShardsDamaged,
     UpdateArrived,
 )
@@ -48,21 +49,36 @@ class RowTruth:
 
 
 class SimServer:
-    """Is one process of a server: its machine, its values, and what happens to it."""
+    """Is one process of a server: its machine, its values, and what happens to it.
 
-    def __init__(self, number: int, shards: tuple[int, ...], truth: RowTruth, name: str) -> None:
+    It holds nothing until a worker says which layout it goes by, and which shards these are.
+    """
+
+    def __init__(self, number: int, truth: RowTruth, name: str) -> None:
         self.number, self.name = number, name
-        self.holdings = Holdings(shards)
+        self.layout = -1
+        self.holdings = Holdings(())
         self.is_dead = False
         self.frozen_until = 0.0
         self.cut_until = 0.0
         self._truth = truth
-        self.values = {shard: truth.value(shard, 0) for shard in shards}
-        self._written = dict(self.values)  # stands for the checksums of the rows
+        self.values: dict[int, int] = {}
+        self._written: dict[int, int] = {}  # stands for the checksums of the rows
         self.damages = 0
-        self._old: dict[int, list[tuple[int, int]]] = {shard: [] for shard in shards}
+        self._old: dict[int, list[tuple[int, int]]] = {}
         self._copies: dict[int, int] = {}
         self._tokens: set[int] = set()
+
+    def hold(self, shards: Sequence[int], layout: int) -> None:
+        """Hold these shards from now on, unless `layout` is no newer than the last one."""
+        if layout <= self.layout:
+            return
+        self.layout = layout
+        first = {shard: self._truth.value(shard, 0) for shard in shards}
+        self.values = {shard: self.values.get(shard, first[shard]) for shard in shards}
+        self._written = {shard: self._written.get(shard, first[shard]) for shard in shards}
+        self._old = {shard: self._old.get(shard, []) for shard in shards}
+        self.handle(ShardsChosen(tuple(shards)))
 
     def handle(self, event: HoldingsEvent, copied: int = 0) -> None:
         """Feed the machine, and carry out its orders; `copied`: the value of a copy."""
@@ -140,7 +156,7 @@ class RowMessages:
 
     def __init__(self, dice: random.Random) -> None:
         self.now = 0.0
-        self.servers: list[SimServer] = []
+        self.servers: dict[int, SimServer] = {}  # by number; HEIRS + that of a server: its heir
         self._dice, self._order = dice, 0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
 

@@ -45,8 +45,8 @@ WAIT_S = 0.1
 class TableSimOptions:
     """Describes a simulated job.
 
-    `faults`, `moves`: how many faults happen, and moves of servers begin, before `quiet_at`
-    (seconds).
+    `faults`, `moves`, `scales`: how many faults happen, how many moves of servers begin, and how
+    often another number of servers is asked for, before `quiet_at` (seconds).
     """
 
     servers: int = 3
@@ -57,6 +57,7 @@ class TableSimOptions:
     steps: int = 60
     faults: int = 12
     moves: int = 0
+    scales: int = 0
     quiet_at: float = 4.0
     ends_by: float = 120.0
 
@@ -77,6 +78,7 @@ class TableSimReport:
     damages: int  # shards that servers have dropped, since their memory had changed
     faults: int
     moves: int  # servers that have moved
+    scales: int  # times that all rows came to another number of servers
 
 
 class TableWorld:
@@ -85,9 +87,9 @@ class TableWorld:
     def __init__(self, options: TableSimOptions, seed: int) -> None:
         self._options, self._dice = options, random.Random(seed)
         self._truth, self._time = RowTruth(), RowMessages(self._dice)
-        self._workers = [SimWorker(n) for n in range(options.workers)]
-        counts = options.servers, options.replicas
-        self._moves = ServerMoves(self._time, self._truth, self._dice, counts, self._workers)
+        counts = options.servers, options.replicas, options.workers
+        self._moves = ServerMoves(self._time, self._truth, self._dice, counts)
+        self._workers = self._moves.workers
         self._arrived: set[int] = set()
         self._saved = 0  # the newest checkpoint
         self._begun_from: int | None = None  # the one that the job has gone back to
@@ -102,6 +104,8 @@ class TableWorld:
             self._time.call_at(self._dice.uniform(0.05, self._options.quiet_at), self._strike)
         for _ in range(self._options.moves):
             self._time.call_at(self._dice.uniform(0.05, self._options.quiet_at), self._moves.begin)
+        for _ in range(self._options.scales):
+            self._time.call_at(self._dice.uniform(0.05, self._options.quiet_at), self._moves.scale)
         for worker in self._workers:
             self._time.call_at(self._dice.uniform(0, 0.05), self._starter(worker))
         while not self._is_over():
@@ -109,8 +113,13 @@ class TableWorld:
             if self._time.now > self._options.ends_by:
                 raise Violation(f"no end in {self._options.ends_by:g} s: {self._workers}")
         least = min(worker.committed for worker in self._workers)
-        moves, damages = self._moves.count, self._moves.count_damages()
-        return TableSimReport(steps=least, moves=moves, damages=damages, **self._counts)
+        return TableSimReport(
+            steps=least,
+            moves=self._moves.count,
+            scales=self._moves.scaled,
+            damages=self._moves.count_damages(),
+            **self._counts,
+        )
 
     def _is_over(self) -> bool:
         return all(worker.committed >= self._options.steps for worker in self._workers)
@@ -130,7 +139,7 @@ class TableWorld:
         wanted = self._dice.sample(range(SHARDS), self._dice.randint(1, SHARDS))
         worker.version = max(worker.committed - self._options.staleness, 0)
         suspects = [n for n, until in worker.suspects.items() if self._time.now < until]
-        holders = self._moves.find_holders(worker, sorted(wanted))
+        holders = worker.find_holders(sorted(wanted))
         worker.reading = RowReading(
             worker.version, holders, worker.kept_after, suspects, self._begun_from
         )
@@ -155,17 +164,14 @@ class TableWorld:
             case OrderCopy(server, source, shards):
                 self._order_copy(server, source, shards)
             case OrderReset(server, shards):
-                event = ResetAsked(shards)
-                self._time.call(
-                    server, lambda s: s.handle(event), lambda _: self._go_on(worker, reading)
-                )
+                self._order_reset(worker, reading, server, shards)
             case OrderLoad(server, shards):
                 self._order_load(server, shards)
                 self._go_on(worker, reading)
             case WaitAgain():
 
                 def go_on_again() -> None:
-                    reading.try_again(self._moves.find_holders(worker, reading.missing))
+                    reading.try_again(worker.find_holders(reading.missing))
                     self._go_on(worker, reading)
 
                 self._time.call_after(WAIT_S, go_on_again)
@@ -175,12 +181,33 @@ class TableWorld:
             case _:
                 assert_never(effect)
 
+    def _order_reset(
+        self, worker: SimWorker, reading: RowReading, number: int, shards: tuple[int, ...]
+    ) -> None:
+        def act(server: SimServer) -> object:
+            self._begin_server(worker, number, server)
+            server.handle(ResetAsked(shards))
+            return None
+
+        self._time.call(number, act, lambda _: self._go_on(worker, reading))
+
+    def _begin_server(
+        self, worker: SimWorker, number: int, server: SimServer, *, follows: bool = False
+    ) -> None:
+        """Let a process that has just started hold the shards that a worker expects there.
+
+        `follows`: and any process, if the worker knows a newer layout.
+        """
+        if server.layout < 0 or follows:
+            server.hold(worker.find_shards(number), worker.progress.layout.number)
+
     def _ask(
         self, worker: SimWorker, reading: RowReading, number: int, shards: tuple[int, ...]
     ) -> None:
         version = worker.version
 
         def act(server: SimServer) -> object:
+            self._begin_server(worker, number, server)
             server.drop_damaged(shards)
             standing = server.holdings.judge(version, shards)
             if not standing.can_serve:
@@ -227,19 +254,21 @@ class TableWorld:
         attempt = worker.attempt
 
         def act(server: SimServer) -> object:
+            self._begin_server(worker, number, server, follows=True)
             server.handle(event)
-            return server.name, server.holdings.judge(update, shards)
+            layout = worker.progress.layout.number
+            oldest = max(update - self._options.staleness, 0)
+            return server.name, layout, server.holdings.judge_span(oldest, update, shards)
 
         def answer(found: object) -> None:
-            moves = number - self._options.servers
-            if found is None and moves >= 0:
-                worker.progress.record_silence(ROWS, moves)
+            if found is None:
+                worker.progress.record_silence(ROWS, number)
             if isinstance(found, tuple) and worker.attempt == attempt:
-                name, standing = found
-                if moves >= 0:
-                    worker.progress.record_answer(ROWS, moves, name, shards, standing)
+                name, layout, standing = found
+                if worker.progress.is_new(number) and layout == worker.progress.layout.number:
+                    worker.progress.record_answer(ROWS, number, name, shards, standing)
                     self._moves.report_complete(worker)
-                holders = self._moves.find_holders(worker, shards)
+                holders = worker.find_holders(shards)
                 known = replace(standing, past=())
                 for effect in bring_up(number, known, worker.kept_after, holders):
                     if isinstance(effect, Give):
@@ -266,10 +295,11 @@ class TableWorld:
 
     def _push(self, worker: SimWorker) -> None:
         """Send the update of this worker's part of the shards to all servers of these shards."""
-        update, mine, count = worker.committed, worker.number, self._options.servers
+        update, mine = worker.committed, worker.number
         due = choose_part(range(SHARDS), update, (mine, len(self._workers)))
-        for number in (*range(count), *(count + n for n in sorted(worker.heirs))):
-            held = tuple(s for s in due if number % count in self._moves.holders[s])
+        for number in worker.list_servers():
+            shards = worker.find_shards(number)
+            held = tuple(shard for shard in due if shard in shards)
             if held and self._dice.random() > 0.03:
                 self._send_update(worker, number, update, held)
 
@@ -285,8 +315,9 @@ class TableWorld:
             target.handle(CopyBegun(tuple(wanted)))
 
             def give(origin: SimServer) -> object:
-                origin.drop_damaged(wanted)
-                return {s: (origin.holdings.version(s), origin.values[s]) for s in wanted}
+                held = [shard for shard in wanted if shard in origin.values]
+                origin.drop_damaged(held)
+                return {s: (origin.holdings.version(s), origin.values[s]) for s in held}
 
             def receive(found: object) -> None:
                 if not isinstance(found, dict):
@@ -294,6 +325,7 @@ class TableWorld:
                     return
                 for shard, (version, value) in found.items():
                     target.handle(CopyArrived(shard, version), value)
+                target.handle(CopyFailed(tuple(wanted)))  # those that it does not have
 
             self._time.call(source, give, receive)
             return None
@@ -323,7 +355,7 @@ class TableWorld:
 
     def _check_lost(self, worker: SimWorker, shards: tuple[int, ...]) -> None:
         for shard in shards:
-            for number in self._moves.find_holders(worker, [shard])[shard]:
+            for number in self._moves.list_holders(shard):  # whether the worker knows it or not
                 server = self._time.servers[number]
                 standing = server.holdings.judge(worker.version, [shard])
                 if not server.is_dead and standing.can_serve:
@@ -355,7 +387,7 @@ class TableWorld:
                 server.is_dead = True
                 delay_s = self._dice.choice((0.02, 0.2, 1.0))
                 self._time.call_after(delay_s, lambda: self._moves.restart(server))
-            case "flip" if not server.is_dead:
+            case "flip" if not server.is_dead and server.values:
                 shards = self._dice.sample(sorted(server.values), min(2, len(server.values)))
                 for shard in shards:
                     server.flip(shard, self._dice.randrange(60))
@@ -367,6 +399,7 @@ class TableWorld:
                 worker = self._workers[self._dice.randrange(len(self._workers))]
                 worker.kept_after = worker.committed  # another process has taken its place
                 worker.attempt += 1
+                self._moves.replace_worker(worker)
                 if worker.reading is not None:
                     worker.reading = None
                     self._time.call_after(self._time.latency(), self._starter(worker))
@@ -386,6 +419,7 @@ def draw_options(seed: int) -> TableSimOptions:
         saves_every=dice.choice((0, 7)),
         faults=dice.choice((0, 4, 12, 30)),
         moves=dice.choice((0, 2, 8)),
+        scales=dice.choice((0, 0, 2, 6)),
     )
 
 

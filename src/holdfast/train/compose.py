@@ -18,7 +18,7 @@ from holdfast.core.step.balance import BalancePolicy
 from holdfast.core.step.events import EventNoted, HeirsSeen, Loading, Reachable, StateLost
 from holdfast.core.step.speculation import Patience
 from holdfast.core.step.step_policy import StepPolicy
-from holdfast.core.types import Peer, WorkerId
+from holdfast.core.types import Peer, ServerLayout, WorkerId
 from holdfast.core.worker.machine import WorkerMachine
 from holdfast.memory.arena import PieceArena
 from holdfast.memory.piece_post import PiecePost
@@ -428,19 +428,26 @@ def _connect_servers(control: Control, updates: RowUpdates) -> None:
         while True:
             driver.next_for_script()
 
+    count, replicas = me.spec.servers.count, me.spec.servers.replicas
+    first = ServerLayout(count=count, goal=count)
+    heirs = HeirWatch(first, replicas, lambda *told: driver.post(HeirsSeen(*told)))
     access = ServerAccess(
-        servers=me.spec.servers.count,
-        replicas=me.spec.servers.replicas,
+        replicas=replicas,
         staleness=me.spec.servers.staleness,
         identity=me.identity(),
         find_address=find_address,
         find_heir=find_heir,
-        heirs=HeirWatch(lambda addresses: driver.post(HeirsSeen(addresses))),
+        heirs=heirs,
         find_part=find_part,
         lose=lose,
         tell=lambda text: driver.post(EventNoted("tables", text)),
     )
+    if isinstance(link, AgentLink):
+        link.note_layout = heirs.change_layout
+        if link.layout is not None:
+            heirs.change_layout(link.layout)
     updates.connect(access)
+    heirs.begin()
 
 
 def _check_is_trained(trained: Collection[object], protected: Mapping[str, Any]) -> None:

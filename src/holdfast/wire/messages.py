@@ -91,6 +91,13 @@ class DrainRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleRequest:
+    """Orders that the rows of tables be on this number of servers, for an operator."""
+
+    servers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoveRequest:
     """Orders that a worker of a node be moved to another, for an operator; passed on likewise."""
 
@@ -130,7 +137,7 @@ class ClockReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderReply:
-    """Answers whether an order for a node was passed on: empty, or why not."""
+    """Answers whether an order was taken or passed on: empty, or why not."""
 
     problem: str
 
@@ -236,6 +243,7 @@ KINDS: dict[int, type] = {
     23: FilesReply,
     24: LogRequest,
     25: LogReply,
+    26: ScaleRequest,
 }
 _KIND_OF = {cls: kind for kind, cls in KINDS.items()}
 _ENCODER = msgspec.msgpack.Encoder()

@@ -428,6 +428,7 @@ class AgentMachine:
             save_wanted=directive.save_wanted,
             follow=directive.follow,
             servers=directive.servers,
+            layout=directive.layout,
             acting_until=until,
         )
         old = process.told

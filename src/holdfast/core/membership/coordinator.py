@@ -28,6 +28,7 @@ from holdfast.core.membership.coordinator_events import (
     Announce,
     CoordinatorEffect,
     CoordinatorSnapshot,
+    ServersAsked,
     StopRequested,
 )
 from holdfast.core.membership.decision_loop import SKIPPED, DecisionLoop
@@ -132,8 +133,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         self._reserve = Reserve(policy=held_back, looked_at=now)
         self._last_saves = LastSaves(last=term * ORDERS_PER_TERM)
         self._protection = Protection(policy.redundancy, policy.shards_told)
-        placed = record.servers if record else ()
-        self._server_places = ServerPlaces.recall(policy.servers, policy.nodes_min, placed)
+        self._server_places = ServerPlaces.recall(policy, record, self._forgotten * SKIPPED)
         self._agenda = Agenda(policy, self._roster, now)
         self._event_log = EventLog(record.slots if record else ())
         self._checkpoint_reports: dict[tuple[WorkerId, Incarnation], WorkerStatus] = {}
@@ -183,10 +183,9 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
                     self._agenda.change(now)  # suspended workers fall further behind
 
     def _is_witness(self, member: Member) -> bool:
-        if self._roster.is_dead(member.worker, member.incarnation):
-            return True
         status = self._roster.status(member.worker, member.incarnation)
-        return status is not None and status.promised >= self._number
+        has_promised = status is not None and status.promised >= self._number
+        return has_promised or self._roster.is_dead(member.worker, member.incarnation)
 
     def _learn(self, report: AgentReport) -> None:
         """Adopt the newest view that any agent knows, after the journal was lost."""
@@ -195,17 +194,21 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             self._views_used = ViewNumber(max(self._views_used, report.view.number + SKIPPED))
             self._progress.step = report.view.resume_step
         self._release_loop = max(self._release_loop, report.release_loop)
+        self._server_places = self._server_places.recall_layout(report.workers)
         self._recall(report)
 
-    def _stop(self, request: StopRequested, now: float) -> Announce:
+    def _obey(self, order: StopRequested | ServersAsked, now: float) -> Sequence[Announce]:
         self._agenda.change(now, at_once=True)
-        if request.saves and self._stopping is None:
+        if isinstance(order, ServersAsked):
+            self._server_places, lines = self._server_places.scale(order.count)
+            return lines
+        if order.saves and self._stopping is None:
             after = max(self._progress.step, 1)  # as far as reports have told until now
-            self._stopping = Stopping(request.reason, after, now + self._policy.grace_s)
+            self._stopping = Stopping(order.reason, after, now + self._policy.grace_s)
             self._last_saves = self._last_saves.order(self._durable.step, now)
-            return Announce("stop", "the job stops after a last checkpoint")
-        self._outcome = request.reason
-        return Announce("stop", request.reason)
+            return [Announce("stop", "the job stops after a last checkpoint")]
+        self._outcome = order.reason
+        return [Announce("stop", order.reason)]
 
     def _take_checkpoint_reports(self) -> None:
         """Take in the workers' reports of checkpoints, also from agents that restarted since."""
@@ -279,7 +282,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         if self.outcome is not None:
             return lines
         finishing = self._release_loop == RELEASE_ALL
-        if not finishing or self._has_unfinished(self._facts(now)):
+        if not finishing or self._facts(now).has_unfinished():
             go_through(self._plan_stop, self._plan_separation)
             go_through(self._plan_replacements, self._plan_view)
         if not finishing:
@@ -310,8 +313,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
 
     def _plan_to_judge(self, facts: Facts) -> Plan:
         """Quarantine workers that compute wrongly."""
-        accused = self._durable.accused
-        if not accused:
+        if not (accused := self._durable.accused):
             return []
         return [*quarantine_wrong(facts, accused, self._policy.restart), MarkJudged()]
 
@@ -373,13 +375,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             return [EndJob("")] if facts.roster.have_all_exited() else []
         if why := self._progress.reason_of_uneven_ends(facts.roster.newest.values()):
             return [EndJob(why), Announce("failed", why)]
-        left = [member for member in facts.members if not facts.is_fenced(member)]
-        return [] if left else [EndJob("")]
-
-    def _has_unfinished(self, facts: Facts) -> bool:
-        """Return whether a member has the last gradient but not its votes: a view commits it."""
-        left = [facts.status(member) for member in facts.members if not facts.is_fenced(member)]
-        return any(status is not None and not status.ended for status in left)
+        return [EndJob("")] if all(map(facts.is_fenced, facts.members)) else []
 
     def _plan_stop(self, facts: Facts) -> Plan:
         """Stop the present view if it is broken."""
@@ -583,6 +579,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             save_wanted=self._last_saves.newest,
             follow=self._followers.order,
             servers=self._server_places.book if self._outcome is None else (),
+            layout=self._server_places.layout if self._policy.servers else None,
         )
 
     def _processes_for(self, name: AgentId) -> tuple[WantedProcess, ...]:
@@ -597,5 +594,6 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             release_loop=self._release_loop,
             saved=self._durable.steps,
             servers=self._server_places.book,
+            layout=self._server_places.layout if self._policy.servers else None,
             invalidations=self._durable.invalidations,
         )

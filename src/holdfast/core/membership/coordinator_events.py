@@ -37,7 +37,14 @@ class StopRequested:
     saves: bool = False
 
 
-CoordinatorEvent = ReportArrived | StopRequested | Tick
+@dataclass(frozen=True, slots=True)
+class ServersAsked:
+    """An operator wants the rows of tables to be on `count` servers."""
+
+    count: int
+
+
+CoordinatorEvent = ReportArrived | StopRequested | ServersAsked | Tick
 
 # ---------------------------------------------------------------- effects
 

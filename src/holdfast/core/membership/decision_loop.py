@@ -26,6 +26,7 @@ from holdfast.core.membership.coordinator_events import (
     Persist,
     ReportArrived,
     SendDirective,
+    ServersAsked,
     StopRequested,
 )
 from holdfast.core.membership.event_chain import EventChain
@@ -107,9 +108,9 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
             case ReportArrived(report):
                 if self._hear(report, now):
                     reply_to = report.agent
-            case StopRequested():
+            case StopRequested() | ServersAsked():
                 if self._outcome is None:
-                    effects.append(self._stop(event, now))
+                    effects += self._obey(event, now)
             case Tick():
                 pass
             case _:
@@ -125,8 +126,8 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
         """Take in a report; return whether to answer now, before a review."""
 
     @abc.abstractmethod
-    def _stop(self, request: StopRequested, now: float) -> Announce:
-        """Take in that the job should end."""
+    def _obey(self, order: StopRequested | ServersAsked, now: float) -> Sequence[Announce]:
+        """Take in an operator's order; return lines on it."""
 
     def _recall(self, report: AgentReport) -> None:
         """Restore slots from a report, since the record that had them is lost."""

@@ -72,6 +72,11 @@ class Facts:
         crippled = self.roster.is_crippled(member.worker, member.incarnation)
         return alive and self.find_silent_node(member) is None and not crippled
 
+    def has_unfinished(self) -> bool:
+        """Return whether a member has the last gradient but not its votes: a view commits it."""
+        left = [self.status(member) for member in self.members if not self.is_fenced(member)]
+        return any(status is not None and not status.ended for status in left)
+
     def find_silent_node(self, member: Member) -> AgentId | None:
         """Return one of its nodes that is silent, if there is one."""
         silent = self.silent

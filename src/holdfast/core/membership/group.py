@@ -23,6 +23,7 @@ from holdfast.core.membership.coordinator_events import (
     Announce,
     CoordinatorEffect,
     CoordinatorSnapshot,
+    ServersAsked,
     StopRequested,
 )
 from holdfast.core.membership.decision_loop import SKIPPED, DecisionLoop
@@ -129,9 +130,10 @@ class GroupMachine(DecisionLoop[GroupChange]):
             self._changed = True
         return True
 
-    def _stop(self, request: StopRequested, now: float) -> Announce:
-        self._outcome, self._changed = request.reason, True
-        return Announce("stop", request.reason)
+    def _obey(self, order: StopRequested | ServersAsked, now: float) -> list[Announce]:
+        assert isinstance(order, StopRequested), "a group has no servers of tables"
+        self._outcome, self._changed = order.reason, True
+        return [Announce("stop", order.reason)]
 
     def _facts(self, now: float) -> Facts:
         return Facts(

@@ -147,7 +147,7 @@ _OFFERS = attrgetter("slots", "spares", "draining", "failing", "ending", "leavin
 _DECISIVE = attrgetter(
     *("incarnation", "stage", "view", "promised", "state", "at_boundary", "late", "ended"),
     *("loop", "unreached", "saved", "unreadable", "invalidations", "events", "detail"),
-    *("address", "meets_at", "abreast", "unfed", "unrecalled", "heirs"),
+    *("address", "meets_at", "abreast", "unfed", "unrecalled", "heirs", "layout"),
 )
 _RESTING = attrgetter("committed", "reduced", "waiting")
 _MOVING = attrgetter("committed", "waiting", "activity")

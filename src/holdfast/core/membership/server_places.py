@@ -5,21 +5,26 @@ second process of the server, its heir, copies the rows on another node. It take
 once a worker has seen that it has all of them. Only workers can fill an heir, so it also takes over
 if nobody has trained for a while. Nobody has to be fenced: two processes of one server hold the
 same rows, and nobody asks the one that is not in the book.
+
+The number of servers may change while the job trains. The servers that are to hold rows copy those
+that they lack, while the former ones still get every update. Once all have theirs, and every member
+knows where, the former ones are let go.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from holdfast.core.job_spec import CoordinatorPolicy
 from holdfast.core.membership.coordinator_events import Announce
 from holdfast.core.membership.facts import Facts, is_given_up
 from holdfast.core.membership.formation import LEAVE_RESERVE_S
 from holdfast.core.membership.lease import LeasePolicy
 from holdfast.core.membership.roster import Roster
-from holdfast.core.types import AgentId, ServerPlace
+from holdfast.core.types import AgentId, JobRecord, ServerLayout, ServerPlace, WorkerStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +41,54 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class ServerPlaces:
-    """Remembers the node of each server, by the server's number; `count`: how many there are.
+    """Remembers the node of each server, by the server's number; `layout`: how many there are.
 
     Servers wait for `nodes_min` nodes, or the first view, so that they are spread over these.
     """
 
-    count: int
+    layout: ServerLayout
     nodes_min: int = 1
     posts: Mapping[int, Post] = field(default_factory=dict)
     heirs: Mapping[int, Post] = field(default_factory=dict)
 
+    is_guess: bool = False  # the layout is the first one, since the record of later ones is lost
+
     @classmethod
-    def recall(cls, count: int, nodes_min: int, places: tuple[ServerPlace, ...]) -> ServerPlaces:
-        """Return the places that a record has."""
+    def recall(
+        cls, policy: CoordinatorPolicy, record: JobRecord | None, passed_over: int
+    ) -> ServerPlaces:
+        """Return the places that a record has. `passed_over`: numbers that a lost one may have."""
+        servers, layout = policy.servers, record.layout if record else None
+        first = ServerLayout(number=passed_over, count=servers, goal=servers)
         posts, heirs = (
             {p.number: Post(p.agent, p.address, p.order) for p in places if p.heir is is_heir}
+            for places in [record.servers if record else ()]
             for is_heir in (False, True)
         )
-        return cls(count=count, nodes_min=nodes_min, posts=posts, heirs=heirs)
+        is_guess = layout is None and passed_over > 0
+        return cls(layout or first, policy.nodes_min, posts, heirs, is_guess=is_guess)
+
+    def recall_layout(self, statuses: Iterable[WorkerStatus]) -> ServerPlaces:
+        """Return this with the newest layout that a worker knows, unless it is an older one."""
+        known = [status.layout for status in statuses if status.layout is not None]
+        newest = max(known, key=lambda layout: layout.number, default=self.layout)
+        if not self.is_guess and newest.number <= self.layout.number:
+            return self
+        return dataclasses.replace(self, layout=newest, is_guess=self.is_guess and not known)
+
+    def scale(self, goal: int) -> tuple[ServerPlaces, list[Announce]]:
+        """Return this with rows that are to be on `goal` servers, and a line if that is news.
+
+        A change that is under way is given up: all rows are still on the former servers.
+        """
+        layout = self.layout
+        if goal == layout.goal:
+            return self, []
+        asked = ServerLayout(number=layout.number + 1, count=layout.count, goal=goal)
+        text = f"tables go from {name_count(layout.count)} to {goal}"
+        if not asked.is_changing:
+            text = f"tables stay on {name_count(goal)}"
+        return dataclasses.replace(self, layout=asked), [Announce("server", text)]
 
     @property
     def book(self) -> tuple[ServerPlace, ...]:
@@ -75,7 +110,8 @@ class ServerPlaces:
         """Return where servers are from now on, and lines on those that move."""
         found = _Review(self, facts)
         lines = list(found.go_through())
-        return dataclasses.replace(self, posts=found.posts, heirs=found.heirs), lines
+        changed = {"layout": found.layout, "posts": found.posts, "heirs": found.heirs}
+        return dataclasses.replace(self, **changed), lines  # type: ignore[arg-type]
 
     def list_alarms(self, roster: Roster, lease: LeasePolicy) -> Iterator[float]:
         """Yield the times at which servers may have to move without anything else happening."""
@@ -85,10 +121,11 @@ class ServerPlaces:
 
 
 class _Review:
-    """Changes `posts` and `heirs` as the facts demand."""
+    """Changes `posts`, `heirs` and `layout` as the facts demand."""
 
     def __init__(self, places: ServerPlaces, facts: Facts) -> None:
-        self._facts, self._count = facts, places.count
+        self._facts, self.layout = facts, places.layout
+        self._count = places.layout.servers
         self._usable = [
             name
             for name, node in sorted(facts.roster.nodes.items())
@@ -99,10 +136,12 @@ class _Review:
         self.posts, self.heirs = (
             _find_addresses(facts, each) for each in (places.posts, places.heirs)
         )
-        self._complete = {address for status in facts.known for address in status.heirs}
+        # What a worker says of an earlier layout is void: servers were to hold other rows then.
+        self._complete = {a for s in facts.known if self._knows_layout(s) for a in s.heirs}
 
     def go_through(self) -> Iterator[Announce]:
         """Place every server, and yield a line on each one that moves."""
+        self._drop_surplus()
         for number, heir in list(self.heirs.items()):
             is_gone = self._is_drained(heir.agent) or is_given_up(self._facts, heir.agent)
             if is_gone or self.posts[number].agent in self._usable:
@@ -112,6 +151,32 @@ class _Review:
                 self.posts[number] = self._recall(number) or self._choose(number)
             if self.posts[number].agent not in self._usable:
                 yield from self._move(number, self.posts[number])
+        if self.layout.is_changing and self._is_laid_out():
+            number, goal = self.layout.number + 1, self.layout.goal
+            yield Announce("server", f"tables are on {name_count(goal)} now")
+            self.layout = ServerLayout(number=number, count=goal, goal=goal)
+            self._drop_surplus()
+
+    def _drop_surplus(self) -> None:
+        """Forget servers that hold no rows any more."""
+        for places in (self.posts, self.heirs):
+            for number in [n for n in places if n >= self.layout.servers]:
+                del places[number]
+
+    def _is_laid_out(self) -> bool:
+        """Return whether all rows are where they are to be, and every member knows these places."""
+        statuses = [self._facts.status(member) for member in self._facts.members]
+        posts = [self.posts.get(number) for number in range(self.layout.goal)]
+        return (
+            bool(statuses)
+            and all(status is not None and self._knows_layout(status) for status in statuses)
+            and all(post is not None and post.address in self._complete for post in posts)
+        )
+
+    def _knows_layout(self, status: WorkerStatus) -> bool:
+        """Return whether a worker goes by the present layout; the first one need not be told."""
+        known = status.layout.number if status.layout is not None else 0
+        return known == self.layout.number
 
     def _move(self, number: int, post: Post) -> Iterator[Announce]:
         """Begin or end the move of a server whose node is not used any more, if it is time."""
@@ -170,6 +235,11 @@ class _Review:
         for node in self._facts.roster.nodes.values():
             orders += [s.order for s in node.report.servers if s.number == number]
         return Post(agent, order=max(orders, default=-1) + 1)
+
+
+def name_count(servers: int) -> str:
+    """Return "1 server" or "3 servers"."""
+    return f"{servers} server{'s' if servers != 1 else ''}"
 
 
 def find_limit(roster: Roster, lease: LeasePolicy) -> float:

@@ -9,7 +9,7 @@ that its last updates changed. It does not know rows, sockets or time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.core.errors import assert_never, require
 
@@ -69,7 +69,19 @@ class ShardsDamaged:
     shards: tuple[int, ...]
 
 
-HoldingsEvent = UpdateArrived | CopyBegun | CopyArrived | CopyFailed | ResetAsked | ShardsDamaged
+@dataclass(frozen=True, slots=True)
+class ShardsChosen:
+    """The server is to hold these shards, as the number of servers has changed.
+
+    New ones have their first values; the rows of the others are gone.
+    """
+
+    shards: tuple[int, ...]
+
+
+HoldingsEvent = (
+    UpdateArrived | CopyBegun | CopyArrived | CopyFailed | ResetAsked | ShardsDamaged | ShardsChosen
+)
 
 # ---------------------------------------------------------------- effects
 
@@ -152,6 +164,8 @@ class Holdings:
                 return self._reset(self._pick_known(shards))
             case ShardsDamaged(shards):
                 return self._begin_again(self._pick_known(shards))
+            case ShardsChosen(shards):
+                return self._choose(shards)
             case _:
                 assert_never(event)
         return []
@@ -168,6 +182,14 @@ class Holdings:
                 else:
                     behind.append((shard, self._versions[shard]))
         return ShardStanding(tuple(behind), tuple(past), tuple(copying))
+
+    def judge_span(self, oldest: int, newest: int, shards: Sequence[int]) -> ShardStanding:
+        """Return how far these shards are for reads as of all versions from `oldest` to `newest`.
+
+        `past` names those that cannot be read as of `oldest`; the others go by `newest`.
+        """
+        past = self.judge(oldest, shards).past
+        return replace(self.judge(newest, shards), past=past)
 
     def version(self, shard: int) -> int:
         """Return how many updates a shard has had."""
@@ -269,6 +291,22 @@ class Holdings:
     def _reset(self, shards: tuple[int, ...]) -> list[HoldingsEffect]:
         """Begin again, unless the first values can still be read."""
         return self._begin_again(tuple(shard for shard in shards if self._floors[shard] > 0))
+
+    def _choose(self, shards: tuple[int, ...]) -> list[HoldingsEffect]:
+        """Hold these shards from now on, and drop updates that only others wait for."""
+        self._versions = {shard: self._versions.get(shard, 0) for shard in shards}
+        self._floors = {shard: self._floors.get(shard, 0) for shard in shards}
+        self._copying &= set(shards)
+        effects: list[HoldingsEffect] = []
+        for number, waiting in list(self._ahead.items()):
+            left: list[UpdateArrived] = []
+            for each in waiting:
+                if still := self._pick_known(each.shards):
+                    left.append(UpdateArrived(number, still, each.token))
+                else:
+                    effects.append(ForgetUpdate(each.token))
+            self._keep(number, left)
+        return effects
 
     def _begin_again(self, shards: tuple[int, ...]) -> list[HoldingsEffect]:
         for shard in shards:

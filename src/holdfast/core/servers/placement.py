@@ -7,11 +7,14 @@ Ravishankar, "A name-based mapping scheme for rendezvous", 1996).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 from holdfast.core.errors import require
+from holdfast.core.types import ServerLayout
 
 SHARDS = 16  # in each table; key k is in shard k % SHARDS
+HEIRS = 1 << 16  # the heir of server N has the number HEIRS + N
 _MASK = (1 << 64) - 1
 
 
@@ -33,9 +36,31 @@ def find_holders(servers: int, replicas: int) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
+@functools.lru_cache(maxsize=64)
+def lay_out(layout: ServerLayout, replicas: int) -> tuple[tuple[int, ...], ...]:
+    """Return for each shard the servers that hold it, or are to, the one to ask first at the front.
+
+    While the layout is changing, those that are to hold a shard come after the former ones.
+    """
+    former = find_holders(layout.count, replicas)
+    later = find_holders(layout.goal, replicas)
+    return tuple(
+        (*old, *(server for server in new if server not in old))
+        for old, new in zip(former, later, strict=True)
+    )
+
+
 def find_shards(server: int, holders: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return the shards that a server holds."""
     return tuple(shard for shard, holding in enumerate(holders) if server in holding)
+
+
+def share_out(holders: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """Return for each server the shards that it is asked for first; each shard is in one list."""
+    found: dict[int, tuple[int, ...]] = {}
+    for shard, holding in enumerate(holders):
+        found[holding[0]] = (*found.get(holding[0], ()), shard)
+    return found
 
 
 def choose_part(shards: Iterable[int], update: int, part: tuple[int, int]) -> tuple[int, ...]:
@@ -49,14 +74,14 @@ def choose_part(shards: Iterable[int], update: int, part: tuple[int, int]) -> tu
 
 
 def add_heirs(
-    holders: Sequence[Sequence[int]], shards: Iterable[int], heirs: Sequence[int], servers: int
+    holders: Sequence[Sequence[int]], shards: Iterable[int], heirs: Sequence[int]
 ) -> dict[int, tuple[int, ...]]:
     """Return which servers hold these shards, and after them the heirs of these servers.
 
-    The heir of server N has the number N + `servers`. `heirs`: the numbers of those that exist.
+    `heirs`: the numbers of those that exist.
     """
     return {
-        shard: (*holders[shard], *(heir for heir in heirs if heir - servers in holders[shard]))
+        shard: (*holders[shard], *(heir for heir in heirs if heir - HEIRS in holders[shard]))
         for shard in shards
     }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.step.link_detector import NO_WAIT, Wait
-from holdfast.core.types import Tick, ViewNumber, WorkerDirective, WorkerId
+from holdfast.core.types import ServerLayout, Tick, ViewNumber, WorkerDirective, WorkerId
 
 Digest = int | tuple[float, ...]  # a task's gradient as 63 bits, or a sketch where bits vary
 Row = tuple[int | float, ...]  # one member's words in a gather: whole numbers, or sketches
@@ -241,9 +241,13 @@ class EventNoted:
 
 @dataclass(frozen=True, slots=True)
 class HeirsSeen:
-    """The heirs of servers at these addresses have all rows; no other heir has."""
+    """The servers and heirs at these addresses have all rows that they are to hold.
+
+    No other heir has, and no other server while `layout`, the newest that is known, is changing.
+    """
 
     addresses: tuple[str, ...]
+    layout: ServerLayout | None = None
 
 
 # ---------------------------------------------------------------- events: the view's group

@@ -149,8 +149,8 @@ class WorkerMachine:
                 self._handle_directive(directive)
             case ev.EventNoted(kind, text):
                 standing.note(kind, text)
-            case ev.HeirsSeen(addresses):
-                standing.change(heirs=addresses)
+            case ev.HeirsSeen(addresses, layout):
+                standing.change(heirs=addresses, layout=layout)
                 standing.tell()
             case ev.GroupBroken(view):
                 membership.handle_broken_group(view)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn, get_args
 
 from holdfast.core.errors import Deposed, HoldfastError, WireError, WorldError, assert_never
-from holdfast.core.job_problems import SPREAD_STAYS
+from holdfast.core.job_problems import SPREAD_STAYS, find_scale_problem
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.membership import coordinator as machine
 from holdfast.core.membership import coordinator_events as ce
@@ -59,6 +59,7 @@ from holdfast.wire.messages import (
     LogRequest,
     MoveRequest,
     OrderReply,
+    ScaleRequest,
     StacksRequest,
     StatusReply,
     StatusRequest,
@@ -74,6 +75,7 @@ Incoming = (
     | DrainRequest
     | MoveRequest
     | LabelRequest
+    | ScaleRequest
     | StacksRequest
     | ClockRequest
     | FilesRequest
@@ -287,6 +289,11 @@ class CoordinatorServer:
                         self._logs.take(message)
                     case DrainRequest() | MoveRequest() | LabelRequest():
                         channel.send(OrderReply(problem=self._pass_on(message)))
+                    case ScaleRequest(servers=count):
+                        problem = find_scale_problem(self._spec, count)
+                        if not problem:
+                            self._feed(ce.ServersAsked(count))
+                        channel.send(OrderReply(problem=problem))
                     case StacksRequest():
                         for each in self._agents.values():
                             each.send(message)

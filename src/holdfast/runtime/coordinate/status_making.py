@@ -23,7 +23,7 @@ from holdfast.runtime.job_status import (
 
 def make_status(snapshot: CoordinatorSnapshot, spec: JobSpec) -> JobStatus:
     """Describe the job for people and programs. The calling process is the coordinator."""
-    view = snapshot.record.view
+    view, layout = snapshot.record.view, snapshot.record.layout
     return JobStatus(
         view=view.number if view else 0,
         step=snapshot.step,
@@ -35,6 +35,8 @@ def make_status(snapshot: CoordinatorSnapshot, spec: JobSpec) -> JobStatus:
         group=spec.compat.enabled,
         memory=memory_of(snapshot, spec.redundancy()),
         servers=servers_of(snapshot),
+        servers_held=layout.count if layout else spec.servers.count,
+        servers_wanted=layout.goal if layout else spec.servers.count,
     )
 
 

@@ -48,15 +48,10 @@ TABLES_S = 600.0  # to wait for what servers save of tables, which may be much m
 class RowSaves(Protocol):
     """Has servers of tables save their rows as further shares of a checkpoint."""
 
-    @property
-    def shares(self) -> int:
-        """Return how many shares they save."""
-        ...
+    def save(self, step: int, token: str, first: int) -> int:
+        """Have all servers save the rows as they are now, as shares from number `first` on.
 
-    def save(self, step: int, token: str, first: int, place: int, members: int) -> None:
-        """Have some servers save the rows as they are now, as shares from number `first` on.
-
-        `place` of `members`: the worker that asks, which is not the only one.
+        Returns how many shares these are.
         """
         ...
 
@@ -100,11 +95,14 @@ class Saver:
         rank, size, began = view.rank(me), len(view.members), time.monotonic()
         try:
             table_at, table_bytes = self._copy(rank, size)  # those of shard 0 come first
-            more = self.rows.shares if self.rows is not None else 0
+            token = token_for(self._job, view.number, step)
+            # The worker that commits the checkpoint counts them, since their number may change.
+            rows = self.rows if self._shard == rank == 0 else None
+            more = rows.save(step, token, self._procs * size) if rows is not None else 0
             order = Order(
                 step=step,
                 view=view.number,
-                token=token_for(self._job, view.number, step),
+                token=token,
                 rank=self._shard * size + rank,
                 size=self._procs * size + more,
                 table_at=table_at,
@@ -114,8 +112,6 @@ class Saver:
                 state_print=self._whole_print() if checked else 0,
                 patience_s=TABLES_S if more else 0.0,
             )
-            if self.rows is not None and more:
-                self.rows.save(step, order.token, self._procs * size, rank, size)
             # Unless copies are still under way this worker may die now: its share will be saved.
             answers = None if self._copier.is_busy else send(self._orders, order, self._arena)
         except (OSError, MemoryError, WorldError) as error:

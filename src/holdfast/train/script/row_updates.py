@@ -8,7 +8,7 @@ know what a table is.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,45 +18,75 @@ from torch import nn
 from holdfast.core.errors import UserError
 from holdfast.core.servers.heirs import HeirProgress
 from holdfast.core.servers.holdings import ShardStanding
+from holdfast.core.servers.placement import lay_out, share_out
+from holdfast.core.types import ServerLayout
 from holdfast.net.peer_identity import PeerIdentity
 
 ATTRIBUTE = "row_optimizer"
 
 
 class HeirWatch:
-    """Reports which heirs of servers have all rows, whenever that changes. Threads may share it."""
+    """Reports which new processes of servers have all rows, and the newest layout of the rows.
 
-    def __init__(self, report: Callable[[tuple[str, ...]], object]) -> None:
-        """Take a function that is called with the addresses of all these heirs."""
+    `report`: is called with both whenever one changes. Threads may share it.
+    """
+
+    def __init__(
+        self,
+        layout: ServerLayout,
+        replicas: int,
+        report: Callable[[tuple[str, ...], ServerLayout], object],
+    ) -> None:
         self._report = report
-        self._told: tuple[str, ...] = ()
-        self._progress = HeirProgress()
+        self._told: tuple[tuple[str, ...], ServerLayout | None] = ((), None)
+        self._progress = HeirProgress(layout, replicas)
         self._lock = threading.Lock()
 
-    def add_group(self, group: str, held: Mapping[int, Sequence[int]]) -> None:
-        """Add a group of tables. `held`: the shards that each server holds."""
+    def begin(self) -> None:
+        """Report for the first time."""
         with self._lock:
-            self._progress.add_group(group, held)
+            self._tell()
+
+    @property
+    def layout(self) -> ServerLayout:
+        """Return the newest layout."""
+        return self._progress.layout
+
+    def change_layout(self, layout: ServerLayout) -> None:
+        """Go by another layout, if it is newer."""
+        with self._lock:
+            if layout.number > self.layout.number:
+                self._progress.change_layout(layout)
+                self._tell()
+
+    def add_group(self, group: str) -> None:
+        """Add a group of tables."""
+        with self._lock:
+            self._progress.add_group(group)
+
+    def is_new(self, server: int) -> bool:
+        """Return whether it matters how far a server is: see HeirProgress."""
+        return self._progress.is_new(server)
 
     def record_answer(
         self, group: str, server: int, address: str, shards: Sequence[int], standing: ShardStanding
     ) -> None:
-        """Record the answer of a server's heir to an update of these shards."""
+        """Record the answer of a server to an update of these shards."""
         with self._lock:
             self._progress.record_answer(group, server, address, shards, standing)
             self._tell()
 
     def record_silence(self, group: str, server: int) -> None:
-        """Record that the heir of a server has not answered, or does not exist."""
+        """Record that a server has not answered, or does not exist."""
         with self._lock:
             self._progress.record_silence(group, server)
             self._tell()
 
     def _tell(self) -> None:
-        found = self._progress.list_complete()
+        found = self._progress.list_complete(), self.layout
         if found != self._told:
             self._told = found
-            self._report(found)
+            self._report(*found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +95,12 @@ class ServerAccess:
 
     `staleness`: how many of the last updates a read leaves out. `find_address`: returns where a
     server listens, empty while that is not known. `find_heir`: likewise for a second process of the
-    server, which copies its rows to another node; empty if there is none. `heirs`: is told how far
-    these are. `find_part`: returns this worker's place among the members and their number, or None
-    if it is none now. `lose`: gives this worker's state up, since rows are lost, and does not
-    return. `tell`: adds a line to the job's events.
+    server, which copies its rows to another node; empty if there is none. `heirs`: knows the layout
+    of the rows, and is told how far new processes are. `find_part`: returns this worker's place
+    among the members and their number, or None if it is none now. `lose`: gives this worker's state
+    up, since rows are lost, and does not return. `tell`: adds a line to the job's events.
     """
 
-    servers: int
     replicas: int
     staleness: int
     identity: PeerIdentity
@@ -88,7 +117,7 @@ class RowUpdates:
 
     def __init__(self) -> None:
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
-        self._servers = 0
+        self._access: ServerAccess | None = None
 
     def find(self, name: str, value: Any) -> dict[str, torch.optim.Optimizer]:
         """Return new optimizers within an object that is protected as `name`, by their names."""
@@ -127,25 +156,26 @@ class RowUpdates:
                     "not on the job's servers: make tables after holdfast.join()"
                 )
             connect(access)
-        self._servers = access.servers
+        self._access = access
 
-    @property
-    def shares(self) -> int:
-        """Return how many shares of a checkpoint the servers save."""
-        return self._servers * len(self._optimizers)
+    def save(self, step: int, token: str, first: int) -> int:
+        """Have all servers save the rows as they are now, as shares from number `first` on.
 
-    def save(self, step: int, token: str, first: int, place: int, members: int) -> None:
-        """Have some servers save the rows as they are now, as shares from number `first` on.
-
-        `place` of `members`: this worker's, since each asks some of the servers.
+        Returns how many shares of the checkpoint these are.
         """
-        for i, (_, optimizer) in enumerate(sorted(self._optimizers.items())):
-            start = first + i * self._servers
-            optimizer.save(step, token, start, place, members)  # type: ignore[attr-defined]
+        access = self._access
+        if access is None:
+            return 0
+        parts = share_out(lay_out(access.heirs.layout, access.replicas))
+        start = first
+        for _, optimizer in sorted(self._optimizers.items()):
+            optimizer.save(step, token, start, parts)  # type: ignore[attr-defined]
+            start += len(parts)
+        return start - first
 
     def note_checkpoint(self, step: int) -> None:
         """Record that the state has come from a checkpoint, which holds all rows as well."""
-        for optimizer in self._optimizers.values() if self._servers else ():
+        for optimizer in self._optimizers.values() if self._access is not None else ():
             optimizer.note_checkpoint(step)  # type: ignore[attr-defined]
 
     def apply(self) -> None:

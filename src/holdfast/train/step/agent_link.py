@@ -20,6 +20,7 @@ from holdfast.core.types import (
     AgentId,
     Member,
     Peer,
+    ServerLayout,
     View,
     ViewNumber,
     WorkerDirective,
@@ -48,6 +49,8 @@ class AgentLink:
         self.pass_on: Callable[[StacksRequest], None] = lambda _: None  # to further processes
         self.servers: dict[int, str] = {}  # where those of tables listen, by their numbers
         self.heirs: dict[int, str] = {}  # where their heirs listen, likewise
+        self.layout: ServerLayout | None = None  # of rows on servers, the newest
+        self.note_layout: Callable[[ServerLayout], None] = lambda _: None
         self._addresses: dict[Peer, Address] = {}  # sent again until the address book comes
 
     def tell(self, status: WorkerStatus) -> None:
@@ -113,6 +116,9 @@ class AgentLink:
                 {each.number: each.address for each in message.servers if each.heir is is_heir}
                 for is_heir in (False, True)
             )
+            if message.layout is not None:
+                self.layout = message.layout
+                self.note_layout(message.layout)
             driver.post(Directed(message))
 
 

@@ -1,0 +1,49 @@
+"""`holdfast scale` changes the number of servers of a running job, while the job trains."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from holdfast.cli.shared_options import add_tls
+from holdfast.net.tls import client_of
+from holdfast.runtime.operator_orders import await_scaled, describe_scaled, scale
+from holdfast.runtime.rundir import RunDir
+
+
+def main(argv: list[str]) -> int:
+    """Return 0 once all rows are where they are to be, 1 if the job ends before; 130: Ctrl-C."""
+    options = parser().parse_args(argv)
+    run_dir, tls = RunDir(options.run), client_of(options.tls)
+    scale(run_dir, tls, options.servers)
+    there = describe_scaled(options.servers)
+    try:
+        with Console(stderr=True).status("waiting until all rows are there and the job trains on"):
+            is_done = await_scaled(run_dir, tls, options.servers)
+    except KeyboardInterrupt:
+        print("holdfast: no longer waiting; the order stands", file=sys.stderr)
+        return 130
+    if not is_done:
+        print(f"holdfast: the run is over before {there}", file=sys.stderr)
+        return 1
+    print(f"holdfast: {there}")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="holdfast scale",
+        usage="holdfast scale [options] RUN --servers S",
+        description="Put the rows of tables on another number of servers. New servers copy their "
+        "rows while the job trains, and servers that are not needed any more end. Waits until it "
+        "is done. Asked again with the former number, the job stays as it is.",
+    )
+    found.add_argument("run", metavar="RUN", type=Path, help="the job's run directory")
+    found.add_argument(
+        "--servers", metavar="S", type=int, required=True, help="the number of servers"
+    )
+    add_tls(found)
+    return found
