@@ -169,7 +169,7 @@ def test_another_decision_is_named(
     def fail(machine: Any, request: StopRequested, now: float) -> Announce:
         raise KeyError(7)
 
-    monkeypatch.setattr(CoordinatorMachine, "_stop", fail)
+    monkeypatch.setattr(CoordinatorMachine, "_obey", fail)
     assert main(["incident", "replay", str(tmp_path), "--json"]) == 1
     assert '"error": "KeyError: 7"' in capsys.readouterr().out
 
