@@ -95,8 +95,8 @@ class EtcdCluster:
                     break
                 except WorldError:
                     assert time.monotonic() < deadline, f"member {member} does not serve"
-        for number, member in enumerate(self._members):
-            if member.poll() is not None:  # another process has its port, and answers there
+        for number, popen in enumerate(self._members):
+            if popen.poll() is not None:  # another process has its port, and answers there
                 raise WorldError(f"etcd member {number} ended")
 
     def _client(self, endpoints: list[Endpoint], attempt_s: float) -> EtcdClient:
