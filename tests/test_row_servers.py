@@ -368,6 +368,38 @@ def test_rows_come_to_another_number_of_servers_while_they_are_used(staleness: i
     assert not servers.lost
 
 
+def test_a_server_without_memory_for_its_new_rows_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    servers, step = Servers(2), 0
+    client = servers.client(group(RULES[1], "items"))
+
+    def push() -> list[str]:
+        nonlocal step
+        step += 1
+        client.push(step, update(step, 1))
+        everything(client, step, 1)
+        return [line for line in servers.log if "takes no updates" in line]
+
+    push()
+    monkeypatch.setattr("holdfast.servers.table_set.check_room", refuse)
+    servers.watch.change_layout(ServerLayout(number=1, count=2, goal=1))
+    until(push, "a line")
+    for _ in range(5):
+        push()
+    assert push() == [
+        "server 0 takes no updates: the server cannot hold these tables: no room for 1 GB"
+    ]
+    assert servers.addresses[0] not in servers.complete
+    monkeypatch.undo()
+    until(lambda: push() and servers.addresses[0] in servers.complete, "all rows are there")
+
+
+def refuse(size: int) -> None:
+    if size:
+        raise RuntimeError("no room for 1 GB")
+
+
 def test_what_is_told_of_an_older_layout_changes_nothing() -> None:
     found = ServerGroup(group(RULES[1], "items"), (0, 1), layout=4)
     found.hold((2, 3), 4)

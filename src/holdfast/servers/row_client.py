@@ -372,14 +372,17 @@ class RowClient:
 
     def _push_to(self, server: int) -> None:
         """Send one server its updates, for ever."""
-        connection = _Connection(self.book, server, self._group, follows=True)
+        connection, told = _Connection(self.book, server, self._group, follows=True), ""
         while True:
             number, shards = self._queues[server].get()
             try:
                 self._push_one(connection, server, number, shards)
-            except (OSError, WireError, UserError):
-                connection.close()  # readers give it this update later, and report errors
+            except (OSError, WireError, UserError) as error:
+                connection.close()  # readers give it this update later
                 self.book.record_silence(server)
+                if isinstance(error, UserError) and told != str(error):
+                    told = str(error)
+                    self._access.tell(f"{self.book.name(server)} takes no updates: {told}")
 
     def _push_one(
         self, connection: _Connection, server: int, number: int, shards: tuple[int, ...]
