@@ -46,7 +46,8 @@ def test_a_status_is_read_as_it_was_made() -> None:
     found = STATUS.to_dict()
     assert found == json.loads(encode_status(STATUS))
     assert list(found) == (
-        "view step state coordinator agents workers leader group memory servers".split()
+        "view step state coordinator agents workers leader group memory "
+        "servers servers_held servers_wanted".split()
     )
     assert found["workers"] == [
         {

@@ -68,6 +68,7 @@ from holdfast.wire.messages import (
     OrderReply,
     PeerReply,
     PeerRequest,
+    ScaleRequest,
     StacksRequest,
     StatusReply,
     StatusRequest,
@@ -120,6 +121,7 @@ MESSAGES: list[object] = [
     FilesReply(parts=(FilePart(name="journal", data=b"x", held=1, replaces=True),), more=False),
     LogRequest(worker=WorkerId(3), number=7),
     LogReply(number=7, name="worker-3-2.log", lines=("step 9", "")),
+    ScaleRequest(servers=3),
     MoveRequest(
         agent=AgentId("node1"),
         leaving=Leaving(worker=WorkerId(3), incarnation=Incarnation(2), to=AgentId("node2")),
