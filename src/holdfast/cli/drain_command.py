@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from rich.console import Console
-
-from holdfast.cli.shared_options import add_run_and, add_tls, take_run
+from holdfast.cli.shared_options import add_run_and, add_tls, show_waiting, take_run
 from holdfast.net.tls import client_of
 from holdfast.runtime.operator_orders import DRAIN_REASON, await_drained, describe_drained, drain
 from holdfast.runtime.rundir import RunDir
@@ -22,13 +19,12 @@ def main(argv: list[str]) -> int:
     nodes = list(dict.fromkeys(names_given))
     names = " and ".join(nodes)
     drain(run_dir, tls, nodes, options.reason, options.deadline)
-    try:
-        with Console(stderr=True).status(f"{names}: waiting until others have taken the work"):
-            for node in nodes:
-                await_drained(run_dir, tls, node)
-    except KeyboardInterrupt:
-        print(f"holdfast: no longer waiting for {names}, still drained", file=sys.stderr)
-        return 130
+    with show_waiting(
+        f"{names}: waiting until others have taken the work",
+        f"no longer waiting for {names}, still drained",
+    ):
+        for node in nodes:
+            await_drained(run_dir, tls, node)
     for node in nodes:
         print(f"holdfast: {describe_drained(node)}")
     return 0

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from rich.console import Console
-
-from holdfast.cli.shared_options import add_run_and, add_tls, take_run
+from holdfast.cli.shared_options import add_run_and, add_tls, show_waiting, take_run
 from holdfast.core.errors import UserError
 from holdfast.net.tls import client_of
 from holdfast.runtime.operator_orders import (
@@ -28,12 +25,8 @@ def main(argv: list[str]) -> int:
     run_dir, tls = RunDir(run), client_of(options.tls)
     migrate(run_dir, tls, worker, options.to, options.reason)
     waiting = describe_migrated(worker, options.to)
-    try:
-        with Console(stderr=True).status(waiting):
-            await_migrated(run_dir, tls, worker)
-    except KeyboardInterrupt:
-        print(f"holdfast: no longer waiting; {waiting} all the same", file=sys.stderr)
-        return 130
+    with show_waiting(waiting, f"no longer waiting; {waiting} all the same"):
+        await_migrated(run_dir, tls, worker)
     print(f"holdfast: {waiting}")
     return 0
 

@@ -6,9 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
-from holdfast.cli.shared_options import add_tls
+from holdfast.cli.shared_options import add_tls, show_waiting
 from holdfast.net.tls import client_of
 from holdfast.runtime.operator_orders import await_scaled, describe_scaled, scale
 from holdfast.runtime.rundir import RunDir
@@ -20,12 +18,11 @@ def main(argv: list[str]) -> int:
     run_dir, tls = RunDir(options.run), client_of(options.tls)
     scale(run_dir, tls, options.servers)
     there = describe_scaled(options.servers)
-    try:
-        with Console(stderr=True).status("waiting until all rows are there and the job trains on"):
-            is_done = await_scaled(run_dir, tls, options.servers)
-    except KeyboardInterrupt:
-        print("holdfast: no longer waiting; the order stands", file=sys.stderr)
-        return 130
+    with show_waiting(
+        "waiting until all rows are there and the job trains on",
+        "no longer waiting; the order stands",
+    ):
+        is_done = await_scaled(run_dir, tls, options.servers)
     if not is_done:
         print(f"holdfast: the run is over before {there}", file=sys.stderr)
         return 1

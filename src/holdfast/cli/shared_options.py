@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
+
+from rich.console import Console
 
 from holdfast.health.external_checks import LIMIT_S
 from holdfast.runtime.node.notices import notice_source
@@ -62,6 +67,17 @@ def take_run(
     if not rest:
         parser.error(f"{words[0]} alone: give the run directory and then {what}")
     return run, rest
+
+
+@contextmanager
+def show_waiting(waiting: str, interrupted: str) -> Iterator[None]:
+    """Show `waiting` on the terminal meanwhile. Ctrl-C prints `interrupted`, and ends with 130."""
+    try:
+        with Console(stderr=True).status(waiting):
+            yield
+    except KeyboardInterrupt:
+        print(f"holdfast: {interrupted}", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def add_plain(parser: argparse._ActionsContainer) -> None:

@@ -116,10 +116,12 @@ def admit(facts: Facts, policy: CoordinatorPolicy) -> tuple[tuple[AgentId, ...],
         return admit_teams(facts, nodes_max, policy.spread, protected=protected)
     roster = facts.roster
     placed = {name: len(roster.workers_of(name)) for name in roster.nodes_with_places}
+    staying = set(_list_staying(facts, placed))
     plan: list[Change] = []
 
     def dismiss(name: AgentId) -> None:
         del placed[name]
+        staying.discard(name)
         plan.append(DismissNode(name))
 
     for name in _choose_beyond(facts, nodes_max):
@@ -128,7 +130,7 @@ def admit(facts: Facts, policy: CoordinatorPolicy) -> tuple[tuple[AgentId, ...],
     for name, node in roster.nodes.items():
         if node.processes_for <= placed.get(name, 0) or name in facts.silent:
             continue
-        if name not in placed and len(_list_staying(facts, placed)) >= nodes_max:
+        if name not in placed and len(staying) >= nodes_max:
             lost = _choose_lost(facts, placed)
             if lost is None:
                 waiting.append(name)
@@ -138,6 +140,8 @@ def admit(facts: Facts, policy: CoordinatorPolicy) -> tuple[tuple[AgentId, ...],
         count = node.processes_for - placed.get(name, 0)
         plan += [AddSlot(SlotState(name, roster.first)) for _ in range(count)]
         placed[name] = node.processes_for
+        if not roster.draining(name):
+            staying.add(name)
     return tuple(waiting), plan
 
 
