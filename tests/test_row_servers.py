@@ -279,7 +279,7 @@ def test_a_checkpoint_of_other_tables_is_not_loaded(tmp_path: Path) -> None:
     peer_stream.receive_message(channel, wire.Answer)
     until(lambda: others.log, "a line in the log")
     assert "rows of users of step 40 cannot be loaded" in others.log[0]
-    assert not loads._groups["users"].is_copying([0, 1])
+    assert not loads._groups["users"].judge(40, [0, 1]).copying
 
 
 def test_an_heir_copies_the_rows_of_its_server_and_takes_its_place() -> None:
@@ -321,8 +321,8 @@ def test_an_heir_is_asked_if_its_server_has_lost_its_rows() -> None:
 
 def test_the_heir_of_a_server_without_shards_is_complete_at_once() -> None:
     servers = Servers(SHARDS)
-    client = servers.client(group(RULES[1], "items"))
-    (empty, *_) = (n for n in range(SHARDS) if not client.book.find_shards(n))
+    book = (client := servers.client(group(RULES[1], "items"))).book
+    empty = next(n for n in range(SHARDS) if not book.find_shards(n, book.layout))
     servers.heirs[empty] = "127.0.0.1:1"
     client.push(1, update(1, 1))
     assert servers.complete == ("127.0.0.1:1",)
@@ -414,6 +414,15 @@ def test_what_is_told_of_an_older_layout_changes_nothing() -> None:
     (rows,) = found.read(0, (0,), [torch.tensor([16])])
     assert torch.equal(rows, everything(Servers(1).client(found.group), 0, 1)[0][16:17])
     assert found.take_dropped() == (), "nothing counts as damaged"
+
+
+def test_a_shard_that_is_dropped_before_its_copy_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = ServerGroup(group(RULES[1], "items"), (0, 1), layout=4)
+    monkeypatch.setattr(found, "scrub", lambda *_: found.hold((1,), 5))
+    with pytest.raises(WireError, match="shard 0 is not on this server"):
+        found.copy(0)
 
 
 def test_workers_that_describe_tables_differently_are_told() -> None:

@@ -116,12 +116,20 @@ def test_the_number_of_servers_changes_and_no_row_is_lost_by_that() -> None:
     assert found.restarts == 0
 
 
+RESTLESS = replace(SCALING, servers=4, moves=0, scales=60, quiet_at=3.0)
+
+
+def test_an_order_to_copy_that_comes_late_does_nothing() -> None:
+    found = total(RESTLESS, range(40, 50))
+    assert found.scales > 10
+    assert found.restarts == 0
+
+
 def keeps_progress(patch: Patch) -> None:
     """Let a server that had all rows of one layout count as if it had those of the next."""
 
     def change_layout(self: HeirProgress, layout: ServerLayout) -> None:
         self._layout = layout
-        self._find_held()
 
     patch.setattr(HeirProgress, "change_layout", change_layout)
 
@@ -437,7 +445,7 @@ def test_a_reader_asks_another_server_and_has_the_first_one_copy() -> None:
     assert read.next() == [Ask(4, (0,))]
     assert read.record_refusal(4, (0,), ShardStanding(behind=((0, 2),))) == []
     assert read.next() == [Ask(7, (0,))]
-    assert read.record_answer(7, (0,)) == [OrderCopy(4, 7, (0,))]
+    assert read.record_answer(7, (0,)) == [OrderCopy(4, 7, (0,), 9)]
     assert read.is_done
 
 

@@ -373,10 +373,10 @@ class RunningServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLayout:
-    """Says on how many servers the rows of tables are, and on how many they are to be.
+    """Is the number of servers that hold the rows of tables, and the number that is wanted.
 
-    `number`: grows with each change. While `goal` differs from `count`, all rows are on the first
-    `count` servers, and the first `goal` ones copy those that they are to hold.
+    `number`: grows with each change. While `goal` differs from `count`, the first `count` servers
+    have all rows, and the first `goal` servers copy those that they will hold.
     """
 
     number: int = 0
@@ -385,12 +385,12 @@ class ServerLayout:
 
     @property
     def is_changing(self) -> bool:
-        """Return whether rows are on their way to another number of servers."""
+        """Return whether rows are being copied to another number of servers."""
         return self.goal != self.count
 
     @property
     def servers(self) -> int:
-        """Return how many servers there are to be now."""
+        """Return how many servers run now."""
         return max(self.count, self.goal)
 
 

@@ -123,8 +123,8 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     group: bool = False
     memory: MemoryStatus | None = None  # None: nothing is kept there
     servers: tuple[ServerStatus, ...] = ()  # the tables' servers
-    servers_held: int = 0  # how many of them hold all rows together; 0: the job has none
-    servers_wanted: int = 0  # how many are to
+    servers_held: int = 0  # this many hold all rows together; 0: the job has none
+    servers_wanted: int = 0  # this many were asked for
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as `holdfast status --json` prints it."""

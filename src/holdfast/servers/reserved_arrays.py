@@ -18,9 +18,10 @@ MAP_NORESERVE = 0x4000  # Linux reserves address space alone, which may exceed t
 
 
 class ReservedArrays:
-    """Makes arrays, and gives the memory of their parts back. A part that was never written is 0.
+    """Makes arrays of zeros, and frees the memory of their parts.
 
-    `whole`: all parts will be used, so arrays take their memory at once, or fail: RuntimeError.
+    `whole`: all parts will be used, so arrays take their memory at once. RuntimeError: there is
+    not enough.
     """
 
     def __init__(self, *, whole: bool = False) -> None:
@@ -41,7 +42,7 @@ class ReservedArrays:
         return torch.zeros(shape, dtype=dtype)
 
     def release(self, arrays: Iterable[torch.Tensor], places: range) -> None:
-        """Give the memory of these places [first dimension] back. Nobody may read them any more."""
+        """Free the memory of these places [first dimension]. Nobody may read them any more."""
         for array in arrays:
             room = self._maps.get(array.data_ptr())
             if room is None:

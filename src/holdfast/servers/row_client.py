@@ -57,8 +57,9 @@ QUEUE_MAX = 64  # updates that wait for one server; it is given the others as it
 class _Connection:
     """Keeps a connection to one server, made again when it is needed. Use it in one thread.
 
-    `address`: where the server listened at the last use. `follows`: the server is told of each new
-    layout, and the next use waits until it has made room for its new shards.
+    `address`: where the server listened at the last use. `layout`: the number of the layout that it
+    was told of. `follows`: it is told of each new one, and the next use waits until it has made
+    room for its new shards.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class _Connection:
     ) -> None:
         self._book, self._server, self._group, self._follows = book, server, group, follows
         self._channel: socket.socket | None = None
-        self._layout = 0  # the last one that the server was told of here
+        self.layout = 0
         self.address = ""
 
     def open(self) -> socket.socket:
@@ -85,15 +86,16 @@ class _Connection:
             # A request is a message and arrays: none may wait for an acknowledgement.
             self._channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._begin(self._channel)
-        elif self._follows and self._layout != self._book.layout:
+        elif self._follows and self.layout != self._book.layout.number:
             self._begin(self._channel)
         return self._channel
 
     def _begin(self, channel: socket.socket) -> None:
         channel.settimeout(BEGIN_S)
-        self._layout = self._book.layout
-        shards = self._book.find_shards(self._server)
-        peer_stream.send_message(channel, wire.BeginGroup(self._group, shards, self._layout))
+        layout = self._book.layout
+        self.layout = layout.number
+        shards = self._book.find_shards(self._server, layout)
+        peer_stream.send_message(channel, wire.BeginGroup(self._group, shards, layout.number))
         answer = peer_stream.receive_message(channel, wire.Answer)
         channel.settimeout(PATIENCE_S)
         if answer.problem:
@@ -128,6 +130,15 @@ class _Connection:
         channel = self.open()
         peer_stream.send_message(channel, request)
         return peer_stream.receive_message(channel, wire.Answer)
+
+    def order_copy(self, order: OrderCopy) -> None:
+        """Have the server copy shards from another one, unless it is unknown where that listens.
+
+        OSError, WireError, UserError.
+        """
+        source, name = self._book.find_address(order.source), self._group.name
+        if source:
+            self.order(wire.FetchShards(name, source, order.shards, order.version))
 
 
 class _Kept:
@@ -219,9 +230,10 @@ class RowClient:
         for server in self.book.list_servers():
             if server not in self._queues:
                 self._begin_to_push(server)
+        layout = self.book.layout
         for server, waiting in self._queues.items():
-            self.book.look_at(server)
-            mine = choose_part(self.book.find_shards(server), number, part)
+            self.book.look_at(server, layout)
+            mine = choose_part(self.book.find_shards(server, layout), number, part)
             if mine:
                 with suppress(queue.Full):
                     waiting.put_nowait((number, mine))
@@ -297,8 +309,8 @@ class RowClient:
         match effect:
             case Give(_, after, shards):
                 self._give(connection, after, shards)
-            case OrderCopy(_, source, shards):
-                connection.order(wire.FetchShards(name, self.book.find_address(source), shards))
+            case OrderCopy():
+                connection.order_copy(effect)
             case OrderReset(_, shards):
                 connection.order(wire.ResetRows(name, shards))
             case OrderLoad(_, shards):
@@ -392,14 +404,12 @@ class RowClient:
             return
         answer = connection.give(number, shards, update)
         self._tell_of_damage(server, answer)
-        self.book.record_answer(server, connection.address, shards, answer.standing)
+        where = connection.address, connection.layout
+        self.book.record_answer(server, *where, shards, answer.standing)
         standing = replace(answer.standing, past=())
-        holders = self.book.find_holders(shards)
-        for effect in bring_up(server, standing, self._kept.find_start(number), holders):
+        start, holders = self._kept.find_start(number), self.book.find_holders(shards)
+        for effect in bring_up(server, number, standing, start, holders):
             if isinstance(effect, Give):
                 self._give(connection, effect.after, effect.shards)
             elif isinstance(effect, OrderCopy):
-                address = self.book.find_address(effect.source)
-                if address:
-                    name = self._group.name
-                    connection.order(wire.FetchShards(name, address, effect.shards))
+                connection.order_copy(effect)

@@ -145,10 +145,10 @@ class ServerGroup:
             dropped, self._dropped = tuple(sorted(self._dropped)), set()
             return dropped
 
-    def is_copying(self, shards: Sequence[int]) -> bool:
-        """Return whether some of these shards are being fetched."""
+    def judge(self, version: int, shards: Sequence[int]) -> ShardStanding:
+        """Return how far these shards are for a read as of `version`. Others count as past."""
         with self._changed:
-            return bool(self._holdings.judge(1 << 62, shards).copying)
+            return self._holdings.judge(version, shards)
 
     def pin(self, version: int, shards: Sequence[int]) -> bool:
         """Keep these shards as they were after `version` updates, until `unpin`, if they are known.
@@ -183,10 +183,10 @@ class ServerGroup:
 
     def copy(self, shard: int) -> tuple[int, list[torch.Tensor]]:
         """Return a shard's version, and copies of its arrays, table by table. WireError."""
-        if shard not in self.shards:
-            raise WireError(f"shard {shard} is not on this server")
         self.scrub(shard, EVERY_PLACE)
         with self._changed:
+            if shard not in self.shards:
+                raise WireError(f"shard {shard} is not on this server")
             version = self._holdings.version(shard)
             return version, [
                 part.clone() for table in self._tables.all for part in table.parts(shard)

@@ -20,7 +20,7 @@ from holdfast.net import peer_stream
 from holdfast.servers.row_optimizers import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
 from holdfast.servers.table_shape import TableShape
 
-MAGIC = b"htable\0\1"
+MAGIC = b"htable\0\2"
 ARRAY_BYTES_MAX = 1 << 32  # the most in a message
 TABLES_MAX = 1 << 14  # the most in a group
 HALF_MAX = 65504.0  # the largest float16
@@ -110,11 +110,15 @@ class GiveUpdate(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class FetchShards(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Orders a server to copy shards from the one at `source` (HOST:PORT)."""
+    """Orders a server to copy shards from the one at `source` (HOST:PORT).
+
+    It copies only those that have not had `version` updates.
+    """
 
     group: str
     source: str
     shards: tuple[int, ...]
+    version: int
 
 
 class ListKeys(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -6,6 +6,7 @@ only moves bytes. Whoever connects has proved that it is of the job.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import socket
 import threading
@@ -37,6 +38,7 @@ SCRUB_EVERY_S = 0.5  # between two looks at a part of the rows
 SCRUB_ROUNDS = 1200  # after which every row was looked at: ten minutes
 FETCH_S = 20.0  # a server that a shard is copied from may be silent up to this long
 GROUPS_MAX = 1 << 12
+NEVER = 1 << 62  # a version that no shard will have
 REQUEST: Any = wire.Request  # the type of all of them
 
 
@@ -105,15 +107,17 @@ class RowServer:
                 self._list_keys(channel, group, request)
             case wire.CopyShard():
                 self._copy(channel, group, request.shard)
-            case wire.FetchShards(_, source, shards):
+            case wire.FetchShards(_, source, shards, version):
                 if group is not None:
-                    self._begin_copy(group, shards, lambda: self._fetch_all(group, source, shards))
+                    fetch = functools.partial(self._fetch_all, group, source)
+                    self._begin_copy(group, version, shards, fetch)
                 peer_stream.send_message(channel, wire.Answer(unknown=group is None))
             case wire.SaveShards():
                 self._begin_save(channel, group, request)
             case wire.LoadShards(_, step, shards):
                 if group is not None:
-                    self._begin_copy(group, shards, lambda: self._load_all(group, step, shards))
+                    load = functools.partial(self._load_all, group, step)
+                    self._begin_copy(group, NEVER, shards, load)
                 peer_stream.send_message(channel, wire.Answer(unknown=group is None))
             case wire.ResetRows(_, shards):
                 if group is not None:
@@ -222,14 +226,19 @@ class RowServer:
             wire.send_array(channel, array)
 
     def _begin_copy(
-        self, group: ServerGroup, shards: Sequence[int], copy: Callable[[], None]
+        self,
+        group: ServerGroup,
+        version: int,
+        shards: Sequence[int],
+        copy: Callable[[Sequence[int]], None],
     ) -> None:
-        """Begin to fetch or load shards, unless that is under way."""
+        """Begin to copy those of these shards that lack `version`, and are not being copied yet."""
         with self._lock:
-            if group.is_copying(shards):
+            lacking = tuple(shard for shard, _ in group.judge(version, shards).behind)
+            if not lacking:
                 return
-            group.handle(CopyBegun(tuple(shards)))
-        threading.Thread(target=copy, daemon=True).start()
+            group.handle(CopyBegun(lacking))
+        threading.Thread(target=copy, args=(lacking,), daemon=True).start()
 
     def _begin_save(
         self, channel: socket.socket, group: ServerGroup | None, request: wire.SaveShards

@@ -161,8 +161,8 @@ class TableWorld:
                 self._ask(worker, reading, server, shards)
             case Give(server, after, shards):
                 self._give(worker, server, after, shards)
-            case OrderCopy(server, source, shards):
-                self._order_copy(server, source, shards)
+            case OrderCopy():
+                self._order_copy(effect)
             case OrderReset(server, shards):
                 self._order_reset(worker, reading, server, shards)
             case OrderLoad(server, shards):
@@ -265,16 +265,15 @@ class TableWorld:
                 worker.progress.record_silence(ROWS, number)
             if isinstance(found, tuple) and worker.attempt == attempt:
                 name, layout, standing = found
-                if worker.progress.is_new(number) and layout == worker.progress.layout.number:
-                    worker.progress.record_answer(ROWS, number, name, shards, standing)
-                    self._moves.report_complete(worker)
+                worker.progress.record_answer(ROWS, number, name, layout, shards, standing)
+                self._moves.report_complete(worker)
                 holders = worker.find_holders(shards)
                 known = replace(standing, past=())
-                for effect in bring_up(number, known, worker.kept_after, holders):
+                for effect in bring_up(number, update, known, worker.kept_after, holders):
                     if isinstance(effect, Give):
                         self._give(worker, effect.server, effect.after, effect.shards)
                     elif isinstance(effect, OrderCopy):
-                        self._order_copy(effect.server, effect.source, effect.shards)
+                        self._order_copy(effect)
 
         self._time.call(number, act, answer)
 
@@ -303,16 +302,16 @@ class TableWorld:
             if held and self._dice.random() > 0.03:
                 self._send_update(worker, number, update, held)
 
-    def _order_copy(self, number: int, source: int, shards: tuple[int, ...]) -> None:
+    def _order_copy(self, order: OrderCopy) -> None:
         """Have one server fetch shards from another one."""
-        server = self._time.servers[number]
-        wanted = [s for s in shards if s in server.values]
 
         def fetch(target: SimServer) -> object:
-            if target.holdings.judge(1 << 40, wanted).copying:
+            standing = target.holdings.judge(order.version, order.shards)
+            wanted = tuple(shard for shard, _ in standing.behind)
+            if not wanted:
                 return None
             self._counts["copies"] += 1
-            target.handle(CopyBegun(tuple(wanted)))
+            target.handle(CopyBegun(wanted))
 
             def give(origin: SimServer) -> object:
                 held = [shard for shard in wanted if shard in origin.values]
@@ -320,17 +319,15 @@ class TableWorld:
                 return {s: (origin.holdings.version(s), origin.values[s]) for s in held}
 
             def receive(found: object) -> None:
-                if not isinstance(found, dict):
-                    target.handle(CopyFailed(tuple(wanted)))
-                    return
-                for shard, (version, value) in found.items():
-                    target.handle(CopyArrived(shard, version), value)
-                target.handle(CopyFailed(tuple(wanted)))  # those that it does not have
+                if isinstance(found, dict):
+                    for shard, (version, value) in found.items():
+                        target.handle(CopyArrived(shard, version), value)
+                target.handle(CopyFailed(wanted))  # those that it does not have
 
-            self._time.call(source, give, receive)
+            self._time.call(order.source, give, receive)
             return None
 
-        self._time.call(number, fetch, lambda _: None)
+        self._time.call(order.server, fetch, lambda _: None)
 
     def _order_load(self, number: int, shards: tuple[int, ...]) -> None:
         """Have a server load shards from the checkpoint that the job has begun from."""
@@ -338,16 +335,16 @@ class TableWorld:
         assert version is not None, "there is a checkpoint"
 
         def load(target: SimServer) -> None:
-            wanted = [shard for shard in shards if shard in target.values]
-            if target.holdings.judge(1 << 40, wanted).copying:
+            wanted = tuple(shard for shard, _ in target.holdings.judge(1 << 62, shards).behind)
+            if not wanted:
                 return
-            target.handle(CopyBegun(tuple(wanted)))
+            target.handle(CopyBegun(wanted))
 
             def arrive() -> None:
                 for shard in wanted:
                     arrived = CopyArrived(shard, version, replaces=True)
                     target.handle(arrived, self._truth.value(shard, version))
-                target.handle(CopyFailed(tuple(wanted)))
+                target.handle(CopyFailed(wanted))
 
             self._time.call_after(self._time.latency(), arrive)
 

@@ -6,9 +6,9 @@ once a worker has seen that it has all of them. Only workers can fill an heir, s
 if nobody has trained for a while. Nobody has to be fenced: two processes of one server hold the
 same rows, and nobody asks the one that is not in the book.
 
-The number of servers may change while the job trains. The servers that are to hold rows copy those
-that they lack, while the former ones still get every update. Once all have theirs, and every member
-knows where, the former ones are let go.
+The number of servers may change while the job trains. New servers copy their rows, while the former
+ones still get every update. Once all have their rows, and every member of the view knows where they
+are, the servers that nobody needs any more end.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class ServerPlaces:
-    """Remembers the node of each server, by the server's number; `layout`: how many there are.
+    """Remembers the node of each server, by the server's number.
 
-    Servers wait for `nodes_min` nodes, or the first view, so that they are spread over these.
+    `layout`: how many servers there are. `is_guess`: it is the first one, as the record of later
+    ones is lost. Servers wait for `nodes_min` nodes, or the first view, so that they are spread over
+    these.
     """
 
     layout: ServerLayout
@@ -51,7 +53,7 @@ class ServerPlaces:
     posts: Mapping[int, Post] = field(default_factory=dict)
     heirs: Mapping[int, Post] = field(default_factory=dict)
 
-    is_guess: bool = False  # the layout is the first one, since the record of later ones is lost
+    is_guess: bool = False
 
     @classmethod
     def recall(
@@ -77,9 +79,9 @@ class ServerPlaces:
         return dataclasses.replace(self, layout=newest, is_guess=self.is_guess and not known)
 
     def scale(self, goal: int) -> tuple[ServerPlaces, list[Announce]]:
-        """Return this with rows that are to be on `goal` servers, and a line if that is news.
+        """Begin to bring all rows to `goal` servers: return this with that aim, and a line if new.
 
-        A change that is under way is given up: all rows are still on the former servers.
+        Another change that is under way ends, since all rows are still on the former servers.
         """
         layout = self.layout
         if goal == layout.goal:
@@ -136,7 +138,8 @@ class _Review:
         self.posts, self.heirs = (
             _find_addresses(facts, each) for each in (places.posts, places.heirs)
         )
-        # What a worker says of an earlier layout is void: servers were to hold other rows then.
+        # The words of a worker that goes by an earlier layout do not count: there, a server may
+        # have had all its rows although it lacks some now.
         self._complete = {a for s in facts.known if self._knows_layout(s) for a in s.heirs}
 
     def go_through(self) -> Iterator[Announce]:
@@ -158,13 +161,13 @@ class _Review:
             self._drop_surplus()
 
     def _drop_surplus(self) -> None:
-        """Forget servers that hold no rows any more."""
+        """Forget servers that the layout does not have any more."""
         for places in (self.posts, self.heirs):
             for number in [n for n in places if n >= self.layout.servers]:
                 del places[number]
 
     def _is_laid_out(self) -> bool:
-        """Return whether all rows are where they are to be, and every member knows these places."""
+        """Return whether each server has all its rows, and every member goes by this layout."""
         statuses = [self._facts.status(member) for member in self._facts.members]
         posts = [self.posts.get(number) for number in range(self.layout.goal)]
         return (
@@ -174,7 +177,7 @@ class _Review:
         )
 
     def _knows_layout(self, status: WorkerStatus) -> bool:
-        """Return whether a worker goes by the present layout; the first one need not be told."""
+        """Return whether a worker goes by the present layout; each knows the first one."""
         known = status.layout.number if status.layout is not None else 0
         return known == self.layout.number
 

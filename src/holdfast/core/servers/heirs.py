@@ -1,8 +1,8 @@
 """Finds out which processes of servers have all rows, from their answers to updates.
 
-A process is new if it is the heir of a server, a second process of it on another node, or if the
-number of servers is changing. It is sent every update, copies the rows that it lacks, and is used
-by everybody once it has all of them. This does not know sockets or time.
+This matters for heirs, the second processes of servers that move to other nodes, and for all
+servers while their number changes. Such a process is sent every update and copies the rows that it
+lacks. Once it has all of them, everybody uses it. This module does not know sockets or time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class HeirProgress:
         self._layout, self._replicas = layout, replicas
         self._groups: list[str] = []
         self._progress: dict[tuple[str, int], _Progress] = {}
-        self._find_held()
 
     @property
     def layout(self) -> ServerLayout:
@@ -48,17 +47,23 @@ class HeirProgress:
         """Go by another layout: the shards of each server are others, so all must answer again."""
         self._layout = layout
         self._progress.clear()
-        self._find_held()
-
-    def is_new(self, server: int) -> bool:
-        """Return whether it matters how far a server is."""
-        return server >= HEIRS or self._layout.is_changing
 
     def record_answer(
-        self, group: str, server: int, address: str, shards: Sequence[int], standing: ShardStanding
+        self,
+        group: str,
+        server: int,
+        address: str,
+        layout: int,
+        shards: Sequence[int],
+        standing: ShardStanding,
     ) -> None:
-        """Record the answer of a server to an update of these shards."""
-        if not self.is_new(server):
+        """Record the answer of a server to an update of these shards.
+
+        `layout`: the number of the one that the server was told of. If there is a newer one, the
+        answer does not count, since the server may hold other shards.
+        """
+        is_new = server >= HEIRS or self._layout.is_changing
+        if layout != self._layout.number or not is_new:
             return
         found = self._progress.get((group, server))
         if found is None or found.address != address:
@@ -75,16 +80,13 @@ class HeirProgress:
         servers = sorted({server for _, server in self._progress})
         return tuple(sorted(filter(None, map(self._find_complete, servers))))
 
-    def _find_held(self) -> None:
-        holders = lay_out(self._layout, self._replicas)
-        self._held = {n: set(find_shards(n, holders)) for n in range(self._layout.servers)}
-
     def _find_complete(self, server: int) -> str:
         """Return the address of a server if it has all rows, else ""."""
+        held = set(find_shards(server % HEIRS, lay_out(self._layout, self._replicas)))
         address = ""
         for group in self._groups:
             found = self._progress.get((group, server))
-            if found is None or not self._held.get(server % HEIRS, set()) <= found.whole:
+            if found is None or not held <= found.whole:
                 return ""
             if address not in ("", found.address):
                 return ""  # it was started again, and has not answered for all groups since

@@ -51,11 +51,16 @@ class Give:
 
 @dataclass(frozen=True, slots=True)
 class OrderCopy:
-    """Have a server fetch these shards from another one, which has them."""
+    """Have a server fetch these shards from another one, unless it has had `version` updates.
+
+    An order that comes late must change nothing: a copy that is newer than the server's own rows
+    would take the place of earlier versions that are still read.
+    """
 
     server: int
     source: int
     shards: tuple[int, ...]
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,7 @@ class OrderLoad:
 
 @dataclass(frozen=True, slots=True)
 class WaitAgain:
-    """WaitAgain a moment: a server may come back."""
+    """Wait a moment: a server may come back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +161,8 @@ class RowReading:
             for other, state in each.tries.items():
                 if state is Try.BEHIND:
                     behind.setdefault(other, []).append(shard)
-        return [OrderCopy(other, server, tuple(found)) for other, found in behind.items()]
+        version = self._version
+        return [OrderCopy(other, server, tuple(found), version) for other, found in behind.items()]
 
     def record_refusal(
         self, server: int, shards: Sequence[int], standing: ShardStanding
@@ -227,14 +233,15 @@ class RowReading:
 
 def bring_up(
     server: int,
+    update: int,
     standing: ShardStanding,
     kept_after: int,
     holders: Mapping[int, Sequence[int]],
 ) -> list[RowReadingEffect]:
-    """Return what brings a server up that did not have all updates before the one it was sent.
+    """Return what a server needs that was sent `update`, but lacks earlier updates.
 
-    `standing`: how far it is now. It fetches what this worker does not keep from the first other
-    server that holds the shard.
+    `standing`: its answer, which says how far it is. It fetches what this worker does not keep from
+    the first other server that holds the shard.
     """
     gives: dict[int, list[int]] = {}
     copies: dict[int, list[int]] = {}
@@ -248,4 +255,4 @@ def bring_up(
     effects: list[RowReadingEffect] = [
         Give(server, have, tuple(shards)) for have, shards in sorted(gives.items())
     ]
-    return effects + [OrderCopy(server, s, tuple(shards)) for s, shards in copies.items()]
+    return effects + [OrderCopy(server, s, tuple(shards), update) for s, shards in copies.items()]

@@ -241,9 +241,10 @@ class EventNoted:
 
 @dataclass(frozen=True, slots=True)
 class HeirsSeen:
-    """The servers and heirs at these addresses have all rows that they are to hold.
+    """The heirs and servers at these addresses have all their rows.
 
-    No other heir has, and no other server while `layout`, the newest that is known, is changing.
+    Heirs are second processes of servers that move. Servers are named only while their number
+    changes. `layout`: the newest one that this worker knows.
     """
 
     addresses: tuple[str, ...]

@@ -64,16 +64,18 @@ class HeirWatch:
         with self._lock:
             self._progress.add_group(group)
 
-    def is_new(self, server: int) -> bool:
-        """Return whether it matters how far a server is: see HeirProgress."""
-        return self._progress.is_new(server)
-
     def record_answer(
-        self, group: str, server: int, address: str, shards: Sequence[int], standing: ShardStanding
+        self,
+        group: str,
+        server: int,
+        address: str,
+        layout: int,
+        shards: Sequence[int],
+        standing: ShardStanding,
     ) -> None:
-        """Record the answer of a server to an update of these shards."""
+        """Record the answer of a server to an update of these shards: see HeirProgress."""
         with self._lock:
-            self._progress.record_answer(group, server, address, shards, standing)
+            self._progress.record_answer(group, server, address, layout, shards, standing)
             self._tell()
 
     def record_silence(self, group: str, server: int) -> None:
