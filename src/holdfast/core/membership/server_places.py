@@ -44,8 +44,8 @@ class ServerPlaces:
     """Remembers the node of each server, by the server's number.
 
     `layout`: how many servers there are. `is_guess`: it is the first one, as the record of later
-    ones is lost. Servers wait for `nodes_min` nodes, or the first view, so that they are spread over
-    these.
+    ones is lost. Servers wait for `nodes_min` nodes, or the first view, so that they are spread
+    over these.
     """
 
     layout: ServerLayout
