@@ -6,8 +6,9 @@ Framework" (https://docs.pytorch.org/tutorials/advanced/rpc_ddp_tutorial.html): 
 DistributedDataParallel, distributed autograd carries the gradients of rows to the servers, and a
 DistributedOptimizer updates them there. One call looks up all tables of a server, so that a step
 has few messages. TorchRec has no servers: its two workers hold half of each table's rows each
-(benchmarks/table_torchrec.py, if torchrec and fbgemm-gpu-cpu are installed). Each side counts the
-samples of its steps after the first ten.
+(benchmarks/table_torchrec.py, if torchrec and fbgemm-gpu-cpu are installed). The limit is the same
+model on rows that nobody looks up or updates, in two processes that do not speak to each other.
+Each side counts the samples of its steps after the first ten.
 """
 
 from __future__ import annotations
@@ -156,6 +157,23 @@ def train_with(shards: list[nn.Module], options: argparse.Namespace, rank: int) 
         print(f"rate {clock.rate(options.batch_size):.1f}", flush=True)
 
 
+def train_alone(options: argparse.Namespace) -> None:
+    """Train the dense part alone, on the same rows in each step."""
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(3)
+    model = Recommender(DIM)
+    adam = torch.optim.Adam(model.parameters(), lr=2e-3, foreach=False)
+    rows = torch.randn(options.batch_size, len(FEATURES), DIM, requires_grad=True)
+    clock = Clock()
+    for dense, _, clicked in batches_of(options, rank):
+        F.binary_cross_entropy_with_logits(model(dense, rows), clicked).backward()
+        adam.step()
+        adam.zero_grad()
+        clock.step()
+    if rank == 0:
+        print(f"rate {clock.rate(options.batch_size):.1f}", flush=True)
+
+
 def train_torchrec(options: argparse.Namespace) -> None:
     """Be a worker of TorchRec's."""
     from table_torchrec import build, features_of
@@ -260,7 +278,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if side := os.environ.get(SIDE):
-        {"ours": train_ours, "rpc": train_rival, "torchrec": train_torchrec}[side](options)
+        sides = {"ours": train_ours, "rpc": train_rival, "torchrec": train_torchrec}
+        {**sides, "alone": train_alone}[side](options)
         return
     words = sys.argv[1:]
     sides = {
@@ -268,6 +287,7 @@ def main() -> None:
         "Holdfast, 2 replicas": lambda: measure_ours(words, options.servers, 2),
         "Holdfast, no servers": lambda: measure_ours(words, 0, 1),
         "torch.distributed.rpc": lambda: measure_rival(words, "rpc", options.servers),
+        "The model alone": lambda: measure_rival(words, "alone", 0),
     }
     if importlib.util.find_spec("torchrec"):
         sides["TorchRec, no servers"] = lambda: measure_rival(words, "torchrec", 0)
