@@ -236,7 +236,7 @@ def test_rows_add_up() -> None:
 
 def gradients_of(model: nn.Module, tables: list[torch.Tensor], vranks: int = 4) -> Gradients:
     named = [(f"model.{name}", param) for name, param in model.named_parameters()]
-    found = Gradients(named, vranks, Monitor(), by_row=tables)
+    found = Gradients(named, vranks, Monitor(), by_row=[[t] for t in tables])
     found.attach()
     return found
 

@@ -384,7 +384,7 @@ def _step_data(
     monitor, count = control.driver.monitor, control.environment.spec.virtual_ranks
     cycle = control.environment.spec.silent_errors.digest_steps
     filled, digest = FilledBuckets(monitor), TaskDigest(cycle)
-    by_row = progress.trained.row_parameters()
+    by_row = progress.row_updates.group(progress.trained.row_parameters())
     gradients = Gradients(trained, count, monitor, filled.note, digest.note, by_row)
     gradients.attach()
     clock = TaskClock(next((p.device for _, p in trained if p.is_cuda), None))

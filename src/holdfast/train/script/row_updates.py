@@ -8,7 +8,7 @@ know what a table is.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from holdfast.core.servers.holdings import ShardStanding
 from holdfast.core.servers.placement import lay_out, share_out
 from holdfast.core.types import ServerLayout
 from holdfast.net.peer_identity import PeerIdentity
+from holdfast.train.step.keyed_gradient import find_keyed_gradient
 
 ATTRIBUTE = "row_optimizer"
 
@@ -133,6 +134,25 @@ class RowUpdates:
                 found[f"{path}.{ATTRIBUTE}"] = optimizer
         self._optimizers |= found
         return found
+
+    def group(self, params: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return parameters with sparse gradients in lists; those of one can be summed together.
+
+        One of these optimizers updates them, and they have rows of one width, and no keys.
+        """
+        owners = {
+            id(p): name
+            for name, optimizer in self._optimizers.items()
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        found: dict[Any, list[torch.Tensor]] = {}
+        for param in params:
+            key: Any = (owners.get(id(param)), param.shape[1:], param.dtype, param.device)
+            if key[0] is None or find_keyed_gradient(param) is not None:
+                key = id(param)
+            found.setdefault(key, []).append(param)
+        return list(found.values())
 
     def check(self, name: str, value: Any) -> None:
         """Raise UserError if a script's optimizer would update rows that update themselves."""

@@ -408,7 +408,8 @@ class ScriptThread:
         if kind is StepKind.GRADIENTS:
             trained = self.progress.trained
             if (found := trained.look(of)) is not None:
-                data.replan(found, trained.row_parameters())
+                by_row = self.progress.row_updates.group(trained.row_parameters())
+                data.replan(found, by_row)
                 guard.prints.forget()
             _tell_new_names(self._driver, trained.find_new_names(looks=found is not None))
             data.gradients.begin_step(of)

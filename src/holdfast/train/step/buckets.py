@@ -10,7 +10,7 @@ can be repeated after a failure and gives the same bits.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,7 +22,7 @@ from holdfast.core.step.events import Purpose
 from holdfast.train.checkpoint.local_tensors import local_gradient, local_of, place_as
 from holdfast.train.step.monitor import Monitor
 from holdfast.train.step.probe import current
-from holdfast.train.step.row_table import Rows, RowTable
+from holdfast.train.step.row_table import Rows, RowTable, TablePart
 
 FIRST_BUCKET_BYTES = 1 << 20  # a small first one lets the exchange start early
 BUCKET_BYTES = 8 << 20
@@ -133,7 +133,9 @@ class Bucket:
 
 
 class Gradients:
-    """Keeps all buckets of the protected models, and a table for each parameter in `by_row`.
+    """Keeps all buckets of the protected models, and tables of the parameters in `by_row`.
+
+    `by_row`: lists of parameters with sparse gradients; those of one list get one table.
 
     `on_filled(bucket)` is called with `lock` held when a task has contributed to a bucket;
     `on_leaf(bucket index, gradient)` sees every bucket and table of every task, before it is added.
@@ -147,10 +149,10 @@ class Gradients:
         lock: Monitor,
         on_filled: Callable[[Bucket], None] = lambda bucket: None,
         on_leaf: Callable[[int, torch.Tensor], None] = lambda bucket, leaf: None,
-        by_row: Collection[torch.Tensor] = (),
+        by_row: Iterable[Iterable[torch.Tensor]] = (),
     ) -> None:
         self._named = list(params)
-        self._by_row = {id(p) for p in by_row}
+        self._by_row = _number(by_row)
         self._vranks = vranks
         self._lock = lock
         self._vrank: int | None = None  # virtual rank of the running backward pass
@@ -195,11 +197,15 @@ class Gradients:
             self.buckets.append(bucket)
             for param, place in zip(group, places, strict=True):
                 self._hooks.append((param, self._hook(bucket, place)))
+        stacks: dict[tuple[int, tuple[str, ...]], list[tuple[str, torch.nn.Parameter, int]]] = {}
         for name, p in self._named:
             if id(p) in self._by_row:
-                index = len(self.buckets) + len(self.tables)
-                self.tables.append(RowTable(index, name, p, order[id(p)], owners[id(p)]))
-                self._hooks.append((p, self._table_hook(self.tables[-1])))
+                stack = stacks.setdefault((self._by_row[id(p)], owners[id(p)]), [])
+                stack.append((name, p, order[id(p)]))
+        for (_, found), stack in stacks.items():
+            table = RowTable(len(self.buckets) + len(self.tables), stack, found)
+            self.tables.append(table)
+            self._hooks += [(part.param, self._table_hook(table, part)) for part in table.parts]
         self._handles = [_register(param, hook) for param, hook in self._hooks]
         self.active, self.active_tables = list(self.buckets), list(self.tables)
 
@@ -218,11 +224,11 @@ class Gradients:
     def replan(
         self,
         params: Iterable[tuple[str, torch.nn.Parameter]],
-        by_row: Collection[torch.Tensor],
+        by_row: Iterable[Iterable[torch.Tensor]],
     ) -> None:
         """Sum the gradients of these parameters from now on. Between two steps only."""
         self.detach()
-        self._named, self._by_row = list(params), {id(p) for p in by_row}
+        self._named, self._by_row = list(params), _number(by_row)
         self.attach()
 
     def begin_step(self, of: Collection[str] | None = None) -> None:
@@ -324,8 +330,9 @@ class Gradients:
         for table in self.tables:
             table.drop_gradient()
         for table in self.active_tables:
-            if flags[table.place]:
-                table.param.grad = table.result.times(scale, weight).gradient(table.param)
+            for part, rows in table.split(table.result.times(scale, weight)):
+                if flags[part.place]:
+                    part.param.grad = rows.gradient(part.param)
 
     def _hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
         def handle_gradient(param: torch.Tensor) -> None:
@@ -350,17 +357,18 @@ class Gradients:
 
         return handle_gradient
 
-    def _table_hook(self, table: RowTable) -> Callable[[torch.Tensor], None]:
+    def _table_hook(self, table: RowTable, part: TablePart) -> Callable[[torch.Tensor], None]:
         def handle_gradient(param: torch.Tensor) -> None:
-            vrank = self._running_task(table.name)
+            vrank = self._running_task(part.name)
             if param.grad is None:
-                raise UserError(_LOST.format(table.name))
-            self._used[table.place] = 1
+                raise UserError(_LOST.format(part.name))
+            self._used[part.place] = 1
             if self._holds:
                 return
-            if table.index in self._reached:
-                raise UserError(_TWICE.format(table.name))
-            if table in self.active_tables:
+            if part.place in table.reached:
+                raise UserError(_TWICE.format(part.name))
+            table.reached.add(part.place)
+            if len(table.reached) == len(table.parts) and table in self.active_tables:
                 self._fill_table(table, vrank)
 
         return handle_gradient
@@ -420,8 +428,13 @@ def _register(
         param.requires_grad_(trained)
 
 
-def _digest(named: Sequence[tuple[str, torch.Tensor]], by_row: Collection[int]) -> int:
-    parts = [f"{n} {tuple(p.shape)} {p.dtype} {id(p) in by_row}" for n, p in named]
+def _number(by_row: Iterable[Iterable[torch.Tensor]]) -> dict[int, int]:
+    """Return the number of each parameter's list, by the parameter's identity."""
+    return {id(param): i for i, params in enumerate(by_row) for param in params}
+
+
+def _digest(named: Sequence[tuple[str, torch.Tensor]], by_row: Mapping[int, int]) -> int:
+    parts = [f"{n} {tuple(p.shape)} {p.dtype} {by_row.get(id(p))}" for n, p in named]
     return xxhash.xxh3_64_intdigest("\n".join(parts).encode()) >> 1
 
 

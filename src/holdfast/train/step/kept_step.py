@@ -130,7 +130,7 @@ def put_buffers(step: StepData, sizes: TableSizes, buffers: Sequence[torch.Tenso
     table.copy_(rows.view(table.dtype).view(table.shape))
     rest = iter(buffers[5:])
     for each, (count, dense) in zip(step.gradients.active_tables, sizes, strict=True):
-        found = Rows.make_empty(each.param, count, dense=dense)
+        found = each.make_rows(count, dense=dense)
         for place in (found.places, found.values):
             place.copy_(next(rest).view(place.dtype).view(place.shape))
         each.result = found

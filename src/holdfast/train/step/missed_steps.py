@@ -90,7 +90,7 @@ class MissedSteps:
         sizes = torch.zeros(len(tables), 2, dtype=torch.int64)
         transport.exchange([], [(donor, sizes)], TAG_STATE).wait()
         for table, (count, dense) in zip(tables, sizes.tolist(), strict=True):
-            table.result = Rows.make_empty(table.param, count, dense=bool(dense))
+            table.result = table.make_rows(count, dense=bool(dense))
         parts = _encode_in_parts([table.result for table in tables])[1:]
         receives = [(donor, part) for part in parts if part.numel()]
         transport.exchange([], receives, TAG_STATE).wait()

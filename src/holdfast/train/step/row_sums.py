@@ -34,10 +34,7 @@ class RowsSum:
         self._layout = layout
         # by table; those of all members once they have arrived
         self._parts: list[dict[tree.Node, Rows]] = [
-            {
-                n: t.partials[n] if counts else Rows.make_empty(t.param)
-                for n in layout.nodes[layout.rank]
-            }
+            {n: t.partials[n] if counts else t.make_rows() for n in layout.nodes[layout.rank]}
             for t in tables
         ]
         self._sizes: dict[int, torch.Tensor] = {}  # by rank: [tables, nodes, words]
@@ -75,7 +72,7 @@ class RowsSum:
         expected = {}
         for i, (table, sizes) in enumerate(zip(self.tables, self._sizes[peer], strict=True)):
             for node, (count, dense) in zip(self._layout.nodes[peer], sizes.tolist(), strict=True):
-                expected[i, node] = Rows.make_empty(table.param, count, dense=bool(dense))
+                expected[i, node] = table.make_rows(count, dense=bool(dense))
         flats = _pack(_tensors_of(expected.values()))
         rest = {_kind_of(flat): flat for flat in flats}
         found = {}

@@ -7,6 +7,7 @@ nothing of workers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,14 +41,9 @@ class Rows:
     @classmethod
     def of(cls, grad: torch.Tensor, name: str) -> Rows:
         """Return the rows of a gradient. UserError for one whose rows are sparse themselves."""
+        places, values = _entries_of(grad, name)
         if grad.layout == torch.strided:
-            places = torch.arange(len(grad), device=grad.device)
-            return cls(places=places, values=grad.contiguous(), dense=True)
-        if grad.layout != torch.sparse_coo or grad.sparse_dim() != 1:
-            raise UserError(
-                f"parameter {name} has a gradient in the layout {grad.layout} that is sparse "
-                "within rows: let it be dense, or sparse by rows, as that of an Embedding"
-            )
+            return cls(places=places, values=values.contiguous(), dense=True)
         grad = grad.coalesce()
         return cls(places=grad.indices()[0].contiguous(), values=grad.values().contiguous())
 
@@ -94,35 +90,83 @@ class Rows:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TablePart:
+    """Is one parameter of a table; `place`: its place in the model's own order.
+
+    `start`: the number of its first row within the table.
+    """
+
+    name: str
+    param: torch.nn.Parameter
+    place: int
+    start: int
+
+
 class RowTable:
-    """Keeps the rows of one parameter: partial sums of the present step, and the result."""
+    """Keeps the rows of some parameters: partial sums of the present step, and the result.
+
+    The rows of several parameters are numbered on, so that one operation handles all of them. These
+    must have rows of one width, no keys, and an optimizer to which dense gradients may come as
+    sparse ones.
+    """
 
     def __init__(
-        self, index: int, name: str, param: torch.nn.Parameter, place: int, owners: tuple[str, ...]
+        self,
+        index: int,
+        params: Sequence[tuple[str, torch.nn.Parameter, int]],
+        owners: tuple[str, ...],
     ) -> None:
+        """`params`: the name, the parameter, and its place in the model's own order."""
         self.index = index  # counted on after the buckets' indices
-        self.name = name
-        self.param = param
-        self.place = place  # the parameter's place in the model's own order
         self.owners = owners
-        self._keyed = find_keyed_gradient(param)
+        self.parts: list[TablePart] = []
+        self._rows = 0
+        for name, param, place in params:
+            part = TablePart(name=name, param=param, place=place, start=self._rows)
+            self.parts.append(part)
+            self._rows += len(param)
+        self._keyed = find_keyed_gradient(self.parts[0].param)
+        self.reached: set[int] = set()  # places of parts with gradients of the running task
         self.partials: dict[tree.Node, Rows] = {}
-        self.result = Rows.make_empty(param)
+        self.result = self.make_rows()
+
+    def make_rows(self, count: int = 0, *, dense: bool = False) -> Rows:
+        """Return `count` rows without values yet."""
+        return Rows.make_empty(self.parts[0].param, count, dense=dense)
 
     def begin_task(self) -> None:
         """Forget rows left over from a task whose pass was broken off."""
-        if self._keyed is not None and self.param.grad is None:
+        self.reached.clear()
+        if self._keyed is not None and self.parts[0].param.grad is None:
             self._keyed.take()
 
     def leaf(self) -> Rows:
-        """Move the gradient now in `.grad` out of it; none counts as no rows."""
-        grad, self.param.grad = self.param.grad, None
-        if self._keyed is None:
-            return Rows.make_empty(self.param) if grad is None else Rows.of(grad, self.name)
-        found = Rows.make_empty(self.param)
-        for keys, values in self._keyed.take():
-            found = found.add(Rows(places=keys, values=values))
-        return found
+        """Move the gradients now in `.grad` out of it; none counts as no rows."""
+        grads = [(part, part.param.grad) for part in self.parts if part.param.grad is not None]
+        for part in self.parts:
+            part.param.grad = None
+        if self._keyed is not None:
+            found = self.make_rows()
+            for keys, values in self._keyed.take():
+                found = found.add(Rows(places=keys, values=values))
+            return found
+        if not grads:
+            return self.make_rows()
+        if len(self.parts) == 1:
+            return Rows.of(grads[0][1], grads[0][0].name)
+        return self._stack(grads)
+
+    def split(self, rows: Rows) -> Iterator[tuple[TablePart, Rows]]:
+        """Yield each parameter with its rows among these."""
+        if len(self.parts) == 1:
+            yield self.parts[0], rows
+            return
+        starts = torch.tensor([part.start for part in self.parts[1:]], device=rows.places.device)
+        ends = torch.searchsorted(rows.places, starts).tolist()
+        found = zip(rows.places.tensor_split(ends), rows.values.tensor_split(ends), strict=True)
+        for part, (places, values) in zip(self.parts, found, strict=True):
+            yield part, Rows(places=places - part.start, values=values)
 
     def contribute(self, vrank: int, leaf: Rows, vranks: int) -> None:
         tree.merge(self.partials, (vrank, 1), leaf, vranks, Rows.add)
@@ -134,6 +178,31 @@ class RowTable:
 
     def drop_gradient(self) -> None:
         """Drop the gradient in `.grad`, also one left by a pass that failed."""
-        self.param.grad = None
+        for part in self.parts:
+            part.param.grad = None
         if self._keyed is not None:
             self._keyed.take()
+
+    def _stack(self, grads: Sequence[tuple[TablePart, torch.Tensor]]) -> Rows:
+        """Return the rows of several parameters, by their numbers in the table."""
+        parts = [(part, *_entries_of(grad, part.name)) for part, grad in grads]
+        places = torch.cat([places + part.start for part, places, _ in parts])
+        values = torch.cat([values for _, _, values in parts])
+        shape = (self._rows, *values.shape[1:])
+        whole = torch.sparse_coo_tensor(places[None], values, shape, check_invariants=False)
+        return Rows.of(whole, self.parts[0].name)
+
+
+def _entries_of(grad: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows of a gradient, [n] and [n, *shape of a row], perhaps in several parts. UserError.
+
+    The sum of all parts of a row is its gradient.
+    """
+    if grad.layout == torch.strided:
+        return torch.arange(len(grad), device=grad.device), grad
+    if grad.layout != torch.sparse_coo or grad.sparse_dim() != 1:
+        raise UserError(
+            f"parameter {name} has a gradient in the layout {grad.layout} that is sparse "
+            "within rows: let it be dense, or sparse by rows, as that of an Embedding"
+        )
+    return grad._indices()[0], grad._values()

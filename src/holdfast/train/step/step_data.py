@@ -6,7 +6,7 @@ decides.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 import torch
 
@@ -53,7 +53,7 @@ class StepData:
         # shares out the optimizers' state among the members
         self.sharding: ShardedOptimizers | None = None
 
-    def replan(self, trained: Iterable[Named], by_row: Collection[torch.Tensor]) -> None:
+    def replan(self, trained: Iterable[Named], by_row: Iterable[Iterable[torch.Tensor]]) -> None:
         """Sum the gradients of other parameters from now on. Between two steps."""
         self.gradients.replan(trained, by_row)
         self.table.expect(len(self.gradients.used))
