@@ -117,7 +117,7 @@ class RowTable:
         params: Sequence[tuple[str, torch.nn.Parameter, int]],
         owners: tuple[str, ...],
     ) -> None:
-        """`params`: the name, the parameter, and its place in the model's own order."""
+        """Number the rows. `params`: names, parameters, and their places in the model's own order."""
         self.index = index  # counted on after the buckets' indices
         self.owners = owners
         self.parts: list[TablePart] = []
@@ -194,9 +194,9 @@ class RowTable:
 
 
 def _entries_of(grad: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows of a gradient, [n] and [n, *shape of a row], perhaps in several parts. UserError.
+    """Return the places [n] and values [n, *shape of a row] of a gradient. UserError.
 
-    The sum of all parts of a row is its gradient.
+    A row may be there several times; its gradient is the sum.
     """
     if grad.layout == torch.strided:
         return torch.arange(len(grad), device=grad.device), grad
