@@ -13,6 +13,7 @@ from holdfast.core.errors import UserError
 from holdfast.servers.embeddings import FP32, Embedding, EmbeddingBag, optimizer_of
 from holdfast.servers.row_optimizers import RowOptimizer, TableOptimizer
 from holdfast.servers.served_tables import FoundRows, ServedOptimizer
+from holdfast.servers.stacked_bags import pool_stacked
 from holdfast.servers.table_shape import AGE, KeyRules
 
 Bags = tuple[torch.Tensor, ...]  # ids, offsets, and weights of the ids if there are any
@@ -156,14 +157,19 @@ class EmbeddingBagCollection(_Collection):
         super().__init__()
         self.embedding_bags = _Tables(made)
         self._lookups = _find_lookups(tables)
+        self._stacks = _find_stacks(tables, self._lookups)
         self.row_optimizer = optimizer_of(list(made.values()), optimizer)
 
     def forward(self, features: Any) -> Any:
         """Return the pooled rows of each feature, as the class describes."""
         given = _inputs(features)
-        found: dict[str, torch.Tensor] = {}
         fetched = _fetch(self.row_optimizer, self.embedding_bags, self._lookups, given)
-        for each, rows in zip(self._lookups, fetched, strict=True):
+        pooled = self._pool_stacks(given, fetched)
+        found: dict[str, torch.Tensor] = {}
+        for i, (each, rows) in enumerate(zip(self._lookups, fetched, strict=True)):
+            if i in pooled:
+                found[each.result] = pooled[i]
+                continue
             ids, offsets, *weights = each.of(given)
             table, weight = self.embedding_bags[each.table], weights[0] if weights else None
             found[each.result] = table(ids, offsets, weight, found=rows)
@@ -173,6 +179,22 @@ class EmbeddingBagCollection(_Collection):
 
         widths = [each.shape[1] for each in found.values()]
         return KeyedTensor(list(found), widths, torch.cat(list(found.values()), dim=1))
+
+    def _pool_stacks(
+        self, given: Mapping[str, Bags], fetched: Sequence[FoundRows | None]
+    ) -> dict[int, torch.Tensor]:
+        """Pool those look-ups together that can be; returns the results by the look-up's number."""
+        pooled: dict[int, torch.Tensor] = {}
+        for numbers in self._stacks:
+            bags = [self._lookups[i].of(given) for i in numbers]
+            rows = [each for i in numbers if (each := fetched[i]) is not None]
+            if len(rows) < len(numbers) or any(len(bag) != 2 for bag in bags):
+                continue  # the rows are here, or some look-ups have weights
+            tables = [self.embedding_bags[self._lookups[i].table] for i in numbers]
+            weights = [table.weight for table in tables]
+            found = pool_stacked(weights, [(b[0], b[1]) for b in bags], rows, tables[0].mode)
+            pooled |= zip(numbers, found or (), strict=False)
+        return pooled
 
 
 class EmbeddingCollection(_Collection):
@@ -265,6 +287,22 @@ def _find_lookups(configs: Sequence[C]) -> list[Lookup]:
         for config in configs
         for f in config.features
     ]
+
+
+def _find_stacks(
+    configs: Sequence[EmbeddingBagConfig], lookups: Sequence[Lookup]
+) -> list[list[int]]:
+    """Return the numbers of look-ups of tables of one width and pooling, in lists.
+
+    Each is the only one of its table, so that gradients add up in the same order.
+    """
+    found: dict[tuple[int, str], list[int]] = {}
+    by_name = {config.name: config for config in configs}
+    for i, each in enumerate(lookups):
+        config = by_name[each.table]
+        if len(config.features) == 1 and config.keys is None:
+            found.setdefault((config.embedding_dim, config.pooling), []).append(i)
+    return [numbers for numbers in found.values() if len(numbers) > 1]
 
 
 def _check_tables(tables: Sequence[C]) -> Sequence[C]:

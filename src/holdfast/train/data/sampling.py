@@ -34,6 +34,7 @@ ORDER = "feistel-1"  # names the bijection in ledgers and checkpoints
 LENGTH_MAX = 1 << 48
 SEED_MAX = 1 << 64
 TABLE_LENGTH_MAX = 1 << 16  # up to here an epoch's order is a sorted table of 512 KiB at most
+KEPT_LENGTH_MAX = 1 << 16  # indices of a task; those of larger ones are computed again
 ROUNDS = 8  # rounds of the Feistel network; four already mix, eight leave a margin
 
 Indices = NDArray[np.int64]
@@ -193,10 +194,13 @@ class SamplePlan:
 
     def _read(self, epoch: int, within: int, start: int, stop: int) -> Indices:
         offset = within * self._full_step
-        if self.shuffle and self.length <= TABLE_LENGTH_MAX:
-            return _table(self.length, self.seed, epoch)[offset + start : offset + stop]
-        positions = np.arange(offset + start, offset + stop, dtype=np.int64)
-        return permute(positions, self.length, self.seed, epoch) if self.shuffle else positions
+        first, end = offset + start, offset + stop
+        if not self.shuffle:
+            return np.arange(first, end, dtype=np.int64)
+        if self.length <= TABLE_LENGTH_MAX:
+            return _table(self.length, self.seed, epoch)[first:end]
+        read = _read_order if end - first <= KEPT_LENGTH_MAX else _read_order.__wrapped__
+        return read(self.length, self.seed, epoch, first, end)
 
 
 def plan_of(plain: Mapping[str, Any]) -> SamplePlan | OrderPlan | StreamPlan:
@@ -233,6 +237,14 @@ def permute(positions: Indices, length: int, seed: int, epoch: int) -> Indices:
         if not len(outside):
             return image.astype(np.int64)
         image[outside] = _feistel(image[outside], rows, columns, keys)
+
+
+@functools.lru_cache(maxsize=8)
+def _read_order(length: int, seed: int, epoch: int, first: int, end: int) -> Indices:
+    """Return these places of an epoch's order. A task's are wanted for its data and its digest."""
+    found = permute(np.arange(first, end, dtype=np.int64), length, seed, epoch)
+    found.flags.writeable = False
+    return found
 
 
 def _feistel(

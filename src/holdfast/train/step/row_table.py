@@ -117,7 +117,10 @@ class RowTable:
         params: Sequence[tuple[str, torch.nn.Parameter, int]],
         owners: tuple[str, ...],
     ) -> None:
-        """Number the rows. `params`: names, parameters, and their places in the model's own order."""
+        """Number the rows of all parameters.
+
+        `params`: names, parameters, and the parameters' places in the model's own order.
+        """
         self.index = index  # counted on after the buckets' indices
         self.owners = owners
         self.parts: list[TablePart] = []
