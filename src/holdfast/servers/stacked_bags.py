@@ -20,7 +20,7 @@ Bag = tuple[torch.Tensor, torch.Tensor]  # ids, offsets
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lookups:
-    """Describes what is looked up in all tables, one after the other.
+    """Is a batch's look-ups in all tables, one table after the other.
 
     `rows`: [rows, dim], `unique`: their ids; `index`: of each id that was looked up, in `rows`.
     `offsets`: where each bag of them starts. `sizes`, `counts`: how many ids and bags each table
@@ -82,7 +82,7 @@ def pool_stacked(
     looked_up = torch.tensor(sizes)
     first, last = every[ends - torch.tensor(counts)], every[ends - 1]
     if bool(first.any()) or bool((last > looked_up).any()):
-        return None  # torch says what is wrong with them
+        return None  # torch refuses them, with a message
     every = every + _repeat_starts(looked_up, counts)
     numbers = torch.tensor([len(each.rows) for each in found])
     index = torch.cat(indexes) + _repeat_starts(numbers, sizes)
