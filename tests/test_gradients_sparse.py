@@ -234,9 +234,9 @@ def test_rows_add_up() -> None:
     assert left.add(none).equals(left)
 
 
-def gradients_of(model: nn.Module, tables: list[torch.Tensor], vranks: int = 4) -> Gradients:
+def gradients_of(model: nn.Module, tables: list[list[torch.Tensor]], vranks: int = 4) -> Gradients:
     named = [(f"model.{name}", param) for name, param in model.named_parameters()]
-    found = Gradients(named, vranks, Monitor(), by_row=[[t] for t in tables])
+    found = Gradients(named, vranks, Monitor(), by_row=tables)
     found.attach()
     return found
 
@@ -256,9 +256,58 @@ def table() -> nn.Embedding:
     return found
 
 
+def train_two(gradients: Gradients, first: nn.Embedding, second: nn.Embedding) -> list[Any]:
+    """Compute four tasks, two with both tables; return the gradients of both, as dense ones."""
+    gradients.begin_step()
+    for vrank in range(4):
+        gradients.begin_task(vrank)
+        dice = torch.Generator().manual_seed(vrank)
+        batch = torch.randperm(WORDS, generator=dice)[:7]
+        with gradients.backward_pass(last=vrank not in (1, 2)):
+            first(batch).square().sum().backward()
+        if vrank == 1:  # the gradient of all rows comes from here
+            with gradients.backward_pass():
+                second.weight.square().sum().backward()
+        if vrank == 2:
+            with gradients.backward_pass():
+                (first(batch + 0) * second(batch)).sum().backward()
+        gradients.end_task()
+    for each in gradients.tables:
+        each.result = each.partials[0, 4]
+    gradients.publish(gradients.used, scale=0.25)
+    grads = [first.weight.grad, second.weight.grad]
+    return [None if grad is None else grad.to_dense() for grad in grads]
+
+
+def test_parameters_that_are_summed_as_one_table_have_their_own_gradients() -> None:
+    found = []
+    for is_one in (False, True):
+        first, second = table(), table()
+        weights = [first.weight, second.weight]
+        by_row = [weights] if is_one else [[weight] for weight in weights]
+        gradients = gradients_of(nn.ModuleList([first, second]), by_row)
+        assert len(gradients.tables) == len(by_row)
+        found.append(train_two(gradients, first, second))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_second_pass_is_noticed_although_another_parameter_of_the_table_had_none() -> None:
+    first, second = table(), table()
+    gradients = gradients_of(nn.ModuleList([first, second]), [[first.weight, second.weight]])
+    gradients.begin_task(0)
+    with gradients.backward_pass():
+        first(torch.tensor([3, 1])).sum().backward()
+    with pytest.raises(UserError, match="got a gradient twice"), gradients.backward_pass():
+        first(torch.tensor([3])).sum().backward()
+    gradients.end_task()
+    gradients.tables[0].result = gradients.tables[0].partials[0, 1]
+    gradients.publish(gradients.used)
+    assert second.weight.grad is None, "no task has used it"
+
+
 def test_a_copy_of_a_task_is_used_as_the_task_itself_or_compared_with_it() -> None:
     model = table()
-    gradients = gradients_of(model, [model.weight])
+    gradients = gradients_of(model, [[model.weight]])
     speculative = SpeculativeTasks(gradients, StepTable(4, 1), Buffers([]))
     for vrank in (0, 1):
         compute(gradients, model, vrank, Purpose.HOSTED)
@@ -270,7 +319,7 @@ def test_a_copy_of_a_task_is_used_as_the_task_itself_or_compared_with_it() -> No
     rows_of_two = gradients.copy_of(2)[gradients.tables[0].index]
     speculative.adopt(2, (0, 1))
     model = table()
-    other = gradients_of(model, [model.weight])
+    other = gradients_of(model, [[model.weight]])
     compute(other, model, 3, Purpose.HOSTED)
     found: dict[int, Any] = {}
 
@@ -293,7 +342,7 @@ def test_a_copy_of_a_task_is_used_as_the_task_itself_or_compared_with_it() -> No
     assert found[0].equals(found[1])
     assert (found["alike"], found["unlike"]) == ((), (3,))
     model = table()
-    alone = gradients_of(model, [model.weight])
+    alone = gradients_of(model, [[model.weight]])
     for vrank in range(4):
         compute(alone, model, vrank, Purpose.HOSTED)
     assert alone.tables[0].partials[0, 4].equals(found[0])
@@ -304,7 +353,7 @@ def test_a_late_worker_receives_rows_too() -> None:
 
     def data() -> StepData:
         model = nn.Sequential(table(), table())
-        gradients = gradients_of(model, list(model.parameters()))
+        gradients = gradients_of(model, [[each] for each in model.parameters()])
         rest: Any = None
         return StepData(gradients, StepTable(4, 2), Buffers([]), rest, rest)
 
