@@ -27,6 +27,7 @@ from holdfast.train.exchange.layout import Layout
 from holdfast.train.exchange.seam import AloneTransport
 from holdfast.train.job import Job
 from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
+from holdfast.train.script.row_updates import RowUpdates
 from loop_kit import digest, everywhere, net, results
 from test_examples import ARGS, EXAMPLES
 from test_memory_tier import kill_workers, recalls, until_step
@@ -46,21 +47,22 @@ def clicks(count: int = 70) -> TensorDataset:
 class Ranker(nn.Module):
     """Ranks by the rows of two features, from two tables that it holds itself."""
 
-    def __init__(self, rule: RowOptimizer) -> None:
+    def __init__(self, rule: RowOptimizer, items: int | None = ROWS) -> None:
         super().__init__()
+        room, self.factor = (None, 1) if items is not None else (20, 0x5DEECE66D1357)
         configs = [
-            EmbeddingBagConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM)
-            for name in ("items", "users")
+            EmbeddingBagConfig(
+                name="items", num_embeddings=items, embedding_dim=DIM, max_capacity=room
+            ),
+            EmbeddingBagConfig(name="users", num_embeddings=ROWS, embedding_dim=DIM),
         ]
         self.tables = EmbeddingBagCollection(configs, rule, seed=7)
         self.top = net(2 * DIM)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         offsets = torch.arange(0, len(ids) * BAG, BAG)
-        given = {
-            name: (ids[:, i].reshape(-1), offsets) for i, name in enumerate(("items", "users"))
-        }
-        found = self.tables(given)
+        items, users = (ids[:, 0] * self.factor).reshape(-1), ids[:, 1].reshape(-1)
+        found = self.tables({"items": (items, offsets), "users": (users, offsets)})
         return self.top(torch.cat([found["items"], found["users"]], dim=1))
 
 
@@ -96,6 +98,33 @@ def test_tables_are_the_same_on_any_number_of_workers_and_after_deaths(rule: Row
         return trained(job, Ranker(rule))
 
     everywhere(script)
+
+
+def test_tables_of_one_width_are_summed_together_but_those_of_any_keys() -> None:
+    configs = [
+        EmbeddingBagConfig(name="a", num_embeddings=ROWS, embedding_dim=DIM),
+        EmbeddingBagConfig(name="b", num_embeddings=ROWS, embedding_dim=2 * DIM),
+        EmbeddingBagConfig(name="c", num_embeddings=None, embedding_dim=DIM, max_capacity=9),
+        EmbeddingBagConfig(name="d", num_embeddings=ROWS, embedding_dim=DIM),
+    ]
+    tables = EmbeddingBagCollection(configs, SGD(lr=0.1))
+    other, plain = Embedding(ROWS, DIM, name="e"), nn.Embedding(ROWS, DIM, sparse=True)
+    updates = RowUpdates()
+    updates.find("tables", nn.ModuleList([tables, other]))
+    weights = [tables.embedding_bags[name].weight for name in "abcd"]
+    weights += [other.weight, plain.weight]
+    found = updates.group(weights)
+    names = {id(w): name for name, w in zip("abcdep", weights, strict=True)}
+    assert ["".join(names[id(w)] for w in group) for group in found] == ["ad", "b", "c", "e", "p"]
+
+
+def test_a_table_of_any_keys_beside_one_of_the_same_width_is_the_same_on_any_workers() -> None:
+    def script(job: Job, me: ThreadWorker) -> str:
+        ranker = Ranker(LazyAdam(lr=0.01), items=None)
+        return trained(job, ranker) + repr(ranker.tables.read_keys("items").tolist())
+
+    (alone,) = results(script, 1)
+    assert results(script, 2) == [alone] * 2
 
 
 def test_a_rate_that_the_script_changes_goes_to_workers_that_come_back() -> None:

@@ -301,7 +301,8 @@ class Embedding(_Rows, nn.Embedding):
         weight = table.make_weight(device)
         padding = padding_idx if keys is None else None
         nn.Embedding.__init__(self, table.count, table.dim, padding, sparse=True, _weight=weight)
-        self.padding_idx = self.padding_idx if keys is None else padding_idx
+        if keys is not None:  # torch has a copy of the parameter, which does not collect keys
+            self.weight, self.padding_idx = weight, padding_idx
         self._table = table
         table.reads_half = is_half(name, forward_precision)
         table.begin(self, seed, optimizer)
@@ -350,17 +351,19 @@ class EmbeddingBag(_Rows, nn.EmbeddingBag):
             raise UserError(f"table {name}: mode={mode!r}: give 'sum' or 'mean'")
         limits = (weight_init_min, weight_init_max)
         table = TableSpec(name, num_embeddings, embedding_dim, limits, keys)
+        weight = table.make_weight(device)
         nn.EmbeddingBag.__init__(
             self,
             table.count,
             table.dim,
             mode=mode,
             sparse=True,
-            _weight=table.make_weight(device),
+            _weight=weight,
             include_last_offset=include_last_offset,
             padding_idx=padding_idx if keys is None else None,
         )
-        self.padding_idx = self.padding_idx if keys is None else padding_idx
+        if keys is not None:  # torch has a copy of the parameter, which does not collect keys
+            self.weight, self.padding_idx = weight, padding_idx
         self._table = table
         table.reads_half = is_half(name, forward_precision)
         table.begin(self, seed, optimizer)
