@@ -193,7 +193,8 @@ class EmbeddingBagCollection(_Collection):
             tables = [self.embedding_bags[self._lookups[i].table] for i in numbers]
             weights = [table.weight for table in tables]
             found = pool_stacked(weights, [(b[0], b[1]) for b in bags], rows, tables[0].mode)
-            pooled |= zip(numbers, found or (), strict=False)
+            if found is not None:
+                pooled |= zip(numbers, found, strict=True)
         return pooled
 
 
