@@ -278,8 +278,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if side := os.environ.get(SIDE):
-        sides = {"ours": train_ours, "rpc": train_rival, "torchrec": train_torchrec}
-        {**sides, "alone": train_alone}[side](options)
+        trainers = {
+            "ours": train_ours,
+            "rpc": train_rival,
+            "torchrec": train_torchrec,
+            "alone": train_alone,
+        }
+        trainers[side](options)
         return
     words = sys.argv[1:]
     sides = {

@@ -35,7 +35,7 @@ def test_kubernetes_keeps_the_contract(case: Case, cluster: KubernetesCluster) -
 
 
 class ForgetfulApi:
-    """Has one pod, and is away when it is first told that the pod runs."""
+    """Has one pod, and does not answer the first report that the pod runs."""
 
     def __init__(self) -> None:
         self.fails = 1

@@ -213,9 +213,8 @@ class Kubelet:
     def _watch(self, uid: str, running: RunningPod, pod: dict[str, Any]) -> None:
         deleted = pod["metadata"].get("deletionTimestamp")
         if pod["status"].get("phase") == "Pending" and not running.told:
-            self._tell(
-                running.namespace, running.name, "Running"
-            )  # the API was away the first time
+            # The API did not answer the first report.
+            self._tell(running.namespace, running.name, "Running")
         if running.popen.poll() is not None and not running.told:
             kill_marked(POD_MARK, running.name)
             code = running.popen.returncode

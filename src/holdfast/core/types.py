@@ -376,7 +376,7 @@ class ServerLayout:
     """Is the number of servers that hold the rows of tables, and the number that is wanted.
 
     `number`: grows with each change. While `goal` differs from `count`, the first `count` servers
-    have all rows, and the first `goal` servers copy those that they will hold.
+    have all rows, and the first `goal` servers copy their future rows.
     """
 
     number: int = 0

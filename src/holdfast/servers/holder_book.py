@@ -69,7 +69,7 @@ class HolderBook:
     ) -> None:
         """Record how far a server or an heir is after an update of these shards.
 
-        `layout`: the number of the one that it was told of.
+        `layout`: the number of the layout that the server knew then.
         """
         self.access.heirs.record_answer(self._group, server, address, layout, shards, standing)
 

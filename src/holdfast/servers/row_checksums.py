@@ -61,7 +61,7 @@ class RowChecksums:
         return torch.cat(damaged) if damaged else torch.empty(0, dtype=torch.int64)
 
     def release(self, places: range) -> None:
-        """Free the memory of these rows and of their checksums. Nobody may read them any more."""
+        """Free the memory of these rows and their checksums, which nobody may read afterwards."""
         self._memory.release([*self._words, self._sums], places)
 
     def _sum_rows(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -104,7 +104,7 @@ class ShardChecksums:
             each.seal(range(first, first + self._sizes[name]))
 
     def release(self, shard: int) -> None:
-        """Free the memory of a shard and of its checksums. Nobody may read it any more."""
+        """Free the memory of a shard and its checksums, which nobody may read afterwards."""
         for name, each in self._sets.items():
             first = shard * self._sizes[name]
             each.release(range(first, first + self._sizes[name]))

@@ -112,7 +112,7 @@ class GiveUpdate(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class FetchShards(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Orders a server to copy shards from the one at `source` (HOST:PORT).
 
-    It copies only those that have not had `version` updates.
+    It leaves out shards that have had `version` updates.
     """
 
     group: str

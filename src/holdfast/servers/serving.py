@@ -232,7 +232,7 @@ class RowServer:
         shards: Sequence[int],
         copy: Callable[[Sequence[int]], None],
     ) -> None:
-        """Begin to copy those of these shards that lack `version`, and are not being copied yet."""
+        """Begin to copy the shards that lack `version`, unless a copy is under way."""
         with self._lock:
             lacking = tuple(shard for shard, _ in group.judge(version, shards).behind)
             if not lacking:

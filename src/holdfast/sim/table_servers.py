@@ -322,7 +322,7 @@ class TableWorld:
                 if isinstance(found, dict):
                     for shard, (version, value) in found.items():
                         target.handle(CopyArrived(shard, version), value)
-                target.handle(CopyFailed(wanted))  # those that it does not have
+                target.handle(CopyFailed(wanted))  # no copy of the other shards will come
 
             self._time.call(order.source, give, receive)
             return None

@@ -59,8 +59,8 @@ class HeirProgress:
     ) -> None:
         """Record the answer of a server to an update of these shards.
 
-        `layout`: the number of the one that the server was told of. If there is a newer one, the
-        answer does not count, since the server may hold other shards.
+        `layout`: the number of the layout that the server knew then. An answer of an earlier layout
+        does not count, since the server may hold other shards now.
         """
         is_new = server >= HEIRS or self._layout.is_changing
         if layout != self._layout.number or not is_new:

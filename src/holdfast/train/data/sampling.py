@@ -34,7 +34,7 @@ ORDER = "feistel-1"  # names the bijection in ledgers and checkpoints
 LENGTH_MAX = 1 << 48
 SEED_MAX = 1 << 64
 TABLE_LENGTH_MAX = 1 << 16  # up to here an epoch's order is a sorted table of 512 KiB at most
-KEPT_LENGTH_MAX = 1 << 16  # indices of a task; those of larger ones are computed again
+KEPT_LENGTH_MAX = 1 << 16  # the order of a task with more samples is computed each time
 ROUNDS = 8  # rounds of the Feistel network; four already mix, eight leave a margin
 
 Indices = NDArray[np.int64]

@@ -136,9 +136,9 @@ class RowUpdates:
         return found
 
     def group(self, params: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Return parameters with sparse gradients in lists; those of one can be summed together.
+        """Sort parameters with sparse gradients into lists; each list can be summed as one table.
 
-        One of these optimizers updates them, and they have rows of one width, and no keys.
+        The parameters of a list have one optimizer, rows of one width, and no keys.
         """
         owners = {
             id(p): name

@@ -135,7 +135,7 @@ class Bucket:
 class Gradients:
     """Keeps all buckets of the protected models, and tables of the parameters in `by_row`.
 
-    `by_row`: lists of parameters with sparse gradients; those of one list get one table.
+    `by_row`: lists of parameters with sparse gradients. Each list gets one table.
 
     `on_filled(bucket)` is called with `lock` held when a task has contributed to a bucket;
     `on_leaf(bucket index, gradient)` sees every bucket and table of every task, before it is added.
