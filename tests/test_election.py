@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import secrets
+import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -377,3 +378,14 @@ def test_election_urls() -> None:
     assert (found.job, found.ttl_s) == ("my-job", 9)
     assert found.key("term") == "/holdfast/my-job/term"
     assert str(found.endpoints[2]) == "[::1]:7"
+
+
+def test_a_cluster_takes_other_ports_if_a_majority_finds_its_own_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with socket.create_server((HOST, 0)) as one, socket.create_server((HOST, 0)) as other:
+        taken = [each.getsockname()[1] for each in (one, other)]
+        found = [[*free_ports(4), *taken], free_ports(6)]  # the last ones are those of peers
+        monkeypatch.setattr("labs.etcd_cluster.free_ports", lambda _: found.pop(0))
+        with start_etcd(tmp_path):
+            assert found == []

@@ -88,15 +88,18 @@ class EtcdCluster:
         for member, endpoint in enumerate(self.endpoints):
             deadline = time.monotonic() + START_S
             while True:
-                if self._members[member].poll() is not None:
-                    raise WorldError(f"etcd member {member} ended")
+                self._check_alive()
                 try:
                     asyncio.run(self._client([endpoint], 2.0).read("any", 2.0))
                     break
                 except WorldError:
                     assert time.monotonic() < deadline, f"member {member} does not serve"
+        self._check_alive()  # another process may have a member's port, and answer there
+
+    def _check_alive(self) -> None:
+        """Raise WorldError if any member has ended: without a majority no other one serves."""
         for number, popen in enumerate(self._members):
-            if popen.poll() is not None:  # another process has its port, and answers there
+            if popen.poll() is not None:
                 raise WorldError(f"etcd member {number} ended")
 
     def _client(self, endpoints: list[Endpoint], attempt_s: float) -> EtcdClient:
@@ -146,8 +149,9 @@ class EtcdCluster:
 def free_ports(count: int) -> list[int]:
     """Find ports that nothing listens on, below those that the kernel gives to clients."""
     found: list[int] = []
+    dice = random.SystemRandom()  # two runs of the tests at once may have seeded the other alike
     while len(found) < count:
-        port = random.randrange(10_000, 32_000)
+        port = dice.randrange(10_000, 32_000)
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind((HOST, port))
             if port not in found:
