@@ -16,14 +16,14 @@ from conftest import RUN_S, Start
 from holdfast.cli.main import main
 from holdfast.runtime.rundir import RunDir
 from holdfast.testing.local_run import LocalRun
-from support import SPEC
+from support import SPEC, until
 
 HOLDFAST = [sys.executable, "-m", "holdfast.cli.main"]
 SCRIPT = str(Path(__file__).parent / "scripts" / "faulty.py")
 
 
-def shared_memory() -> list[str]:
-    return sorted(n for n in os.listdir("/dev/shm") if n.startswith(("torch_", "sem.", "holdfast")))
+def shared_memory() -> set[str]:
+    return {n for n in os.listdir("/dev/shm") if n.startswith(("torch_", "sem.", "holdfast"))}
 
 
 def fails(run: LocalRun) -> str:
@@ -212,7 +212,8 @@ def test_an_exception_stops_the_job_and_is_shown_once(
     assert text.count(message) == 1, text
     assert text.count("Traceback") == 1, text
     assert "bootstrap" not in text, "the stack begins in the user's script"
-    assert shared_memory() == before
+    # Other tests beside this one take some and give it back; a leak stays.
+    until(lambda: shared_memory() <= before, "the shared memory to be given back")
 
 
 def test_a_script_that_always_crashes_ends_at_last(start: Start) -> None:
