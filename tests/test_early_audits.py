@@ -310,7 +310,8 @@ def keeps(kind: str) -> Callable[[Job, ThreadWorker], None]:
 def test_a_steady_difference_on_one_worker_is_found_by_another(
     kind: str, says: str, workers: int
 ) -> None:
-    found = told(keeps(kind), workers)
+    # On a busy machine a short lease may lapse, and with it, for a moment, job.is_leader.
+    found = told(keeps(kind), workers, **{"nodes.lease_s": 60.0})
     assert "workers come to different gradients in step" in found
     assert "the script keeps something that is not the same on all workers" in found
     assert says in found
