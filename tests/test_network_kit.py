@@ -95,12 +95,15 @@ def test_processes_of_two_hosts_talk_over_tcp(lab):
 
 def test_each_host_has_its_own_loopback_and_ports(lab):
     a, b, c = lab.hosts
-    _, port = serve(a, address="127.0.0.1")
-    serve(b, address="127.0.0.1", port=port)
-    assert call(a, "127.0.0.1", port) == call(b, "127.0.0.1", port) == "over the wire"
-    assert call(c, "127.0.0.1", port) == "ConnectionRefusedError"
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port))
+    with socket.socket() as reserved:  # outside, where nobody else is to listen meanwhile
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+        serve(a, address="127.0.0.1", port=port)
+        serve(b, address="127.0.0.1", port=port)
+        assert call(a, "127.0.0.1", port) == call(b, "127.0.0.1", port) == "over the wire"
+        assert call(c, "127.0.0.1", port) == "ConnectionRefusedError"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
 
 
 def test_a_host_reaches_nothing_outside_the_lab(lab):

@@ -22,7 +22,7 @@ from holdfast.servers.row_client import KEPT, RowClient
 from holdfast.servers.row_optimizers import TableOptimizer
 from holdfast.servers.row_values import fill_rows
 from holdfast.servers.served_tables import ServedOptimizer
-from holdfast.servers.server_group import ServerGroup
+from holdfast.servers.server_group import ServerGroup, ShardRows
 from holdfast.servers.server_rows import RowBlock, RowUpdate
 from holdfast.servers.serving import RowServer
 from holdfast.servers.table_shape import TableShape
@@ -252,7 +252,7 @@ def test_any_number_of_servers_loads_the_rows_that_three_have_saved(
     for number, server in enumerate(others.servers):
         held = server._groups["items+users"]
         for shard in find_shards(number, find_holders(servers, 1)):
-            _, parts = held.copy(shard)
+            parts = held.copy(shard).arrays
             for i in range(len(slots)):
                 arrays[i].append((shard, parts[1 + i]))
     for name, parts in zip(slots, arrays, strict=True):
@@ -302,7 +302,7 @@ def test_an_heir_copies_the_rows_of_its_server_and_takes_its_place() -> None:
     servers.servers[0].close()
     until(lambda: push() == (), "there is no heir any more")
     assert torch.equal(everything(client, step, 1)[0], expected(RULES[1], step)[0])
-    assert not client._suspects
+    assert not client.reader.find_suspects()
 
 
 def test_an_heir_is_asked_if_its_server_has_lost_its_rows() -> None:
@@ -411,7 +411,9 @@ def test_what_is_told_of_an_older_layout_changes_nothing() -> None:
     assert found.read(1, (1,), [torch.tensor([1])])
     found.hold((0, 1), 6)
     assert found.read(1, (0,), [torch.tensor([16])]) == ShardStanding(behind=((0, 0),))
-    (rows,) = found.read(0, (0,), [torch.tensor([16])])
+    read = found.read(0, (0,), [torch.tensor([16])])
+    assert isinstance(read, ShardRows)
+    (rows,) = read.arrays
     assert torch.equal(rows, everything(Servers(1).client(found.group), 0, 1)[0][16:17])
     assert found.take_dropped() == (), "nothing counts as damaged"
 
@@ -507,5 +509,5 @@ def test_orders_wait_until_no_answer_is_on_its_way() -> None:
     read = client.read(KEPT + 1, [torch.arange(ROWS)])
     assert torch.equal(read[0], expected(RULES[1], KEPT + 1)[0])
     until(lambda: any("copied" in line for line in servers.log), "the copy")
-    assert not client._suspects  # nobody was taken for unreachable
+    assert not client.reader.find_suspects()  # nobody was taken for unreachable
     assert late in mine

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from holdfast.core.servers.holdings import ShardStanding
 from holdfast.core.servers.placement import HEIRS, add_heirs, find_shards, lay_out
 from holdfast.core.types import ServerLayout
+from holdfast.servers.server_wire import Answer
 from holdfast.train.script.row_updates import ServerAccess
 
 
@@ -76,6 +77,15 @@ class HolderBook:
     def record_silence(self, server: int) -> None:
         """Record that a server or an heir has not answered an update."""
         self.access.heirs.record_silence(self._group, server)
+
+    def tell_of_damage(self, server: int, answer: Answer) -> None:
+        """Report shards that a server has dropped, as its answer says."""
+        if answer.dropped:
+            shards = ", ".join(map(str, answer.dropped))
+            self.access.tell(
+                f"{self.name(server)}: memory with rows of {self._group} has changed by itself; "
+                f"the server drops shards {shards} and gets them again"
+            )
 
     def _list_heirs(self, servers: int) -> list[int]:
         return [HEIRS + n for n in range(servers) if self.access.find_heir(n)]

@@ -65,6 +65,20 @@ class SentUpdate:
         self.steps, self.rates = tuple(update.steps), tuple(update.rates)
         self._grads = [torch.cat([update.grads[i] for i in run.tables]) for run in self.batch.runs]
 
+    def pick_update(self, shards: Sequence[int]) -> RowUpdate:
+        """Return the part of the update in these shards."""
+        places = self.batch.find_places(shards)
+        counts = self.batch.count_by_table(places)
+        dims = [run.dim for run in self.batch.runs for _ in run.tables]
+        sizes = [n * dim for n, dim in zip(counts, dims, strict=True)]
+        flat = self.pick_grads(places).split(sizes)
+        return RowUpdate(
+            keys=self.batch.keys[places].split(counts),
+            grads=[each.view(-1, dim) for each, dim in zip(flat, dims, strict=True)],
+            steps=self.steps,
+            rates=self.rates,
+        )
+
     def pick_grads(self, places: torch.Tensor) -> torch.Tensor:
         """Return the gradients at these places of the batch, as one flat array."""
         parts = zip(self._grads, self.batch.split_places(places), strict=True)

@@ -17,7 +17,7 @@ import torch
 from holdfast.core.servers.placement import SHARDS
 from holdfast.servers.key_index import KeyIndex
 from holdfast.servers.reserved_arrays import ReservedArrays
-from holdfast.servers.row_checksums import ShardChecksums
+from holdfast.servers.row_checksums import FingerprintHistory, ShardChecksums
 from holdfast.servers.row_optimizers import RowOptimizer
 from holdfast.servers.row_values import fill_rows, hash_keys
 from holdfast.servers.server_rows import RowUpdate
@@ -163,6 +163,7 @@ class KeyedTable:
             "seen": [self._counts.seen],
         }
         self.checksums = ShardChecksums(sets if undoes else {}, memory)
+        self.history = FingerprintHistory()
         for shard in shards:
             self.begin(shard)
 
@@ -270,12 +271,16 @@ class KeyedTable:
         used[places, LAST] = number
         slots = {name: self.arrays[name] for name in self._first_slots}
         self._rule.update_at(places, self.arrays["rows"], slots, grads, lr=rate, step=step)
-        self.checksums.seal(torch.cat([places, moves.places, moves.emptied]), "read", "updated")
-        self.checksums.seal(cells, "seen")
+        changed = torch.cat([places, moves.places, moves.emptied]).unique()
+        changes = self.checksums.seal(changed, "read", "updated")
+        changes += self.checksums.seal(cells, "seen")
+        if self._undoes:
+            self.history.record(number, changes)
 
     def forget_undos(self, floor: int) -> None:
         """Drop what undoes updates up to `floor`."""
         self._undos = [undo for undo in self._undos if undo.number > floor]
+        self.history.forget(floor)
 
     def parts(self, shard: int) -> Iterator[torch.Tensor]:
         """Yield the arrays of a shard."""
@@ -392,6 +397,7 @@ class KeyedTable:
             undo.drop_shard(places, cells, undo.added[self.shape.shards_of(undo.added) != shard])
             for undo in self._undos
         ]
+        self.history.drop(shard)
 
 
 class KeyedBlock:
@@ -424,6 +430,11 @@ class KeyedBlock:
             rate=update.rates[0],
             step=update.steps[0],
         )
+
+    def take_fingerprints(self, version: int) -> torch.Tensor:
+        """Return the fingerprint [SHARDS] of each shard as it was after `version` updates."""
+        (table,) = self.tables
+        return table.history.undo(table.checksums.totals, version)
 
     def forget_undos(self, floor: int) -> None:
         """Drop what undoes updates up to `floor`."""

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from holdfast.core.errors import WireError
-from holdfast.core.servers.reading import RowReading, RowReadingEffect
+from holdfast.core.servers.reading import Ask, RowReading, RowReadingEffect
 from holdfast.net import peer_stream
 from holdfast.servers import server_wire as wire
 from holdfast.servers.key_batch import KeyBatch
@@ -25,8 +25,8 @@ class Read(Protocol):
     reading: RowReading
     orders: list[RowReadingEffect]
 
-    def send(self, channel: socket.socket, shards: tuple[int, ...]) -> None:
-        """Ask a server for these shards. OSError."""
+    def send(self, channel: socket.socket, ask: Ask) -> None:
+        """Ask a server. OSError."""
 
     def receive(self, channel: socket.socket, answer: wire.Answer, shards: tuple[int, ...]) -> None:
         """Receive the arrays that follow an answer. OSError, WireError."""
@@ -60,12 +60,13 @@ class RowRead:
         """Return the shards that the keys are in."""
         return self._batch.find_shards()
 
-    def send(self, channel: socket.socket, shards: tuple[int, ...]) -> None:
-        """Ask for the rows of those keys that are in these shards. OSError."""
-        places = self._batch.find_places(shards)
+    def send(self, channel: socket.socket, ask: Ask) -> None:
+        """Ask for the rows of those keys that are in the wanted shards. OSError."""
+        places = self._batch.find_places(ask.shards)
         counts = self._batch.count_by_table(places)
-        name = self._group.name
-        request = wire.ReadRows(name, self.version, shards, counts, self._as_half)
+        request = wire.ReadRows(
+            self._group.name, self.version, ask.shards, counts, self._as_half, ask.compared
+        )
         peer_stream.send_message(channel, request)
         wire.send_array(channel, self._batch.keys[places])
 
@@ -92,9 +93,9 @@ class KeyRead:
         self.found: list[torch.Tensor] = []
         self.reading: RowReading
 
-    def send(self, channel: socket.socket, shards: tuple[int, ...]) -> None:
-        """Ask for the keys in these shards. OSError."""
-        request = wire.ListKeys(self._group, self.version, shards, self._table)
+    def send(self, channel: socket.socket, ask: Ask) -> None:
+        """Ask for the keys in the wanted shards. OSError."""
+        request = wire.ListKeys(self._group, self.version, ask.shards, self._table, ask.compared)
         peer_stream.send_message(channel, request)
 
     def receive(self, channel: socket.socket, answer: wire.Answer, shards: tuple[int, ...]) -> None:

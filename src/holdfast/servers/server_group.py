@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -32,11 +33,29 @@ from holdfast.core.servers.holdings import (
 )
 from holdfast.servers.keyed_rows import KeyedTable
 from holdfast.servers.server_rows import RowUpdate
-from holdfast.servers.server_wire import TABLES_MAX, TableGroup
+from holdfast.servers.server_wire import NEWEST, TABLES_MAX, TableGroup
 from holdfast.servers.table_set import TableSet
 
 EVERY_PLACE = range(1 << 62)
+EVERY_UPDATE = 1 << 62
 EARLY_S = 0.05  # a read waits for an update on its way up to this long
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRows:
+    """Has arrays that were read, and the fingerprints of the shards that were asked for."""
+
+    arrays: list[torch.Tensor]
+    fingerprints: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCopy:
+    """Has copies of all arrays of a shard, table by table, as of `version`."""
+
+    version: int
+    arrays: list[torch.Tensor]
+    fingerprint: int
 
 
 class ServerGroup:
@@ -51,10 +70,11 @@ class ServerGroup:
         self.group = group
         self.shards, self._layout = tuple(shards), layout
         self._laying_out = threading.Lock()
-        self._tables = TableSet(group, self.shards)
+        self.tables = TableSet(group, self.shards)
         self._holdings = Holdings(shards, WINDOW + group.staleness)
         self._updates: dict[int, RowUpdate] = {}  # early updates by token
-        self._copies: dict[int, list[list[torch.Tensor]]] = {}  # by shard: arrays of each table
+        # By shard: arrays of each table, and the fingerprint that they are to have, if it is known.
+        self._copies: dict[int, tuple[list[list[torch.Tensor]], int | None]] = {}
         self._tokens = 0
         self._pins: list[int] = []  # versions that are being saved
         self._damaged: set[int] = set()  # shards to drop
@@ -70,12 +90,12 @@ class ServerGroup:
             if layout <= self._layout:
                 return
             before = set(self.shards)
-            self._tables.fill([shard for shard in shards if shard not in before])
+            self.tables.fill([shard for shard in shards if shard not in before])
             with self._changed:
-                self._tables.hold(shards)
+                self.tables.hold(shards)
                 self.shards, self._layout = tuple(shards), layout
                 self._handle(ShardsChosen(self.shards))
-            self._tables.release(sorted(before - set(shards)))
+            self.tables.release(sorted(before - set(shards)))
 
     def check_same(self, group: TableGroup) -> None:
         """Raise UserError if workers describe the group in another way."""
@@ -93,18 +113,26 @@ class ServerGroup:
         )
 
     def read(
-        self, version: int, shards: Sequence[int], keys: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor] | ShardStanding:
-        """Return the rows of each table as of `version`, or how far the shards are. WireError."""
-        self._tables.check_keys(shards, keys)
+        self,
+        version: int,
+        shards: Sequence[int],
+        keys: Sequence[torch.Tensor],
+        compared: Sequence[int] = (),
+    ) -> ShardRows | ShardStanding:
+        """Return the rows of each table as of `version`, or how far the shards are. WireError.
+
+        The fingerprints are of these shards and of the `compared` ones.
+        """
+        self.tables.check_keys(shards, keys)
+        shards = [*shards, *compared]
         until = time.monotonic() + EARLY_S
         with self._changed:
             while True:
                 standing = self._holdings.judge(version, shards)
                 if standing.can_serve:
-                    found = self._tables.read(version, keys)
+                    found = self.tables.read(version, keys)
                     if not isinstance(found, set):
-                        return found
+                        return ShardRows(found, self._take_fingerprints(version, shards))
                     self._drop(found)
                     continue
                 left_s = until - time.monotonic()
@@ -120,12 +148,23 @@ class ServerGroup:
 
         `oldest`: they count as past if they cannot be read as of this version.
         """
-        self._tables.check_keys(shards, update.keys)
+        self.tables.check_keys(shards, update.keys)
         with self._changed:
             self._tokens += 1
             self._updates[self._tokens] = update
             self._handle(UpdateArrived(number, tuple(shards), self._tokens))
             return self._holdings.judge_span(number if oldest is None else oldest, number, shards)
+
+    def _take_fingerprints(self, version: int, shards: Sequence[int]) -> tuple[int, ...]:
+        found = self.tables.take_fingerprints(version).tolist()
+        return tuple(found[shard] for shard in shards)
+
+    def drop_wrong(self, shard: int, version: int, fingerprint: int) -> None:
+        """Drop a shard if this is its fingerprint after `version` updates, which is wrong."""
+        with self._changed:
+            standing = self._holdings.judge(version, [shard])
+            if standing.can_serve and self._take_fingerprints(version, [shard]) == (fingerprint,):
+                self._handle(ShardsDamaged((shard,)))
 
     def handle(self, event: CopyBegun | CopyFailed | ResetAsked) -> None:
         """Apply an event that brings no rows."""
@@ -136,7 +175,7 @@ class ServerGroup:
         """Look for memory that has changed by itself in this part of a shard's places."""
         with self._changed:
             is_held = shard in self.shards
-            if is_held and any(table.is_damaged(shard, part) for table in self._tables.all):
+            if is_held and any(table.is_damaged(shard, part) for table in self.tables.all):
                 self._drop({shard})
 
     def take_dropped(self) -> tuple[int, ...]:
@@ -171,57 +210,63 @@ class ServerGroup:
         with self._changed:
             if shard not in self.shards:
                 raise Damaged(f"shard {shard} of {self.group.name} is on another server now")
-            if self._tables.all[table].is_damaged(shard, EVERY_PLACE):
+            if self.tables.all[table].is_damaged(shard, EVERY_PLACE):
                 self._drop({shard})
             if not self._holdings.judge(version, [shard]).can_serve:
                 raise Damaged(f"shard {shard} of {self.group.name} has changed in memory by itself")
-            return self._tables.all[table].copy(shard, version, array)
+            return self.tables.all[table].copy(shard, version, array)
 
-    def array_names(self, table: int) -> list[str]:
-        """Return the names of the arrays of one table."""
-        return self._tables.all[table].array_names
+    def copy(self, shard: int, version: int = NEWEST) -> ShardCopy:
+        """Return copies of a shard's arrays as they are now, or after `version` updates. WireError.
 
-    def copy(self, shard: int) -> tuple[int, list[torch.Tensor]]:
-        """Return a shard's version, and copies of its arrays, table by table. WireError."""
+        It is refused if they are not known.
+        """
         self.scrub(shard, EVERY_PLACE)
         with self._changed:
             if shard not in self.shards:
                 raise WireError(f"shard {shard} is not on this server")
-            version = self._holdings.version(shard)
-            return version, [
-                part.clone() for table in self._tables.all for part in table.parts(shard)
+            if version == NEWEST:
+                version = self._holdings.version(shard)
+            if not self._holdings.judge(version, [shard]).can_serve:
+                raise WireError(f"shard {shard} is not known as of {version} updates")
+            arrays = [
+                table.copy(shard, version, array)
+                for table in self.tables.all
+                for array in range(len(table.array_names))
             ]
-
-    def make_room(self, shard: int) -> list[list[torch.Tensor]]:
-        """Return arrays to be filled with those of a shard, by table."""
-        return [
-            [torch.empty_like(part) for part in table.parts(shard)] for table in self._tables.all
-        ]
-
-    def sizes(self, shard: int, table: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return the shapes and types of a shard's arrays of one table."""
-        return [(tuple(part.shape), part.dtype) for part in self._tables.all[table].parts(shard)]
+            return ShardCopy(version, arrays, *self._take_fingerprints(version, [shard]))
 
     def keys_as_of(
-        self, version: int, shards: Sequence[int], table: int
-    ) -> torch.Tensor | ShardStanding:
-        """Return the keys of a table that have rows, or how far the shards are. WireError."""
-        kept = self._tables.all[table]
+        self, version: int, shards: Sequence[int], table: int, compared: Sequence[int] = ()
+    ) -> ShardRows | ShardStanding:
+        """Return the keys of a table that have rows, or how far the shards are. WireError.
+
+        The fingerprints are of these shards and of the `compared` ones.
+        """
+        every = [*shards, *compared]
+        kept = self.tables.all[table]
         if not isinstance(kept, KeyedTable):
             raise WireError(f"table {table} has rows for all its numbers, and no keys")
         for shard in shards:
             self.scrub(shard, EVERY_PLACE)
         with self._changed:
-            standing = self._holdings.judge(version, shards)
+            standing = self._holdings.judge(version, every)
             if not standing.can_serve:
                 return standing
-            return torch.cat([kept.keys_of(shard, version) for shard in shards])
+            none = torch.empty(0, dtype=torch.int64)
+            keys = torch.cat([none, *(kept.keys_of(shard, version) for shard in shards)])
+            return ShardRows([keys], self._take_fingerprints(version, every))
 
-    def adopt(self, arrived: CopyArrived, arrays: list[list[torch.Tensor]]) -> None:
-        """Take in a copy of a shard."""
+    def adopt(
+        self,
+        arrived: CopyArrived,
+        arrays: list[list[torch.Tensor]],
+        fingerprint: int | None = None,
+    ) -> None:
+        """Take in a copy of a shard; drop it again if it has another fingerprint than this."""
         shard = arrived.shard
         with self._changed:
-            self._copies[shard] = arrays
+            self._copies[shard] = arrays, fingerprint
             self._handle(arrived)
             self._copies.pop(shard, None)
 
@@ -231,13 +276,11 @@ class ServerGroup:
         for effect in self._holdings.handle(event):
             match effect:
                 case ApplyUpdate(number, shards, token):
-                    self._damaged |= self._tables.apply(number, shards, self._updates[token])
+                    self._damaged |= self.tables.apply(number, shards, self._updates[token])
                 case AdoptCopy(shard):
-                    pairs = zip(self._tables.all, self._copies.pop(shard), strict=True)
-                    for table, arrays in pairs:
-                        table.adopt(shard, arrays)
+                    self._adopt(shard)
                 case ResetShards(shards):
-                    for table in self._tables.all:
+                    for table in self.tables.all:
                         for shard in shards:
                             table.begin(shard)
                 case ForgetUpdate(token):
@@ -247,8 +290,15 @@ class ServerGroup:
         if self._damaged:
             self._drop(self._damaged)
             return
-        self._tables.forget_undos(min([self._holdings.floor, *self._pins]))
+        self.tables.forget_undos(min([self._holdings.floor, *self._pins]))
         self._changed.notify_all()
+
+    def _adopt(self, shard: int) -> None:
+        copied, fingerprint = self._copies.pop(shard)
+        for table, arrays in zip(self.tables.all, copied, strict=True):
+            table.adopt(shard, arrays)
+        if fingerprint not in (None, *self._take_fingerprints(EVERY_UPDATE, [shard])):
+            self._damaged.add(shard)
 
     def _drop(self, shards: set[int]) -> None:
         """Begin again with the first values of shards whose memory has changed by itself."""

@@ -17,7 +17,7 @@ import torch
 
 from holdfast.core.servers.placement import SHARDS
 from holdfast.servers.reserved_arrays import ReservedArrays
-from holdfast.servers.row_checksums import RowChecksums
+from holdfast.servers.row_checksums import FingerprintHistory, RowChecksums
 from holdfast.servers.row_optimizers import RowOptimizer
 from holdfast.servers.row_values import fill_rows
 from holdfast.servers.table_shape import TableShape, mark_shards
@@ -58,10 +58,12 @@ class UsedRows:
     """Keeps copies of the rows that a request names.
 
     `sizes`: how many of each table; `keys`, `places`: [n]; `rows`: [n, dim]; `slots`: [n, width].
+    `owners`: [n], the number of each one's table times SHARDS, plus its shard.
     """
 
     sizes: Sequence[int]
     keys: torch.Tensor
+    owners: torch.Tensor
     places: torch.Tensor
     rows: torch.Tensor
     slots: Mapping[str, torch.Tensor]
@@ -108,14 +110,20 @@ class RowBlock:
         self.arrays = {"rows": memory.make(total, dim)}
         self.arrays |= {name: memory.make(total, width) for name, (width, _) in slots.items()}
         self.undos: list[Undo] = []
+        self.history = FingerprintHistory()
         self.updated = memory.make(total if stale else 0, 0, torch.int64)  # by which update
         # Looked at before rows are read, and also the second before they are updated.
-        self.checksums = [RowChecksums([self.arrays["rows"]], memory)]
+        owners = len(shapes) * SHARDS
+        self.checksums = [RowChecksums([self.arrays["rows"]], memory, owners)]
         if slots:
-            self.checksums.append(RowChecksums([self.arrays[name] for name in slots], memory))
+            kept = [self.arrays[name] for name in slots]
+            self.checksums.append(RowChecksums(kept, memory, owners, 1))
         self._counts = torch.tensor([shape.count for shape in shapes])
         pairs = zip(shapes, starts, strict=True)
-        self.tables = [ServerTable(self, shape, start, shards) for shape, start in pairs]
+        self.tables = [
+            ServerTable(self, shape, start, shards, number * SHARDS)
+            for number, (shape, start) in enumerate(pairs)
+        ]
         # By table and shard, one after the other; shards that are not here are refused before.
         firsts = [t.places_of(shard).start for t in self.tables for shard in range(SHARDS)]
         self._first_places = torch.tensor(firsts)
@@ -184,22 +192,37 @@ class RowBlock:
                 found |= set((used.keys[wrong] % SHARDS).tolist())
         return found
 
-    def put(self, places: torch.Tensor, rows: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
-        """Write rows and slots at these places."""
+    def put(
+        self, used: UsedRows, rows: torch.Tensor, slots: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Write rows and slots to the places of used ones.
+
+        Returns the change of the fingerprints [SHARDS].
+        """
         for array, part in zip(self.arrays.values(), (rows, *slots), strict=True):
-            array.index_copy_(0, places, part)
+            array.index_copy_(0, used.places, part)
+        found = torch.zeros(SHARDS, dtype=torch.int64)
         for sums, parts in zip(self.checksums, ([rows], slots), strict=False):
-            sums.seal_copies(places, parts)
+            found += _sum_by_shard(sums.seal_copies(used.places, parts, used.owners))
+        return found
+
+    def take_fingerprints(self, version: int) -> torch.Tensor:
+        """Return the fingerprint [SHARDS] of each shard as it was after `version` updates."""
+        found = torch.zeros(SHARDS, dtype=torch.int64)
+        for sums in self.checksums:
+            found += _sum_by_shard(sums.totals)
+        return self.history.undo(found, version)
 
     def forget_undos(self, floor: int) -> None:
         """Drop what undoes updates up to `floor`."""
         self.undos = [undo for undo in self.undos if undo.number > floor]
+        self.history.forget(floor)
 
     def release(self, shard: int) -> None:
         """Give the memory of a shard back that is not held any more."""
-        for table in self.tables:
+        for number, table in enumerate(self.tables):
             for sums in self.checksums:
-                sums.release(table.places_of(shard))
+                sums.release(table.places_of(shard), number * SHARDS + shard)
 
     def _gather(self, keys: Sequence[torch.Tensor], *, whole: bool) -> UsedRows:
         """Copy the rows of these keys; `whole`: and their slots."""
@@ -213,7 +236,7 @@ class RowBlock:
         }
         sizes = [each.shape[0] for each in keys]
         rows = found.pop("rows")
-        return UsedRows(sizes=sizes, keys=every, places=places, rows=rows, slots=found)
+        return UsedRows(sizes=sizes, keys=every, owners=at, places=places, rows=rows, slots=found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +260,6 @@ class BlockUpdate:
         used = self.used
         if not len(used.places):
             return
-        self.block.undos.append(Undo(self.number, used.places, used.rows, used.slots))
         rows = used.rows.clone()
         slots = {name: each.clone() for name, each in used.slots.items()}
         stop = 0
@@ -246,18 +268,26 @@ class BlockUpdate:
             start, stop = stop, stop + sum(size for *_, size in tables)
             part = {name: each[start:stop] for name, each in slots.items()}
             self.block.rule.update(rows[start:stop], part, self.grads[start:stop], rate, step)
-        self.block.put(used.places, rows, list(slots.values()))
+        changes = self.block.put(used, rows, list(slots.values()))
+        self.block.history.record(self.number, changes)
+        self.block.undos.append(Undo(self.number, used.places, used.rows, used.slots))
         if len(self.block.updated):
             self.block.updated[used.places] = self.number
 
 
 class ServerTable:
-    """Is one table of a block: its places begin at `start`."""
+    """Is one table of a block. Its places begin at `start`, its parts' numbers at `first_owner`."""
 
     def __init__(
-        self, block: RowBlock, shape: TableShape, start: int, shards: Sequence[int]
+        self,
+        block: RowBlock,
+        shape: TableShape,
+        start: int,
+        shards: Sequence[int],
+        first_owner: int,
     ) -> None:
         self.shape, self._block, self._start, self._held = shape, block, start, list(shards)
+        self._first_owner = first_owner
 
     def places_of(self, shard: int) -> range:
         """Return where the arrays have a shard."""
@@ -324,12 +354,18 @@ class ServerTable:
     def _seal(self, shard: int) -> None:
         """Take all of a shard as it is now for right."""
         for sums in self._block.checksums:
-            sums.seal(self.places_of(shard))
+            sums.seal_part(self.places_of(shard), self._first_owner + shard)
 
     def _forget_undos(self, shard: int) -> None:
         """Drop what undoes updates of a shard: it has other rows now."""
         places, block = self.places_of(shard), self._block
         block.undos = [undo.drop_places(places) for undo in block.undos]
+        block.history.drop(shard)
+
+
+def _sum_by_shard(totals: torch.Tensor) -> torch.Tensor:
+    """Return the sums [SHARDS] over all tables of numbers [tables * SHARDS]."""
+    return totals.view(-1, SHARDS).sum(0)
 
 
 def number_tables(keys: Sequence[torch.Tensor]) -> torch.Tensor:

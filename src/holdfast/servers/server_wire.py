@@ -20,10 +20,11 @@ from holdfast.net import peer_stream
 from holdfast.servers.row_optimizers import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
 from holdfast.servers.table_shape import TableShape
 
-MAGIC = b"htable\0\2"
+MAGIC = b"htable\0\3"
 ARRAY_BYTES_MAX = 1 << 32  # the most in a message
 TABLES_MAX = 1 << 14  # the most in a group
 HALF_MAX = 65504.0  # the largest float16
+NEWEST = -1  # stands for the newest version of a shard
 RULES = {rule.__name__: rule for rule in (SGD, Adagrad, RowWiseAdagrad, LazyAdam)}
 
 
@@ -82,7 +83,8 @@ class BeginGroup(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class ReadRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Asks for rows as of a version. The keys follow: `counts` of each table, int64.
 
-    `as_half`: the rows are sent as float16.
+    The answer has the fingerprints of all these shards, and after them those of the `compared`
+    ones. `as_half`: the rows are sent as float16.
     """
 
     group: str
@@ -90,6 +92,7 @@ class ReadRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
     shards: tuple[int, ...]
     counts: tuple[int, ...]
     as_half: bool = False
+    compared: tuple[int, ...] = ()
 
 
 class GiveUpdate(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -122,19 +125,39 @@ class FetchShards(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ListKeys(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks for the keys of one table that have rows as of a version; they follow the answer."""
+    """Asks for the keys of one table that have rows as of a version; they follow the answer.
+
+    It has fingerprints, too, as that of ReadRows has.
+    """
 
     group: str
     version: int
     shards: tuple[int, ...]
     table: int
+    compared: tuple[int, ...] = ()
 
 
 class CopyShard(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks for all rows of a shard, as they are now; the arrays follow the answer."""
+    """Asks for all rows of a shard; the arrays follow the answer, which has their fingerprint.
+
+    It has them as they were after `version` updates; NEWEST: as they are now.
+    """
 
     group: str
     shard: int
+    version: int = NEWEST
+
+
+class DropShard(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Orders a server to drop a shard, if this is still its fingerprint after `version` updates.
+
+    Other servers have come to another one, which is right.
+    """
+
+    group: str
+    shard: int
+    version: int
+    fingerprint: int
 
 
 class ResetRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -173,13 +196,14 @@ Request: TypeAlias = (
     | FetchShards
     | ListKeys
     | CopyShard
+    | DropShard
     | ResetRows
     | SaveShards
     | LoadShards
 )
 
 
-Order: TypeAlias = FetchShards | ResetRows | SaveShards | LoadShards
+Order: TypeAlias = FetchShards | DropShard | ResetRows | SaveShards | LoadShards
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -188,7 +212,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
     `unknown`: the server does not know the group, so BeginGroup must come first. `version`: of the
     shard that was asked for. `dropped`: shards that the server has dropped since its last answer
-    of this kind, as its memory had changed by itself. The others are those of ShardStanding.
+    of this kind, as its memory had changed by itself. `fingerprints`: of the shards that were asked
+    for, equal on all servers that hold the same rows. The others are those of ShardStanding.
     """
 
     problem: str = ""
@@ -199,6 +224,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     version: int = 0
     sizes: tuple[int, ...] = ()
     dropped: tuple[int, ...] = ()
+    fingerprints: tuple[int, ...] = ()
 
     @property
     def standing(self) -> ShardStanding:

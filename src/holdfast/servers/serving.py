@@ -106,7 +106,11 @@ class RowServer:
             case wire.ListKeys():
                 self._list_keys(channel, group, request)
             case wire.CopyShard():
-                self._copy(channel, group, request.shard)
+                self._copy(channel, group, request)
+            case wire.DropShard(_, shard, version, fingerprint):
+                if group is not None:
+                    group.drop_wrong(shard, version, fingerprint)
+                peer_stream.send_message(channel, wire.Answer(unknown=group is None))
             case wire.FetchShards(_, source, shards, version):
                 if group is not None:
                     fetch = functools.partial(self._fetch_all, group, source)
@@ -154,13 +158,14 @@ class RowServer:
             peer_stream.send_message(channel, wire.Answer(unknown=True))
             return
         self._check_count(group, request.counts)
-        found = group.read(request.version, request.shards, keys)
+        found = group.read(request.version, request.shards, keys, request.compared)
         if isinstance(found, ShardStanding):
             peer_stream.send_message(channel, self._describe_standing(group, found))
             return
-        sizes = tuple(rows.numel() for rows in found)
-        peer_stream.send_message(channel, wire.Answer(sizes=sizes))
-        every = torch.cat([rows.reshape(-1) for rows in found])
+        sizes = tuple(rows.numel() for rows in found.arrays)
+        answer = wire.Answer(sizes=sizes, fingerprints=found.fingerprints)
+        peer_stream.send_message(channel, answer)
+        every = torch.cat([rows.reshape(-1) for rows in found.arrays])
         wire.send_array(channel, wire.round_to_half(every) if request.as_half else every)
 
     def _update(
@@ -208,21 +213,29 @@ class RowServer:
             return
         if not 0 <= request.table < len(group.group.tables):
             raise WireError(f"there is no table {request.table}")
-        keys = group.keys_as_of(request.version, request.shards, request.table)
-        if isinstance(keys, ShardStanding):
-            peer_stream.send_message(channel, self._describe_standing(group, keys))
+        found = group.keys_as_of(request.version, request.shards, request.table, request.compared)
+        if isinstance(found, ShardStanding):
+            peer_stream.send_message(channel, self._describe_standing(group, found))
             return
-        peer_stream.send_message(channel, wire.Answer(sizes=(len(keys),)))
+        (keys,) = found.arrays
+        answer = wire.Answer(sizes=(len(keys),), fingerprints=found.fingerprints)
+        peer_stream.send_message(channel, answer)
         wire.send_array(channel, keys)
 
-    def _copy(self, channel: socket.socket, group: ServerGroup | None, shard: int) -> None:
+    def _copy(
+        self, channel: socket.socket, group: ServerGroup | None, request: wire.CopyShard
+    ) -> None:
         if group is None:
             peer_stream.send_message(channel, wire.Answer(unknown=True))
             return
-        version, arrays = group.copy(shard)
-        sizes = tuple(array.numel() for array in arrays)
-        peer_stream.send_message(channel, wire.Answer(version=version, sizes=sizes))
-        for array in arrays:
+        copy = group.copy(request.shard, request.version)
+        answer = wire.Answer(
+            version=copy.version,
+            sizes=tuple(array.numel() for array in copy.arrays),
+            fingerprints=(copy.fingerprint,),
+        )
+        peer_stream.send_message(channel, answer)
+        for array in copy.arrays:
             wire.send_array(channel, array)
 
     def _begin_copy(
@@ -281,8 +294,7 @@ class RowServer:
             channel = peer_stream.connect(source, self._identity, wire.MAGIC, (0, 0, 0), FETCH_S)
             with channel:
                 while left:
-                    version, arrays = _fetch_shard(channel, group, left[0])
-                    group.adopt(CopyArrived(left[0], version), arrays)
+                    fetch_shard(channel, group, left[0])
                     left.pop(0)
         except (OSError, WireError) as error:
             self._say(f"shards {left} of {group.group.name} cannot be copied: {error}")
@@ -292,22 +304,22 @@ class RowServer:
             group.handle(CopyFailed(tuple(left)))
 
 
-def _fetch_shard(
-    channel: socket.socket, group: ServerGroup, shard: int
-) -> tuple[int, list[list[torch.Tensor]]]:
-    """Receive a shard's version, and its arrays by table. OSError, WireError."""
-    peer_stream.send_message(channel, wire.CopyShard(group.group.name, shard))
+def fetch_shard(
+    channel: socket.socket, group: ServerGroup, shard: int, version: int = wire.NEWEST
+) -> None:
+    """Copy a shard from another server, as it is there, or as of `version`. OSError, WireError."""
+    peer_stream.send_message(channel, wire.CopyShard(group.group.name, shard, version))
     answer = peer_stream.receive_message(channel, wire.Answer)
     if answer.unknown:
         raise WireError("the other server does not know these tables")
-    arrays = group.make_room(shard)
+    arrays = group.tables.make_room(shard)
     sizes = tuple(array.numel() for table in arrays for array in table)
-    if answer.sizes != sizes:
+    if answer.sizes != sizes or len(answer.fingerprints) != 1:
         raise WireError(f"shard {shard} has other sizes there")
     for table in arrays:
         for array in table:
             wire.fill_array(channel, array)
-    return answer.version, arrays
+    group.adopt(CopyArrived(shard, answer.version), arrays, *answer.fingerprints)
 
 
 def _check_begin(request: wire.BeginGroup) -> None:

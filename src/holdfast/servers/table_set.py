@@ -32,6 +32,9 @@ class TableBlock(Protocol):
     ) -> BlockUpdate | KeyedUpdate:
         """Begin to apply update `number` to these shards."""
 
+    def take_fingerprints(self, version: int) -> torch.Tensor:
+        """Return the fingerprint [SHARDS] of each shard as it was after `version` updates."""
+
     def forget_undos(self, floor: int) -> None:
         """Drop what undoes updates up to `floor`."""
 
@@ -80,6 +83,18 @@ class TableSet:
             for _, block in self._blocks:
                 block.release(shard)
 
+    def array_names(self, table: int) -> list[str]:
+        """Return the names of the arrays of one table."""
+        return self.all[table].array_names
+
+    def make_room(self, shard: int) -> list[list[torch.Tensor]]:
+        """Return arrays to be filled with those of a shard, by table."""
+        return [[torch.empty_like(part) for part in table.parts(shard)] for table in self.all]
+
+    def sizes(self, shard: int, table: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return the shapes and types of a shard's arrays of one table."""
+        return [(tuple(part.shape), part.dtype) for part in self.all[table].parts(shard)]
+
     def check_keys(self, shards: Sequence[int], keys: Sequence[torch.Tensor]) -> None:
         """Raise WireError for keys that these shards do not hold, or for shards of no table."""
         if not all(0 <= shard < SHARDS for shard in shards):
@@ -102,6 +117,16 @@ class TableSet:
             else:
                 rows |= zip(chosen, found, strict=True)
         return damaged or [rows[i] for i in range(len(keys))]
+
+    def take_fingerprints(self, version: int) -> torch.Tensor:
+        """Return the fingerprint [SHARDS] of each shard as it was after `version` updates.
+
+        It covers all rows and slots of all tables.
+        """
+        found = torch.zeros(SHARDS, dtype=torch.int64)
+        for number, (_, block) in enumerate(self._blocks):
+            found += (2 * number + 1) * block.take_fingerprints(version)
+        return found
 
     def apply(self, number: int, shards: Sequence[int], update: RowUpdate) -> set[int]:
         """Apply an update to those of these shards that are sound; return the others."""

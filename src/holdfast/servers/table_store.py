@@ -68,7 +68,7 @@ class _ShardItem:
 
     @property
     def _size(self) -> tuple[tuple[int, ...], torch.dtype]:
-        return self.group.sizes(self.shard, self.table)[self.array]
+        return self.group.tables.sizes(self.shard, self.table)[self.array]
 
 
 class TableStore:
@@ -90,7 +90,7 @@ class TableStore:
             _ShardItem(group, request.version, table, shard, array)
             for table in range(len(group.group.tables))
             for shard in request.shards
-            for array in range(len(group.array_names(table)))
+            for array in range(len(group.tables.array_names(table)))
         ]
         saving = self._store.begin(request.step, request.token, request.writer)
         try:
@@ -113,7 +113,7 @@ class TableStore:
             if entry.name.startswith(TABLES)
         }
         for shard in shards:
-            found = group.make_room(shard)
+            found = group.tables.make_room(shard)
             targets = []
             for table, arrays in enumerate(found):
                 for i, array in enumerate(arrays):
@@ -152,7 +152,7 @@ class TableStore:
 
 def name_of(group: ServerGroup, table: int, array: int) -> str:
     """Return the name of a table's array in a checkpoint."""
-    return f"{TABLES}{group.group.tables[table].name}.{group.array_names(table)[array]}"
+    return f"{TABLES}{group.group.tables[table].name}.{group.tables.array_names(table)[array]}"
 
 
 def _pick_entry(

@@ -35,8 +35,12 @@ class SimWorker:
     kept_after: int = 0
     reading: RowReading | None = None
     version: int = 0  # the read's
+    found: dict[int, int] = field(default_factory=dict)  # the values that the read has brought
+    heard: set[tuple[int, int]] = field(default_factory=set)  # shards and values that servers have
+    waits: bool = False  # it asks again in a moment
     attempt: int = 0  # grows when the job begins again, or the worker is replaced
-    suspects: dict[int, float] = field(default_factory=dict)
+    # Servers that did not answer: the name of the process, and until when it is asked last.
+    suspects: dict[int, tuple[str, float]] = field(default_factory=dict)
     heirs: set[int] = field(default_factory=set)  # servers that it knows to be moving
 
     @property
@@ -92,10 +96,15 @@ class ServerMoves:
         number = self._dice.randrange(self._layout.servers)
         if number in self._heirs or number in self._successors:
             return
-        self._heirs[number] = self._start(HEIRS + number)
-        self._time.servers[HEIRS + number] = self._heirs[number]
+        self._heirs[number] = heir = self._start(HEIRS + number)
+        self._time.servers[HEIRS + number] = heir
+
+        def learn(worker: SimWorker) -> None:
+            if number in self._heirs:  # words of a coordinator do not overtake each other
+                worker.heirs.add(number)
+
         for worker in self.workers:
-            self._tell_later(lambda w=worker: w.heirs.add(number))  # type: ignore[misc]
+            self._tell_later(lambda w=worker: learn(w))  # type: ignore[misc]
 
     def scale(self) -> None:
         """Have all rows come to another number of servers."""
@@ -112,18 +121,34 @@ class ServerMoves:
         layout, complete = worker.progress.layout.number, worker.progress.list_complete()
         self._tell_later(lambda: self._hear(worker.number, layout, complete))
 
-    def list_holders(self, shard: int) -> list[int]:
-        """Return the numbers of the processes that are to hold a shard now, and of their heirs."""
+    def find_holders(self, shard: int) -> list[SimServer]:
+        """Return the processes that are to hold a shard now, and the heirs of these."""
         holding = lay_out(self._layout, self._replicas)[shard]
-        return [*holding, *(HEIRS + number for number in holding if number in self._heirs)]
+        heirs = (HEIRS + number for number in holding if number in self._heirs)
+        return [self._time.servers[number] for number in (*holding, *heirs)]
+
+    def spoil(self) -> None:
+        """Let a server compute its next update of a shard wrongly.
+
+        It is a shard that all other servers have whole: two faults at once are not covered.
+        """
+        server = self._time.servers[self._dice.choice(self.list_running())]
+        others = [each for each in self._time.servers.values() if each is not server]
+        sound = [
+            shard
+            for shard in sorted(server.values)
+            if all(each.is_whole(shard, server.holdings.version(shard)) for each in others)
+        ]
+        if sound and not server.errors:
+            server.errors[self._dice.choice(sound)] = False
 
     def list_running(self) -> list[int]:
         """Return the numbers of all servers, and of the heirs that there are now."""
         return [*range(self._layout.servers), *(HEIRS + n for n in sorted(self._heirs))]
 
     def replace_worker(self, worker: SimWorker) -> None:
-        """Let another process take a worker's place, which knows the newest layout."""
-        worker.progress = self._make_progress()
+        """Let another process take a worker's place, which knows the newest layout and heirs."""
+        worker.progress, worker.heirs = self._make_progress(), set(self._heirs)
         self.report_complete(worker)
 
     def restart(self, server: SimServer) -> None:

@@ -40,12 +40,20 @@ class RowTruth:
 
     def __init__(self) -> None:
         self._values: list[list[int]] = [[shard] for shard in range(SHARDS)]
+        self.spoilt: set[int] = set()  # shards that a server has computed wrongly at some time
+        self.spread: set[int] = set()  # those that others have copied before that was noticed
 
     def value(self, shard: int, version: int) -> int:
         values = self._values[shard]
         while len(values) <= version:
             values.append(grow(shard, values[-1], len(values)))
         return values[version]
+
+    def grow_from(self, shard: int, value: int, start: int, stop: int) -> int:
+        """Return a shard's value after `stop` updates, given the one after `start` of them."""
+        for number in range(start + 1, stop + 1):
+            value = grow(shard, value, number)
+        return value
 
 
 class SimServer:
@@ -65,6 +73,8 @@ class SimServer:
         self.values: dict[int, int] = {}
         self._written: dict[int, int] = {}  # stands for the checksums of the rows
         self.damages = 0
+        # Shards whose next update it will compute wrongly (False), or has done so (True).
+        self.errors: dict[int, bool] = {}
         self._old: dict[int, list[tuple[int, int]]] = {}
         self._copies: dict[int, int] = {}
         self._tokens: set[int] = set()
@@ -95,14 +105,21 @@ class SimServer:
                     for shard in shards:
                         if shard not in damaged:
                             self._old[shard].append((number, self.values[shard]))
-                            self._write(shard, grow(shard, self.values[shard], number))
+                            value = grow(shard, self.values[shard], number)
+                            if self.errors.get(shard) is False:
+                                self.errors[shard] = True
+                                self._truth.spoilt.add(shard)
+                                value ^= self.number + 1
+                            self._write(shard, value)
                 case AdoptCopy(shard):
-                    self._write(shard, self._copies.pop(shard))
-                    self._old[shard].clear()
+                    value = self._copies.pop(shard)
+                    self._begin_shard(shard, value)
+                    if value != self._truth.value(shard, self.holdings.version(shard)):
+                        self.errors[shard] = True  # so it was where it came from
+                        self._truth.spread.add(shard)
                 case ResetShards(shards):
                     for shard in shards:
-                        self._write(shard, self._truth.value(shard, 0))
-                        self._old[shard].clear()
+                        self._begin_shard(shard, self._truth.value(shard, 0))
                 case ForgetUpdate(token):
                     self._tokens.discard(token)
                 case _:
@@ -114,10 +131,17 @@ class SimServer:
         for shard, value in self._written.items():
             version = self.holdings.version(shard)
             right = value == self._truth.value(shard, version)
-            self._need(right, f"shard {shard} is not as after {version} updates")
+            is_known = self.errors.get(shard, False)
+            self._need(right or is_known, f"shard {shard} is not as after {version} updates")
 
     def _write(self, shard: int, value: int) -> None:
         self.values[shard] = self._written[shard] = value
+
+    def _begin_shard(self, shard: int, value: int) -> None:
+        """Begin with a shard that has come from elsewhere, or with its first value."""
+        self._write(shard, value)
+        self._old[shard].clear()
+        self.errors.pop(shard, None)
 
     def flip(self, shard: int, bit: int) -> None:
         """Change a value as a fault of the memory does."""
@@ -137,6 +161,27 @@ class SimServer:
         found = [shard for shard in shards if shard in self.values and self.is_damaged(shard)]
         if found:
             self.drop(found)
+
+    def drop_wrong(self, shard: int, version: int, value: int) -> None:
+        """Begin again with a shard, if it has this value as of a version."""
+        standing = self.holdings.judge(version, [shard])
+        if standing.can_serve and self.read(shard, version) == value:
+            self.handle(ShardsDamaged((shard,)))
+
+    def is_whole(self, shard: int, version: int) -> bool:
+        """Return whether a shard is right and lacks one update at most, if it is held here."""
+        if self.is_dead or shard not in self.values:
+            return True
+        return shard not in self.errors and self.holdings.version(shard) >= version - 1
+
+    def find(self, shard: int, version: int) -> int | None:
+        """Return a value as of a version, if it can be read here now."""
+        known = self.holdings.judge(version, [shard]).can_serve
+        return self.read(shard, version) if known else None
+
+    def is_silent(self, now: float) -> bool:
+        """Return whether no request is answered."""
+        return self.is_dead or now < self.frozen_until or now < self.cut_until
 
     def read(self, shard: int, version: int) -> int:
         """Return a value as of a version, by undoing later updates."""

@@ -23,9 +23,11 @@ from holdfast.core.servers.holdings import (
 from holdfast.core.servers.placement import SHARDS, choose_part
 from holdfast.core.servers.reading import (
     Ask,
+    FindRight,
     Give,
     Lost,
     OrderCopy,
+    OrderDrop,
     OrderLoad,
     OrderReset,
     RowReading,
@@ -33,6 +35,7 @@ from holdfast.core.servers.reading import (
     WaitAgain,
     bring_up,
 )
+from holdfast.sim.row_checks import check_found, check_lost, judge
 from holdfast.sim.server_moves import ROWS, ServerMoves, SimWorker
 from holdfast.sim.simulated_servers import RowMessages, RowTruth, SimServer
 from holdfast.sim.wrong_bits import Violation
@@ -46,7 +49,8 @@ class TableSimOptions:
     """Describes a simulated job.
 
     `faults`, `moves`, `scales`: how many faults happen, how many moves of servers begin, and how
-    often another number of servers is asked for, before `quiet_at` (seconds).
+    often another number of servers is asked for, before `quiet_at` (seconds). `mistakes`: how often
+    a server computes an update wrongly.
     """
 
     servers: int = 3
@@ -58,6 +62,7 @@ class TableSimOptions:
     faults: int = 12
     moves: int = 0
     scales: int = 0
+    mistakes: int = 0
     quiet_at: float = 4.0
     ends_by: float = 120.0
 
@@ -76,6 +81,8 @@ class TableSimReport:
     gives: int
     restarts: int  # times that the whole job began again, since rows were lost
     damages: int  # shards that servers have dropped, since their memory had changed
+    disputes: int  # times that servers claimed different rows of a shard
+    unseen: int  # wrong rows that were used, as no other server could be asked
     faults: int
     moves: int  # servers that have moved
     scales: int  # times that all rows came to another number of servers
@@ -95,7 +102,7 @@ class TableWorld:
         self._begun_from: int | None = None  # the one that the job has gone back to
         self._tokens = 0
         self._kept = KEPT + options.staleness
-        counted = "reads", "copies", "gives", "restarts", "faults"
+        counted = "reads", "copies", "gives", "restarts", "faults", "disputes", "unseen"
         self._counts = dict.fromkeys(counted, 0)
 
     def run(self) -> TableSimReport:
@@ -106,6 +113,8 @@ class TableWorld:
             self._time.call_at(self._dice.uniform(0.05, self._options.quiet_at), self._moves.begin)
         for _ in range(self._options.scales):
             self._time.call_at(self._dice.uniform(0.05, self._options.quiet_at), self._moves.scale)
+        for _ in range(self._options.mistakes):
+            self._time.call_at(self._dice.uniform(0.05, self._options.quiet_at), self._moves.spoil)
         for worker in self._workers:
             self._time.call_at(self._dice.uniform(0, 0.05), self._starter(worker))
         while not self._is_over():
@@ -122,7 +131,10 @@ class TableWorld:
         )
 
     def _is_over(self) -> bool:
-        return all(worker.committed >= self._options.steps for worker in self._workers)
+        """Return whether all steps are taken, or the job is spoilt in a way that is not covered."""
+        return self._counts["unseen"] > 0 or all(
+            worker.committed >= self._options.steps for worker in self._workers
+        )
 
     # ------------------------------------------------------------ workers
 
@@ -138,10 +150,20 @@ class TableWorld:
     def _begin_read(self, worker: SimWorker) -> None:
         wanted = self._dice.sample(range(SHARDS), self._dice.randint(1, SHARDS))
         worker.version = max(worker.committed - self._options.staleness, 0)
-        suspects = [n for n, until in worker.suspects.items() if self._time.now < until]
+        suspects = [
+            number
+            for number, (name, until) in worker.suspects.items()
+            if self._time.now < until and self._time.servers[number].name == name
+        ]
         holders = worker.find_holders(sorted(wanted))
+        worker.found, worker.heard, worker.waits = {}, set(), False
         worker.reading = RowReading(
-            worker.version, holders, worker.kept_after, suspects, self._begun_from
+            worker.version,
+            holders,
+            worker.kept_after,
+            suspects,
+            self._begun_from,
+            worker.replicas,
         )
         self._go_on(worker, worker.reading)
 
@@ -150,6 +172,7 @@ class TableWorld:
             return
         if reading.is_done:
             worker.reading = None
+            self._counts["unseen"] += check_found(worker, self._truth)
             self._arrive(worker)
             return
         for effect in reading.next():
@@ -157,8 +180,16 @@ class TableWorld:
 
     def _carry_out(self, worker: SimWorker, reading: RowReading, effect: RowReadingEffect) -> None:
         match effect:
-            case Ask(server, shards):
-                self._ask(worker, reading, server, shards)
+            case Ask():
+                self._ask(worker, reading, effect)
+            case FindRight():
+                self._settle(worker, reading, effect)
+            case OrderDrop(server, shard, version, claim):
+                self._time.call(
+                    server,
+                    lambda target: target.drop_wrong(shard, version, claim),
+                    lambda _: None,
+                )
             case Give(server, after, shards):
                 self._give(worker, server, after, shards)
             case OrderCopy():
@@ -168,15 +199,21 @@ class TableWorld:
             case OrderLoad(server, shards):
                 self._order_load(server, shards)
                 self._go_on(worker, reading)
+            case WaitAgain() if worker.waits:
+                pass
             case WaitAgain():
+                worker.waits = True
 
                 def go_on_again() -> None:
+                    if worker.reading is not reading:
+                        return
+                    worker.waits = False
                     reading.try_again(worker.find_holders(reading.missing))
                     self._go_on(worker, reading)
 
                 self._time.call_after(WAIT_S, go_on_again)
             case Lost(shards):
-                self._check_lost(worker, shards)
+                check_lost(worker, shards, self._moves)
                 self._begin_again()
             case _:
                 assert_never(effect)
@@ -201,10 +238,9 @@ class TableWorld:
         if server.layout < 0 or follows:
             server.hold(worker.find_shards(number), worker.progress.layout.number)
 
-    def _ask(
-        self, worker: SimWorker, reading: RowReading, number: int, shards: tuple[int, ...]
-    ) -> None:
-        version = worker.version
+    def _ask(self, worker: SimWorker, reading: RowReading, ask: Ask) -> None:
+        version, number = worker.version, ask.server
+        shards, name = ask.shards + ask.compared, self._time.servers[ask.server].name
 
         def act(server: SimServer) -> object:
             self._begin_server(worker, number, server)
@@ -219,26 +255,39 @@ class TableWorld:
                 return
             effects: list[RowReadingEffect] = []
             if found is None:
-                worker.suspects[number] = self._time.now + 1.0
+                worker.suspects[number] = name, self._time.now + 1.0
                 reading.record_silence(number)
             elif isinstance(found, ShardStanding):
                 effects = reading.record_refusal(number, shards, found)
             else:
                 assert isinstance(found, dict)
-                self._check_read(number, version, found)
-                effects = reading.record_answer(number, shards)
+                self._counts["reads"] += len(ask.shards)
+                worker.heard |= set(found.items())
+                worker.found |= {shard: found[shard] for shard in ask.shards}
+                effects = reading.record_answer(number, ask.shards, found)
             for effect in effects:
                 self._carry_out(worker, reading, effect)
             self._go_on(worker, reading)
 
         self._time.call(number, act, answer)
 
-    def _check_read(self, number: int, version: int, found: dict[int, int]) -> None:
-        self._counts["reads"] += len(found)
-        for shard, value in found.items():
-            if value != self._truth.value(shard, version):
-                text = f"shard {shard} was read as of {version}, and was not as it was then"
-                raise Violation(f"server {number}: {text}")
+    def _settle(self, worker: SimWorker, reading: RowReading, dispute: FindRight) -> None:
+        """Let a worker settle a dispute, as servers/row_referee.py does."""
+        self._counts["disputes"] += 1
+
+        def settle() -> None:
+            if worker.reading is not reading:
+                return
+            servers = [self._time.servers[number] for number, _ in dispute.claims]
+            claims, right = judge(worker, dispute, servers, self._truth, self._time.now)
+            for effect in reading.settle(dispute.shard, claims, right):
+                if isinstance(effect, Lost):
+                    self._begin_again()
+                else:
+                    self._carry_out(worker, reading, effect)
+            self._go_on(worker, reading)
+
+        self._time.call_after(self._time.latency(), settle)
 
     def _give(self, worker: SimWorker, number: int, after: int, shards: tuple[int, ...]) -> None:
         require(after >= worker.kept_after, "an update that is not kept was to be given")
@@ -350,17 +399,6 @@ class TableWorld:
 
         self._time.call(number, load, lambda _: None)
 
-    def _check_lost(self, worker: SimWorker, shards: tuple[int, ...]) -> None:
-        for shard in shards:
-            for number in self._moves.list_holders(shard):  # whether the worker knows it or not
-                server = self._time.servers[number]
-                standing = server.holdings.judge(worker.version, [shard])
-                if not server.is_dead and standing.can_serve:
-                    raise Violation(
-                        f"shard {shard} was given up as of {worker.version}, but server {number} "
-                        "has it"
-                    )
-
     def _begin_again(self) -> None:
         """Let the whole job begin with its first step."""
         self._counts["restarts"] += 1
@@ -417,6 +455,7 @@ def draw_options(seed: int) -> TableSimOptions:
         faults=dice.choice((0, 4, 12, 30)),
         moves=dice.choice((0, 2, 8)),
         scales=dice.choice((0, 0, 2, 6)),
+        mistakes=dice.choice((0, 0, 0, 3, 20)),
     )
 
 

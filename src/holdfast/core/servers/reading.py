@@ -4,12 +4,16 @@ A worker reads rows as of a version, the number of updates that the job has comm
 the last updates itself, since all workers hold the sums that a step was committed with. So a server
 that lacks some of them is given these; one that lacks more copies the shards from another server.
 Rows are lost only if every server that holds them has answered, again and again, and none has them.
+
+All servers that answer for a shard must have the same rows of it, by their fingerprints, before
+any of these are used: a server may compute wrongly. If they differ, the worker finds out which are
+right, and the others drop theirs.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.core.errors import require
@@ -34,10 +38,14 @@ class Try(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Read the wanted rows of these shards from a server."""
+    """Read the wanted rows of these shards from a server.
+
+    `compared`: shards whose fingerprints alone are wanted.
+    """
 
     server: int
     shards: tuple[int, ...]
+    compared: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,27 @@ class OrderLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class FindRight:
+    """Find out which rows of a shard are right, as servers claim different ones.
+
+    `claims`: servers with the fingerprints that they have. RowReading.settle takes the right one.
+    """
+
+    shard: int
+    claims: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OrderDrop:
+    """Have a server drop a shard whose rows as of `version` are wrong, with this fingerprint."""
+
+    server: int
+    shard: int
+    version: int
+    fingerprint: int
+
+
+@dataclass(frozen=True, slots=True)
 class WaitAgain:
     """Wait a moment: a server may come back."""
 
@@ -91,20 +120,49 @@ class Lost:
     shards: tuple[int, ...]
 
 
-RowReadingEffect = Ask | Give | OrderCopy | OrderReset | OrderLoad | WaitAgain | Lost
+RowReadingEffect = (
+    Ask | Give | OrderCopy | OrderReset | OrderLoad | FindRight | OrderDrop | WaitAgain | Lost
+)
 
 
 @dataclass(slots=True)
 class _Shard:
+    """Keeps the state of one shard; `compared`: servers whose fingerprints are wanted."""
+
     tries: dict[int, Try]
+    compared: tuple[int, ...]
     gives: dict[int, int] = field(default_factory=dict)
     served_by: int | None = None
+    claims: dict[int, int] = field(default_factory=dict)  # fingerprints by server
+    is_settling: bool = False  # it is being found out whose rows are right
+    mends: int = 0  # times that a server was made to begin again with it
+    is_mended: bool = False  # one has begun again since all servers were asked the last time
+    is_doubted: bool = False  # servers have claimed different rows, and that is not settled
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether its rows are here, and are those of all servers that can be asked."""
+        return self.served_by is not None and not self.is_doubted and not self.unheard
+
+    @property
+    def unheard(self) -> list[int]:
+        """Return the servers whose fingerprints are still wanted."""
+        waiting = (Try.OPEN, Try.ASKED)
+        return [s for s in self.compared if self.tries[s] in waiting and s not in self.claims]
+
+    def choose_mended(self) -> int:
+        """Choose the server that begins again, each time another one, and let it be asked."""
+        server = [*self.tries][self.mends % len(self.tries)]
+        self.tries[server], self.is_mended = Try.OPEN, True
+        self.mends += 1
+        return server
 
 
 class RowReading:
     """Decides for one read, as the module describes.
 
     `holders`: of each shard, the servers that hold it in the order in which to ask them.
+    `replicas`: how many of these are to have the shard whole, the first ones: they are compared.
     `kept_after`: the worker keeps every update after this one, up to `version`. `stored`: the
     version of the rows in the checkpoint that the job has begun from, if it has.
     """
@@ -116,58 +174,120 @@ class RowReading:
         kept_after: int,
         suspects: Iterable[int] = (),
         stored: int | None = None,
+        replicas: int = 1,
     ) -> None:
-        self._version = version
+        self._version, self._replicas = version, replicas
         self._kept_after = kept_after
         self._can_load = stored is not None and kept_after <= stored <= version
         self._denials = 0
-        last = frozenset(suspects)
-        self._shards = {
-            shard: _Shard(dict.fromkeys(sorted(servers, key=lambda s: s in last), Try.OPEN))
-            for shard, servers in holders.items()
-        }
+        self._last = frozenset(suspects)
+        self._shards = {shard: self._begin(servers) for shard, servers in holders.items()}
         require(all(each.tries for each in self._shards.values()), "a shard without a server")
+
+    def _begin(self, servers: Sequence[int]) -> _Shard:
+        order = sorted(servers, key=lambda server: server in self._last)
+        compared = [s for s in servers[: self._replicas] if s not in self._last]
+        return _Shard(dict.fromkeys(order, Try.OPEN), tuple(compared))
 
     @property
     def is_done(self) -> bool:
-        """Return whether every shard was served."""
-        return all(each.served_by is not None for each in self._shards.values())
+        """Return whether every shard was served, and no server that can be asked has other rows."""
+        return all(each.is_done for each in self._shards.values())
 
     def next(self) -> list[RowReadingEffect]:
         """Return what to do now; nothing while answers are awaited, or once all is done."""
-        asks: dict[int, list[int]] = {}
+        asks: dict[int, tuple[list[int], list[int]]] = {}
+        disputes: list[RowReadingEffect] = []
         stuck: list[int] = []
         for shard, each in self._shards.items():
-            if each.served_by is not None or Try.ASKED in each.tries.values():
+            if each.is_done or each.is_settling or Try.ASKED in each.tries.values():
                 continue
             server = next((s for s, t in each.tries.items() if t is Try.OPEN), None)
-            if server is None:
+            if each.served_by is None and server is None:
                 stuck.append(shard)
-                continue
-            each.tries[server] = Try.ASKED
-            asks.setdefault(server, []).append(shard)
-        if asks:
-            return [Ask(server, tuple(shards)) for server, shards in asks.items()]
+            elif each.served_by is not None and not each.unheard:
+                each.is_settling = True
+                disputes.append(FindRight(shard, tuple(sorted(each.claims.items()))))
+            else:
+                serving = [server] if each.served_by is None and server is not None else []
+                for other in (*serving, *(s for s in each.unheard if s not in serving)):
+                    each.tries[other] = Try.ASKED
+                    asks.setdefault(other, ([], []))[other not in serving].append(shard)
+        if asks or disputes:
+            asked: list[RowReadingEffect] = [
+                Ask(server, tuple(wanted), tuple(compared))
+                for server, (wanted, compared) in asks.items()
+            ]
+            return asked + disputes
         open_shards = [each for each in self._shards.values() if each.served_by is None]
         is_awaited = any(Try.ASKED in each.tries.values() for each in open_shards)
         return [] if is_awaited or not stuck else self._unstick(stuck)
 
-    def record_answer(self, server: int, shards: Sequence[int]) -> list[RowReadingEffect]:
-        """Take in that a server has sent the rows; others that lack the shards fetch them there."""
-        behind: dict[int, list[int]] = {}
+    def record_answer(
+        self, server: int, shards: Sequence[int], claims: Mapping[int, int]
+    ) -> list[RowReadingEffect]:
+        """Take in that a server has sent the rows; others that lack the shards fetch them there.
+
+        `claims`: its fingerprints of these shards and of those that it was to compare.
+        """
+        for shard, claim in claims.items():
+            each = self._shards[shard]
+            each.tries[server], each.claims[server] = Try.OPEN, claim
+            each.is_doubted |= len(set(each.claims.values())) > 1
+        for shard in shards:
+            self._shards[shard].served_by = server
+        return self._order_copies(shards)
+
+    def _order_copies(self, shards: Iterable[int]) -> list[RowReadingEffect]:
+        """Have servers that lack these shards fetch them where they were served."""
+        behind: dict[tuple[int, int], list[int]] = {}
         for shard in shards:
             each = self._shards[shard]
-            each.tries[server], each.served_by = Try.OPEN, server
             for other, state in each.tries.items():
-                if state is Try.BEHIND:
-                    behind.setdefault(other, []).append(shard)
+                if state is Try.BEHIND and each.served_by is not None:
+                    behind.setdefault((other, each.served_by), []).append(shard)
         version = self._version
-        return [OrderCopy(other, server, tuple(found), version) for other, found in behind.items()]
+        return [
+            OrderCopy(other, server, tuple(found), version)
+            for (other, server), found in behind.items()
+        ]
+
+    def settle(
+        self, shard: int, claims: Mapping[int, int], right: int | None
+    ) -> list[RowReadingEffect]:
+        """Take in which fingerprint of a shard is right; None: nobody can say.
+
+        `claims`: the fingerprints by now; a server may have dropped its wrong rows in between.
+        Servers that claim another one drop the shard, and fetch it from another server. If nobody
+        can say, the shard is lost.
+        """
+        each, drops = self._shards[shard], list[RowReadingEffect]()
+        each.is_settling, each.is_doubted = False, right is None
+        for server, before in list(each.claims.items()):
+            now = claims.get(server)
+            if now is not None and now == before == right:
+                continue
+            del each.claims[server]
+            if each.served_by == server:
+                each.served_by = None
+            if now is None:
+                each.tries[server] = Try.UNREACHED
+            elif now == right:
+                each.tries[server] = Try.OPEN
+            else:
+                each.tries[server] = Try.BEHIND
+                drops.append(OrderDrop(server, shard, self._version, now))
+        if right is None and drops:
+            return [*drops, Lost((shard,))]
+        return drops + self._order_copies([shard])
 
     def record_refusal(
         self, server: int, shards: Sequence[int], standing: ShardStanding
     ) -> list[RowReadingEffect]:
-        """Take in that a server has answered how far it is instead."""
+        """Take in that a server has answered how far it is instead.
+
+        `shards`: all shards of the request, also those to compare.
+        """
         gives: dict[int, list[int]] = {}
         for shard in shards:
             self._shards[shard].tries[server] = Try.OPEN  # unless it is among the following
@@ -183,12 +303,15 @@ class RowReading:
             self._shards[shard].tries[server] = Try.PAST
         for shard in standing.copying:
             self._shards[shard].tries[server] = Try.UNREACHED
-        return [Give(server, have, tuple(found)) for have, found in sorted(gives.items())]
+        effects: list[RowReadingEffect] = [
+            Give(server, have, tuple(found)) for have, found in sorted(gives.items())
+        ]
+        return effects + self._order_copies(shard for shard, _ in standing.behind)
 
     def record_silence(self, server: int) -> None:
         """Take in that a server did not answer."""
         for each in self._shards.values():
-            if server in each.tries and each.served_by is None:
+            if server in each.tries and not each.is_done:
                 each.tries[server] = Try.UNREACHED
 
     @property
@@ -199,9 +322,10 @@ class RowReading:
     def try_again(self, holders: Mapping[int, Sequence[int]]) -> None:
         """Ask all servers again, after a wait. `holders`: the present ones of missing shards."""
         for shard in self.missing:
-            each = self._shards[shard]
-            each.tries = dict.fromkeys(holders[shard], Try.OPEN)
-            each.gives.clear()
+            before, each = self._shards[shard], self._begin(holders[shard])
+            each.is_doubted, each.mends = before.is_doubted, before.mends
+            each.claims = {s: claim for s, claim in before.claims.items() if s in each.tries}
+            self._shards[shard] = each
 
     def _unstick(self, stuck: Sequence[int]) -> list[RowReadingEffect]:
         resets: dict[int, list[int]] = {}
@@ -212,14 +336,12 @@ class RowReading:
             if Try.UNREACHED in each.tries.values():
                 self._denials = 0
                 return [WaitAgain()]
+            if each.is_mended:  # in vain: the server may not hold it any more, or not yet
+                return [WaitAgain()]
             if self._kept_after == 0:  # from the first values on, all can be made again
-                server = next(iter(each.tries))
-                each.tries[server] = Try.OPEN
-                resets.setdefault(server, []).append(shard)
+                resets.setdefault(each.choose_mended(), []).append(shard)
             elif self._can_load:
-                server = next(iter(each.tries))
-                each.tries[server] = Try.OPEN
-                loads.setdefault(server, []).append(shard)
+                loads.setdefault(each.choose_mended(), []).append(shard)
             else:
                 lost.append(shard)
         self._denials += bool(lost)
@@ -229,6 +351,22 @@ class RowReading:
             return [Lost(tuple(lost))]
         orders: list[RowReadingEffect] = [OrderReset(n, tuple(s)) for n, s in resets.items()]
         return orders + [OrderLoad(server, tuple(shards)) for server, shards in loads.items()]
+
+
+def can_begin_from(earlier: Mapping[int, int], claims: Mapping[int, int]) -> bool:
+    """Return whether a worker that settles a dispute can begin with the rows of an earlier version.
+
+    `earlier`: the fingerprints of servers that know that version; `claims`: those that there are
+    now. All servers that know it must have agreed then, and for each claim there must be one. If
+    all agree by now, since one has dropped its rows or copied those of another, any one will do.
+    """
+    sides = {claims[server] for server in earlier}
+    return len(set(earlier.values())) == 1 and sides == set(claims.values())
+
+
+def find_common(claims: Collection[int]) -> int | None:
+    """Return the fingerprint that all servers claim, if they agree."""
+    return next(iter(claims)) if len(set(claims)) == 1 else None
 
 
 def bring_up(

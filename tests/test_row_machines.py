@@ -1,0 +1,281 @@
+"""The machines of servers of tables, alone: which shards are where, and whom a reader asks."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.core.servers import reading
+from holdfast.core.servers.holdings import (
+    AdoptCopy,
+    ApplyUpdate,
+    CopyArrived,
+    ForgetUpdate,
+    Holdings,
+    ResetAsked,
+    ResetShards,
+    ShardsChosen,
+    ShardsDamaged,
+    ShardStanding,
+    UpdateArrived,
+)
+from holdfast.core.servers.placement import SHARDS, find_holders, find_shards, lay_out
+from holdfast.core.servers.reading import (
+    Ask,
+    FindRight,
+    Give,
+    Lost,
+    OrderCopy,
+    OrderDrop,
+    OrderLoad,
+    OrderReset,
+    RowReading,
+    WaitAgain,
+    can_begin_from,
+    find_common,
+)
+from holdfast.core.types import ServerLayout
+
+
+def test_shards_are_spread_evenly_and_stay_where_they_are() -> None:
+    for servers in range(1, 9):
+        holders = find_holders(servers, min(servers, 2))
+        assert all(len(set(each)) == min(servers, 2) for each in holders)
+        firsts = [each[0] for each in holders]
+        assert max(map(firsts.count, range(servers))) <= SHARDS // servers + 2
+        assert sorted({s for n in range(servers) for s in find_shards(n, holders)}) == list(
+            range(SHARDS)
+        )
+    few, more = find_holders(4, 1), find_holders(5, 1)
+    moved = sum(a != b for a, b in zip(few, more, strict=True))
+    assert 0 < moved <= SHARDS // 2
+
+
+def test_updates_are_applied_in_order_whenever_they_come() -> None:
+    holdings = Holdings([3])
+    assert not any(
+        isinstance(e, ApplyUpdate) for e in holdings.handle(UpdateArrived(2, (3,), token=20))
+    )
+    found = holdings.handle(UpdateArrived(1, (3,), token=10))
+    assert [(e.number, e.token) for e in found if isinstance(e, ApplyUpdate)] == [(1, 10), (2, 20)]
+    assert holdings.judge(2, [3]).can_serve
+    assert holdings.judge(0, [3]).can_serve
+    assert holdings.judge(3, [3]).behind == ((3, 2),)
+    assert holdings.judge(1, [4]).past == (4,)
+
+
+def test_rows_that_can_still_be_read_are_not_reset() -> None:
+    holdings = Holdings([0], window=4)
+    for number in range(1, 4):
+        holdings.handle(UpdateArrived(number, (0,), token=number))
+    assert holdings.handle(ResetAsked((0,))) == []
+    for number in range(4, 7):
+        holdings.handle(UpdateArrived(number, (0,), token=number))
+    assert holdings.judge(1, [0]).past == (0,)
+    assert holdings.handle(ResetAsked((0,)))
+    assert holdings.judge(0, [0]).can_serve
+
+
+def test_damaged_shards_begin_again_and_take_what_has_waited() -> None:
+    holdings = Holdings([0, 1])
+    holdings.handle(UpdateArrived(1, (0, 1), 1))
+    holdings.handle(UpdateArrived(3, (0, 1), 3))
+    assert holdings.handle(ShardsDamaged((1, 5))) == [ResetShards((1,))]
+    assert [holdings.version(shard) for shard in (0, 1)] == [1, 0]
+    assert holdings.judge(1, [0, 1]) == ShardStanding(behind=((1, 0),))
+    holdings.handle(UpdateArrived(1, (1,), 4))
+    effects = holdings.handle(UpdateArrived(2, (0, 1), 5))
+    assert ApplyUpdate(3, (0, 1), 3) in effects
+
+
+def test_a_server_holds_other_shards_and_forgets_what_waited_for_the_former_ones() -> None:
+    holdings = Holdings([0, 1])
+    holdings.handle(UpdateArrived(1, (0, 1), 1))
+    holdings.handle(UpdateArrived(3, (1,), 3))
+    assert holdings.handle(ShardsChosen((0, 2))) == [ForgetUpdate(3)]
+    assert holdings.judge(1, [0, 1, 2]) == ShardStanding(behind=((2, 0),), past=(1,))
+    assert holdings.handle(CopyArrived(2, 1)) == [AdoptCopy(2)]
+    assert holdings.judge_span(0, 1, [0]).can_serve
+    assert holdings.judge_span(0, 1, [2]) == ShardStanding(past=(2,))
+    holdings.check()
+
+
+def test_rows_are_on_their_former_servers_until_all_are_where_they_are_to_be() -> None:
+    former, later = find_holders(3, 2), find_holders(4, 2)
+    changing = lay_out(ServerLayout(number=1, count=3, goal=4), 2)
+    for shard in range(SHARDS):
+        assert changing[shard][:2] == former[shard]
+        assert set(changing[shard]) == {*former[shard], *later[shard]}
+    assert lay_out(ServerLayout(number=2, count=4, goal=4), 2) == later
+
+
+def test_a_reader_asks_another_server_and_has_the_first_one_copy() -> None:
+    read = RowReading(9, {0: (4, 7)}, kept_after=5)
+    assert read.next() == [Ask(4, (0,))]
+    assert read.record_refusal(4, (0,), ShardStanding(behind=((0, 2),))) == []
+    assert read.next() == [Ask(7, (0,))]
+    assert read.record_answer(7, (0,), {0: 1}) == [OrderCopy(4, 7, (0,), 9)]
+    assert read.is_done
+
+
+def test_a_reader_gives_what_it_keeps() -> None:
+    read = RowReading(9, {0: (4, 7)}, kept_after=5)
+    read.next()
+    assert read.record_refusal(4, (0,), ShardStanding(behind=((0, 6),))) == [Give(4, 6, (0,))]
+    assert read.next() == [Ask(4, (0,))]
+
+
+def test_rows_are_used_once_all_servers_claim_the_same() -> None:
+    read = RowReading(9, {0: (4, 7), 1: (7, 4)}, kept_after=5, replicas=2)
+    assert read.next() == [Ask(4, (0,), (1,)), Ask(7, (1,), (0,))]
+    read.record_answer(4, (0,), {0: 11, 1: 21})
+    assert not read.is_done
+    assert read.next() == []
+    read.record_answer(7, (1,), {0: 11, 1: 22})
+    assert read.next() == [FindRight(1, ((4, 21), (7, 22)))]
+    assert read.next() == []
+    orders = read.settle(1, {4: 21, 7: 22}, 21)
+    assert orders == [OrderDrop(7, 1, 9, 22)]
+    assert read.next() == [Ask(4, (1,))]
+    assert read.record_answer(4, (1,), {1: 21}) == [OrderCopy(7, 4, (1,), 9)]
+    assert read.is_done
+
+
+def test_a_server_that_has_dropped_its_rows_in_between_is_out_of_the_dispute() -> None:
+    read = RowReading(9, {0: (4, 7)}, kept_after=5, replicas=2)
+    read.next()
+    read.record_answer(4, (0,), {0: 11})
+    read.record_answer(7, (), {0: 12})
+    assert read.next() == [FindRight(0, ((4, 11), (7, 12)))]
+    assert read.settle(0, {7: 12}, 12) == []
+    assert read.next() == [Ask(7, (0,))]
+    read.record_answer(7, (0,), {0: 12})
+    assert read.is_done
+
+
+def test_a_server_that_has_right_rows_by_now_gives_them_again() -> None:
+    read = RowReading(9, {0: (4, 7)}, kept_after=5, replicas=2)
+    read.next()
+    read.record_answer(4, (0,), {0: 11})
+    read.record_answer(7, (), {0: 12})
+    read.next()
+    assert read.settle(0, {4: 12, 7: 12}, 12) == []
+    assert read.next() == [Ask(4, (0,))]
+
+
+def test_rows_are_lost_if_nobody_can_say_whose_are_right() -> None:
+    read = RowReading(9, {0: (4, 7)}, kept_after=5, replicas=2)
+    read.next()
+    read.record_answer(4, (0,), {0: 11})
+    read.record_answer(7, (), {0: 12})
+    read.next()
+    drops = [OrderDrop(4, 0, 9, 11), OrderDrop(7, 0, 9, 12)]
+    assert read.settle(0, {4: 11, 7: 12}, None) == [*drops, Lost((0,))]
+
+
+def test_a_server_that_falls_silent_is_not_waited_for() -> None:
+    read = RowReading(9, {0: (4, 7)}, kept_after=5, replicas=2)
+    read.next()
+    read.record_answer(4, (0,), {0: 11})
+    read.record_silence(7)
+    assert read.is_done
+
+
+@pytest.mark.parametrize(("kept_after", "stored"), [(0, None), (5, 5)])
+def test_a_server_that_was_mended_in_vain_may_not_hold_the_shard_any_more(
+    kept_after: int, stored: int | None
+) -> None:
+    read = RowReading(9, {0: (4,)}, kept_after, stored=stored)
+    for _ in range(2):
+        assert read.next() == [Ask(4, (0,))]
+        read.record_refusal(4, (0,), ShardStanding(past=(0,)))
+        assert isinstance(read.next()[0], OrderReset | OrderLoad)
+        assert read.next() == [Ask(4, (0,))]
+        read.record_refusal(4, (0,), ShardStanding(past=(0,)))
+        assert read.next() == [WaitAgain()]
+        read.try_again({0: (4,)})
+    read.try_again({0: (7,)})
+    assert read.next() == [Ask(7, (0,))]
+
+
+def test_each_server_is_made_to_begin_again_in_turn() -> None:
+    read = RowReading(0, {0: (4, 7)}, kept_after=0)
+    mended = []
+    for _ in range(3):
+        for _ in range(2):
+            (asked,) = read.next()
+            assert isinstance(asked, Ask)
+            read.record_refusal(asked.server, (0,), ShardStanding(past=(0,)))
+        (order,) = read.next()
+        assert isinstance(order, OrderReset)
+        mended.append(order.server)
+        assert read.next() == [Ask(order.server, (0,))]
+        read.record_refusal(order.server, (0,), ShardStanding(past=(0,)))
+        assert read.next() == [WaitAgain()]
+        read.try_again({0: (4, 7)})
+    assert mended == [4, 7, 4]
+
+
+def test_a_claim_is_remembered_while_the_rows_are_asked_for_again() -> None:
+    read = RowReading(9, {0: (4, 7)}, kept_after=5, replicas=2)
+    read.next()
+    read.record_answer(7, (), {0: 12})
+    read.record_silence(4)
+    assert read.next() == [Ask(7, (0,))]
+    read.record_silence(7)
+    assert read.next() == [WaitAgain()]
+    read.try_again({0: (4, 7)})
+    assert read.next() == [Ask(4, (0,))]
+    read.record_answer(4, (0,), {0: 11})
+    assert read.next() == [FindRight(0, ((4, 11), (7, 12)))]
+
+
+def test_suspects_and_heirs_are_not_compared() -> None:
+    read = RowReading(1, {0: (4, 7, 70)}, 0, suspects=[4], replicas=2)
+    assert read.next() == [Ask(7, (0,))]
+    read.record_answer(7, (0,), {0: 5})
+    assert read.is_done
+
+
+def test_a_dispute_begins_where_all_servers_agreed() -> None:
+    assert can_begin_from({4: 1, 7: 1}, {4: 2, 7: 3})
+    assert not can_begin_from({4: 1}, {4: 2, 7: 3})
+    assert not can_begin_from({4: 1, 7: 2}, {4: 2, 7: 3})
+    assert can_begin_from({4: 1}, {4: 2, 7: 2})
+    assert can_begin_from({4: 1}, {4: 2})
+    assert can_begin_from({4: 1, 7: 1}, {4: 2, 7: 3, 9: 3})
+    assert not can_begin_from({7: 1, 9: 1}, {4: 2, 7: 3, 9: 3})
+    assert not can_begin_from({}, {4: 2})
+
+
+def test_servers_that_disagree_have_no_common_claim() -> None:
+    assert find_common([5, 5, 5]) == 5
+    assert find_common([5, 6, 5]) is None
+    assert find_common([]) is None
+
+
+def test_suspects_are_asked_last() -> None:
+    assert RowReading(1, {0: (4, 7)}, 0, suspects=[4]).next() == [Ask(7, (0,))]
+
+
+def test_rows_are_given_up_only_when_all_have_answered_again_and_again() -> None:
+    read = RowReading(9, {0: (4,)}, kept_after=8)
+    for _ in range(reading.DENIALS_MAX):
+        assert read.next() == [Ask(4, (0,))]
+        read.record_refusal(4, (0,), ShardStanding(past=(0,)))
+        found = read.next()
+        read.try_again({0: (4,)})
+    assert found == [Lost((0,))]
+    for _ in range(3 * reading.DENIALS_MAX):
+        read = RowReading(9, {0: (4, 7)}, kept_after=8)
+        read.next()
+        read.record_refusal(4, (0,), ShardStanding(past=(0,)))
+        read.next()
+        read.record_silence(7)
+        assert not any(isinstance(e, Lost) for e in read.next())
+
+
+def test_a_job_that_keeps_every_update_has_rows_made_again() -> None:
+    read = RowReading(0, {0: (4,)}, kept_after=0)
+    read.next()
+    read.record_refusal(4, (0,), ShardStanding(past=(0,)))
+    assert read.next() == [OrderReset(4, (0,))]
