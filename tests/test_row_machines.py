@@ -140,12 +140,18 @@ def test_rows_are_used_once_all_servers_claim_the_same() -> None:
     assert read.is_done
 
 
-def test_a_server_that_has_dropped_its_rows_in_between_is_out_of_the_dispute() -> None:
+def begin_dispute() -> RowReading:
+    """Return a read whose servers 4 and 7 claim different rows of shard 0."""
     read = RowReading(9, {0: (4, 7)}, kept_after=5, replicas=2)
     read.next()
     read.record_answer(4, (0,), {0: 11})
     read.record_answer(7, (), {0: 12})
     assert read.next() == [FindRight(0, ((4, 11), (7, 12)))]
+    return read
+
+
+def test_a_server_that_has_dropped_its_rows_in_between_is_out_of_the_dispute() -> None:
+    read = begin_dispute()
     assert read.settle(0, {7: 12}, 12) == []
     assert read.next() == [Ask(7, (0,))]
     read.record_answer(7, (0,), {0: 12})
@@ -153,21 +159,13 @@ def test_a_server_that_has_dropped_its_rows_in_between_is_out_of_the_dispute() -
 
 
 def test_a_server_that_has_right_rows_by_now_gives_them_again() -> None:
-    read = RowReading(9, {0: (4, 7)}, kept_after=5, replicas=2)
-    read.next()
-    read.record_answer(4, (0,), {0: 11})
-    read.record_answer(7, (), {0: 12})
-    read.next()
+    read = begin_dispute()
     assert read.settle(0, {4: 12, 7: 12}, 12) == []
     assert read.next() == [Ask(4, (0,))]
 
 
 def test_rows_are_lost_if_nobody_can_say_whose_are_right() -> None:
-    read = RowReading(9, {0: (4, 7)}, kept_after=5, replicas=2)
-    read.next()
-    read.record_answer(4, (0,), {0: 11})
-    read.record_answer(7, (), {0: 12})
-    read.next()
+    read = begin_dispute()
     drops = [OrderDrop(4, 0, 9, 11), OrderDrop(7, 0, 9, 12)]
     assert read.settle(0, {4: 11, 7: 12}, None) == [*drops, Lost((0,))]
 

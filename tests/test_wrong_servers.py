@@ -81,6 +81,13 @@ def spoil(servers: Servers, number: int, calls: range, slot: bool = False) -> No
             table._rule = WrongRule(table._rule, calls)
 
 
+def train(client: RowClient, steps: int) -> None:
+    """Send some updates, and read all rows after each of them."""
+    for step in range(1, steps + 1):
+        client.push(step, update(step, 1))
+        everything(client, step, 1)
+
+
 def wrong_lines(servers: Servers) -> list[str]:
     return [line for line in servers.log if "wrongly" in line or "whose" in line]
 
@@ -162,9 +169,7 @@ def test_rows_are_given_up_if_nobody_can_say_whose_are_right() -> None:
     servers = Servers(2, 2)
     client = servers.client(group(RULES[1], "items"))
     begin(client)
-    for step in range(1, KEPT + 3):
-        client.push(step, update(step, 1))
-        everything(client, step, 1)
+    train(client, KEPT + 2)
     (held,) = servers.servers[1]._groups.values()
     key = torch.tensor([4])
     part = RowUpdate(keys=[key], grads=[torch.ones(1, 5)], steps=[1], rates=[0.1])
@@ -212,9 +217,7 @@ def test_a_copy_that_has_changed_on_its_way_is_dropped(monkeypatch: pytest.Monke
     servers = Servers(2, 2)
     client = servers.client(group(RULES[1], "items"))
     begin(client)
-    for step in range(1, KEPT + 3):
-        client.push(step, update(step, 1))
-        everything(client, step, 1)
+    train(client, KEPT + 2)
     flips = [1]
 
     def adopt(group: ServerGroup, arrived: CopyArrived, arrays: Any, *rest: Any) -> None:
@@ -341,9 +344,7 @@ def test_a_worker_that_waits_for_nobody_makes_no_server_begin_again() -> None:
     servers = Servers(1)
     client = servers.client(group(RULES[1], "items"))
     begin(client)
-    for step in range(1, KEPT + 6):
-        client.push(step, update(step, 1))
-        everything(client, step, 1)
+    train(client, KEPT + 5)
 
     def give_up(why: str) -> None:
         raise UserError(why)

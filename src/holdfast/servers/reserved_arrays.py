@@ -42,7 +42,7 @@ class ReservedArrays:
         return torch.zeros(shape, dtype=dtype)
 
     def release(self, arrays: Iterable[torch.Tensor], places: range) -> None:
-        """Free the memory of these places [first dimension], which nobody may read afterwards."""
+        """Free the memory of these places [first dimension]; do not read them afterwards."""
         for array in arrays:
             room = self._maps.get(array.data_ptr())
             if room is None:

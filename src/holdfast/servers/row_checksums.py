@@ -89,7 +89,7 @@ class RowChecksums:
         return torch.cat(damaged) if damaged else torch.empty(0, dtype=torch.int64)
 
     def release(self, places: range, owner: int) -> None:
-        """Free the memory of an owner's rows and their checksums, which nobody may read then."""
+        """Free the memory of an owner's rows and their checksums; do not read them afterwards."""
         self._memory.release([*self._words, self._sums], places)
         self.totals[owner] = 0
 
@@ -182,7 +182,7 @@ class ShardChecksums:
             each.seal_part(range(first, first + self._sizes[name]), shard)
 
     def release(self, shard: int) -> None:
-        """Free the memory of a shard and its checksums, which nobody may read afterwards."""
+        """Free the memory of a shard and its checksums; do not read them afterwards."""
         for name, each in self._sets.items():
             first = shard * self._sizes[name]
             each.release(range(first, first + self._sizes[name]), shard)

@@ -34,15 +34,15 @@ from holdfast.servers.server_connection import ServerConnection
 
 SUSPECT_S = 2.0  # a server that did not answer is asked last for so long
 TOLD_S = 5.0  # a read that waits longer is reported
-PAUSE_S = 0.02  # between two rounds in which nobody could answer
-ForServer: TypeAlias = Ask | Give | OrderCopy | OrderDrop | OrderReset | OrderLoad
+PAUSE_S = 0.02  # between two rounds without any answer
+Order: TypeAlias = Give | OrderCopy | OrderDrop | OrderReset | OrderLoad
 
 
 class RowReader:
     """Reads rows over connections of its own; belongs to one thread.
 
     `lose`: called with a sentence if rows are lost; does not return. `stored`: the version and the
-    step of the checkpoint that the job has begun from, if it has.
+    step of the checkpoint from which the job has begun, if there is one.
     """
 
     def __init__(
@@ -51,14 +51,13 @@ class RowReader:
         book: HolderBook,
         kept: KeptUpdates,
         lose: Callable[[str], object],
-        stored: tuple[int, int] | None = None,
     ) -> None:
         self._group, self._book, self._kept, self._lose = group, book, kept, lose
-        self.stored = stored
+        self.stored: tuple[int, int] | None = None
         self._connections: dict[int, ServerConnection] = {}
         # Servers that did not answer: where they listened, and until when they are asked last.
         self._suspects: dict[int, tuple[str, float]] = {}
-        # Shards by the servers that drop them, and whether it is known that these are wrong.
+        # Shards by the servers that drop them, and whether these are known to be wrong.
         self._dropped: dict[tuple[tuple[int, ...], bool], list[int]] = {}
         self._referee = RowReferee(group, kept, self._find_connection)
 
@@ -68,7 +67,7 @@ class RowReader:
             connection.close()
 
     def find_suspects(self) -> list[int]:
-        """Return the servers that did not answer lately, and are where they were then."""
+        """Return the servers that did not answer lately, at the address that they still have."""
         now, find = time.monotonic(), self._book.find_address
         suspects = self._suspects.items()
         return [n for n, (address, until) in suspects if now < until and find(n) == address]
@@ -108,7 +107,7 @@ class RowReader:
                 self._carry_out(job, Lost(tuple(reading.missing)) if mends and not waits else order)
             self._tell_of_drops(job)
 
-    def _try(self, job: Read, effect: ForServer, act: Callable[[Read, Any], None]) -> bool:
+    def _try(self, job: Read, effect: Ask | Order, act: Callable[[Read, Any], None]) -> bool:
         """Do something with a server; return whether it could be done."""
         try:
             act(job, effect)
@@ -170,7 +169,7 @@ class RowReader:
                 "all drop them"
             )
 
-    def _order(self, _: Read, effect: ForServer) -> None:
+    def _order(self, _: Read, effect: Order) -> None:
         """Send a server an order, or updates. OSError, WireError, UserError."""
         connection, name = self._find_connection(effect.server), self._group.name
         match effect:
@@ -185,8 +184,6 @@ class RowReader:
             case OrderLoad(_, shards):
                 assert self.stored is not None, "there is a checkpoint"
                 connection.order(wire.LoadShards(name, self.stored[1], shards))
-            case Ask():
-                raise AssertionError("asked elsewhere")
             case _:
                 assert_never(effect)
 

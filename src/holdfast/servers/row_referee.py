@@ -56,7 +56,6 @@ class RowReferee:
         self, shard: int, heard: dict[int, int], servers: list[int], version: int
     ) -> int | None:
         """Return the fingerprint that this worker computes, from rows on which servers agree."""
-        own = ServerGroup(self._group, (shard,))
         first = self._kept.find_start(version)
         start, sources = 0, dict[int, int]()
         for earlier in range(version - 1, first - 1, -1):
@@ -67,6 +66,7 @@ class RowReferee:
                 break
         if not sources and first > 0:
             return None
+        own = ServerGroup(self._group, (shard,))
         if start > 0 and not any(self._copy(own, n, shard, start, sources[n]) for n in sources):
             return None
         for number, update in self._kept.list_since(start):

@@ -58,12 +58,11 @@ def judge(
     shard, version = dispute.shard, worker.version
     asked, claims, heard = dict[int, SimServer](), dict[int, int](), dict[int, int]()
     for (number, before), server in zip(dispute.claims, servers, strict=True):
-        value = None if server.is_silent(now) else server.find(shard, version)
-        if value is not None:
+        if server.is_silent(now):
+            heard[number] = before
+        elif (value := server.find(shard, version)) is not None:
             claims[number] = heard[number] = value
             asked[number] = server
-        elif server.is_silent(now):
-            heard[number] = before
     if not claims:
         return claims, None
     for start in range(version - 1, worker.kept_after - 1, -1):

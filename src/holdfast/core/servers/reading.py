@@ -141,7 +141,7 @@ class _Shard:
 
     @property
     def is_done(self) -> bool:
-        """Return whether its rows are here, and are those of all servers that can be asked."""
+        """Return whether its rows are here, and no server that can be asked has other rows."""
         return self.served_by is not None and not self.is_doubted and not self.unheard
 
     @property
@@ -209,10 +209,14 @@ class RowReading:
                 each.is_settling = True
                 disputes.append(FindRight(shard, tuple(sorted(each.claims.items()))))
             else:
-                serving = [server] if each.served_by is None and server is not None else []
-                for other in (*serving, *(s for s in each.unheard if s not in serving)):
+                others = each.unheard
+                if each.served_by is None and server is not None:
+                    others = [other for other in others if other != server]
+                    each.tries[server] = Try.ASKED
+                    asks.setdefault(server, ([], []))[0].append(shard)
+                for other in others:
                     each.tries[other] = Try.ASKED
-                    asks.setdefault(other, ([], []))[other not in serving].append(shard)
+                    asks.setdefault(other, ([], []))[1].append(shard)
         if asks or disputes:
             asked: list[RowReadingEffect] = [
                 Ask(server, tuple(wanted), tuple(compared))
@@ -228,7 +232,7 @@ class RowReading:
     ) -> list[RowReadingEffect]:
         """Take in that a server has sent the rows; others that lack the shards fetch them there.
 
-        `claims`: its fingerprints of these shards and of those that it was to compare.
+        `claims`: its fingerprints of all shards of the request.
         """
         for shard, claim in claims.items():
             each = self._shards[shard]
@@ -255,11 +259,10 @@ class RowReading:
     def settle(
         self, shard: int, claims: Mapping[int, int], right: int | None
     ) -> list[RowReadingEffect]:
-        """Take in which fingerprint of a shard is right; None: nobody can say.
+        """Take in the right fingerprint of a shard; None: it is unknown, and the shard is lost.
 
-        `claims`: the fingerprints by now; a server may have dropped its wrong rows in between.
-        Servers that claim another one drop the shard, and fetch it from another server. If nobody
-        can say, the shard is lost.
+        `claims`: the present fingerprints; a server may have dropped its wrong rows in between.
+        Servers with another one drop the shard, and fetch it from another server.
         """
         each, drops = self._shards[shard], list[RowReadingEffect]()
         each.is_settling, each.is_doubted = False, right is None
@@ -336,7 +339,7 @@ class RowReading:
             if Try.UNREACHED in each.tries.values():
                 self._denials = 0
                 return [WaitAgain()]
-            if each.is_mended:  # in vain: the server may not hold it any more, or not yet
+            if each.is_mended:  # the order had no effect: perhaps the server does not hold it
                 return [WaitAgain()]
             if self._kept_after == 0:  # from the first values on, all can be made again
                 resets.setdefault(each.choose_mended(), []).append(shard)
@@ -357,8 +360,8 @@ def can_begin_from(earlier: Mapping[int, int], claims: Mapping[int, int]) -> boo
     """Return whether a worker that settles a dispute can begin with the rows of an earlier version.
 
     `earlier`: the fingerprints of servers that know that version; `claims`: those that there are
-    now. All servers that know it must have agreed then, and for each claim there must be one. If
-    all agree by now, since one has dropped its rows or copied those of another, any one will do.
+    now. All servers that know it must have agreed then, and each claim must be one of theirs. If
+    they agree now, because one has dropped its rows or copied others, a single server is enough.
     """
     sides = {claims[server] for server in earlier}
     return len(set(earlier.values())) == 1 and sides == set(claims.values())
