@@ -234,6 +234,11 @@ SCALES = SERVERS | {  # other numbers of servers are asked for, and workers die
     "faults": ("scale", "worker_crash", "partition"),
     "fault_every_s": 0.7,
 }
+LOST_ROWS = MEMORY | {  # servers lose the rows of all states that there are
+    "servers": 2,
+    "save_every": 3,
+    "faults": ("rows_lost", "worker_crash", "all_lost"),
+}
 SPARES = {"slots": 3, "spares": 1, "hot_spares": True, "vranks": 12, "workers_min": 1}
 FLIPS = {  # most bits flip while an update runs, so that the next checkpoint is wrong
     "slots": 1,
@@ -311,6 +316,8 @@ TUNED: dict[str, dict[str, object]] = {
     "rows_of_an_earlier_layout_count": SCALES | {"faults": ("scale", "drain")},
     "the_first_layout_is_back_after_the_journal_was_lost": SCALES
     | {"faults": ("scale", "coordinator_crash", "journal_lost")},
+    "states_whose_rows_are_lost_are_recalled": LOST_ROWS,
+    "rows_that_are_lost_once_are_lost_for_ever": LOST_ROWS,
     "nobody_is_asked_to_join": QUIET,
     "views_follow_each_other_for_no_reason": QUIET,
     "nobody_fences_without_a_lease": PARTITIONS,

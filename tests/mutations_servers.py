@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from holdfast.core.membership import server_places
 from holdfast.core.membership.departure import Departure
+from holdfast.core.membership.durable import Durable
+from holdfast.core.membership.facts import Facts
+from holdfast.core.membership.protection import Protection
+from holdfast.core.types import ViewNumber
 from holdfast.sim.world import Machines
 from mutation_kit import mutation
 
@@ -85,4 +91,28 @@ def rows_of_an_earlier_layout_count(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def the_first_layout_is_back_after_the_journal_was_lost(patch: pytest.MonkeyPatch) -> Machines:
     patch.setattr(server_places.ServerPlaces, "recall_layout", lambda self, statuses: self)
+    return Machines()
+
+
+@mutation
+def states_whose_rows_are_lost_are_recalled(patch: pytest.MonkeyPatch) -> Machines:
+    plain = Protection.note_failures
+
+    def note(self: Protection, facts: Facts, durable: Durable, *, is_discarded: bool) -> Protection:
+        return plain(self, facts, durable, is_discarded=False)
+
+    patch.setattr(Protection, "note_failures", note)
+    return Machines()
+
+
+@mutation
+def rows_that_are_lost_once_are_lost_for_ever(patch: pytest.MonkeyPatch) -> Machines:
+    """Once a worker has found rows lost, no later state is recalled either."""
+    plain = Protection.note_failures
+
+    def note(self: Protection, facts: Facts, durable: Durable, *, is_discarded: bool) -> Protection:
+        found = plain(self, facts, durable, is_discarded=is_discarded)
+        return replace(found, useless=ViewNumber(1 << 30)) if is_discarded else found
+
+    patch.setattr(Protection, "note_failures", note)
     return Machines()

@@ -388,6 +388,24 @@ def test_events_of_workers_are_told_with_their_worker() -> None:
     assert [(e.text, e.worker) for e in found] == [("step 4 is saved", 1)]
 
 
+def test_nodes_that_are_all_to_be_left_are_used_until_others_come() -> None:
+    """The job has lost its state, and would wait for ever otherwise."""
+    job = begun("a", "b")
+    first = job.number
+    for name in ("a", "b"):
+        job.node(name, draining="it is needed elsewhere")
+    for worker, name in enumerate(("a", "b")):
+        job.say(name, worker, stage=Stage.LOST, promised=first, state=StateCopy.INITIAL)
+    for worker, name in enumerate(("a", "b")):
+        again = Incarnation(2)
+        job.known[name] = status(worker, incarnation=again)
+        job.say(name, worker)
+    job.pass_time(job.now + 30.0)
+    assert job.view is not None
+    assert job.number > first
+    assert job.view.workers == (0, 1)
+
+
 # ---------------------------------------------------------------- the end
 
 

@@ -240,7 +240,7 @@ def test_servers_have_the_rows_of_one_table_and_save_them(servers: int, tmp_path
     first = store.begin(40, "token", 0)
     first.commit([first.write([], 0), *first.gather(4, 30.0)], {})
     others = Servers(servers, 1, tmp_path).client(described(rule, **rules))
-    others.begin_from(steps, 40, [])
+    others.begin_from(steps, 40)
     assert torch.equal(others.read(steps, [every])[0], alone.read(every, steps))
     assert torch.equal(others.read_keys(steps, 0), keys)
 

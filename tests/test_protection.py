@@ -377,7 +377,7 @@ def test_a_state_that_nodes_claim_to_hold_but_do_not_give_is_not_asked_for_for_e
     def recalled(failed: bool, now: float, known: Recall = recall) -> Recall:
         nonlocal protection
         found = facts(failed, now, known)
-        protection = protection.note_failures(found, durable)
+        protection = protection.note_failures(found, durable, is_discarded=False)
         again = protection.recall(found, durable)
         assert again == protection.recall(found, durable), "asking changes nothing"
         return again
@@ -390,3 +390,20 @@ def test_a_state_that_nodes_claim_to_hold_but_do_not_give_is_not_asked_for_for_e
     assert (found.base, found.view, found.step) == (2, 0, 2)
     other = dataclasses.replace(recall, sources=recall.sources[:0])
     assert recalled(True, 21.0 + LEASE.abandon_s, other).step == 5  # not that view
+
+
+def test_states_whose_rows_are_lost_are_not_recalled() -> None:
+    """Only a checkpoint has rows as well; pieces of later views count again."""
+    durable, facts = Durable([2]), three_nodes()
+    assert facts.view is not None
+    number = facts.view.number
+    for servers, step in ((0, 5), (2, 2)):
+        protection = Protection(RS, servers=servers)
+        protection = protection.note_failures(facts, durable, is_discarded=True)
+        recall = protection.recall(facts, durable)
+        assert recall is not None
+        assert recall.step == step
+    again = view_of(0, 1, 2, number=ViewNumber(number + 1), joiners=(0, 1, 2), resume_step=2)
+    _, found = protection.protect(again, facts.view, Roster(None, 0.0))
+    assert is_invalidated(found.abandoned, 1, number)
+    assert not is_invalidated(found.abandoned, 1, again.number)

@@ -244,7 +244,7 @@ def test_any_number_of_servers_loads_the_rows_that_three_have_saved(
 
     others = Servers(servers, 1, tmp_path)
     client = others.client(described)
-    client.begin_from(STEPS, 40, [])
+    client.begin_from(STEPS, 40)
     found = everything(client, STEPS, 2)
     wanted, slots = expected(rule, STEPS)
     assert torch.equal(found[0], wanted)

@@ -560,7 +560,8 @@ def test_a_writer_that_dies_is_noticed_and_what_it_wrote_is_garbage(
     popen.wait(RUN_S)
     assert read_answer(answers) == SaveAnswer(problem="the checkpoint writer has died")
     assert store.steps() == []
-    assert store.collect().packs == 1
+    left = store.storage.names("packs/")  # it may have got further than its share
+    assert store.collect().packs == len(left) >= 1
     assert store.storage.names("") == []
 
 

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Start, finish
+from conftest import Start, computed_twice, finish
 from holdfast.core.servers.placement import SHARDS, find_holders
 from holdfast.servers import EmbeddingBag
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
 from holdfast.testing.local_run import LocalRun, strike
+from test_memory_tier import recalls
 
 STEPS = 60
+MEMORY = ("--redundancy", "replicate:1", "--protect-every", "4")
 Digest = Callable[[int], str]
 
 
@@ -171,10 +173,13 @@ def until_saved(tmp_path: Path, run: LocalRun, step: int) -> None:
     run.until(lambda: any(each >= step for each in store.steps()), 60, f"a checkpoint of {step}")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), MEMORY])
 def test_rows_that_are_lost_everywhere_come_from_a_checkpoint(
-    start: Start, digest: Digest, tmp_path: Path
+    more: tuple[str, ...], start: Start, digest: Digest, tmp_path: Path
 ) -> None:
-    run = paced(start, 80, 2, saving(tmp_path, 2))
+    """The nodes' memory has a newer state, which is of no use without its rows."""
+    run = paced(start, 80, 2, (*saving(tmp_path, 2), *more))
     with run:
         pids = servers_of(run, 2)
         until_saved(tmp_path, run, 20)
@@ -184,6 +189,55 @@ def test_rows_that_are_lost_everywhere_come_from_a_checkpoint(
     assert "are lost" in run.events("tables")[0]["text"]
     (back,) = [event["text"] for event in run.events("back")]
     assert int(back.rpartition(" ")[2]) >= 20
+    assert recalls(run) == []
+
+
+@pytest.mark.parametrize(
+    ("staleness", "shares"),
+    [
+        (0, True),
+        pytest.param(0, False, marks=pytest.mark.slow),
+        pytest.param(3, False, marks=pytest.mark.slow),
+    ],
+)
+def test_all_workers_are_lost_and_the_memory_of_their_node_has_the_rest(
+    staleness: int, shares: bool, start: Start, digest: Digest
+) -> None:
+    """With --shard-optimizer the loss of one ends all of them."""
+    late = ("--staleness", str(staleness))
+    options = (*flags(3, 2), *late, *MEMORY, *(("--shard-optimizer",) if shares else ()))
+    expected = digest(STEPS)
+    if staleness:
+        with start(nproc=1, script="tables.py", options=(*flags(1), *late)) as run:
+            expected = finish(run)
+    run = paced(start, STEPS, 2, options)
+    with run:
+        servers_of(run, 3)
+        until_step(run, 30)
+        for pid in list(run.members().values())[: 1 if shares else 2]:
+            strike(pid)
+        assert finish(run) == expected
+    (step,) = recalls(run)
+    assert step >= 30
+    assert not run.events("back")
+    assert computed_twice(run) == []
+
+
+@pytest.mark.slow
+def test_everything_but_the_memory_of_a_node_is_lost(
+    start: Start, digest: Digest, tmp_path: Path
+) -> None:
+    """The state is recalled, its rows prove to be lost, and the newest checkpoint counts."""
+    run = paced(start, 80, 2, (*saving(tmp_path, 2), *MEMORY))
+    with run:
+        pids = servers_of(run, 2)
+        until_saved(tmp_path, run, 20)
+        until_step(run, 50)
+        for pid in (*pids.values(), *run.members().values()):
+            strike(pid)
+        assert finish(run) == digest(80)
+    assert len(recalls(run)) == 1
+    assert len(run.events("back")) == 1
 
 
 def test_a_job_whose_every_process_was_killed_goes_on_with_its_rows(

@@ -161,7 +161,7 @@ def _server_conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]
             f"{say('servers.replicas')} is greater than {say('servers.count')}: each replica "
             "of a row needs its own server, so use more servers or fewer replicas"
         )
-    for key in ("memory.redundancy", "workers.procs", "stragglers.backup"):
+    for key in ("workers.procs", "stragglers.backup"):
         if SETTINGS[key].value_in(spec) != SETTINGS[key].default:
             yield (
                 f"{say('servers.count')} and {say(key)} exclude each other: leave one of them out"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -47,14 +47,18 @@ class RowClient:
         self.reader = RowReader(group, self.book, self._kept, access.lose)
         self._queues: dict[int, queue.Queue[tuple[int, tuple[int, ...]]]] = {}
 
-    def begin_from(self, version: int, step: int, unread: Iterable[RowUpdate]) -> None:
+    def begin_from(self, version: int, step: int) -> None:
         """Record that the state has come from the checkpoint of `step`, as has each row.
 
-        `version`: how many updates the rows there have had. `unread`: the updates after these.
+        `version`: how many updates the rows there have had.
         """
         self.reader.stored = version, step
-        updates = enumerate(unread, version + 1)
-        self._kept.replace({n: SentUpdate(self._group.tables, each) for n, each in updates})
+
+    def keep_unread(self, version: int, unread: Sequence[RowUpdate]) -> None:
+        """Keep the updates after `version`, which came with the state, if they are not kept yet."""
+        if unread and self._kept.find(version + len(unread)) is None:
+            updates = enumerate(unread, version + 1)
+            self._kept.replace({n: SentUpdate(self._group.tables, each) for n, each in updates})
 
     def read(
         self, version: int, keys: Sequence[torch.Tensor], *, as_half: bool = False

@@ -94,6 +94,8 @@ class ServedOptimizer(torch.optim.Optimizer):
     UserError for a table that cannot be served.
     """
 
+    is_on_servers = True
+
     def __init__(
         self,
         params: Sequence[torch.Tensor],
@@ -118,6 +120,8 @@ class ServedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self.param_groups[0].setdefault("unread", [])
         self.param_groups[0].setdefault("staleness", self._staleness)
+        if self._client is not None:  # it may be the only one that has these updates
+            self._client.keep_unread(self._saved_version, [_unpack(each) for each in self._unread])
 
     def connect(self, access: ServerAccess) -> None:
         """Use the job's servers from now on."""
@@ -143,12 +147,9 @@ class ServedOptimizer(torch.optim.Optimizer):
             self._client.save(self._saved_version, step, token, first, parts)
 
     def note_checkpoint(self, step: int) -> None:
-        """Record that the state has come from a checkpoint, which holds all rows as well.
-
-        The state holds the updates that the rows there do not have yet.
-        """
+        """Record that the state has come from a checkpoint, which holds all rows as well."""
         if self._client is not None:
-            self._client.begin_from(self._saved_version, step, map(_unpack, self._unread))
+            self._client.begin_from(self._saved_version, step)
 
     def find_rows(self, ids: Sequence[torch.Tensor], *, newest: bool = False) -> list[FoundRows]:
         """Return the rows of each table's ids as this step reads them.

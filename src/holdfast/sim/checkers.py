@@ -35,7 +35,7 @@ from holdfast.sim.arithmetic import (
     task,
 )
 from holdfast.sim.endings import Endings, is_out_of_time
-from holdfast.sim.memories import Memories
+from holdfast.sim.memories import LostRows, Memories
 from holdfast.sim.promises import Promises
 from holdfast.sim.proofs import Proofs
 from holdfast.sim.quiet_times import QuietTimes
@@ -91,10 +91,10 @@ class Truth:
         self._shares: dict[tuple[int, ViewNumber], dict[int, Copy]] = {}  # by rank
         self.invalidations: Invalidations = ()  # checkpoints withdrawn from the store
         self._doubts: Invalidations = ()  # what any worker has known of
-        self.restores = 0
         self.drops: dict[tuple[int, int], bool] = {}  # sums that left out late results
         self.again: dict[tuple[int, int], bool] = {}  # steps that a view computes again
         self.count: Counter[str] = Counter()  # number of events, by kind
+        self.rows = LostRows()
         self.reaches: Callable[[AgentId], bool] = lambda agent: True  # by the world
 
     def start(self) -> None:
@@ -232,7 +232,7 @@ class Truth:
             if (member.worker, member.incarnation) not in self.processes:
                 raise Violation(f"view {view.number} has a member that was never started: {member}")
         before = self.views.get(self.newest)
-        self.promises.check_view(before, view)
+        self.promises.check_view(before, view, now)
         self.views[view.number] = view
         self.newest = view.number
         for member in before.members if before else ():
@@ -262,24 +262,26 @@ class Truth:
                 raise Violation(f"starting again although worker {process.key} holds the state")
         from_store = view.recall is None or not view.recall.view
         if not view.donors and view.base and from_store:
-            self.restores += 1
             if view.base not in self.saved and not view.invalidations:
                 raise Violation(f"view {view.number} begins from a checkpoint that nobody saved")
         if not view.donors:
             self.memories.check_new_beginning(
-                view, lambda a: self.reaches(a) and not self.promises.is_given_up(a, now)
+                view,
+                lambda a: self.reaches(a) and not self.promises.is_given_up(a, now),
+                is_useless=before is not None and self.rows.are_lost(before.number),
             )
             self.errors.check_view_beginning(view)
             if self._options.backup.workers:
                 step = view.resume_step
                 self.compute_rest(step, expected_sum(self.states[step], step, self.vranks))
         for fed in view.fed:
-            wrong = self.processes[fed.worker, fed.incarnation].feeds.is_wrong
-            if wrong and not self.errors.hidden:
+            follower = self.processes[fed.worker, fed.incarnation]
+            if follower.feeds.is_wrong and not self.errors.hidden:
                 raise Violation(f"worker {fed.worker} joins with something wrong that it was fed")
         self._check_balance(view)
         self.spare_rules.check_view(view)
         self.memories.record_view(view)
+        self.rows.record_view(view)
 
     def _is_state_discarded(self, view: View) -> bool:
         """Return whether a member knows that no member's state can be trusted."""

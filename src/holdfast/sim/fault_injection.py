@@ -127,6 +127,9 @@ class Faults:
                 self._strike_rack(kind)
             case "all_lost":
                 self._lose_all(live)
+            case "rows_lost":
+                self._note(kind)
+                world.truth.rows.lose()
             case "coordinator_crash":
                 self._note(kind)
                 world.coordinator.crash()

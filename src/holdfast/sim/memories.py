@@ -173,8 +173,11 @@ class Memories:
         self._dropped[agent] = max(self._dropped.get(agent, 0), step)
         self._bases.setdefault((step, view), {})[agent] = self.of[agent].losses
 
-    def check_new_beginning(self, view: View, reach: Reach) -> None:
-        """Check that a view that begins from memory begins as far as it must."""
+    def check_new_beginning(self, view: View, reach: Reach, *, is_useless: bool) -> None:
+        """Check that a view that begins from memory begins as far as it must.
+
+        `is_useless`: memory may hold states whose rows are lost.
+        """
         known, step = view.invalidations, 0
         invalid = False  # a state that counts replaces older ones, even if it is wrong
         for (base, protects), knows in self._bases.items():
@@ -183,7 +186,7 @@ class Memories:
                 step = max(step, base)
         while self._outlives(step, known, reach):
             step += 1
-        if view.resume_step < step and not invalid:
+        if view.resume_step < step and not invalid and not is_useless:
             raise Violation(
                 f"view {view.number} begins from step {view.resume_step}: step {step} was committed"
                 ", and no part has lost more pieces than it may"
@@ -266,3 +269,31 @@ class Memories:
         told = {shard for _, shard, _ in self._layouts.get(view, [])}
         whole = bool(counts) and min(counts) >= self._redundancy.data and told == set(parts)
         return found if whole else None
+
+
+class LostRows:
+    """Observes the views of a run, and decides which of them have lost their rows.
+
+    The simulator of jobs has no rows. All of them are lost at once, and then every state that was
+    made before is of no use: also one that the nodes' memory gives back, since no rows are kept
+    there. Only a job that begins from a checkpoint, or from its initial state, has its rows again.
+    """
+
+    def __init__(self) -> None:
+        self._begun_in: dict[int, int] = {}  # views, by the ones in which their rows were made
+        self._lost_in = -1  # rows that were made in views up to this one are lost
+
+    def record_view(self, view: View) -> None:
+        """Record a new view. It goes on with the rows of the one before it, or begins with new."""
+        before = self._begun_in[max(self._begun_in)] if self._begun_in else view.number
+        goes_on = bool(view.donors) or view.recall is not None
+        self._begun_in[view.number] = before if goes_on else view.number
+
+    def lose(self) -> None:
+        """Lose all rows that there are."""
+        if self._begun_in:
+            self._lost_in = max(self._begun_in)
+
+    def are_lost(self, view: ViewNumber) -> bool:
+        """Return whether the rows are lost that belong to the states of a view."""
+        return self._begun_in.get(view, self._lost_in + 1) <= self._lost_in

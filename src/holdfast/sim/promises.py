@@ -92,7 +92,7 @@ class Promises:
             if view.resume_step < max(known, default=0):
                 raise Violation(f"view {view.number} begins from {view.resume_step} of {known}")
 
-    def check_view(self, before: View | None, view: View) -> None:
+    def check_view(self, before: View | None, view: View, now: float) -> None:
         """Check the members of a new view, and its leader."""
         nodes = len(self._heard)
         if before is None and nodes < self._options.nodes_min:
@@ -104,7 +104,9 @@ class Promises:
         if leader is not None and leader in view.members and leader.worker not in view.joiners:
             if view.leader != leader.worker:
                 raise Violation(f"view {view.number} takes the lead from worker {leader.worker}")
-        for worker in view.joiners:
+        there = [r for name, (_, r) in self._heard.items() if not self.is_given_up(name, now)]
+        begins_on_drained = not view.donors and all(report.draining for report in there)
+        for worker in view.joiners if not begins_on_drained else ():
             member = view.member(worker)
             assert member is not None
             newest = self._heard.get(member.agent)

@@ -374,6 +374,13 @@ def _with_servers(options: Options, rng: Random) -> Options:
     return dataclasses.replace(options, servers=servers, faults=faults)
 
 
+def _with_lost_rows(options: Options, rng: Random) -> Options:
+    """Lose all rows that servers hold, in some runs."""
+    if not options.servers or not options.faults or rng.random() < 0.5:
+        return options
+    return dataclasses.replace(options, faults=(*options.faults, "rows_lost"))
+
+
 def _with_spares(options: Options, rng: Random) -> Options:
     """Hold workers back on each node, in some runs."""
     if options.slots < 2 or options.backup.workers or rng.random() < 0.6:
@@ -585,4 +592,5 @@ _MORE: dict[str, Callable[[Options, Random], Options]] = {
     "left behind": _with_nodes_left_behind,
     "exact": _with_exact_bits,
     "servers": _with_servers,
+    "rows": _with_lost_rows,
 }

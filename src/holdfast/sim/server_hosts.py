@@ -115,6 +115,7 @@ class ServerHosts:
         self._processes: dict[str, _Process] = {}  # by address
         self._told: dict[AgentId, Directive] = {}  # the newest that each node has heard
         self._heard: dict[AgentId, tuple[float, float]] = {}  # when, and when the node is gone
+        self._newest: dict[AgentId, tuple[int, int]] = {}  # reports: incarnation and number
         self._moved_at = 0.0  # when a worker had last come further, as the coordinator has heard
         self._steps: dict[tuple[int, int], int] = {}  # the newest word of each process
         self._book: tuple[ServerPlace, ...] = ()  # as it is recorded
@@ -220,8 +221,10 @@ class ServerHosts:
 
     def record_report(self, report: AgentReport) -> None:
         """Record that the coordinator hears of a node."""
-        if not self._world.options.servers:
+        order = report.incarnation, report.seq
+        if not self._world.options.servers or order <= self._newest.get(report.agent, (0, 0)):
             return
+        self._newest[report.agent] = order
         now, earlier = self._world.now, self._heard.get(report.agent, (0.0, math.inf))[1]
         # The earliest notice of a node's end counts.
         leaves_at = min(earlier, now + report.leaves_in_s) if report.draining else math.inf
@@ -258,8 +261,8 @@ class ServerHosts:
         if layout.number <= old.number and not record.forgotten:
             raise Violation(f"layout {layout.number} follows layout {old.number}")
         is_guess = layout.number > 0 and layout.number % SKIPPED == 0
-        if is_guess and self._heard_layout is not None:
-            raise Violation(f"layout {self._heard_layout.number} was heard, and is forgotten")
+        if is_guess and self._heard_layout not in (None, layout):
+            raise Violation(f"{self._heard_layout} was heard, and is forgotten")
         if layout.count != old.count and not record.forgotten:
             self._check_scaled(old, layout, record)
         for address, process in self._processes.items():

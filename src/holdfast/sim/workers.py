@@ -393,6 +393,10 @@ class Process(Running):
         match effect:
             case ef.Begin(step, whole):
                 self._begin(step, whole)
+            case ef.Compute() if world.truth.rows.are_lost(self.machine.snapshot().view):
+                world.truth.count["rows found lost"] += 1
+                self._busy = True  # it waits for its end, as no task can read its rows
+                self.feed(ev.StateLost())
             case ef.Compute():
                 self._busy = True
                 self._copying = effect.purpose is Purpose.SPECULATIVE

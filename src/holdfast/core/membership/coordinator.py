@@ -132,7 +132,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         )
         self._reserve = Reserve(policy=held_back, looked_at=now)
         self._last_saves = LastSaves(last=term * ORDERS_PER_TERM)
-        self._protection = Protection(policy.redundancy, policy.shards_told)
+        self._protection = Protection(policy.redundancy, policy.shards_told, policy.servers)
         self._server_places = ServerPlaces.recall(policy, record, self._forgotten * SKIPPED)
         self._agenda = Agenda(policy, self._roster, now)
         self._event_log = EventLog(record.slots if record else ())
@@ -412,7 +412,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
                 text = f"the job goes back to step {self._durable.step}"
                 plan += [GoBack(invalidations), Announce("back", text)]
         if source in (BasisOfView.AWAITED, BasisOfView.DISCARDED, BasisOfView.RECALLED):
-            plan.append(Remember(self._protection.note_failures(facts, self._durable)))
+            is_discarded, note = source is BasisOfView.DISCARDED, self._protection.note_failures
+            plan.append(Remember(note(facts, self._durable, is_discarded=is_discarded)))
         if source in (BasisOfView.DISCARDED, BasisOfView.RECALLED):
             for status, why in find_dirty(facts, self._policy.replicated):
                 plan += self._replace([status], why)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from holdfast.core.assignment import assign_at_boundary, assign_mid_step
 from holdfast.core.membership.changes import OrderNext
 from holdfast.core.membership.coordinator_events import Announce
-from holdfast.core.membership.facts import Facts
+from holdfast.core.membership.facts import Facts, is_given_up
 from holdfast.core.membership.resume import resume_step
 from holdfast.core.membership.roster import Roster
 from holdfast.core.membership.view_making import Proposal, choose_hosts
@@ -47,6 +47,11 @@ def candidates(facts: Facts) -> Sequence[WorkerStatus]:
 
 
 def _find_candidates(facts: Facts) -> Sequence[WorkerStatus]:
+    return [s for s in _find_ready(facts) if not facts.roster.drained_node(s.worker)]
+
+
+def _find_ready(facts: Facts) -> Sequence[WorkerStatus]:
+    """Find workers that could join a view, also on nodes that are to be left."""
     view, roster = facts.view, facts.roster
     found = []
     ready = [s for s in roster.newest.values() if s.stage == Stage.READY and not s.has_state]
@@ -59,7 +64,7 @@ def _find_candidates(facts: Facts) -> Sequence[WorkerStatus]:
                 continue
         silent = any(name in facts.silent for name in roster.slots[worker].nodes)
         # One that has begun to catch up, and had to stop, may be anywhere between two steps.
-        if not silent and not roster.drained_node(worker) and not status.committed:
+        if not silent and not status.committed:
             found += [status] if roster.is_complete(status) else []
     moves = any(node.report.leaving for node in roster.nodes.values())
     if moves:  # a worker on a node to which another one is to be moved comes first
@@ -500,10 +505,13 @@ def choose_beginners(facts: Facts, nodes_min: int, workers_min: int | None) -> l
     """Choose the workers that begin the job, or begin it again: all, or `workers_min` of them.
 
     The result is empty while more are waited for. Silent nodes are not, where `nodes_min` others
-    are there or the job begins again: if they come back their workers join, and nobody waits.
+    are there or the job begins again: if they come back their workers join, and nobody waits. If
+    all nodes are to be left, these are used until others come.
     """
     roster, known, now = facts.roster, facts.roster.newest, facts.now
-    ready = [s for s in candidates(facts) if not s.dirty]
+    there = [node for name, node in roster.nodes.items() if not is_given_up(facts, name)]
+    find = _find_ready if all(node.draining for node in there) else candidates
+    ready = [s for s in find(facts) if not s.dirty]
     again = facts.view is not None or present_nodes(facts) >= nodes_min
     gone = facts.silent if again else frozenset()
     soon = [

@@ -28,9 +28,11 @@ class Protection:
 
     redundancy: Redundancy
     shards: int = 1  # shards that nodes report one by one, since none holds all of them
+    servers: int = 0  # of tables: their rows are kept nowhere else
     weakness: str = ""  # the loss that the newest view does not protect from
     failed_in: ViewNumber = NO_VIEW  # the newest view whose members could not recall the state
     failing: tuple[Recall, float] | None = None  # a failing recall, and its first attempt
+    useless: ViewNumber = NO_VIEW  # pieces of views up to this one belong to rows that are lost
 
     def protect(self, view: View, old: View | None, roster: Roster) -> tuple[Protection, View]:
         """Add to a new view the nodes that keep pieces, in order, and the abandoned states."""
@@ -56,7 +58,8 @@ class Protection:
         if not self.redundancy.data or view.donors:
             return known
         before = ViewNumber(view.number - 1)
-        found = merge(known, [Invalidation(after=view.resume_step, view=before)])
+        after = -1 if before <= self.useless else view.resume_step
+        found = merge(known, [Invalidation(after=after, view=before)])
         if len(found) < INVALIDATIONS_MAX:
             return found
         oldest = Invalidation(after=-1, view=found[0].view)  # nothing so old is used
@@ -113,9 +116,16 @@ class Protection:
         later = self._find(view, self._kept_pieces(facts, given_up), durable)
         return now if later.step <= now.step else None
 
-    def note_failures(self, facts: Facts, durable: Durable) -> Protection:
-        """Return this with what members could not recall by now, the newest ones in this view."""
+    def note_failures(self, facts: Facts, durable: Durable, *, is_discarded: bool) -> Protection:
+        """Return this with what members could not recall by now, the newest ones in this view.
+
+        `is_discarded`: the workers have given their states up, perhaps since rows of tables are
+        lost. Then the pieces that nodes have of them are of no use. Only a checkpoint has rows as
+        well, also where the pieces are of the same step.
+        """
         view = facts.view
+        if is_discarded and self.servers and view is not None:
+            return dataclasses.replace(self, useless=view.number)
         if not self.redundancy.data or _has_more_to_tell(facts) or view is None:
             return self
         this = self._find(view, self._kept_pieces(facts, facts.silent), durable)
@@ -140,7 +150,8 @@ class Protection:
 
     def _kept_pieces(self, facts: Facts, without: frozenset[AgentId]) -> list[KeptPieces]:
         nodes = facts.roster.nodes.items()
-        return [kept for name, node in nodes if name not in without for kept in node.report.kept]
+        every = [kept for name, node in nodes if name not in without for kept in node.report.kept]
+        return [kept for kept in every if kept.view > self.useless]
 
     def _find(self, view: View | None, kept: list[KeptPieces], durable: Durable) -> Recall:
         floor = (view.number, view.resume_step) if view is not None else (0, 0)

@@ -21,6 +21,7 @@ from holdfast.core.partition import share_out
 from holdfast.train.exchange.layout import TAG_UPDATE, Layout, gather_bytes
 from holdfast.train.exchange.seam import AloneTransport, Message, Transport
 
+ON_SERVERS = "is_on_servers"  # an attribute of optimizers whose rows servers hold and update
 DIGEST_BYTES = 16
 WHOLE, DAMAGED = b"\1", b"\0"  # whether a member has received all messages undamaged
 Tree = dict[str, Any]  # the states of protected objects, by their names
@@ -35,8 +36,7 @@ class ShardedOptimizers:
 
     def __init__(self, protected: Mapping[str, Any], wait_for_end: Callable[[], None]) -> None:
         self._protected = protected
-        kind = torch.optim.Optimizer
-        self._optimizers = {name: o for name, o in protected.items() if isinstance(o, kind)}
+        self._optimizers = {name: o for name, o in protected.items() if _is_shared_out(o)}
         self._wait_for_end = wait_for_end
         self.layout: Layout | None = None  # the view's layout; None before the first view
         self.transport: Transport = AloneTransport()
@@ -60,7 +60,7 @@ class ShardedOptimizers:
 
     def hide_others(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> None:
         """Hide other members' parameters from an optimizer. Raises UserError."""
-        if self.layout is None:
+        if self.layout is None or not _is_shared_out(optimizer):
             return
         if closure:
             raise UserError(
@@ -79,7 +79,7 @@ class ShardedOptimizers:
             p.grad = grad
         updated, self._updated, self._hidden = self._updated, [], []
         layout = self.layout
-        if layout is None or layout.size == 1:
+        if layout is None or layout.size == 1 or not updated:
             return
         sends: list[Message] = []
         receives: list[Message] = []
@@ -193,6 +193,12 @@ class ShardedOptimizers:
         new = {id(p): p.numel() for p in parameters if id(p) not in self._owners}
         owners = share_out(list(new.values()), self._loads)
         self._owners |= dict(zip(new, owners, strict=True))
+
+
+def _is_shared_out(protected: Any) -> bool:
+    """Return whether this is an optimizer, and one that updates what this worker holds itself."""
+    is_optimizer = isinstance(protected, torch.optim.Optimizer)
+    return is_optimizer and not getattr(protected, ON_SERVERS, False)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
