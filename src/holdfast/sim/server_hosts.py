@@ -97,6 +97,7 @@ class _Process:
     has_rows: bool
     layout: int = -1  # the number of the last one whose new rows it has copied
     is_alive: bool = True
+    ended_at: float = math.inf
 
 
 class ServerHosts:
@@ -134,9 +135,9 @@ class ServerHosts:
     def end(self, node: ServerNode) -> None:
         """End all processes of a node, with its agent."""
         self._hosts.pop(node.name, None)
-        for process in self._processes.values():
-            if process.node == node.name:
-                process.is_alive = False
+        for address, process in self._processes.items():
+            if process.node == node.name and process.is_alive:
+                self._end_process(address)
 
     def _handle(self, node: ServerNode, incarnation: int, event: HostEvent) -> None:
         if node.machine is None or node.incarnation != incarnation:
@@ -179,7 +180,8 @@ class ServerHosts:
 
     def _end_process(self, address: str) -> None:
         if address in self._processes:
-            self._processes[address].is_alive = False
+            process = self._processes[address]
+            process.is_alive, process.ended_at = False, self._world.now
 
     # ------------------------------------------------------------ workers
 
@@ -213,6 +215,13 @@ class ServerHosts:
         process = self._processes.get(place.address)
         return process is not None and process.is_alive and process.has_rows
 
+    def _was_whole(self, place: ServerPlace) -> bool:
+        """Return whether a process had all rows when the coordinator may have heard of it last."""
+        process, options = self._processes.get(place.address), self._world.options
+        if process is None or not process.has_rows:
+            return False
+        return self._world.now < process.ended_at + options.suspect_s + options.lease_s
+
     # ------------------------------------------------------------ checks
 
     def record_coordinator_start(self) -> None:
@@ -245,7 +254,7 @@ class ServerHosts:
             old = before.get(place.number)
             if place.heir or old is None or old.agent == place.agent:
                 continue
-            if self._is_whole(place) and self._processes[place.address].layout >= layout:
+            if self._was_whole(place) and self._processes[place.address].layout >= layout:
                 self.moves += 1
             elif self._is_whole(old) and self._could_wait(old.agent):
                 raise Violation(f"server {place.number} moves to {place.agent}, without its rows")

@@ -45,7 +45,7 @@ from holdfast.core.membership.formation import (
     find_dirty,
     find_state_source,
     find_too_far_behind,
-    interrupted_members,
+    find_useless,
     is_surely_newest,
     present_nodes,
     propose_last_view,
@@ -405,12 +405,12 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         """Restart processes whose state is of no use for the next view."""
         source, plan = self._source(facts), Plan()
         if source is BasisOfView.SURVIVORS:
-            return self._replace(interrupted_members(facts), "it had to stop while it caught up")
-        if source is BasisOfView.DISCARDED:
-            invalidations = self._durable.invalidations
-            if not self._progress.has_gone_back(invalidations):
-                text = f"the job goes back to step {self._durable.step}"
-                plan += [GoBack(invalidations), Announce("back", text)]
+            for status, why in find_useless(facts, self._policy.workers_min):
+                plan += self._replace([status], why)
+        known = self._durable.invalidations
+        if source is BasisOfView.DISCARDED and not self._progress.has_gone_back(known):
+            text = f"the job goes back to step {self._durable.step}"
+            plan += [GoBack(known), Announce("back", text)]
         if source in (BasisOfView.AWAITED, BasisOfView.DISCARDED, BasisOfView.RECALLED):
             is_discarded, note = source is BasisOfView.DISCARDED, self._protection.note_failures
             plan.append(Remember(note(facts, self._durable, is_discarded=is_discarded)))

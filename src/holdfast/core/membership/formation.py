@@ -451,6 +451,20 @@ def interrupted_members(facts: Facts) -> list[WorkerStatus]:
     return [s for s in known if s.dirty and s.has_stopped and facts.roster.is_ordered(s)]
 
 
+def find_useless(facts: Facts, workers_min: int) -> list[tuple[WorkerStatus, str]]:
+    """Find members that are of no use for the next view, while others hold the state; and why.
+
+    If the job waits for more workers, those on nodes to be left end: their nodes may be gone before
+    others come in their place.
+    """
+    found = [(s, "it had to stop while it caught up") for s in interrupted_members(facts)]
+    survivors, drained = survivors_of(facts) or [], facts.roster.drained_node
+    left = {s.worker: node for s in survivors if (node := drained(s.worker)) is not None}
+    if 0 < len(left) < len(survivors) and propose_view(facts, survivors, workers_min) is None:
+        found += [(s, f"node {left[s.worker]} is left") for s in survivors if s.worker in left]
+    return found
+
+
 def find_dirty(facts: Facts, replicated: bool) -> list[tuple[WorkerStatus, str]]:
     """Find candidates that must begin again, and why: their state is not the initial one.
 
