@@ -188,7 +188,7 @@ def test_wrong_rows_of_one_server_are_never_used(
 
 def test_a_job_goes_back_if_wrong_rows_are_noticed_late(monkeypatch: Patch) -> None:
     monkeypatch.setattr(PATIENT, 1.0)
-    found = total(replace(ERRING, saves_every=7, workers=1), range(15))
+    found = total(replace(ERRING, saves_every=7, workers=1), range(27, 42))
     assert found.disputes > 50
     assert found.unseen == 0
     assert found.restarts > 0
@@ -440,7 +440,7 @@ def _answer_without_copies(plain: Callable[..., Any]) -> Callable[..., Any]:
         (resets_good_rows, TableSimOptions(servers=2, replicas=1)),
         (reads_without_a_look, TableSimOptions()),
         (keeps_what_is_damaged, TableSimOptions()),
-        (gives_up_at_once, TableSimOptions()),
+        (gives_up_at_once, TableSimOptions(replicas=1)),
         (waits_for_the_first, TableSimOptions()),
         (asks_who_held_them_before, TableSimOptions(servers=5, replicas=1, moves=8, scales=4)),
         (never_gives_up, TableSimOptions(servers=2, replicas=1)),

@@ -21,6 +21,7 @@ from holdfast.servers.keyed_rows import KeyedTable
 from holdfast.servers.row_client import KEPT, RowClient
 from holdfast.servers.row_reader import RowReader
 from holdfast.servers.row_reads import RowRead
+from holdfast.servers.server_connection import ServerConnection
 from holdfast.servers.server_group import ServerGroup
 from holdfast.servers.server_rows import RowBlock, RowUpdate
 from holdfast.servers.table_shape import FREQUENCY, TableShape
@@ -71,9 +72,8 @@ class WrongRule:
 
 def begin(client: RowClient) -> None:
     """Let the servers know the tables, which they then have with their first values."""
-    client.read(0, [torch.empty(0, dtype=torch.int64) for _ in client._group.tables])
     for server in client.book.list_servers():
-        client.reader._find_connection(server).open()
+        ServerConnection(client.book, server, client._group, follows=True).open()
 
 
 def spoil(servers: Servers, number: int, calls: range, slot: bool = False) -> None:

@@ -30,7 +30,7 @@ from holdfast.servers.holder_book import HolderBook
 from holdfast.servers.kept_updates import KeptUpdates
 from holdfast.servers.row_reads import Read
 from holdfast.servers.row_referee import RowReferee
-from holdfast.servers.server_connection import ServerConnection
+from holdfast.servers.server_connection import NotReady, ServerConnection
 
 SUSPECT_S = 2.0  # a server that did not answer is asked last for so long
 TOLD_S = 5.0  # a read that waits longer is reported
@@ -94,7 +94,7 @@ class RowReader:
                 missing = ", ".join(map(self._book.name, self.find_suspects()))
                 self._book.access.tell(
                     f"rows of {self._group.name} are being waited for since {TOLD_S:g} s: "
-                    f"{missing or 'servers that hold them'} do not answer, or are behind"
+                    f"{missing or 'servers that hold them'} do not answer, are behind, or make room"
                 )
             effects = reading.next()
             asked = [e for e in effects if isinstance(e, Ask) and self._try(job, e, self._send)]
@@ -111,6 +111,9 @@ class RowReader:
         """Do something with a server; return whether it could be done."""
         try:
             act(job, effect)
+        except NotReady:  # it says so at once, so that it may be asked again soon
+            job.reading.record_silence(effect.server)
+            return False
         except (OSError, WireError):
             address = self._book.find_address(effect.server)
             self._suspects[effect.server] = address, time.monotonic() + SUSPECT_S

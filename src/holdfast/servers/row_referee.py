@@ -17,7 +17,7 @@ from holdfast.core.servers.reading import FindRight, can_begin_from, find_common
 from holdfast.net import peer_stream
 from holdfast.servers import server_wire as wire
 from holdfast.servers.kept_updates import KeptUpdates
-from holdfast.servers.server_connection import ServerConnection
+from holdfast.servers.server_connection import NotReady, ServerConnection
 from holdfast.servers.server_group import ServerGroup, ShardRows
 from holdfast.servers.serving import fetch_shard
 
@@ -83,6 +83,8 @@ class RowReferee:
             request = wire.ReadRows(self._group.name, version, (), none, compared=(shard,))
             peer_stream.send_message(channel, request)
             return peer_stream.receive_message(channel, wire.Answer)
+        except NotReady:  # it has started again, and claims nothing
+            return wire.Answer(unknown=True)
         except (OSError, WireError, UserError):
             connection.close()
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-from holdfast.core.errors import UserError
+from holdfast.core.errors import UserError, WireError
 from holdfast.core.servers.reading import OrderCopy
 from holdfast.net import peer_stream
 from holdfast.servers import server_wire as wire
@@ -16,6 +16,11 @@ from holdfast.servers.key_batch import SentUpdate
 PATIENCE_S = 0.5  # with a server that sends nothing
 REACH_S = 0.5  # to connect
 BEGIN_S = 120.0  # for a server to fill all its rows with their first values
+UNTOLD = -1  # stands for the number of a layout
+
+
+class NotReady(WireError):
+    """Reports that a server has just started, and is giving its rows their first values."""
 
 
 class ServerConnection:
@@ -23,7 +28,8 @@ class ServerConnection:
 
     `address`: where the server listened at the last use. `layout`: the number of the layout that it
     was told of. `follows`: it is told of each new one, and the next use waits until it has made
-    room for its new shards.
+    room for its new shards. Otherwise nothing waits for a server that has just started: NotReady
+    says so.
     """
 
     def __init__(
@@ -31,7 +37,7 @@ class ServerConnection:
     ) -> None:
         self._book, self._server, self._group, self._follows = book, server, group, follows
         self._channel: socket.socket | None = None
-        self.layout = 0
+        self.layout = UNTOLD
         self.address = ""
 
     def open(self) -> socket.socket:
@@ -49,21 +55,25 @@ class ServerConnection:
             self.address = address
             # A request is a message and arrays: none may wait for an acknowledgement.
             self._channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._begin(self._channel)
-        elif self._follows and self.layout != self._book.layout.number:
+            self.layout = UNTOLD
+        is_new = self.layout != self._book.layout.number
+        if self.layout == UNTOLD or (self._follows and is_new):
             self._begin(self._channel)
         return self._channel
 
     def _begin(self, channel: socket.socket) -> None:
-        channel.settimeout(BEGIN_S)
-        layout = self._book.layout
-        self.layout = layout.number
+        layout, waits = self._book.layout, self._follows
         shards = self._book.find_shards(self._server, layout)
-        peer_stream.send_message(channel, wire.BeginGroup(self._group, shards, layout.number))
+        channel.settimeout(BEGIN_S if waits else PATIENCE_S)
+        request = wire.BeginGroup(self._group, shards, layout.number, waits)
+        peer_stream.send_message(channel, request)
         answer = peer_stream.receive_message(channel, wire.Answer)
         channel.settimeout(PATIENCE_S)
         if answer.problem:
             raise UserError(answer.problem)
+        if answer.unknown:
+            raise NotReady(f"{self._book.name(self._server)} is making room for its rows")
+        self.layout = layout.number
 
     def close(self) -> None:
         """Close the connection, if there is one."""

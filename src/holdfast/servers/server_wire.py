@@ -72,12 +72,15 @@ def describe_rule(rule: RowOptimizer) -> tuple[str, tuple[tuple[str, tuple[float
 class BeginGroup(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Asks a server to hold these shards of a group's tables, and no others.
 
-    Only a greater `layout` than the last one changes what it holds.
+    Only a greater `layout` than the last one changes what it holds. `waits`: the answer comes once
+    all new rows have their first values. Otherwise it comes at once, and says that the group is
+    unknown until then; what a server holds of a group that it knows stays as it is.
     """
 
     group: TableGroup
     shards: tuple[int, ...]
     layout: int = 0
+    waits: bool = True
 
 
 class ReadRows(msgspec.Struct, frozen=True, array_like=True, tag=True):

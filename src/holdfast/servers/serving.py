@@ -59,6 +59,9 @@ class RowServer:
         self._say = say
         self._groups: dict[str, ServerGroup] = {}
         self._lock = threading.Lock()
+        self._making_room = threading.Lock()  # for long: rows get their first values
+        # Groups for which nobody waits; with the answer once they cannot be held.
+        self._making: dict[str, wire.Answer | None] = {}
         self._listener: PeerListener | None = None
         self._channels: list[socket.socket] = []
         self._closed = threading.Event()
@@ -131,16 +134,45 @@ class RowServer:
                 assert_never(request)
 
     def _begin(self, request: wire.BeginGroup) -> wire.Answer:
+        """Begin to hold a group, and answer once that is done, if the request waits."""
+        if request.waits:
+            return self._make_room(request)
+        name, group = request.group.name, self._groups.get(request.group.name)
+        if group is not None:
+            try:
+                group.check_same(request.group)
+            except UserError as error:
+                return wire.problem_of(error)
+            return wire.Answer()
+        with self._lock:
+            found = self._making.get(name)
+            if found is not None:
+                del self._making[name]  # the next request tries again
+            elif name not in self._making:
+                self._making[name] = None
+                threading.Thread(target=self._make_soon, args=(request,), daemon=True).start()
+        return found or wire.Answer(unknown=True)
+
+    def _make_soon(self, request: wire.BeginGroup) -> None:
+        """Begin to hold a group; keep the answer if there was a problem."""
+        answer = self._make_room(request)
+        with self._lock:
+            del self._making[request.group.name]
+            if answer.problem:
+                self._making[request.group.name] = answer
+
+    def _make_room(self, request: wire.BeginGroup) -> wire.Answer:
         shards = sorted(set(request.shards))
         try:
             _check_begin(request)
-            with self._lock:
+            with self._making_room:
                 known = self._groups.get(request.group.name)
                 if known is None:
                     if len(self._groups) >= GROUPS_MAX:
                         raise WireError(f"{GROUPS_MAX} groups of tables are the most")
                     made = ServerGroup(request.group, shards, request.layout)
-                    self._groups[request.group.name] = made
+                    with self._lock:
+                        self._groups[request.group.name] = made
             if known is not None:
                 known.check_same(request.group)
                 known.hold(shards, request.layout)

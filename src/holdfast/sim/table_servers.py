@@ -42,6 +42,8 @@ from holdfast.sim.wrong_bits import Violation
 
 KEPT = 6  # updates that a worker keeps, besides those that reads do not see yet
 WAIT_S = 0.1
+FILLING_S = 1.0  # a server that has just started makes its first rows for up to this long
+MAKES_ROOM = "it has just started, and makes room"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,8 +224,8 @@ class TableWorld:
         self, worker: SimWorker, reading: RowReading, number: int, shards: tuple[int, ...]
     ) -> None:
         def act(server: SimServer) -> object:
-            self._begin_server(worker, number, server)
-            server.handle(ResetAsked(shards))
+            if server.layout >= 0:
+                server.handle(ResetAsked(shards))
             return None
 
         self._time.call(number, act, lambda _: self._go_on(worker, reading))
@@ -243,12 +245,18 @@ class TableWorld:
         shards, name = ask.shards + ask.compared, self._time.servers[ask.server].name
 
         def act(server: SimServer) -> object:
-            self._begin_server(worker, number, server)
+            if server.layout < 0:
+                return MAKES_ROOM
             server.drop_damaged(shards)
             standing = server.holdings.judge(version, shards)
             if not standing.can_serve:
                 return standing
             return {shard: server.read(shard, version) for shard in shards}
+
+        def begin() -> None:
+            server = self._time.servers[number]
+            if server.name == name:  # otherwise it has ended meanwhile
+                self._begin_server(worker, number, server)
 
         def answer(found: object) -> None:
             if worker.reading is not reading:
@@ -256,6 +264,9 @@ class TableWorld:
             effects: list[RowReadingEffect] = []
             if found is None:
                 worker.suspects[number] = name, self._time.now + 1.0
+                reading.record_silence(number)
+            elif found == MAKES_ROOM:
+                self._time.call_after(self._dice.uniform(0.0, FILLING_S), begin)
                 reading.record_silence(number)
             elif isinstance(found, ShardStanding):
                 effects = reading.record_refusal(number, shards, found)
