@@ -31,7 +31,7 @@ DESCRIBED = group(RULES[1], "items")
 
 
 class Filling:
-    """Holds servers up that give their rows the first values. `begun`: how many have begun."""
+    """Delays servers as they give rows their first values. `begun`: the number that have begun."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = 0, threading.Event()
@@ -44,7 +44,7 @@ class Filling:
 
 @pytest.fixture
 def filling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Filling]:
-    """Return what holds up each server that begins from now on."""
+    """Delay each server that begins from now on."""
     filling = Filling()
     monkeypatch.setattr(serving, "ServerGroup", filling.make)
     yield filling
