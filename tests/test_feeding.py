@@ -17,11 +17,13 @@ from holdfast.core.job_spec import with_settings
 from holdfast.core.types import WorkerId
 from holdfast.memory import free_memory
 from holdfast.memory.free_memory import free_bytes
+from holdfast.net import peer_stream
 from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_listener import PeerListener, open_listener
+from holdfast.net.peer_stream import SendRate
 from holdfast.testing.local_run import LocalRun, strike
 from holdfast.train.feeding import feed_frames, feeder
-from holdfast.train.feeding.feed_frames import FeedHead, SendRate
+from holdfast.train.feeding.feed_frames import FeedHead
 from holdfast.train.job import Job
 from loop_kit import Script, dataset, digest, net, protected, step_once
 from support import SPEC
@@ -268,8 +270,8 @@ def test_frames_of_a_feed_are_checked_when_they_arrive(spoil: Any, message: str)
 
 def test_a_pace_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, slept = [100.0], []
-    monkeypatch.setattr(feed_frames.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(feed_frames.time, "sleep", slept.append)
+    monkeypatch.setattr(peer_stream.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(peer_stream.time, "sleep", slept.append)
     pace = SendRate(1000.0)
     pace.count_sent(500)
     assert slept == [0.5]

@@ -17,8 +17,9 @@ from holdfast.servers import SGD, Adagrad, LazyAdam, RowOptimizer
 from holdfast.servers import server_wire as wire
 from holdfast.servers.embeddings import Embedding, EmbeddingBag
 from holdfast.servers.key_index import RECENT_MIN, KeyIndex
-from holdfast.servers.keyed_rows import FORGET_AFTER, KeyedTable, first_values
+from holdfast.servers.keyed_rows import FORGET_AFTER, KeyedTable, find_keys, first_values
 from holdfast.servers.row_values import hash_keys
+from holdfast.servers.server_group import EVERY_PLACE
 from holdfast.servers.server_rows import RowUpdate
 from holdfast.servers.table_shape import AGE, FREQUENCY, KeyRules, TableShape
 from holdfast.store.checkpoints import Checkpoints
@@ -136,7 +137,7 @@ def test_a_table_of_keys_is_what_dictionaries_say(
         had.append(sorted(model.rows))
     for version, wanted in enumerate(reads):
         assert torch.equal(table.read(torch.tensor(every), version), wanted), version
-        found = torch.cat([table.keys_of(shard, version) for shard in range(SHARDS)])
+        found = torch.cat([find_keys(table, shard, version) for shard in range(SHARDS)])
         assert sorted(found.tolist()) == had[version]
     half = len(updates) // 2
     table.forget_undos(half)
@@ -163,12 +164,14 @@ def test_a_copy_of_a_shard_goes_on_like_the_original(
         if number == begin:
             for shard in (3, 8):
                 names = whole.array_names
-                other.adopt(shard, [whole.copy(shard, begin, i) for i in range(len(names))])
+                count = range(len(names))
+                copies = [whole.copy(shard, begin, i, EVERY_PLACE) for i in count]
+                other.adopt(shard, copies, other.sum_up(shard, copies))
     if begin and begin <= len(updates):
         for shard in (3, 8):
             for version in range(begin, len(updates) + 1):
                 for i, name in enumerate(whole.array_names):
-                    ours, theirs = (t.copy(shard, version, i) for t in (whole, other))
+                    ours, theirs = (t.copy(shard, version, i, EVERY_PLACE) for t in (whole, other))
                     assert torch.equal(ours, theirs), (shard, version, name)
 
 
@@ -177,7 +180,7 @@ def test_a_key_is_admitted_only_if_its_uses_are_near_each_other() -> None:
     key, grad = torch.tensor([1234]), torch.ones(1, DIM)
 
     def has_row() -> bool:
-        return any(len(table.keys_of(shard, NEWEST)) for shard in range(SHARDS))
+        return any(len(find_keys(table, shard, NEWEST)) for shard in range(SHARDS))
 
     table.update(key, grad, 1.0, 1, 1)
     assert not has_row()
@@ -232,7 +235,7 @@ def test_servers_have_the_rows_of_one_table_and_save_them(servers: int, tmp_path
         alone.update(update.keys[0], update.grads[0], 0.1, step, step)
         three.push(step, update)
         assert torch.equal(three.read(step, [every])[0], alone.read(every, step))
-    keys = torch.cat([alone.keys_of(shard, NEWEST) for shard in range(SHARDS)]).sort().values
+    keys = torch.cat([find_keys(alone, shard, NEWEST) for shard in range(SHARDS)]).sort().values
     assert torch.equal(three.read_keys(steps, 0), keys)
     assert len(keys) < 40  # some have lost their rows
     store = Checkpoints(FileStorage(tmp_path))

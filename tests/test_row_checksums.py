@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from holdfast.core.errors import Damaged, UserError
+from holdfast.core.errors import Damaged, UserError, WireError
 from holdfast.core.servers.placement import SHARDS
 from holdfast.servers import RowOptimizer
 from holdfast.servers.keyed_rows import KeyedTable
@@ -122,12 +122,15 @@ def test_rows_that_nobody_reads_are_looked_at_in_turn() -> None:
 
 def test_damaged_rows_are_neither_copied_nor_saved() -> None:
     found = made("items")
-    assert found.pin(1, ALL)
+    pin = found.pin(1, ALL)
+    assert pin is not None
     table = numbered(found)
     flip(*part_of(table, 0))
     flip(*part_of(table, table.shape.shard_rows))
     with pytest.raises(Damaged, match="shard 0 of items has changed in memory by itself"):
-        found.copy_as_of(0, 1, 0, 0)
+        found.copy_as_of(pin, 0, 0, 0)
+    with pytest.raises(WireError, match="shard 1 of items has changed in memory by itself"):
+        found.copy(1)
     assert found.copy(1).version == 0  # its first values
 
 

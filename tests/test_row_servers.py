@@ -418,15 +418,6 @@ def test_what_is_told_of_an_older_layout_changes_nothing() -> None:
     assert found.take_dropped() == (), "nothing counts as damaged"
 
 
-def test_a_shard_that_is_dropped_before_its_copy_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = ServerGroup(group(RULES[1], "items"), (0, 1), layout=4)
-    monkeypatch.setattr(found, "scrub", lambda *_: found.hold((1,), 5))
-    with pytest.raises(WireError, match="shard 0 is not on this server"):
-        found.copy(0)
-
-
 def test_workers_that_describe_tables_differently_are_told() -> None:
     servers = Servers(1)
     everything(servers.client(group(RULES[1], "items")), 0, 1)

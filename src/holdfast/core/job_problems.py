@@ -152,7 +152,7 @@ def _optimizer_conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[s
 def _server_conflicts(spec: JobSpec, say: Callable[[str], str]) -> Iterator[str]:
     count = spec.servers.count
     if not count:
-        for key in ("servers.replicas", "servers.staleness"):
+        for key in ("servers.replicas", "servers.staleness", "servers.copy_rate"):
             if SETTINGS[key].value_in(spec) != SETTINGS[key].default:
                 yield f"{say(key)} needs servers: say how many with --servers"
         return

@@ -405,6 +405,14 @@ class ServerSettings:
         least=0,
         most=STALENESS_MAX,
     )
+    copy_rate: int = setting(
+        500,
+        "megabytes a second that each server sends at most to others that copy its rows, since "
+        "they have started again or are new; 0: no limit",
+        flag="--copy-rate",
+        metavar="MB",
+        least=0,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from holdfast.net.peer_identity import PeerIdentity, split_address
 HELLO = struct.Struct("!8sQII16s")  # magic, three numbers, nonce
 REACH_S = 10.0  # to connect and to exchange proofs: a process that listens may just be starting
 LATE = "the other side did not finish the handshake in time"
-BLOCK_BYTES = 1 << 20  # received at a time
+BLOCK_BYTES = 1 << 20  # sent or received at a time
 LENGTH = struct.Struct("!I")
 MESSAGE_BYTES_MAX = 64 << 20
 
@@ -213,3 +213,35 @@ def fill(channel: socket.socket, place: memoryview) -> None:
         if not read:
             raise WireError("the other side has ended the connection")
         at += read
+
+
+class SendRate:
+    """Keeps to a rate of `bytes_per_s`, for all connections together; 0: to none."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._rate = bytes_per_s
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def send(self, channel: socket.socket, data: memoryview) -> None:
+        """Send data in blocks, as fast as the rate allows. OSError."""
+        if not self._rate:
+            channel.sendall(data)
+            return
+        for start in range(0, len(data), BLOCK_BYTES):
+            block = data[start : start + BLOCK_BYTES]
+            channel.sendall(block)
+            self.count_sent(len(block))
+
+    def count_sent(self, count: int) -> None:
+        """Record `count` sent bytes, and wait until the rate allows more."""
+        if not self._rate:
+            return
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = free_at = max(self._free_at, now) + count / self._rate
+        if free_at > now + 0.001:
+            time.sleep(free_at - now)
+
+
+UNLIMITED = SendRate(0.0)

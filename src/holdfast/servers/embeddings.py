@@ -16,7 +16,7 @@ from torch import nn
 
 from holdfast.core.errors import UserError
 from holdfast.core.servers.placement import SHARDS
-from holdfast.servers.keyed_rows import KeyedTable
+from holdfast.servers.keyed_rows import KeyedTable, find_keys
 from holdfast.servers.row_optimizers import SGD, RowOptimizer, TableOptimizer
 from holdfast.servers.row_values import fill_rows, seed_of_table
 from holdfast.servers.served_tables import (
@@ -243,7 +243,7 @@ class _Rows(nn.Module):
         if table.rules is None:
             raise UserError(f"table {table.name} has rows 0 to {table.count - 1}, and no keys")
         if table.keyed is not None:
-            every = [table.keyed.keys_of(shard, NEWEST) for shard in range(SHARDS)]
+            every = [find_keys(table.keyed, shard, NEWEST) for shard in range(SHARDS)]
             return torch.cat(every).sort().values
         return self._served_by(optimizer).read_keys(table.shape)
 

@@ -8,7 +8,7 @@ and not from the servers that hold the shards. Must not know connections.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from holdfast.core.servers.placement import SHARDS
 from holdfast.servers.key_index import KeyIndex
 from holdfast.servers.reserved_arrays import ReservedArrays
-from holdfast.servers.row_checksums import FingerprintHistory, ShardChecksums
+from holdfast.servers.row_checksums import FingerprintHistory, Seal, ShardChecksums
 from holdfast.servers.row_optimizers import RowOptimizer
 from holdfast.servers.row_values import fill_rows, hash_keys
 from holdfast.servers.server_rows import RowUpdate
@@ -118,6 +118,17 @@ def first_values(shape: TableShape, keys: torch.Tensor) -> torch.Tensor:
     return rows
 
 
+def sort_into_sets(
+    arrays: Mapping[str, torch.Tensor], slots: Iterable[str]
+) -> dict[str, list[torch.Tensor]]:
+    """Sort a table's arrays, by name, into the sets whose checksums are looked at together."""
+    found = {
+        "read": [arrays["rows"], arrays["keys"]],
+        "updated": [arrays["used"], *(arrays[name] for name in slots)],
+    }
+    return found | ({"seen": [arrays["seen"]]} if "seen" in arrays else {})
+
+
 class KeyedTable:
     """Keeps the rows of one table by key, in some shards: what ServerTable is for numbered rows.
 
@@ -157,12 +168,8 @@ class KeyedTable:
         self._undos: list[_Undo] = []
         self._index: KeyIndex | None = None
         self._free: dict[int, torch.Tensor] = {}  # free places of each shard, in growing order
-        sets = {
-            "read": [self.arrays["rows"], self.arrays["keys"]],
-            "updated": [self.arrays["used"], *(self.arrays[name] for name in slots)],
-            "seen": [self._counts.seen],
-        }
-        self.checksums = ShardChecksums(sets if undoes else {}, memory)
+        sets = sort_into_sets(self.arrays, slots) if undoes else {}
+        self.checksums = ShardChecksums(sets, memory)
         self.history = FingerprintHistory()
         for shard in shards:
             self.begin(shard)
@@ -287,10 +294,11 @@ class KeyedTable:
         for name, array in self.arrays.items():
             yield array[slice(*self._range_of(shard, name))]
 
-    def copy(self, shard: int, version: int, array: int) -> torch.Tensor:
-        """Return a copy of a shard's `array`th array as it was after `version` updates."""
+    def copy(self, shard: int, version: int, array: int, part: range) -> torch.Tensor:
+        """Return a copy of a part of a shard's `array`th array, as after `version` updates."""
         name = self.array_names[array]
-        start, stop = self._range_of(shard, name)
+        first, end = self._range_of(shard, name)
+        start, stop = first + part.start, min(first + part.stop, end)
         found = self.arrays[name][start:stop].clone()
         for undo in reversed(self._undos):
             if undo.number > version:
@@ -305,17 +313,16 @@ class KeyedTable:
         """Return whether anything in this part of a shard's places has changed by itself."""
         return self.checksums.is_damaged(shard, part)
 
-    def keys_of(self, shard: int, version: int) -> torch.Tensor:
-        """Return the keys [n] of a shard that had rows after `version` updates."""
-        names = self.array_names
-        keys, used = (self.copy(shard, version, names.index(n)) for n in ("keys", "used"))
-        return keys[used[:, USES] > 0, 0]
+    def sum_up(self, shard: int, arrays: Sequence[torch.Tensor]) -> list[Seal]:
+        """Return the checksums of a shard whose arrays these are, as `parts` yields them."""
+        given = dict(zip(self.array_names, arrays, strict=True))
+        return self.checksums.sum_up(shard, sort_into_sets(given, self._first_slots))
 
-    def adopt(self, shard: int, arrays: Sequence[torch.Tensor]) -> None:
-        """Take over the arrays of a shard, as `parts` yields them."""
+    def adopt(self, shard: int, arrays: Sequence[torch.Tensor], seals: Sequence[Seal]) -> None:
+        """Take over the arrays of a shard, as `parts` yields them, with their checksums."""
         for mine, other in zip(self.parts(shard), arrays, strict=True):
             mine.copy_(other)
-        self.checksums.seal_shard(shard)
+        self.checksums.seal_shard(shard, seals)
         self._forget_undos(shard)
         self.forget_index()
 
@@ -398,6 +405,13 @@ class KeyedTable:
             for undo in self._undos
         ]
         self.history.drop(shard)
+
+
+def find_keys(table: KeyedTable, shard: int, version: int) -> torch.Tensor:
+    """Return the keys [n] of a shard that had rows after `version` updates."""
+    names, every = table.array_names, range(table.shape.shard_rows)
+    keys, used = (table.copy(shard, version, names.index(n), every) for n in ("keys", "used"))
+    return keys[used[:, USES] > 0, 0]
 
 
 class KeyedBlock:

@@ -9,6 +9,7 @@ unless one of them has computed wrongly.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +18,14 @@ from holdfast.servers.reserved_arrays import ReservedArrays
 
 CHECKED_AT_ONCE = 1 << 16  # rows
 SPREAD = 0x1E3779B97F4A7C15  # odd: neighbours count by very different factors
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Has the checksums [n] of all rows of one owner, and the sum that counts for its part."""
+
+    sums: torch.Tensor
+    total: torch.Tensor
 
 
 class RowChecksums:
@@ -41,13 +50,29 @@ class RowChecksums:
         self._salt = salt << 40
         self.totals = torch.zeros(owners, dtype=torch.int64)
 
-    def seal_part(self, places: range, owner: int) -> None:
-        """Take all rows of one owner, at these places, as they are now for right."""
-        total = torch.zeros((), dtype=torch.int64)
-        for part in _split(places):
-            self._sums[part] = sums = self._sum_rows([words[part] for words in self._words])
-            total += (sums * self._weigh(torch.arange(part.start, part.stop))).sum()
-        self.totals[owner] = total
+    def sum_up(self, places: range, arrays: Sequence[torch.Tensor]) -> Seal:
+        """Return the checksums of all rows of one owner, which these arrays [n, width] have."""
+        words = [array.view(torch.int32) for array in arrays]
+        sums, total = (
+            torch.empty(len(places), dtype=torch.int32),
+            torch.zeros((), dtype=torch.int64),
+        )
+        for part in _split(range(len(places))):
+            sums[part] = found = self._sum_rows([each[part] for each in words])
+            here = places[part]
+            total += (found * self._weigh(torch.arange(here.start, here.stop))).sum()
+        return Seal(sums, total)
+
+    def seal_part(self, places: range, owner: int, seal: Seal | None = None) -> None:
+        """Take all rows of one owner, at these places, as they are now for right.
+
+        `seal`: their checksums, if they are known.
+        """
+        here = slice(places.start, places.stop)
+        if seal is None:
+            seal = self.sum_up(places, [words[here] for words in self._words])
+        self._sums[here] = seal.sums
+        self.totals[owner] = seal.total
 
     def seal(self, places: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
         """Take the rows at these places, each there once, as they are now for right.
@@ -175,11 +200,21 @@ class ShardChecksums:
                 added += self._sets[name].seal(places, owners)
         return added
 
-    def seal_shard(self, shard: int) -> None:
-        """Take all of a shard as it is now for right."""
-        for name, each in self._sets.items():
-            first = shard * self._sizes[name]
-            each.seal_part(range(first, first + self._sizes[name]), shard)
+    def sum_up(self, shard: int, arrays: Mapping[str, Sequence[torch.Tensor]]) -> list[Seal]:
+        """Return the checksums of all of a shard, whose arrays these are, by set."""
+        return [
+            each.sum_up(self._places_of(shard, name), arrays[name])
+            for name, each in self._sets.items()
+        ]
+
+    def seal_shard(self, shard: int, seals: Sequence[Seal] = ()) -> None:
+        """Take all of a shard as it is now for right. `seals`: its checksums, if they are known."""
+        for i, (name, each) in enumerate(self._sets.items()):
+            each.seal_part(self._places_of(shard, name), shard, seals[i] if seals else None)
+
+    def _places_of(self, shard: int, name: str) -> range:
+        first = shard * self._sizes[name]
+        return range(first, first + self._sizes[name])
 
     def release(self, shard: int) -> None:
         """Free the memory of a shard and its checksums; do not read them afterwards."""

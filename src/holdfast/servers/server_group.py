@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,12 +31,14 @@ from holdfast.core.servers.holdings import (
     ShardStanding,
     UpdateArrived,
 )
-from holdfast.servers.keyed_rows import KeyedTable
+from holdfast.servers.keyed_rows import KeyedTable, find_keys
+from holdfast.servers.row_checksums import Seal
 from holdfast.servers.server_rows import RowUpdate
 from holdfast.servers.server_wire import NEWEST, TABLES_MAX, TableGroup
 from holdfast.servers.table_set import TableSet
 
 EVERY_PLACE = range(1 << 62)
+PART_ROWS = 1 << 14  # copied at a time, so that reads and updates wait for milliseconds only
 EVERY_UPDATE = 1 << 62
 EARLY_S = 0.05  # a read waits for an update on its way up to this long
 
@@ -58,6 +60,50 @@ class ShardCopy:
     fingerprint: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """Has the arrays and the checksums of a copied shard, by table.
+
+    `fingerprint`: the one that it is to have, if that is known.
+    """
+
+    arrays: Sequence[Sequence[torch.Tensor]]
+    seals: Sequence[Sequence[Seal]]
+    fingerprint: int | None
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """Keeps `shards` as they were after `version` updates; it loses those that get other rows."""
+
+    version: int
+    shards: set[int]
+
+
+class _Pins:
+    """Keeps all pins of a group."""
+
+    def __init__(self) -> None:
+        self._pins: list[Pin] = []
+
+    def add(self, version: int, shards: Sequence[int]) -> Pin:
+        self._pins.append(Pin(version, set(shards)))
+        return self._pins[-1]
+
+    def remove(self, pin: Pin) -> None:
+        self._pins.remove(pin)
+
+    def lose(self, shards: Iterable[int]) -> None:
+        """Let no pin keep these shards any longer, which get other rows."""
+        for pin in self._pins:
+            pin.shards.difference_update(shards)
+
+    @property
+    def oldest(self) -> int:
+        """Return the earliest version that is pinned."""
+        return min((pin.version for pin in self._pins), default=EVERY_UPDATE)
+
+
 class ServerGroup:
     """Keeps shards of a group's tables. Safe to use from several threads. UserError, WireError.
 
@@ -73,10 +119,9 @@ class ServerGroup:
         self.tables = TableSet(group, self.shards)
         self._holdings = Holdings(shards, WINDOW + group.staleness)
         self._updates: dict[int, RowUpdate] = {}  # early updates by token
-        # By shard: arrays of each table, and the fingerprint that they are to have, if it is known.
-        self._copies: dict[int, tuple[list[list[torch.Tensor]], int | None]] = {}
+        self._copies: dict[int, _Arrived] = {}  # by shard
         self._tokens = 0
-        self._pins: list[int] = []  # versions that are being saved
+        self._pins = _Pins()  # versions that are being copied
         self._damaged: set[int] = set()  # shards to drop
         self._dropped: set[int] = set()  # those that nobody was told of yet
         self._changed = threading.Condition()
@@ -93,24 +138,10 @@ class ServerGroup:
             self.tables.fill([shard for shard in shards if shard not in before])
             with self._changed:
                 self.tables.hold(shards)
+                self._pins.lose(before - set(shards))
                 self.shards, self._layout = tuple(shards), layout
                 self._handle(ShardsChosen(self.shards))
             self.tables.release(sorted(before - set(shards)))
-
-    def check_same(self, group: TableGroup) -> None:
-        """Raise UserError if workers describe the group in another way."""
-        if group == self.group:
-            return
-        for mine, other in zip(self.group.tables, group.tables, strict=False):
-            if mine != other:
-                raise UserError(
-                    f"table {other.name}: two workers describe it differently "
-                    f"({_describe(mine)}, {_describe(other)}): all workers must run the same script"
-                )
-        raise UserError(
-            f"tables {group.name}: two workers have other tables or another optimizer under this "
-            "name: all workers must run the same script"
-        )
 
     def read(
         self,
@@ -189,52 +220,66 @@ class ServerGroup:
         with self._changed:
             return self._holdings.judge(version, shards)
 
-    def pin(self, version: int, shards: Sequence[int]) -> bool:
-        """Keep these shards as they were after `version` updates, until `unpin`, if they are known.
+    def pin(self, version: int, shards: Sequence[int]) -> Pin | None:
+        """Keep these shards as they were after `version` updates, until `unpin`.
 
-        Returns whether they are.
+        None: their rows as of that version are not known.
         """
         with self._changed:
             if not self._holdings.judge(version, shards).can_serve:
-                return False
-            self._pins.append(version)
-            return True
+                return None
+            return self._pins.add(version, shards)
 
-    def unpin(self, version: int) -> None:
-        """Let what `pin` keeps go."""
+    def unpin(self, pin: Pin) -> None:
+        """Let the rows go that `pin` keeps."""
         with self._changed:
-            self._pins.remove(version)
+            self._pins.remove(pin)
+            self._forget_undos()
 
-    def copy_as_of(self, shard: int, version: int, table: int, array: int) -> torch.Tensor:
-        """Return a copy of one array of a shard as of a version that is pinned. Damaged."""
-        with self._changed:
-            if shard not in self.shards:
-                raise Damaged(f"shard {shard} of {self.group.name} is on another server now")
-            if self.tables.all[table].is_damaged(shard, EVERY_PLACE):
-                self._drop({shard})
-            if not self._holdings.judge(version, [shard]).can_serve:
-                raise Damaged(f"shard {shard} of {self.group.name} has changed in memory by itself")
-            return self.tables.all[table].copy(shard, version, array)
+    def copy_as_of(self, pin: Pin, shard: int, table: int, array: int) -> torch.Tensor:
+        """Return a copy of one array of a shard as of a version that is pinned. Damaged.
+
+        It is made in parts, between which reads and updates go on.
+        """
+        kept, name = self.tables.all[table], f"shard {shard} of {self.group.name}"
+        shape, dtype = self.tables.sizes(shard, table)[array]
+        found = torch.empty(shape, dtype=dtype)
+        for start in range(0, shape[0], PART_ROWS):
+            part = range(start, min(start + PART_ROWS, shape[0]))
+            with self._changed:
+                if shard not in pin.shards:
+                    raise Damaged(f"{name} has got other rows by now")
+                if kept.is_damaged(shard, part):
+                    self._drop({shard})
+                    raise Damaged(f"{name} has changed in memory by itself")
+                found[part.start : part.stop] = kept.copy(shard, pin.version, array, part)
+        return found
 
     def copy(self, shard: int, version: int = NEWEST) -> ShardCopy:
         """Return copies of a shard's arrays as they are now, or after `version` updates. WireError.
 
         It is refused if they are not known.
         """
-        self.scrub(shard, EVERY_PLACE)
         with self._changed:
             if shard not in self.shards:
                 raise WireError(f"shard {shard} is not on this server")
             if version == NEWEST:
                 version = self._holdings.version(shard)
-            if not self._holdings.judge(version, [shard]).can_serve:
+            pin = self.pin(version, [shard])
+            if pin is None:
                 raise WireError(f"shard {shard} is not known as of {version} updates")
+            (fingerprint,) = self._take_fingerprints(version, [shard])
+        try:
             arrays = [
-                table.copy(shard, version, array)
-                for table in self.tables.all
-                for array in range(len(table.array_names))
+                self.copy_as_of(pin, shard, table, array)
+                for table, each in enumerate(self.tables.all)
+                for array in range(len(each.array_names))
             ]
-            return ShardCopy(version, arrays, *self._take_fingerprints(version, [shard]))
+        except Damaged as error:
+            raise WireError(str(error)) from None
+        finally:
+            self.unpin(pin)
+        return ShardCopy(version, arrays, fingerprint)
 
     def keys_as_of(
         self, version: int, shards: Sequence[int], table: int, compared: Sequence[int] = ()
@@ -254,7 +299,7 @@ class ServerGroup:
             if not standing.can_serve:
                 return standing
             none = torch.empty(0, dtype=torch.int64)
-            keys = torch.cat([none, *(kept.keys_of(shard, version) for shard in shards)])
+            keys = torch.cat([none, *(find_keys(kept, shard, version) for shard in shards)])
             return ShardRows([keys], self._take_fingerprints(version, every))
 
     def adopt(
@@ -265,8 +310,11 @@ class ServerGroup:
     ) -> None:
         """Take in a copy of a shard; drop it again if it has another fingerprint than this."""
         shard = arrived.shard
+        pairs = zip(self.tables.all, arrays, strict=True)
+        # Only now, as reads wait for nothing that takes long.
+        seals = [table.sum_up(shard, each) for table, each in pairs]
         with self._changed:
-            self._copies[shard] = arrays, fingerprint
+            self._copies[shard] = _Arrived(arrays, seals, fingerprint)
             self._handle(arrived)
             self._copies.pop(shard, None)
 
@@ -280,6 +328,7 @@ class ServerGroup:
                 case AdoptCopy(shard):
                     self._adopt(shard)
                 case ResetShards(shards):
+                    self._pins.lose(shards)
                     for table in self.tables.all:
                         for shard in shards:
                             table.begin(shard)
@@ -290,14 +339,19 @@ class ServerGroup:
         if self._damaged:
             self._drop(self._damaged)
             return
-        self.tables.forget_undos(min([self._holdings.floor, *self._pins]))
+        self._forget_undos()
         self._changed.notify_all()
 
+    def _forget_undos(self) -> None:
+        """Drop the old values of rows that nobody can ask for any more."""
+        self.tables.forget_undos(min(self._holdings.floor, self._pins.oldest))
+
     def _adopt(self, shard: int) -> None:
-        copied, fingerprint = self._copies.pop(shard)
-        for table, arrays in zip(self.tables.all, copied, strict=True):
-            table.adopt(shard, arrays)
-        if fingerprint not in (None, *self._take_fingerprints(EVERY_UPDATE, [shard])):
+        self._pins.lose([shard])
+        copy = self._copies.pop(shard)
+        for table, arrays, seals in zip(self.tables.all, copy.arrays, copy.seals, strict=True):
+            table.adopt(shard, arrays, seals)
+        if copy.fingerprint not in (None, *self._take_fingerprints(EVERY_UPDATE, [shard])):
             self._damaged.add(shard)
 
     def _drop(self, shards: set[int]) -> None:
@@ -305,6 +359,22 @@ class ServerGroup:
         self._damaged = set()
         self._dropped |= shards
         self._handle(ShardsDamaged(tuple(sorted(shards))))
+
+
+def check_same(known: TableGroup, other: TableGroup) -> None:
+    """Raise UserError if workers describe a group in different ways."""
+    if other == known:
+        return
+    for mine, theirs in zip(known.tables, other.tables, strict=False):
+        if mine != theirs:
+            raise UserError(
+                f"table {theirs.name}: two workers describe it differently "
+                f"({_describe(mine)}, {_describe(theirs)}): all workers must run the same script"
+            )
+    raise UserError(
+        f"tables {other.name}: two workers have other tables or another optimizer under this "
+        "name: all workers must run the same script"
+    )
 
 
 def _describe(shape: object) -> str:

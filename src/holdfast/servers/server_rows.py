@@ -17,7 +17,7 @@ import torch
 
 from holdfast.core.servers.placement import SHARDS
 from holdfast.servers.reserved_arrays import ReservedArrays
-from holdfast.servers.row_checksums import FingerprintHistory, RowChecksums
+from holdfast.servers.row_checksums import FingerprintHistory, RowChecksums, Seal
 from holdfast.servers.row_optimizers import RowOptimizer
 from holdfast.servers.row_values import fill_rows
 from holdfast.servers.table_shape import TableShape, mark_shards
@@ -323,10 +323,10 @@ class ServerTable:
         for array in self._block.arrays.values():
             yield array[places.start : places.stop]
 
-    def copy(self, shard: int, version: int, array: int) -> torch.Tensor:
-        """Return a copy of a shard's `array`th array as it was after `version` updates."""
-        places = self.places_of(shard)
-        found = list(self.parts(shard))[array].clone()
+    def copy(self, shard: int, version: int, array: int, part: range) -> torch.Tensor:
+        """Return a copy of a part of a shard's `array`th array, as after `version` updates."""
+        places = self.places_of(shard)[part.start : part.stop]
+        found = list(self.parts(shard))[array][part.start : part.stop].clone()
         for undo in reversed(self._block.undos):
             here = (undo.places >= places.start) & (undo.places < places.stop)
             if undo.number > version and bool(here.any()):
@@ -339,11 +339,19 @@ class ServerTable:
         """Return the names of a shard's arrays."""
         return list(self._block.arrays)
 
-    def adopt(self, shard: int, arrays: Sequence[torch.Tensor]) -> None:
-        """Take over the arrays of a shard, as `parts` yields them."""
+    def sum_up(self, shard: int, arrays: Sequence[torch.Tensor]) -> list[Seal]:
+        """Return the checksums of a shard whose arrays these are, as `parts` yields them."""
+        rows, *slots = arrays
+        checksums, places = self._block.checksums, self.places_of(shard)
+        kept = zip(checksums, ([rows], slots), strict=False)
+        return [sums.sum_up(places, each) for sums, each in kept]
+
+    def adopt(self, shard: int, arrays: Sequence[torch.Tensor], seals: Sequence[Seal]) -> None:
+        """Take over the arrays of a shard, as `parts` yields them, with their checksums."""
         for mine, other in zip(self.parts(shard), arrays, strict=True):
             mine.copy_(other)
-        self._seal(shard)
+        for sums, seal in zip(self._block.checksums, seals, strict=True):
+            sums.seal_part(self.places_of(shard), self._first_owner + shard, seal)
         self._forget_undos(shard)
 
     def is_damaged(self, shard: int, part: range) -> bool:

@@ -17,6 +17,7 @@ import torch
 from holdfast.core.errors import UserError, WireError
 from holdfast.core.servers.holdings import ShardStanding
 from holdfast.net import peer_stream
+from holdfast.net.peer_stream import UNLIMITED, SendRate
 from holdfast.servers.row_optimizers import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
 from holdfast.servers.table_shape import TableShape
 
@@ -235,10 +236,10 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
         return ShardStanding(self.behind, self.past, self.copying)
 
 
-def send_array(channel: socket.socket, array: torch.Tensor) -> None:
-    """Send a contiguous array's bytes. OSError."""
+def send_array(channel: socket.socket, array: torch.Tensor, rate: SendRate = UNLIMITED) -> None:
+    """Send a contiguous array's bytes, as fast as a rate allows. OSError."""
     if array.numel():
-        channel.sendall(_bytes_of(array))
+        rate.send(channel, _bytes_of(array))
 
 
 def receive_array(

@@ -29,8 +29,9 @@ from holdfast.core.servers.placement import SHARDS
 from holdfast.net import peer_stream
 from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_listener import PeerListener, serve
+from holdfast.net.peer_stream import UNLIMITED, SendRate
 from holdfast.servers import server_wire as wire
-from holdfast.servers.server_group import ServerGroup
+from holdfast.servers.server_group import Pin, ServerGroup, check_same
 from holdfast.servers.server_rows import RowUpdate
 from holdfast.servers.table_store import TableStore
 
@@ -45,7 +46,7 @@ REQUEST: Any = wire.Request  # the type of all of them
 class RowServer:
     """Serves one server's shards. `say`: gets lines for the server's log.
 
-    `store`: where rows are saved; None: nowhere.
+    `store`: where rows are saved; None: nowhere. `rate`: of copies for servers that need the rows.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class RowServer:
         identity: PeerIdentity,
         say: Callable[[str], None],
         store: TableStore | None = None,
+        rate: SendRate = UNLIMITED,
     ) -> None:
         self._identity = identity
-        self._store = store
+        self._store, self._rate = store, rate
         self._say = say
         self._groups: dict[str, ServerGroup] = {}
         self._lock = threading.Lock()
@@ -140,7 +142,7 @@ class RowServer:
         name, group = request.group.name, self._groups.get(request.group.name)
         if group is not None:
             try:
-                group.check_same(request.group)
+                check_same(group.group, request.group)
             except UserError as error:
                 return wire.problem_of(error)
             return wire.Answer()
@@ -174,7 +176,7 @@ class RowServer:
                     with self._lock:
                         self._groups[request.group.name] = made
             if known is not None:
-                known.check_same(request.group)
+                check_same(known.group, request.group)
                 known.hold(shards, request.layout)
             return wire.Answer()
         except (UserError, WireError) as error:
@@ -267,8 +269,10 @@ class RowServer:
             fingerprints=(copy.fingerprint,),
         )
         peer_stream.send_message(channel, answer)
+        # A worker that asks for an earlier version waits for it.
+        rate = self._rate if request.version == wire.NEWEST else UNLIMITED
         for array in copy.arrays:
-            wire.send_array(channel, array)
+            wire.send_array(channel, array, rate)
 
     def _begin_copy(
         self,
@@ -293,21 +297,24 @@ class RowServer:
         if group is None or store is None:
             peer_stream.send_message(channel, wire.Answer(problem="there is nothing to save here"))
             return
-        if not group.pin(request.version, request.shards):
+        pin = group.pin(request.version, request.shards)
+        if pin is None:
             problem = f"version {request.version} is not known here"
             peer_stream.send_message(channel, wire.Answer(problem=problem))
             return
-        save = threading.Thread(target=self._save, args=(store, group, request), daemon=True)
-        save.start()
+        args = store, group, request, pin
+        threading.Thread(target=self._save, args=args, daemon=True).start()
         peer_stream.send_message(channel, wire.Answer())
 
-    def _save(self, store: TableStore, group: ServerGroup, request: wire.SaveShards) -> None:
+    def _save(
+        self, store: TableStore, group: ServerGroup, request: wire.SaveShards, pin: Pin
+    ) -> None:
         try:
-            store.save(group, request)
+            store.save(group, request, pin)
         except WorldError as error:
             self._say(f"rows of {group.group.name} at step {request.step} are not saved: {error}")
         finally:
-            group.unpin(request.version)
+            group.unpin(pin)
 
     def _load_all(self, group: ServerGroup, step: int, shards: Sequence[int]) -> None:
         try:

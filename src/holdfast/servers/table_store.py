@@ -18,7 +18,7 @@ import torch
 from holdfast.core.errors import Damaged
 from holdfast.core.servers.holdings import CopyArrived
 from holdfast.core.servers.placement import SHARDS
-from holdfast.servers.server_group import ServerGroup
+from holdfast.servers.server_group import Pin, ServerGroup
 from holdfast.servers.server_wire import SaveShards
 from holdfast.store.checkpoint_reading import OneEntry, load
 from holdfast.store.checkpoints import Checkpoints
@@ -34,7 +34,7 @@ class _ShardItem:
     """Is one array of one shard, copied when it is written: a store.saving.Item."""
 
     group: ServerGroup
-    version: int
+    pin: Pin
     table: int
     shard: int
     array: int
@@ -46,7 +46,7 @@ class _ShardItem:
     @property
     def data(self) -> memoryview:
         """Copy the array as it was after the version."""
-        return _bytes_of(self.group.copy_as_of(self.shard, self.version, self.table, self.array))
+        return _bytes_of(self.group.copy_as_of(self.pin, self.shard, self.table, self.array))
 
     @property
     def dtype(self) -> str:
@@ -79,15 +79,15 @@ class TableStore:
         self._published: list[Saving] = []  # shares that a checkpoint writer commits
         self._lock = threading.Lock()
 
-    def save(self, group: ServerGroup, request: SaveShards) -> None:
-        """Save shards as share `writer` of a checkpoint; their version is pinned. WorldError."""
+    def save(self, group: ServerGroup, request: SaveShards, pin: Pin) -> None:
+        """Save shards as share `writer` of a checkpoint, from a pinned version. WorldError."""
         for before in self._take_older(request.step):
             before.abandon()
         name = f"{TABLES}{group.group.name}{_VERSION}.{request.writer}"
         about = json.dumps({"version": request.version}).encode()
         items: list[Any] = [Item(name=name, data=memoryview(about))]
         items += [
-            _ShardItem(group, request.version, table, shard, array)
+            _ShardItem(group, pin, table, shard, array)
             for table in range(len(group.group.tables))
             for shard in request.shards
             for array in range(len(group.tables.array_names(table)))

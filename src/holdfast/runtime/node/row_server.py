@@ -16,6 +16,7 @@ from pathlib import Path
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.net.descriptors import raise_limit
 from holdfast.net.peer_identity import PeerIdentity
+from holdfast.net.peer_stream import SendRate
 from holdfast.runtime.node import bootstrap
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
@@ -36,9 +37,10 @@ def main(argv: list[str]) -> int:
     from holdfast.servers.serving import RowServer  # takes seconds
     from holdfast.servers.table_store import TableStore
 
-    where = RunDir(Path(os.environ["HOLDFAST_RUN_DIR"])).spec().checkpoints.store
+    spec = RunDir(Path(os.environ["HOLDFAST_RUN_DIR"])).spec()
+    where, rate = spec.checkpoints.store, SendRate(spec.servers.copy_rate * 1e6)
     store = TableStore(Checkpoints(open_storage(where, _say), _say)) if where else None
-    address = RowServer(identity, _say, store).listen(os.environ["HOLDFAST_HOST"])
+    address = RowServer(identity, _say, store, rate).listen(os.environ["HOLDFAST_HOST"])
     descriptor = int(os.environ[ADDRESS_FD])
     os.write(descriptor, address.encode() + b"\n")
     os.close(descriptor)

@@ -7,7 +7,6 @@ head in MessagePack, and buffers whose digests are in it. Nothing is ever execut
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Sequence
 
 import msgspec
@@ -17,10 +16,10 @@ import xxhash
 from holdfast.core.errors import WireError
 from holdfast.net import peer_stream
 from holdfast.net.peer_identity import PeerIdentity
+from holdfast.net.peer_stream import UNLIMITED, SendRate
 
 MAGIC = b"hfeed\0\0\1"
 HEAD_BYTES_MAX = 1 << 20
-BLOCK_BYTES = 1 << 20  # sent at a time, so that the rate is even
 
 
 class FeedHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,23 +41,6 @@ class FeedHead(msgspec.Struct, frozen=True, kw_only=True):
     buffers: tuple[tuple[int, bytes], ...] = ()
 
 
-class SendRate:
-    """Keeps to a rate; `bytes_per_s`: 0 for none."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self._rate = bytes_per_s
-        self._free_at = 0.0
-
-    def count_sent(self, count: int) -> None:
-        """Record `count` sent bytes, and wait until the rate allows more."""
-        if not self._rate:
-            return
-        now = time.monotonic()
-        self._free_at = max(self._free_at, now) + count / self._rate
-        if self._free_at > now + 0.001:
-            time.sleep(self._free_at - now)
-
-
 def connect(
     address: str, identity: PeerIdentity, number: int, rank: int, size: int
 ) -> socket.socket:
@@ -70,18 +52,14 @@ def send(
     channel: socket.socket,
     head: FeedHead,
     buffers: Sequence[memoryview],
-    rate: SendRate | None = None,
+    rate: SendRate = UNLIMITED,
     digest: bytes = b"",
 ) -> None:
     """Send one message. `digest`: that of its only buffer, if it is known already. OSError."""
     named = tuple((len(each), digest or xxhash.xxh3_128_digest(each)) for each in buffers)
     peer_stream.send_message(channel, msgspec.structs.replace(head, buffers=named))
     for each in buffers:
-        for start in range(0, len(each), BLOCK_BYTES):
-            block = each[start : start + BLOCK_BYTES]
-            channel.sendall(block)
-            if rate is not None:
-                rate.count_sent(len(block))
+        rate.send(channel, each)
 
 
 def read_head(channel: socket.socket) -> FeedHead:

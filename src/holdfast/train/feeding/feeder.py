@@ -19,12 +19,13 @@ from holdfast.core.types import NO_VIEW, Follower, FollowOrder, View, WorkerId
 from holdfast.memory.free_memory import free_bytes
 from holdfast.net import peer_stream
 from holdfast.net.peer_identity import PeerIdentity
+from holdfast.net.peer_stream import SendRate
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.transfer import parts_of
 from holdfast.train.exchange.layout import piece_of
 from holdfast.train.exchange.tensor_bytes import as_bytes
 from holdfast.train.feeding import feed_frames
-from holdfast.train.feeding.feed_frames import FeedHead, SendRate, bytes_of
+from holdfast.train.feeding.feed_frames import FeedHead, bytes_of
 from holdfast.train.feeding.staged_state import StagedState
 from holdfast.train.feeding.step_memory import StepMemory
 from holdfast.train.step.kept_step import KeptStep

@@ -1,0 +1,163 @@
+"""Copies of shards, for other servers and for checkpoints: updates and reads go on meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.core.errors import Damaged, WireError
+from holdfast.core.servers.holdings import WINDOW, CopyArrived, ResetAsked
+from holdfast.core.servers.placement import SHARDS
+from holdfast.net import peer_stream
+from holdfast.net.peer_stream import SendRate
+from holdfast.servers import server_group
+from holdfast.servers import server_wire as wire
+from holdfast.servers.server_group import ServerGroup
+from holdfast.servers.server_rows import RowUpdate
+from holdfast.servers.serving import fetch_shard
+from holdfast.servers.table_shape import FREQUENCY
+from support import until
+from test_keyed_tables import described, updates_of
+from test_row_servers import (
+    IDENTITY,
+    RULES,
+    Servers,
+    close_servers,
+    everything,
+    expected,
+    group,
+    update,
+)
+
+__all__ = ["close_servers"]  # a fixture
+ALL = tuple(range(SHARDS))
+MANY = 3 * WINDOW
+KEYED = updates_of(MANY)
+
+
+def trained(version: int) -> ServerGroup:
+    made = ServerGroup(group(RULES[0], "items"), ALL)
+    for step in range(1, version + 1):
+        made.update(step, ALL, update(step, 1))
+    return made
+
+
+def test_a_pinned_version_can_be_copied_however_many_updates_follow() -> None:
+    made = trained(2)
+    pin = made.pin(2, ALL)
+    assert pin is not None
+    for step in range(3, MANY):
+        made.update(step, ALL, update(step, 1))
+    rows, slots = expected(RULES[0], 2)
+    (momentum,) = slots.values()
+    for shard in ALL:
+        for array, right in enumerate((rows, momentum)):
+            found = made.copy_as_of(pin, shard, 0, array)
+            wanted = right[shard::SHARDS]
+            assert torch.equal(found[: len(wanted)], wanted)
+    made.unpin(pin)
+    assert len(made.tables._blocks[0][1].undos) <= WINDOW  # type: ignore[attr-defined]
+
+
+def interrupt(
+    made: ServerGroup, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let something happen after each part that is copied, and make parts of two rows."""
+    (table,) = made.tables.all
+    plain = table.copy
+
+    def copy(*args: Any) -> torch.Tensor:
+        part = plain(*args)
+        act()
+        return part
+
+    monkeypatch.setattr(server_group, "PART_ROWS", 2)
+    monkeypatch.setattr(table, "copy", copy)
+
+
+def keyed(version: int) -> ServerGroup:
+    made = ServerGroup(described(RULES[1], capacity=64, admit_after=2, evict=FREQUENCY), ALL)
+    for step in range(1, version + 1):
+        made.update(step, ALL, KEYED[step - 1])
+    return made
+
+
+@pytest.mark.parametrize("is_keyed", [False, True])
+def test_a_copy_is_of_one_version_though_updates_come_between_its_parts(
+    is_keyed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, right = (keyed(5), keyed(5)) if is_keyed else (trained(5), trained(5))
+    step = 5
+
+    def given(step: int) -> RowUpdate:
+        return KEYED[step - 1] if is_keyed else update(step, 1)
+
+    def train() -> None:
+        nonlocal step
+        if step < MANY:
+            step += 1
+            made.update(step, ALL, given(step))
+
+    interrupt(made, train, monkeypatch)
+    for shard in (3, 4, 5):
+        version = step
+        for later in range(right.judge(1 << 40, [0]).behind[0][1] + 1, version + 1):
+            right.update(later, ALL, given(later))
+        ours, theirs = made.copy(shard), right.copy(shard)
+        assert (ours.version, ours.fingerprint) == (version, theirs.fingerprint)
+        assert all(map(torch.equal, ours.arrays, theirs.arrays))
+    assert step > 5 + WINDOW
+
+
+def test_a_copy_of_a_shard_that_gets_other_rows_meanwhile_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def give_away(made: ServerGroup) -> None:
+        made.hold((1,), 5)
+
+    def reset(made: ServerGroup) -> None:
+        made.handle(ResetAsked((0,)))
+
+    for act in (give_away, reset):
+        made = trained(WINDOW + 2)
+        interrupt(made, partial(act, made), monkeypatch)
+        with pytest.raises(WireError, match="shard 0 of items has got other rows by now"):
+            made.copy(0)
+        assert not made._pins._pins
+
+
+def test_a_pin_does_not_outlive_the_rows_of_its_shard() -> None:
+    made, other = trained(3), trained(5)
+    pin = made.pin(3, ALL)
+    assert pin is not None
+    copy = other.copy(2)
+    made.adopt(CopyArrived(2, copy.version), [copy.arrays], copy.fingerprint)
+    with pytest.raises(Damaged, match="shard 2 of items has got other rows by now"):
+        made.copy_as_of(pin, 2, 0, 0)
+    assert torch.equal(made.copy_as_of(pin, 1, 0, 0), trained(3).copy(1).arrays[0])
+
+
+def test_copies_for_other_servers_keep_to_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    servers = Servers(2, 2)
+    servers.servers[0]._rate = SendRate(1000.0)
+    client = servers.client(group(RULES[0], "items"))
+    for step in range(1, WINDOW + 6):  # more than workers could give
+        client.push(step, update(step, 1))
+        everything(client, step, 1)
+    made = servers.servers[0]._groups["items"]
+    monkeypatch.setattr(peer_stream.time, "sleep", slept.append)
+    with peer_stream.connect(
+        servers.addresses[0], IDENTITY, wire.MAGIC, (0, 0, 0), 20.0
+    ) as channel:
+        other = ServerGroup(made.group, ALL)
+        fetch_shard(channel, other, 3, made.copy(3).version)
+        assert not slept  # a worker waits for it
+        fetch_shard(channel, other, 4)
+    sent = sum(array.nbytes for array in other.copy(4).arrays)
+    until(lambda: sum(slept) > 0.5 * sent / 1000, "the sender has waited")
+    assert other.copy(4).fingerprint == made.copy(4).fingerprint
