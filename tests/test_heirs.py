@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from holdfast.core.servers.heirs import HeirProgress
+from holdfast.core.servers.heirs import HeirProgress, HolderAnswer
 from holdfast.core.servers.holdings import ShardStanding
 from holdfast.core.servers.placement import HEIRS, find_shards, lay_out
 from holdfast.core.types import ServerLayout
@@ -24,15 +24,15 @@ def progress() -> HeirProgress:
     made = HeirProgress(TWO, 1)
     made.add_group("a")
     made.add_group("b")
-    made.record_answer("b", HEIR, AT, 0, HELD, WHOLE)
+    made.record_answer("b", HolderAnswer(HEIR, AT, 0, HELD, WHOLE))
     return made
 
 
 def test_an_heir_is_complete_with_all_shards_of_all_groups() -> None:
     found = progress()
-    found.record_answer("a", HEIR, AT, 0, HELD[:-1], WHOLE)
+    found.record_answer("a", HolderAnswer(HEIR, AT, 0, HELD[:-1], WHOLE))
     assert found.list_complete() == ()
-    found.record_answer("a", HEIR, AT, 0, (LAST,), WHOLE)
+    found.record_answer("a", HolderAnswer(HEIR, AT, 0, (LAST,), WHOLE))
     assert found.list_complete() == (AT,)
 
 
@@ -43,24 +43,24 @@ def test_shards_that_are_behind_past_or_being_copied_are_not_whole() -> None:
         ShardStanding(copying=(LAST,)),
     ):
         found = progress()
-        found.record_answer("a", HEIR, AT, 0, HELD, lacking)
+        found.record_answer("a", HolderAnswer(HEIR, AT, 0, HELD, lacking))
         assert found.list_complete() == ()
-        found.record_answer("a", HEIR, AT, 0, (LAST,), WHOLE)
+        found.record_answer("a", HolderAnswer(HEIR, AT, 0, (LAST,), WHOLE))
         assert found.list_complete() == (AT,)
-        found.record_answer("a", HEIR, AT, 0, (LAST,), lacking)
+        found.record_answer("a", HolderAnswer(HEIR, AT, 0, (LAST,), lacking))
         assert found.list_complete() == ()
 
 
 def test_an_heir_that_is_silent_or_starts_again_has_to_prove_itself_again() -> None:
     found = progress()
-    found.record_answer("a", HEIR, AT, 0, HELD, WHOLE)
+    found.record_answer("a", HolderAnswer(HEIR, AT, 0, HELD, WHOLE))
     found.record_silence("b", HEIR)
     assert found.list_complete() == ()
-    found.record_answer("b", HEIR, "node0:8", 0, HELD, WHOLE)
+    found.record_answer("b", HolderAnswer(HEIR, "node0:8", 0, HELD, WHOLE))
     assert found.list_complete() == (), "the two groups know different processes"
-    found.record_answer("a", HEIR, "node0:8", 0, HELD[:-1], WHOLE)
+    found.record_answer("a", HolderAnswer(HEIR, "node0:8", 0, HELD[:-1], WHOLE))
     assert found.list_complete() == ()
-    found.record_answer("a", HEIR, "node0:8", 0, (LAST,), WHOLE)
+    found.record_answer("a", HolderAnswer(HEIR, "node0:8", 0, (LAST,), WHOLE))
     assert found.list_complete() == ("node0:8",)
 
 
@@ -75,30 +75,30 @@ def watched() -> tuple[HeirWatch, list[tuple[tuple[str, ...], int]]]:
 
 def test_heirs_of_several_servers_are_told_once_and_when_they_change() -> None:
     watch, told = watched()
-    watch.record_answer("a", OTHER, "x:1", 0, HELD_BY_1, WHOLE)
-    watch.record_answer("a", OTHER, "x:1", 0, HELD_BY_1, WHOLE)
-    watch.record_answer("a", HEIR, AT, 0, HELD, WHOLE)
+    watch.record_answer("a", HolderAnswer(OTHER, "x:1", 0, HELD_BY_1, WHOLE))
+    watch.record_answer("a", HolderAnswer(OTHER, "x:1", 0, HELD_BY_1, WHOLE))
+    watch.record_answer("a", HolderAnswer(HEIR, AT, 0, HELD, WHOLE))
     watch.record_silence("a", OTHER)
     assert told == [((), 0), (("x:1",), 0), ((AT, "x:1"), 0), ((AT,), 0)]
 
 
 def test_servers_themselves_matter_only_while_their_number_changes() -> None:
     watch, told = watched()
-    watch.record_answer("a", 0, AT, 0, HELD, WHOLE)
+    watch.record_answer("a", HolderAnswer(0, AT, 0, HELD, WHOLE))
     watch.change_layout(MORE)
-    watch.record_answer("a", 0, AT, 1, HELD, WHOLE)
+    watch.record_answer("a", HolderAnswer(0, AT, 1, HELD, WHOLE))
     added = find_shards(2, lay_out(MORE, 1))
-    watch.record_answer("a", 2, "new:1", 1, added[:-1], WHOLE)
-    watch.record_answer("a", 2, "new:1", 1, added[-1:], WHOLE)
+    watch.record_answer("a", HolderAnswer(2, "new:1", 1, added[:-1], WHOLE))
+    watch.record_answer("a", HolderAnswer(2, "new:1", 1, added[-1:], WHOLE))
     watch.change_layout(TWO)
     watch.change_layout(replace(MORE, number=2, count=3))
-    watch.record_answer("a", 2, "new:1", 2, added, WHOLE)
+    watch.record_answer("a", HolderAnswer(2, "new:1", 2, added, WHOLE))
     assert told == [((), 0), ((), 1), ((AT,), 1), (("new:1", AT), 1), ((), 2)]
 
 
 def test_what_was_whole_in_one_layout_does_not_count_in_the_next() -> None:
     found = progress()
-    found.record_answer("a", HEIR, AT, 0, HELD, WHOLE)
+    found.record_answer("a", HolderAnswer(HEIR, AT, 0, HELD, WHOLE))
     assert found.list_complete() == (AT,)
     found.change_layout(MORE)
     assert found.list_complete() == ()
@@ -109,7 +109,7 @@ def test_what_a_server_says_of_an_earlier_layout_does_not_count() -> None:
     watch.change_layout(MORE)
     watch.change_layout(replace(MORE, number=2))
     added = find_shards(2, lay_out(MORE, 1))
-    watch.record_answer("a", 2, "new:1", 1, added, WHOLE)
-    watch.record_answer("a", HEIR, AT, 0, HELD, WHOLE)
-    watch.record_answer("a", 2, "new:1", 2, added, WHOLE)
+    watch.record_answer("a", HolderAnswer(2, "new:1", 1, added, WHOLE))
+    watch.record_answer("a", HolderAnswer(HEIR, AT, 0, HELD, WHOLE))
+    watch.record_answer("a", HolderAnswer(2, "new:1", 2, added, WHOLE))
     assert told == [((), 0), ((), 1), ((), 2), (("new:1",), 2)]

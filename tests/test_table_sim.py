@@ -98,7 +98,7 @@ def test_servers_move_and_no_row_is_lost_by_that() -> None:
 def test_heirs_that_are_taken_too_early_are_noticed(monkeypatch: Patch) -> None:
     monkeypatch.setattr(
         "holdfast.core.servers.heirs.HeirProgress.record_answer",
-        lambda self, *said: plain(self, *said[:-1], ShardStanding()),
+        lambda self, group, told: plain(self, group, replace(told, standing=ShardStanding())),
     )
     assert total(MOVING, range(30)).restarts > 0
 

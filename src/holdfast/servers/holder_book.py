@@ -6,8 +6,9 @@ the server.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
+from holdfast.core.servers.heirs import HolderAnswer
 from holdfast.core.servers.holdings import ShardStanding
 from holdfast.core.servers.placement import HEIRS, add_heirs, find_shards, lay_out
 from holdfast.core.types import ServerLayout
@@ -58,21 +59,11 @@ class HolderBook:
         if not address:
             self.record_silence(server)
         elif not self.find_shards(server, layout):
-            self.record_answer(server, address, layout.number, (), ShardStanding())
+            self.record_answer(HolderAnswer(server, address, layout.number, (), ShardStanding()))
 
-    def record_answer(
-        self,
-        server: int,
-        address: str,
-        layout: int,
-        shards: Sequence[int],
-        standing: ShardStanding,
-    ) -> None:
-        """Record how far a server or an heir is after an update of these shards.
-
-        `layout`: the number of the layout that the server knew then.
-        """
-        self.access.heirs.record_answer(self._group, server, address, layout, shards, standing)
+    def record_answer(self, answer: HolderAnswer) -> None:
+        """Record how far a server or an heir is after an update of some shards."""
+        self.access.heirs.record_answer(self._group, answer)
 
     def record_silence(self, server: int) -> None:
         """Record that a server or an heir has not answered an update."""

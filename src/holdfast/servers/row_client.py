@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 
 from holdfast.core.errors import UserError, WireError
+from holdfast.core.servers.heirs import HolderAnswer
 from holdfast.core.servers.holdings import WINDOW
 from holdfast.core.servers.placement import SHARDS, choose_part
 from holdfast.core.servers.reading import Give, OrderCopy, bring_up
@@ -176,7 +177,7 @@ class RowClient:
         answer = connection.give(number, shards, update)
         self.book.tell_of_damage(server, answer)
         where = connection.address, connection.layout
-        self.book.record_answer(server, *where, shards, answer.standing)
+        self.book.record_answer(HolderAnswer(server, *where, shards, answer.standing))
         standing = replace(answer.standing, past=())
         start, holders = self._kept.find_start(number), self.book.find_holders(shards)
         for effect in bring_up(server, number, standing, start, holders):

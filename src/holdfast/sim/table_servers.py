@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from holdfast.core.errors import InvariantError, assert_never, require
+from holdfast.core.servers.heirs import HolderAnswer
 from holdfast.core.servers.holdings import (
     CopyArrived,
     CopyBegun,
@@ -325,7 +326,8 @@ class TableWorld:
                 worker.progress.record_silence(ROWS, number)
             if isinstance(found, tuple) and worker.attempt == attempt:
                 name, layout, standing = found
-                worker.progress.record_answer(ROWS, number, name, layout, shards, standing)
+                told = HolderAnswer(number, name, layout, shards, standing)
+                worker.progress.record_answer(ROWS, told)
                 self._moves.report_complete(worker)
                 holders = worker.find_holders(shards)
                 known = replace(standing, past=())

@@ -15,6 +15,20 @@ from holdfast.core.servers.placement import HEIRS, find_shards, lay_out
 from holdfast.core.types import ServerLayout
 
 
+@dataclass(frozen=True, slots=True)
+class HolderAnswer:
+    """Says how far a server or an heir was after an update of some shards.
+
+    `address`: where it listened. `layout`: the number of the layout that it knew then.
+    """
+
+    server: int
+    address: str
+    layout: int
+    shards: Sequence[int]
+    standing: ShardStanding
+
+
 @dataclass(slots=True)
 class _Progress:
     """Keeps the shards that the process at `address` had whole when it last answered for them."""
@@ -48,28 +62,20 @@ class HeirProgress:
         self._layout = layout
         self._progress.clear()
 
-    def record_answer(
-        self,
-        group: str,
-        server: int,
-        address: str,
-        layout: int,
-        shards: Sequence[int],
-        standing: ShardStanding,
-    ) -> None:
-        """Record the answer of a server to an update of these shards.
+    def record_answer(self, group: str, answer: HolderAnswer) -> None:
+        """Record a server's answer to an update.
 
-        `layout`: the number of the layout that the server knew then. An answer of an earlier layout
-        does not count, since the server may hold other shards now.
+        An answer of an earlier layout does not count: the server may hold other shards now.
         """
-        is_new = server >= HEIRS or self._layout.is_changing
-        if layout != self._layout.number or not is_new:
+        is_new = answer.server >= HEIRS or self._layout.is_changing
+        if answer.layout != self._layout.number or not is_new:
             return
-        found = self._progress.get((group, server))
-        if found is None or found.address != address:
-            found = self._progress[group, server] = _Progress(address)
+        found = self._progress.get((group, answer.server))
+        if found is None or found.address != answer.address:
+            found = self._progress[group, answer.server] = _Progress(answer.address)
+        standing = answer.standing
         lacks = {shard for shard, _ in standing.behind} | {*standing.past, *standing.copying}
-        found.whole = (found.whole | set(shards)) - lacks
+        found.whole = (found.whole | set(answer.shards)) - lacks
 
     def record_silence(self, group: str, server: int) -> None:
         """Record that a server has not answered."""

@@ -8,7 +8,7 @@ know what a table is.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from holdfast.core.errors import UserError
-from holdfast.core.servers.heirs import HeirProgress
-from holdfast.core.servers.holdings import ShardStanding
+from holdfast.core.servers.heirs import HeirProgress, HolderAnswer
 from holdfast.core.servers.placement import lay_out, share_out
 from holdfast.core.types import ServerLayout
 from holdfast.net.peer_identity import PeerIdentity
@@ -65,18 +64,10 @@ class HeirWatch:
         with self._lock:
             self._progress.add_group(group)
 
-    def record_answer(
-        self,
-        group: str,
-        server: int,
-        address: str,
-        layout: int,
-        shards: Sequence[int],
-        standing: ShardStanding,
-    ) -> None:
-        """Record the answer of a server to an update of these shards: see HeirProgress."""
+    def record_answer(self, group: str, answer: HolderAnswer) -> None:
+        """Record a server's answer to an update: see HeirProgress."""
         with self._lock:
-            self._progress.record_answer(group, server, address, layout, shards, standing)
+            self._progress.record_answer(group, answer)
             self._tell()
 
     def record_silence(self, group: str, server: int) -> None:
