@@ -237,7 +237,9 @@ SCALES = SERVERS | {  # other numbers of servers are asked for, and workers die
 LOST_ROWS = MEMORY | {  # servers lose the rows of all states that there are
     "servers": 2,
     "save_every": 3,
-    "faults": ("rows_lost", "worker_crash", "all_lost"),
+    "boot_s": 2.0,
+    "faults": ("rows_lost", "all_lost"),
+    "faults_end_s": 10.0,
 }
 SPARES = {"slots": 3, "spares": 1, "hot_spares": True, "vranks": 12, "workers_min": 1}
 FLIPS = {  # most bits flip while an update runs, so that the next checkpoint is wrong
