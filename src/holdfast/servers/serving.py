@@ -157,11 +157,14 @@ class RowServer:
 
     def _make_soon(self, request: wire.BeginGroup) -> None:
         """Begin to hold a group; keep the answer if there was a problem."""
-        answer = self._make_room(request)
-        with self._lock:
-            del self._making[request.group.name]
-            if answer.problem:
-                self._making[request.group.name] = answer
+        name, answer = request.group.name, wire.Answer()
+        try:
+            answer = self._make_room(request)
+        finally:
+            with self._lock:
+                del self._making[name]
+                if answer.problem:
+                    self._making[name] = answer
 
     def _make_room(self, request: wire.BeginGroup) -> wire.Answer:
         shards = sorted(set(request.shards))
