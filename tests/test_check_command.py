@@ -90,7 +90,7 @@ def test_a_script_that_carries_something_is_named_before_any_machine(
     script.write_text(SCRIPT.format(before="", after="pass", shard=CARRIES, until=400))
     assert check_command.main(["--steps", "8", str(script)]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "hidden[0]" in said
+    assert "hidden[0]" in said, said
     assert "deterministic" not in said
     before, _, _ = said.partition("wrongly")
     assert "hidden[0]" in before

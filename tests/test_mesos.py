@@ -190,9 +190,7 @@ def test_a_silent_subscription_is_made_again(fake: FakeMesos) -> None:
     run(work)
 
 
-def test_heartbeats_keep_a_subscription(
-    fake: FakeMesos, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heartbeats_keep_a_subscription(fake: FakeMesos, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.knobs.beat_s, patience_s = 0.1, 3.0  # longer than a busy machine holds anybody up
     monkeypatch.setattr(mesos_stream, "MISSED", patience_s / fake.knobs.beat_s)
 
@@ -204,6 +202,27 @@ def test_heartbeats_keep_a_subscription(
             await manager.observe()
             await asyncio.sleep(0.2)
         assert framework_of(fake).stream == stream
+
+    run(work)
+
+
+def test_a_subscription_that_another_one_has_replaced_is_made_again_at_once(
+    fake: FakeMesos, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end has not been noticed yet when the next call is made."""
+    closed: list[bool] = []
+
+    async def work() -> None:
+        first, second = fake.manager(), fake.manager()
+        await first.observe()
+        stream = first._stream
+        assert stream is not None
+        close = stream.close
+        monkeypatch.setattr(stream, "is_broken", lambda: bool(closed))
+        monkeypatch.setattr(stream, "close", lambda: (closed.append(True), close()))
+        await second.observe()
+        assert await first.observe() == []
+        assert closed
 
     run(work)
 

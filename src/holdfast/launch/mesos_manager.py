@@ -22,7 +22,13 @@ from holdfast.core.fleet.placements import Holding, Notice, Placement, Placement
 from holdfast.core.job_spec import JobSpec
 from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
-from holdfast.launch.mesos_session import FRAMEWORK, MesosFramework, MesosSession, say
+from holdfast.launch.mesos_session import (
+    FRAMEWORK,
+    MesosFramework,
+    MesosSession,
+    Unsubscribed,
+    say,
+)
 from holdfast.launch.mesos_stream import MesosStream
 from holdfast.launch.order_book import ORDERS, BookEntry, OrderBook
 from holdfast.launch.rest_link import ANSWER_S, RestAccess, RestLink
@@ -74,7 +80,12 @@ class MesosManager:
             stream = self._renew()
             held = [entry for entry in entries if entry.holder and not self._is_over(entry)]
             # Also the proof that the master answers, whatever the stream has brought.
-            self.session.send(stream, "RECONCILE", {"tasks": [_task_of(entry) for entry in held]})
+            tasks = {"tasks": [_task_of(entry) for entry in held]}
+            try:
+                self.session.send(stream, "RECONCILE", tasks)
+            except Unsubscribed:  # its end has not been noticed yet
+                stream = self._renew()
+                self.session.send(stream, "RECONCILE", tasks)
             self._hear(stream, [str(entry.order.id) for entry in held])
             self._place(stream, entries)
             return [self._placement(e) for e in self._book.entries() if e.waits or e.holder]

@@ -77,6 +77,10 @@ class MesosFramework:
         }
 
 
+class Unsubscribed(Unreachable):
+    """Reports that a subscription has ended, as another one of the framework is in its place."""
+
+
 class MesosSession:
     """Subscribes as one framework, again whenever a subscription is broken.
 
@@ -121,7 +125,7 @@ class MesosSession:
         try:
             answer = self._link.ask_now("POST", SCHEDULER, body, {STREAM_ID: stream.id})
             if answer.status in NOT_SUBSCRIBED:
-                raise Unreachable(f"Mesos has ended the subscription: {answer.problem}")
+                raise Unsubscribed(f"Mesos has ended the subscription: {answer.problem}")
             if not answer.accepted:
                 raise self._link.failure(answer)
         except (Refused, Unreachable):
