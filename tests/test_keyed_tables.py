@@ -17,9 +17,14 @@ from holdfast.servers import SGD, Adagrad, LazyAdam, RowOptimizer
 from holdfast.servers import server_wire as wire
 from holdfast.servers.embeddings import Embedding, EmbeddingBag
 from holdfast.servers.key_index import RECENT_MIN, KeyIndex
-from holdfast.servers.keyed_rows import FORGET_AFTER, KeyedTable, find_keys, first_values
+from holdfast.servers.keyed_rows import (
+    EVERY_PLACE,
+    FORGET_AFTER,
+    KeyedTable,
+    find_keys,
+    first_values,
+)
 from holdfast.servers.row_values import hash_keys
-from holdfast.servers.server_group import EVERY_PLACE
 from holdfast.servers.server_rows import RowUpdate
 from holdfast.servers.table_shape import AGE, FREQUENCY, KeyRules, TableShape
 from holdfast.store.checkpoints import Checkpoints
@@ -224,8 +229,11 @@ def updates_of(steps: int, keys: int = 60) -> list[RowUpdate]:
     return found
 
 
-@pytest.mark.parametrize("servers", [1, 5])
-def test_servers_have_the_rows_of_one_table_and_save_them(servers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("servers", "at_once"), [(1, 1 << 16), (5, 1)])
+def test_servers_have_the_rows_of_one_table_and_save_them(
+    servers: int, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.servers.row_client.PLACES_AT_ONCE", at_once)
     rule, steps = Adagrad(lr=0.1), 9
     rules = {"capacity": 32, "admit_after": 2, "evict": FREQUENCY}
     alone = KeyedTable(shape(**rules), range(SHARDS), rule)

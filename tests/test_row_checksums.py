@@ -8,17 +8,18 @@ import pytest
 import torch
 
 from holdfast.core.errors import Damaged, UserError, WireError
+from holdfast.core.servers.holdings import BARE
 from holdfast.core.servers.placement import SHARDS
 from holdfast.servers import RowOptimizer
-from holdfast.servers.keyed_rows import KeyedTable
+from holdfast.servers.keyed_rows import EVERY_PLACE, KeyedTable
 from holdfast.servers.reserved_arrays import ReservedArrays
 from holdfast.servers.row_checksums import RowChecksums
 from holdfast.servers.row_client import KEPT
-from holdfast.servers.server_group import EVERY_PLACE, ServerGroup
+from holdfast.servers.server_group import ServerGroup, fill_shard
 from holdfast.servers.server_rows import RowUpdate, ServerTable
 from holdfast.servers.serving import scrub
 from holdfast.servers.table_shape import KeyRules, TableShape
-from test_row_servers import RULES, Servers, everything, expected, group, update
+from test_row_servers import RULES, Servers, everything, expected, fill, group, update
 
 ALL = tuple(range(SHARDS))
 
@@ -104,7 +105,7 @@ def test_rows_that_no_other_server_has_are_given_up_instead_of_used() -> None:
 
 def made(*names: str) -> ServerGroup:
     """Return a group with all shards after one update."""
-    found = ServerGroup(group(RULES[2], *names), ALL)
+    found = fill(ServerGroup(group(RULES[2], *names), ALL))
     found.update(1, ALL, update(1, len(names)))
     return found
 
@@ -131,16 +132,20 @@ def test_damaged_rows_are_neither_copied_nor_saved() -> None:
         found.copy_as_of(pin, 0, 0, 0)
     with pytest.raises(WireError, match="shard 1 of items has changed in memory by itself"):
         found.copy(1)
-    assert found.copy(1).version == 0  # its first values
+    with pytest.raises(WireError, match="shard 1 is not known"):
+        found.copy(1)
+    fill_shard(found, 1)
+    assert found.copy(1).version == 0
 
 
 def test_an_update_is_applied_to_the_shards_that_are_sound() -> None:
-    found = ServerGroup(group(RULES[1], "items"), ALL)
+    found = fill(ServerGroup(group(RULES[1], "items"), ALL))
     table = numbered(found)
     flip(*part_of(table, 3 * table.shape.shard_rows))
     keys, grads = torch.arange(2 * SHARDS), torch.ones(2 * SHARDS, 5)
     given = RowUpdate(keys=[keys], grads=[grads], steps=[1], rates=[0.1])
-    assert found.update(1, ALL, given).behind == ((3, 0),)
+    assert found.update(1, ALL, given).behind == ((3, BARE),)
+    fill_shard(found, 3)
     mine = keys % SHARDS == 3
     rest = RowUpdate(keys=[keys[mine]], grads=[grads[mine]], steps=[1], rates=[0.1])
     assert found.update(1, (3,), rest).can_serve
@@ -177,7 +182,9 @@ def test_every_array_of_a_table_of_keys_is_watched(array: str) -> None:
     wanted = torch.arange(2000)
     assert table.find_damaged(wanted, whole=True) == {shard}
     assert table.find_damaged(wanted, whole=False) <= {shard}
-    table.begin(shard)
+    arrays = [part.clone() for part in table.parts(shard)]
+    table.fill(shard, arrays)
+    table.adopt(shard, arrays, table.sum_up(shard, arrays))
     assert table.find_damaged(wanted, whole=True) == set()
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from holdfast.core.errors import Damaged, WireError
-from holdfast.core.servers.holdings import WINDOW, CopyArrived, ResetAsked
+from holdfast.core.servers.holdings import WINDOW, CopyArrived
 from holdfast.core.servers.placement import SHARDS
 from holdfast.net import peer_stream
 from holdfast.net.peer_stream import SendRate
 from holdfast.servers import server_group
 from holdfast.servers import server_wire as wire
-from holdfast.servers.server_group import ServerGroup
+from holdfast.servers.server_group import ServerGroup, fill_shard
 from holdfast.servers.server_rows import RowUpdate
 from holdfast.servers.serving import fetch_shard
 from holdfast.servers.table_shape import FREQUENCY
@@ -29,6 +29,7 @@ from test_row_servers import (
     close_servers,
     everything,
     expected,
+    fill,
     group,
     update,
 )
@@ -40,7 +41,7 @@ KEYED = updates_of(MANY)
 
 
 def trained(version: int) -> ServerGroup:
-    made = ServerGroup(group(RULES[0], "items"), ALL)
+    made = fill(ServerGroup(group(RULES[0], "items"), ALL))
     for step in range(1, version + 1):
         made.update(step, ALL, update(step, 1))
     return made
@@ -80,7 +81,8 @@ def interrupt(
 
 
 def keyed(version: int) -> ServerGroup:
-    made = ServerGroup(described(RULES[1], capacity=64, admit_after=2, evict=FREQUENCY), ALL)
+    rules: dict[str, Any] = {"capacity": 64, "admit_after": 2, "evict": FREQUENCY}
+    made = fill(ServerGroup(described(RULES[1], **rules), ALL))
     for step in range(1, version + 1):
         made.update(step, ALL, KEYED[step - 1])
     return made
@@ -120,7 +122,7 @@ def test_a_copy_of_a_shard_that_gets_other_rows_meanwhile_is_refused(
         made.hold((1,), 5)
 
     def reset(made: ServerGroup) -> None:
-        made.handle(ResetAsked((0,)))
+        fill_shard(made, 0)
 
     for act in (give_away, reset):
         made = trained(WINDOW + 2)

@@ -6,19 +6,29 @@ import pytest
 
 from holdfast.core.servers import reading
 from holdfast.core.servers.holdings import (
+    BARE,
+    WINDOW,
     AdoptCopy,
     ApplyUpdate,
+    BeginCopies,
     CopyArrived,
+    CopyFailed,
+    CopyOffered,
+    DropShards,
     ForgetUpdate,
     Holdings,
-    ResetAsked,
-    ResetShards,
     ShardsChosen,
     ShardsDamaged,
     ShardStanding,
     UpdateArrived,
 )
-from holdfast.core.servers.placement import SHARDS, find_holders, find_shards, lay_out
+from holdfast.core.servers.placement import (
+    SHARDS,
+    choose_savers,
+    find_holders,
+    find_shards,
+    lay_out,
+)
 from holdfast.core.servers.reading import (
     Ask,
     FindRight,
@@ -36,6 +46,14 @@ from holdfast.core.servers.reading import (
 from holdfast.core.types import ServerLayout
 
 
+def hold(*shards: int, window: int = WINDOW) -> Holdings:
+    """Return the machine of a server whose shards have their first values."""
+    holdings = Holdings(shards, window)
+    for shard in shards:
+        assert holdings.handle(CopyArrived(shard, 0)) == [AdoptCopy(shard)]
+    return holdings
+
+
 def test_shards_are_spread_evenly_and_stay_where_they_are() -> None:
     for servers in range(1, 9):
         holders = find_holders(servers, min(servers, 2))
@@ -51,7 +69,7 @@ def test_shards_are_spread_evenly_and_stay_where_they_are() -> None:
 
 
 def test_updates_are_applied_in_order_whenever_they_come() -> None:
-    holdings = Holdings([3])
+    holdings = hold(3)
     assert not any(
         isinstance(e, ApplyUpdate) for e in holdings.handle(UpdateArrived(2, (3,), token=20))
     )
@@ -63,36 +81,68 @@ def test_updates_are_applied_in_order_whenever_they_come() -> None:
     assert holdings.judge(1, [4]).past == (4,)
 
 
-def test_rows_that_can_still_be_read_are_not_reset() -> None:
-    holdings = Holdings([0], window=4)
-    for number in range(1, 4):
-        holdings.handle(UpdateArrived(number, (0,), token=number))
-    assert holdings.handle(ResetAsked((0,))) == []
-    for number in range(4, 7):
-        holdings.handle(UpdateArrived(number, (0,), token=number))
-    assert holdings.judge(1, [0]).past == (0,)
-    assert holdings.handle(ResetAsked((0,)))
+def test_a_bare_shard_has_no_version_and_keeps_the_updates_that_come() -> None:
+    holdings = Holdings([0])
+    assert holdings.judge(0, [0]).behind == ((0, BARE),)
+    for number in (0, 1):  # no update has the number 0
+        assert holdings.handle(UpdateArrived(number, (0,), token=number)) == []
+    assert holdings.handle(CopyOffered((0, 5), 0)) == [BeginCopies((0,))]
+    assert holdings.judge(0, [0]).copying == (0,)
+    applied = [ApplyUpdate(1, (0,), 1), ForgetUpdate(1)]
+    assert holdings.handle(CopyArrived(0, 0)) == [AdoptCopy(0), ForgetUpdate(0), *applied]
     assert holdings.judge(0, [0]).can_serve
 
 
-def test_damaged_shards_begin_again_and_take_what_has_waited() -> None:
+def test_first_values_replace_rows_from_which_they_cannot_be_read_any_more() -> None:
+    holdings = hold(0, window=4)
+    first = CopyArrived(0, 0, replaces=True)
+    for number in range(1, 4):
+        holdings.handle(UpdateArrived(number, (0,), token=number))
+    assert holdings.handle(first) == []
+    for number in range(4, 7):
+        holdings.handle(UpdateArrived(number, (0,), token=number))
+    assert holdings.judge(1, [0]).past == (0,)
+    assert holdings.handle(first) == [AdoptCopy(0)]
+    assert holdings.judge(0, [0]).can_serve
+
+
+def test_a_copy_begins_if_the_server_lacks_it_and_none_is_on_its_way() -> None:
+    holdings = hold(0, 1, 2, window=2)
+    for number in range(1, 5):
+        holdings.handle(UpdateArrived(number, (0, 1), token=number))
+    assert holdings.handle(CopyOffered((0, 1), 4)) == []
+    assert holdings.handle(CopyOffered((0, 1, 2), 1)) == [BeginCopies((2,))]
+    assert holdings.handle(CopyOffered((0, 2), 1, replaces=True)) == [BeginCopies((0,))]
+    assert holdings.handle(CopyOffered((0, 2), 1, replaces=True)) == []
+    assert holdings.judge(4, [0]).can_serve, "its rows are there until the copy has come"
+    holdings.handle(CopyFailed((0, 2)))
+    assert holdings.handle(CopyOffered((0, 1, 2), 2, replaces=True)) == [BeginCopies((2,))]
+
+
+def test_bare_shards_do_not_keep_the_old_values_of_others() -> None:
     holdings = Holdings([0, 1])
+    holdings.handle(CopyArrived(0, 30))
+    assert holdings.floor == 30
+
+
+def test_damaged_shards_are_bare_and_take_what_has_waited_once_their_rows_come() -> None:
+    holdings = hold(0, 1)
     holdings.handle(UpdateArrived(1, (0, 1), 1))
     holdings.handle(UpdateArrived(3, (0, 1), 3))
-    assert holdings.handle(ShardsDamaged((1, 5))) == [ResetShards((1,))]
-    assert [holdings.version(shard) for shard in (0, 1)] == [1, 0]
-    assert holdings.judge(1, [0, 1]) == ShardStanding(behind=((1, 0),))
-    holdings.handle(UpdateArrived(1, (1,), 4))
+    assert holdings.handle(ShardsDamaged((1, 5))) == [DropShards((1,))]
+    assert [holdings.version(shard) for shard in (0, 1)] == [1, BARE]
+    assert holdings.judge(1, [0, 1]) == ShardStanding(behind=((1, BARE),))
+    holdings.handle(CopyArrived(1, 1))
     effects = holdings.handle(UpdateArrived(2, (0, 1), 5))
     assert ApplyUpdate(3, (0, 1), 3) in effects
 
 
 def test_a_server_holds_other_shards_and_forgets_what_waited_for_the_former_ones() -> None:
-    holdings = Holdings([0, 1])
+    holdings = hold(0, 1)
     holdings.handle(UpdateArrived(1, (0, 1), 1))
     holdings.handle(UpdateArrived(3, (1,), 3))
     assert holdings.handle(ShardsChosen((0, 2))) == [ForgetUpdate(3)]
-    assert holdings.judge(1, [0, 1, 2]) == ShardStanding(behind=((2, 0),), past=(1,))
+    assert holdings.judge(1, [0, 1, 2]) == ShardStanding(behind=((2, BARE),), past=(1,))
     assert holdings.handle(CopyArrived(2, 1)) == [AdoptCopy(2)]
     assert holdings.judge_span(0, 1, [0]).can_serve
     assert holdings.judge_span(0, 1, [2]) == ShardStanding(past=(2,))
@@ -270,6 +320,51 @@ def test_rows_are_given_up_only_when_all_have_answered_again_and_again() -> None
         read.next()
         read.record_silence(7)
         assert not any(isinstance(e, Lost) for e in read.next())
+
+
+def test_bare_shards_get_their_first_values_if_every_update_is_kept() -> None:
+    bare = ShardStanding(behind=((0, BARE), (1, 3)))
+    read = RowReading(9, {0: (4, 7), 1: (4, 7)}, kept_after=0)
+    read.next()
+    assert read.record_refusal(4, (0, 1), bare) == [Give(4, 3, (1,)), OrderReset(4, (0,))]
+    assert read.next() == [Ask(7, (0,)), Ask(4, (1,))]
+    assert read.record_answer(7, (0,), {0: 1}) == []  # it is not copied as well
+    read = RowReading(9, {0: (4, 7), 1: (4, 7)}, kept_after=1)
+    read.next()
+    assert read.record_refusal(4, (0, 1), bare) == [Give(4, 3, (1,))]
+    read.next()
+    assert read.record_answer(7, (0,), {0: 1}) == [OrderCopy(4, 7, (0,), 9)]
+
+
+@pytest.mark.parametrize(("kept_after", "stored"), [(0, None), (5, 5), (8, None)])
+def test_a_read_that_does_not_wait_gives_up_at_once(kept_after: int, stored: int | None) -> None:
+    read = RowReading(9, {0: (4,), 1: (7,)}, kept_after, stored=stored, waits=False)
+    read.next()
+    read.record_answer(7, (1,), {1: 1})
+    read.record_refusal(4, (0,), ShardStanding(past=(0,)))
+    assert read.next() == [Lost((0,))]
+
+
+def test_a_reader_knows_which_servers_have_the_rows() -> None:
+    read = RowReading(9, {0: (4, 7), 1: (7,)}, kept_after=5, replicas=2)
+    read.next()
+    read.record_answer(7, (1,), {0: 5, 1: 6})
+    assert read.find_sources() == {0: (7,), 1: (7,)}
+    read.record_answer(4, (0,), {0: 5})
+    assert read.find_sources() == {0: (4, 7), 1: (7,)}
+
+
+def test_servers_that_have_the_rows_save_those_of_others() -> None:
+    parts = {4: (0, 3), 7: (1, 2), 9: (5,)}
+    every = dict.fromkeys(range(6), (4, 7, 9))
+    assert choose_savers(parts, every) == [(4, (0, 3)), (7, (1, 2)), (9, (5,))]
+    without = dict.fromkeys(range(6), (4, 9))
+    assert choose_savers(parts, without) == [(4, (0, 3)), (9, ()), (9, (1, 2, 5))]
+    assert choose_savers(parts, every | {1: (9, 70), 2: (70,)}) == [
+        (4, (0, 3)),
+        (7, (2,)),  # an heir has no share
+        (9, (1, 5)),
+    ]
 
 
 def test_a_job_that_keeps_every_update_has_rows_made_again() -> None:

@@ -1,18 +1,22 @@
-"""Servers that have just started: nobody waits while they give their rows the first values."""
+"""Servers that have just started: nobody waits for their rows while others have them."""
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from holdfast.core.errors import UserError
+from holdfast.core.servers.placement import SHARDS, find_holders, share_out
 from holdfast.servers import serving
-from holdfast.servers.row_client import RowClient
-from holdfast.servers.server_connection import NotReady, ServerConnection
-from holdfast.servers.server_group import ServerGroup
+from holdfast.servers.row_client import KEPT, RowClient
+from holdfast.servers.server_group import ServerGroup, fill_shard
+from holdfast.store.checkpoints import Checkpoints
+from holdfast.store.files import FileStorage
 from support import until
 from test_row_servers import (
     RULES,
@@ -31,22 +35,21 @@ DESCRIBED = group(RULES[1], "items")
 
 
 class Filling:
-    """Delays servers as they give rows their first values. `begun`: the number that have begun."""
+    """Delays servers as they give rows their first values. `begun`: the number of such shards."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = 0, threading.Event()
 
-    def make(self, *args: object) -> ServerGroup:
+    def fill(self, made: ServerGroup, shard: int) -> None:
         self.begun += 1
         assert self.may_end.wait(60.0)
-        return ServerGroup(*args)  # type: ignore[arg-type]
+        fill_shard(made, shard)
 
 
 @pytest.fixture
 def filling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Filling]:
-    """Delay each server that begins from now on."""
     filling = Filling()
-    monkeypatch.setattr(serving, "ServerGroup", filling.make)
+    monkeypatch.setattr(serving, "fill_shard", filling.fill)
     yield filling
     filling.may_end.set()
 
@@ -58,34 +61,55 @@ def is_whole(servers: Servers, number: int, version: int) -> bool:
     return found is not None and found.judge(version, found.shards).can_serve
 
 
-def trained(servers: Servers) -> RowClient:
-    client = servers.client(DESCRIBED)
-    for step in range(1, STEPS):
+def train(client: RowClient, steps: int) -> None:
+    for step in range(1, steps + 1):
         client.push(step, update(step, 1))
         everything(client, step, 1)
-    return client
 
 
-def test_nobody_waits_for_a_server_that_has_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def start_again(servers: Servers, number: int) -> None:
+    servers.servers[number].close()
+    servers.servers[number] = start_server(servers.log.append)
+    servers.addresses[number] = servers.servers[number].listen("127.0.0.1")
+
+
+def test_nobody_waits_for_a_server_that_fills_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     servers, filling = Servers(2, 2), Filling()
-    client = trained(servers)
-    monkeypatch.setattr(serving, "ServerGroup", filling.make)
-    servers.servers[1].close()
-    servers.servers[1] = start_server(servers.log.append)
-    servers.addresses[1] = servers.servers[1].listen("127.0.0.1")
-    version = STEPS - 1
+    client = servers.client(DESCRIBED)
+    train(client, STEPS)
+    monkeypatch.setattr(serving, "fill_shard", filling.fill)
+    start_again(servers, 1)
     for _ in range(20):
-        assert torch.equal(everything(client, version, 1)[0], expected(RULES[1], version)[0])
+        assert torch.equal(everything(client, STEPS, 1)[0], expected(RULES[1], STEPS)[0])
     until(lambda: filling.begun, "the server has begun")
+    assert not is_whole(servers, 1, STEPS)
     assert 1 not in client.reader.find_suspects()  # it answers, and is asked again at once
     filling.may_end.set()
 
     def has_all() -> bool:
-        everything(client, version, 1)  # orders the copies
-        return is_whole(servers, 1, version)
+        everything(client, STEPS, 1)  # gives it the updates
+        return is_whole(servers, 1, STEPS)
 
     until(has_all, "the server has all rows")
-    assert filling.begun == 1
+    assert filling.begun == SHARDS, "it has filled each shard once"
+
+
+def test_a_server_that_can_copy_all_rows_gives_none_its_first_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    servers, filling = Servers(2, 2), Filling()
+    client, steps = servers.client(DESCRIBED), KEPT + 3  # more than a worker could give
+    train(client, steps)
+    monkeypatch.setattr(serving, "fill_shard", filling.fill)
+    start_again(servers, 1)
+
+    def has_all() -> bool:
+        everything(client, steps, 1)  # orders the copies
+        return is_whole(servers, 1, steps)
+
+    until(has_all, "the server has all rows")
+    assert filling.begun == 0
+    assert servers.servers[1]._groups[DESCRIBED.name].copy(3).version == steps
 
 
 def test_the_first_read_waits_until_there_are_rows(filling: Filling) -> None:
@@ -99,19 +123,47 @@ def test_the_first_read_waits_until_there_are_rows(filling: Filling) -> None:
     assert torch.equal(found[0], expected(RULES[1], 0)[0])
 
 
-def test_an_order_to_a_server_that_makes_room_is_refused_at_once(filling: Filling) -> None:
-    client = Servers(1).client(DESCRIBED)
-    with pytest.raises(NotReady, match="server 0 is making room for its rows"):
-        ServerConnection(client.book, 0, DESCRIBED).open()
+def test_the_others_save_the_rows_that_a_server_lacks(tmp_path: Path, filling: Filling) -> None:
+    filling.may_end.set()
+    servers = Servers(3, 2, tmp_path)
+    client = servers.client(DESCRIBED)
+    train(client, STEPS)
+    filling.may_end.clear()
+    start_again(servers, 1)
+    everything(client, STEPS, 1)
+    until(lambda: filling.begun, "the server fills its rows")
+    store, parts = Checkpoints(FileStorage(tmp_path)), share_out(find_holders(3, 2))
+    assert parts[1], "it would save some"
+    client.save(STEPS, 40, "token", 1, parts)
+    first = store.begin(40, "token", 0)
+    first.commit([first.write([], 0), *first.gather(4, 60.0)], {})
+    others = Servers(1, 1, tmp_path).client(DESCRIBED)
+    others.begin_from(STEPS, 40)
+    assert torch.equal(everything(others, STEPS, 1)[0], expected(RULES[1], STEPS)[0])
+
+
+def fail(*_: object) -> ServerGroup:
+    raise RuntimeError("no memory")
 
 
 def test_tables_for_which_a_server_has_no_memory_end_the_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(*_: object) -> ServerGroup:
-        raise RuntimeError("no memory")
-
     monkeypatch.setattr(serving, "ServerGroup", fail)
     client = Servers(1).client(DESCRIBED)
     with pytest.raises(UserError, match="the server cannot hold these tables: no memory"):
         everything(client, 0, 1)
+
+
+def test_a_server_whose_memory_runs_out_later_says_so_and_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    servers, told = Servers(1), re.compile(r"shards \[.*\] of items cannot be copied: no memory")
+    with monkeypatch.context() as patch:
+        patch.setattr(serving, "fill_shard", fail)
+        client, found = servers.client(DESCRIBED), list[torch.Tensor]()
+        reader = threading.Thread(target=lambda: found.extend(everything(client, 0, 1)))
+        reader.start()
+        until(lambda: any(map(told.fullmatch, servers.log)), "the line")
+    reader.join(60.0)
+    assert torch.equal(found[0], expected(RULES[1], 0)[0])

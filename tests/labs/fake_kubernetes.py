@@ -42,10 +42,11 @@ class Status(Exception):
 class FakeKubernetes:
     """Keeps all objects; used as a context manager it serves them at `url`.
 
-    `away` has it answer nothing. A node whose lease is not renewed for `grace_s` is unreachable.
+    `away` has it answer nothing. A node whose lease is not renewed for `grace_s` is unreachable and
+    loses its pods: kubelets may be late while other programs are at work.
     """
 
-    def __init__(self, grace_s: float = 1.0) -> None:
+    def __init__(self, grace_s: float = 5.0) -> None:
         self.away = threading.Event()
         self.forbidden: set[str] = set()  # resources
         self._grace_s = grace_s

@@ -26,6 +26,7 @@ from holdfast.servers.table_shape import FREQUENCY, TableShape
 GIVEN_UP_SHARE = 16  # a full shard gives up this share of its places at once, at least
 FORGET_AFTER = 1000  # updates; uses that are further apart do not add up to an admission
 USES, LAST = 0, 1  # columns of the arrays "used" and "seen"
+EVERY_PLACE = range(1 << 62)  # of a shard
 
 
 @dataclass(slots=True)
@@ -171,8 +172,8 @@ class KeyedTable:
         sets = sort_into_sets(self.arrays, slots) if undoes else {}
         self.checksums = ShardChecksums(sets, memory)
         self.history = FingerprintHistory()
-        for shard in shards:
-            self.begin(shard)
+        for shard in () if undoes else shards:
+            self.fill(shard, list(self.parts(shard)))
 
     def forget_index(self) -> None:
         """Look all keys up again before the next use: the arrays have been written to."""
@@ -190,20 +191,16 @@ class KeyedTable:
             self._index = KeyIndex(self.arrays["keys"][:, 0], self._taken)
         return self._index
 
-    def begin(self, shard: int) -> None:
-        """Empty a shard: all keys have their first values. It may be one that is not held yet."""
-        for name, part in zip(self.array_names, self.parts(shard), strict=True):
+    def fill(self, _: int, arrays: Sequence[torch.Tensor]) -> None:
+        """Empty a shard whose arrays these are: all its keys have their first values."""
+        for name, part in zip(self.array_names, arrays, strict=True):
             part.fill_(self._first_slots.get(name, 0))
-        self.checksums.seal_shard(shard)
-        if shard in self._held:
-            self._forget_undos(shard)
-            self.forget_index()
 
     def hold(self, shards: Sequence[int]) -> None:
         """Have rows in these shards alone from now on."""
         for shard in self._held:
             if shard not in shards:
-                self._forget_undos(shard)
+                self.drop(shard)
         self._held = list(shards)
         self.forget_index()
 
@@ -323,7 +320,16 @@ class KeyedTable:
         for mine, other in zip(self.parts(shard), arrays, strict=True):
             mine.copy_(other)
         self.checksums.seal_shard(shard, seals)
-        self._forget_undos(shard)
+        self.drop(shard)
+
+    def drop(self, shard: int) -> None:
+        """Forget what undoes updates of a shard, and where its keys are: it has other rows now."""
+        places, cells = self._range_of(shard, "used"), self._range_of(shard, "seen")
+        self._undos = [
+            undo.drop_shard(places, cells, undo.added[self.shape.shards_of(undo.added) != shard])
+            for undo in self._undos
+        ]
+        self.history.drop(shard)
         self.forget_index()
 
     # ------------------------------------------------------------ one update
@@ -397,20 +403,14 @@ class KeyedTable:
         size = self._counts.cells if name == "seen" else self.shape.shard_rows
         return shard * size, (shard + 1) * size
 
-    def _forget_undos(self, shard: int) -> None:
-        """Drop what undoes updates of a shard."""
-        places, cells = self._range_of(shard, "used"), self._range_of(shard, "seen")
-        self._undos = [
-            undo.drop_shard(places, cells, undo.added[self.shape.shards_of(undo.added) != shard])
-            for undo in self._undos
-        ]
-        self.history.drop(shard)
 
-
-def find_keys(table: KeyedTable, shard: int, version: int) -> torch.Tensor:
-    """Return the keys [n] of a shard that had rows after `version` updates."""
-    names, every = table.array_names, range(table.shape.shard_rows)
-    keys, used = (table.copy(shard, version, names.index(n), every) for n in ("keys", "used"))
+def find_keys(
+    table: KeyedTable, shard: int, version: int, part: range = EVERY_PLACE
+) -> torch.Tensor:
+    """Return the keys [n] that had rows after `version` updates at these places of a shard."""
+    keys, used = (
+        table.copy(shard, version, table.array_names.index(name), part) for name in ("keys", "used")
+    )
     return keys[used[:, USES] > 0, 0]
 
 

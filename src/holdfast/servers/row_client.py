@@ -18,7 +18,7 @@ import torch
 from holdfast.core.errors import UserError, WireError
 from holdfast.core.servers.heirs import HolderAnswer
 from holdfast.core.servers.holdings import WINDOW
-from holdfast.core.servers.placement import SHARDS, choose_part
+from holdfast.core.servers.placement import SHARDS, choose_part, choose_savers
 from holdfast.core.servers.reading import Give, OrderCopy, bring_up
 from holdfast.servers import server_wire as wire
 from holdfast.servers.holder_book import HolderBook
@@ -32,6 +32,7 @@ from holdfast.train.script.row_updates import ServerAccess
 
 KEPT = WINDOW  # updates that a worker keeps, besides those that reads do not know yet
 SAVE_TRIES, SAVE_PAUSE_S = 50, 0.1  # to order a save, since a server may lack an update yet
+PLACES_AT_ONCE = 1 << 16  # of each shard, in which a server looks for keys within its patience
 QUEUE_MAX = 64  # updates that wait for one server; it is given the others as it asks
 
 
@@ -74,9 +75,13 @@ class RowClient:
 
     def read_keys(self, version: int, table: int) -> torch.Tensor:
         """Return the keys [n] of a table that have rows as of `version`, in order. UserError."""
-        job = KeyRead(self._group, version, table)
-        self.reader.carry_on(job, range(SHARDS))
-        return torch.cat(job.found).sort().values
+        found, places = [torch.empty(0, dtype=torch.int64)], self._group.tables[table].shard_rows
+        for start in range(0, places, PLACES_AT_ONCE):
+            part = range(start, min(start + PLACES_AT_ONCE, places))
+            job = KeyRead(self._group, version, table, part)
+            self.reader.carry_on(job, range(SHARDS))
+            found += job.found
+        return torch.cat(found).sort().values
 
     def push(self, number: int, update: RowUpdate) -> None:
         """Send update `number` to all servers of this worker's part of the shards, soon."""
@@ -100,7 +105,7 @@ class RowClient:
     ) -> None:
         """Have servers save the rows as of `version`, as shares from number `first` on.
 
-        `parts`: the shards that each server saves, as one share. Returns at once.
+        `parts`: the shards that each server saves, as one share, if it has them. Returns at once.
         """
         args = version, step, token, first, parts
         threading.Thread(target=self._save, args=args, daemon=True).start()
@@ -109,18 +114,19 @@ class RowClient:
         self, version: int, step: int, token: str, first: int, parts: Mapping[int, Sequence[int]]
     ) -> None:
         """Order the saves once all servers agree about the rows, or not at all."""
-        if not self._compare_all(version):
+        sources = self._compare_all(version)
+        if not sources:
             text = f"rows of {self._group.name} are not saved at step {step}: no server has them"
             self._access.tell(text)
             return
-        for share, (server, shards) in enumerate(parts.items(), first):
-            request = wire.SaveShards(self._group.name, version, tuple(shards), step, token, share)
+        for share, (server, shards) in enumerate(choose_savers(parts, sources), first):
+            request = wire.SaveShards(self._group.name, version, shards, step, token, share)
             threading.Thread(target=self._order_save, args=(server, request), daemon=True).start()
 
-    def _compare_all(self, version: int) -> bool:
+    def _compare_all(self, version: int) -> dict[int, tuple[int, ...]]:
         """Compare all rows as of `version` on all servers, and have wrong ones dropped.
 
-        Returns whether the rows are there.
+        Returns the servers that have each shard; nothing: some rows are not there.
         """
         reader = RowReader(self._group, self.book, self._kept, _give_up)
         none = [torch.empty(0, dtype=torch.int64) for _ in self._group.tables]
@@ -129,9 +135,9 @@ class RowClient:
                 with suppress(UserError):
                     read = RowRead(self._group, version, none)
                     reader.carry_on(read, range(SHARDS), waits=False)
-                    return True
+                    return read.reading.find_sources()
                 time.sleep(SAVE_PAUSE_S)
-            return False
+            return {}
         finally:
             reader.close()
 

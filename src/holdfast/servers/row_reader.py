@@ -30,7 +30,7 @@ from holdfast.servers.holder_book import HolderBook
 from holdfast.servers.kept_updates import KeptUpdates
 from holdfast.servers.row_reads import Read
 from holdfast.servers.row_referee import RowReferee
-from holdfast.servers.server_connection import NotReady, ServerConnection
+from holdfast.servers.server_connection import ServerConnection
 
 SUSPECT_S = 2.0  # a server that did not answer is asked last for so long
 TOLD_S = 5.0  # a read that waits longer is reported
@@ -86,6 +86,7 @@ class RowReader:
             self.find_suspects(),
             self.stored[0] if self.stored is not None else None,
             self._book.access.replicas,
+            waits=waits,
         )
         told_at = time.monotonic() + TOLD_S
         while not reading.is_done:
@@ -94,7 +95,7 @@ class RowReader:
                 missing = ", ".join(map(self._book.name, self.find_suspects()))
                 self._book.access.tell(
                     f"rows of {self._group.name} are being waited for since {TOLD_S:g} s: "
-                    f"{missing or 'servers that hold them'} do not answer, are behind, or make room"
+                    f"{missing or 'servers that hold them'} do not answer, or have no rows yet"
                 )
             effects = reading.next()
             asked = [e for e in effects if isinstance(e, Ask) and self._try(job, e, self._send)]
@@ -103,17 +104,13 @@ class RowReader:
                 self._try(job, ask, self._receive)
             # Only now, since an order's answer must not be mistaken for one that is on its way.
             for order in job.orders:
-                mends = isinstance(order, WaitAgain | OrderReset | OrderLoad)
-                self._carry_out(job, Lost(tuple(reading.missing)) if mends and not waits else order)
+                self._carry_out(job, order)
             self._tell_of_drops(job)
 
     def _try(self, job: Read, effect: Ask | Order, act: Callable[[Read, Any], None]) -> bool:
         """Do something with a server; return whether it could be done."""
         try:
             act(job, effect)
-        except NotReady:  # it says so at once, so that it may be asked again soon
-            job.reading.record_silence(effect.server)
-            return False
         except (OSError, WireError):
             address = self._book.find_address(effect.server)
             self._suspects[effect.server] = address, time.monotonic() + SUSPECT_S
@@ -186,7 +183,8 @@ class RowReader:
                 connection.order(wire.ResetRows(name, shards))
             case OrderLoad(_, shards):
                 assert self.stored is not None, "there is a checkpoint"
-                connection.order(wire.LoadShards(name, self.stored[1], shards))
+                version, step = self.stored
+                connection.order(wire.LoadShards(name, step, shards, version))
             case _:
                 assert_never(effect)
 

@@ -85,17 +85,23 @@ class RowRead:
 
 
 class KeyRead:
-    """Reads which keys of one table have rows; `found`: some for each answer."""
+    """Reads which keys of one table have rows, at some places of each shard.
 
-    def __init__(self, group: wire.TableGroup, version: int, table: int) -> None:
-        self.version, self._group, self._table = version, group.name, table
+    `found`: some for each answer.
+    """
+
+    def __init__(self, group: wire.TableGroup, version: int, table: int, part: range) -> None:
+        self.version, self._group, self._table, self._part = version, group.name, table, part
         self.orders: list[RowReadingEffect] = []
         self.found: list[torch.Tensor] = []
         self.reading: RowReading
 
     def send(self, channel: socket.socket, ask: Ask) -> None:
         """Ask for the keys in the wanted shards. OSError."""
-        request = wire.ListKeys(self._group, self.version, ask.shards, self._table, ask.compared)
+        places = self._part.start, self._part.stop
+        request = wire.ListKeys(
+            self._group, self.version, ask.shards, self._table, *places, ask.compared
+        )
         peer_stream.send_message(channel, request)
 
     def receive(self, channel: socket.socket, answer: wire.Answer, shards: tuple[int, ...]) -> None:

@@ -17,8 +17,8 @@ from holdfast.core.servers.reading import FindRight, can_begin_from, find_common
 from holdfast.net import peer_stream
 from holdfast.servers import server_wire as wire
 from holdfast.servers.kept_updates import KeptUpdates
-from holdfast.servers.server_connection import NotReady, ServerConnection
-from holdfast.servers.server_group import ServerGroup, ShardRows
+from holdfast.servers.server_connection import ServerConnection
+from holdfast.servers.server_group import ServerGroup, ShardRows, fill_shard
 from holdfast.servers.serving import fetch_shard
 
 
@@ -67,7 +67,9 @@ class RowReferee:
         if not sources and first > 0:
             return None
         own = ServerGroup(self._group, (shard,))
-        if start > 0 and not any(self._copy(own, n, shard, start, sources[n]) for n in sources):
+        if start == 0:
+            fill_shard(own, shard)
+        elif not any(self._copy(own, n, shard, start, sources[n]) for n in sources):
             return None
         for number, update in self._kept.list_since(start):
             if number <= version:
@@ -83,8 +85,6 @@ class RowReferee:
             request = wire.ReadRows(self._group.name, version, (), none, compared=(shard,))
             peer_stream.send_message(channel, request)
             return peer_stream.receive_message(channel, wire.Answer)
-        except NotReady:  # it has started again, and claims nothing
-            return wire.Answer(unknown=True)
         except (OSError, WireError, UserError):
             connection.close()
             return None

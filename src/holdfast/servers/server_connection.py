@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-from holdfast.core.errors import UserError, WireError
+from holdfast.core.errors import UserError
 from holdfast.core.servers.reading import OrderCopy
 from holdfast.net import peer_stream
 from holdfast.servers import server_wire as wire
@@ -15,21 +15,14 @@ from holdfast.servers.key_batch import SentUpdate
 
 PATIENCE_S = 0.5  # with a server that sends nothing
 REACH_S = 0.5  # to connect
-BEGIN_S = 120.0  # for a server to fill all its rows with their first values
 UNTOLD = -1  # stands for the number of a layout
-
-
-class NotReady(WireError):
-    """Reports that a server has just started, and is giving its rows their first values."""
 
 
 class ServerConnection:
     """Keeps a connection to one server, made again when it is needed. Use it in one thread.
 
     `address`: where the server listened at the last use. `layout`: the number of the layout that it
-    was told of. `follows`: it is told of each new one, and the next use waits until it has made
-    room for its new shards. Otherwise nothing waits for a server that has just started: NotReady
-    says so.
+    was told of. `follows`: it is told of each new one.
     """
 
     def __init__(
@@ -62,17 +55,12 @@ class ServerConnection:
         return self._channel
 
     def _begin(self, channel: socket.socket) -> None:
-        layout, waits = self._book.layout, self._follows
+        layout = self._book.layout
         shards = self._book.find_shards(self._server, layout)
-        channel.settimeout(BEGIN_S if waits else PATIENCE_S)
-        request = wire.BeginGroup(self._group, shards, layout.number, waits)
-        peer_stream.send_message(channel, request)
+        peer_stream.send_message(channel, wire.BeginGroup(self._group, shards, layout.number))
         answer = peer_stream.receive_message(channel, wire.Answer)
-        channel.settimeout(PATIENCE_S)
         if answer.problem:
             raise UserError(answer.problem)
-        if answer.unknown:
-            raise NotReady(f"{self._book.name(self._server)} is making room for its rows")
         self.layout = layout.number
 
     def close(self) -> None:

@@ -15,17 +15,18 @@ import torch
 
 from holdfast.core.errors import Damaged, UserError, WireError, assert_never
 from holdfast.core.servers.holdings import (
+    BARE,
     WINDOW,
     AdoptCopy,
     ApplyUpdate,
+    BeginCopies,
     CopyArrived,
-    CopyBegun,
     CopyFailed,
+    CopyOffered,
+    DropShards,
     ForgetUpdate,
     Holdings,
     HoldingsEvent,
-    ResetAsked,
-    ResetShards,
     ShardsChosen,
     ShardsDamaged,
     ShardStanding,
@@ -37,7 +38,6 @@ from holdfast.servers.server_rows import RowUpdate
 from holdfast.servers.server_wire import NEWEST, TABLES_MAX, TableGroup
 from holdfast.servers.table_set import TableSet
 
-EVERY_PLACE = range(1 << 62)
 PART_ROWS = 1 << 14  # copied at a time, so that reads and updates wait for milliseconds only
 EVERY_UPDATE = 1 << 62
 EARLY_S = 0.05  # a read waits for an update on its way up to this long
@@ -105,9 +105,9 @@ class _Pins:
 
 
 class ServerGroup:
-    """Keeps shards of a group's tables. Safe to use from several threads. UserError, WireError.
+    """Keeps shards of a group's tables. Safe to use from several threads.
 
-    Rows have their first values.
+    UserError, WireError; RuntimeError: there is not enough memory. All shards are bare.
     """
 
     def __init__(self, group: TableGroup, shards: Sequence[int], layout: int = 0) -> None:
@@ -115,7 +115,6 @@ class ServerGroup:
             raise WireError(f"{len(group.tables)} tables in one group: {TABLES_MAX} are the most")
         self.group = group
         self.shards, self._layout = tuple(shards), layout
-        self._laying_out = threading.Lock()
         self.tables = TableSet(group, self.shards)
         self._holdings = Holdings(shards, WINDOW + group.staleness)
         self._updates: dict[int, RowUpdate] = {}  # early updates by token
@@ -129,19 +128,17 @@ class ServerGroup:
     def hold(self, shards: Sequence[int], layout: int) -> None:
         """Hold these shards alone from now on, unless `layout` is no newer than the last one.
 
-        Reads go on while new shards get their first values. RuntimeError: no memory is left.
+        RuntimeError: there is not enough memory.
         """
-        with self._laying_out:
+        with self._changed:
             if layout <= self._layout:
                 return
-            before = set(self.shards)
-            self.tables.fill([shard for shard in shards if shard not in before])
-            with self._changed:
-                self.tables.hold(shards)
-                self._pins.lose(before - set(shards))
-                self.shards, self._layout = tuple(shards), layout
-                self._handle(ShardsChosen(self.shards))
-            self.tables.release(sorted(before - set(shards)))
+            gone = set(self.shards) - set(shards)
+            self.tables.hold(shards)
+            self._pins.lose(gone)
+            self.shards, self._layout = tuple(shards), layout
+            self._handle(ShardsChosen(self.shards))
+            self.tables.release(sorted(gone))
 
     def read(
         self,
@@ -197,16 +194,16 @@ class ServerGroup:
             if standing.can_serve and self._take_fingerprints(version, [shard]) == (fingerprint,):
                 self._handle(ShardsDamaged((shard,)))
 
-    def handle(self, event: CopyBegun | CopyFailed | ResetAsked) -> None:
-        """Apply an event that brings no rows."""
+    def handle(self, event: CopyOffered | CopyFailed) -> tuple[int, ...]:
+        """Apply an event that brings no rows; returns the shards to copy now."""
         with self._changed:
-            self._handle(event)
+            return self._handle(event)
 
     def scrub(self, shard: int, part: range) -> None:
         """Look for memory that has changed by itself in this part of a shard's places."""
         with self._changed:
-            is_held = shard in self.shards
-            if is_held and any(table.is_damaged(shard, part) for table in self.tables.all):
+            has_rows = shard in self.shards and self._holdings.version(shard) > BARE
+            if has_rows and any(table.is_damaged(shard, part) for table in self.tables.all):
                 self._drop({shard})
 
     def take_dropped(self) -> tuple[int, ...]:
@@ -263,9 +260,9 @@ class ServerGroup:
         with self._changed:
             if shard not in self.shards:
                 raise WireError(f"shard {shard} is not on this server")
-            if version == NEWEST:
-                version = self._holdings.version(shard)
-            pin = self.pin(version, [shard])
+            newest = self._holdings.version(shard)
+            version = newest if version == NEWEST else version
+            pin = self.pin(version, [shard]) if newest > BARE else None
             if pin is None:
                 raise WireError(f"shard {shard} is not known as of {version} updates")
             (fingerprint,) = self._take_fingerprints(version, [shard])
@@ -281,25 +278,29 @@ class ServerGroup:
             self.unpin(pin)
         return ShardCopy(version, arrays, fingerprint)
 
-    def keys_as_of(
-        self, version: int, shards: Sequence[int], table: int, compared: Sequence[int] = ()
+    def read_keys(
+        self,
+        version: int,
+        shards: Sequence[int],
+        table: int,
+        part: range,
+        compared: Sequence[int] = (),
     ) -> ShardRows | ShardStanding:
-        """Return the keys of a table that have rows, or how far the shards are. WireError.
+        """Return the keys that have rows at these places of some shards of a table. WireError.
 
-        The fingerprints are of these shards and of the `compared` ones.
+        Or how far the shards are. The fingerprints are of these and of the `compared` ones.
         """
-        every = [*shards, *compared]
-        kept = self.tables.all[table]
+        every, kept = [*shards, *compared], self.tables.all[table]
         if not isinstance(kept, KeyedTable):
             raise WireError(f"table {table} has rows for all its numbers, and no keys")
-        for shard in shards:
-            self.scrub(shard, EVERY_PLACE)
         with self._changed:
+            for shard in shards:
+                self.scrub(shard, part)
             standing = self._holdings.judge(version, every)
             if not standing.can_serve:
                 return standing
             none = torch.empty(0, dtype=torch.int64)
-            keys = torch.cat([none, *(find_keys(kept, shard, version) for shard in shards)])
+            keys = torch.cat([none, *(find_keys(kept, shard, version, part) for shard in shards)])
             return ShardRows([keys], self._take_fingerprints(version, every))
 
     def adopt(
@@ -320,27 +321,30 @@ class ServerGroup:
 
     # ------------------------------------------------------------ carrying out
 
-    def _handle(self, event: HoldingsEvent) -> None:
+    def _handle(self, event: HoldingsEvent) -> tuple[int, ...]:
+        copied: tuple[int, ...] = ()
         for effect in self._holdings.handle(event):
             match effect:
                 case ApplyUpdate(number, shards, token):
                     self._damaged |= self.tables.apply(number, shards, self._updates[token])
+                case BeginCopies(shards):
+                    copied = shards
                 case AdoptCopy(shard):
                     self._adopt(shard)
-                case ResetShards(shards):
+                case DropShards(shards):
                     self._pins.lose(shards)
-                    for table in self.tables.all:
-                        for shard in shards:
-                            table.begin(shard)
+                    for shard in shards:
+                        self.tables.drop(shard)
                 case ForgetUpdate(token):
                     self._updates.pop(token, None)
                 case _:
                     assert_never(effect)
         if self._damaged:
             self._drop(self._damaged)
-            return
-        self._forget_undos()
-        self._changed.notify_all()
+        else:
+            self._forget_undos()
+            self._changed.notify_all()
+        return copied
 
     def _forget_undos(self) -> None:
         """Drop the old values of rows that nobody can ask for any more."""
@@ -355,10 +359,18 @@ class ServerGroup:
             self._damaged.add(shard)
 
     def _drop(self, shards: set[int]) -> None:
-        """Begin again with the first values of shards whose memory has changed by itself."""
+        """Drop shards whose memory has changed by itself."""
         self._damaged = set()
         self._dropped |= shards
         self._handle(ShardsDamaged(tuple(sorted(shards))))
+
+
+def fill_shard(group: ServerGroup, shard: int) -> None:
+    """Give all rows of a shard their first values; reads of other shards go on meanwhile."""
+    arrays = group.tables.make_room(shard)
+    for table, each in zip(group.tables.all, arrays, strict=True):
+        table.fill(shard, each)
+    group.adopt(CopyArrived(shard, 0, replaces=True), arrays)
 
 
 def check_same(known: TableGroup, other: TableGroup) -> None:

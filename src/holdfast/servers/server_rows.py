@@ -127,9 +127,6 @@ class RowBlock:
         # By table and shard, one after the other; shards that are not here are refused before.
         firsts = [t.places_of(shard).start for t in self.tables for shard in range(SHARDS)]
         self._first_places = torch.tensor(firsts)
-        for table in self.tables:
-            for shard in shards:
-                table.begin(shard)
 
     def find_unknown(self, shards: Sequence[int], keys: Sequence[torch.Tensor]) -> int | None:
         """Return the place of the first table that lacks some of its keys in these shards."""
@@ -294,27 +291,25 @@ class ServerTable:
         first = self._start + shard * self.shape.shard_rows
         return range(first, first + self.shape.shard_rows)
 
-    def begin(self, shard: int) -> None:
-        """Give all rows of a shard, which may not be held yet, their first values."""
-        shape, places, arrays = self.shape, self.places_of(shard), self._block.arrays
-        for start in range(0, len(places), FILLED_AT_ONCE):
-            part = places[start : start + FILLED_AT_ONCE]
+    def fill(self, shard: int, arrays: Sequence[torch.Tensor]) -> None:
+        """Give all rows of a shard, whose arrays these are, their first values."""
+        shape, (rows, *slots) = self.shape, arrays
+        for start in range(0, len(rows), FILLED_AT_ONCE):
+            part = rows[start : start + FILLED_AT_ONCE]
             first = np.uint64(shard + start * SHARDS)
             keys = np.arange(len(part), dtype=np.uint64) * np.uint64(SHARDS) + first
-            fill_rows(arrays["rows"][part.start : part.stop], keys, shape.seed, *shape.limits)
+            fill_rows(part, keys, shape.seed, *shape.limits)
         if shape.padding is not None and shape.padding % SHARDS == shard:
-            arrays["rows"][places.start + shape.padding // SHARDS] = 0.0
-        for name, (_, first_value) in self._block.rule.slots(shape.dim).items():
-            arrays[name][places.start : places.stop] = first_value
-        self._seal(shard)
-        if shard in self._held:
-            self._forget_undos(shard)
+            rows[shape.padding // SHARDS] = 0.0
+        firsts = self._block.rule.slots(shape.dim).values()
+        for slot, (_, first_value) in zip(slots, firsts, strict=True):
+            slot.fill_(first_value)
 
     def hold(self, shards: Sequence[int]) -> None:
         """Have rows in these shards alone from now on."""
         for shard in self._held:
             if shard not in shards:
-                self._forget_undos(shard)
+                self.drop(shard)
         self._held = list(shards)
 
     def parts(self, shard: int) -> Iterator[torch.Tensor]:
@@ -352,20 +347,15 @@ class ServerTable:
             mine.copy_(other)
         for sums, seal in zip(self._block.checksums, seals, strict=True):
             sums.seal_part(self.places_of(shard), self._first_owner + shard, seal)
-        self._forget_undos(shard)
+        self.drop(shard)
 
     def is_damaged(self, shard: int, part: range) -> bool:
         """Return whether anything in this part of a shard's places has changed by itself."""
         places = self.places_of(shard)[part.start : part.stop]
         return any(len(sums.find_damaged(places)) for sums in self._block.checksums)
 
-    def _seal(self, shard: int) -> None:
-        """Take all of a shard as it is now for right."""
-        for sums in self._block.checksums:
-            sums.seal_part(self.places_of(shard), self._first_owner + shard)
-
-    def _forget_undos(self, shard: int) -> None:
-        """Drop what undoes updates of a shard: it has other rows now."""
+    def drop(self, shard: int) -> None:
+        """Forget what undoes updates of a shard: it has other rows now, or none."""
         places, block = self.places_of(shard), self._block
         block.undos = [undo.drop_places(places) for undo in block.undos]
         block.history.drop(shard)

@@ -21,7 +21,7 @@ from holdfast.net.peer_stream import UNLIMITED, SendRate
 from holdfast.servers.row_optimizers import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
 from holdfast.servers.table_shape import TableShape
 
-MAGIC = b"htable\0\3"
+MAGIC = b"htable\0\4"
 ARRAY_BYTES_MAX = 1 << 32  # the most in a message
 TABLES_MAX = 1 << 14  # the most in a group
 HALF_MAX = 65504.0  # the largest float16
@@ -73,15 +73,13 @@ def describe_rule(rule: RowOptimizer) -> tuple[str, tuple[tuple[str, tuple[float
 class BeginGroup(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Asks a server to hold these shards of a group's tables, and no others.
 
-    Only a greater `layout` than the last one changes what it holds. `waits`: the answer comes once
-    all new rows have their first values. Otherwise it comes at once, and says that the group is
-    unknown until then; what a server holds of a group that it knows stays as it is.
+    Only a greater `layout` than the last one changes what it holds. New shards are bare: their
+    rows have to come.
     """
 
     group: TableGroup
     shards: tuple[int, ...]
     layout: int = 0
-    waits: bool = True
 
 
 class ReadRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -129,15 +127,18 @@ class FetchShards(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ListKeys(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks for the keys of one table that have rows as of a version; they follow the answer.
+    """Asks which keys of a table have rows as of a version; they follow the answer.
 
-    It has fingerprints, too, as that of ReadRows has.
+    Only keys at the places `first` to `stop` - 1 of each shard count. The answer has fingerprints,
+    too, as that of ReadRows has.
     """
 
     group: str
     version: int
     shards: tuple[int, ...]
     table: int
+    first: int
+    stop: int
     compared: tuple[int, ...] = ()
 
 
@@ -165,7 +166,10 @@ class DropShard(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ResetRows(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Orders a server to begin with the first values of these shards again."""
+    """Orders a server to give rows of these shards their first values.
+
+    Shards whose first values can still be read stay as they are.
+    """
 
     group: str
     shards: tuple[int, ...]
@@ -186,11 +190,15 @@ class SaveShards(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class LoadShards(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Orders a server to load shards from the checkpoint of `step`, if it has not begun to."""
+    """Orders a server to load shards from the checkpoint of `step`.
+
+    Shards that can be read as of `version`, which the checkpoint has, stay as they are.
+    """
 
     group: str
     step: int
     shards: tuple[int, ...]
+    version: int
 
 
 Request: TypeAlias = (

@@ -20,9 +20,8 @@ from holdfast.core.errors import UserError, WireError, WorldError, assert_never
 from holdfast.core.job_spec import STALENESS_MAX
 from holdfast.core.servers.holdings import (
     CopyArrived,
-    CopyBegun,
     CopyFailed,
-    ResetAsked,
+    CopyOffered,
     ShardStanding,
 )
 from holdfast.core.servers.placement import SHARDS
@@ -31,7 +30,7 @@ from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_listener import PeerListener, serve
 from holdfast.net.peer_stream import UNLIMITED, SendRate
 from holdfast.servers import server_wire as wire
-from holdfast.servers.server_group import Pin, ServerGroup, check_same
+from holdfast.servers.server_group import Pin, ServerGroup, check_same, fill_shard
 from holdfast.servers.server_rows import RowUpdate
 from holdfast.servers.table_store import TableStore
 
@@ -39,7 +38,6 @@ SCRUB_EVERY_S = 0.5  # between two looks at a part of the rows
 SCRUB_ROUNDS = 1200  # after which every row was looked at: ten minutes
 FETCH_S = 20.0  # a server that a shard is copied from may be silent up to this long
 GROUPS_MAX = 1 << 12
-NEVER = 1 << 62  # a version that no shard will have
 REQUEST: Any = wire.Request  # the type of all of them
 
 
@@ -61,9 +59,6 @@ class RowServer:
         self._say = say
         self._groups: dict[str, ServerGroup] = {}
         self._lock = threading.Lock()
-        self._making_room = threading.Lock()  # for long: rows get their first values
-        # Groups for which nobody waits; with the answer once they cannot be held.
-        self._making: dict[str, wire.Answer | None] = {}
         self._listener: PeerListener | None = None
         self._channels: list[socket.socket] = []
         self._closed = threading.Event()
@@ -116,68 +111,32 @@ class RowServer:
                 if group is not None:
                     group.drop_wrong(shard, version, fingerprint)
                 peer_stream.send_message(channel, wire.Answer(unknown=group is None))
-            case wire.FetchShards(_, source, shards, version):
-                if group is not None:
-                    fetch = functools.partial(self._fetch_all, group, source)
-                    self._begin_copy(group, version, shards, fetch)
-                peer_stream.send_message(channel, wire.Answer(unknown=group is None))
             case wire.SaveShards():
                 self._begin_save(channel, group, request)
-            case wire.LoadShards(_, step, shards):
-                if group is not None:
-                    load = functools.partial(self._load_all, group, step)
-                    self._begin_copy(group, NEVER, shards, load)
-                peer_stream.send_message(channel, wire.Answer(unknown=group is None))
+            case wire.FetchShards(_, source, shards, version):
+                fetch = functools.partial(self._fetch_all, source)
+                self._begin_copies(channel, group, CopyOffered(shards, version), fetch)
+            case wire.LoadShards(_, step, shards, version):
+                load = functools.partial(self._load_all, step)
+                offered = CopyOffered(shards, version, replaces=True)
+                self._begin_copies(channel, group, offered, load)
             case wire.ResetRows(_, shards):
-                if group is not None:
-                    group.handle(ResetAsked(shards))
-                peer_stream.send_message(channel, wire.Answer(unknown=group is None))
+                offered = CopyOffered(shards, 0, replaces=True)
+                self._begin_copies(channel, group, offered, self._fill_all)
             case _:
                 assert_never(request)
 
     def _begin(self, request: wire.BeginGroup) -> wire.Answer:
-        """Begin to hold a group, and answer once that is done, if the request waits."""
-        if request.waits:
-            return self._make_room(request)
-        name, group = request.group.name, self._groups.get(request.group.name)
-        if group is not None:
-            try:
-                check_same(group.group, request.group)
-            except UserError as error:
-                return wire.problem_of(error)
-            return wire.Answer()
-        with self._lock:
-            found = self._making.get(name)
-            if found is not None:
-                del self._making[name]  # the next request tries again
-            elif name not in self._making:
-                self._making[name] = None
-                threading.Thread(target=self._make_soon, args=(request,), daemon=True).start()
-        return found or wire.Answer(unknown=True)
-
-    def _make_soon(self, request: wire.BeginGroup) -> None:
-        """Begin to hold a group; keep the answer if there was a problem."""
-        name, answer = request.group.name, wire.Answer()
-        try:
-            answer = self._make_room(request)
-        finally:
-            with self._lock:
-                del self._making[name]
-                if answer.problem:
-                    self._making[name] = answer
-
-    def _make_room(self, request: wire.BeginGroup) -> wire.Answer:
-        shards = sorted(set(request.shards))
+        """Begin to hold a group, or other shards of it."""
+        name, shards = request.group.name, sorted(set(request.shards))
         try:
             _check_begin(request)
-            with self._making_room:
-                known = self._groups.get(request.group.name)
+            with self._lock:
+                known = self._groups.get(name)
                 if known is None:
                     if len(self._groups) >= GROUPS_MAX:
                         raise WireError(f"{GROUPS_MAX} groups of tables are the most")
-                    made = ServerGroup(request.group, shards, request.layout)
-                    with self._lock:
-                        self._groups[request.group.name] = made
+                    self._groups[name] = ServerGroup(request.group, shards, request.layout)
             if known is not None:
                 check_same(known.group, request.group)
                 known.hold(shards, request.layout)
@@ -250,7 +209,15 @@ class RowServer:
             return
         if not 0 <= request.table < len(group.group.tables):
             raise WireError(f"there is no table {request.table}")
-        found = group.keys_as_of(request.version, request.shards, request.table, request.compared)
+        if not 0 <= request.first <= request.stop:
+            raise WireError(f"places {request.first} to {request.stop} of a shard")
+        found = group.read_keys(
+            request.version,
+            request.shards,
+            request.table,
+            range(request.first, request.stop),
+            request.compared,
+        )
         if isinstance(found, ShardStanding):
             peer_stream.send_message(channel, self._describe_standing(group, found))
             return
@@ -277,20 +244,37 @@ class RowServer:
         for array in copy.arrays:
             wire.send_array(channel, array, rate)
 
-    def _begin_copy(
+    def _begin_copies(
+        self,
+        channel: socket.socket,
+        group: ServerGroup | None,
+        offered: CopyOffered,
+        copy: Callable[[ServerGroup, list[int]], str],
+    ) -> None:
+        """Begin to copy the shards that the server lacks, and answer at once.
+
+        `copy`: gets the group and the shards, takes those that have come from the list, and returns
+        a line for the log.
+        """
+        if group is not None:
+            lacking = [*group.handle(offered)]
+            args = group, lacking, copy
+            if lacking:
+                threading.Thread(target=self._copy_all, args=args, daemon=True).start()
+        peer_stream.send_message(channel, wire.Answer(unknown=group is None))
+
+    def _copy_all(
         self,
         group: ServerGroup,
-        version: int,
-        shards: Sequence[int],
-        copy: Callable[[Sequence[int]], None],
+        shards: list[int],
+        copy: Callable[[ServerGroup, list[int]], str],
     ) -> None:
-        """Begin to copy the shards that lack `version`, unless a copy is under way."""
-        with self._lock:
-            lacking = tuple(shard for shard, _ in group.judge(version, shards).behind)
-            if not lacking:
-                return
-            group.handle(CopyBegun(lacking))
-        threading.Thread(target=copy, args=(lacking,), daemon=True).start()
+        try:
+            self._say(copy(group, shards))
+        except (WorldError, OSError, WireError, RuntimeError, MemoryError) as error:
+            self._say(f"shards {shards} of {group.group.name} cannot be copied: {error}")
+        finally:
+            group.handle(CopyFailed(tuple(shards)))
 
     def _begin_save(
         self, channel: socket.socket, group: ServerGroup | None, request: wire.SaveShards
@@ -319,31 +303,27 @@ class RowServer:
         finally:
             group.unpin(pin)
 
-    def _load_all(self, group: ServerGroup, step: int, shards: Sequence[int]) -> None:
-        try:
-            if self._store is None:
-                raise WireError("the job has no --store")
-            self._store.load(group, step, shards)
-            self._say(f"loaded {len(shards)} shards of {group.group.name} of step {step}")
-        except (WorldError, WireError) as error:
-            self._say(f"rows of {group.group.name} of step {step} cannot be loaded: {error}")
-        finally:
-            group.handle(CopyFailed(tuple(shards)))
+    def _load_all(self, step: int, group: ServerGroup, left: list[int]) -> str:
+        if self._store is None:
+            raise WireError("the job has no --store")
+        count = len(left)
+        self._store.load(group, step, left)
+        return f"loaded {count} shards of {group.group.name} of step {step}"
 
-    def _fetch_all(self, group: ServerGroup, source: str, shards: Sequence[int]) -> None:
-        left = list(shards)
-        try:
-            channel = peer_stream.connect(source, self._identity, wire.MAGIC, (0, 0, 0), FETCH_S)
-            with channel:
-                while left:
-                    fetch_shard(channel, group, left[0])
-                    left.pop(0)
-        except (OSError, WireError) as error:
-            self._say(f"shards {left} of {group.group.name} cannot be copied: {error}")
-        else:
-            self._say(f"copied {len(shards)} shards of {group.group.name} from {source}")
-        finally:
-            group.handle(CopyFailed(tuple(left)))
+    def _fetch_all(self, source: str, group: ServerGroup, left: list[int]) -> str:
+        count = len(left)
+        with peer_stream.connect(source, self._identity, wire.MAGIC, (0, 0, 0), FETCH_S) as channel:
+            while left:
+                fetch_shard(channel, group, left[0])
+                left.pop(0)
+        return f"copied {count} shards of {group.group.name} from {source}"
+
+    def _fill_all(self, group: ServerGroup, left: list[int]) -> str:
+        count = len(left)
+        while left:
+            fill_shard(group, left[0])
+            left.pop(0)
+        return f"gave {count} shards of {group.group.name} their first values"
 
 
 def fetch_shard(

@@ -43,10 +43,13 @@ class TableBlock(Protocol):
 
 
 class TableSet:
-    """Keeps the tables, `all` of them in the group's order. UserError, WireError."""
+    """Keeps the tables, `all` of them in the group's order. UserError, WireError, RuntimeError.
+
+    Their shards are bare: memory is reserved for them, and rows have to come.
+    """
 
     def __init__(self, group: TableGroup, shards: Sequence[int]) -> None:
-        self._group = group
+        self._group, self._shards = group, frozenset(shards)
         rule, shapes = group.make_rule(), group.tables
         check_room(len(shards) * group.shard_bytes)
         blocks: list[tuple[list[int], TableBlock]] = []
@@ -65,15 +68,10 @@ class TableSet:
         }
         self.all = [tables[i] for i in range(len(shapes))]
 
-    def fill(self, shards: Sequence[int]) -> None:
-        """Give the rows of shards that are to be held their first values. RuntimeError."""
-        check_room(len(shards) * self._group.shard_bytes)
-        for table in self.all:
-            for shard in shards:
-                table.begin(shard)
-
     def hold(self, shards: Sequence[int]) -> None:
-        """Have rows in these shards alone from now on; new ones are filled."""
+        """Have rows in these shards alone from now on; new ones are bare. RuntimeError."""
+        check_room(len(frozenset(shards) - self._shards) * self._group.shard_bytes)
+        self._shards = frozenset(shards)
         for table in self.all:
             table.hold(shards)
 
@@ -86,6 +84,11 @@ class TableSet:
     def array_names(self, table: int) -> list[str]:
         """Return the names of the arrays of one table."""
         return self.all[table].array_names
+
+    def drop(self, shard: int) -> None:
+        """Forget what undoes updates of a shard, which is bare from now on."""
+        for table in self.all:
+            table.drop(shard)
 
     def make_room(self, shard: int) -> list[list[torch.Tensor]]:
         """Return arrays to be filled with those of a shard, by table."""

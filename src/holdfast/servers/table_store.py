@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,8 +102,11 @@ class TableStore:
         with self._lock:
             self._published.append(saving)
 
-    def load(self, group: ServerGroup, step: int, shards: Sequence[int]) -> None:
-        """Load shards from a checkpoint, and give them to the group. WorldError, Damaged."""
+    def load(self, group: ServerGroup, step: int, shards: list[int]) -> None:
+        """Load shards from a checkpoint, give them to the group, and take them from the list.
+
+        WorldError, Damaged.
+        """
         manifest = self._store.manifest(step)
         version = self._version(manifest, group)
         by_place = {
@@ -112,7 +114,8 @@ class TableStore:
             for entry in manifest.entries
             if entry.name.startswith(TABLES)
         }
-        for shard in shards:
+        while shards:
+            shard = shards[0]
             found = group.tables.make_room(shard)
             targets = []
             for table, arrays in enumerate(found):
@@ -122,6 +125,7 @@ class TableStore:
             with self._store.reading() as storage:
                 load(storage, manifest, targets)
             group.adopt(CopyArrived(shard, version, replaces=True), found)
+            shards.pop(0)
 
     def _version(self, manifest: Manifest, group: ServerGroup) -> int:
         """Return the version of a group's rows in a checkpoint. Damaged."""

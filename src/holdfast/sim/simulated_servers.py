@@ -14,11 +14,12 @@ from holdfast.core.errors import assert_never, require
 from holdfast.core.servers.holdings import (
     AdoptCopy,
     ApplyUpdate,
+    BeginCopies,
     CopyArrived,
+    DropShards,
     ForgetUpdate,
     Holdings,
     HoldingsEvent,
-    ResetShards,
     ShardsChosen,
     ShardsDamaged,
     UpdateArrived,
@@ -70,7 +71,7 @@ class SimServer:
         self.frozen_until = 0.0
         self.cut_until = 0.0
         self._truth = truth
-        self.values: dict[int, int] = {}
+        self.values: dict[int, int] = {}  # of the shards that are not bare
         self._written: dict[int, int] = {}  # stands for the checksums of the rows
         self.damages = 0
         # Shards whose next update it will compute wrongly (False), or has done so (True).
@@ -84,14 +85,17 @@ class SimServer:
         if layout <= self.layout:
             return
         self.layout = layout
-        first = {shard: self._truth.value(shard, 0) for shard in shards}
-        self.values = {shard: self.values.get(shard, first[shard]) for shard in shards}
-        self._written = {shard: self._written.get(shard, first[shard]) for shard in shards}
-        self._old = {shard: self._old.get(shard, []) for shard in shards}
+        for shard in [*self.values]:
+            if shard not in shards:
+                self._forget(shard)
         self.handle(ShardsChosen(tuple(shards)))
 
-    def handle(self, event: HoldingsEvent, copied: int = 0) -> None:
-        """Feed the machine, and carry out its orders; `copied`: the value of a copy."""
+    def handle(self, event: HoldingsEvent, copied: int = 0) -> tuple[int, ...]:
+        """Feed the machine, and carry out its orders; returns the shards to copy now.
+
+        `copied`: the value of a copy.
+        """
+        wanted: tuple[int, ...] = ()
         if isinstance(event, UpdateArrived):
             self._tokens.add(event.token)
         if isinstance(event, CopyArrived):
@@ -101,25 +105,30 @@ class SimServer:
             match effect:
                 case ApplyUpdate(number, shards, token):
                     self._need(token in self._tokens, f"update {number} was forgotten before")
+                    bare = [shard for shard in shards if shard not in self.values]
+                    self._need(not bare, f"shards {bare} are bare, but updated")
                     damaged += [shard for shard in shards if self.is_damaged(shard)]
                     for shard in shards:
                         if shard not in damaged:
-                            self._old[shard].append((number, self.values[shard]))
+                            self._old.setdefault(shard, []).append((number, self.values[shard]))
                             value = grow(shard, self.values[shard], number)
                             if self.errors.get(shard) is False:
                                 self.errors[shard] = True
                                 self._truth.spoilt.add(shard)
                                 value ^= self.number + 1
                             self._write(shard, value)
+                case BeginCopies(shards):
+                    wanted = shards
                 case AdoptCopy(shard):
                     value = self._copies.pop(shard)
-                    self._begin_shard(shard, value)
+                    self._forget(shard)
+                    self._write(shard, value)
                     if value != self._truth.value(shard, self.holdings.version(shard)):
                         self.errors[shard] = True  # so it was where it came from
                         self._truth.spread.add(shard)
-                case ResetShards(shards):
+                case DropShards(shards):
                     for shard in shards:
-                        self._begin_shard(shard, self._truth.value(shard, 0))
+                        self._forget(shard)
                 case ForgetUpdate(token):
                     self._tokens.discard(token)
                 case _:
@@ -127,21 +136,21 @@ class SimServer:
         self.holdings.check()
         if damaged:
             self.drop(damaged)
-            return
+            return wanted
         for shard, value in self._written.items():
             version = self.holdings.version(shard)
             right = value == self._truth.value(shard, version)
             is_known = self.errors.get(shard, False)
             self._need(right or is_known, f"shard {shard} is not as after {version} updates")
+        return wanted
 
     def _write(self, shard: int, value: int) -> None:
         self.values[shard] = self._written[shard] = value
 
-    def _begin_shard(self, shard: int, value: int) -> None:
-        """Begin with a shard that has come from elsewhere, or with its first value."""
-        self._write(shard, value)
-        self._old[shard].clear()
-        self.errors.pop(shard, None)
+    def _forget(self, shard: int) -> None:
+        """Forget the rows of a shard."""
+        for each in (self.values, self._written, self._old, self.errors):
+            each.pop(shard, None)
 
     def flip(self, shard: int, bit: int) -> None:
         """Change a value as a fault of the memory does."""
@@ -152,7 +161,7 @@ class SimServer:
         return self.values[shard] != self._written[shard]
 
     def drop(self, shards: Sequence[int]) -> None:
-        """Begin again with the first values of shards whose memory has changed."""
+        """Drop shards whose memory has changed."""
         self.damages += len(shards)
         self.handle(ShardsDamaged(tuple(shards)))
 
@@ -163,16 +172,17 @@ class SimServer:
             self.drop(found)
 
     def drop_wrong(self, shard: int, version: int, value: int) -> None:
-        """Begin again with a shard, if it has this value as of a version."""
+        """Drop a shard, if it has this value as of a version."""
         standing = self.holdings.judge(version, [shard])
         if standing.can_serve and self.read(shard, version) == value:
             self.handle(ShardsDamaged((shard,)))
 
     def is_whole(self, shard: int, version: int) -> bool:
         """Return whether a shard is right and lacks one update at most, if it is held here."""
-        if self.is_dead or shard not in self.values:
+        if self.is_dead or not self.holdings.is_held(shard):
             return True
-        return shard not in self.errors and self.holdings.version(shard) >= version - 1
+        is_near = self.holdings.version(shard) >= max(version - 1, 0)
+        return shard not in self.errors and is_near
 
     def find(self, shard: int, version: int) -> int | None:
         """Return a value as of a version, if it can be read here now."""
@@ -185,8 +195,9 @@ class SimServer:
 
     def read(self, shard: int, version: int) -> int:
         """Return a value as of a version, by undoing later updates."""
+        self._need(shard in self.values, f"shard {shard} is bare, but read")
         value = self.values[shard]
-        for number, old in reversed(self._old[shard]):
+        for number, old in reversed(self._old.get(shard, [])):
             if number > version:
                 value = old
         return value

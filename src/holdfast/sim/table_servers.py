@@ -15,9 +15,8 @@ from holdfast.core.errors import InvariantError, assert_never, require
 from holdfast.core.servers.heirs import HolderAnswer
 from holdfast.core.servers.holdings import (
     CopyArrived,
-    CopyBegun,
     CopyFailed,
-    ResetAsked,
+    CopyOffered,
     ShardStanding,
     UpdateArrived,
 )
@@ -43,8 +42,7 @@ from holdfast.sim.wrong_bits import Violation
 
 KEPT = 6  # updates that a worker keeps, besides those that reads do not see yet
 WAIT_S = 0.1
-FILLING_S = 1.0  # a server that has just started makes its first rows for up to this long
-MAKES_ROOM = "it has just started, and makes room"
+FILLING_S = 1.0  # a server gives rows their first values for up to this long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +196,8 @@ class TableWorld:
             case OrderCopy():
                 self._order_copy(effect)
             case OrderReset(server, shards):
-                self._order_reset(worker, reading, server, shards)
+                self._order_first_values(server, shards)
+                self._go_on(worker, reading)
             case OrderLoad(server, shards):
                 self._order_load(server, shards)
                 self._go_on(worker, reading)
@@ -221,16 +220,6 @@ class TableWorld:
             case _:
                 assert_never(effect)
 
-    def _order_reset(
-        self, worker: SimWorker, reading: RowReading, number: int, shards: tuple[int, ...]
-    ) -> None:
-        def act(server: SimServer) -> object:
-            if server.layout >= 0:
-                server.handle(ResetAsked(shards))
-            return None
-
-        self._time.call(number, act, lambda _: self._go_on(worker, reading))
-
     def _begin_server(
         self, worker: SimWorker, number: int, server: SimServer, *, follows: bool = False
     ) -> None:
@@ -244,20 +233,15 @@ class TableWorld:
     def _ask(self, worker: SimWorker, reading: RowReading, ask: Ask) -> None:
         version, number = worker.version, ask.server
         shards, name = ask.shards + ask.compared, self._time.servers[ask.server].name
+        is_new = self._dice.random() < 0.1  # the connection, so the server hears of the layout
 
         def act(server: SimServer) -> object:
-            if server.layout < 0:
-                return MAKES_ROOM
+            self._begin_server(worker, number, server, follows=is_new)
             server.drop_damaged(shards)
             standing = server.holdings.judge(version, shards)
             if not standing.can_serve:
                 return standing
             return {shard: server.read(shard, version) for shard in shards}
-
-        def begin() -> None:
-            server = self._time.servers[number]
-            if server.name == name:  # otherwise it has ended meanwhile
-                self._begin_server(worker, number, server)
 
         def answer(found: object) -> None:
             if worker.reading is not reading:
@@ -265,9 +249,6 @@ class TableWorld:
             effects: list[RowReadingEffect] = []
             if found is None:
                 worker.suspects[number] = name, self._time.now + 1.0
-                reading.record_silence(number)
-            elif found == MAKES_ROOM:
-                self._time.call_after(self._dice.uniform(0.0, FILLING_S), begin)
                 reading.record_silence(number)
             elif isinstance(found, ShardStanding):
                 effects = reading.record_refusal(number, shards, found)
@@ -368,16 +349,14 @@ class TableWorld:
         """Have one server fetch shards from another one."""
 
         def fetch(target: SimServer) -> object:
-            standing = target.holdings.judge(order.version, order.shards)
-            wanted = tuple(shard for shard, _ in standing.behind)
+            wanted = target.handle(CopyOffered(order.shards, order.version))
             if not wanted:
                 return None
             self._counts["copies"] += 1
-            target.handle(CopyBegun(wanted))
 
             def give(origin: SimServer) -> object:
+                origin.drop_damaged(wanted)
                 held = [shard for shard in wanted if shard in origin.values]
-                origin.drop_damaged(held)
                 return {s: (origin.holdings.version(s), origin.values[s]) for s in held}
 
             def receive(found: object) -> None:
@@ -391,16 +370,21 @@ class TableWorld:
 
         self._time.call(order.server, fetch, lambda _: None)
 
+    def _order_first_values(self, number: int, shards: tuple[int, ...]) -> None:
+        """Have a server give rows their first values."""
+        self._offer(number, shards, 0, self._dice.uniform(0.0, FILLING_S))
+
     def _order_load(self, number: int, shards: tuple[int, ...]) -> None:
         """Have a server load shards from the checkpoint that the job has begun from."""
         version = self._begun_from
         assert version is not None, "there is a checkpoint"
+        self._offer(number, shards, version, self._time.latency())
 
-        def load(target: SimServer) -> None:
-            wanted = tuple(shard for shard, _ in target.holdings.judge(1 << 62, shards).behind)
-            if not wanted:
-                return
-            target.handle(CopyBegun(wanted))
+    def _offer(self, number: int, shards: tuple[int, ...], version: int, delay_s: float) -> None:
+        """Have a server go back to right rows as of a version, which come from no other server."""
+
+        def begin(target: SimServer) -> None:
+            wanted = target.handle(CopyOffered(shards, version, replaces=True))
 
             def arrive() -> None:
                 for shard in wanted:
@@ -408,9 +392,10 @@ class TableWorld:
                     target.handle(arrived, self._truth.value(shard, version))
                 target.handle(CopyFailed(wanted))
 
-            self._time.call_after(self._time.latency(), arrive)
+            if wanted:
+                self._time.call_after(delay_s, arrive)
 
-        self._time.call(number, load, lambda _: None)
+        self._time.call(number, begin, lambda _: None)
 
     def _begin_again(self) -> None:
         """Let the whole job begin with its first step."""

@@ -90,7 +90,8 @@ async def run_placement(
     await manager.request(wanted)
 
     async def runs() -> Placement | None:
-        found = await find_placements(manager, wanted.id)
+        found = [each for each in await manager.observe() if each.id == wanted.id]
+        assert all(each.holding is not Holding.ENDED for each in found), f"{found} before it ran"
         up = found and found[0].holding is Holding.RUNNING and sleepers(harness, wanted.id)
         return found[0] if up else None
 

@@ -3,7 +3,8 @@
 The rows of a shard after n updates are a function of the job: whoever sends update n sends the same
 bits. So replicas need neither an order among them nor a leader. A server applies each update once
 and in order, and answers for any version that it still knows: it keeps the old values of the rows
-that its last updates changed. It does not know rows, sockets or time.
+that its last updates changed. A shard is bare until its rows have come from somewhere: first
+values are a copy, too, as of no update. It does not know rows, sockets or time.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from holdfast.core.errors import assert_never, require
 
+BARE = -1  # stands for the version of a shard that has no rows yet
 WINDOW = 16  # updates that can be undone, so that reads of earlier versions are answered
 AHEAD_MAX = 256  # updates kept while earlier ones are missing
 
@@ -30,17 +32,23 @@ class UpdateArrived:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyBegun:
-    """Copies of these shards are being fetched from another server."""
+class CopyOffered:
+    """Rows of these shards, as they were after `version` updates or more, can be had elsewhere.
+
+    `replaces`: as in CopyArrived.
+    """
 
     shards: tuple[int, ...]
+    version: int
+    replaces: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CopyArrived:
     """A copy of a shard, as it was after `version` updates, is complete.
 
-    `replaces`: it comes from a checkpoint that the job has gone back to, so later rows are dropped.
+    `replaces`: the job has gone back to a checkpoint, or to its first step, so later rows are
+    dropped.
     """
 
     shard: int
@@ -56,15 +64,8 @@ class CopyFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class ResetAsked:
-    """Reports that the job begins with its first step again: rows get their first values."""
-
-    shards: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class ShardsDamaged:
-    """Reports that rows of these shards have changed in memory by themselves."""
+    """Reports that rows of these shards are wrong, so the shards are bare from now on."""
 
     shards: tuple[int, ...]
 
@@ -73,14 +74,14 @@ class ShardsDamaged:
 class ShardsChosen:
     """The server is to hold these shards, as the number of servers has changed.
 
-    New ones have their first values; the rows of the others are gone.
+    New ones are bare; the rows of the others are gone.
     """
 
     shards: tuple[int, ...]
 
 
 HoldingsEvent = (
-    UpdateArrived | CopyBegun | CopyArrived | CopyFailed | ResetAsked | ShardsDamaged | ShardsChosen
+    UpdateArrived | CopyOffered | CopyArrived | CopyFailed | ShardsDamaged | ShardsChosen
 )
 
 # ---------------------------------------------------------------- effects
@@ -96,6 +97,13 @@ class ApplyUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginCopies:
+    """Get copies of these shards. For each, CopyArrived or CopyFailed follows."""
+
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AdoptCopy:
     """Use the copy of a shard that has arrived, and forget what undoes its earlier updates."""
 
@@ -103,8 +111,8 @@ class AdoptCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class ResetShards:
-    """Give all rows of these shards their first values."""
+class DropShards:
+    """Forget the rows of these shards, and whatever undoes their updates."""
 
     shards: tuple[int, ...]
 
@@ -116,15 +124,15 @@ class ForgetUpdate:
     token: int
 
 
-HoldingsEffect = ApplyUpdate | AdoptCopy | ResetShards | ForgetUpdate
+HoldingsEffect = ApplyUpdate | BeginCopies | AdoptCopy | DropShards | ForgetUpdate
 
 
 @dataclass(frozen=True, slots=True)
 class ShardStanding:
     """Compares the versions of some shards with the one that a read asks for.
 
-    `behind`: shards with the version that they have. `past`: shards whose rows as of that version
-    are no longer known. `copying`: shards that are being fetched.
+    `behind`: shards with the version that they have, or BARE. `past`: shards whose rows as of that
+    version are no longer known. `copying`: shards whose rows are on their way.
     """
 
     behind: tuple[tuple[int, int], ...] = ()
@@ -142,7 +150,7 @@ class Holdings:
 
     def __init__(self, shards: Iterable[int], window: int = WINDOW) -> None:
         self._window = window
-        self._versions = dict.fromkeys(shards, 0)
+        self._versions = dict.fromkeys(shards, BARE)
         self._floors = dict(self._versions)
         self._copying: set[int] = set()
         # Updates that came before an earlier one: by number, which shards still need them.
@@ -150,25 +158,24 @@ class Holdings:
 
     def handle(self, event: HoldingsEvent) -> list[HoldingsEffect]:
         """Apply one event; return effects in order."""
+        effects: list[HoldingsEffect] = []
         match event:
             case UpdateArrived():
-                return self._update(event)
-            case CopyBegun(shards):
-                self._copying |= set(self._pick_known(shards))
+                effects = self._update(event)
+            case CopyOffered():
+                effects = self._begin_copies(event)
             case CopyArrived():
-                return self._adopt(event)
+                effects = self._adopt(event)
             case CopyFailed(shards):
                 self._copying -= set(shards)
-                return self._catch_up(self._pick_known(shards))
-            case ResetAsked(shards):
-                return self._reset(self._pick_known(shards))
+                effects = self._catch_up(self._pick_known(shards))
             case ShardsDamaged(shards):
-                return self._begin_again(self._pick_known(shards))
+                effects = self._drop(self._pick_known(shards))
             case ShardsChosen(shards):
-                return self._choose(shards)
+                effects = self._choose(shards)
             case _:
                 assert_never(event)
-        return []
+        return effects
 
     def judge(self, version: int, shards: Sequence[int]) -> ShardStanding:
         """Return how far these shards are for a read as of `version`. Others count as past."""
@@ -191,20 +198,24 @@ class Holdings:
         past = self.judge(oldest, shards).past
         return replace(self.judge(newest, shards), past=past)
 
+    def is_held(self, shard: int) -> bool:
+        """Return whether a shard is on this server, bare or not."""
+        return shard in self._versions
+
     def version(self, shard: int) -> int:
-        """Return how many updates a shard has had."""
+        """Return how many updates a shard has had, or BARE."""
         return self._versions[shard]
 
     @property
     def floor(self) -> int:
         """Return the earliest version that some shard can be read as of."""
-        return min(self._floors.values(), default=0)
+        return min((floor for floor in self._floors.values() if floor > BARE), default=0)
 
     def check(self) -> None:
         """Assert every invariant."""
         for shard, version in self._versions.items():
             floor = self._floors[shard]
-            require(0 <= floor <= version, f"shard {shard}: floor {floor} of version {version}")
+            require(BARE <= floor <= version, f"shard {shard}: floor {floor} of version {version}")
             require(version - floor <= self._window, f"shard {shard} keeps too many old values")
         require(len(self._ahead) <= AHEAD_MAX, "updates pile up")
         waiting = [shard for each in self._ahead.values() for u in each for shard in u.shards]
@@ -234,7 +245,7 @@ class Holdings:
         return effects + self._catch_up(tuple(due)) + self._shorten()
 
     def _is_due(self, shard: int, number: int) -> bool:
-        return self._versions[shard] == number - 1 and shard not in self._copying
+        return BARE < self._versions[shard] == number - 1 and shard not in self._copying
 
     def _waits(self, shard: int, number: int) -> bool:
         """Return whether this update of a shard is kept already."""
@@ -276,6 +287,14 @@ class Holdings:
             effects += [ForgetUpdate(each.token) for each in self._ahead.pop(min(self._ahead))]
         return effects
 
+    def _begin_copies(self, event: CopyOffered) -> list[HoldingsEffect]:
+        """Begin to copy shards that lack the version, unless a copy is on its way."""
+        idle = [s for s in self._pick_known(event.shards) if s not in self._copying]
+        standing = self.judge(event.version, idle)
+        wanted = (*(s for s, _ in standing.behind), *(standing.past if event.replaces else ()))
+        self._copying |= set(wanted)
+        return [BeginCopies(wanted)] if wanted else []
+
     def _adopt(self, event: CopyArrived) -> list[HoldingsEffect]:
         shard, version = event.shard, event.version
         if shard not in self._versions:
@@ -288,14 +307,10 @@ class Holdings:
             effects.append(AdoptCopy(shard))
         return effects + self._catch_up((shard,))
 
-    def _reset(self, shards: tuple[int, ...]) -> list[HoldingsEffect]:
-        """Begin again, unless the first values can still be read."""
-        return self._begin_again(tuple(shard for shard in shards if self._floors[shard] > 0))
-
     def _choose(self, shards: tuple[int, ...]) -> list[HoldingsEffect]:
         """Hold these shards from now on, and drop updates that only others wait for."""
-        self._versions = {shard: self._versions.get(shard, 0) for shard in shards}
-        self._floors = {shard: self._floors.get(shard, 0) for shard in shards}
+        self._versions = {shard: self._versions.get(shard, BARE) for shard in shards}
+        self._floors = {shard: self._floors.get(shard, BARE) for shard in shards}
         self._copying &= set(shards)
         effects: list[HoldingsEffect] = []
         for number, waiting in list(self._ahead.items()):
@@ -308,7 +323,7 @@ class Holdings:
             self._keep(number, left)
         return effects
 
-    def _begin_again(self, shards: tuple[int, ...]) -> list[HoldingsEffect]:
+    def _drop(self, shards: tuple[int, ...]) -> list[HoldingsEffect]:
         for shard in shards:
-            self._versions[shard] = self._floors[shard] = 0
-        return [ResetShards(shards), *self._catch_up(shards)] if shards else []
+            self._versions[shard] = self._floors[shard] = BARE
+        return [DropShards(shards)] if shards else []

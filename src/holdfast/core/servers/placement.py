@@ -8,7 +8,7 @@ Ravishankar, "A name-based mapping scheme for rendezvous", 1996).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from holdfast.core.errors import require
 from holdfast.core.types import ServerLayout
@@ -61,6 +61,25 @@ def share_out(holders: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
     for shard, holding in enumerate(holders):
         found[holding[0]] = (*found.get(holding[0], ()), shard)
     return found
+
+
+def choose_savers(
+    parts: Mapping[int, Sequence[int]], sources: Mapping[int, Sequence[int]]
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Return for each share of a checkpoint the server that saves it, and its shards.
+
+    `parts`: the shards of each server, for each share. `sources`: the servers that have each shard
+    now. A shard that its server lacks becomes part of another one's share. A share without shards
+    is saved by a server that saves another one, too.
+    """
+    mine: dict[int, list[int]] = {server: [] for server in parts}
+    for server, shards in parts.items():
+        for shard in shards:
+            able = [other for other in sources[shard] if other in mine]
+            least = min(able, key=lambda other: (len(mine[other]), other), default=server)
+            mine[server if server in able else least].append(shard)
+    busiest = max(mine, key=lambda server: len(mine[server]))
+    return [(server if mine[server] else busiest, tuple(mine[server])) for server in parts]
 
 
 def choose_part(shards: Iterable[int], update: int, part: tuple[int, int]) -> tuple[int, ...]:

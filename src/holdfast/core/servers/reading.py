@@ -3,7 +3,8 @@
 A worker reads rows as of a version, the number of updates that the job has committed. It keeps
 the last updates itself, since all workers hold the sums that a step was committed with. So a server
 that lacks some of them is given these; one that lacks more copies the shards from another server.
-Rows are lost only if every server that holds them has answered, again and again, and none has them.
+A bare shard gets its first values if the worker keeps all updates. Rows are lost only if every
+server that holds them has answered, again and again, and none has them.
 
 All servers that answer for a shard must have the same rows of it, by their fingerprints, before
 any of these are used: a server may compute wrongly. If they differ, the worker finds out which are
@@ -17,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.core.errors import require
-from holdfast.core.servers.holdings import ShardStanding
+from holdfast.core.servers.holdings import BARE, ShardStanding
 
 GIVES_MAX = 3  # times that one server is given updates of a shard within a round
 DENIALS_MAX = 5  # times that all holders of a shard answer in vain before it counts as lost
@@ -73,7 +74,7 @@ class OrderCopy:
 
 @dataclass(frozen=True, slots=True)
 class OrderReset:
-    """Have a server begin with the first values of these shards again."""
+    """Have a server give the rows of these shards their first values."""
 
     server: int
     shards: tuple[int, ...]
@@ -164,7 +165,8 @@ class RowReading:
     `holders`: of each shard, the servers that hold it in the order in which to ask them.
     `replicas`: how many of these are to have the shard whole, the first ones: they are compared.
     `kept_after`: the worker keeps every update after this one, up to `version`. `stored`: the
-    version of the rows in the checkpoint that the job has begun from, if it has.
+    version of the rows in the checkpoint that the job has begun from, if it has. `waits`: until
+    servers have the rows; otherwise these are lost at once, and no server is made to begin again.
     """
 
     def __init__(
@@ -175,8 +177,10 @@ class RowReading:
         suspects: Iterable[int] = (),
         stored: int | None = None,
         replicas: int = 1,
+        *,
+        waits: bool = True,
     ) -> None:
-        self._version, self._replicas = version, replicas
+        self._version, self._replicas, self._waits = version, replicas, waits
         self._kept_after = kept_after
         self._can_load = stored is not None and kept_after <= stored <= version
         self._denials = 0
@@ -225,7 +229,9 @@ class RowReading:
             return asked + disputes
         open_shards = [each for each in self._shards.values() if each.served_by is None]
         is_awaited = any(Try.ASKED in each.tries.values() for each in open_shards)
-        return [] if is_awaited or not stuck else self._unstick(stuck)
+        if is_awaited or not stuck:
+            return []
+        return self._unstick(stuck) if self._waits else [Lost(tuple(self.missing))]
 
     def record_answer(
         self, server: int, shards: Sequence[int], claims: Mapping[int, int]
@@ -292,12 +298,16 @@ class RowReading:
         `shards`: all shards of the request, also those to compare.
         """
         gives: dict[int, list[int]] = {}
+        bare: list[int] = []
         for shard in shards:
             self._shards[shard].tries[server] = Try.OPEN  # unless it is among the following
         for shard, have in standing.behind:
             each = self._shards[shard]
             count = each.gives.get(server, 0)
-            if have >= self._kept_after and count < GIVES_MAX:
+            if have == BARE and self._kept_after == 0:
+                each.tries[server] = Try.UNREACHED
+                bare.append(shard)
+            elif have >= self._kept_after and count < GIVES_MAX:
                 each.gives[server] = count + 1
                 gives.setdefault(have, []).append(shard)
             else:
@@ -309,6 +319,8 @@ class RowReading:
         effects: list[RowReadingEffect] = [
             Give(server, have, tuple(found)) for have, found in sorted(gives.items())
         ]
+        if bare:
+            effects.append(OrderReset(server, tuple(bare)))
         return effects + self._order_copies(shard for shard, _ in standing.behind)
 
     def record_silence(self, server: int) -> None:
@@ -316,6 +328,10 @@ class RowReading:
         for each in self._shards.values():
             if server in each.tries and not each.is_done:
                 each.tries[server] = Try.UNREACHED
+
+    def find_sources(self) -> dict[int, tuple[int, ...]]:
+        """Return the servers of each shard that have answered for its rows."""
+        return {shard: tuple(sorted(each.claims)) for shard, each in self._shards.items()}
 
     @property
     def missing(self) -> list[int]:
