@@ -123,14 +123,23 @@ class LocalRun:
         return {}
 
     def until(self, ready: Callable[[], Any], timeout_s: float, what: str) -> Any:
-        """Poll until `ready()` is truthy and return it; RunEnded if the run ends before."""
-        deadline = time.monotonic() + timeout_s
-        while not (found := ready()):
+        """Poll until `ready()` is truthy and return it; RunEnded if the run ends before.
+
+        A HoldfastError counts as "not yet": nobody answers while the coordinator is replaced.
+        """
+        deadline, problem = time.monotonic() + timeout_s, ""
+        while True:
+            try:
+                if found := ready():
+                    return found
+            except HoldfastError as error:
+                problem = f" ({error})"
             if not self.is_running():
-                raise RunEnded(f"the run ended before {what}:\n{self.log()}")
-            assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}\n{self.log()}"
+                raise RunEnded(f"the run ended before {what}{problem}:\n{self.log()}")
+            assert time.monotonic() < deadline, (
+                f"not in {timeout_s} s: {what}{problem}\n{self.log()}"
+            )
             time.sleep(POLL_S)
-        return found
 
     def until_members(self, count: int, timeout_s: float = 60.0) -> dict[int, int]:
         def enough_members() -> dict[int, int] | None:
