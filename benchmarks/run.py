@@ -280,7 +280,7 @@ def balance_lines(pairs: int = 5) -> Iterator[str]:
     yield ""
     yield "A change takes effect from one step to the next; deciding it and laying out the exchange"
     small, large = stragglers.change_ms(4, 16), stragglers.change_ms(1000, 4000)
-    yield f"anew takes {small:.2f} ms with 4 workers (target: 2 ms), {large:.1f} ms with 1,000."
+    yield f"again takes {small:.2f} ms with 4 workers (target: 2 ms), {large:.1f} ms with 1,000."
 
 
 def speculation_lines(pairs: int = 3) -> Iterator[str]:
@@ -399,7 +399,7 @@ def write_sheet(name: str) -> None:
     lines = [
         f"# Measured on {today}",
         "",
-        f"{machine}, one thread per worker. `make bench` makes this sheet anew.",
+        f"{machine}, one thread per worker. `make bench` makes this sheet again.",
     ]
     for section in SHEETS[name]:
         lines.append("")

@@ -229,7 +229,7 @@ def _run(path: tuple[ev.WorkerEvent, ...]) -> WorkerMachine:
 
 
 def drawn(text: str) -> str:
-    """The page with every marked section drawn anew."""
+    """Return the page with every marked section drawn again."""
     sections = {
         "worker": "\n".join(tables(ev.WorkerEvent, ef.WorkerEffect)),
         "worker transitions": "\n".join(transitions()),

@@ -97,7 +97,7 @@ def test_caches_are_made_again() -> None:
     found = load_graph(dump_graph([cache, cache], [LatestFacts]), [LatestFacts])
     assert found[0]._made_from is None
     assert found[0] is found[1]
-    with pytest.raises(Damaged, match="is not made anew"):
+    with pytest.raises(Damaged, match="cannot be made without its fields"):
         load_graph(dump_graph(cache, [LatestFacts]))
 
 

@@ -127,7 +127,9 @@ def test_a_copy_of_a_shard_that_gets_other_rows_meanwhile_is_refused(
     for act in (give_away, reset):
         made = trained(WINDOW + 2)
         interrupt(made, partial(act, made), monkeypatch)
-        with pytest.raises(WireError, match="shard 0 of items has got other rows by now"):
+        with pytest.raises(
+            WireError, match="shard 0 of items is not kept as of 18 updates any longer"
+        ):
             made.copy(0)
         assert not made._pins._pins
 
@@ -138,9 +140,29 @@ def test_a_pin_does_not_outlive_the_rows_of_its_shard() -> None:
     assert pin is not None
     copy = other.copy(2)
     made.adopt(CopyArrived(2, copy.version), [copy.arrays], copy.fingerprint)
-    with pytest.raises(Damaged, match="shard 2 of items has got other rows by now"):
+    with pytest.raises(Damaged, match="shard 2 of items is not kept as of 3 updates any longer"):
         made.copy_as_of(pin, 2, 0, 0)
     assert torch.equal(made.copy_as_of(pin, 1, 0, 0), trained(3).copy(1).arrays[0])
+
+
+def test_a_save_that_hangs_keeps_its_rows_only_until_the_next_one() -> None:
+    made = trained(2)
+    hangs, copy = made.pin(2, (0, 1), for_save=True), made.pin(2, (2,))
+    assert hangs is not None
+    assert copy is not None
+    for step in range(3, MANY):
+        made.update(step, ALL, update(step, 1))
+    assert made.pin(2, (0,), for_save=True) is None
+    made.unpin(copy)
+    assert torch.equal(made.copy_as_of(hangs, 0, 0, 0), trained(2).copy(0).arrays[0])
+    shares = [made.pin(MANY - 1, (shard,), for_save=True) for shard in (0, 1)]
+    with pytest.raises(Damaged, match="shard 0 of items is not kept as of 2 updates any longer"):
+        made.copy_as_of(hangs, 0, 0, 0)
+    assert len(made.tables._blocks[0][1].undos) <= WINDOW  # type: ignore[attr-defined]
+    for shard, share in enumerate(shares):
+        assert share is not None
+        assert len(made.copy_as_of(share, shard, 0, 0))
+    made.unpin(hangs)
 
 
 def test_copies_for_other_servers_keep_to_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,11 +178,11 @@ def test_a_further_job_is_replaced_and_a_requeued_job_goes_on(
         before = job.serving()
         cluster.slurm("scontrol", "requeue", id_)
 
-        def anew() -> bool:
+        def has_new_nodes() -> bool:
             found = job.serving()
             return len(found) == 2 and not set(found) & set(before)
 
-        job.until(anew, "new nodes of the requeued job")
+        job.until(has_new_nodes, "new nodes of the requeued job")
         assert "from the checkpoint of step" in job.log()
         assert job.digest() == undisturbed
     assert not job.further_jobs()
@@ -202,10 +202,10 @@ def test_a_job_whose_script_has_lost_its_host_is_requeued_by_a_node(
         before, host = job.serving(), job.script_host()
         cluster.kill(host)
 
-        def anew() -> bool:
+        def has_new_nodes() -> bool:
             found = job.serving()
             return len(found) == 2 and not set(found) & set(before)
 
-        job.until(anew, "new nodes of the requeued job")
+        job.until(has_new_nodes, "new nodes of the requeued job")
         assert job.script_host() != host
         assert job.digest() == undisturbed

@@ -74,10 +74,14 @@ class _Arrived:
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """Keeps `shards` as they were after `version` updates; it loses those that get other rows."""
+    """Keeps `shards` as they were after `version` updates; it loses those that get other rows.
+
+    `for_save`: it loses all once a save of a later version begins. Storage may hang for ever.
+    """
 
     version: int
     shards: set[int]
+    for_save: bool
 
 
 class _Pins:
@@ -86,9 +90,11 @@ class _Pins:
     def __init__(self) -> None:
         self._pins: list[Pin] = []
 
-    def add(self, version: int, shards: Sequence[int]) -> Pin:
-        self._pins.append(Pin(version, set(shards)))
-        return self._pins[-1]
+    def add(self, pin: Pin) -> None:
+        for other in self._pins:
+            if pin.for_save and other.for_save and other.version < pin.version:
+                other.shards.clear()
+        self._pins.append(pin)
 
     def remove(self, pin: Pin) -> None:
         self._pins.remove(pin)
@@ -101,7 +107,7 @@ class _Pins:
     @property
     def oldest(self) -> int:
         """Return the earliest version that is pinned."""
-        return min((pin.version for pin in self._pins), default=EVERY_UPDATE)
+        return min((pin.version for pin in self._pins if pin.shards), default=EVERY_UPDATE)
 
 
 class ServerGroup:
@@ -164,7 +170,7 @@ class ServerGroup:
                     self._drop(found)
                     continue
                 left_s = until - time.monotonic()
-                early = all(have == version - 1 for _, have in standing.behind)
+                early = all(BARE < have == version - 1 for _, have in standing.behind)
                 if not early or standing.past or standing.copying or left_s <= 0:
                     return standing
                 self._changed.wait(left_s)
@@ -217,7 +223,7 @@ class ServerGroup:
         with self._changed:
             return self._holdings.judge(version, shards)
 
-    def pin(self, version: int, shards: Sequence[int]) -> Pin | None:
+    def pin(self, version: int, shards: Sequence[int], *, for_save: bool = False) -> Pin | None:
         """Keep these shards as they were after `version` updates, until `unpin`.
 
         None: their rows as of that version are not known.
@@ -225,7 +231,10 @@ class ServerGroup:
         with self._changed:
             if not self._holdings.judge(version, shards).can_serve:
                 return None
-            return self._pins.add(version, shards)
+            found = Pin(version, set(shards), for_save)
+            self._pins.add(found)
+            self._forget_undos()
+            return found
 
     def unpin(self, pin: Pin) -> None:
         """Let the rows go that `pin` keeps."""
@@ -245,7 +254,7 @@ class ServerGroup:
             part = range(start, min(start + PART_ROWS, shape[0]))
             with self._changed:
                 if shard not in pin.shards:
-                    raise Damaged(f"{name} has got other rows by now")
+                    raise Damaged(f"{name} is not kept as of {pin.version} updates any longer")
                 if kept.is_damaged(shard, part):
                     self._drop({shard})
                     raise Damaged(f"{name} has changed in memory by itself")

@@ -284,7 +284,7 @@ class RowServer:
         if group is None or store is None:
             peer_stream.send_message(channel, wire.Answer(problem="there is nothing to save here"))
             return
-        pin = group.pin(request.version, request.shards)
+        pin = group.pin(request.version, request.shards, for_save=True)
         if pin is None:
             problem = f"version {request.version} is not known here"
             peer_stream.send_message(channel, wire.Answer(problem=problem))

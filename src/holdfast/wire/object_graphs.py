@@ -138,7 +138,7 @@ class _Reader:
         if tag == _FRESH:
             found = _class_of(rest[0])
             if found not in self._fresh:
-                raise ValueError(f"{rest[0]} is not made anew")
+                raise ValueError(f"{rest[0]} cannot be made without its fields")
             return found()
         return None
 

@@ -76,7 +76,7 @@ class ScriptGuard:
                 self.look_at_source()
                 self.look_at_source = None
         looks = bool(self.cycle) and (self.joined or step % self.cycle == 0)
-        self.attributes.begin_step(anew=looks)
+        self.attributes.begin_step(looks=looks)
         early = step < EARLY_STEPS
         if self.cycle:
             self.parameters.begin(step, whole=early or self.joined)

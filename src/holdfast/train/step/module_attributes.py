@@ -150,13 +150,13 @@ class ModuleAttributes:
 
     # ------------------------------------------------------------ within a step
 
-    def begin_step(self, *, anew: bool = True) -> None:
+    def begin_step(self, *, looks: bool = True) -> None:
         """Record the attributes with which the tasks of a step begin.
 
-        `anew`: look for added modules, too.
+        `looks`: look for added modules, too.
         """
         self._undo()
-        if anew or not self._guarded:
+        if looks or not self._guarded:
             self._guarded = [
                 (path, vars(module))
                 for path, module in self._modules()
