@@ -41,6 +41,11 @@ ADDRESS = "127.0.0.1"
 POD_MARK, NODE_MARK = "HOLDFAST_TEST_POD", "HOLDFAST_TEST_NODE"
 
 
+def name_in(root: Path, name: str) -> str:
+    """Return the mark of a pod or node; other clusters on this machine have the same names."""
+    return f"{root}:{name}"
+
+
 def marked(mark: str, value: str) -> list[int]:
     """Return the live processes with this mark in their environment."""
     wanted, found = f"{mark}={value}".encode(), []
@@ -107,7 +112,7 @@ class Kubelet:
         listed = self._client.list(Pod, namespace="*", fields={"spec.nodeName": self._name})
         pods = {pod["metadata"]["uid"]: pod for pod in (each.to_dict() for each in listed)}
         for uid in [uid for uid in self._pods if uid not in pods]:  # deleted by force
-            kill_marked(POD_MARK, self._pods.pop(uid).name)
+            self._kill(self._pods.pop(uid))
         for uid, pod in pods.items():
             running = self._pods.get(uid)
             if running is not None:
@@ -162,7 +167,8 @@ class Kubelet:
             if Path(mount["mountPath"]).is_relative_to(self._root):
                 Path(mount["mountPath"]).mkdir(parents=True, exist_ok=True)
         path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
-        marks = {POD_MARK: name, NODE_MARK: self._name, "HOSTNAME": name, "PATH": path}
+        marks = {POD_MARK: name_in(self._root, name), NODE_MARK: name_in(self._root, self._name)}
+        marks |= {"HOSTNAME": name, "PATH": path}
         logs = self._root / "pods"
         logs.mkdir(exist_ok=True)
         environment = {**os.environ, **marks, **self._environment(pod, container)}
@@ -216,7 +222,7 @@ class Kubelet:
             # The API did not answer the first report.
             self._tell(running.namespace, running.name, "Running")
         if running.popen.poll() is not None and not running.told:
-            kill_marked(POD_MARK, running.name)
+            self._kill(running)
             code = running.popen.returncode
             self._tell(
                 running.namespace,
@@ -248,7 +254,10 @@ class Kubelet:
             running.stages.add("term")
             running.popen.terminate()
         if over:
-            kill_marked(POD_MARK, running.name)
+            self._kill(running)
+
+    def _kill(self, running: RunningPod) -> None:
+        kill_marked(POD_MARK, name_in(self._root, running.name))
 
     def _tell(self, namespace: str, name: str, phase: str, code: int | None = None) -> None:
         status: dict[str, Any] = {"phase": phase, "podIP": ADDRESS}

@@ -32,7 +32,7 @@ from holdfast.launch.kubernetes_manager import KubernetesManager
 from holdfast.launch.kubernetes_names import AGENT, ZONE, instance_of, labels_of
 from holdfast.launch.kubernetes_notices import REASON
 from labs import kubelet
-from labs.kubelet import NODE_MARK, POD_MARK, kill_marked, marked
+from labs.kubelet import NODE_MARK, POD_MARK, kill_marked, marked, name_in
 
 NAMESPACE = "default"
 UP_S = 60.0
@@ -120,7 +120,7 @@ class KubernetesCluster:
         if kubelet is not None:
             kubelet.kill()
             kubelet.wait()
-        kill_marked(NODE_MARK, host)
+        kill_marked(NODE_MARK, name_in(self.folder, host))
 
     def freeze(self, host: str) -> None:
         """Stop a node's kubelet but not its processes: the node is unreachable for others."""
@@ -150,7 +150,7 @@ class KubernetesCluster:
     # ------------------------------------------------------------ pods
 
     def processes(self, id_: PlacementId) -> list[int]:
-        return marked(POD_MARK, id_)
+        return marked(POD_MARK, name_in(self.folder, id_))
 
     def pods(self, job: str, component: str = AGENT) -> dict[str, dict[str, Any]]:
         labels: Any = labels_of(job, component)
