@@ -171,7 +171,8 @@ def test_a_copy_of_a_shard_goes_on_like_the_original(
                 names = whole.array_names
                 count = range(len(names))
                 copies = [whole.copy(shard, begin, i, EVERY_PLACE) for i in count]
-                other.adopt(shard, copies, other.sum_up(shard, copies))
+                other.write(shard, copies)
+                other.seal(shard, other.sum_up(shard, copies))
     if begin and begin <= len(updates):
         for shard in (3, 8):
             for version in range(begin, len(updates) + 1):

@@ -184,7 +184,8 @@ def test_every_array_of_a_table_of_keys_is_watched(array: str) -> None:
     assert table.find_damaged(wanted, whole=False) <= {shard}
     arrays = [part.clone() for part in table.parts(shard)]
     table.fill(shard, arrays)
-    table.adopt(shard, arrays, table.sum_up(shard, arrays))
+    table.write(shard, arrays)
+    table.seal(shard, table.sum_up(shard, arrays))
     assert table.find_damaged(wanted, whole=True) == set()
 
 

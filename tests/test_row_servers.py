@@ -115,7 +115,7 @@ class Servers:
 
 def fill(made: ServerGroup) -> ServerGroup:
     """Give all rows of a group their first values."""
-    for shard in made.shards:
+    for shard in made.tables.shards:
         fill_shard(made, shard)
     return made
 
@@ -196,7 +196,8 @@ def test_the_undos_of_updates_are_kept_for_a_while_only() -> None:
     for shard in range(SHARDS):
         arrays = [part.clone() for part in table.parts(shard)]
         table.fill(shard, arrays)
-        table.adopt(shard, arrays, table.sum_up(shard, arrays))
+        table.write(shard, arrays)
+        table.seal(shard, table.sum_up(shard, arrays))
     for step in range(1, STEPS + 1):
         block.prepare(step, range(SHARDS), update(step, 1)).apply()
     block.forget_undos(STEPS)
@@ -417,9 +418,9 @@ def refuse(size: int) -> None:
 def test_what_is_told_of_an_older_layout_changes_nothing() -> None:
     found = fill(ServerGroup(group(RULES[1], "items"), (0, 1), layout=4))
     found.hold((2, 3), 4)
-    assert found.shards == (0, 1)
+    assert found.tables.shards == (0, 1)
     found.hold((1, 2), 5)
-    assert found.shards == (1, 2)
+    assert found.tables.shards == (1, 2)
     assert found.read(0, (0,), [torch.tensor([16])]) == ShardStanding(past=(0,))
     found.update(1, range(SHARDS), update(1, 1))
     assert isinstance(found.read(1, (1,), [torch.tensor([1])]), ShardRows)

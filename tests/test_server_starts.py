@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def is_whole(servers: Servers, number: int, version: int) -> bool:
     """Return whether a server has all its shards as of a version."""
     groups = servers.servers[number]._groups
     found = groups.get(DESCRIBED.name)
-    return found is not None and found.judge(version, found.shards).can_serve
+    return found is not None and found.judge(version, found.tables.shards).can_serve
 
 
 def train(client: RowClient, steps: int) -> None:
@@ -153,6 +154,32 @@ def test_tables_for_which_a_server_has_no_memory_end_the_job(
     client = Servers(1).client(DESCRIBED)
     with pytest.raises(UserError, match="the server cannot hold these tables: no memory"):
         everything(client, 0, 1)
+
+
+def test_a_server_without_memory_for_tables_is_replaced_by_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[ServerGroup] = []
+
+    def make_one(*about: Any) -> ServerGroup:
+        if made:
+            fail()
+        made.append(ServerGroup(*about))
+        return made[0]
+
+    monkeypatch.setattr(serving, "ServerGroup", make_one)
+    servers = Servers(2, 2)
+    client = servers.client(DESCRIBED)
+    for step in range(STEPS + 1):
+        if step:
+            client.push(step, update(step, 1))
+        assert torch.equal(everything(client, step, 1)[0], expected(RULES[1], step)[0])
+    full = "takes no updates: the server cannot hold these tables: no memory"
+    until(lambda: servers.log, "the line")
+    assert [line.partition(" takes")[0] for line in servers.log if full in line] in (
+        ["server 0"],
+        ["server 1"],
+    )
 
 
 def test_a_server_whose_memory_runs_out_later_says_so_and_tries_again(

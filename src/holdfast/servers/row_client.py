@@ -26,7 +26,7 @@ from holdfast.servers.kept_updates import KeptUpdates
 from holdfast.servers.key_batch import SentUpdate
 from holdfast.servers.row_reader import RowReader
 from holdfast.servers.row_reads import KeyRead, RowRead
-from holdfast.servers.server_connection import ServerConnection
+from holdfast.servers.server_connection import ServerConnection, ServerFull
 from holdfast.servers.server_rows import RowUpdate
 from holdfast.train.script.row_updates import ServerAccess
 
@@ -170,7 +170,7 @@ class RowClient:
             except (OSError, WireError, UserError) as error:
                 connection.close()  # readers give it this update later
                 self.book.record_silence(server)
-                if isinstance(error, UserError) and told != str(error):
+                if isinstance(error, UserError | ServerFull) and told != str(error):
                     told = str(error)
                     self._access.tell(f"{self.book.name(server)} takes no updates: {told}")
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
-from holdfast.core.errors import WireError, assert_never
+from holdfast.core.errors import UserError, WireError, assert_never
 from holdfast.core.servers.reading import (
     Ask,
     FindRight,
@@ -30,7 +30,7 @@ from holdfast.servers.holder_book import HolderBook
 from holdfast.servers.kept_updates import KeptUpdates
 from holdfast.servers.row_reads import Read
 from holdfast.servers.row_referee import RowReferee
-from holdfast.servers.server_connection import ServerConnection
+from holdfast.servers.server_connection import ServerConnection, ServerFull
 
 SUSPECT_S = 2.0  # a server that did not answer is asked last for so long
 TOLD_S = 5.0  # a read that waits longer is reported
@@ -57,6 +57,9 @@ class RowReader:
         self._connections: dict[int, ServerConnection] = {}
         # Servers that did not answer: where they listened, and until when they are asked last.
         self._suspects: dict[int, tuple[str, float]] = {}
+        self._full: dict[
+            int, str
+        ] = {}  # servers that have no memory for the tables, and their words
         # Shards by the servers that drop them, and whether these are known to be wrong.
         self._dropped: dict[tuple[tuple[int, ...], bool], list[int]] = {}
         self._referee = RowReferee(group, kept, self._find_connection)
@@ -111,7 +114,10 @@ class RowReader:
         """Do something with a server; return whether it could be done."""
         try:
             act(job, effect)
-        except (OSError, WireError):
+        except (OSError, WireError) as error:
+            self._full.pop(effect.server, None)
+            if isinstance(error, ServerFull):
+                self._full[effect.server] = str(error)
             address = self._book.find_address(effect.server)
             self._suspects[effect.server] = address, time.monotonic() + SUSPECT_S
             self._find_connection(effect.server).close()
@@ -128,8 +134,10 @@ class RowReader:
     def _carry_out(self, job: Read, effect: RowReadingEffect) -> None:
         match effect:
             case WaitAgain():
+                holders = self._book.find_holders(job.reading.missing)
+                self._check_room(holders.values())
                 time.sleep(PAUSE_S)
-                job.reading.try_again(self._book.find_holders(job.reading.missing))
+                job.reading.try_again(holders)
             case Lost(shards):
                 self._tell_of_drops(job)
                 self._lose(
@@ -144,6 +152,12 @@ class RowReader:
                 raise AssertionError("asked elsewhere")
             case _:
                 assert_never(effect)
+
+    def _check_room(self, holders: Iterable[Sequence[int]]) -> None:
+        """Raise UserError if no server has memory for some rows. `holders`: of each shard."""
+        for servers in holders:
+            if servers and all(server in self._full for server in servers):
+                raise UserError(self._full[servers[0]])
 
     def _settle(self, job: Read, dispute: FindRight) -> None:
         """Find the servers that are right about a shard, and let the others drop it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-from holdfast.core.errors import UserError
+from holdfast.core.errors import UserError, WireError
 from holdfast.core.servers.reading import OrderCopy
 from holdfast.net import peer_stream
 from holdfast.servers import server_wire as wire
@@ -16,6 +16,10 @@ from holdfast.servers.key_batch import SentUpdate
 PATIENCE_S = 0.5  # with a server that sends nothing
 REACH_S = 0.5  # to connect
 UNTOLD = -1  # stands for the number of a layout
+
+
+class ServerFull(WireError):
+    """Says that a server has no memory for the tables, so others have to answer in its place."""
 
 
 class ServerConnection:
@@ -60,7 +64,7 @@ class ServerConnection:
         peer_stream.send_message(channel, wire.BeginGroup(self._group, shards, layout.number))
         answer = peer_stream.receive_message(channel, wire.Answer)
         if answer.problem:
-            raise UserError(answer.problem)
+            raise (ServerFull if answer.is_full else UserError)(answer.problem)
         self.layout = layout.number
 
     def close(self) -> None:

@@ -62,12 +62,12 @@ class ShardCopy:
 
 @dataclass(frozen=True, slots=True)
 class _Arrived:
-    """Has the arrays and the checksums of a copied shard, by table.
+    """Has the checksums of a copied shard, by table, and its arrays unless they are in place.
 
     `fingerprint`: the one that it is to have, if that is known.
     """
 
-    arrays: Sequence[Sequence[torch.Tensor]]
+    arrays: Sequence[Sequence[torch.Tensor]] | None
     seals: Sequence[Sequence[Seal]]
     fingerprint: int | None
 
@@ -120,8 +120,8 @@ class ServerGroup:
         if len(group.tables) > TABLES_MAX:
             raise WireError(f"{len(group.tables)} tables in one group: {TABLES_MAX} are the most")
         self.group = group
-        self.shards, self._layout = tuple(shards), layout
-        self.tables = TableSet(group, self.shards)
+        self._layout = layout
+        self.tables = TableSet(group, shards)
         self._holdings = Holdings(shards, WINDOW + group.staleness)
         self._updates: dict[int, RowUpdate] = {}  # early updates by token
         self._copies: dict[int, _Arrived] = {}  # by shard
@@ -130,20 +130,22 @@ class ServerGroup:
         self._damaged: set[int] = set()  # shards to drop
         self._dropped: set[int] = set()  # those that nobody was told of yet
         self._changed = threading.Condition()
+        # Taken before the other lock by whoever writes to bare shards, or chooses the shards.
+        self._bare = threading.Lock()
 
     def hold(self, shards: Sequence[int], layout: int) -> None:
         """Hold these shards alone from now on, unless `layout` is no newer than the last one.
 
         RuntimeError: there is not enough memory.
         """
-        with self._changed:
+        with self._bare, self._changed:
             if layout <= self._layout:
                 return
-            gone = set(self.shards) - set(shards)
+            gone = set(self.tables.shards) - set(shards)
             self.tables.hold(shards)
             self._pins.lose(gone)
-            self.shards, self._layout = tuple(shards), layout
-            self._handle(ShardsChosen(self.shards))
+            self._layout = layout
+            self._handle(ShardsChosen(self.tables.shards))
             self.tables.release(sorted(gone))
 
     def read(
@@ -208,7 +210,7 @@ class ServerGroup:
     def scrub(self, shard: int, part: range) -> None:
         """Look for memory that has changed by itself in this part of a shard's places."""
         with self._changed:
-            has_rows = shard in self.shards and self._holdings.version(shard) > BARE
+            has_rows = self._holdings.is_held(shard) and not self._holdings.is_bare(shard)
             if has_rows and any(table.is_damaged(shard, part) for table in self.tables.all):
                 self._drop({shard})
 
@@ -267,11 +269,10 @@ class ServerGroup:
         It is refused if they are not known.
         """
         with self._changed:
-            if shard not in self.shards:
+            if not self._holdings.is_held(shard):
                 raise WireError(f"shard {shard} is not on this server")
-            newest = self._holdings.version(shard)
-            version = newest if version == NEWEST else version
-            pin = self.pin(version, [shard]) if newest > BARE else None
+            version = self._holdings.version(shard) if version == NEWEST else version
+            pin = None if self._holdings.is_bare(shard) else self.pin(version, [shard])
             if pin is None:
                 raise WireError(f"shard {shard} is not known as of {version} updates")
             (fingerprint,) = self._take_fingerprints(version, [shard])
@@ -320,13 +321,18 @@ class ServerGroup:
     ) -> None:
         """Take in a copy of a shard; drop it again if it has another fingerprint than this."""
         shard = arrived.shard
-        pairs = zip(self.tables.all, arrays, strict=True)
-        # Only now, as reads wait for nothing that takes long.
-        seals = [table.sum_up(shard, each) for table, each in pairs]
-        with self._changed:
-            self._copies[shard] = _Arrived(arrays, seals, fingerprint)
-            self._handle(arrived)
-            self._copies.pop(shard, None)
+        # Reads wait for nothing that takes long: no one reads or updates a bare shard.
+        seals = self.tables.sum_up(shard, arrays)
+        with self._bare:
+            with self._changed:
+                is_bare = self._holdings.is_bare(shard)
+            if is_bare:
+                self.tables.write(shard, arrays)
+            with self._changed:
+                left = None if is_bare else arrays
+                self._copies[shard] = _Arrived(left, seals, fingerprint)
+                self._handle(arrived)
+                self._copies.pop(shard, None)
 
     # ------------------------------------------------------------ carrying out
 
@@ -362,8 +368,9 @@ class ServerGroup:
     def _adopt(self, shard: int) -> None:
         self._pins.lose([shard])
         copy = self._copies.pop(shard)
-        for table, arrays, seals in zip(self.tables.all, copy.arrays, copy.seals, strict=True):
-            table.adopt(shard, arrays, seals)
+        if copy.arrays is not None:
+            self.tables.write(shard, copy.arrays)
+        self.tables.seal(shard, copy.seals)
         if copy.fingerprint not in (None, *self._take_fingerprints(EVERY_UPDATE, [shard])):
             self._damaged.add(shard)
 

@@ -225,7 +225,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     `unknown`: the server does not know the group, so BeginGroup must come first. `version`: of the
     shard that was asked for. `dropped`: shards that the server has dropped since its last answer
     of this kind, as its memory had changed by itself. `fingerprints`: of the shards that were asked
-    for, equal on all servers that hold the same rows. The others are those of ShardStanding.
+    for, equal on all servers that hold the same rows. `is_full`: the problem is that the server has
+    no memory for the tables. The others are those of ShardStanding.
     """
 
     problem: str = ""
@@ -237,6 +238,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     sizes: tuple[int, ...] = ()
     dropped: tuple[int, ...] = ()
     fingerprints: tuple[int, ...] = ()
+    is_full: bool = False
 
     @property
     def standing(self) -> ShardStanding:

@@ -10,7 +10,7 @@ import functools
 import itertools
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -39,6 +39,9 @@ SCRUB_ROUNDS = 1200  # after which every row was looked at: ten minutes
 FETCH_S = 20.0  # a server that a shard is copied from may be silent up to this long
 GROUPS_MAX = 1 << 12
 REQUEST: Any = wire.Request  # the type of all of them
+
+# Gives a group these shards, and yields each once it has come.
+BringShards = Callable[[ServerGroup, Sequence[int]], Iterable[int]]
 
 
 class RowServer:
@@ -115,14 +118,15 @@ class RowServer:
                 self._begin_save(channel, group, request)
             case wire.FetchShards(_, source, shards, version):
                 fetch = functools.partial(self._fetch_all, source)
-                self._begin_copies(channel, group, CopyOffered(shards, version), fetch)
+                offered = CopyOffered(shards, version)
+                self._begin_copies(channel, group, offered, source, fetch)
             case wire.LoadShards(_, step, shards, version):
                 load = functools.partial(self._load_all, step)
                 offered = CopyOffered(shards, version, replaces=True)
-                self._begin_copies(channel, group, offered, load)
+                self._begin_copies(channel, group, offered, f"step {step}", load)
             case wire.ResetRows(_, shards):
                 offered = CopyOffered(shards, 0, replaces=True)
-                self._begin_copies(channel, group, offered, self._fill_all)
+                self._begin_copies(channel, group, offered, "first values", _fill_all)
             case _:
                 assert_never(request)
 
@@ -144,7 +148,8 @@ class RowServer:
         except (UserError, WireError) as error:
             return wire.problem_of(error)
         except (RuntimeError, MemoryError) as error:  # torch says so when memory has run out
-            return wire.Answer(problem=f"the server cannot hold these tables: {error}")
+            problem = f"the server cannot hold these tables: {error}"
+            return wire.Answer(problem=problem, is_full=True)
 
     def _read(
         self, channel: socket.socket, group: ServerGroup | None, request: wire.ReadRows
@@ -249,32 +254,29 @@ class RowServer:
         channel: socket.socket,
         group: ServerGroup | None,
         offered: CopyOffered,
-        copy: Callable[[ServerGroup, list[int]], str],
+        origin: str,
+        bring: BringShards,
     ) -> None:
-        """Begin to copy the shards that the server lacks, and answer at once.
-
-        `copy`: gets the group and the shards, takes those that have come from the list, and returns
-        a line for the log.
-        """
+        """Begin to copy the shards that the server lacks, and answer at once."""
         if group is not None:
-            lacking = [*group.handle(offered)]
-            args = group, lacking, copy
+            lacking = group.handle(offered)
+            args = group, lacking, origin, bring
             if lacking:
                 threading.Thread(target=self._copy_all, args=args, daemon=True).start()
         peer_stream.send_message(channel, wire.Answer(unknown=group is None))
 
     def _copy_all(
-        self,
-        group: ServerGroup,
-        shards: list[int],
-        copy: Callable[[ServerGroup, list[int]], str],
+        self, group: ServerGroup, shards: Sequence[int], origin: str, bring: BringShards
     ) -> None:
+        left = [*shards]
         try:
-            self._say(copy(group, shards))
+            for shard in bring(group, shards):
+                left.remove(shard)
+            self._say(f"shards {list(shards)} of {group.group.name} were copied from {origin}")
         except (WorldError, OSError, WireError, RuntimeError, MemoryError) as error:
-            self._say(f"shards {shards} of {group.group.name} cannot be copied: {error}")
+            self._say(f"shards {left} of {group.group.name} cannot be copied: {error}")
         finally:
-            group.handle(CopyFailed(tuple(shards)))
+            group.handle(CopyFailed(tuple(left)))
 
     def _begin_save(
         self, channel: socket.socket, group: ServerGroup | None, request: wire.SaveShards
@@ -303,27 +305,22 @@ class RowServer:
         finally:
             group.unpin(pin)
 
-    def _load_all(self, step: int, group: ServerGroup, left: list[int]) -> str:
+    def _load_all(self, step: int, group: ServerGroup, shards: Sequence[int]) -> Iterator[int]:
         if self._store is None:
             raise WireError("the job has no --store")
-        count = len(left)
-        self._store.load(group, step, left)
-        return f"loaded {count} shards of {group.group.name} of step {step}"
+        yield from self._store.load(group, step, shards)
 
-    def _fetch_all(self, source: str, group: ServerGroup, left: list[int]) -> str:
-        count = len(left)
+    def _fetch_all(self, source: str, group: ServerGroup, shards: Sequence[int]) -> Iterator[int]:
         with peer_stream.connect(source, self._identity, wire.MAGIC, (0, 0, 0), FETCH_S) as channel:
-            while left:
-                fetch_shard(channel, group, left[0])
-                left.pop(0)
-        return f"copied {count} shards of {group.group.name} from {source}"
+            for shard in shards:
+                fetch_shard(channel, group, shard)
+                yield shard
 
-    def _fill_all(self, group: ServerGroup, left: list[int]) -> str:
-        count = len(left)
-        while left:
-            fill_shard(group, left[0])
-            left.pop(0)
-        return f"gave {count} shards of {group.group.name} their first values"
+
+def _fill_all(group: ServerGroup, shards: Sequence[int]) -> Iterator[int]:
+    for shard in shards:
+        fill_shard(group, shard)
+        yield shard
 
 
 def fetch_shard(
@@ -356,7 +353,7 @@ def _check_begin(request: wire.BeginGroup) -> None:
 
 def scrub(group: ServerGroup, round_number: int, rounds: int) -> None:
     """Look at the next part of all rows; after `rounds` calls each was looked at once."""
-    shards = group.shards  # they may change meanwhile
+    shards = group.tables.shards  # they may change meanwhile
     if not shards:
         return
     per_shard = max(rounds // len(shards), 1)

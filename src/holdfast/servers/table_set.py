@@ -11,6 +11,7 @@ from holdfast.core.errors import WireError
 from holdfast.core.servers.placement import SHARDS
 from holdfast.servers.keyed_rows import KeyedBlock, KeyedTable, KeyedUpdate
 from holdfast.servers.reserved_arrays import check_room
+from holdfast.servers.row_checksums import Seal
 from holdfast.servers.server_rows import BlockUpdate, RowBlock, RowUpdate, ServerTable
 from holdfast.servers.server_wire import TableGroup
 
@@ -49,7 +50,7 @@ class TableSet:
     """
 
     def __init__(self, group: TableGroup, shards: Sequence[int]) -> None:
-        self._group, self._shards = group, frozenset(shards)
+        self._group, self.shards = group, tuple(shards)
         rule, shapes = group.make_rule(), group.tables
         check_room(len(shards) * group.shard_bytes)
         blocks: list[tuple[list[int], TableBlock]] = []
@@ -70,8 +71,9 @@ class TableSet:
 
     def hold(self, shards: Sequence[int]) -> None:
         """Have rows in these shards alone from now on; new ones are bare. RuntimeError."""
-        check_room(len(frozenset(shards) - self._shards) * self._group.shard_bytes)
-        self._shards = frozenset(shards)
+        added = set(shards).difference(self.shards)
+        check_room(len(added) * self._group.shard_bytes)
+        self.shards = tuple(shards)
         for table in self.all:
             table.hold(shards)
 
@@ -93,6 +95,21 @@ class TableSet:
     def make_room(self, shard: int) -> list[list[torch.Tensor]]:
         """Return arrays to be filled with those of a shard, by table."""
         return [[torch.empty_like(part) for part in table.parts(shard)] for table in self.all]
+
+    def sum_up(self, shard: int, arrays: Sequence[Sequence[torch.Tensor]]) -> list[list[Seal]]:
+        """Return the checksums of a shard that has these arrays, by table."""
+        pairs = zip(self.all, arrays, strict=True)
+        return [table.sum_up(shard, each) for table, each in pairs]
+
+    def write(self, shard: int, arrays: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Give a shard these arrays, by table, which count once `seal` is called."""
+        for table, each in zip(self.all, arrays, strict=True):
+            table.write(shard, each)
+
+    def seal(self, shard: int, seals: Sequence[Sequence[Seal]]) -> None:
+        """Take a shard as it was written for right: these are its checksums, by table."""
+        for table, each in zip(self.all, seals, strict=True):
+            table.seal(shard, each)
 
     def sizes(self, shard: int, table: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Return the shapes and types of a shard's arrays of one table."""

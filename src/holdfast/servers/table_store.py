@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,8 +103,8 @@ class TableStore:
         with self._lock:
             self._published.append(saving)
 
-    def load(self, group: ServerGroup, step: int, shards: list[int]) -> None:
-        """Load shards from a checkpoint, give them to the group, and take them from the list.
+    def load(self, group: ServerGroup, step: int, shards: Sequence[int]) -> Iterator[int]:
+        """Load shards from a checkpoint, and yield each once the group has it.
 
         WorldError, Damaged.
         """
@@ -114,8 +115,7 @@ class TableStore:
             for entry in manifest.entries
             if entry.name.startswith(TABLES)
         }
-        while shards:
-            shard = shards[0]
+        for shard in shards:
             found = group.tables.make_room(shard)
             targets = []
             for table, arrays in enumerate(found):
@@ -125,7 +125,7 @@ class TableStore:
             with self._store.reading() as storage:
                 load(storage, manifest, targets)
             group.adopt(CopyArrived(shard, version, replaces=True), found)
-            shards.pop(0)
+            yield shard
 
     def _version(self, manifest: Manifest, group: ServerGroup) -> int:
         """Return the version of a group's rows in a checkpoint. Damaged."""

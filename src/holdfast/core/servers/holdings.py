@@ -202,6 +202,10 @@ class Holdings:
         """Return whether a shard is on this server, bare or not."""
         return shard in self._versions
 
+    def is_bare(self, shard: int) -> bool:
+        """Return whether a shard is on this server, without any rows."""
+        return self._versions.get(shard) == BARE
+
     def version(self, shard: int) -> int:
         """Return how many updates a shard has had, or BARE."""
         return self._versions[shard]
