@@ -199,7 +199,7 @@ def test_a_key_is_admitted_only_if_its_uses_are_near_each_other() -> None:
 def test_an_index_finds_keys_that_have_moved() -> None:
     size = 4 * RECENT_MIN
     keys, taken = torch.arange(size), torch.zeros(size, dtype=torch.bool)
-    index, places = KeyIndex(keys, taken), list(range(size))
+    index, places = KeyIndex(keys, taken, size // 4), list(range(size))
     dice = random.Random(0)
     for _ in range(20):
         chosen = sorted(dice.sample(range(size), RECENT_MIN // 2))
@@ -214,6 +214,27 @@ def test_an_index_finds_keys_that_have_moved() -> None:
         there = found >= 0
         assert torch.equal(keys[found[there]], every[there])
         assert set(every[there].tolist()) == set(keys[taken].tolist())
+
+
+def test_an_index_knows_the_keys_of_parts_that_have_others_now() -> None:
+    size, parts, dice = 50, 4, torch.Generator().manual_seed(1)
+    keys, taken = torch.zeros(size * parts, dtype=torch.int64), torch.zeros(size * parts) > 0
+    index = KeyIndex(keys, taken, size)
+    for turn in range(60):
+        changed = torch.randperm(parts, generator=dice)[: 1 + turn % 3].tolist()
+        for part in changed:
+            mine = slice(part * size, (part + 1) * size)
+            keys[mine] = torch.randperm(3 * size, generator=dice)[:size] * parts + part
+            taken[mine] = torch.rand(size, generator=dice) < turn % 5 / 4
+        index.look_at(changed)
+        if turn % 2:  # one more key, at a place that was free
+            free = (~taken).nonzero().flatten()[:1]
+            keys[free], taken[free] = 10_000 + turn, True
+            index.add(keys[free], free)
+        every = torch.arange(-1, 11_000)
+        found = index.find(every)
+        assert set(every[found >= 0].tolist()) == set(keys[taken].tolist())
+        assert torch.equal(keys[found[found >= 0]], every[found >= 0])
 
 
 def described(rule: RowOptimizer, **rules: object) -> wire.TableGroup:

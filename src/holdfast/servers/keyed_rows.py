@@ -167,8 +167,10 @@ class KeyedTable:
             self.arrays["seen"] = self._counts.seen
         self.array_names = list(self.arrays)  # in the order of `parts`
         self._undos: list[_Undo] = []
-        self._index: KeyIndex | None = None
+        self._taken = torch.zeros(size, dtype=torch.bool)
+        self._index = KeyIndex(self.arrays["keys"][:, 0], self._taken, shape.shard_rows)
         self._free: dict[int, torch.Tensor] = {}  # free places of each shard, in growing order
+        self._unknown = set(shards)  # whose keys the index does not know as they are now
         sets = sort_into_sets(self.arrays, slots) if undoes else {}
         self.checksums = ShardChecksums(sets, memory)
         self.history = FingerprintHistory()
@@ -177,18 +179,19 @@ class KeyedTable:
 
     def forget_index(self) -> None:
         """Look all keys up again before the next use: the arrays have been written to."""
-        self._index = None
+        self._unknown |= set(self._held)
 
     def _find_index(self) -> KeyIndex:
-        """Return the index of all keys, made again if need be."""
-        if self._index is None:
-            used = self.arrays["used"][:, USES]
-            self._taken = torch.zeros(len(used), dtype=torch.bool)
-            for shard in self._held:
-                start, stop = self._range_of(shard, "used")
-                self._taken[start:stop] = taken = used[start:stop] > 0
-                self._free[shard] = (~taken).nonzero().flatten() + start
-            self._index = KeyIndex(self.arrays["keys"][:, 0], self._taken)
+        """Return the index of all keys, after a look at those that it does not know."""
+        unknown = sorted(self._unknown)
+        for shard in unknown:
+            start, stop = self._range_of(shard, "used")
+            taken = self.arrays["used"][start:stop, USES] > 0
+            self._taken[start:stop] = taken = taken & (shard in self._held)
+            self._free[shard] = (~taken).nonzero().flatten() + start
+        if unknown:
+            self._index.look_at(unknown)
+            self._unknown.clear()
         return self._index
 
     def fill(self, _: int, arrays: Sequence[torch.Tensor]) -> None:
@@ -201,8 +204,8 @@ class KeyedTable:
         for shard in self._held:
             if shard not in shards:
                 self.drop(shard)
+        self._unknown |= set(shards).difference(self._held)
         self._held = list(shards)
-        self.forget_index()
 
     def find_damaged(self, keys: torch.Tensor, *, whole: bool) -> set[int]:
         """Return the shards in which rows of these keys have changed by themselves.
@@ -333,7 +336,7 @@ class KeyedTable:
             for undo in self._undos
         ]
         self.history.drop(shard)
-        self.forget_index()
+        self._unknown.add(shard)
 
     # ------------------------------------------------------------ one update
 
