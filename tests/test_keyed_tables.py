@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from holdfast.core.servers.placement import SHARDS, find_holders, share_out
 from holdfast.servers import SGD, Adagrad, LazyAdam, RowOptimizer
 from holdfast.servers import server_wire as wire
 from holdfast.servers.embeddings import Embedding, EmbeddingBag
-from holdfast.servers.key_index import RECENT_MIN, KeyIndex
+from holdfast.servers.key_index import KeyIndex, encode, find_shards
 from holdfast.servers.keyed_rows import (
     EVERY_PLACE,
     FORGET_AFTER,
@@ -196,45 +195,54 @@ def test_a_key_is_admitted_only_if_its_uses_are_near_each_other() -> None:
     assert has_row()
 
 
-def test_an_index_finds_keys_that_have_moved() -> None:
-    size = 4 * RECENT_MIN
-    keys, taken = torch.arange(size), torch.zeros(size, dtype=torch.bool)
-    index, places = KeyIndex(keys, taken, size // 4), list(range(size))
-    dice = random.Random(0)
-    for _ in range(20):
-        chosen = sorted(dice.sample(range(size), RECENT_MIN // 2))
-        dice.shuffle(places)
-        at = torch.tensor(sorted(places[: len(chosen)]))
-        wanted = torch.tensor(chosen) + 10 * size
-        taken[torch.isin(keys, wanted)] = False
-        keys[at], taken[at] = wanted, True
-        index.add(wanted, at)
-        every = torch.arange(10 * size, 11 * size)
-        found = index.find(every)
-        there = found >= 0
-        assert torch.equal(keys[found[there]], every[there])
-        assert set(every[there].tolist()) == set(keys[taken].tolist())
+def test_codes_keep_the_keys_of_a_shard_together() -> None:
+    keys = torch.cat([torch.arange(-500, 500), torch.tensor([-(1 << 63), (1 << 63) - 1])])
+    codes = encode(keys)
+    assert len(codes.unique()) == len(keys)
+    shards = shape().shards_of(keys)
+    assert torch.equal(find_shards(codes), shards)
+    assert torch.equal(shards[codes.argsort()], shards.sort().values)
 
 
-def test_an_index_knows_the_keys_of_parts_that_have_others_now() -> None:
-    size, parts, dice = 50, 4, torch.Generator().manual_seed(1)
-    keys, taken = torch.zeros(size * parts, dtype=torch.int64), torch.zeros(size * parts) > 0
-    index = KeyIndex(keys, taken, size)
-    for turn in range(60):
-        changed = torch.randperm(parts, generator=dice)[: 1 + turn % 3].tolist()
-        for part in changed:
-            mine = slice(part * size, (part + 1) * size)
-            keys[mine] = torch.randperm(3 * size, generator=dice)[:size] * parts + part
-            taken[mine] = torch.rand(size, generator=dice) < turn % 5 / 4
-        index.look_at(changed)
-        if turn % 2:  # one more key, at a place that was free
-            free = (~taken).nonzero().flatten()[:1]
-            keys[free], taken[free] = 10_000 + turn, True
-            index.add(keys[free], free)
-        every = torch.arange(-1, 11_000)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_an_index_finds_keys_that_have_moved_or_have_come_with_a_shard(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.servers.key_index.RECENT_MIN", 100)
+    size, dice = 20, torch.Generator().manual_seed(seed)
+    keys, uses = (torch.zeros(SHARDS * size, dtype=torch.int64) for _ in range(2))
+    every = torch.arange(-1, 60 * size)
+    by_shard = [every[shape().are_in([shard], every)] for shard in range(SHARDS)]
+    index, crowded = KeyIndex(keys, uses), 0
+    for turn in range(20):
+        # Some shards have other keys, as a copy of them has come.
+        changed = torch.randperm(SHARDS, generator=dice)[: turn % 3].tolist()
+        taken: dict[int, torch.Tensor] = {}
+        for shard in changed:
+            mine, here = by_shard[shard], slice(shard * size, (shard + 1) * size)
+            keys[here] = mine[torch.randperm(len(mine), generator=dice)[:size]]
+            uses[here] = torch.randint(0, 1 + turn % 5, (size,), generator=dice)
+            taken[shard] = uses[here].nonzero().flatten() + shard * size
+        index.replace(taken)
+        # In all shards some keys lose their rows, and others get one at these places.
+        for shard in range(SHARDS):
+            places = torch.randperm(size, generator=dice)[: size // 4] + shard * size
+            here = slice(shard * size, (shard + 1) * size)
+            uses[places] = 0
+            there = torch.isin(by_shard[shard], keys[here][uses[here] > 0])
+            lacks = by_shard[shard][~there]
+            new = lacks[torch.randperm(len(lacks), generator=dice)[: len(places)]]
+            keys[places[: len(new)]], uses[places[: len(new)]] = new, 1
+            index.add(new, places[: len(new)])
+        while (full := index.find_crowded()) is not None:
+            crowded += 1
+            here = slice(full * size, (full + 1) * size)
+            index.replace({full: uses[here].nonzero().flatten() + full * size})
         found = index.find(every)
-        assert set(every[found >= 0].tolist()) == set(keys[taken].tolist())
+        assert set(every[found >= 0].tolist()) == set(keys[uses > 0].tolist())
         assert torch.equal(keys[found[found >= 0]], every[found >= 0])
+        assert torch.isin(found[found >= 0], index.list_places(every)).all()
+    assert crowded > 3
 
 
 def described(rule: RowOptimizer, **rules: object) -> wire.TableGroup:

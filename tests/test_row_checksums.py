@@ -196,6 +196,15 @@ def test_a_row_of_a_key_is_not_read_after_its_memory_has_changed() -> None:
     assert table.find_damaged(key, whole=False) == {int(KEYED.shards_of(key)[0])}
 
 
+def test_a_key_that_has_changed_is_noticed_when_its_row_is_read() -> None:
+    table = keyed_table()
+    key = table.arrays["keys"][5].clone()
+    shard = int(KEYED.shards_of(key)[0])
+    assert table.find_damaged(key, whole=False) == set()
+    flip(table.arrays["keys"], 5, bit=40 % 31)
+    assert table.find_damaged(key, whole=False) == {shard}
+
+
 def test_a_worker_keeps_no_checksums() -> None:
     table = KeyedTable(KEYED, ALL, RULES[1], undoes=False)
     table.update(torch.arange(5), torch.ones(5, 4), 0.1, 1, 1)

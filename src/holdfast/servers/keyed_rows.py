@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from holdfast.core.servers.placement import SHARDS
-from holdfast.servers.key_index import KeyIndex
+from holdfast.servers.key_index import KeyIndex, sort_keys
 from holdfast.servers.reserved_arrays import ReservedArrays
 from holdfast.servers.row_checksums import FingerprintHistory, Seal, ShardChecksums
 from holdfast.servers.row_optimizers import RowOptimizer
@@ -167,8 +167,7 @@ class KeyedTable:
             self.arrays["seen"] = self._counts.seen
         self.array_names = list(self.arrays)  # in the order of `parts`
         self._undos: list[_Undo] = []
-        self._taken = torch.zeros(size, dtype=torch.bool)
-        self._index = KeyIndex(self.arrays["keys"][:, 0], self._taken, shape.shard_rows)
+        self._index = KeyIndex(self.arrays["keys"][:, 0], self.arrays["used"][:, USES])
         self._free: dict[int, torch.Tensor] = {}  # free places of each shard, in growing order
         self._unknown = set(shards)  # whose keys the index does not know as they are now
         sets = sort_into_sets(self.arrays, slots) if undoes else {}
@@ -183,14 +182,15 @@ class KeyedTable:
 
     def _find_index(self) -> KeyIndex:
         """Return the index of all keys, after a look at those that it does not know."""
-        unknown = sorted(self._unknown)
-        for shard in unknown:
+        taken: dict[int, torch.Tensor] = {}
+        for shard in sorted(self._unknown):
             start, stop = self._range_of(shard, "used")
-            taken = self.arrays["used"][start:stop, USES] > 0
-            self._taken[start:stop] = taken = taken & (shard in self._held)
-            self._free[shard] = (~taken).nonzero().flatten() + start
-        if unknown:
-            self._index.look_at(unknown)
+            is_free = self.arrays["used"][start:stop, USES] == 0
+            self._free[shard] = is_free.nonzero().flatten() + start
+            places = (~is_free).nonzero().flatten() + start
+            taken[shard] = places if shard in self._held else places[:0]
+        if taken:
+            self._index.replace(taken)
             self._unknown.clear()
         return self._index
 
@@ -213,12 +213,12 @@ class KeyedTable:
         `whole`: what updates of them need is looked at, too; that is all of a shard that must give
         rows up.
         """
-        places = self._find_index().find(keys)
-        there = places[places >= 0]
-        found = self.checksums.find_damaged(there, "read")
+        index = self._find_index()
+        found = self.checksums.find_damaged(index.list_places(keys), "read")
         if not whole:
             return found
-        found |= self.checksums.find_damaged(there, "updated")
+        places = index.find(keys)
+        found |= self.checksums.find_damaged(places[places >= 0], "updated")
         lacks = keys[places < 0]
         if self._counts.cells:
             found |= self.checksums.find_damaged(self._counts.find_cells(lacks), "seen")
@@ -268,8 +268,7 @@ class KeyedTable:
             self._remember(number, places[~lacks], moves, cells)
         self._counts.seen[cells] = counts
         self._carry_out(moves)
-        if len(moves.keys):
-            places[lacks] = index.find(keys[lacks])
+        places[lacks] = sort_keys(moves.keys, moves.places).find(keys[lacks])
         stored = places >= 0
         if not bool(stored.all()):
             places, grads = places[stored], grads[stored]
@@ -363,7 +362,7 @@ class KeyedTable:
         start, stop = self._range_of(shard, "used")
         may_go = torch.ones(stop - start, dtype=torch.bool)
         may_go[busy[(busy >= start) & (busy < stop)] - start] = False
-        may_go &= self._taken[start:stop]
+        may_go &= self.arrays["used"][start:stop, USES] > 0
         places = may_go.nonzero().flatten() + start
         used, keys = self.arrays["used"][places].numpy(), self.arrays["keys"][places, 0].numpy()
         by_age = (keys, used[:, LAST])
@@ -391,7 +390,6 @@ class KeyedTable:
     def _carry_out(self, moves: _Moves) -> None:
         arrays = self.arrays
         arrays["used"][moves.emptied] = 0
-        self._taken[moves.emptied] = False
         if not len(moves.keys):
             return
         arrays["keys"][moves.places, 0] = moves.keys
@@ -399,8 +397,10 @@ class KeyedTable:
         for name, first in self._first_slots.items():
             arrays[name][moves.places] = first
         arrays["used"][moves.places] = 0
-        self._taken[moves.places] = True
-        self._find_index().add(moves.keys, moves.places)
+        self._index.add(moves.keys, moves.places)
+        crowded = self._index.find_crowded()
+        if crowded is not None:
+            self._unknown.add(crowded)
 
     # ------------------------------------------------------------ places
 
