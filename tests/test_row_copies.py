@@ -67,7 +67,7 @@ def test_a_pinned_version_can_be_copied_however_many_updates_follow() -> None:
 def interrupt(
     made: ServerGroup, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Let something happen after each part that is copied, and make parts of two rows."""
+    """Let something happen after each part that is copied, and make parts of one or two rows."""
     (table,) = made.tables.all
     plain = table.copy
 
@@ -76,7 +76,7 @@ def interrupt(
         act()
         return part
 
-    monkeypatch.setattr(server_group, "PART_ROWS", 2)
+    monkeypatch.setattr(server_group, "PART_BYTES", 100)
     monkeypatch.setattr(table, "copy", copy)
 
 

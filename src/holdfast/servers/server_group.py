@@ -38,7 +38,7 @@ from holdfast.servers.server_rows import RowUpdate
 from holdfast.servers.server_wire import NEWEST, TABLES_MAX, TableGroup
 from holdfast.servers.table_set import TableSet
 
-PART_ROWS = 1 << 14  # copied at a time, so that reads and updates wait for milliseconds only
+PART_BYTES = 1 << 22  # copied at a time, so that reads and updates wait for milliseconds only
 EVERY_UPDATE = 1 << 62
 EARLY_S = 0.05  # a read waits for an update on its way up to this long
 
@@ -250,10 +250,13 @@ class ServerGroup:
         It is made in parts, between which reads and updates go on.
         """
         kept, name = self.tables.all[table], f"shard {shard} of {self.group.name}"
-        shape, dtype = self.tables.sizes(shard, table)[array]
+        sizes = self.tables.sizes(shard, table)
+        shape, dtype = sizes[array]
         found = torch.empty(shape, dtype=dtype)
-        for start in range(0, shape[0], PART_ROWS):
-            part = range(start, min(start + PART_ROWS, shape[0]))
+        # All arrays of a part are compared with their checksums.
+        at_once = max(PART_BYTES // sum(each[1] * kind.itemsize for each, kind in sizes), 1)
+        for start in range(0, shape[0], at_once):
+            part = range(start, min(start + at_once, shape[0]))
             with self._changed:
                 if shard not in pin.shards:
                     raise Damaged(f"{name} is not kept as of {pin.version} updates any longer")
