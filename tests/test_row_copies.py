@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,13 +11,13 @@ import pytest
 import torch
 
 from holdfast.core.errors import Damaged, WireError
-from holdfast.core.servers.holdings import WINDOW, CopyArrived
+from holdfast.core.servers.holdings import BARE, WINDOW, CopyArrived, ShardStanding
 from holdfast.core.servers.placement import SHARDS
 from holdfast.net import peer_stream
 from holdfast.net.peer_stream import SendRate
 from holdfast.servers import server_group
 from holdfast.servers import server_wire as wire
-from holdfast.servers.server_group import ServerGroup, fill_shard
+from holdfast.servers.server_group import ServerGroup, ShardRows, fill_shard
 from holdfast.servers.server_rows import RowUpdate
 from holdfast.servers.serving import fetch_shard
 from holdfast.servers.table_shape import FREQUENCY
@@ -24,6 +25,7 @@ from support import until
 from test_keyed_tables import described, updates_of
 from test_row_servers import (
     IDENTITY,
+    ROWS,
     RULES,
     Servers,
     close_servers,
@@ -163,6 +165,53 @@ def test_a_save_that_hangs_keeps_its_rows_only_until_the_next_one() -> None:
         assert share is not None
         assert len(made.copy_as_of(share, shard, 0, 0))
     made.unpin(hangs)
+
+
+@pytest.mark.parametrize("is_keyed", [False, True])
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_reads_and_updates_go_on_while_a_copy_takes_its_place(
+    is_bare: bool, is_keyed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, step = (keyed if is_keyed else trained), WINDOW + 2
+    made, right = make(step), make(step)
+    begun, may_end, plain = threading.Event(), threading.Event(), made.tables.write
+    if is_bare:
+        made.hold([s for s in ALL if s != 3], 1)
+        made.hold(ALL, 2)
+
+    def write(shard: int, arrays: list[list[torch.Tensor]]) -> None:
+        plain(shard, [[torch.full_like(array, 7) for array in arrays[0]]])  # half written
+        begun.set()
+        assert may_end.wait(60.0)
+        plain(shard, arrays)
+
+    monkeypatch.setattr(made.tables, "write", write)
+    threads = [threading.Thread(target=fill_shard, args=(made, 3))]
+    threads[0].start()
+    assert begun.wait(60.0)
+    assert made.judge(0, [3]) == ShardStanding(behind=((3, BARE),))
+    threads.append(threading.Thread(target=made.hold, args=([0, 3], 3)))
+    threads[1].start()
+    for number in range(step + 1, step + 4):
+        given = KEYED[number - 1] if is_keyed else update(number, 1)
+        for each in (made, right):
+            each.update(number, ALL, given)
+    others = [s for s in ALL if s != 3]
+    (described,), keys = made.group.tables, torch.cat([each.keys[0] for each in KEYED]).unique()
+    keys = keys if is_keyed else torch.arange(ROWS)
+    mine = [keys[described.are_in(others, keys)]]
+    ours, theirs = (each.read(step + 3, others, mine) for each in (made, right))
+    assert isinstance(ours, ShardRows)
+    assert isinstance(theirs, ShardRows)
+    assert ours.fingerprints == theirs.fingerprints
+    assert torch.equal(ours.arrays[0], theirs.arrays[0])
+    may_end.set()
+    for thread in threads:
+        thread.join(60.0)
+    assert made.tables.shards == (0, 3)
+    assert made.copy(3).version == 0
+    assert made.copy(3).fingerprint == make(0).copy(3).fingerprint
+    assert made.copy(0).fingerprint == right.copy(0).fingerprint
 
 
 def test_copies_for_other_servers_keep_to_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from holdfast.core.servers.holdings import (
     ForgetUpdate,
     Holdings,
     ShardsChosen,
-    ShardsDamaged,
+    ShardsGivenUp,
     ShardStanding,
     UpdateArrived,
 )
@@ -129,7 +129,7 @@ def test_damaged_shards_are_bare_and_take_what_has_waited_once_their_rows_come()
     holdings = hold(0, 1)
     holdings.handle(UpdateArrived(1, (0, 1), 1))
     holdings.handle(UpdateArrived(3, (0, 1), 3))
-    assert holdings.handle(ShardsDamaged((1, 5))) == [DropShards((1,))]
+    assert holdings.handle(ShardsGivenUp((1, 5))) == [DropShards((1,))]
     assert [holdings.version(shard) for shard in (0, 1)] == [1, BARE]
     assert holdings.judge(1, [0, 1]) == ShardStanding(behind=((1, BARE),))
     holdings.handle(CopyArrived(1, 1))

@@ -325,10 +325,10 @@ class KeyedTable:
     def seal(self, shard: int, seals: Sequence[Seal]) -> None:
         """Take a shard as it was written for right: these are its checksums."""
         self.checksums.seal_shard(shard, seals)
-        self.drop(shard)
+        self._unknown.add(shard)
 
     def drop(self, shard: int) -> None:
-        """Forget what undoes updates of a shard, and where its keys are: it has other rows now."""
+        """Forget what undoes updates of a shard, which is bare from now on."""
         places, cells = self._range_of(shard, "used"), self._range_of(shard, "seen")
         self._undos = [
             undo.drop_shard(places, cells, undo.added[self.shape.shards_of(undo.added) != shard])

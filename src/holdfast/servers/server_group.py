@@ -28,7 +28,7 @@ from holdfast.core.servers.holdings import (
     Holdings,
     HoldingsEvent,
     ShardsChosen,
-    ShardsDamaged,
+    ShardsGivenUp,
     ShardStanding,
     UpdateArrived,
 )
@@ -62,12 +62,11 @@ class ShardCopy:
 
 @dataclass(frozen=True, slots=True)
 class _Arrived:
-    """Has the checksums of a copied shard, by table, and its arrays unless they are in place.
+    """Has the checksums of a copied shard, by table.
 
     `fingerprint`: the one that it is to have, if that is known.
     """
 
-    arrays: Sequence[Sequence[torch.Tensor]] | None
     seals: Sequence[Sequence[Seal]]
     fingerprint: int | None
 
@@ -200,7 +199,7 @@ class ServerGroup:
         with self._changed:
             standing = self._holdings.judge(version, [shard])
             if standing.can_serve and self._take_fingerprints(version, [shard]) == (fingerprint,):
-                self._handle(ShardsDamaged((shard,)))
+                self._handle(ShardsGivenUp((shard,)))
 
     def handle(self, event: CopyOffered | CopyFailed) -> tuple[int, ...]:
         """Apply an event that brings no rows; returns the shards to copy now."""
@@ -324,16 +323,17 @@ class ServerGroup:
     ) -> None:
         """Take in a copy of a shard; drop it again if it has another fingerprint than this."""
         shard = arrived.shard
-        # Reads wait for nothing that takes long: no one reads or updates a bare shard.
-        seals = self.tables.sum_up(shard, arrays)
+        copy = _Arrived(self.tables.sum_up(shard, arrays), fingerprint)
         with self._bare:
             with self._changed:
-                is_bare = self._holdings.is_bare(shard)
-            if is_bare:
+                is_wanted = self._holdings.is_wanted(arrived)
+                if is_wanted:
+                    self._handle(ShardsGivenUp((shard,)))
+            # Reads wait for nothing that takes long: a bare shard is not read or updated.
+            if is_wanted:
                 self.tables.write(shard, arrays)
             with self._changed:
-                left = None if is_bare else arrays
-                self._copies[shard] = _Arrived(left, seals, fingerprint)
+                self._copies[shard] = copy
                 self._handle(arrived)
                 self._copies.pop(shard, None)
 
@@ -369,10 +369,7 @@ class ServerGroup:
         self.tables.forget_undos(min(self._holdings.floor, self._pins.oldest))
 
     def _adopt(self, shard: int) -> None:
-        self._pins.lose([shard])
         copy = self._copies.pop(shard)
-        if copy.arrays is not None:
-            self.tables.write(shard, copy.arrays)
         self.tables.seal(shard, copy.seals)
         if copy.fingerprint not in (None, *self._take_fingerprints(EVERY_UPDATE, [shard])):
             self._damaged.add(shard)
@@ -381,7 +378,7 @@ class ServerGroup:
         """Drop shards whose memory has changed by itself."""
         self._damaged = set()
         self._dropped |= shards
-        self._handle(ShardsDamaged(tuple(sorted(shards))))
+        self._handle(ShardsGivenUp(tuple(sorted(shards))))
 
 
 def fill_shard(group: ServerGroup, shard: int) -> None:

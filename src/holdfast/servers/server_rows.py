@@ -350,7 +350,6 @@ class ServerTable:
         """Take a shard as it was written for right: these are its checksums."""
         for sums, seal in zip(self._block.checksums, seals, strict=True):
             sums.seal_part(self.places_of(shard), self._first_owner + shard, seal)
-        self.drop(shard)
 
     def is_damaged(self, shard: int, part: range) -> bool:
         """Return whether anything in this part of a shard's places has changed by itself."""
@@ -358,7 +357,7 @@ class ServerTable:
         return any(len(sums.find_damaged(places)) for sums in self._block.checksums)
 
     def drop(self, shard: int) -> None:
-        """Forget what undoes updates of a shard: it has other rows now, or none."""
+        """Forget what undoes updates of a shard, which is bare from now on."""
         places, block = self.places_of(shard), self._block
         block.undos = [undo.drop_places(places) for undo in block.undos]
         block.history.drop(shard)

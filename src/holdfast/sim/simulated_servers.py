@@ -21,7 +21,7 @@ from holdfast.core.servers.holdings import (
     Holdings,
     HoldingsEvent,
     ShardsChosen,
-    ShardsDamaged,
+    ShardsGivenUp,
     UpdateArrived,
 )
 from holdfast.core.servers.placement import SHARDS
@@ -163,7 +163,7 @@ class SimServer:
     def drop(self, shards: Sequence[int]) -> None:
         """Drop shards whose memory has changed."""
         self.damages += len(shards)
-        self.handle(ShardsDamaged(tuple(shards)))
+        self.handle(ShardsGivenUp(tuple(shards)))
 
     def drop_damaged(self, shards: Sequence[int]) -> None:
         """Drop those of these shards whose memory has changed."""
@@ -175,7 +175,7 @@ class SimServer:
         """Drop a shard, if it has this value as of a version."""
         standing = self.holdings.judge(version, [shard])
         if standing.can_serve and self.read(shard, version) == value:
-            self.handle(ShardsDamaged((shard,)))
+            self.handle(ShardsGivenUp((shard,)))
 
     def is_whole(self, shard: int, version: int) -> bool:
         """Return whether a shard is right and lacks one update at most, if it is held here."""

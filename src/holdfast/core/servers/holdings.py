@@ -64,8 +64,8 @@ class CopyFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardsDamaged:
-    """Reports that rows of these shards are wrong, so the shards are bare from now on."""
+class ShardsGivenUp:
+    """Rows of these shards are wrong, or a copy replaces them: the shards are bare from now on."""
 
     shards: tuple[int, ...]
 
@@ -81,7 +81,7 @@ class ShardsChosen:
 
 
 HoldingsEvent = (
-    UpdateArrived | CopyOffered | CopyArrived | CopyFailed | ShardsDamaged | ShardsChosen
+    UpdateArrived | CopyOffered | CopyArrived | CopyFailed | ShardsGivenUp | ShardsChosen
 )
 
 # ---------------------------------------------------------------- effects
@@ -169,7 +169,7 @@ class Holdings:
             case CopyFailed(shards):
                 self._copying -= set(shards)
                 effects = self._catch_up(self._pick_known(shards))
-            case ShardsDamaged(shards):
+            case ShardsGivenUp(shards):
                 effects = self._drop(self._pick_known(shards))
             case ShardsChosen(shards):
                 effects = self._choose(shards)
@@ -205,6 +205,14 @@ class Holdings:
     def is_bare(self, shard: int) -> bool:
         """Return whether a shard is on this server, without any rows."""
         return self._versions.get(shard) == BARE
+
+    def is_wanted(self, copy: CopyArrived) -> bool:
+        """Return whether a shard's rows are to be those of a copy."""
+        shard, version = copy.shard, copy.version
+        if shard not in self._versions:
+            return False
+        goes_back = copy.replaces and version < self._floors[shard]
+        return version > self._versions[shard] or goes_back
 
     def version(self, shard: int) -> int:
         """Return how many updates a shard has had, or BARE."""
@@ -300,16 +308,13 @@ class Holdings:
         return [BeginCopies(wanted)] if wanted else []
 
     def _adopt(self, event: CopyArrived) -> list[HoldingsEffect]:
-        shard, version = event.shard, event.version
-        if shard not in self._versions:
-            return []
+        shard = event.shard
         self._copying.discard(shard)
         effects: list[HoldingsEffect] = []
-        goes_back = event.replaces and version < self._floors[shard]
-        if version > self._versions[shard] or goes_back:
-            self._versions[shard] = self._floors[shard] = version
+        if self.is_wanted(event):
+            self._versions[shard] = self._floors[shard] = event.version
             effects.append(AdoptCopy(shard))
-        return effects + self._catch_up((shard,))
+        return effects + self._catch_up(self._pick_known([shard]))
 
     def _choose(self, shards: tuple[int, ...]) -> list[HoldingsEffect]:
         """Hold these shards from now on, and drop updates that only others wait for."""
