@@ -25,6 +25,7 @@ from holdfast.servers.keyed_rows import (
 )
 from holdfast.servers.row_values import hash_keys
 from holdfast.servers.server_rows import RowUpdate
+from holdfast.servers.table_set import write_shard
 from holdfast.servers.table_shape import AGE, FREQUENCY, KeyRules, TableShape
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.files import FileStorage
@@ -170,7 +171,7 @@ def test_a_copy_of_a_shard_goes_on_like_the_original(
                 names = whole.array_names
                 count = range(len(names))
                 copies = [whole.copy(shard, begin, i, EVERY_PLACE) for i in count]
-                other.write(shard, copies)
+                write_shard(other, shard, copies)
                 other.seal(shard, other.sum_up(shard, copies))
     if begin and begin <= len(updates):
         for shard in (3, 8):

@@ -18,6 +18,7 @@ from holdfast.servers.row_client import KEPT
 from holdfast.servers.server_group import ServerGroup, fill_shard
 from holdfast.servers.server_rows import RowUpdate, ServerTable
 from holdfast.servers.serving import scrub
+from holdfast.servers.table_set import write_shard
 from holdfast.servers.table_shape import KeyRules, TableShape
 from test_row_servers import RULES, Servers, everything, expected, fill, group, update
 
@@ -184,7 +185,7 @@ def test_every_array_of_a_table_of_keys_is_watched(array: str) -> None:
     assert table.find_damaged(wanted, whole=False) <= {shard}
     arrays = [part.clone() for part in table.parts(shard)]
     table.fill(shard, arrays)
-    table.write(shard, arrays)
+    write_shard(table, shard, arrays)
     table.seal(shard, table.sum_up(shard, arrays))
     assert table.find_damaged(wanted, whole=True) == set()
 

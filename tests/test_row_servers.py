@@ -25,6 +25,7 @@ from holdfast.servers.served_tables import ServedOptimizer
 from holdfast.servers.server_group import ServerGroup, ShardRows, fill_shard
 from holdfast.servers.server_rows import RowBlock, RowUpdate
 from holdfast.servers.serving import RowServer
+from holdfast.servers.table_set import write_shard
 from holdfast.servers.table_shape import TableShape
 from holdfast.servers.table_store import TableStore
 from holdfast.store.checkpoints import Checkpoints
@@ -196,7 +197,7 @@ def test_the_undos_of_updates_are_kept_for_a_while_only() -> None:
     for shard in range(SHARDS):
         arrays = [part.clone() for part in table.parts(shard)]
         table.fill(shard, arrays)
-        table.write(shard, arrays)
+        write_shard(table, shard, arrays)
         table.seal(shard, table.sum_up(shard, arrays))
     for step in range(1, STEPS + 1):
         block.prepare(step, range(SHARDS), update(step, 1)).apply()

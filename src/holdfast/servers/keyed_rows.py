@@ -317,11 +317,6 @@ class KeyedTable:
         given = dict(zip(self.array_names, arrays, strict=True))
         return self.checksums.sum_up(shard, sort_into_sets(given, self._first_slots))
 
-    def write(self, shard: int, arrays: Sequence[torch.Tensor]) -> None:
-        """Give a shard these arrays, as `parts` yields them; `seal` comes next."""
-        for mine, other in zip(self.parts(shard), arrays, strict=True):
-            mine.copy_(other)
-
     def seal(self, shard: int, seals: Sequence[Seal]) -> None:
         """Take a shard as it was written for right: these are its checksums."""
         self.checksums.seal_shard(shard, seals)

@@ -341,11 +341,6 @@ class ServerTable:
         kept = zip(checksums, ([rows], slots), strict=False)
         return [sums.sum_up(places, each) for sums, each in kept]
 
-    def write(self, shard: int, arrays: Sequence[torch.Tensor]) -> None:
-        """Give a shard these arrays, as `parts` yields them; `seal` comes next."""
-        for mine, other in zip(self.parts(shard), arrays, strict=True):
-            mine.copy_(other)
-
     def seal(self, shard: int, seals: Sequence[Seal]) -> None:
         """Take a shard as it was written for right: these are its checksums."""
         for sums, seal in zip(self._block.checksums, seals, strict=True):

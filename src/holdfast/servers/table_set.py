@@ -104,7 +104,7 @@ class TableSet:
     def write(self, shard: int, arrays: Sequence[Sequence[torch.Tensor]]) -> None:
         """Give a shard these arrays, by table, which count once `seal` is called."""
         for table, each in zip(self.all, arrays, strict=True):
-            table.write(shard, each)
+            write_shard(table, shard, each)
 
     def seal(self, shard: int, seals: Sequence[Sequence[Seal]]) -> None:
         """Take a shard as it was written for right: these are its checksums, by table."""
@@ -166,3 +166,11 @@ class TableSet:
         """Drop what undoes updates up to `floor`."""
         for _, block in self._blocks:
             block.forget_undos(floor)
+
+
+def write_shard(
+    table: ServerTable | KeyedTable, shard: int, arrays: Sequence[torch.Tensor]
+) -> None:
+    """Give a shard these arrays, as the table's `parts` yields them; its `seal` comes next."""
+    for mine, other in zip(table.parts(shard), arrays, strict=True):
+        mine.copy_(other)
