@@ -209,7 +209,7 @@ class ServerGroup:
     def scrub(self, shard: int, part: range) -> None:
         """Look for memory that has changed by itself in this part of a shard's places."""
         with self._changed:
-            has_rows = self._holdings.is_held(shard) and not self._holdings.is_bare(shard)
+            has_rows = self._holdings.is_held(shard) and self._holdings.version(shard) > BARE
             if has_rows and any(table.is_damaged(shard, part) for table in self.tables.all):
                 self._drop({shard})
 
@@ -273,8 +273,9 @@ class ServerGroup:
         with self._changed:
             if not self._holdings.is_held(shard):
                 raise WireError(f"shard {shard} is not on this server")
-            version = self._holdings.version(shard) if version == NEWEST else version
-            pin = None if self._holdings.is_bare(shard) else self.pin(version, [shard])
+            newest = self._holdings.version(shard)
+            version = newest if version == NEWEST else version
+            pin = self.pin(version, [shard]) if newest > BARE else None
             if pin is None:
                 raise WireError(f"shard {shard} is not known as of {version} updates")
             (fingerprint,) = self._take_fingerprints(version, [shard])

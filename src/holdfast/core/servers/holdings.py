@@ -202,10 +202,6 @@ class Holdings:
         """Return whether a shard is on this server, bare or not."""
         return shard in self._versions
 
-    def is_bare(self, shard: int) -> bool:
-        """Return whether a shard is on this server, without any rows."""
-        return self._versions.get(shard) == BARE
-
     def is_wanted(self, copy: CopyArrived) -> bool:
         """Return whether a shard's rows are to be those of a copy."""
         shard, version = copy.shard, copy.version
@@ -241,27 +237,24 @@ class Holdings:
 
     def _update(self, event: UpdateArrived) -> list[HoldingsEffect]:
         number, due, later = event.number, [], []
+        kept = {shard for each in self._ahead.get(number, ()) for shard in each.shards}
         for shard in self._pick_known(event.shards):
             if self._is_due(shard, number):
                 due.append(shard)
-            elif self._versions[shard] < number and not self._waits(shard, number):
+            elif self._versions[shard] < number and shard not in kept:
                 later.append(shard)
         effects: list[HoldingsEffect] = []
         if due:
             effects += self._apply(number, tuple(due), event.token)
         if later:
-            kept = UpdateArrived(number, tuple(later), event.token)
-            self._ahead.setdefault(number, []).append(kept)
+            waiting = UpdateArrived(number, tuple(later), event.token)
+            self._ahead.setdefault(number, []).append(waiting)
         else:
             effects.append(ForgetUpdate(event.token))
         return effects + self._catch_up(tuple(due)) + self._shorten()
 
     def _is_due(self, shard: int, number: int) -> bool:
         return BARE < self._versions[shard] == number - 1 and shard not in self._copying
-
-    def _waits(self, shard: int, number: int) -> bool:
-        """Return whether this update of a shard is kept already."""
-        return any(shard in each.shards for each in self._ahead.get(number, ()))
 
     def _apply(self, number: int, shards: tuple[int, ...], token: int) -> list[HoldingsEffect]:
         for shard in shards:
