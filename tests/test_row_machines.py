@@ -228,6 +228,24 @@ def test_a_server_that_falls_silent_is_not_waited_for() -> None:
     assert read.is_done
 
 
+def test_a_server_without_memory_has_no_rows_and_is_not_waited_for() -> None:
+    read, waits = RowReading(9, {0: (4, 7)}, kept_after=5, replicas=2), 0
+    while (found := read.next()) != [Lost((0,))]:
+        if found == [WaitAgain()]:
+            waits += 1
+            read.try_again({0: (4, 7)})
+        else:
+            read.record_full(4)
+            read.record_refusal(7, (0,), ShardStanding(behind=((0, BARE),)))
+    assert waits == reading.DENIALS_MAX - 1
+    read = RowReading(9, {0: (4, 7)}, kept_after=5, replicas=2)
+    read.next()
+    read.record_full(4)
+    read.next()
+    read.record_answer(7, (0,), {0: 11})
+    assert read.is_done
+
+
 @pytest.mark.parametrize(("kept_after", "stored"), [(0, None), (5, 5)])
 def test_a_server_that_was_mended_in_vain_may_not_hold_the_shard_any_more(
     kept_after: int, stored: int | None

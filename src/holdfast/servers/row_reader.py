@@ -115,14 +115,18 @@ class RowReader:
         try:
             act(job, effect)
         except (OSError, WireError) as error:
-            self._full.pop(effect.server, None)
+            server = effect.server
+            address = self._book.find_address(server)
+            self._suspects[server] = address, time.monotonic() + SUSPECT_S
+            self._find_connection(server).close()
             if isinstance(error, ServerFull):
-                self._full[effect.server] = str(error)
-            address = self._book.find_address(effect.server)
-            self._suspects[effect.server] = address, time.monotonic() + SUSPECT_S
-            self._find_connection(effect.server).close()
-            job.reading.record_silence(effect.server)
+                self._full[server] = str(error)
+                job.reading.record_full(server)
+            else:
+                self._full.pop(server, None)
+                job.reading.record_silence(server)
             return False
+        self._full.pop(effect.server, None)
         return True
 
     def _find_connection(self, server: int) -> ServerConnection:

@@ -329,6 +329,12 @@ class RowReading:
             if server in each.tries and not each.is_done:
                 each.tries[server] = Try.UNREACHED
 
+    def record_full(self, server: int) -> None:
+        """Take in that a server has no memory for the rows, so that it has none of them."""
+        for each in self._shards.values():
+            if server in each.tries and not each.is_done:
+                each.tries[server] = Try.BEHIND
+
     def find_sources(self) -> dict[int, tuple[int, ...]]:
         """Return the servers of each shard that have answered for its rows."""
         return {shard: tuple(sorted(each.claims)) for shard, each in self._shards.items()}
