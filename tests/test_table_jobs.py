@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from holdfast.train.exchange.layout import Layout
 from holdfast.train.exchange.seam import AloneTransport
 from holdfast.train.job import Job
 from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
-from holdfast.train.script.row_updates import RowUpdates
+from holdfast.train.script.row_updates import RowUpdates, ServerAccess
 from loop_kit import digest, everywhere, net, results
 from test_examples import ARGS, EXAMPLES
 from test_memory_tier import kill_workers, recalls, until_step
@@ -116,6 +116,13 @@ def test_tables_of_one_width_are_summed_together_but_those_of_any_keys() -> None
     found = updates.group(weights)
     names = {id(w): name for name, w in zip("abcdep", weights, strict=True)}
     assert ["".join(names[id(w)] for w in group) for group in found] == ["ad", "b", "c", "e", "p"]
+
+
+def test_servers_without_any_table_are_a_mistake() -> None:
+    updates = RowUpdates()
+    updates.find("model", nn.Linear(2, 2))
+    with pytest.raises(UserError, match=r"--servers.*protects no table.*leave --servers out"):
+        updates.connect(cast(ServerAccess, None))
 
 
 def test_a_table_of_any_keys_beside_one_of_the_same_width_is_the_same_on_any_workers() -> None:

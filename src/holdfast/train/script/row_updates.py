@@ -159,7 +159,12 @@ class RowUpdates:
                 )
 
     def connect(self, access: ServerAccess) -> None:
-        """Give the job's servers to all optimizers whose rows are there."""
+        """Give the job's servers to all optimizers whose rows are there. UserError."""
+        if not self._optimizers:
+            raise UserError(
+                "the job has servers for tables (--servers), but the script protects no table of "
+                "holdfast.servers: protect it, or leave --servers out"
+            )
         for name, optimizer in self._optimizers.items():
             connect = getattr(optimizer, "connect", None)
             if connect is None:
