@@ -11,7 +11,7 @@ from holdfast.core.errors import Damaged, UserError, WireError
 from holdfast.core.servers.holdings import BARE
 from holdfast.core.servers.placement import SHARDS
 from holdfast.servers import RowOptimizer
-from holdfast.servers.keyed_rows import EVERY_PLACE, KeyedTable
+from holdfast.servers.keyed_rows import EVERY_PLACE, KeyedTable, _Moves
 from holdfast.servers.reserved_arrays import ReservedArrays
 from holdfast.servers.row_checksums import RowChecksums
 from holdfast.servers.row_client import KEPT
@@ -197,13 +197,34 @@ def test_a_row_of_a_key_is_not_read_after_its_memory_has_changed() -> None:
     assert table.find_damaged(key, whole=False) == {int(KEYED.shards_of(key)[0])}
 
 
-def test_a_key_that_has_changed_is_noticed_when_its_row_is_read() -> None:
+@pytest.mark.parametrize("rebuilt", [False, True])
+@pytest.mark.parametrize(("array", "value"), [("keys", 1 << 40), ("used", 0), ("used", -1)])
+def test_a_key_or_its_uses_that_have_changed_are_noticed_as_the_row_is_read(
+    array: str, value: int, rebuilt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = keyed_table()
     key = table.arrays["keys"][5].clone()
     shard = int(KEYED.shards_of(key)[0])
-    assert table.find_damaged(key, whole=False) == set()
-    flip(table.arrays["keys"], 5, bit=40 % 31)
-    assert table.find_damaged(key, whole=False) == {shard}
+    for whole in (False, True):
+        assert table.find_damaged(key, whole=whole) == set()
+    table.arrays[array][5, 0] = value
+    if rebuilt:  # the keys that came last are sorted in meanwhile
+        monkeypatch.setattr("holdfast.servers.key_index.RECENT_MIN", 0)
+        for number in range(12, 12 + SHARDS):
+            keys = torch.arange(1000 * number, 1000 * number + 2)
+            table.update(keys, torch.ones(2, 4), 0.1, number, number)
+    for whole in (False, True):
+        assert table.find_damaged(key, whole=whole) == {shard}
+
+
+def test_a_key_that_comes_back_by_itself_is_not_read() -> None:
+    table = keyed_table()
+    key = table.arrays["keys"][5].clone()
+    wanted = table.read(key, 1 << 40)
+    table._carry_out(_Moves(key[:0], key[:0], torch.tensor([5])))
+    assert not torch.equal(table.read(key, 1 << 40), wanted)
+    table.arrays["used"][5, 0] = 1
+    assert not torch.equal(table.read(key, 1 << 40), wanted)
 
 
 def test_a_worker_keeps_no_checksums() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast.core.errors import Damaged, WireError
-from holdfast.core.servers.holdings import BARE, WINDOW, CopyArrived, ShardStanding
+from holdfast.core.servers.holdings import BARE, WINDOW, CopyArrived, ShardsGivenUp, ShardStanding
 from holdfast.core.servers.placement import SHARDS
 from holdfast.net import peer_stream
 from holdfast.net.peer_stream import SendRate
@@ -212,6 +212,22 @@ def test_reads_and_updates_go_on_while_a_copy_takes_its_place(
     assert made.copy(3).version == 0
     assert made.copy(3).fingerprint == make(0).copy(3).fingerprint
     assert made.copy(0).fingerprint == right.copy(0).fingerprint
+
+
+def test_a_copy_that_is_not_wanted_stays_away_whatever_happens_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, copy = trained(5), trained(4).copy(3)
+    plain = made._holdings.is_wanted
+
+    def is_wanted(arrived: CopyArrived) -> bool:
+        found = plain(arrived)
+        made._handle(ShardsGivenUp((3,)))  # its memory has changed, as is found a moment later
+        return found
+
+    monkeypatch.setattr(made._holdings, "is_wanted", is_wanted)
+    made.adopt(CopyArrived(3, copy.version), [copy.arrays], copy.fingerprint)
+    assert made.judge(4, [3]) == ShardStanding(behind=((3, BARE),))
 
 
 def test_copies_for_other_servers_keep_to_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:

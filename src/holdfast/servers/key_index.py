@@ -33,83 +33,89 @@ class KeyIndex:
 
     def replace(self, places: Mapping[int, torch.Tensor]) -> None:
         """Point to the keys at these places [n] of some shards, and to no others there."""
-        edges = [0, *self._base.find_edges(), len(self._base.codes)]
-        codes, found = [], []
-        for shard in range(SHARDS):
-            if shard in places:
-                mine = sort_keys(self._keys[places[shard]], places[shard])
-                # A key that is not of the shard is there because memory has changed by itself.
-                mine = mine.pick(find_shards(mine.codes) == shard)
-                codes.append(mine.codes)
-                found.append(mine.places)
-            else:
-                here = slice(edges[shard], edges[shard + 1])
-                codes.append(self._base.codes[here])
-                found.append(self._base.places[here])
-        self._base = SortedKeys(torch.cat(codes), torch.cat(found))
-        is_replaced = torch.zeros(SHARDS, dtype=torch.bool)
-        is_replaced[list(places)] = True
-        self._recent = self._recent.pick(~is_replaced[find_shards(self._recent.codes)])
+        found = {shard: sort_keys(self._keys[each], each) for shard, each in places.items()}
+        # A key that is not of the shard is there because memory has changed by itself.
+        self._put({n: each.pick(find_shards(each.codes) == n) for n, each in found.items()})
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
         """Return the place [n] of each key [n], -1 where it has none."""
-        codes, found = encode(keys), torch.full_like(keys, -1)
-        for part in (self._base, self._recent):
-            if len(part.codes):
-                places = part.places[part.locate(codes)]
-                there = (self._keys[places] == keys) & (self._uses[places] > 0)
-                found = torch.where(there, places, found)
-        return found
+        places = self.list_places(keys)
+        there = (places >= 0) & (self._keys[places] == keys) & (self._uses[places] > 0)
+        return torch.where(there, places, -1)
 
     def list_places(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the places [m] that these keys have or had, as far as is known here.
+        """Return the place [n] of each key [n] as known here, -1 where it has none.
 
-        A key that has one, but is not found there, may have changed by itself.
+        If something else is there, memory has changed by itself.
         """
-        codes, found = encode(keys), [keys[:0]]
-        for part in (self._base, self._recent):
-            if len(part.codes):
-                at = part.locate(codes)
-                found.append(part.places[at[part.codes[at] == codes]])
-        return torch.cat(found)
+        codes = encode(keys)
+        recent = self._recent.find(codes)
+        return torch.where(recent >= 0, recent, self._base.find(codes))
 
     def add(self, keys: torch.Tensor, places: torch.Tensor) -> None:
         """Record the places [n] of keys [n] that had none."""
         new = sort_keys(keys, places)
         kept = self._recent.pick(~torch.isin(self._recent.codes, new.codes))
         self._recent = kept.merge(new)
+        limit = max(RECENT_MIN, len(self._base.codes) // RECENT_SHARE)
+        if len(self._recent.codes) > limit:
+            self._sort_in()
 
-    def find_crowded(self) -> int | None:
-        """Return the shard to `replace`, as it has the most recent keys, if there are too many."""
-        recent, limit = self._recent.codes, max(RECENT_MIN, len(self._base.codes) // RECENT_SHARE)
-        if len(recent) <= limit:
-            return None
-        return int(torch.bincount(find_shards(recent), minlength=SHARDS).argmax())
+    def remove(self, keys: torch.Tensor) -> None:
+        """Record that keys [n] have no places any longer."""
+        codes = encode(keys)
+        for part in (self._base, self._recent):
+            part.forget(codes)
+
+    def _sort_in(self) -> None:
+        """Move the recent keys of one shard, of which there are most, to the others."""
+        owners = find_shards(self._recent.codes)
+        shard = int(torch.bincount(owners, minlength=SHARDS).argmax())
+        old = self._base.cut(shard)
+        new = self._recent.pick((owners == shard) & (self._recent.places >= 0))
+        still = (old.places >= 0) & ~torch.isin(old.codes, new.codes)
+        self._put({shard: old.pick(still).merge(new)})
+
+    def _put(self, parts: Mapping[int, SortedKeys]) -> None:
+        """Have these keys of some shards, and no others there."""
+        every = [parts[n] if n in parts else self._base.cut(n) for n in range(SHARDS)]
+        codes, places = ([getattr(e, name) for e in every] for name in ("codes", "places"))
+        self._base = SortedKeys(torch.cat(codes), torch.cat(places))
+        is_put = torch.zeros(SHARDS, dtype=torch.bool)
+        is_put[list(parts)] = True
+        self._recent = self._recent.pick(~is_put[find_shards(self._recent.codes)])
 
 
 @dataclass(frozen=True, slots=True)
 class SortedKeys:
-    """Has the codes [n] of keys, each once, in growing order, and a place [n] for each."""
+    """Has the codes [n] of keys, each once, in growing order, and a place [n] for each.
+
+    The place -1 stands for a key that has lost its own.
+    """
 
     codes: torch.Tensor
     places: torch.Tensor
 
-    def locate(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return where each of these codes is; anything for one that is not here. Not if empty."""
-        return torch.searchsorted(self.codes, codes).clamp_(max=len(self.codes) - 1)
-
-    def find(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the place [n] of each key [n], -1 for one that is not here."""
-        codes = encode(keys)
+    def find(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return the place [n] of each code [n], -1 for one that has none."""
         if not len(self.codes):
-            return torch.full_like(keys, -1)
-        at = self.locate(codes)
+            return torch.full_like(codes, -1)
+        at = torch.searchsorted(self.codes, codes).clamp_(max=len(self.codes) - 1)
         return torch.where(self.codes[at] == codes, self.places[at], -1)
 
-    def find_edges(self) -> list[int]:
-        """Return where each shard but the first begins."""
-        firsts = np.arange(1, SHARDS, dtype=np.uint64) << np.uint64(CODE_BITS)
-        return torch.searchsorted(self.codes, _sign(firsts)).tolist()
+    def forget(self, codes: torch.Tensor) -> None:
+        """Record that keys with these codes have no places any longer."""
+        if len(self.codes):
+            at = torch.searchsorted(self.codes, codes).clamp_(max=len(self.codes) - 1)
+            self.places[at[self.codes[at] == codes]] = -1
+
+    def cut(self, shard: int) -> SortedKeys:
+        """Return the keys of one shard."""
+        firsts = torch.tensor([shard, shard + 1]) - SHARDS // 2
+        # The last shard ends with the largest code, beyond which there is no number.
+        first, stop = torch.searchsorted(self.codes, firsts << CODE_BITS).tolist()
+        here = slice(first, stop if shard < SHARDS - 1 else len(self.codes))
+        return SortedKeys(self.codes[here], self.places[here])
 
     def pick(self, mask: torch.Tensor) -> SortedKeys:
         """Return the keys where `mask` [n] is true."""

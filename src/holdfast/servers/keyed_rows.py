@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from holdfast.core.servers.placement import SHARDS
-from holdfast.servers.key_index import KeyIndex, sort_keys
+from holdfast.servers.key_index import KeyIndex, encode, sort_keys
 from holdfast.servers.reserved_arrays import ReservedArrays
 from holdfast.servers.row_checksums import FingerprintHistory, Seal, ShardChecksums
 from holdfast.servers.row_optimizers import RowOptimizer
@@ -124,8 +124,8 @@ def sort_into_sets(
 ) -> dict[str, list[torch.Tensor]]:
     """Sort a table's arrays, by name, into the sets whose checksums are looked at together."""
     found = {
-        "read": [arrays["rows"], arrays["keys"]],
-        "updated": [arrays["used"], *(arrays[name] for name in slots)],
+        "read": [arrays["rows"], arrays["keys"], arrays["used"]],
+        "updated": [arrays[name] for name in slots],
     }
     return found | ({"seen": [arrays["seen"]]} if "seen" in arrays else {})
 
@@ -185,10 +185,9 @@ class KeyedTable:
         taken: dict[int, torch.Tensor] = {}
         for shard in sorted(self._unknown):
             start, stop = self._range_of(shard, "used")
-            is_free = self.arrays["used"][start:stop, USES] == 0
-            self._free[shard] = is_free.nonzero().flatten() + start
-            places = (~is_free).nonzero().flatten() + start
-            taken[shard] = places if shard in self._held else places[:0]
+            is_held, is_free = shard in self._held, self.arrays["used"][start:stop, USES] == 0
+            taken[shard] = (~is_free & is_held).nonzero().flatten() + start
+            self._free[shard] = (is_free & is_held).nonzero().flatten() + start
         if taken:
             self._index.replace(taken)
             self._unknown.clear()
@@ -214,7 +213,8 @@ class KeyedTable:
         rows up.
         """
         index = self._find_index()
-        found = self.checksums.find_damaged(index.list_places(keys), "read")
+        known = index.list_places(keys)
+        found = self.checksums.find_damaged(known[known >= 0], "read")
         if not whole:
             return found
         places = index.find(keys)
@@ -268,7 +268,7 @@ class KeyedTable:
             self._remember(number, places[~lacks], moves, cells)
         self._counts.seen[cells] = counts
         self._carry_out(moves)
-        places[lacks] = sort_keys(moves.keys, moves.places).find(keys[lacks])
+        places[lacks] = sort_keys(moves.keys, moves.places).find(encode(keys[lacks]))
         stored = places >= 0
         if not bool(stored.all()):
             places, grads = places[stored], grads[stored]
@@ -384,6 +384,7 @@ class KeyedTable:
 
     def _carry_out(self, moves: _Moves) -> None:
         arrays = self.arrays
+        self._index.remove(arrays["keys"][moves.emptied, 0])
         arrays["used"][moves.emptied] = 0
         if not len(moves.keys):
             return
@@ -393,9 +394,6 @@ class KeyedTable:
             arrays[name][moves.places] = first
         arrays["used"][moves.places] = 0
         self._index.add(moves.keys, moves.places)
-        crowded = self._index.find_crowded()
-        if crowded is not None:
-            self._unknown.add(crowded)
 
     # ------------------------------------------------------------ places
 

@@ -57,9 +57,8 @@ class RowReader:
         self._connections: dict[int, ServerConnection] = {}
         # Servers that did not answer: where they listened, and until when they are asked last.
         self._suspects: dict[int, tuple[str, float]] = {}
-        self._full: dict[
-            int, str
-        ] = {}  # servers that have no memory for the tables, and their words
+        # Servers without memory for the tables: where they listened, and what they said.
+        self._full: dict[int, tuple[str, str]] = {}
         # Shards by the servers that drop them, and whether these are known to be wrong.
         self._dropped: dict[tuple[tuple[int, ...], bool], list[int]] = {}
         self._referee = RowReferee(group, kept, self._find_connection)
@@ -120,7 +119,7 @@ class RowReader:
             self._suspects[server] = address, time.monotonic() + SUSPECT_S
             self._find_connection(server).close()
             if isinstance(error, ServerFull):
-                self._full[server] = str(error)
+                self._full[server] = address, str(error)
                 job.reading.record_full(server)
             else:
                 self._full.pop(server, None)
@@ -159,9 +158,11 @@ class RowReader:
 
     def _check_room(self, holders: Iterable[Sequence[int]]) -> None:
         """Raise UserError if no server has memory for some rows. `holders`: of each shard."""
+        find = self._book.find_address
+        full = {n: text for n, (address, text) in self._full.items() if find(n) == address}
         for servers in holders:
-            if servers and all(server in self._full for server in servers):
-                raise UserError(self._full[servers[0]])
+            if servers and all(server in full for server in servers):
+                raise UserError(full[servers[0]])
 
     def _settle(self, job: Read, dispute: FindRight) -> None:
         """Find the servers that are right about a shard, and let the others drop it."""

@@ -19,7 +19,10 @@ UNTOLD = -1  # stands for the number of a layout
 
 
 class ServerFull(WireError):
-    """Says that a server has no memory for the tables, so others have to answer in its place."""
+    """Says that a server has no memory for the tables, so others have to answer in its place.
+
+    Over connections that follow the layout: or no memory for the rows of a new one.
+    """
 
 
 class ServerConnection:
@@ -63,8 +66,10 @@ class ServerConnection:
         shards = self._book.find_shards(self._server, layout)
         peer_stream.send_message(channel, wire.BeginGroup(self._group, shards, layout.number))
         answer = peer_stream.receive_message(channel, wire.Answer)
-        if answer.problem:
-            raise (ServerFull if answer.is_full else UserError)(answer.problem)
+        if answer.is_full and (answer.unknown or self._follows):
+            raise ServerFull(answer.problem)
+        if answer.problem and not answer.is_full:
+            raise UserError(answer.problem)
         self.layout = layout.number
 
     def close(self) -> None:

@@ -137,6 +137,9 @@ class ServerGroup:
 
         RuntimeError: there is not enough memory.
         """
+        with self._changed:
+            if layout <= self._layout:
+                return
         with self._bare, self._changed:
             if layout <= self._layout:
                 return
@@ -327,12 +330,12 @@ class ServerGroup:
         copy = _Arrived(self.tables.sum_up(shard, arrays), fingerprint)
         with self._bare:
             with self._changed:
-                is_wanted = self._holdings.is_wanted(arrived)
-                if is_wanted:
-                    self._handle(ShardsGivenUp((shard,)))
+                if not self._holdings.is_wanted(arrived):
+                    self._handle(CopyFailed((shard,)))
+                    return
+                self._handle(ShardsGivenUp((shard,)))
             # Reads wait for nothing that takes long: a bare shard is not read or updated.
-            if is_wanted:
-                self.tables.write(shard, arrays)
+            self.tables.write(shard, arrays)
             with self._changed:
                 self._copies[shard] = copy
                 self._handle(arrived)

@@ -226,7 +226,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     shard that was asked for. `dropped`: shards that the server has dropped since its last answer
     of this kind, as its memory had changed by itself. `fingerprints`: of the shards that were asked
     for, equal on all servers that hold the same rows. `is_full`: the problem is that the server has
-    no memory for the tables. The others are those of ShardStanding.
+    no memory for the tables, or for more of their rows if it knows the group. The others are those
+    of ShardStanding.
     """
 
     problem: str = ""

@@ -133,6 +133,7 @@ class RowServer:
     def _begin(self, request: wire.BeginGroup) -> wire.Answer:
         """Begin to hold a group, or other shards of it."""
         name, shards = request.group.name, sorted(set(request.shards))
+        known: ServerGroup | None = None
         try:
             _check_begin(request)
             with self._lock:
@@ -149,7 +150,7 @@ class RowServer:
             return wire.problem_of(error)
         except (RuntimeError, MemoryError) as error:  # torch says so when memory has run out
             problem = f"the server cannot hold these tables: {error}"
-            return wire.Answer(problem=problem, is_full=True)
+            return wire.Answer(problem=problem, is_full=True, unknown=known is None)
 
     def _read(
         self, channel: socket.socket, group: ServerGroup | None, request: wire.ReadRows
