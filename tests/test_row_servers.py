@@ -368,7 +368,7 @@ def test_rows_come_to_another_number_of_servers_while_they_are_used(staleness: i
 
         def are_laid_out() -> bool:
             push()
-            return all(known[n].shards == find_shards(n, holders) for n in range(goal))
+            return all(known[n].tables.shards == find_shards(n, holders) for n in range(goal))
 
         until(are_laid_out, "servers hold no other rows")
 

@@ -18,7 +18,7 @@ from holdfast.servers.row_values import hash_keys
 RECENT_MIN = 1 << 12  # keys added one update after another, before some are sorted in
 RECENT_SHARE = 8
 SHARD_BITS = SHARDS.bit_length() - 1
-CODE_BITS = 64 - SHARD_BITS  # of a code, below those that name the shard
+CODE_BITS = 64 - SHARD_BITS  # of a code, below the bits of the shard
 
 
 class KeyIndex:
@@ -68,7 +68,7 @@ class KeyIndex:
             part.forget(codes)
 
     def _sort_in(self) -> None:
-        """Move the recent keys of one shard, of which there are most, to the others."""
+        """Move the recent keys of one shard, the one with most of them, to the others."""
         owners = find_shards(self._recent.codes)
         shard = int(torch.bincount(owners, minlength=SHARDS).argmax())
         old = self._base.cut(shard)
