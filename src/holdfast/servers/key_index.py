@@ -1,7 +1,7 @@
 """Finds where the row of each key is, for whole arrays of keys.
 
-The index only points: an entry that is out of date does no harm, since `find` compares with the key
-that is at the place now. It is no part of a table's state and can be made again at any time.
+The index only points: `find` compares with the key that is at the place now, and if they differ,
+memory has changed by itself. It is no part of a table's state and can be made again at any time.
 """
 
 from __future__ import annotations
