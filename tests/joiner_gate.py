@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from holdfast.core.types import WorkerId
 from holdfast.train.step.probe import Probe
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ class JoinerGate(Probe):
 
     def __init__(self, cluster: ThreadCluster) -> None:
         self._cluster = cluster
-        self._returned: set[WorkerId] = set()
         self._ordered_at: dict[int, int] = {}  # number of an order to feed: a member's step then
 
     def boundary(self, step: int, protected: Mapping[str, Any]) -> None:
@@ -42,10 +40,10 @@ class JoinerGate(Probe):
         return view is not None and view.includes(worker.worker, worker.incarnation)
 
     def _may_open(self, me: ThreadWorker, step: int) -> bool:
-        for worker in list(self._cluster.workers.values()):
-            if worker.incarnation > 1 and self._is_member(worker):
-                self._returned.add(worker.worker)
-        missing = self._cluster.ended - self._returned
+        # One that has come back may be left out again, if a busy machine held it up.
+        newest = list(self._cluster.workers.values())
+        returned = {w.worker for w in newest if w.incarnation > 1 and self._is_member(w)}
+        missing = self._cluster.ended - returned
         away = [worker for worker in missing if self._cluster.comes_back(worker)]
         needed = any(self._can_use(self._cluster.workers[w], step) for w in away)
         return not me.alive or not away or needed or me.expects_change
