@@ -135,7 +135,8 @@ def test_wrong_rows_are_never_read(
     assert len(lines) == 1
     words = r"server 1 has computed rows of items wrongly \(seen after \d+ updates, shards \d+\): "
     assert re.match(words, lines[0])
-    until(lambda: any("copied from" in line for line in servers.log), "the copy")
+    copied = re.compile(r"shards \[\d+\] of items were copied from .+")
+    until(lambda: any(map(copied.fullmatch, servers.log)), "the copy")
 
 
 @pytest.mark.parametrize("number", [0, 1])

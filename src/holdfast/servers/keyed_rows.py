@@ -212,14 +212,12 @@ class KeyedTable:
         `whole`: what updates of them need is looked at, too; that is all of a shard that must give
         rows up.
         """
-        index = self._find_index()
-        known = index.list_places(keys)
+        known = self._find_index().list_places(keys)
         found = self.checksums.find_damaged(known[known >= 0], "read")
         if not whole:
             return found
-        places = index.find(keys)
-        found |= self.checksums.find_damaged(places[places >= 0], "updated")
-        lacks = keys[places < 0]
+        found |= self.checksums.find_damaged(known[known >= 0], "updated")
+        lacks = keys[known < 0]
         if self._counts.cells:
             found |= self.checksums.find_damaged(self._counts.find_cells(lacks), "seen")
         shards, counts = self.shape.shards_of(lacks).unique(return_counts=True)
