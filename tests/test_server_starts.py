@@ -62,10 +62,17 @@ def is_whole(servers: Servers, number: int, version: int) -> bool:
     return found is not None and found.judge(version, found.tables.shards).can_serve
 
 
-def train(client: RowClient, steps: int) -> None:
+def train(servers: Servers, client: RowClient, steps: int) -> None:
+    """Send some updates, and wait until all servers have had them, so that one may be closed."""
     for step in range(1, steps + 1):
         client.push(step, update(step, 1))
         everything(client, step, 1)
+
+    def have_all() -> bool:
+        everything(client, steps, 1)  # gives updates to servers that lack some
+        return all(is_whole(servers, number, steps) for number in range(servers.count))
+
+    until(have_all, "all servers have all rows")
 
 
 def start_again(servers: Servers, number: int) -> None:
@@ -77,7 +84,7 @@ def start_again(servers: Servers, number: int) -> None:
 def test_nobody_waits_for_a_server_that_fills_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     servers, filling = Servers(2, 2), Filling()
     client = servers.client(DESCRIBED)
-    train(client, STEPS)
+    train(servers, client, STEPS)
     monkeypatch.setattr(serving, "fill_shard", filling.fill)
     start_again(servers, 1)
     for _ in range(20):
@@ -100,7 +107,7 @@ def test_a_server_that_can_copy_all_rows_gives_none_its_first_values(
 ) -> None:
     servers, filling = Servers(2, 2), Filling()
     client, steps = servers.client(DESCRIBED), KEPT + 3  # more than a worker could give
-    train(client, steps)
+    train(servers, client, steps)
     monkeypatch.setattr(serving, "fill_shard", filling.fill)
     start_again(servers, 1)
 
@@ -128,7 +135,7 @@ def test_the_others_save_the_rows_that_a_server_lacks(tmp_path: Path, filling: F
     filling.may_end.set()
     servers = Servers(3, 2, tmp_path)
     client = servers.client(DESCRIBED)
-    train(client, STEPS)
+    train(servers, client, STEPS)
     filling.may_end.clear()
     start_again(servers, 1)
     everything(client, STEPS, 1)

@@ -197,7 +197,7 @@ def test_a_job_goes_back_if_wrong_rows_are_noticed_late(monkeypatch: Patch) -> N
 
 
 def test_wrong_rows_are_noticed_beside_other_faults() -> None:
-    options = replace(ERRING, faults=12, moves=4, scales=3, servers=4, replicas=3)
+    options = replace(ERRING, mistakes=40, faults=12, moves=4, scales=3, servers=4, replicas=3)
     assert total(options, range(15)).disputes > 50
 
 
@@ -327,14 +327,13 @@ def forgets_what_waits(patch: Patch) -> None:
 
 
 def takes_first_values_for_the_newest(patch: Patch) -> None:
-    """Let a server that gets its first values again keep its version."""
+    """Let first values count as if they had had the updates of the server's other shards."""
     plain = Holdings._adopt
 
     def adopt(self: Holdings, event: CopyArrived) -> list[HoldingsEffect]:
-        before = self._versions.get(event.shard, BARE)
         found = plain(self, event)
         if event.version == 0 and event.shard in self._versions:
-            self._versions[event.shard] = max(before, self._versions[event.shard])
+            self._versions[event.shard] = max(self._versions.values())
         return found
 
     patch.setattr(Holdings, "_adopt", adopt)
@@ -356,6 +355,27 @@ def keeps_what_is_damaged(patch: Patch) -> None:
 
     def drop(self: Holdings, shards: tuple[int, ...]) -> list[HoldingsEffect]:
         return plain(self, tuple(shard for shard in shards if self._floors[shard] > 0))
+
+    patch.setattr(Holdings, "_drop", drop)
+
+
+def keeps_what_is_replaced(patch: Patch) -> None:
+    """Let a server keep its rows while a copy is written over them."""
+    plain = Holdings._drop
+
+    def drop(self: Holdings, shards: tuple[int, ...]) -> list[HoldingsEffect]:
+        return plain(self, tuple(shard for shard in shards if shard not in self._copying))
+
+    patch.setattr(Holdings, "_drop", drop)
+
+
+def forgets_that_a_copy_comes(patch: Patch) -> None:
+    """Let readers take a shard for lost whose copy is being written."""
+    plain = Holdings._drop
+
+    def drop(self: Holdings, shards: tuple[int, ...]) -> list[HoldingsEffect]:
+        self._copying -= set(shards)
+        return plain(self, shards)
 
     patch.setattr(Holdings, "_drop", drop)
 
@@ -448,7 +468,9 @@ def _answer_without_copies(plain: Callable[..., Any]) -> Callable[..., Any]:
         (takes_bare_shards_for_first_values, TableSimOptions()),
         (reads_without_a_look, TableSimOptions()),
         (keeps_what_is_damaged, TableSimOptions()),
-        (gives_up_at_once, TableSimOptions(replicas=1)),
+        (keeps_what_is_replaced, TableSimOptions()),
+        (forgets_that_a_copy_comes, TableSimOptions()),
+        (gives_up_at_once, TableSimOptions(servers=5, replicas=1, workers=6, faults=40)),
         (waits_for_the_first, TableSimOptions()),
         (asks_who_held_them_before, TableSimOptions(servers=5, replicas=1, moves=8, scales=4)),
         (never_gives_up, TableSimOptions(servers=2, replicas=1)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from holdfast.core.errors import assert_never, require
 from holdfast.core.servers.holdings import (
@@ -16,6 +16,7 @@ from holdfast.core.servers.holdings import (
     ApplyUpdate,
     BeginCopies,
     CopyArrived,
+    CopyFailed,
     DropShards,
     ForgetUpdate,
     Holdings,
@@ -29,6 +30,8 @@ from holdfast.sim.wrong_bits import Violation
 
 _PRIME = (1 << 61) - 1
 PATIENCE_S = 0.2  # a worker waits this long for a server
+WRITING_S = 0.01  # a server writes a copy of a shard for about this long
+LATER = object()  # an act returns it if the server can carry the request out only in a moment
 
 
 def grow(shard: int, value: int, number: int) -> int:
@@ -89,6 +92,16 @@ class SimServer:
             if shard not in shards:
                 self._forget(shard)
         self.handle(ShardsChosen(tuple(shards)))
+
+    def give_up_for(self, arrived: CopyArrived) -> bool:
+        """Give a shard up, so that a copy can be written over it, if the copy is wanted."""
+        if not self.holdings.is_wanted(arrived):
+            self.handle(CopyFailed((arrived.shard,)))
+            return False
+        self.handle(ShardsGivenUp((arrived.shard,)))
+        is_bare = arrived.shard not in self.values
+        self._need(is_bare, f"shard {arrived.shard} can be read while a copy is written over it")
+        return True
 
     def handle(self, event: HoldingsEvent, copied: int = 0) -> tuple[int, ...]:
         """Feed the machine, and carry out its orders; returns the shards to copy now.
@@ -213,6 +226,8 @@ class RowMessages:
     def __init__(self, dice: random.Random) -> None:
         self.now = 0.0
         self.servers: dict[int, SimServer] = {}  # by number; HEIRS + that of a server: its heir
+        # Names of processes that write a copy: they write no other one, and change no layout.
+        self._writing: set[str] = set()
         self._dice, self._order = dice, 0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
 
@@ -253,7 +268,58 @@ class RowMessages:
                 self.call_at(server.frozen_until + self.latency(), deliver)
             elif self.now >= server.cut_until:
                 found = act(server)
-                self.call_after(self.latency(), lambda: reply(found))
+                if found is LATER:
+                    self.call_after(WRITING_S, deliver)
+                else:
+                    self.call_after(self.latency(), lambda: reply(found))
 
         self.call_after(self.latency(), deliver)
         self.call_after(PATIENCE_S, lambda: reply(None))
+
+    def is_writing(self, server: SimServer) -> bool:
+        """Return whether a server is writing a copy of a shard."""
+        return server.name in self._writing
+
+    def bring(
+        self, server: SimServer, copies: Iterable[tuple[CopyArrived, int]], left: set[int]
+    ) -> None:
+        """Have a server take in copies one after the other, as its thread for them does.
+
+        `left`: the shards that it is to copy; those for which no copy comes are given up.
+        """
+        coming = iter(copies)
+
+        def begin() -> None:
+            if self.is_writing(server):
+                self.call_after(WRITING_S, lambda: self._when_running(server, begin))
+                return
+            for arrived, value in coming:
+                left.discard(arrived.shard)
+                if server.give_up_for(arrived):
+                    self._finish_later(server, arrived, value, begin)
+                    return
+            server.handle(CopyFailed(tuple(sorted(left))))
+
+        self._when_running(server, begin)
+
+    def _finish_later(
+        self, server: SimServer, arrived: CopyArrived, value: int, go_on: Callable[[], None]
+    ) -> None:
+        """Have a server end the writing of a copy after a while, and then go on."""
+
+        def finish() -> None:
+            self._writing.discard(server.name)
+            server.handle(arrived, value)
+            go_on()
+
+        self._writing.add(server.name)
+        slow = self._dice.random() < 0.05
+        taken_s = self._dice.uniform(0.0, 0.5 if slow else 2 * WRITING_S)
+        self.call_after(taken_s, lambda: self._when_running(server, finish))
+
+    def _when_running(self, server: SimServer, act: Callable[[], None]) -> None:
+        """Do something in a server's process, unless it has ended, and not while it is frozen."""
+        if self.now < server.frozen_until:
+            self.call_at(server.frozen_until, lambda: self._when_running(server, act))
+        elif not server.is_dead:
+            act()

@@ -7,6 +7,7 @@ and forget their last updates, and messages come late or never.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +16,6 @@ from holdfast.core.errors import InvariantError, assert_never, require
 from holdfast.core.servers.heirs import HolderAnswer
 from holdfast.core.servers.holdings import (
     CopyArrived,
-    CopyFailed,
     CopyOffered,
     ShardStanding,
     UpdateArrived,
@@ -37,7 +37,7 @@ from holdfast.core.servers.reading import (
 )
 from holdfast.sim.row_checks import check_found, check_lost, judge
 from holdfast.sim.server_moves import ROWS, ServerMoves, SimWorker
-from holdfast.sim.simulated_servers import RowMessages, RowTruth, SimServer
+from holdfast.sim.simulated_servers import LATER, RowMessages, RowTruth, SimServer
 from holdfast.sim.wrong_bits import Violation
 
 KEPT = 6  # updates that a worker keeps, besides those that reads do not see yet
@@ -222,13 +222,17 @@ class TableWorld:
 
     def _begin_server(
         self, worker: SimWorker, number: int, server: SimServer, *, follows: bool = False
-    ) -> None:
+    ) -> bool:
         """Let a process that has just started hold the shards that a worker expects there.
 
-        `follows`: and any process, if the worker knows a newer layout.
+        `follows`: and any process, if the worker knows a newer layout. False: not now.
         """
-        if server.layout < 0 or follows:
-            server.hold(worker.find_shards(number), worker.progress.layout.number)
+        layout = worker.progress.layout.number
+        if (server.layout < 0 or follows) and layout > server.layout:
+            if self._time.is_writing(server):
+                return False
+            server.hold(worker.find_shards(number), layout)
+        return True
 
     def _ask(self, worker: SimWorker, reading: RowReading, ask: Ask) -> None:
         version, number = worker.version, ask.server
@@ -236,7 +240,8 @@ class TableWorld:
         is_new = self._dice.random() < 0.1  # the connection, so the server hears of the layout
 
         def act(server: SimServer) -> object:
-            self._begin_server(worker, number, server, follows=is_new)
+            if not self._begin_server(worker, number, server, follows=is_new):
+                return LATER
             server.drop_damaged(shards)
             standing = server.holdings.judge(version, shards)
             if not standing.can_serve:
@@ -296,7 +301,8 @@ class TableWorld:
         attempt = worker.attempt
 
         def act(server: SimServer) -> object:
-            self._begin_server(worker, number, server, follows=True)
+            if not self._begin_server(worker, number, server, follows=True):
+                return LATER
             server.handle(event)
             layout = worker.progress.layout.number
             oldest = max(update - self._options.staleness, 0)
@@ -360,10 +366,9 @@ class TableWorld:
                 return {s: (origin.holdings.version(s), origin.values[s]) for s in held}
 
             def receive(found: object) -> None:
-                if isinstance(found, dict):
-                    for shard, (version, value) in found.items():
-                        target.handle(CopyArrived(shard, version), value)
-                target.handle(CopyFailed(wanted))  # no copy of the other shards will come
+                rows = found if isinstance(found, dict) else {}
+                copies = [(CopyArrived(s, version), value) for s, (version, value) in rows.items()]
+                self._time.bring(target, copies, set(wanted))
 
             self._time.call(order.source, give, receive)
             return None
@@ -386,14 +391,13 @@ class TableWorld:
         def begin(target: SimServer) -> None:
             wanted = target.handle(CopyOffered(shards, version, replaces=True))
 
-            def arrive() -> None:
-                for shard in wanted:
-                    arrived = CopyArrived(shard, version, replaces=True)
-                    target.handle(arrived, self._truth.value(shard, version))
-                target.handle(CopyFailed(wanted))
-
+            copies = [
+                (CopyArrived(s, version, replaces=True), self._truth.value(s, version))
+                for s in wanted
+            ]
             if wanted:
-                self._time.call_after(delay_s, arrive)
+                bring = functools.partial(self._time.bring, target, copies, set(wanted))
+                self._time.call_after(delay_s, bring)
 
         self._time.call(number, begin, lambda _: None)
 
