@@ -8,11 +8,13 @@
 #   make docs                     these documents as a site, in build/site
 #   make release                  the packages of a release, in dist, built and tried out
 #   make demo PYTHON=python3.12   with another interpreter
-#   make demo TORCH_INDEX=URL     take torch from a second package index as well
+#   make demo TORCH_INDEX=URL     take torch from a second package index as well, such as that of its
+#                                 small CPU build: https://download.pytorch.org/whl/cpu
 #
 # TORCH_INDEX: on Linux the default package index serves torch built for CUDA, some gigabytes. To get
 # the small CPU build, give the address of PyTorch's own index of CPU wheels (its installation page
-# names it), or of a mirror: a build found there wins over a plain one of the same version.
+# names it: https://download.pytorch.org/whl/cpu), or of a mirror: a build found there wins over a
+# plain one of the same version.
 
 PYTHON ?= python3
 TORCH_INDEX ?=

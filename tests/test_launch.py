@@ -147,3 +147,27 @@ def test_agents_are_told_where_notices_and_checks_come_from() -> None:
     words = ["--notices", "aws", "--check", "fans=true", "--check-limit-s", "9"]
     assert agent_options(launch_parser("local", "").parse_args([*words, SCRIPT])) == tuple(words)
     assert agent_options(launch_parser("local", "").parse_args([SCRIPT])) == ()
+
+
+@pytest.mark.parametrize(
+    ("manager", "shown"),
+    [
+        ("slurm", ["the node where the coordinator runs)", "(default: 60)", "a free port)"]),
+        ("ray", ["reaches this machine)", "(default: 60)", "a free port)"]),
+        ("yarn", ["reaches this machine)", "(default: 60)"]),
+        ("mesos", ["reaches this machine)", "(default: 60)"]),
+        ("k8s", ["the name of the job's service)", "(default: 300)", "(default: 29600)"]),
+        ("local", ["(default: 127.0.0.1, this machine only)", "(default: 300)"]),
+    ],
+)
+def test_help_shows_the_defaults_of_the_launcher_and_no_option_that_it_refuses(
+    manager: str, shown: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["launch", manager, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(each in text for each in shown)
+    refused = {"--write-config", "--domain "} | (
+        {"--tls ", "--faults"} if manager == "k8s" else set()
+    )
+    assert not any(each in text for each in refused)

@@ -123,12 +123,15 @@ def test_a_path_that_is_no_secret_file_is_refused(tmp_path: Path) -> None:
         assert str(tmp_path / name) in str(told.value)
 
 
+MAKE_ONE = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "W holds 0 hexadecimal digits, and a job secret needs at least 64: make one with: op"),
+        ("", f"W holds 0 hexadecimal digits, and a job secret needs at least 64: {MAKE_ONE}"),
         ("ab" * 31, "W holds 62 hexadecimal digits, and a job secret needs at least 64"),
-        ("a" * 65, "W does not hold hexadecimal digits: make one with: openssl rand -hex 32"),
+        ("a" * 65, f"W does not hold hexadecimal digits: {MAKE_ONE}"),
         ("correct horse battery staple", "W does not hold hexadecimal digits"),
         ("ä" * 64, "W does not hold hexadecimal digits"),
     ],

@@ -99,12 +99,14 @@ def parser() -> argparse.ArgumentParser:
     )
     add_checks(found)
     serving = found.add_argument_group("for other machines' --peer")
-    serving.add_argument("--serve", action="store_true", help="answer them, until Ctrl-C")
+    serving.add_argument(
+        "--serve", action="store_true", help="answer them, until Ctrl-C or for --for-s"
+    )
     serving.add_argument("--host", default="0.0.0.0", help="listen there (default: everywhere)")
     serving.add_argument("--port", type=int, default=0, help="default: any free one")
     watching = found.add_argument_group("while a job runs")
     watching.add_argument(
-        "--watch", action="store_true", help="repeat the light checks, until Ctrl-C"
+        "--watch", action="store_true", help="repeat the light checks, until Ctrl-C or for --for-s"
     )
     watching.add_argument(
         "--every-s", type=float, default=10.0, metavar="S", help="seconds between rounds (10)"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.launch_options import HERE, WAIT, launch_parser
+from holdfast.cli.launch_options import ABANDON_S, HERE, REACHED, WAIT, launch_parser
 from holdfast.core.errors import UserError, WorldError, first_line
 from holdfast.launch.cluster_job import launch_cluster_job
 from holdfast.launch.fleet_plan import read_plan
@@ -30,8 +30,8 @@ def application_parser(
     `parts`: where agents run, and which nodes the job leaves by itself. A default of None makes an
     option for a file, and False a flag.
     """
-    found = launch_parser(manager, DESCRIPTION.format(*parts))
-    found.set_defaults(host="")
+    defaults = {"--host": REACHED, "--abandon-s": f"{ABANDON_S:g}"}
+    found = launch_parser(manager, DESCRIPTION.format(*parts), defaults)
     group = found.add_argument_group(title)
     for name, metavar, default, text in options:
         if default is False:

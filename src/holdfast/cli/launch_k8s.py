@@ -15,7 +15,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from holdfast.cli import run_command
-from holdfast.cli.launch_options import agent_options, launch_parser, make_launch
+from holdfast.cli.launch_options import (
+    agent_options,
+    hide_options,
+    launch_parser,
+    make_launch,
+)
 from holdfast.core.errors import UserError
 from holdfast.core.job_problems import as_flag, find_unheeded
 from holdfast.core.job_spec import JobSpec
@@ -146,8 +151,10 @@ def parser() -> argparse.ArgumentParser:
         "k8s",
         "Write the manifests of a job for Kubernetes: a coordinator, which keeps the number of "
         "agents' pods that the job needs, and replaces lost ones. They hold the job's secret.",
+        {"--host": "the name of the job's service", "--port": str(PORT)},
     )
-    found.set_defaults(host="", port=PORT)
+    found.set_defaults(port=PORT)
+    hide_options(found, *(f"--{name}" for name in KEPT_BACK))
     group = found.add_argument_group("Kubernetes")
 
     for name, metavar, default, text in (

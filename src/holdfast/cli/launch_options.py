@@ -24,15 +24,29 @@ from holdfast.runtime.rundir import RunDir
 
 HERE = "127.0.0.1"  # the host that `holdfast resume` gives unless it is told another one
 WAIT = "--wait-for-nodes"
+REACHED = "the address by which the cluster reaches this machine"
 # Where `holdfast resume` gives all nodes of the time before back, and then begins.
 ABANDON_S = 60.0
 DRAIN_S = 60.0
 DRAIN_MAX_S = 65535.0  # Slurm signals a job that long before its end at most
 
 
-def launch_parser(manager: str, description: str) -> argparse.ArgumentParser:
-    """Make a parser with the options of `holdfast run`, and how many nodes to ask for."""
+def launch_parser(
+    manager: str, description: str, defaults: Mapping[str, str] | None = None
+) -> argparse.ArgumentParser:
+    """Make a parser with the options of `holdfast run`, and how many nodes to ask for.
+
+    `defaults`: how --help describes the defaults of this launcher that `holdfast run` does not
+    have, by their options.
+    """
     found = run_command.parser()
+    hide_options(found, "--write-config", "--domain")
+    for option, text in (defaults or {}).items():
+        action = found._option_string_actions[option]
+        words = (action.help or "").rpartition("(default: ")[0]
+        action.help = f"{words}(default: {text})"
+    if defaults and "--host" in defaults:
+        found.set_defaults(host="")
     found.prog, found.description = f"holdfast launch {manager}", description
     group = found.add_argument_group("nodes of the cluster")
     group.add_argument(
@@ -52,6 +66,12 @@ def launch_parser(manager: str, description: str) -> argparse.ArgumentParser:
         help="leave a node that is about to be taken this long before (default %(default)g)",
     )
     return found
+
+
+def hide_options(found: argparse.ArgumentParser, *options: str) -> None:
+    """Leave options out of --help: they are refused, with a reason."""
+    for option in options:
+        found._option_string_actions[option].help = argparse.SUPPRESS
 
 
 def make_launch(

@@ -10,6 +10,7 @@ from typing import Any
 from holdfast.cli.launch_options import (
     ABANDON_S,
     HERE,
+    REACHED,
     WAIT,
     check_launch,
     launch_parser,
@@ -65,8 +66,8 @@ def parser() -> argparse.ArgumentParser:
         "Nodes that are lost are replaced, and nodes that Ray drains are left. Coordinator and "
         "fleet run here, on a machine that is in the cluster. What workers print goes to files in "
         "the run directory.",
+        {"--host": REACHED, "--abandon-s": f"{ABANDON_S:g}"},
     )
-    found.set_defaults(host="")
     group = found.add_argument_group("Ray")
     group.add_argument(
         "--domain-label",

@@ -24,6 +24,10 @@ def main(argv: list[str]) -> int:
         "and one agent on each node, replaces nodes that are lost, leaves nodes that are drained, "
         "and grows by further jobs. The run directory must be on a file system that all nodes "
         "share. Workers' output goes to files in it.",
+        {
+            "--host": "the name of the node where the coordinator runs",
+            "--abandon-s": f"{ABANDON_S:g}",
+        },
     )
     group = found.add_argument_group("Slurm")
     group.add_argument(
@@ -39,7 +43,6 @@ def main(argv: list[str]) -> int:
         action="store_true",
         help="write the batch script and say where it is, instead of submitting it",
     )
-    found.set_defaults(host="")
     options = found.parse_args(argv)
     prefer(options, "nodes.abandon_s", ABANDON_S)
     for each in options.sbatch:

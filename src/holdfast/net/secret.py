@@ -20,7 +20,7 @@ VARIABLE = "HOLDFAST_SECRET"
 SECRET_BYTES_MIN = 32
 FILE_BYTES_MAX = 4096
 RUN_DIR_FILE = "secret"
-ADVICE = "make one with: openssl rand -hex 32"
+ADVICE = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
 
 
 def load_secret(
