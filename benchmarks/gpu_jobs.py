@@ -50,8 +50,8 @@ class Size:
             return sum(p.numel() for p in GPT(self.width, self.layers, self.context).parameters())
 
 
-FULL = Size(width=512, layers=8, context=256, batch=8, steps=40, text=2_000_000)
-LARGE = Size(width=1024, layers=16, context=256, batch=8, steps=45, text=2_000_000)
+FULL = Size(width=512, layers=8, context=256, batch=8, steps=160, text=2_000_000)
+LARGE = Size(width=1024, layers=16, context=256, batch=8, steps=200, text=2_000_000)
 TINY = Size(width=32, layers=1, context=16, batch=2, steps=12, text=20_000)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -19,8 +21,11 @@ from ddp_launch import STEADY, run_ddp
 from gpu_jobs import LARGE, SCRIPT, TINY, Evidence, Row, Size, timed
 from step_ends import Ends, durations, read_ends, usual_ms
 from struck_worker import SPARES, strike_worker
+from torch._inductor import config as inductor_config
+from torch.distributed.device_mesh import DeviceMesh
 
 ROOT = Path(__file__).resolve().parents[1]
+SAVED = re.compile(r"step (\d+) is saved")
 
 
 # ---------------------------------------------------------------- machine and tests
@@ -42,6 +47,7 @@ def machine(e: Evidence) -> None:
     headers = Path(sysconfig.get_path("include"), "Python.h").exists()
     found = f"{compiler}, {'with' if headers else 'without'} Python's headers"
     e.add("torch.compile needs a C compiler and Python's headers", {"found": found})
+    e.add("what older releases of torch lack", {"lacking": ", ".join(_lacking()) or "nothing"})
     if e.device == "cuda":
         e.attempt("GPU", _about_gpu)
     for dtype in (torch.float32, torch.bfloat16):
@@ -50,6 +56,15 @@ def machine(e: Evidence) -> None:
     for size in sizes:
         e.attempt(f"copies of {size >> 20} MiB", functools.partial(_copies, e, size))
     e.attempt("CUDA after a fork of what workers import", lambda: _fork(e))
+
+
+def _lacking() -> list[str]:
+    """Return the names that Holdfast uses, and this torch does not have."""
+    wanted = {
+        "torch._inductor.config.deterministic": hasattr(inductor_config, "deterministic"),
+        "DeviceMesh._get_root_mesh": hasattr(DeviceMesh, "_get_root_mesh"),
+    }
+    return [name for name, is_there in wanted.items() if not is_there]
 
 
 def _about_gpu() -> Row:
@@ -89,14 +104,8 @@ def _fork(e: Evidence) -> Row:
     return {"ok": done.returncode == 0}
 
 
-TESTS = (
-    "test_gpu",
-    "test_transports",
-    "test_tensor_coding",
-    "test_snapshot",
-    "test_compiled",
-    "test_fork_server",
-)
+TESTS = ("test_gpu", "test_gpu_streams", "test_tensor_coding", "test_snapshot")
+ON_A_GPU = "real_gpu or from_a_gpu or cuda"  # others of these files need none, or a fake one
 
 
 def tests(e: Evidence) -> None:
@@ -107,7 +116,7 @@ def tests(e: Evidence) -> None:
 
 def _pytest(e: Evidence, name: str) -> Row:
     words = ["-q", "-rs", "-m", "not clusters", "-p", "no:cacheprovider", f"tests/{name}.py"]
-    words += ["-k", "real_gpu"] if e.tiny else []
+    words += ["-k", ON_A_GPU]
     command = [sys.executable, "-m", "pytest", *words]
     done = subprocess.run(
         command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=e.left_s()
@@ -125,36 +134,67 @@ def _pytest(e: Evidence, name: str) -> Row:
 
 def bits(e: Evidence, *words: str) -> None:
     """Train with 1, 2 and 4 workers, then with kills and a freeze, and compare the digests."""
-    whole = e.attempt("1 worker", lambda: _bits(e, 1, words, ""))
-    first = str(whole.get("digest", ""))
+    first = _whole(e, "1 worker", words)
     for workers in (2,) if e.tiny else (2, 4):
         row = functools.partial(_bits, e, workers, words, first)
         e.attempt(f"{workers} workers", row)
+    workers = 2 if e.tiny else 4
     kill, freeze, lead = (e.size.steps * part // 8 for part in (2, 3, 5))
+    # The spare may be any worker: the first ones that are ready train.
+    hosts = (1, workers)
     struck = {
-        "kills": [f"worker 1 step {kill} kill", f"worker 0 step {lead} kill"],
+        "kills, and spares that join": [
+            *(f"worker {worker} step {kill} kill" for worker in hosts),
+            f"worker 0 step {lead} kill",
+        ],
         "a freeze": [f"worker 1 step {freeze} freeze"],
     }
-    workers = 2 if e.tiny else 4
     for what, faults in struck.items():
         row = functools.partial(_bits, e, workers, words, first, faults)
         e.attempt(f"{workers} workers, {what}", row)
 
 
+def _whole(e: Evidence, name: str, words: Sequence[str]) -> str:
+    """Train undisturbed on one worker; return the digest that others must have, "" if it failed."""
+    return str(e.attempt(name, lambda: _bits(e, 1, words, None)).get("digest", ""))
+
+
 def _bits(
-    e: Evidence, workers: int, words: Sequence[str], wanted: str, faults: Sequence[str] = ()
+    e: Evidence, workers: int, words: Sequence[str], wanted: str | None, faults: Sequence[str] = ()
 ) -> Row:
-    found = e.job(workers, words, faults=faults)
+    """Train and compare the digest with `wanted`; None: there is nothing to compare it with."""
+    kills = len({line.split()[3] for line in faults if line.endswith("kill")})  # at these steps
+    options = ["--spares", "1"] if kills else []  # a new process would come when all is over
+    found = e.job(workers, words, options, faults)
     lost = len(found.kinds("lost"))
-    enough = lost >= sum(line.endswith("kill") for line in faults)
     return {
-        "ok": found.digest[: len(wanted)] == wanted and enough and not found.leftovers,
+        "ok": _is_as(found.digest, wanted) and lost >= kills and not found.leftovers,
         "digest": found.digest[:16],
         "seconds": found.seconds,
         "ms of a step": usual_ms(found.ends, 3),
         "processes lost": lost,
+        "steps of later workers": count_joined(found.ends),
         "processes left behind": found.leftovers,
     }
+
+
+def _is_as(digest: str, wanted: str | None) -> bool:
+    """Return whether a digest begins as the wanted one, which is "" if that was not found."""
+    return wanted is None or (bool(wanted) and digest.startswith(wanted))
+
+
+def count_joined(ends: Ends) -> int:
+    """Return how many steps ended on workers that were not there from the start, or came back."""
+    steps: dict[int, list[int]] = {}
+    for step, worker, _ in ends:
+        steps.setdefault(worker, []).append(step)
+    first = min((step for step, _, _ in ends), default=0)
+    later = 0
+    for each in steps.values():
+        whole = range(first, max(each) + 1)
+        missed = max((step for step in whole if step not in each), default=first - 1)
+        later += sum(step > missed for step in each) if missed >= first else 0
+    return later
 
 
 # ---------------------------------------------------------------- cost
@@ -195,7 +235,8 @@ def _run_ddp(e: Evidence, workers: int) -> Ends:
 
 
 def snapshot(e: Evidence) -> None:
-    size, every = (TINY, 4) if e.tiny else (LARGE, 10)
+    # Long enough for several saves, though none begins while the writer is busy.
+    size, every = (dataclasses.replace(TINY, steps=150), 4) if e.tiny else (LARGE, 20)
     e.attempt("one worker", lambda: _snapshot(e, size, every))
 
 
@@ -205,7 +246,8 @@ def _snapshot(e: Evidence, size: Size, every: int) -> Row:
     options += ["--virtual", "1", *STEADY]
     found = e.job(1, options=options, size=size)
     took = durations(found.ends)
-    stalls = stalls_s(took, every)
+    saved = [SAVED.match(event["text"]) for event in found.kinds("save")]
+    stalls = stalls_s(took, [int(each[1]) for each in saved if each is not None], every)
     state = size.parameters() * 4 * 3  # with AdamW's two numbers for each parameter
     copied_s = state / 1e9 / _to_host(e)
     return {
@@ -218,15 +260,15 @@ def _snapshot(e: Evidence, size: Size, every: int) -> Row:
     }
 
 
-def stalls_s(took: dict[int, float], every: int) -> list[float]:
+def stalls_s(took: dict[int, float], saved: Sequence[int], every: int) -> list[float]:
     """Return for each save, but the first, by how much the steps beside its copy were longer.
 
-    A save is made of the state before each step that is a multiple of `every`. The first one also
+    `saved`: the steps whose state before them was saved, `every` or more apart. The first save also
     finds the memory for the copy.
     """
     beside = every // 2
     found = []
-    for start in range(2 * every, max(took, default=0) + 1, every):
+    for start in sorted(saved)[1:]:
         steps = [took[s] for s in range(start, start + every) if s in took]
         if len(steps) == every:
             quiet = statistics.median(steps[beside:])
@@ -309,7 +351,7 @@ def _coding(e: Evidence, k: int, m: int) -> Row:
 
 def sharded(e: Evidence) -> None:
     words = ("--sharded",)
-    first = str(e.attempt("1 worker", lambda: _bits(e, 1, words, "")).get("digest", ""))
+    first = _whole(e, "1 worker", words)
     e.attempt("2 workers", lambda: _bits(e, 2, words, first))
     faults = [f"worker 1 step {e.size.steps // 3} kill"]
     e.attempt("2 workers, a kill", lambda: _bits(e, 2, words, first, faults))
@@ -326,7 +368,7 @@ KINDS = {
 
 
 def audits(e: Evidence) -> None:
-    first = str(e.attempt("undisturbed", lambda: _bits(e, 1, (), "")).get("digest", ""))
+    first = _whole(e, "undisturbed", ())
     kinds = list(KINDS)[:1] if e.tiny else KINDS
     for kind in kinds:
         e.attempt(f"a wrong {kind}", functools.partial(_audit, e, KINDS[kind], first))
@@ -339,7 +381,7 @@ def _audit(e: Evidence, action: str, wanted: str) -> Row:
     found = e.job(3, options=options, faults=[f"worker 1 step {step} {action}"])
     told = [event["text"] for event in found.kinds("wrong")]
     return {
-        "ok": bool(told) and found.digest[: len(wanted)] == wanted,
+        "ok": bool(told) and _is_as(found.digest, wanted),
         "named": any("worker 1" in text for text in told),
         "told": told[0] if told else "",
     }

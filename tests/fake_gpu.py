@@ -78,6 +78,8 @@ class FakeEvent:
             self._place[0].run_until(self._place[1])
 
     def elapsed_time(self, other: FakeEvent) -> float:
+        if self._place is None or other._place is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
         return 1.0
 
 
@@ -173,10 +175,10 @@ class FakeGpuTensor(torch.Tensor):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         kwargs.pop("pin_memory", None)
         inner = pytree.tree_map(_unwrapped, (args, kwargs))
-        if func is aten.copy_.default and not _present().eager:
+        if func in MIXED and not _present().eager:
             to, from_ = inner[0][:2]
-            _present().put(lambda: to.copy_(from_))
-            return args[0]
+            _present().put(lambda: func(to, from_))
+            return args[0] if func is aten.copy_.default else None
         found = func(*inner[0], **inner[1])
         known = {id(_unwrapped(x)): x for x in flat}
         return pytree.tree_map(lambda x: _wrapped(x, known), found)

@@ -124,8 +124,24 @@ def test_a_part_that_is_cut_off_keeps_what_it_had(
 def test_the_stall_of_a_save_is_what_its_steps_take_longer(parts: Any) -> None:
     took = {step: 0.5 if step in (20, 31) else 0.1 for step in range(1, 45)}
     took[10] = 9.0  # the first one is left out
-    assert parts.stalls_s(took, 10) == pytest.approx([0.4, 0.4])
-    assert parts.stalls_s({}, 10) == []
+    assert parts.stalls_s(took, [10, 20, 30], 10) == pytest.approx([0.4, 0.4])
+    assert parts.stalls_s(took, [10, 31], 10) == pytest.approx([0.4])  # the writer was busy at 20
+    assert parts.stalls_s({}, [], 10) == []
+
+
+def test_without_the_undisturbed_digest_nothing_is_equal_to_it(parts: Any) -> None:
+    assert parts._is_as("abcd", None)
+    assert parts._is_as("abcd", "ab")
+    assert not parts._is_as("abcd", "b")
+    assert not parts._is_as("abcd", "")
+
+
+def test_steps_of_workers_that_came_later_are_counted(parts: Any) -> None:
+    ends = [(step, worker, 0.0) for step in range(6) for worker in (0, 1)]
+    assert parts.count_joined(ends) == 0
+    assert parts.count_joined([e for e in ends if e[:2] != (2, 1)]) == 3  # worker 1 came back
+    assert parts.count_joined([e for e in ends if e[1] == 0 or e[0] < 2]) == 0  # it did not
+    assert parts.count_joined([*ends, (4, 2, 0.0), (5, 2, 0.0)]) == 2
 
 
 def test_a_step_ends_when_its_last_worker_says_so(parts: Any) -> None:

@@ -244,6 +244,19 @@ def test_the_protector_reports_that_it_is_nearly_full_while_one_more_state_fits(
     assert keeping.events == [told]
 
 
+def test_a_step_for_which_a_gpu_has_no_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    keeping = Keeping()
+
+    def fail(*_: object) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(keeping.protector, "_put", fail)
+    assert keeping.keep(0)
+    (told,) = keeping.events
+    assert isinstance(told, ev.EventNoted)
+    assert told.text == "step 0 is not kept: CUDA out of memory"
+
+
 def test_a_step_without_room_is_told_once_until_there_is_some_again() -> None:
     needed = -(-Keeping().bytes_of_a_step() // 64) * 64
     keeping = Keeping(3 * needed)

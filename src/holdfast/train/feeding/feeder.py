@@ -126,7 +126,8 @@ class Feeder:
         named = tuple(tables)
         head = FeedHead(kind="step", step=index, plan=plan, tables=named, compared=compared)
         sent = [bytes_of(as_bytes(each)) for each in buffers]
-        message = _Message(head, sent, [*kept.pieces], len(self._senders))
+        on_host = [piece for piece in kept.pieces if not piece.is_cuda]  # else `sent` is a copy
+        message = _Message(head, sent, on_host, len(self._senders))
         for sender in self._senders:
             waiting = sender.put(message)
             if waiting > sender.budget:

@@ -50,8 +50,9 @@ class StepMemory:
             return room(count) if at is None else self._free.pop(at)
 
     def give_back(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let blocks, or copies in them, be overwritten by later ones."""
-        blocks = [t.reshape(-1).view(torch.uint8) for t in tensors if t.nbytes >= LARGE_BYTES]
+        """Let blocks, or copies in them, be overwritten by later ones; those on GPUs are freed."""
+        large = [t for t in tensors if t.nbytes >= LARGE_BYTES and not t.is_cuda]
+        blocks = [t.reshape(-1).view(torch.uint8) for t in large]
         with self._lock:
             self._free += blocks
 

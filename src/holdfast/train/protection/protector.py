@@ -38,6 +38,8 @@ CHANGED = (
     "the script has changed the state while it was copied; change it in the step's update, or "
     "after the loop"
 )
+# What lack of memory looks like; a GPU's errors are RuntimeErrors.
+NO_ROOM = (MemoryError, OSError, WorldError, RuntimeError)
 SIZES = struct.Struct("!Q")  # the length of the skeleton, at the start of a state's image
 
 
@@ -168,8 +170,7 @@ class Protector:
         except UserError as error:
             self._fail(error)
             return
-        # Errors of a GPU are RuntimeErrors.
-        except (MemoryError, OSError, WorldError, RuntimeError) as error:
+        except NO_ROOM as error:
             problem = first_line(error)
         self._tell(ev.StateProtected(step, problem))
 
@@ -185,7 +186,7 @@ class Protector:
             self._step_bytes = self._put(GRADIENT, view, step, _image(image_of(self._data)))
             full = self._arena.used + self._step_bytes * 2 + self._state_bytes > self._arena.budget
             self._said = self._said and full
-        except (MemoryError, OSError, WorldError) as error:
+        except NO_ROOM as error:
             if not self._said:
                 text = f"step {step} is not kept: {first_line(error)}"
                 self._tell(ev.EventNoted("memory", text))

@@ -20,6 +20,11 @@ from holdfast.core import tree
 from holdfast.core.errors import UserError
 from holdfast.core.step.events import Purpose
 from holdfast.train.checkpoint.local_tensors import local_gradient, local_of, place_as
+from holdfast.train.step.default_stream import (
+    check_stream,
+    on_default_stream,
+    order_before_default,
+)
 from holdfast.train.step.monitor import Monitor
 from holdfast.train.step.probe import current
 from holdfast.train.step.row_table import Rows, RowTable, TablePart
@@ -260,7 +265,12 @@ class Gradients:
             p.grad = None
 
     def begin_task(self, vrank: int, purpose: Purpose = Purpose.HOSTED) -> None:
-        """Begin a task; gradients of audited and speculative ones are not added to the sums."""
+        """Begin a task; gradients of audited and speculative ones are not added to the sums.
+
+        UserError if the script computes in a CUDA stream of its own.
+        """
+        for _, param in self._named[:1]:
+            check_stream(param)
         self._vrank, self._purpose, self._holds = vrank, purpose, False
         self._reached.clear()
         for table in self.tables:
@@ -347,6 +357,7 @@ class Gradients:
                     "make the gradient dense"
                 )
             self._used[index] = 1
+            order_before_default(param)
             if self._holds:
                 return
             bucket.missing -= 1
@@ -363,6 +374,7 @@ class Gradients:
             if param.grad is None:
                 raise UserError(_LOST.format(part.name))
             self._used[part.place] = 1
+            order_before_default(param)
             if self._holds:
                 return
             if part.place in table.reached:
@@ -389,7 +401,7 @@ class Gradients:
                 self._handles[i] = _register(param, hook)
 
     def _fill_table(self, table: RowTable, vrank: int) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), on_default_stream(table.parts[0].param):
             leaf = table.leaf()
             self._reached.add(table.index)
             current.probe.handle_gradient(vrank, leaf.values)
@@ -402,7 +414,7 @@ class Gradients:
                     table.contribute(vrank, leaf, self._vranks)
 
     def _fill(self, bucket: Bucket, vrank: int) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), on_default_stream(bucket.result.data):
             leaf = bucket.leaf()
             self._reached.add(bucket.index)
             current.probe.handle_gradient(vrank, leaf.data)

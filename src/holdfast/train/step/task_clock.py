@@ -17,30 +17,39 @@ class TaskClock:
         self._device = device
         self._began = 0.0
         self._host_s = 0.0
+        self._first: torch.cuda.Event | None = None  # of the task that is running
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def reset(self) -> None:
         """Begin a new step."""
         self._host_s = 0.0
-        self._events.clear()
+        self._events = []
 
     def begin(self) -> None:
         if self._device is None:
             self._began = time.perf_counter()
         else:
-            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            self._events.append(pair)
-            pair[0].record(torch.cuda.current_stream(self._device))
+            self._first = self._record()
 
     def end(self) -> None:
         if self._device is None:
             self._host_s += time.perf_counter() - self._began
-        else:
-            self._events[-1][1].record(torch.cuda.current_stream(self._device))
+        elif self._first is not None:
+            self._events.append((self._first, self._record()))
+            self._first = None
 
     def step_us(self) -> int:
-        """Microseconds of all tasks since the reset; waits for the GPU to have done them."""
-        for _, end in self._events:
+        """Return the microseconds of all tasks that have ended since the reset.
+
+        It waits for the GPU to have done them. Another thread may be in the midst of a task.
+        """
+        ended = [*self._events]
+        for _, end in ended:
             end.synchronize()
-        on_gpu_ms = sum(begin.elapsed_time(end) for begin, end in self._events)
+        on_gpu_ms = sum(begin.elapsed_time(end) for begin, end in ended)
         return int(self._host_s * 1e6 + on_gpu_ms * 1e3)
+
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
