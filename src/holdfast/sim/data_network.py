@@ -250,7 +250,7 @@ class DataNetwork:
     def _report_unreachable(self, process: Actor, number: int) -> None:
         """Report the unreachable members to one whose group takes long to build."""
         group = process.open_group(number)
-        if group is None or process.is_connected:
+        if group is None or process.is_connected or not self._apart:
             return
         here = self._arrived.get(group.number, [])
         lost = tuple(p.worker for p in here if p.alive and self.is_apart(process, p))

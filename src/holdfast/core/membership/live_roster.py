@@ -111,7 +111,7 @@ class LiveRoster(Roster):
                 assert_never(change)
 
     def _put_slot(self, worker: WorkerId, slot: SlotState) -> None:
-        self._records = None
+        self._is_changed = True
         is_new = worker not in self._slots
         self._slots[worker] = slot
         if not is_new:
@@ -124,7 +124,7 @@ class LiveRoster(Roster):
             self._note_newest(slot.agent)
 
     def _dismiss(self, name: AgentId) -> None:
-        self._records = None
+        self._is_changed = True
         for worker in self.workers_on(name):
             slot = self._slots.pop(worker)
             self._newest.pop(worker, None)

@@ -104,7 +104,8 @@ class Roster:
         self._nodes: dict[AgentId, NodeState] = {}
         self._slots: dict[WorkerId, SlotState] = {}
         self._newest: dict[WorkerId, WorkerStatus] = {}
-        self._records: tuple[Slot, ...] | None = None  # cached until a slot changes
+        self._records = record.slots if record else ()
+        self._is_changed = True  # a slot, since the records were made
         self._by_node: dict[AgentId, tuple[WorkerId, ...]] = {}
         self._beside: dict[AgentId, tuple[WorkerId, ...]] = {}  # by the further nodes of workers
         self.nodes: Mapping[AgentId, NodeState] = MappingProxyType(self._nodes)
@@ -120,8 +121,12 @@ class Roster:
         return self.workers_of(name) + self._beside.get(name, ())
 
     def slot_records(self) -> tuple[Slot, ...]:
-        if self._records is None:
-            self._records = tuple(
+        """Return what a coordinator must not forget of its slots.
+
+        Equal records are the same object, so that comparing them takes no time.
+        """
+        if self._is_changed:
+            found = tuple(
                 Slot(
                     worker=w,
                     agent=p.agent,
@@ -131,6 +136,8 @@ class Roster:
                 )
                 for w, p in self.slots.items()
             )
+            self._records = self._records if self._records == found else found
+            self._is_changed = False
         return self._records
 
     def processes_for(self, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
