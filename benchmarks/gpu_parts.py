@@ -47,7 +47,7 @@ def machine(e: Evidence) -> None:
     headers = Path(sysconfig.get_path("include"), "Python.h").exists()
     found = f"{compiler}, {'with' if headers else 'without'} Python's headers"
     e.add("torch.compile needs a C compiler and Python's headers", {"found": found})
-    e.add("what older releases of torch lack", {"lacking": ", ".join(_lacking()) or "nothing"})
+    e.add("names that this torch lacks", {"lacking": ", ".join(_lacking()) or "nothing"})
     if e.device == "cuda":
         e.attempt("GPU", _about_gpu)
     for dtype in (torch.float32, torch.bfloat16):
@@ -104,8 +104,8 @@ def _fork(e: Evidence) -> Row:
     return {"ok": done.returncode == 0}
 
 
-TESTS = ("test_gpu", "test_gpu_streams", "test_tensor_coding", "test_snapshot")
-ON_A_GPU = "real_gpu or from_a_gpu or cuda"  # others of these files need none, or a fake one
+TESTS = ("test_gpu", "test_gpu_streams", "test_tensor_coding", "test_snapshot", "test_transports")
+ON_A_GPU = "real_gpu or from_a_gpu or cuda or nccl"  # the others need none, or a fake one
 
 
 def tests(e: Evidence) -> None:
@@ -166,14 +166,15 @@ def _bits(
     kills = len({line.split()[3] for line in faults if line.endswith("kill")})  # at these steps
     options = ["--spares", "1"] if kills else []  # a new process would come when all is over
     found = e.job(workers, words, options, faults)
-    lost = len(found.kinds("lost"))
+    lost, joined = len(found.kinds("lost")), count_joined(found.ends)
+    is_struck = lost >= kills and (joined > 0 or not kills)
     return {
-        "ok": _is_as(found.digest, wanted) and lost >= kills and not found.leftovers,
+        "ok": _is_as(found.digest, wanted) and is_struck and not found.leftovers,
         "digest": found.digest[:16],
         "seconds": found.seconds,
         "ms of a step": usual_ms(found.ends, 3),
         "processes lost": lost,
-        "steps of later workers": count_joined(found.ends),
+        "steps of later workers": joined,
         "processes left behind": found.leftovers,
     }
 

@@ -84,6 +84,7 @@ class FakeEvent:
 
 
 DEFAULT = FakeStream(eager=True)
+RECORDED: collections.deque[tuple[int, FakeStream]] = collections.deque(maxlen=100)  # addresses
 _LOCAL = threading.local()
 
 
@@ -148,7 +149,7 @@ class FakeGpuTensor(torch.Tensor):
         return self.held.untyped_storage()
 
     def record_stream(self, stream: FakeStream) -> None:
-        return
+        RECORDED.append((self.data_ptr(), stream))
 
     def to(self, *where: Any, **options: Any) -> Any:
         target = options.pop("device", None)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from fake_gpu import FakeStream, fake_gpu, in_stream, move, on_gpu
+from fake_gpu import DEFAULT, RECORDED, FakeStream, fake_gpu, in_stream, move, on_gpu
 from holdfast.core.errors import UserError
 from holdfast.train.feeding.step_memory import LARGE_BYTES, StepMemory
 from holdfast.train.step import buckets
 from holdfast.train.step.buckets import Gradients
+from holdfast.train.step.default_stream import order_gradient
 from holdfast.train.step.task_clock import TaskClock
 
 __all__ = ["fake_gpu"]
@@ -72,7 +73,7 @@ def anywhere(_: torch.Tensor) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("name", "planted", "names"),
-    [("order_before_default", lambda _: None, "a-"), ("on_default_stream", anywhere, "-a")],
+    [("order_gradient", lambda _: None, "a-"), ("on_default_stream", anywhere, "-a")],
 )
 def test_the_fake_shows_gradients_that_nobody_waited_for(
     name: str,
@@ -85,10 +86,28 @@ def test_the_fake_shows_gradients_that_nobody_waited_for(
     assert summed(names) != RIGHT
 
 
-def test_another_stream_overwrites_no_gradient_that_is_still_read(fake_gpu: torch.device) -> None:
-    side = FakeStream()
-    summed("-a", {"a": side})
-    assert side.queued == 2  # its copy, and then: wait for the default stream
+@pytest.mark.parametrize("names", ["a-", "-a", "ab"])
+def test_memory_of_a_gradient_is_not_used_again_before_it_is_read(
+    names: str, fake_gpu: torch.device
+) -> None:
+    RECORDED.clear()
+    summed(names)
+    assert [stream for _, stream in RECORDED] == [DEFAULT] * len(names.replace("-", ""))
+    assert len({address for address, _ in RECORDED}) == len(RECORDED)
+
+
+def test_memory_of_sparse_gradients_is_kept_as_well(
+    fake_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda each, _: kept.append(each))
+    param = nn.Parameter(torch.zeros(3, 2))
+    values = torch.ones(1, 2)
+    param.grad = torch.sparse_coo_tensor(torch.tensor([[1]]), values, (3, 2))
+    with in_stream(FakeStream()):
+        order_gradient(param)
+    assert [each.shape for each in kept] == [(1, 1), (1, 2)]
 
 
 def test_a_loop_in_a_stream_of_its_own_is_refused(fake_gpu: torch.device) -> None:

@@ -15,7 +15,7 @@ from holdfast.core.membership.admission import (
     recall_slots,
     welcome,
 )
-from holdfast.core.membership.changes import DismissNode, OrderNext
+from holdfast.core.membership.changes import AddSlot, DismissNode, OrderNext, PutSlot
 from holdfast.core.membership.durable import KNOWN_MAX, Durable, speakers
 from holdfast.core.membership.event_log import EventLog
 from holdfast.core.membership.facts import silent_nodes
@@ -26,6 +26,7 @@ from holdfast.core.membership.restart import (
     quarantine_wrong,
     replace_lost,
 )
+from holdfast.core.membership.roster import SlotState
 from holdfast.core.membership.stopping import Stopping
 from holdfast.core.types import (
     AgentId,
@@ -579,3 +580,12 @@ def test_a_job_that_is_stopped_ends_after_the_checkpoint_or_in_time() -> None:
     stopping = Stopping("enough", 10, 50.0)
     found = [stopping.is_over(*each) for each in ((9, 49.9), (10, 0.0), (0, 50.0))]
     assert found == [False, True, True]
+
+
+def test_equal_records_of_slots_are_one_object() -> None:
+    roster = LiveRoster(None, 0.0)
+    roster.apply(AddSlot(SlotState("a", Incarnation(1))))
+    before = roster.slot_records()
+    roster.apply(PutSlot(WorkerId(0), SlotState("a", Incarnation(1), respawn_at=3.0)))
+    assert roster.slot_records() is before
+    assert LiveRoster(JobRecord(term=1, slots=before), 0.0).slot_records() is before

@@ -151,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
         "k8s",
         "Write the manifests of a job for Kubernetes: a coordinator, which keeps the number of "
         "agents' pods that the job needs, and replaces lost ones. They hold the job's secret.",
-        {"--host": "the name of the job's service", "--port": str(PORT)},
+        {"--host": "the name of the job's service", "--port": str(PORT), "--run-dir": RUN_DIR},
     )
     found.set_defaults(port=PORT)
     hide_options(found, *(f"--{name}" for name in KEPT_BACK))

@@ -41,10 +41,10 @@ def launch_parser(
     """
     found = run_command.parser()
     hide_options(found, "--write-config", "--domain")
-    for option, text in (defaults or {}).items():
+    shown = {"--nodes-min": "--nodes", "--nodes-max": "--nodes", **(defaults or {})}
+    for option, text in shown.items():
         action = found._option_string_actions[option]
-        words = (action.help or "").rpartition("(default: ")[0]
-        action.help = f"{words}(default: {text})"
+        action.help = f"{(action.help or '').partition('(default: ')[0]}(default: {text})"
     if defaults and "--host" in defaults:
         found.set_defaults(host="")
     found.prog, found.description = f"holdfast launch {manager}", description

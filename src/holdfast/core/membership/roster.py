@@ -121,7 +121,7 @@ class Roster:
         return self.workers_of(name) + self._beside.get(name, ())
 
     def slot_records(self) -> tuple[Slot, ...]:
-        """Return what a coordinator must not forget of its slots.
+        """Return the part of each slot that a coordinator must not forget.
 
         Equal records are the same object, so that comparing them takes no time.
         """

@@ -38,8 +38,8 @@ CHANGED = (
     "the script has changed the state while it was copied; change it in the step's update, or "
     "after the loop"
 )
-# What lack of memory looks like; a GPU's errors are RuntimeErrors.
-NO_ROOM = (MemoryError, OSError, WorldError, RuntimeError)
+# They show a lack of memory, on the host or on a GPU, or a node that does not take its pieces.
+NO_ROOM = (MemoryError, OSError, WorldError, torch.OutOfMemoryError)
 SIZES = struct.Struct("!Q")  # the length of the skeleton, at the start of a state's image
 
 
@@ -170,7 +170,7 @@ class Protector:
         except UserError as error:
             self._fail(error)
             return
-        except NO_ROOM as error:
+        except (*NO_ROOM, RuntimeError) as error:  # a GPU that fails raises RuntimeError
             problem = first_line(error)
         self._tell(ev.StateProtected(step, problem))
 

@@ -23,7 +23,7 @@ from holdfast.train.checkpoint.local_tensors import local_gradient, local_of, pl
 from holdfast.train.step.default_stream import (
     check_stream,
     on_default_stream,
-    order_before_default,
+    order_gradient,
 )
 from holdfast.train.step.monitor import Monitor
 from holdfast.train.step.probe import current
@@ -269,8 +269,8 @@ class Gradients:
 
         UserError if the script computes in a CUDA stream of its own.
         """
-        for _, param in self._named[:1]:
-            check_stream(param)
+        dense = [bucket.result.data for bucket in self.buckets]
+        check_stream([*dense, *(table.parts[0].param for table in self.tables)])
         self._vrank, self._purpose, self._holds = vrank, purpose, False
         self._reached.clear()
         for table in self.tables:
@@ -357,7 +357,7 @@ class Gradients:
                     "make the gradient dense"
                 )
             self._used[index] = 1
-            order_before_default(param)
+            order_gradient(param)
             if self._holds:
                 return
             bucket.missing -= 1
@@ -374,7 +374,7 @@ class Gradients:
             if param.grad is None:
                 raise UserError(_LOST.format(part.name))
             self._used[part.place] = 1
-            order_before_default(param)
+            order_gradient(param)
             if self._holds:
                 return
             if part.place in table.reached:

@@ -8,49 +8,47 @@ gradients in one of its own, and calls the hooks of parameters there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from holdfast.core.errors import UserError
+from holdfast.train.checkpoint.local_tensors import local_of
 
 
-def order_before_default(tensor: torch.Tensor) -> None:
-    """Let later work on the default stream wait for the present stream's work so far."""
-    if tensor.is_cuda:
-        here, default = _streams_of(tensor)
+def order_gradient(param: torch.Tensor) -> None:
+    """Let the default stream wait for a parameter's gradient, which the present stream computes.
+
+    The gradient's memory is not used again before the default stream has read it.
+    """
+    if param.is_cuda and param.grad is not None:
+        here, default = _streams_of(param)
         if here != default:
             default.wait_stream(here)
+            grad = local_of(param.grad)
+            for part in (grad._indices(), grad._values()) if grad.is_sparse else (grad,):
+                part.record_stream(default)
 
 
 @contextlib.contextmanager
 def on_default_stream(tensor: torch.Tensor) -> Iterator[None]:
-    """Queue the body's work on the default stream; later work of the present one waits for it.
-
-    The body may use what the present stream has computed so far, and free memory of its.
-    """
+    """Queue the body's work on the default stream of a tensor's GPU, if it is on one."""
     if not tensor.is_cuda:
         yield
         return
-    here, default = _streams_of(tensor)
-    if here == default:
+    with torch.cuda.stream(_streams_of(tensor)[1]):
         yield
-        return
-    default.wait_stream(here)
-    with torch.cuda.stream(default):
-        yield
-    here.wait_stream(default)
 
 
-def check_stream(tensor: torch.Tensor) -> None:
-    """Raise UserError if the script computes in another stream than the default one."""
-    if tensor.is_cuda:
+def check_stream(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise UserError if the script computes in another stream than a GPU's default one."""
+    for tensor in {tensor.device: tensor for tensor in tensors if tensor.is_cuda}.values():
         here, default = _streams_of(tensor)
         if here != default:
             raise UserError(
-                "the loop over a step's batches runs in a CUDA stream of its own, for which the "
-                "sums of gradients would not wait: run it outside of torch.cuda.stream(...); "
-                "copies of data may have a stream"
+                "the loop over a step's batches runs in a CUDA stream of its own, which would not "
+                "wait for the sums of gradients: run it outside of torch.cuda.stream(...); copies "
+                "of data may have a stream"
             )
 
 

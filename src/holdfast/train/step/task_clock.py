@@ -11,7 +11,7 @@ import torch
 
 
 class TaskClock:
-    """Times one task at a time. `device`: a GPU, or None for the host. `step_us` after the last."""
+    """Times one task at a time. `device`: a GPU, or None for the host."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
