@@ -12,9 +12,8 @@
 #                                 small CPU build: https://download.pytorch.org/whl/cpu
 #
 # TORCH_INDEX: on Linux the default package index serves torch built for CUDA, some gigabytes. To get
-# the small CPU build, give the address of PyTorch's own index of CPU wheels (its installation page
-# names it: https://download.pytorch.org/whl/cpu), or of a mirror: a build found there wins over a
-# plain one of the same version.
+# the small CPU build, give the address above, which is PyTorch's own index of CPU wheels, or that of
+# a mirror: a build found there wins over a plain one of the same version.
 
 PYTHON ?= python3
 TORCH_INDEX ?=

@@ -1,9 +1,8 @@
-"""Work in several streams of a GPU, on a fake one: nothing reads what is still being computed."""
+"""Several streams of a GPU, on a fake one: sums never read gradients that are not complete yet."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -17,14 +16,13 @@ from holdfast.train.step import buckets
 from holdfast.train.step.buckets import Gradients
 from holdfast.train.step.default_stream import order_gradient
 from holdfast.train.step.task_clock import TaskClock
+from test_buckets import gradients_of
 
 __all__ = ["fake_gpu"]
 
 
-def gradients_of(model: nn.Module) -> Gradients:
-    named = [(f"model.{name}", param) for name, param in model.named_parameters()]
-    found = Gradients(named, 1, threading.Condition(threading.RLock()))
-    found.attach()
+def begin_step(model: nn.Module) -> Gradients:
+    found = gradients_of(model)
     found.begin_step()
     return found
 
@@ -38,14 +36,14 @@ def reach(param: nn.Parameter, stream: FakeStream | None, value: float) -> None:
             hook(param)
 
 
-def summed(names: str, sides: dict[str, FakeStream] | None = None) -> list[float]:
+def summed(names: str) -> list[float]:
     """Return all numbers of the only bucket after a task.
 
-    `names`: the stream of each gradient, a letter, or "-" for the default one. `sides`: by letter.
+    `names`: the stream of each gradient, a letter, or "-" for the default one.
     """
-    sides = sides or {name: FakeStream() for name in "ab"}
+    sides = {name: FakeStream() for name in "ab"}
     model = move(nn.Linear(1, 2))
-    gradients = gradients_of(model)
+    gradients = begin_step(model)
     gradients.begin_task(0)
     with gradients.backward_pass():
         for number, (param, name) in enumerate(zip(model.parameters(), names, strict=True), 1):
@@ -111,7 +109,7 @@ def test_memory_of_sparse_gradients_is_kept_as_well(
 
 
 def test_a_loop_in_a_stream_of_its_own_is_refused(fake_gpu: torch.device) -> None:
-    gradients = gradients_of(move(nn.Linear(1, 2)))
+    gradients = begin_step(move(nn.Linear(1, 2)))
     with in_stream(FakeStream()), pytest.raises(UserError, match="in a CUDA stream of its own"):
         gradients.begin_task(0)
 
@@ -140,7 +138,7 @@ def test_copies_on_a_gpu_are_not_kept_for_later_steps(fake_gpu: torch.device) ->
 @pytest.mark.parametrize("order", ["beside", "last"])
 def test_gradients_of_a_stream_on_a_real_gpu_are_whole_when_they_are_summed(order: str) -> None:
     side, model = torch.cuda.Stream(), nn.Linear(1, 2).cuda()
-    gradients = gradients_of(model)
+    gradients = begin_step(model)
     gradients.begin_task(0)
     slow = [*model.parameters()][0 if order == "beside" else 1]
     with gradients.backward_pass():

@@ -36,8 +36,8 @@ def launch_parser(
 ) -> argparse.ArgumentParser:
     """Make a parser with the options of `holdfast run`, and how many nodes to ask for.
 
-    `defaults`: how --help describes the defaults of this launcher that `holdfast run` does not
-    have, by their options.
+    `defaults`: by their options, how --help describes defaults that differ from `holdfast run`. If
+    --host is among them, it is "" unless it is given.
     """
     found = run_command.parser()
     hide_options(found, "--write-config", "--domain")

@@ -84,9 +84,7 @@ class SimServer:
         self._tokens: set[int] = set()
 
     def hold(self, shards: Sequence[int], layout: int) -> None:
-        """Hold these shards from now on, unless `layout` is no newer than the last one."""
-        if layout <= self.layout:
-            return
+        """Hold these shards from now on, as `layout` says, which is newer than the last one."""
         self.layout = layout
         for shard in [*self.values]:
             if shard not in shards:
@@ -285,7 +283,7 @@ class RowMessages:
     ) -> None:
         """Have a server take in copies one after the other, as its thread for them does.
 
-        `left`: the shards that it is to copy; those for which no copy comes are given up.
+        `left`: all shards to copy. Their copying has failed if no copy comes.
         """
         coming = iter(copies)
 
