@@ -301,42 +301,43 @@ def test_a_bucket_is_handed_out_once_all_of_its_tasks_are_in_it() -> None:
     filled: Any = FilledBuckets(monitor)
     first, second = Filled(0, 1, 2), Filled(1, 1)
     filled.begin([1, 2], [first, second])
-    assert filled.take(None, False, nothing) == [first]
-    assert filled.take(None, False, nothing) == []
+    assert filled.take(False, nothing) is first
+    assert filled.take(False, nothing) is None
     with monitor:
         filled.note(second)
-    assert filled.take(None, False, nothing) == []
-    waiting = meanwhile(lambda: filled.take(None, True, nothing))
+    assert filled.take(False, nothing) is None
+    waiting = meanwhile(lambda: filled.take(True, nothing))
     second.contributed.add(2)
     with monitor:
         filled.note(second)
-    assert waiting() == [second]
+    assert waiting() is second
+    assert filled.take(True, nothing) is None
 
 
-def test_where_the_order_matters_one_bucket_comes_after_the_other() -> None:
+def test_buckets_are_handed_out_in_one_order_however_they_fill() -> None:
     filled: Any = FilledBuckets(Monitor())
-    buckets = [Filled(i, 1) for i in range(3)]
-    filled.begin([1], reversed(buckets))
-    assert filled.take(1, False, nothing) == []  # only those that are awaited
-    assert [filled.take(i, True, nothing) for i in range(3)] == [[b] for b in buckets]
+    first, second = Filled(0), Filled(1, 1)
+    filled.begin([1], [first, second])
+    assert filled.take(False, nothing) is None
+    first.contributed.add(1)
+    assert [filled.take(True, nothing) for _ in range(2)] == [first, second]
 
 
-def test_without_a_share_all_buckets_are_ready_and_after_the_end_none_is() -> None:
+def test_without_a_share_all_buckets_are_ready_and_after_the_end_none_is_awaited() -> None:
     monitor = Monitor()
     filled: Any = FilledBuckets(monitor)
     buckets = [Filled(i) for i in range(2)]
-    filled.begin_without(buckets)
-    assert filled.take(None, True, nothing) == buckets
     filled.begin([], buckets)
-    filled.end()
-    with monitor:
-        filled.note(buckets[0])
+    assert [filled.take(True, nothing) for _ in range(2)] == buckets
+    filled.begin([1], buckets)
 
     def given_up() -> None:
         raise Aborted("it was given up")
 
     with pytest.raises(Aborted):
-        filled.take(None, True, given_up)
+        filled.take(True, given_up)
+    filled.end()
+    assert filled.take(True, given_up) is None
 
 
 # ---------------------------------------------------------------- waits

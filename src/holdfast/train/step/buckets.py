@@ -189,6 +189,7 @@ class Gradients:
         owners: dict[int, tuple[str, ...]] = {}
         for name, p in self._named:
             owners[id(p)] = (*owners.get(id(p), ()), name.partition(".")[0])
+        first = {id(p): i for i, (_, p) in reversed(list(enumerate(self._named)))}
         once = {id(p): (name, p) for name, p in reversed(self._named)}  # by its first name
         self._named = list(reversed(once.values()))
         order = {id(p): i for i, (_, p) in enumerate(self._named)}
@@ -202,6 +203,9 @@ class Gradients:
             self.buckets.append(bucket)
             for param, place in zip(group, places, strict=True):
                 self._hooks.append((param, self._hook(bucket, place)))
+        # All members sum the buckets in this order, about that in which a backward pass fills them:
+        # the gradient of a shared parameter is complete once its first user's is.
+        self.buckets.sort(key=lambda bucket: -min(first[id(p)] for p in bucket.params))
         stacks: dict[tuple[int, tuple[str, ...]], list[tuple[str, torch.nn.Parameter, int]]] = {}
         for name, p in self._named:
             if id(p) in self._by_row:

@@ -238,7 +238,7 @@ class Engine(threading.Thread):
             self._filled.begin(layout.hosted[layout.rank], buckets)
         else:
             nodes = layout.nodes[layout.rank]
-            self._filled.begin_without(bucket.replace_share(nodes) for bucket in buckets)
+            self._filled.begin((), [bucket.replace_share(nodes) for bucket in buckets])
         begun, total = 0, len(buckets)
         gathering: deque[BucketSum] = deque()
         sums: list[BucketSum] = []
@@ -246,9 +246,11 @@ class Engine(threading.Thread):
         check = self._checker(order.view)
         plan = PlanCheck(self._data.gradients.plan, layout, at.view)
         while begun < total or gathering or not closing:
-            left = begun < total
-            only = buckets[begun].index if left and at.transport.ordered else None
-            for bucket in self._filled.take(only, not gathering, check) if left else ():
+            # Where tags are ignored, a sum ends before the next one begins.
+            while not (gathering and at.transport.ordered):
+                bucket = self._filled.take(not gathering, check)
+                if bucket is None:
+                    break
                 if not begun:  # just before the bucket: the peer is woken once for both
                     plan.gather(at.transport)
                 begun += 1

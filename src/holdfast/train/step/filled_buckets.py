@@ -10,49 +10,49 @@ from holdfast.train.step.monitor import Monitor
 
 
 class FilledBuckets:
-    """Hands buckets from the script, which fills them, to the engine, which sums them."""
+    """Hands buckets from the script, which fills them, to the engine, which sums them.
+
+    Buckets are handed out in one order, the same on all members. Each member waits for one sum
+    before it begins the next ones, so two members with other orders would wait for each other.
+    """
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
-        # virtual ranks whose tasks are awaited; None: no sums are under way
-        self._hosted: set[int] | None = None
-        self._ready: deque[Bucket] = deque()
+        # Virtual ranks whose tasks must be in a bucket.
+        self._hosted: set[int] = set()
+        self._left: deque[Bucket] = deque()
 
     def begin(self, hosted: Iterable[int], buckets: Iterable[Bucket]) -> None:
-        """Begin the sums: a bucket can be exchanged once all of these virtual ranks are in it."""
-        with self._monitor:
-            self._hosted = wanted = set(hosted)
-            self._ready = deque(b for b in buckets if wanted <= b.contributed)
+        """Begin the sums: a bucket can be exchanged once all of these virtual ranks are in it.
 
-    def begin_without(self, buckets: Iterable[Bucket]) -> None:
-        """Begin sums to which this worker adds nothing: these buckets are ready at once."""
+        A worker that adds nothing to the sums hosts none, so that all buckets are ready at once.
+        """
         with self._monitor:
-            self._hosted, self._ready = None, deque(buckets)
+            self._hosted, self._left = set(hosted), deque(buckets)
 
     def end(self) -> None:
         """Stop handing out buckets: the sums have ended."""
         with self._monitor:
-            self._hosted = None
-            self._ready.clear()
+            self._left.clear()
 
     def note(self, bucket: Bucket) -> None:
         """Record that a task has contributed to a bucket; called with the monitor held."""
-        if self._hosted is not None and self._hosted <= bucket.contributed:
-            self._ready.append(bucket)
-        self._monitor.notify_all()  # the sums may not have begun, since no bucket was ready
+        is_next = bool(self._left) and bucket is self._left[0] and self._is_filled(bucket)
+        if is_next or not self._left:  # the engine may not have begun the sums yet
+            self._monitor.notify_all()
 
-    def take(self, only: int | None, wait: bool, check: Callable[[], None]) -> list[Bucket]:
-        """Return buckets to begin with now. With `only`, none but that one, and one at a time.
+    def take(self, wait: bool, check: Callable[[], None]) -> Bucket | None:
+        """Return the next bucket, or None if it is not filled yet; `wait`: wait until it is.
 
-        `check` raises when no more buckets will be ready.
+        `check` raises when no more buckets will be filled.
         """
         with self._monitor:
-            while True:
-                taken = [b for b in self._ready if only is None or (wait and b.index == only)]
-                if taken or not wait:
-                    break
+            while self._left and not self._is_filled(self._left[0]):
+                if not wait:
+                    return None
                 check()
                 self._monitor.wait()
-            for bucket in taken:
-                self._ready.remove(bucket)
-            return taken
+            return self._left.popleft() if self._left else None
+
+    def _is_filled(self, bucket: Bucket) -> bool:
+        return self._hosted <= bucket.contributed
