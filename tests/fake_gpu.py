@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -289,6 +290,8 @@ def install(patch: pytest.MonkeyPatch) -> torch.device:
         "default_stream": lambda device=None: DEFAULT,
         "device": lambda device: contextlib.nullcontext(),
         "cudart": FakeCudart,
+        # A build of PyTorch for CUDA would ask the driver, which is not there.
+        "get_device_properties": lambda device=None: types.SimpleNamespace(uuid="fake"),
     }.items():
         patch.setattr(torch.cuda, name, fake)
     return GPU

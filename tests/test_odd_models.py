@@ -1,4 +1,4 @@
-"""Members whose tasks fill other gradients, or in another order, still sum them, with equal bits."""
+"""Members whose tasks fill other gradients, or in another order, sum them, with equal bits."""
 
 from __future__ import annotations
 
