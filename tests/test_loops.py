@@ -115,6 +115,49 @@ def test_wrong_calls_of_backward_are_told() -> None:
     assert "give their sum" in sums
 
 
+class Full(torch.autograd.Function):
+    """Ends a backward pass as a GPU without memory does, where its second argument is true."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, now: bool) -> torch.Tensor:
+        ctx.now = now
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.now:
+            raise RuntimeError("out of memory\nwith some advice")
+        return grad, None
+
+
+@pytest.mark.parametrize("habit", ["skips the batch", "tries it again"])
+@pytest.mark.parametrize("last", [True, False])
+def test_a_backward_that_failed_does_not_count_as_computed(habit: str, last: bool) -> None:
+    def script(job: Job, me: ThreadWorker) -> Any:
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        job.protect(model=model, optimizer=optimizer)
+        for step in job.steps(job.batches(dataset(), 3), until=2):
+            for x, y in step:
+                fails = step.index == 1 and step.virtual_rank == 2
+                try:
+                    hidden = Full.apply(model[0](x), fails)
+                    step.backward(nn.functional.mse_loss(model[1](hidden), y), last=last)
+                except RuntimeError:
+                    if habit == "tries it again":
+                        step.backward(nn.functional.mse_loss(model(x), y))
+                    continue
+                if not last:
+                    step.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+
+    for workers in (1, 2):
+        with pytest.raises(
+            AssertionError, match=r"caught an error in step.backward \(out of memory\)"
+        ):
+            results(script, workers)
+
+
 def _ignoring_its_end(job: Job, found: Any) -> Any:
     job._step = None
     return found

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from holdfast.core.errors import UserError, WorldError
+from holdfast.core.errors import UserError, WorldError, first_line
 from holdfast.core.step import effects as ef
 from holdfast.core.step.audit import FICKLE, RUNS_DISPUTED, Sketch
 from holdfast.core.step.events import Purpose, StepKind
@@ -31,6 +31,12 @@ from holdfast.train.step.packed_trees import pack
 from holdfast.train.step.speculative import FinishedTask
 from holdfast.train.step.step_table import UNWEIGHTED
 from holdfast.train.step.task_report import NOTHING, GatheredValues, TaskReport
+
+CAUGHT = (
+    "the script caught an error in step.backward ({}), so only a part of this batch's gradient is "
+    "here: let the error end the script, and decide before step.backward, by the batch itself, "
+    "whether to leave it out"
+)
 
 
 class Step:
@@ -50,7 +56,8 @@ class Step:
         self._ended = False  # the script is through with the body of its loop
         self._vrank: int | None = None  # the virtual rank whose batch the script has
         self._count = 0  # samples in that batch
-        self._owed = False  # its last backward has not been called yet
+        self._owed = False  # its last backward has not been completed yet
+        self._caught = ""  # the error that has ended a backward of the present task
         self._task_loss = 0.0
         self._task_weight = UNWEIGHTED
         self._values: dict[str, bytes] = {}  # values that the present task has gathered
@@ -103,8 +110,9 @@ class Step:
                 f"step.backward needs a scalar loss, not {list(loss.shape)}: use mean(), or sum() "
                 "with weight="
             )
+        if self._caught:
+            raise UserError(CAUGHT.format(self._caught))
         told = None if weight is None else _weight(weight)
-        self._owed = not last
         share = loss
         implied = UNWEIGHTED
         if told is None:
@@ -112,16 +120,21 @@ class Step:
             if scale is None:  # samples are weighted after the step
                 scale = implied = float(self._count)
             share = loss if scale == 1.0 else loss * scale
+        if told is None and implied < 0 <= self._task_weight:
+            raise UserError("a batch's losses were given a weight once and not another time")
         found = scaler.scale(share) if scaler is not None else share
-        with self._script.runner.backward_pass(last=last):
-            found.backward(retain_graph=retain_graph)
+        try:
+            with self._script.runner.backward_pass(last=last):
+                found.backward(retain_graph=retain_graph)
+        except BaseException as error:
+            self._caught = first_line(error) or type(error).__name__
+            raise
         self._task_loss += float(loss.detach()) * max(implied, 1.0)
         if implied >= 0:
             self._task_weight = implied
         elif told is not None:
             self._task_weight = max(self._task_weight, 0.0) + told
-        elif self._task_weight >= 0:
-            raise UserError("a batch's losses were given a weight once and not another time")
+        self._owed = not last
 
     @property
     def virtual_rank(self) -> int:
@@ -234,7 +247,7 @@ class Step:
     def _run(self, task: ef.Compute, batch: Any) -> Generator[Any, None, FinishedTask]:
         """Have the script compute a task; one without samples is left out."""
         source, vrank = self._source, task.vrank
-        self._task_loss, self._task_weight = 0.0, UNWEIGHTED
+        self._task_loss, self._task_weight, self._caught = 0.0, UNWEIGHTED, ""
         self._count, digest = source.usage_of(self.index, vrank)
         states: dict[str, bytes] = {}
         self._values = {}
@@ -245,6 +258,8 @@ class Step:
             rank_states = self._script.progress.rank_states
             rank_states.begin_task(vrank)
             yield batch
+            if self._caught:
+                raise UserError(CAUGHT.format(self._caught))
             states = rank_states.end_task()
             if self._owed:
                 raise UserError(
