@@ -540,7 +540,7 @@ def test_a_counter_around_break_that_a_joiner_lacks_is_told() -> None:
                 break
 
     outcome, _ = with_deaths(script, 2, {1: 20})
-    assert "goes on after step 12, where that of worker 0 has ended" in outcome
+    assert "worker 0 has left its loop after step 12" in outcome
     assert results(script, 2) == [None, None]  # without a joiner all is well
 
 

@@ -218,6 +218,6 @@ def test_scripts_that_end_after_other_steps_are_told() -> None:
     # It was lost in a view before the job began again from an earlier step.
     assert progress.reason_of_uneven_ends([status(1, 13, view=4)]) == ""
     found = progress.reason_of_uneven_ends([*behind, status(1, 13, view=6)])
-    assert "worker 1 goes on after step 12, where that of worker 0 has ended" in found
+    assert "worker 0 has left its loop after step 12, where that of worker 1 begins" in found
     progress.record_end(status(1, 30, ended=True))  # the first counts
     assert progress.reason_of_uneven_ends([status(1, 13)]) != ""

@@ -150,6 +150,7 @@ class WorkerStatus:
     hosted: tuple[int, ...] = ()  # its virtual ranks in step `committed`
     phase: Phase = Phase.SCRIPT
     loop: int = 0  # how many step loops its script has entered
+    line: str = ""  # the script's line that opened its step or ended its loop, for people
     unreached: tuple[WorkerId, ...] = ()  # members of `view` that the network does not reach
     proved_at: float = 0.0  # its node's clock: every member of `view` acted in it since then
     saved: int = 0  # the step of the newest checkpoint that it knows to be durable

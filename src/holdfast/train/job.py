@@ -484,7 +484,7 @@ class Job:
         proposal = msgspec.msgpack.encode(to_plain(value, "job.agree(...)'s value"))
 
         def tell(script: ScriptThread) -> bytes:
-            script.open(StepKind.VALUES, proposal=proposal)
+            script.open(StepKind.VALUES, proposal=proposal, act="calls job.agree")
             for task in script.tasks():
                 script.runner.tell(task, None)
             return script.values_of_all()[PROPOSAL]
@@ -532,7 +532,7 @@ class Job:
         modules = [each for each in self._protected.values() if isinstance(each, torch.nn.Module)]
 
         def tell(script: ScriptThread) -> bytes:
-            step = script.open(StepKind.VALUES)
+            step = script.open(StepKind.VALUES, act=evaluation.act)
             with suspend_training(modules):
                 for task in script.tasks():
                     script.runner.begin_values()

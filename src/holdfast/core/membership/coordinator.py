@@ -33,6 +33,7 @@ from holdfast.core.membership.coordinator_events import (
 )
 from holdfast.core.membership.decision_loop import SKIPPED, DecisionLoop
 from holdfast.core.membership.durable import Durable, speakers
+from holdfast.core.membership.endings import break_standstill, plan_end
 from holdfast.core.membership.event_log import EventLog
 from holdfast.core.membership.facts import Facts, LatestFacts
 from holdfast.core.membership.followers import ORDERS_PER_TERM, Followers, find_strays
@@ -60,6 +61,7 @@ from holdfast.core.membership.formation import (
 from holdfast.core.membership.job_changes import (
     AwaitBeginners,
     CoordinatorChange,
+    CountStandstill,
     EndJob,
     EndLearning,
     GoBack,
@@ -337,7 +339,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         if facts.now < still_since + self._policy.hang_s:
             return [Stir()] if unheard else []
         reason = f"hung for {self._policy.hang_s:g} s"
-        return [*self._replace(find_hung(facts), reason), Stir()]
+        plan = [*self._replace(find_hung(facts), reason), Stir()]
+        return [*plan, *break_standstill(facts, self._progress, self._stop_view)]
 
     def _plan_for_lost(self, facts: Facts) -> Plan:
         bridges = self._protection.make_coverage_test(facts, self._durable)
@@ -345,13 +348,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
 
     def _plan_end(self, facts: Facts) -> Plan:
         """End the job if it has failed, or has been stopped."""
-        policy = self._policy
-        if failed := facts.roster.failed_workers():
-            first = min(failed, key=lambda status: status.worker)
-            why = f"worker {first.worker} failed: {first.detail}"
-            return [EndJob(why), Announce("failed", why, first.worker)]
-        if why := self._progress.reason_to_give_up(policy.restart.losses_max, policy.retreats_max):
-            return [EndJob(why), Announce("failed", why)]
+        if plan := plan_end(facts, self._progress, self._policy):
+            return plan
         stopping = self._stopping
         if stopping is not None and stopping.is_over(self._durable.step, facts.now):
             return [EndJob(stopping.reason), Announce("stop", stopping.reason)]
@@ -512,6 +510,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
                 self._learn_until = None
             case EndJob(outcome):
                 self._outcome = outcome
+            case CountStandstill():
+                self._progress.count_standstill()
             case Remember(memory):
                 self._remember(memory)
             case Stir():

@@ -46,6 +46,11 @@ class Stir:
 
 
 @dataclass(frozen=True, slots=True)
+class CountStandstill:
+    """Count that all members of a view waited for each other, for too long."""
+
+
+@dataclass(frozen=True, slots=True)
 class MarkTold:
     """Count a worker's events up to this number as told."""
 
@@ -116,6 +121,7 @@ CoordinatorChange: TypeAlias = (
     | EndJob
     | Remember
     | Stir
+    | CountStandstill
     | MarkTold
     | MarkJudged
     | StopView

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdfast.core.invalidations import Invalidations
+from holdfast.core.membership.parting import describe_uneven_ends
 from holdfast.core.types import WorkerStatus
 
 KILLED = ("ended by SIGKILL", "ended by signal 9")  # from outside, not by a mistake of its own
@@ -33,6 +34,7 @@ class Progress:
         self._retreats = 0  # since the job last reached a new step
         self._invalidations: Invalidations = ()  # those for which the job has gone back
         self._ended: WorkerStatus | None = None  # status of the first leader whose script has ended
+        self._standstills = 0  # times that all members waited for each other, since then
 
     def record_step(self, step: int) -> bool:
         """Record the step of a member of the view; return whether it is the newest."""
@@ -41,6 +43,7 @@ class Progress:
         self.step, self.losses = step, 0
         if step > self._furthest:
             self._furthest, self._retreats, self._falls, self._crashes = step, 0, 0, 0
+            self._standstills = 0
         return True
 
     def begin(self, step: int) -> None:
@@ -71,6 +74,14 @@ class Progress:
             f"{losses_max} losses without a step the job gives up (--losses-max)"
         )
 
+    def count_standstill(self) -> None:
+        """Count that all members waited for each other, for too long."""
+        self._standstills += 1
+
+    def has_stood_still(self) -> bool:
+        """Return whether that has happened before, and no new step was committed since."""
+        return self._standstills > 0
+
     def has_gone_back(self, invalidations: Invalidations) -> bool:
         """Return whether the job has gone back already because of these."""
         return invalidations == self._invalidations
@@ -96,13 +107,7 @@ class Progress:
             return ""
         same = [s for s in statuses if s.loop == ended.loop and s.view >= ended.view]
         further = [status for status in same if status.committed > ended.committed]
-        if not further:
-            return ""
-        return (
-            f"the script of worker {further[0].worker} goes on after step {ended.committed}, where "
-            f"that of worker {ended.worker} has ended: what ends a loop must be the same on all "
-            "workers; use job.stop(), or keep what `break` depends on in job.values"
-        )
+        return describe_uneven_ends(ended, further[0]) if further else ""
 
     def reason_to_give_up(self, losses_max: int, retreats_max: int) -> str:
         """Return why to give up; empty to go on."""

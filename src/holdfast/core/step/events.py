@@ -61,11 +61,13 @@ class StepOpened:
     """The script is ready to compute tasks of `step`.
 
     `rested`: it was at a boundary before; otherwise it goes on right after the step before.
+    `line`: the script's line that has opened the step, for people.
     """
 
     step: int
     kind: StepKind = StepKind.GRADIENTS
     rested: bool = True
+    line: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,9 @@ class LoopFinishing:
 
 @dataclass(frozen=True, slots=True)
 class LoopEnded:
-    """The script's loop is over."""
+    """The script's loop is over. `line`: the script's line that has ended it, for people."""
+
+    line: str = ""
 
 
 # ---------------------------------------------------------------- events: the replica

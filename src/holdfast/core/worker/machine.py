@@ -169,12 +169,13 @@ class WorkerMachine:
         if isinstance(event, ev.LoopFinishing):
             self._replica.finish_loop()
             return
-        self._standing.change(phase=Phase.ENDED)
+        self._standing.change(phase=Phase.ENDED, line=event.line)
         self._standing.tell()
         self._membership.release()
         self._catch_up()
 
     def _handle_step_opened(self, event: ev.StepOpened) -> None:
+        self._standing.change(line=event.line)
         if not event.rested:
             self._standing.change(phase=Phase.COMPUTING)
         self._replica.record_opened(event.step)

@@ -36,6 +36,12 @@ class Evaluation:
     virtual_ranks: int
     seed: int
 
+    @property
+    def act(self) -> str:
+        """Return what the workers do together."""
+        batches = f"{self.length} samples in batches of {self.batch_size}"
+        return f"calls job.evaluate ({batches})"
+
     def share(self, step: int, vrank: int) -> bytes:
         """Sum up the metrics of a virtual rank's batches, and encode the sums. UserError."""
         found: Metrics = {}

@@ -303,7 +303,7 @@ def end_step(step: Step, callbacks: Iterable[Callable[[Step], None]]) -> None:
                 "worker's loop only: call job.stop() there"
             ) from None
     if isinstance(source, StreamSource) and source.stream.tells_states:
-        script.open(StepKind.VALUES)
+        script.open(StepKind.VALUES, act="exchanges positions in a stream")
         for task in script.tasks():
             script.runner.tell(task, source.state(task.vrank))
         source.stream.hear(script.values_of_all())

@@ -25,14 +25,14 @@ import torch
 import xxhash
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from holdfast.train.step.script_lines import is_script
+
 LEAVES_MAX = 2000  # values in one look
 VISITS_MAX = 4000  # values and their holders in one look; those nearest to the script come first
 ITEMS_MAX = 64  # items of a list or dictionary, or entries of a folder
 DEPTH_MAX = 6
 NUMBERS_MAX = 256  # numbers of a tensor or array
 TEXT_CHARS_MAX = 200
-_PACKAGE = str(Path(__file__).resolve().parents[2])
-_LIBRARIES = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__)))
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 _MODULE_INTERNALS = frozenset(vars(torch.nn.Module()))
 _OPEN = (
@@ -108,13 +108,6 @@ def script_frames() -> list[types.FrameType]:
 def _is_beside(one: types.CodeType, other: types.CodeType) -> bool:
     folders = {os.path.dirname(os.path.abspath(each.co_filename)) for each in (one, other)}
     return len(folders) == 1
-
-
-def is_script(path: str) -> bool:
-    """Return whether a source file is the user's: no library's, and not Holdfast's."""
-    full = os.path.abspath(path)
-    inside = (_PACKAGE, *_LIBRARIES)
-    return not path.startswith("<") and not any(full.startswith(each + os.sep) for each in inside)
 
 
 def _roots() -> Iterator[tuple[str, Any]]:

@@ -13,9 +13,10 @@ from holdfast.train.script.carried_variables import (
     names_of_batch,
     parse_file,
 )
-from holdfast.train.script.script_memory import ScriptMemory, is_script, script_frames
+from holdfast.train.script.script_memory import ScriptMemory, script_frames
 from holdfast.train.script.script_sources import SOURCES_MAX, find_sources
 from holdfast.train.script.task_sources import find_task_sources
+from holdfast.train.step.script_lines import is_script
 
 NAMES_MAX = 4
 COMPUTES = (

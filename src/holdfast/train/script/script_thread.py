@@ -33,9 +33,11 @@ from holdfast.train.script.loop_ends import LoopEnd
 from holdfast.train.script.script_guard import ScriptGuard
 from holdfast.train.script.script_state import ScriptState
 from holdfast.train.shards.inner_group import InnerGroup
+from holdfast.train.step.act import Act
 from holdfast.train.step.driver import Driver
 from holdfast.train.step.mover import StateMover
 from holdfast.train.step.probe import current
+from holdfast.train.step.script_lines import name_line
 from holdfast.train.step.speculative import FinishedTask
 from holdfast.train.step.step_data import StepData
 from holdfast.train.step.task_files import TaskFiles
@@ -48,6 +50,7 @@ ADDED = (
     "its first line and lacks them, so the job ends at its next join; build all layers before the "
     "first step, and freeze those that are trained later"
 )
+TRAINS = "trains"
 TOLD_CHARS_MAX = 1000  # limit for an agreed value in the ledger
 
 
@@ -322,7 +325,7 @@ class ScriptThread:
         driver.times.enter(TimeUse.END)
         driver.post(ev.LoopFinishing())
         self._mover.finish()
-        driver.post(ev.LoopEnded())
+        driver.post(ev.LoopEnded(name_line()))
         while not isinstance(driver.next_for_script(), ef.Release):
             pass
 
@@ -392,11 +395,13 @@ class ScriptThread:
         kind: StepKind = StepKind.GRADIENTS,
         of: Collection[str] | None = None,
         proposal: bytes | None = None,
+        act: str = TRAINS,
     ) -> int:
         """Open the job's next step, and return its number.
 
         `of`: names of the modules whose gradients it sums; None: all. `proposal`: the leader's
-        proposal in a step that exchanges values. UserError within another step.
+        proposal in a step that exchanges values. `act`: what the workers do together in the step,
+        the same words on all of them. UserError within another step.
         """
         if self.is_open:
             raise UserError(
@@ -419,10 +424,11 @@ class ScriptThread:
         copied, start = self._mover.copied_fingerprint(self._at), data.buffers.start
         prints = guard.open(self._at, start, self._loop_data, whole=self._whole, copied=copied)
         with self._driver.monitor:
-            data.open(kind, prints)
+            which = f" {', '.join(sorted(of))}" if of is not None else ""
+            data.open(kind, prints, Act(f"{act}{which}", self._loop, name_line()))
             if proposal is not None:
                 data.values.put(PROPOSAL, proposal)
-            self._driver.post(ev.StepOpened(self._at, kind, self._rested))
+            self._driver.post(ev.StepOpened(self._at, kind, self._rested, data.act.line))
         self.is_open, self._rested, self._whole = True, False, False
         return self._at
 

@@ -30,10 +30,10 @@ from holdfast.train.step.driver import Driver, EngineOrder, Link, ViewRendezvous
 from holdfast.train.step.filled_buckets import FilledBuckets
 from holdfast.train.step.mover import StateMover, ViewConnections
 from holdfast.train.step.reduction import (
+    ActCheck,
     BucketSum,
     BuffersSpread,
     Operation,
-    PlanCheck,
     TableGather,
 )
 from holdfast.train.step.row_sums import RowsSum
@@ -244,7 +244,7 @@ class Engine(threading.Thread):
         sums: list[BucketSum] = []
         closing: list[Operation] = []
         check = self._checker(order.view)
-        plan = PlanCheck(self._data.gradients.plan, layout, at.view)
+        act = ActCheck(self._data.act, self._plan_of_step(), layout, at.view)
         while begun < total or gathering or not closing:
             # Where tags are ignored, a sum ends before the next one begins.
             while not (gathering and at.transport.ordered):
@@ -252,7 +252,7 @@ class Engine(threading.Thread):
                 if bucket is None:
                     break
                 if not begun:  # just before the bucket: the peer is woken once for both
-                    plan.gather(at.transport)
+                    act.gather(at.transport)
                 begun += 1
                 with self._driver.monitor:  # a newer view may merge the partial sums further
                     self._driver.check_alive(order.view)
@@ -261,17 +261,17 @@ class Engine(threading.Thread):
                     started.gather(at.transport)
                 gathering.append(started)
             if begun == total and not closing:  # under way beside the last buckets
-                closing = self._closing_operations(at, order)
-                if not total and self._data.kind is StepKind.GRADIENTS:
-                    plan.gather(at.transport)
+                closing = self._closing_operations(at, order, act.number)
+                if not total:
+                    act.gather(at.transport)
                 for operation in closing:
                     operation.gather(at.transport)
             if gathering:
-                plan.finish()
+                act.finish(at.transport)
                 gathered = gathering.popleft()
                 gathered.spread(at.transport, None if at.transport.ordered else at.waits)
                 sums.append(gathered)
-        plan.finish()
+        act.finish(at.transport)
         for operation in closing:
             operation.spread(at.transport)
         for operation in (*sums, *closing):
@@ -325,8 +325,18 @@ class Engine(threading.Thread):
     def _checker(self, view: int) -> Callable[[], None]:
         return lambda: self._driver.check_alive(view)
 
-    def _closing_operations(self, at: TimedConnections, order: ef.Reduce) -> list[Operation]:
-        """List the operations that must wait until this worker's tasks are complete, or dropped."""
+    def _plan_of_step(self) -> int:
+        """Return 63 bits that stand for the parameters that the step sums; 0: none."""
+        is_sum = self._data.kind is StepKind.GRADIENTS
+        return self._data.gradients.plan if is_sum else 0
+
+    def _closing_operations(
+        self, at: TimedConnections, order: ef.Reduce, act: int
+    ) -> list[Operation]:
+        """List the operations that must wait until this worker's tasks are complete, or dropped.
+
+        `act`: the number of what the workers do in the step.
+        """
         driver, data, layout = self._driver, self._data, at.layout
         mine = layout.hosted[layout.rank]
         driver.await_rows(order.view, order.step)
@@ -340,7 +350,7 @@ class Engine(threading.Thread):
             used = torch.zeros_like(data.table.used)
         with driver.monitor:
             values = ValuesGather(data.values, layout, at.view, counts=counts)
-        self._rows = TableGather(data.table, used, layout, data.prints, values.size)
+        self._rows = TableGather(data.table, used, layout, data.prints, values.size, act)
         values.expect(self._rows.follows)
         operations: list[Operation] = [self._rows, values]
         if data.gradients.active_tables:

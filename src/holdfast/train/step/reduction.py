@@ -26,11 +26,13 @@ from holdfast.train.exchange.layout import (
     TAG_PLAN,
     TAG_TABLE,
     Layout,
+    gather_bytes,
 )
 from holdfast.train.exchange.seam import Message, Pending, Transport
 from holdfast.train.exchange.tensor_bytes import as_bytes
 from holdfast.train.exchange.waits import Waits
-from holdfast.train.step.buckets import Bucket, Flat
+from holdfast.train.step.act import Act, describe_difference
+from holdfast.train.step.buckets import PLANS, Bucket, Flat
 from holdfast.train.step.probe import current
 from holdfast.train.step.row_table import Rows
 from holdfast.train.step.step_table import Buffers, StepTable
@@ -54,33 +56,35 @@ class Operation(Protocol):
     def finish(self) -> None: ...
 
 
-class PlanCheck:
-    """Makes sure that all members sum the same parameters, before their sums are used."""
+class ActCheck:
+    """Makes sure that all members do the same in a step, before its sums or values are used.
 
-    def __init__(self, plan: int, layout: Layout, view: View) -> None:
-        self._mine = torch.from_numpy(np.array([plan], np.int64))
+    Each member sends one number to each other member; where these differ, also a line of text.
+    """
+
+    def __init__(self, act: Act, plan: int, layout: Layout, view: View) -> None:
+        self.number = act.number(plan)
+        self._act = act
+        self._mine = torch.from_numpy(np.array([self.number], np.int64))
         self._layout = layout
         self._view = view
-        self._plans = {peer: torch.zeros(1, dtype=torch.int64) for peer in layout.others}
+        self._numbers = {peer: torch.zeros(1, dtype=torch.int64) for peer in layout.others}
         self._pending: Pending | None = None
 
     def gather(self, transport: Transport) -> None:
         sends = [(peer, self._mine) for peer in self._layout.others]
-        self._pending = transport.exchange(sends, list(self._plans.items()), TAG_PLAN)
+        self._pending = transport.exchange(sends, list(self._numbers.items()), TAG_PLAN)
 
-    def finish(self) -> None:
-        """Wait for the others' plans. UserError if they train other parameters."""
+    def finish(self, transport: Transport) -> None:
+        """Wait for the others' numbers. UserError on all members if one does something else."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         pending.wait()
-        for peer, plan in self._plans.items():
-            if plan[0] != self._mine[0]:
-                others, mine = self._view.workers[peer], self._view.workers[self._layout.rank]
-                raise UserError(
-                    f"worker {others} trains other parameters than worker {mine} in this step: "
-                    "freeze, thaw, add and remove parameters on all workers at the same step"
-                )
+        if any(number[0] != self.number for number in self._numbers.values()):
+            told = gather_bytes(transport, self._layout, self._act.encode())
+            acts = [Act.decode(each) for each in told]
+            raise UserError(describe_difference(dict(zip(self._view.workers, acts, strict=True))))
 
 
 class BucketSum:
@@ -183,7 +187,8 @@ class BucketSum:
 class TableGather:
     """Everyone's rows and used flags, in everyone's table. The first word says that it is here.
 
-    `follows`: how many bytes of values this member sends after its rows.
+    `follows`: how many bytes of values this member sends after its rows. `act`: the number of what
+    it does in the step, so that its rows never meet those of another act.
     """
 
     def __init__(
@@ -193,6 +198,7 @@ class TableGather:
         layout: Layout,
         prints: Prints = (0, 0, 0, 0),
         follows: int = 0,
+        act: int = 0,
     ) -> None:
         # By rank; of all members once `spread` has returned.
         self.prints = {layout.rank: prints}
@@ -200,6 +206,7 @@ class TableGather:
         self._table = table
         self._used = used
         self._layout = layout
+        self._tag = TAG_TABLE + TAG_OF_PLAN * (act % PLANS)
         self._messages: dict[int, torch.Tensor] = {}
         self._pending: Pending | None = None
 
@@ -214,7 +221,7 @@ class TableGather:
         }
         sends = [(p, mine) for p in layout.others]
         self._pending = transport.exchange(
-            _drop_empty(sends), _drop_empty(list(self._messages.items())), TAG_TABLE
+            _drop_empty(sends), _drop_empty(list(self._messages.items())), self._tag
         )
 
     def spread(self, transport: Transport) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from holdfast.core.step.events import StepKind
 from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
+from holdfast.train.step.act import Act
 from holdfast.train.step.buckets import Gradients
 from holdfast.train.step.module_attributes import ModuleAttributes
 from holdfast.train.step.reduction import Prints
@@ -45,6 +46,7 @@ class StepData:
         self.speculative = SpeculativeTasks(gradients, self.own, buffers)
         self.values = StepValues()
         self.kind = StepKind.GRADIENTS
+        self.act = Act()
         self.wants_stop = False  # this worker's script wants the loop to end
         self._stops = False  # the value of `wants_stop` when the step was opened
         self.prints: Prints = (0, 0, 0, 0)  # fingerprints of the state that the step begins with
@@ -59,9 +61,10 @@ class StepData:
         self.table.expect(len(self.gradients.used))
         self.buffers.find()
 
-    def open(self, kind: StepKind, prints: Prints) -> None:
+    def open(self, kind: StepKind, prints: Prints, act: Act) -> None:
         """Begin a step; its gradients and buffers have been reset."""
         self.kind, self.prints, self._stops = kind, prints, self.wants_stop
+        self.act = act
         self.values.reset()
         self.reset()
 

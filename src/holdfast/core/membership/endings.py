@@ -1,0 +1,53 @@
+"""Decides whether the job ends, or its view, because its workers cannot go on together. Pure."""
+
+from __future__ import annotations
+
+from holdfast.core.job_spec import CoordinatorPolicy
+from holdfast.core.membership.coordinator_events import Announce
+from holdfast.core.membership.facts import Facts
+from holdfast.core.membership.job_changes import (
+    CoordinatorChange,
+    CountStandstill,
+    EndJob,
+    StopView,
+)
+from holdfast.core.membership.parting import describe_waits, do_all_wait, find_parting
+from holdfast.core.membership.progress import Progress
+from holdfast.core.types import ViewNumber, WorkerId
+
+
+def plan_end(
+    facts: Facts, progress: Progress, policy: CoordinatorPolicy
+) -> list[CoordinatorChange]:
+    """End the job if a script has failed, if scripts part ways, or if the job gets no further."""
+    worker: WorkerId | None = None
+    if failed := facts.roster.failed_workers():
+        first = min(failed, key=lambda status: status.worker)
+        worker, why = first.worker, f"worker {first.worker} failed: {first.detail}"
+    else:
+        losses_max, retreats_max = policy.restart.losses_max, policy.retreats_max
+        why = find_parting(facts) or progress.reason_to_give_up(losses_max, retreats_max)
+    return [EndJob(why), Announce("failed", why, worker)] if why else []
+
+
+def break_standstill(
+    facts: Facts, progress: Progress, stopped: ViewNumber
+) -> list[CoordinatorChange]:
+    """Stop a view whose members all wait for each other; end the job if that did not help.
+
+    A new group exchanges everything again, which helps if a message was lost. `stopped`: the newest
+    view that was stopped.
+    """
+    view = facts.view
+    if view is None or view.number <= stopped or not do_all_wait(facts):
+        return []
+    why = describe_waits(facts.known)
+    if progress.has_stood_still():
+        why = f"{why}, again after a new group was formed: please report this, with the bundle"
+        return [EndJob(why), Announce("failed", why)]
+    text = f"view {view.number} is stopped: {why}"
+    return [
+        CountStandstill(),
+        StopView(view.number),
+        Announce("stop_view", text, None, view.number),
+    ]
