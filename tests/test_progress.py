@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from holdfast.core.membership.progress import Progress
-from roster_kit import invalid
+from holdfast.core.types import JobEvent, WorkerId
+from roster_kit import invalid, status
+
+FIRST = WorkerId(0)
 
 
 def test_progress_forgives_losses_and_only_new_steps_forgive_going_back() -> None:
@@ -11,9 +16,9 @@ def test_progress_forgives_losses_and_only_new_steps_forgive_going_back() -> Non
     assert progress.losses == 0
     assert [progress.record_step(step) for step in (5, 4, 6, 6)] == [False, False, True, False]
     for _ in range(3):
-        progress.count_loss("ended by SIGKILL")
+        progress.count_loss(FIRST, "ended by SIGKILL")
     assert progress.reason_to_give_up(3, 1) == ""
-    progress.count_loss("out of memory\nand more")
+    progress.count_loss(FIRST, "out of memory\nand more")
     assert "4 workers were lost at step 6" in progress.reason_to_give_up(3, 1)
     assert "(the last one: out of memory): see" in progress.reason_to_give_up(3, 1)
     assert progress.record_step(7)
@@ -36,7 +41,7 @@ def test_a_job_that_is_lost_again_and_again_before_a_new_step_is_given_up() -> N
         progress.begin(5)
         assert progress.record_step(7)
         assert progress.reason_to_give_up(2, 1) == ""
-        progress.count_loss("ended by SIGKILL")
+        progress.count_loss(FIRST, "ended by SIGKILL")
     progress.begin(5)
     progress.begin(5)  # no loss in between
     assert progress.reason_to_give_up(3, 1) == ""
@@ -53,10 +58,40 @@ def test_steps_that_only_the_memory_of_nodes_shows_forgive_losses_as_well() -> N
     assert progress.record_step(10)
     for step in (10, 12):
         for _ in range(2):
-            progress.count_loss("ended by SIGKILL")
+            progress.count_loss(FIRST, "ended by SIGKILL")
         progress.begin(step)
     assert progress.reason_to_give_up(1, 1) == ""
-    progress.count_loss("ended by SIGKILL")
-    progress.count_loss("ended by SIGKILL")
+    progress.count_loss(FIRST, "ended by SIGKILL")
+    progress.count_loss(FIRST, "ended by SIGKILL")
     progress.begin(11)  # a piece was lost: no further than before
     assert "2 workers were lost at step 11" in progress.reason_to_give_up(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("why", "text", "ends"),
+    [
+        ("ended by SIGKILL", "the task of virtual rank 3 was computed wrongly", True),
+        ("ended by SIGSEGV", "", True),
+        ("ended by SIGKILL", "", False),  # an operator, or a manager that takes nodes away
+        ("its node is lost", "", False),
+    ],
+)
+def test_a_job_does_not_begin_again_from_one_step_for_one_reason_for_ever(
+    why: str, text: str, ends: bool
+) -> None:
+    progress = Progress(0)
+    for count in range(3):
+        assert progress.reason_to_give_up(30, 30) == ""
+        progress.begin(5)
+        progress.record_step(7)
+        if text:
+            events = (JobEvent(number=count + 1, kind="wrong", text=text),)
+            progress.record_words(status(0, events=events))
+        progress.count_loss(FIRST, why)
+    assert progress.reason_to_give_up(30, 30) == ""
+    progress.begin(5)
+    told = progress.reason_to_give_up(30, 30)
+    assert bool(told) is ends
+    assert not ends or f"from step 5 3 times for the same reason: {text or why}" in told
+    progress.record_step(8)
+    assert progress.reason_to_give_up(30, 30) == ""

@@ -33,7 +33,7 @@ from holdfast.core.membership.coordinator_events import (
 )
 from holdfast.core.membership.decision_loop import SKIPPED, DecisionLoop
 from holdfast.core.membership.durable import Durable, speakers
-from holdfast.core.membership.endings import break_standstill, plan_end
+from holdfast.core.membership.endings import break_standstill, plan_end, plan_stop
 from holdfast.core.membership.event_log import EventLog
 from holdfast.core.membership.facts import Facts, LatestFacts
 from holdfast.core.membership.followers import ORDERS_PER_TERM, Followers, find_strays
@@ -348,12 +348,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
 
     def _plan_end(self, facts: Facts) -> Plan:
         """End the job if it has failed, or has been stopped."""
-        if plan := plan_end(facts, self._progress, self._policy):
-            return plan
-        stopping = self._stopping
-        if stopping is not None and stopping.is_over(self._durable.step, facts.now):
-            return [EndJob(stopping.reason), Announce("stop", stopping.reason)]
-        return []
+        plan = plan_end(facts, self._progress, self._policy)
+        return plan or plan_stop(self._stopping, self._durable.step, facts.now)
 
     def _plan_release(self, facts: Facts) -> Plan:
         """Let ended workers go once the leader's script is past the loop."""
@@ -518,6 +514,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
                 self._agenda.stir(now)
             case MarkTold(status):
                 self._event_log.mark(status)
+                self._progress.record_words(status)
             case MarkJudged():
                 self._durable.judge()
             case StopView(number):
@@ -540,7 +537,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         return []
 
     def _count_loss(self, worker: WorkerId, reason: str, now: float) -> Announce:
-        self._progress.count_loss(reason)
+        self._progress.count_loss(worker, reason)
         self._reserve = self._reserve.count_loss(worker, self._roster, now)
         doubt = self._progress.doubt(reason, self._policy.restart.losses_max)
         return Announce("lost", f"worker {worker} was lost: {reason}{doubt}", worker)

@@ -13,6 +13,7 @@ from holdfast.core.membership.job_changes import (
 )
 from holdfast.core.membership.parting import describe_waits, do_all_wait, find_parting
 from holdfast.core.membership.progress import Progress
+from holdfast.core.membership.stopping import Stopping
 from holdfast.core.types import ViewNumber, WorkerId
 
 
@@ -28,6 +29,13 @@ def plan_end(
         losses_max, retreats_max = policy.restart.losses_max, policy.retreats_max
         why = find_parting(facts) or progress.reason_to_give_up(losses_max, retreats_max)
     return [EndJob(why), Announce("failed", why, worker)] if why else []
+
+
+def plan_stop(stopping: Stopping | None, saved: int, now: float) -> list[CoordinatorChange]:
+    """End a job that an operator stops, once it has saved; `saved`: the newest durable step."""
+    if stopping is None or not stopping.is_over(saved, now):
+        return []
+    return [EndJob(stopping.reason), Announce("stop", stopping.reason)]
 
 
 def break_standstill(

@@ -174,10 +174,20 @@ class BatchSource:
         self._refresh(self.options.num_workers, idle_only=False)
         return self._hand_out(task, batch, reading)
 
-    def load_again(self, step: int, vrank: int) -> Any:
-        """Load the batch of a task once more, in this process."""
-        batch, reading = self._inline((step, vrank))
-        return self._hand_out((step, vrank), batch, reading)
+    def load_again(self, step: int, vrank: int, *, in_data_worker: bool = False) -> Any:
+        """Load the batch of a task once more, in this process.
+
+        `in_data_worker`: in a data worker if there are any, whose copy of the dataset may differ.
+        """
+        task = (step, vrank)
+        if in_data_worker and self._pipeline.has_started:
+            self._feed.again = task
+            while task not in self._pipeline.sent:
+                self._receive()
+            while task in self._pipeline.sent:
+                self._receive()
+        batch, reading = self._ready.pop(task) if task in self._ready else self._inline(task)
+        return self._hand_out(task, batch, reading)
 
     def usage_of(self, step: int, vrank: int) -> tuple[int, int]:
         """Return how many samples a task uses, and the digest of their indices."""
@@ -366,6 +376,7 @@ class _Feed:
         self.step = 0  # earlier ones are over
         self.held: set[Task] = set()  # loaded, being loaded, or handed out already
         self.sent: deque[Task | None] = deque()
+        self.again: Task | None = None  # a task to load next, though it was loaded before
         self._plan = plan
         self._vranks: tuple[int, ...] = ()
         self._until = 0
@@ -407,7 +418,8 @@ class _Feed:
         return self
 
     def __next__(self) -> Order | None:
-        task = self.peek()
+        task = self.again or self.peek()
+        self.again = None
         keys = [] if task is None else self._plan.keys(*task)
         if task is not None:
             self.held.add(task)

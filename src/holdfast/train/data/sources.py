@@ -52,8 +52,8 @@ class Source(Protocol):
 
     def batch(self, step: int, vrank: int) -> Any: ...
 
-    def load_again(self, step: int, vrank: int) -> Any:
-        """Load the batch of a task once more."""
+    def load_again(self, step: int, vrank: int, *, in_data_worker: bool = False) -> Any:
+        """Load the batch of a task once more; `in_data_worker`: there, if there are any."""
         ...
 
     def usage_of(self, step: int, vrank: int) -> tuple[int, int]:
@@ -272,7 +272,7 @@ class _TaskSource:
         """Return the task."""
         return Task(step=step, vrank=vrank)
 
-    def load_again(self, step: int, vrank: int) -> Task:
+    def load_again(self, step: int, vrank: int, *, in_data_worker: bool = False) -> Task:
         """Return the task."""
         return Task(step=step, vrank=vrank)
 

@@ -153,7 +153,7 @@ class StreamSource:
         with limit_to_one_thread():
             return self.stream.collate(part.of(samples))
 
-    def load_again(self, step: int, vrank: int) -> Any:
+    def load_again(self, step: int, vrank: int, *, in_data_worker: bool = False) -> Any:
         """Return the batch of a task, collated once more: a stream is read only once."""
         return self.batch(step, vrank)
 

@@ -25,7 +25,12 @@ from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.sources import Source
 from holdfast.train.data.streams import StreamSource
 from holdfast.train.script.loop_ends import LoopEnd
-from holdfast.train.script.repeated_tasks import RunMark, count_tasks_before, result_print
+from holdfast.train.script.repeated_tasks import (
+    RUN_ELSEWHERE,
+    RunMark,
+    count_tasks_before,
+    result_print,
+)
 from holdfast.train.script.script_thread import ScriptThread
 from holdfast.train.step.packed_trees import pack
 from holdfast.train.step.speculative import FinishedTask
@@ -224,7 +229,7 @@ class Step:
         """Compute a task once more, now and then after others; adds the run to `runs`."""
         for vrank in self._other_vranks(task.vrank)[: count_tasks_before(len(runs))]:
             yield from self._repeat(replace(task, vrank=vrank))
-        runs.append((yield from self._repeat(task)))
+        runs.append((yield from self._repeat(task, in_data_worker=len(runs) == RUN_ELSEWHERE)))
 
     def _other_vranks(self, vrank: int) -> list[int]:
         """Return other virtual ranks, for a stream only hosted ones: it cannot read the others."""
@@ -234,10 +239,12 @@ class Step:
         every = dict.fromkeys([*hosted, *theirs])
         return [each for each in every if each != vrank]
 
-    def _repeat(self, task: ef.Compute) -> Generator[Any, None, RunMark]:
-        """Compute a task only to compare its result."""
+    def _repeat(
+        self, task: ef.Compute, *, in_data_worker: bool = False
+    ) -> Generator[Any, None, RunMark]:
+        """Compute a task only to compare its result; `in_data_worker`: its batch comes from one."""
         runner = self._script.runner
-        batch = self._source.load_again(self.index, task.vrank)
+        batch = self._source.load_again(self.index, task.vrank, in_data_worker=in_data_worker)
         batch_print = content_print(batch)
         runner.begin_repeat(task, sketch=self._script.guard.repeats.wants_sketches)
         finished = yield from self._run(task, batch)

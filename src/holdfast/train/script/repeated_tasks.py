@@ -30,6 +30,9 @@ QUICK_S = 1.0
 RUNS_ODD = 14  # runs if one differs: a script that counts its calls makes another one differ
 RUNS_SUSPECTED = 64  # runs if one differs in a script that does something which may cause it
 RUNS_AFTER = 8  # least number of runs after the one that differs
+# The run whose batch is loaded in a data worker: copies of the dataset in these processes differ
+# from the script's own each time, where a machine's passing fault does not come again.
+RUN_ELSEWHERE = 3
 OTHERS_BEFORE = (0, 0, 0, 1, 0, 2)  # other tasks that are computed before each of these runs
 # runs that settle by this factor show a script's doing, where noise would stay as large
 SETTLES = 4.0
