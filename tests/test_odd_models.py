@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ QUICK = (1, 4, 9)  # seeds 1 and 9 hung while each member took its buckets in an
 
 
 class EagerEngines(Probe):
-    """Holds a backward pass up, bucket by bucket, until the engine has nothing more to do.
+    """Delays a backward pass, bucket by bucket, until the engine has no more work.
 
     So sums begin in the middle of each pass, whichever of a worker's threads is quicker.
     """
@@ -35,7 +35,7 @@ class EagerEngines(Probe):
         for engine in threading.enumerate():
             if isinstance(engine, Engine) and engine._driver.mortal.thread is script:
                 while engine.is_alive() and not waits(engine):
-                    time.sleep(0)  # tidy: allow sleep because the other thread needs its turn
+                    os.sched_yield()  # the other thread needs its turn
 
 
 def waits(thread: threading.Thread) -> bool:
@@ -60,7 +60,7 @@ def assert_equal_everywhere(script: Script) -> None:
 
 
 def tied_language_model(job: Job, me: ThreadWorker) -> Any:
-    """The weight of the embedding is that of the output, too; two samples are left for step 1."""
+    """The embedding and the output share a weight, and two samples are left for step 1."""
     words, body, head = nn.Embedding(9, 16), nn.Linear(16, 16), nn.Linear(16, 9, bias=False)
     head.weight = words.weight
     model = seeded(nn.Sequential(words, body, head))

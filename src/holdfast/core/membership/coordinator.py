@@ -33,7 +33,6 @@ from holdfast.core.membership.coordinator_events import (
 )
 from holdfast.core.membership.decision_loop import SKIPPED, DecisionLoop
 from holdfast.core.membership.durable import Durable, speakers
-from holdfast.core.membership.endings import break_standstill, plan_end, plan_stop
 from holdfast.core.membership.event_log import EventLog
 from holdfast.core.membership.facts import Facts, LatestFacts
 from holdfast.core.membership.followers import ORDERS_PER_TERM, Followers, find_strays
@@ -75,6 +74,7 @@ from holdfast.core.membership.job_changes import (
     Stir,
     StopView,
 )
+from holdfast.core.membership.job_end import break_standstill, plan_end, plan_stop
 from holdfast.core.membership.last_saves import LastSaves
 from holdfast.core.membership.live_roster import News
 from holdfast.core.membership.progress import Progress

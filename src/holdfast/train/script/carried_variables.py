@@ -11,15 +11,15 @@ import ast
 import dis
 import linecache
 import os
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType, FunctionType
 from typing import Any
 
+from holdfast.train.step.script_lines import find_caller
+
 NAMES_MAX = 3
 _parsing = threading.Lock()  # Python 3.11 may fail where several threads parse at once
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def parse_file(path: str, namespace: dict[str, Any] | None = None) -> ast.Module | None:
@@ -36,7 +36,7 @@ def parse_file(path: str, namespace: dict[str, Any] | None = None) -> ast.Module
 
 def describe_carried() -> str:
     """Describe what the calling script's loop carries on; empty if nothing is found."""
-    frame = _script_frame()
+    frame = find_caller()
     loop = None if frame is None else _loop_at(frame)
     if frame is None or loop is None:
         return ""
@@ -60,7 +60,7 @@ def names_of_batch() -> set[str]:
 
     Their values come from the batch alone.
     """
-    frame = _script_frame()
+    frame = find_caller()
     loop = None if frame is None else _loop_at(frame)
     if loop is None:
         return set()
@@ -70,21 +70,13 @@ def names_of_batch() -> set[str]:
 
 def find_loop(path: str) -> ast.For | None:
     """Return the calling script's loop over batches, if it stands in this file."""
-    frame = _script_frame()
+    frame = find_caller()
     is_there = frame is not None and frame.f_code.co_filename == path
     return _loop_at(frame) if frame is not None and is_there else None
 
 
 def _stores(name: ast.Name) -> bool:
     return isinstance(name.ctx, ast.Store)
-
-
-def _script_frame() -> FrameType | None:
-    """Return the innermost frame that is not of this package."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and os.path.abspath(frame.f_code.co_filename).startswith(_HERE):
-        frame = frame.f_back
-    return frame
 
 
 def _loop_at(frame: FrameType) -> ast.For | None:

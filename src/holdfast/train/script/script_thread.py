@@ -425,7 +425,7 @@ class ScriptThread:
         prints = guard.open(self._at, start, self._loop_data, whole=self._whole, copied=copied)
         with self._driver.monitor:
             which = f" {', '.join(sorted(of))}" if of is not None else ""
-            data.open(kind, prints, Act(f"{act}{which}", self._loop, name_line()))
+            data.open(Act(f"{act}{which}", self._loop, name_line(), kind), prints)
             if proposal is not None:
                 data.values.put(PROPOSAL, proposal)
             self._driver.post(ev.StepOpened(self._at, kind, self._rested, data.act.line))

@@ -9,6 +9,7 @@ import msgspec
 import xxhash
 
 from holdfast.core.errors import Aborted
+from holdfast.core.step.events import StepKind
 from holdfast.core.types import WorkerId
 
 _decode = msgspec.msgpack.Decoder(tuple[str, int, str]).decode
@@ -16,15 +17,17 @@ _decode = msgspec.msgpack.Decoder(tuple[str, int, str]).decode
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """Describes what a worker does in a step together with the others, who must do the same.
+    """Describes the work of one step, which must be the same on all workers.
 
-    `text`: what it is, in words for people. `loop`: the number of the script's loop. `line`: the
-    script's line that has opened the step; it may differ between workers.
+    `text`: the work, in words for people. `loop`: the number of the script's loop. `line`: the
+    script's line that has opened the step; it may differ between workers. `kind`: what the step
+    brings together, which follows from the text.
     """
 
     text: str = ""
     loop: int = 0
     line: str = ""
+    kind: StepKind = StepKind.GRADIENTS
 
     def number(self, plan: int) -> int:
         """Return 63 bits that stand for the act and the plan of sums, but not for the line."""

@@ -11,6 +11,7 @@ from types import FrameType
 import torch
 
 _PACKAGE = str(Path(__file__).resolve().parents[2])
+_TRAIN = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = (os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__)))
 LINE_CHARS_MAX = 200
 
@@ -21,6 +22,14 @@ def is_script(path: str) -> bool:
     full = os.path.abspath(path)
     inside = (_PACKAGE, *_LIBRARIES)
     return not path.startswith("<") and not any(full.startswith(each + os.sep) for each in inside)
+
+
+def find_caller() -> FrameType | None:
+    """Return the innermost frame of the calling thread that is not of this package."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and os.path.abspath(frame.f_code.co_filename).startswith(_TRAIN):
+        frame = frame.f_back
+    return frame
 
 
 def name_line(thread: int | None = None) -> str:

@@ -45,7 +45,6 @@ class StepData:
         self.attributes = attributes or ModuleAttributes([])
         self.speculative = SpeculativeTasks(gradients, self.own, buffers)
         self.values = StepValues()
-        self.kind = StepKind.GRADIENTS
         self.act = Act()
         self.wants_stop = False  # this worker's script wants the loop to end
         self._stops = False  # the value of `wants_stop` when the step was opened
@@ -61,10 +60,14 @@ class StepData:
         self.table.expect(len(self.gradients.used))
         self.buffers.find()
 
-    def open(self, kind: StepKind, prints: Prints, act: Act) -> None:
+    @property
+    def kind(self) -> StepKind:
+        """Return what the step brings together."""
+        return self.act.kind
+
+    def open(self, act: Act, prints: Prints) -> None:
         """Begin a step; its gradients and buffers have been reset."""
-        self.kind, self.prints, self._stops = kind, prints, self.wants_stop
-        self.act = act
+        self.act, self.prints, self._stops = act, prints, self.wants_stop
         self.values.reset()
         self.reset()
 
