@@ -352,6 +352,8 @@ TUNED: dict[str, dict[str, object]] = {
     "the_late_one_goes_on_in_the_old_view": LATE,
     "who_stays_away_is_forgotten": LATE | {"loops": (250,), "faults": ("stuck",), "task_s": 0.01},
     "whoever_ends_with_status_0_has_come_to_its_end": JOINS | {"faults": ("quit",)},
+    "a_full_disk_is_the_scripts_fault": JOINS | {"faults": ("machine_error",)},
+    "one_full_disk_ends_the_job": JOINS | {"faults": ("machine_error",)},
     "audits_prove_nothing": WRONG,
     "the_owner_is_always_right": WRONG,
     "each_member_plans_comparisons_of_its_own": {"exact_bits": True},

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from holdfast.core.job_spec import CoordinatorPolicy
+from holdfast.core.membership import agent, decision_loop, view_making
 from holdfast.core.membership import coordinator as co
-from holdfast.core.membership import decision_loop, view_making
 from holdfast.core.membership.agent import (
     AgentEffect,
     AgentEvent,
@@ -22,7 +22,9 @@ from holdfast.core.membership.durable import Durable
 from holdfast.core.membership.event_chain import EventChain
 from holdfast.core.membership.facts import Facts
 from holdfast.core.membership.liveness import FreezeDetector, ProcessSample
+from holdfast.core.membership.machine_losses import MachineLosses
 from holdfast.core.membership.own_job import OwnJob
+from holdfast.core.membership.process_ends import EndVerdict, judge_end
 from holdfast.core.membership.roster import Roster
 from holdfast.core.membership.stopping import Stopping
 from holdfast.core.replica.saves import Saves
@@ -56,6 +58,26 @@ def a_view_names_no_fault_as_its_cause(patch: pytest.MonkeyPatch) -> Machines:
 
 
 # ---------------------------------------------------------------- ends
+
+
+@mutation
+def a_full_disk_is_the_scripts_fault(patch: pytest.MonkeyPatch) -> Machines:
+    def judge(code: int, told: str, *rest: object) -> EndVerdict:
+        return judge_end(code, told, None, True, "") if code > 0 else judge_end(code, told, *rest)
+
+    patch.setattr(agent, "judge_end", judge)
+    return Machines()
+
+
+@mutation
+def one_full_disk_ends_the_job(patch: pytest.MonkeyPatch) -> Machines:
+    plain = MachineLosses.reason_to_end
+
+    def reason(self: MachineLosses, step: int, _: object) -> str:
+        return plain(self, step, lambda: {c.worker: c.loss.node for c in self._counted})
+
+    patch.setattr(MachineLosses, "reason_to_end", reason)
+    return Machines()
 
 
 @mutation

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from holdfast.core.machine_errors import MachineError
 from holdfast.core.membership import agent as ag
 from holdfast.core.membership.agent import AgentMachine, AgentPolicy
 from holdfast.core.membership.lease import LeasePolicy
 from holdfast.core.membership.liveness import FreezePolicy, ProcessSample
+from holdfast.core.membership.process_ends import QUIT
 from holdfast.core.types import (
     AgentId,
     Directive,
@@ -224,11 +226,11 @@ def test_an_incarnation_that_has_ended_is_never_started_again() -> None:
     ("code", "detail", "reported", "stage", "told"),
     [
         (0, "", True, Stage.EXITED, ""),
-        (0, "", False, Stage.LOST, ag.QUIT),
+        (0, "", False, Stage.LOST, QUIT),
         (-11, "", False, Stage.LOST, "ended by signal 11"),
         (-9, "", True, Stage.LOST, "ended by signal 9"),
         (-9, "out of memory", False, Stage.LOST, "out of memory"),
-        (1, "", False, Stage.FAILED, "exit code 1"),
+        (7, "", True, Stage.FAILED, "exit code 7"),
         (1, "ValueError: x", False, Stage.FAILED, "ValueError: x"),
     ],
 )
@@ -243,6 +245,24 @@ def test_the_stage_and_detail_of_a_worker_say_how_its_process_ended(
     status = node.status(0)
     assert (status.stage, status.detail) == (stage, told)
     assert status.seq > before
+
+
+@pytest.mark.parametrize(
+    ("code", "told", "error", "found"),
+    [
+        (1, "OSError: x", MachineError.DISK_FULL, MachineError.DISK_FULL),
+        (-9, "", MachineError.KILLED, MachineError.KILLED),
+        (1, "", None, MachineError.UNREPORTED),  # Python itself may not have started
+    ],
+)
+def test_a_worker_that_its_machine_has_ended_is_lost(
+    code: int, told: str, error: MachineError | None, found: MachineError
+) -> None:
+    node = Node()
+    node.run(0)
+    node.feed(ag.ProcessExited(WorkerId(0), ONE, code, told, error=error))
+    status = node.status(0)
+    assert (status.stage, status.machine_error) == (Stage.LOST, found)
 
 
 def test_a_killed_worker_is_lost_for_the_reason_it_was_killed_for() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from conftest import RUN_S, Start
 from holdfast.cli.main import main
+from holdfast.observe.ledger_audit import verify
 from holdfast.runtime.rundir import RunDir
 from holdfast.testing.local_run import LocalRun
 from support import SPEC, until
@@ -249,15 +250,22 @@ def test_a_run_directory_is_not_used_twice(start: Start, tmp_path: Path) -> None
     assert "already holds a run" in run.log()
 
 
-@pytest.mark.parametrize("mistake", ["full", "full for one"])
-def test_a_disk_that_is_full_at_the_last_step(mistake: str, start: Start, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_under_all_ledgers_at_the_last_step(start: Start) -> None:
     """The job fails: else nothing would prove its last step."""
-    with start(mistake, nproc=2, script="faulty.py") as run:
+    with start("full", nproc=2, script="faulty.py") as run:
         assert run.wait(RUN_S) == 1, run.log()
         assert run.leftovers() == []
     outcome = run.run_dir.outcome() or ""
     assert "cannot grow (No space left on device): free space there" in outcome, outcome
     assert "Traceback" not in run.log()
+
+
+def test_a_disk_that_is_full_under_one_ledger_costs_its_worker(start: Start) -> None:
+    with start("full for one", nproc=2, script="faulty.py") as run:
+        assert run.wait(RUN_S) == 0, run.log()
+        assert run.leftovers() == []
+    assert verify(run.run_dir.path).ok
+    assert "cannot grow" in (run.run_dir.logs / "worker-1-1.log").read_text()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")

@@ -35,6 +35,7 @@ from holdfast.runtime.coordinate.journal import (
     Journal,
     MemoryJournal,
     MemoryStore,
+    PatientJournal,
     read_record,
     seal,
     unseal,
@@ -429,3 +430,49 @@ def test_killed_while_saving_leaves_the_old_or_the_new_record(tmp_path: Path) ->
     assert code == "7", "the last save was not killed"
     assert kills >= 7, text.stdout  # open, write, fsync, close, replace, and those of the directory
     assert 2 <= changes < kills, text.stdout
+
+
+# ---------------------------------------------------------------- a full disk
+
+
+class FullJournal(MemoryJournal):
+    """Has no room for the next records."""
+
+    left = 0
+
+    async def save(self, record: JobRecord) -> None:
+        self.left -= 1
+        if self.left >= 0:
+            raise UserError("cannot write journal: No space left on device")
+        await super().save(record)
+
+
+def test_a_record_without_room_is_saved_again_until_there_is_some() -> None:
+    async def scenario() -> None:
+        full, said = FullJournal(MemoryStore()), list[str]()
+        patient = PatientJournal(full, 60.0, said.append, again_s=0.0)
+        term = (await patient.load()).term
+        full.left = 3
+        await patient.save(record(term))
+        assert unseal(full._store.data or b"") == record(term)
+        assert said == [
+            "cannot write journal: No space left on device: all changes wait, for 60 s at most",
+            "the journal can be written again",
+        ]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("patience_s", "view"), [(0.0, True), (60.0, False)])
+def test_a_job_that_has_waited_long_enough_or_not_begun_ends(patience_s: float, view: bool) -> None:
+    async def scenario() -> None:
+        full = FullJournal(MemoryStore())
+        patient = PatientJournal(full, patience_s, lambda line: None, again_s=0.0)
+        term = (await patient.load()).term
+        full.left = 3
+        found = record(term) if view else JobRecord(term=term)
+        with pytest.raises(UserError, match="No space left"):
+            await patient.save(found)
+        assert full.left == 2
+
+    asyncio.run(scenario())

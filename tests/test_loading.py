@@ -287,6 +287,106 @@ def test_a_sample_that_kills_data_workers_ends_in_an_error(source):
     assert not one._pipeline.processes
 
 
+class Stuck:
+    """A batch that cannot be handed over; what that raises is `text`."""
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def __reduce__(self):
+        raise RuntimeError(self.text)
+
+
+class NoRoom(Stuck):
+    text = "unable to allocate shared memory(shm) for file </torch_7>: No space left on device (28)"
+
+
+class NoPickle(Stuck):
+    text = "a lambda cannot be pickled"
+
+
+def test_data_workers_without_shared_memory_cost_time_and_one_sentence():
+    expected, told = reference(Plain()), []
+    options = LoadOptions(num_workers=2, collate_fn=NoRoom)
+    one = BatchSource(Plain(), plan(), options, say=told.append)
+    one.follow(range(4), 0, STEPS)
+    for task, batch in expected.items():
+        assert same(torch.stack(one.batch(*task).batch), batch)
+    one.close()
+    (sentence,) = told
+    assert "/dev/shm has " in sentence
+    assert "make it larger (docker run --shm-size=8g" in sentence
+
+
+def test_a_batch_that_cannot_be_pickled_is_loaded_here(source):
+    one = source(Plain(), collate_fn=NoPickle)
+    one.follow(range(4), 0, 1)
+    with pytest.warns(RuntimeWarning, match="a lambda cannot be pickled"):
+        assert isinstance(one.batch(0, 0), NoPickle)
+
+
+class BusError(Plain):
+    def __getitem__(self, index):
+        if multiprocessing.parent_process() is not None:
+            os.kill(os.getpid(), signal.SIGBUS)
+        return super().__getitem__(index)
+
+
+def test_a_bus_error_of_data_workers_names_the_shared_memory():
+    told = []
+    one = BatchSource(BusError(), plan(), LoadOptions(num_workers=1), say=told.append)
+    one.follow(range(4), 0, STEPS)
+    with pytest.raises(WorldError, match="code -7"):
+        one.batch(0, 0)
+    one.close()
+    (sentence,) = told
+    assert "/dev/shm has " in sentence
+
+
+def test_a_small_shared_memory_is_met_for_real(tmp_path):
+    """Tensors in a list are handed over by a thread, whose errors Python only prints."""
+    script = tmp_path / "loads.py"
+    script.write_text(LOADS)
+    mount = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {sys.executable} {script}"
+    command = ["unshare", "-m", "sh", "-c"]
+    allowed = subprocess.run([*command, "mount -t tmpfs tmpfs /dev/shm"], check=False, timeout=60)
+    if allowed.returncode:
+        pytest.skip("no file system can be mounted here")
+    done = subprocess.run(
+        [*command, mount],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": SRC},
+    )
+    assert done.stdout == "loaded\n"
+    assert "/dev/shm has 1 MiB in all: make it larger" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+LOADS = """
+import torch
+from holdfast.train.data.batch_loading import BatchSource, LoadOptions
+from holdfast.train.data.sampling import SamplePlan
+
+class Large:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.ones(1 << 20)
+
+plan = SamplePlan(length=8, batch_size=2, virtual_ranks=2, seed=1)
+source = BatchSource(Large(), plan, LoadOptions(num_workers=1, collate_fn=list))
+source.follow([0, 1], 0, 2)
+for task in ((0, 0), (0, 1), (1, 0), (1, 1)):
+    assert len(source.batch(*task)) == 2
+source.close()
+print("loaded")
+"""
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_exception_that_a_dataset_raises_comes_through_as_it_is(source, workers):
     dataset = Raising()

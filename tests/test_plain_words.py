@@ -15,6 +15,7 @@ from holdfast.cli.main import main
 from holdfast.core.errors import Unreachable, UserError
 from holdfast.core.membership.progress import Progress
 from holdfast.core.recurring import Recurring
+from holdfast.core.types import WorkerId
 from holdfast.runtime.coordinate.election import open_election
 from holdfast.runtime.node import bootstrap
 from holdfast.testing.local_run import strike
@@ -77,7 +78,7 @@ def test_a_failure_that_repeats_itself_is_counted() -> None:
 
 def test_one_worker_is_no_plural() -> None:
     progress = Progress(5)
-    progress.count_loss("its node is lost")
+    progress.count_loss(WorkerId(0), "its node is lost")
     assert progress.reason_to_give_up(0, 9).startswith("1 worker was lost at step 5")
 
 
@@ -85,7 +86,7 @@ def test_crashes_at_one_step_cast_doubt_on_the_script() -> None:
     progress, why = Progress(5), "ended by SIGSEGV"
 
     def lost() -> str:
-        progress.count_loss(why)
+        progress.count_loss(WorkerId(0), why)
         return progress.doubt(why, 30)
 
     assert lost() == ""
@@ -102,7 +103,7 @@ def test_crashes_at_one_step_cast_doubt_on_the_script() -> None:
 def test_losses_from_outside_raise_no_doubt_about_the_script(why: str) -> None:
     progress = Progress(5)
     for _ in range(4):
-        progress.count_loss(why)
+        progress.count_loss(WorkerId(0), why)
         assert progress.doubt(why, 30) == ""
 
 

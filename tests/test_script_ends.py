@@ -99,7 +99,7 @@ def test_the_first_failure_is_told_unless_the_user_can_mend_another(
     together._failures = [b"process 1 of the worker: " + others.encode()]
     together.tell(own)
     prefix = "" if "losses" in told else "process 1 of the worker: "
-    assert read_told(os.read(reading, 1 << 16)) == prefix + told
+    assert read_told(os.read(reading, 1 << 16)) == (prefix + told, None)
     os.close(reading)
     os.close(writing)
 

@@ -13,7 +13,7 @@ import pytest
 from holdfast.cli import sim_command as cli
 from holdfast.sim.run_options import RACK_KINDS
 from holdfast.sim.swarm import Summary, run_many, run_seed
-from mutation_kit import COMBINED, GOES_ON, SHARDS, SPREAD, STOPS
+from mutation_kit import COMBINED, GOES_ON, JOINS, SHARDS, SPREAD, STOPS
 
 SRC = Path(__file__).resolve().parent.parent / "src"
 
@@ -128,12 +128,25 @@ def test_workers_of_several_processes_train_where_others_would_be_fed(seed: int)
     assert result.commits > 0
 
 
+ON_ALL = {"fails_by_machine": True, "faults": ()}
+
+
+def test_one_machine_with_errors_of_its_own_never_ends_the_job() -> None:
+    tuned = JOINS | {"faults": ("machine_error",), "agents_late": 0}
+    for seed in range(4):
+        result = run_seed(seed, small=True, tuned=GOES_ON | tuned)
+        assert not result.failure, f"{result.failure}\n{result.replay}"
+        assert result.outcome == ""
+        assert result.faults["machine_error"] > 2
+
+
 def test_jobs_end_as_they_should() -> None:
     outcomes: dict[str, dict[str, object]] = {
         "": {},
         "its operator has stopped it": {"stop_s": 3.0},
         "workers were lost at step": {"losses_max": 2, "loops": (100,), "task_s": 1.0},
-        "failed: its script raises": {"fails_in": 3},
+        "failed: its script raises": {"fails_in": 3, "fails_by_machine": False},
+        "(a disk is full on every worker): its script raises": {"fails_in": 3} | ON_ALL,
     }
     for outcome, tuned in outcomes.items():
         for seed in (0, 8, 10):  # processes still ran here when the job was said to be over

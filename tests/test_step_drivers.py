@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.errors import Aborted, UserError, WorldError
+from holdfast.core.errors import Aborted, UserError
 from holdfast.core.replica.ends import SinkKind
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
@@ -178,7 +178,7 @@ def test_a_failure_is_raised_where_the_script_waits_and_the_first_one_counts() -
         driver.check_alive(9)
     other, _, _ = driving([ef.GiveUp("the store is silent")])
     other.post(Tick())
-    with pytest.raises(WorldError, match="the store is silent"):
+    with pytest.raises(UserError, match="the store is silent"):
         other.next_for_script()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import sys
 import time
 
@@ -43,6 +45,9 @@ def main(mistake: str) -> None:
             fill_the_disk_under_the_ledger()
         if mistake == "exit" and other and step.index == 3:
             sys.exit(7)
+        if mistake == "channel" and other and not again and step.index == 3:
+            job._driver._link._channel.shutdown(socket.SHUT_RDWR)
+            signal.pause()
         if mistake == "join" and step.index == 3:
             if other and not again:
                 os.kill(os.getpid(), 9)

@@ -2,10 +2,11 @@
 
 --fault SIGNAL:POINT:STEP:WORKERS strikes the first incarnations of those workers with a real signal
 when they reach that point of that step (several: repeat it). EXIT instead of a signal calls
-os._exit(0), and EXITS does so in every incarnation. --rejoin STEP waits after that step until a
-lost worker is ready to come back, so that short runs see joins; --until-members STEP COUNT waits
-after that step until there are COUNT members, or are about to be; --hold STEP FILE until there is
-that file. The last line printed is the SHA-256 of everything protected.
+os._exit(0), FULL writes to a full disk; EXITS and FULLS do so in every incarnation. --rejoin STEP
+waits after that step until a lost worker is ready to come back, so that short runs see joins;
+--until-members STEP COUNT waits after that step until there are COUNT members, or are about to be;
+--hold STEP FILE until there is that file. The last line printed is the SHA-256 of everything
+protected.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hashlib
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,7 +69,7 @@ class Faults:
             name, point, step, workers = spec.split(":")
             theirs = point in ("receive", "load")  # only a later incarnation ever receives
             second = os.environ.get("HOLDFAST_INCARNATION") == "2"
-            strikes = name == "EXITS" or (second if theirs else first)
+            strikes = name in ("EXITS", "FULLS") or (second if theirs else first)
             if str(job.worker) in workers.split(",") and strikes:
                 self._mine.append((name, point, int(step)))
 
@@ -76,6 +78,8 @@ class Faults:
             if where == point and (step == self.step or point in STATE_POINTS):
                 if name in ("EXIT", "EXITS"):
                     os._exit(0)
+                if name in ("FULL", "FULLS"):
+                    Path("/dev/full").write_text("a line of a log")
                 os.kill(os.getpid(), getattr(signal, name))
 
     def install(self, model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import NamedTuple, NewType
 
 from holdfast.core.domains import Domains
+from holdfast.core.machine_errors import MachineError
 from holdfast.core.redundancy import KeptPieces, Recall
 
 WorkerId = NewType("WorkerId", int)
@@ -169,6 +170,7 @@ class WorkerStatus:
     unfed: int = 0  # number of the newest order to follow that failed here
     heirs: tuple[str, ...] = ()  # addresses of servers and their heirs that have all new rows
     layout: ServerLayout | None = None  # of servers, the newest that it uses: `heirs` goes by it
+    machine_error: MachineError | None = None  # of its own, by which the process has ended
 
     @property
     def has_state(self) -> bool:

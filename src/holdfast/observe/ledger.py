@@ -356,9 +356,9 @@ class LedgerWriter:
         self._size += len(line) + 1
 
 
-def _disk_error(path: Path, error: OSError) -> Exception:
+def _disk_error(path: Path, error: OSError) -> WorldError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(
+        return WorldError(
             f"the ledger {path} cannot grow ({error.strerror}): free space there or move the run"
         )
     return WorldError(f"the ledger {path} cannot be written: {error}")

@@ -62,7 +62,7 @@ class Node:
     def processes(self, spec: JobSpec) -> list[Kept]:
         """Return the processes to keep running: the agent, and a writer if there is a store."""
         if not spec.checkpoints.store:
-            return [self.agent(None)]
+            return [self.agent(None, spec.nodes_max > 1)]
         orders, taken = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
         def command(starts: int) -> list[str]:
@@ -83,10 +83,13 @@ class Node:
             serves=True,
             give_up=taken.close,
         )
-        return [self.agent(orders), writer]
+        return [self.agent(orders, spec.nodes_max > 1), writer]
 
-    def agent(self, orders: socket.socket | None) -> Kept:
-        """Describe the agent's process; its workers order checkpoints through `orders`."""
+    def agent(self, orders: socket.socket | None, spared: bool) -> Kept:
+        """Describe the agent's process; its workers order checkpoints through `orders`.
+
+        `spared`: a coordinator here can do without it, since other nodes may take part.
+        """
 
         def command(starts: int) -> list[str]:
             return [
@@ -107,7 +110,14 @@ class Node:
             ]
 
         passed = [orders.fileno()] if orders is not None else []
-        return Kept("agent", command, ends_with=(0, ENDED_ALONE), pass_fds=passed)
+        return Kept(
+            "agent",
+            command,
+            ends_with=(0, ENDED_ALONE),
+            pass_fds=passed,
+            spared=spared,
+            give_up=_tell_of_lost_node,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +208,11 @@ def launch_job(
     if interrupted:
         return INTERRUPTED
     return 0 if outcome == "" else 1
+
+
+def _tell_of_lost_node() -> None:
+    text = "this node takes no part any more: the job continues on other nodes, or waits for one"
+    print(f"holdfast: {text}", file=sys.stderr, flush=True)
 
 
 def _tell_how_it_went(run_dir: RunDir) -> None:

@@ -31,7 +31,8 @@ class Kept:
 
     `command` is told how often it has been started. `excused`: exit statuses after which it is
     started again however often, and what to say then. `serves`: the others can do without it, and
-    it is told to end when they have ended. `has_told`: whether the others are told to end, by it or
+    it is told to end when they have ended. `spared`: they can do without it, too, but it ends by
+    itself. `has_told`: whether the others are told to end, by it or
     by another one, once it has ended with some status; if not, they are not waited for.
     """
 
@@ -41,6 +42,7 @@ class Kept:
     excused: Mapping[int, str] = field(default_factory=dict)
     pass_fds: Sequence[int] = ()
     serves: bool = False
+    spared: bool = False
     give_up: Callable[[], None] = lambda: None  # lets others stop waiting for it
     has_told: Callable[[int], bool] = lambda code: True
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)  # none or one
@@ -136,7 +138,8 @@ class Supervisor:
         if code not in kept.excused:
             now = time.monotonic()
             kept.crashes = [t for t in kept.crashes if t > now - RESTART_WINDOW_S] + [now]
-            if len(kept.crashes) > RESTARTS_MAX and kept.serves:
+            is_spared = kept.serves or (kept.spared and kept is not self._kept[0])
+            if len(kept.crashes) > RESTARTS_MAX and is_spared:
                 _say(f"the {kept.name} died {len(kept.crashes)} times in a minute: it is given up")
                 kept.give_up()
                 return

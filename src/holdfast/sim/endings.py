@@ -17,6 +17,7 @@ from holdfast.sim.wrong_bits import Violation
 
 STOPPED = "its operator has stopped it"
 SCRIPT_FAILED = "its script raises"
+ON_ALL = "(a disk is full on every worker): "
 
 
 def is_out_of_time(process: Actor) -> bool:
@@ -51,6 +52,7 @@ class Endings:
         self._furthest = 0  # the step to which the job has come
         self._blamed = ""  # what a worker has rightly held against the script
         self._heard = 0  # the same, as far as a coordinator has heard: from there it counts losses
+        self._failing: set[int] = set()  # workers that have met an error of their machine's own
         self._died: dict[int, int] = {}  # processes that had died when the job first reached a step
 
     @property
@@ -87,6 +89,10 @@ class Endings:
         self._hurried = self.stop_at is not None
         return self._hurried
 
+    def record_machine_error(self, worker: int) -> None:
+        """Record that a worker ends by an error of its machine's own."""
+        self._failing.add(worker)
+
     def check_outcome(self, outcome: str, now: float) -> None:
         """Check the outcome of the job, as the coordinator says it."""
         truth, options = self._truth, self._options
@@ -98,6 +104,7 @@ class Endings:
             self._check_stop(now)
         elif (
             (outcome.endswith(f"failed: {SCRIPT_FAILED}") and truth.count["failed"])
+            or outcome.endswith(f"{ON_ALL}{SCRIPT_FAILED}")  # see check_failure
             or (self._tells_of_losses(outcome) and options.losses_max < self._count_losses())
             or (self._blamed and self._blamed in outcome)
         ):
@@ -125,6 +132,13 @@ class Endings:
             ill = _count_ill(every.values())
             raise Violation(f"{ill} of {len(every)} are wrong, yet the script is blamed: {reason}")
         self._blamed = reason
+
+    def check_failure(self, why: str) -> None:
+        """Check that no worker has been spared where machines' own errors end the job."""
+        for key, process in sorted(self._truth.live.items()) if ON_ALL in why else ():
+            may_act = not (process.paused or process.host.drained or is_out_of_time(process))
+            if may_act and key[0] not in self._failing:
+                raise Violation(f"worker {key} was spared, yet the job ends: {why}")
 
     def _tells_of_losses(self, outcome: str) -> bool:
         return "were lost at step" in outcome or "the job began again" in outcome

@@ -7,11 +7,14 @@ processes must finish the job.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any, Protocol
 
+from holdfast.core.machine_errors import MachineError
 from holdfast.core.membership import agent as ag
 from holdfast.core.step.script_blame import STEADY_MAX
 from holdfast.core.types import Leaving, WorkerId
+from holdfast.sim.endings import SCRIPT_FAILED
 from holdfast.sim.hosts import AgentHost, HostWorld
 from holdfast.sim.run_options import RACK_SHARE, STORE_LOST
 from holdfast.sim.workers import Process
@@ -41,6 +44,7 @@ class Faults:
         self.disturbed_until = 0.0  # as far as faults have struck until now
         self.count: dict[str, int] = {}
         self._lying: dict[int, int] = {}  # workers whose machine stays wrong, and how
+        self._failing: WorkerId | None = None  # the worker whose machine has errors of its own
         self._steady: dict[int, None] = {}  # workers that were wrong in the same way each time
 
     def start(self) -> None:
@@ -158,6 +162,11 @@ class Faults:
                     world.truth.endings.store_silent_since = world.now
                     if kind != STORE_LOST:
                         self._heal_later(self._duration_s(), self._store_answers)
+            case "machine_error":
+                if process := find_failing(live, self._failing, rng):
+                    self._note(kind)
+                    self._failing = process.worker
+                    process.end(1, SCRIPT_FAILED, error=MachineError.DISK_FULL)
             case _:
                 if live:
                     self._note(kind)
@@ -407,6 +416,12 @@ def start_another(host: AgentHost) -> None:
         return
     host.gone = False
     host.start()
+
+
+def find_failing(live: list[Process], failing: WorkerId | None, rng: Random) -> Process | None:
+    """Choose the process that meets an error of its machine's own; always of the same worker."""
+    found = [process for process in live if failing in (None, process.worker)]
+    return rng.choice(found) if found and len(live) > 1 else None
 
 
 def can_be_wrong(process: Process, live: Sequence[Process]) -> bool:

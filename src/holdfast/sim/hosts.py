@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from holdfast.core.job_spec import CoordinatorPolicy
+from holdfast.core.machine_errors import MachineError
 from holdfast.core.membership import agent as ag
 from holdfast.core.membership import coordinator as co
 from holdfast.core.membership import coordinator_events as ce
@@ -195,6 +196,8 @@ class CoordinatorHost:
                 )
                 if kind == "replaced" and "hung" in effect.text and worker is not None:
                     world.truth.check_replacement(worker)
+                if kind == "failed":
+                    world.truth.endings.check_failure(effect.text)
             case ce.Finish(outcome):
                 world.truth.check_outcome(outcome, world.now)
                 self.outcome = outcome
@@ -369,12 +372,17 @@ class AgentHost:
             self.handle(ag.WorkerSaid(status))
 
     def handle_process_end(
-        self, process: Process | Further, code: int, detail: str, reported: bool = False
+        self,
+        process: Process | Further,
+        code: int,
+        detail: str,
+        reported: bool = False,
+        error: MachineError | None = None,
     ) -> None:
         """Have the agent hear that a process has ended, a little later."""
         incarnation = Incarnation(process.key[1])
         self._handle_later(
-            0.02, ag.ProcessExited(process.worker, incarnation, code, detail, reported)
+            0.02, ag.ProcessExited(process.worker, incarnation, code, detail, reported, error)
         )
 
     def _take_memory_report(self, kept: tuple[KeptPieces, ...]) -> None:

@@ -50,6 +50,7 @@ LARGE_KINDS = (*RACK_KINDS, "worker_crash", "agent_crash", "coordinator_crash", 
 USUAL_MAX = 1.5  # delays of the simulated world are up to this multiple of the typical one,
 LONG = 10  # and a few are longer by this factor
 DELAY_MAX = USUAL_MAX * LONG
+More = Callable[["Options", Random], "Options"]
 RACK_SHARE = 250  # nodes in one rack of a large job
 
 
@@ -104,6 +105,7 @@ class Options:
     stop_again_s: float = 0.0  # when it does so again, and for good; 0: never
     losses_max: int = 10_000  # workers that may be lost with no step committed in between
     fails_in: int = -1  # the step in which every script fails; -1: none does
+    fails_by_machine: bool = False  # each time by an error of its machine's own
     wrong_stays: bool = False  # a wrong worker computes wrongly again after a restart
     exact_bits: bool = False  # on a sound machine a task has the same bits each time
     wrong_together: bool = False  # several are wrong at once, as long as most are sound
@@ -312,18 +314,15 @@ def _with_shards(options: Options, rng: Random) -> Options:
     return dataclasses.replace(options, procs=rng.randint(2, 3), shard_lag_s=lag_s)
 
 
-def _with_isolation(options: Options, rng: Random) -> Options:
-    """Cut nodes off from everybody at once, in some runs."""
-    if options.agents < 2 or not options.faults or rng.random() < 0.7:
-        return options
-    return dataclasses.replace(options, faults=(*options.faults, "isolation"))
+def _with_fault(kind: str, left_out: float, agents: int = 1) -> More:
+    """Let a further kind of fault strike, in a share of the runs with this number of nodes."""
 
+    def add(options: Options, rng: Random) -> Options:
+        if options.agents < agents or not options.faults or rng.random() < left_out:
+            return options
+        return dataclasses.replace(options, faults=(*options.faults, kind))
 
-def _with_quits(options: Options, rng: Random) -> Options:
-    """Have processes end with status 0 before their script has ended, in some runs."""
-    if not options.faults or rng.random() < 0.8:
-        return options
-    return dataclasses.replace(options, faults=(*options.faults, "quit"))
+    return add
 
 
 def _with_nodes_left_behind(options: Options, rng: Random) -> Options:
@@ -573,7 +572,7 @@ def draw_large(seed: int, nodes: int) -> Options:
 
 
 # Options added later; each is drawn apart, so that older seeds give the same runs.
-_MORE: dict[str, Callable[[Options, Random], Options]] = {
+_MORE: dict[str, More] = {
     "wrong": _with_wrong_bits,
     "stores": _with_stores,
     "ends": _with_ends,
@@ -587,10 +586,12 @@ _MORE: dict[str, Callable[[Options, Random], Options]] = {
     "spread": _with_spread,
     "optimizer": _with_sharded_optimizer,
     "protecting": _with_timed_protection,
-    "isolation": _with_isolation,
-    "quits": _with_quits,
+    "isolation": _with_fault("isolation", 0.7, agents=2),  # nodes are cut off from everybody
+    "quits": _with_fault("quit", 0.8),  # a process ends with status 0 before its script has ended
     "left behind": _with_nodes_left_behind,
     "exact": _with_exact_bits,
     "servers": _with_servers,
     "rows": _with_lost_rows,
+    "machine errors": _with_fault("machine_error", 0.8),  # one worker meets them again and again
+    "failing machines": lambda o, rng: dataclasses.replace(o, fails_by_machine=rng.random() < 0.5),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Protocol
 
+from holdfast.core.machine_errors import MachineError
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.audit import FICKLE, RUNS_DISPUTED
@@ -83,7 +84,12 @@ class WorkerNode(ProcessNode, Protocol):
     def handle_status(self, process: Process, status: WorkerStatus) -> None: ...
 
     def handle_process_end(
-        self, process: Process, code: int, detail: str, reported: bool = False
+        self,
+        process: Process,
+        code: int,
+        detail: str,
+        reported: bool = False,
+        error: MachineError | None = None,
     ) -> None: ...
 
     def watch(self, process: Process) -> None: ...
@@ -154,20 +160,29 @@ class Process(Running):
         """Run the script: all processes of this worker are here."""
         self.post(self.world.rng.uniform(0.5, 1.5) * self.world.options.boot_s, self._enter_loop)
 
-    def end(self, code: int, detail: str = "", *, reported: bool = False) -> None:
+    def end(
+        self,
+        code: int,
+        detail: str = "",
+        *,
+        reported: bool = False,
+        error: MachineError | None = None,
+    ) -> None:
         """End the process at this very moment; its agent hears of it a little later.
 
-        `reported`: its script has ended, and has reported that.
+        `reported`: its script has ended, and has reported that. `error`: its machine's own.
         """
         if not self.alive:
             return
         self.alive = False
         self.world.record_end(self)
+        if error is not None:
+            self.world.truth.endings.record_machine_error(self.worker)
         self.feeds.break_off()
         self.spread.end_others(well=reported)
         if self.group is not None:
             self.world.data.close(self, self.group, "peer died")
-        self.host.handle_process_end(self, code, detail, reported)
+        self.host.handle_process_end(self, code, detail, reported, error)
 
     @property
     def feeds(self) -> Feeds:
@@ -437,7 +452,8 @@ class Process(Running):
         self._busy = self._copying = False
         if self.world.options.fails_in == task.step:
             self.world.truth.count["failed"] += 1
-            self.end(1, SCRIPT_FAILED)
+            by_machine = self.world.options.fails_by_machine
+            self.end(1, SCRIPT_FAILED, error=MachineError.DISK_FULL if by_machine else None)
             return
         if task.step == self.open_step and self.step == self.open_step:
             token = told = self._token(task)

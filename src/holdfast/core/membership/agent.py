@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 
 from holdfast.core.domains import Domains
 from holdfast.core.errors import assert_never, require
+from holdfast.core.machine_errors import MachineError
 from holdfast.core.membership.departure import Departure, MoveOrders
 from holdfast.core.membership.lease import LeasePolicy, acting_deadline
 from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
 from holdfast.core.membership.own_job import OwnJob
+from holdfast.core.membership.process_ends import judge_end
 from holdfast.core.membership.urgency import is_urgent
 from holdfast.core.redundancy import KeptPieces
 from holdfast.core.types import (
@@ -28,17 +30,12 @@ from holdfast.core.types import (
     Leaving,
     ProcessRole,
     RunningServer,
-    Stage,
     Tick,
     WorkerDirective,
     WorkerId,
     WorkerStatus,
 )
 
-QUIT = (
-    "the script ended its process with exit status 0 before its last line: by os._exit, or a "
-    "library that calls it"
-)
 UNANSWERED_MAX = 1024  # reports whose sending time is remembered until the coordinator answers
 
 
@@ -77,8 +74,8 @@ class Spawned:
 class ProcessExited:
     """The process has ended. `code` is as Python gives it: negative for a signal.
 
-    `reported`: its script had reported its end before. Without that report, a status of 0 only
-    means that some code in the process has called `os._exit`.
+    `reported`: its script had reported its end before. `error`: its machine's own error, as the
+    process has reported or the agent has found out.
     """
 
     worker: WorkerId
@@ -86,6 +83,7 @@ class ProcessExited:
     code: int
     detail: str = ""
     reported: bool = False
+    error: MachineError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,18 +466,16 @@ class AgentMachine:
         if process is None:
             return False
         process.running = False
-        if process.killed_for:
-            stage, detail = Stage.LOST, process.killed_for
-        elif event.code == 0 and event.reported:
-            stage, detail = Stage.EXITED, event.detail
-        elif event.code == 0:
-            stage, detail = Stage.LOST, QUIT
-        elif event.code < 0:
-            stage, detail = Stage.LOST, event.detail or f"ended by signal {-event.code}"
-        else:
-            stage, detail = Stage.FAILED, event.detail or f"exit code {event.code}"
-        seq = process.status.seq + 1
-        process.status = dataclasses.replace(process.status, stage=stage, detail=detail, seq=seq)
+        verdict = judge_end(
+            event.code, event.detail, event.error, event.reported, process.killed_for
+        )
+        process.status = dataclasses.replace(
+            process.status,
+            stage=verdict.stage,
+            detail=verdict.reason,
+            machine_error=verdict.error,
+            seq=process.status.seq + 1,
+        )
         return True
 
     def _end_all(self, reason: str) -> list[AgentEffect]:

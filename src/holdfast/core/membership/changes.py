@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from holdfast.core.membership.coordinator_events import Announce
+from holdfast.core.membership.machine_losses import MachineLoss
 from holdfast.core.membership.roster import SlotState
 from holdfast.core.types import AgentId, WorkerId
 
@@ -75,10 +76,11 @@ class WantSpares:
 
 @dataclass(frozen=True, slots=True)
 class CountLoss:
-    """Count a worker as lost, for this reason."""
+    """Count a worker as lost, for this reason, which may be its machine's own error."""
 
     worker: WorkerId
     reason: str
+    machine: MachineLoss | None = None
 
 
 RosterChange: TypeAlias = (

@@ -500,8 +500,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         match change:
             case Announce():
                 return [change]
-            case CountLoss(worker, reason):
-                return [self._count_loss(worker, reason, now)]
+            case CountLoss():
+                return [self._count_loss(change, now)]
             case EndLearning():
                 self._learn_until = None
             case EndJob(outcome):
@@ -536,11 +536,11 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
                 self._roster.apply(change)
         return []
 
-    def _count_loss(self, worker: WorkerId, reason: str, now: float) -> Announce:
-        self._progress.count_loss(worker, reason)
-        self._reserve = self._reserve.count_loss(worker, self._roster, now)
-        doubt = self._progress.doubt(reason, self._policy.restart.losses_max)
-        return Announce("lost", f"worker {worker} was lost: {reason}{doubt}", worker)
+    def _count_loss(self, lost: CountLoss, now: float) -> Announce:
+        self._progress.count_loss(lost.worker, lost.reason, lost.machine)
+        self._reserve = self._reserve.count_loss(lost.worker, self._roster, now)
+        doubt = self._progress.doubt(lost.reason, self._policy.restart.losses_max)
+        return Announce("lost", f"worker {lost.worker} was lost: {lost.reason}{doubt}", lost.worker)
 
     def _install_view(self, change: InstallView, now: float) -> None:
         if change.begins:

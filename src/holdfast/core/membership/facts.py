@@ -72,6 +72,11 @@ class Facts:
         crippled = self.roster.is_crippled(member.worker, member.incarnation)
         return alive and self.find_silent_node(member) is None and not crippled
 
+    def list_places(self) -> dict[WorkerId, AgentId]:
+        """Return the node of each worker that may run, now or after it has waited."""
+        slots, drained = self.roster.slots.items(), self.roster.drained_node
+        return {worker: slot.agent for worker, slot in slots if not drained(worker)}
+
     def has_unfinished(self) -> bool:
         """Return whether a member has the last gradient but not its votes: a view commits it."""
         left = [self.status(member) for member in self.members if not self.is_fenced(member)]

@@ -324,7 +324,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
         match change:
             case Announce():
                 return [change]
-            case CountLoss(worker, reason):
+            case CountLoss(worker, reason, _):
                 return [Announce("lost", f"waiting process {worker} was lost: {reason}", worker)]
             case EndLearning():
                 self._learn_until = None

@@ -27,7 +27,11 @@ def plan_end(
         worker, why = first.worker, f"worker {first.worker} failed: {first.detail}"
     else:
         losses_max, retreats_max = policy.restart.losses_max, policy.retreats_max
-        why = find_parting(facts) or progress.reason_to_give_up(losses_max, retreats_max)
+        why = (
+            find_parting(facts)
+            or progress.reason_by_machines(facts.list_places)
+            or progress.reason_to_give_up(losses_max, retreats_max)
+        )
     return [EndJob(why), Announce("failed", why, worker)] if why else []
 
 

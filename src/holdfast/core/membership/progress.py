@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from holdfast.core.invalidations import Invalidations
+from holdfast.core.membership.machine_losses import MachineLoss, MachineLosses
 from holdfast.core.membership.parting import describe_uneven_ends
-from holdfast.core.types import WorkerId, WorkerStatus
+from holdfast.core.types import AgentId, WorkerId, WorkerStatus
 
 FALLS_ALIKE = 3  # times that a job may begin again from one step for one reason
 KILLED = ("ended by SIGKILL", "ended by signal 9")  # from outside, not by a mistake of its own
@@ -38,6 +39,7 @@ class Progress:
         self._cause = ""  # the newest of these since the job began, or began again
         self._furthest = step
         self._retreats = 0  # since the job last reached a new step
+        self._machine_losses = MachineLosses()
         self._invalidations: Invalidations = ()  # those for which the job has gone back
         self._ended: WorkerStatus | None = None  # status of the first leader whose script has ended
         self._standstills = 0  # times that all members waited for each other, since then
@@ -73,14 +75,16 @@ class Progress:
         if wrong:
             self._words[status.worker] = wrong[-1]
 
-    def count_loss(self, worker: WorkerId, why: str) -> None:
-        """Count a worker that was lost."""
+    def count_loss(self, worker: WorkerId, why: str, machine: MachineLoss | None = None) -> None:
+        """Count a worker that was lost, perhaps by an error of its `machine`."""
         self.losses += 1
         self._lost_since_begun = True
         self._last_loss = why.partition("\n")[0]
         self._crashes += is_crash(why)
         words = self._words.pop(worker, "")
         self._cause = words or (self._last_loss if is_crash(why) else self._cause)
+        if machine is not None:
+            self._machine_losses.count(worker, machine, self.step)
 
     def doubt(self, why: str, losses_max: int) -> str:
         """Return a doubt to add to the line on the loss that was counted last, if there is one."""
@@ -126,6 +130,13 @@ class Progress:
         same = [s for s in statuses if s.loop == ended.loop and s.view >= ended.view]
         further = [status for status in same if status.committed > ended.committed]
         return describe_uneven_ends(ended, further[0]) if further else ""
+
+    def reason_by_machines(self, list_places: Callable[[], Mapping[WorkerId, AgentId]]) -> str:
+        """Return why to give up because all machines have the same error; empty to continue.
+
+        `list_places` returns the node of each worker that may run.
+        """
+        return self._machine_losses.reason_to_end(self.step, list_places)
 
     def reason_to_give_up(self, losses_max: int, retreats_max: int) -> str:
         """Return why to give up; empty to go on."""

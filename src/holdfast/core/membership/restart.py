@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from holdfast.core.membership.changes import Change, CountLoss, PutSlot
 from holdfast.core.membership.coordinator_events import Announce
 from holdfast.core.membership.facts import Facts, is_given_up
+from holdfast.core.membership.machine_losses import MachineLoss
 from holdfast.core.membership.roster import SlotState
 from holdfast.core.types import Stage, WorkerId, WorkerStatus
 
@@ -52,9 +53,10 @@ def replace_lost(
                 facts, worker, slot, bridges
             )
             if lost is not None:
+                machine = _find_machine_loss(facts, worker, slot)
                 if slot.counted < slot.incarnation:
-                    plan.append(CountLoss(worker, lost))
-                slot = _slot_after_loss(slot, now, policy)
+                    plan.append(CountLoss(worker, machine.describe() if machine else lost, machine))
+                slot = _slot_after_loss(slot, now, policy, machine)
         if slot.respawn_at is not None and now >= slot.respawn_at:
             slot = slot.order_next(roster.first)
         if slot is not before:
@@ -62,13 +64,21 @@ def replace_lost(
     return plan
 
 
-def _slot_after_loss(slot: SlotState, now: float, policy: RestartPolicy) -> SlotState:
-    """Return the slot of a lost worker: empty, until its back-off has passed."""
+def _slot_after_loss(
+    slot: SlotState, now: float, policy: RestartPolicy, machine: MachineLoss | None
+) -> SlotState:
+    """Return the slot of a lost worker: empty, until its back-off has passed.
+
+    What is wrong with a machine itself takes longer to mend: a full disk stays full.
+    """
     if slot.counted >= slot.incarnation:
         return dataclasses.replace(slot, respawn_at=now)
     strikes = slot.strikes + 1
     excess = strikes - policy.strikes_free
-    wait_s = _double_delay(policy.backoff_s, excess, policy.backoff_max_s) if excess > 0 else 0.0
+    first_s, most_s = policy.backoff_s, policy.backoff_max_s
+    if machine is not None:
+        first_s, most_s = policy.quarantine_s, policy.quarantine_max_s
+    wait_s = _double_delay(first_s, excess, most_s) if excess > 0 else 0.0
     return dataclasses.replace(
         slot, counted=slot.incarnation, strikes=strikes, respawn_at=now + wait_s
     )
@@ -141,6 +151,14 @@ def _reason_of_loss(facts: Facts, worker: WorkerId, slot: SlotState) -> str | No
         # Not started yet, or the agent itself restarted and its workers died with it.
         return "its agent was started again, without it" if member is not None else None
     return status.detail or "gone" if status.stage == Stage.LOST else None
+
+
+def _find_machine_loss(facts: Facts, worker: WorkerId, slot: SlotState) -> MachineLoss | None:
+    """Return the error of its machine's own by which the ordered incarnation has ended, if any."""
+    status = facts.roster.status(worker, slot.incarnation)
+    if status is None or status.machine_error is None:
+        return None
+    return MachineLoss(error=status.machine_error, node=slot.agent, detail=status.detail)
 
 
 def _reason_of_loss_elsewhere(

@@ -24,6 +24,20 @@ from holdfast.health.limits import KIB
 CGROUP_NO_LIMIT = 1 << 60  # version 1 says "no limit" with a number of this kind
 FILE_BYTES_MAX = 1 << 20
 CGROUP_LEVELS_MAX = 32
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def advise_on_shared_memory(folder: Path = SHARED_MEMORY) -> str:
+    """Return one sentence with the size of this file system, to print when it is full."""
+    try:
+        found = os.statvfs(folder)
+    except OSError as error:
+        return f"{folder} cannot be used ({error.strerror}): mount a tmpfs there"
+    size = found.f_blocks * found.f_frsize
+    return (
+        f"{folder} has {size / 2**20:.0f} MiB in all: make it larger (docker run --shm-size=8g, "
+        f"mount -o remount,size=8g {folder}), or use fewer data workers or smaller batches"
+    )
 
 
 @dataclass(frozen=True, slots=True)

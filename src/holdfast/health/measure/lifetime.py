@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+import sys
+from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
+
+
+def end_lost(why: str) -> NoReturn:
+    """End this process at once: it is lost, and its script has not failed."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"holdfast: this process ends: {why}\n")
+        sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise SystemExit(1)
 
 
 def die_with_parent(parent_pid: int, how: signal.Signals = signal.SIGKILL) -> None:

@@ -48,7 +48,7 @@ from holdfast.runtime.coordinate.election import (
     Leadership,
     open_election,
 )
-from holdfast.runtime.coordinate.journal import FileJournal, Loaded
+from holdfast.runtime.coordinate.journal import FileJournal, Loaded, PatientJournal
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import StopRequest
 
@@ -111,8 +111,8 @@ async def work_alone(setup: CoordinatorSetup, resume: bool = False) -> str:
 
     `resume`: how the job ended before does not count.
     """
-    journal = FileJournal(setup.run_dir.journal)
-    loaded = await journal.load()
+    file = FileJournal(setup.run_dir.journal)
+    loaded = await file.load()
     if resume and loaded.record is not None:
         record = dataclasses.replace(loaded.record, outcome=None)
         if setup.run_dir.take_earlier_end():  # nothing of it runs: there is nobody to wait for
@@ -120,6 +120,7 @@ async def work_alone(setup: CoordinatorSetup, resume: bool = False) -> str:
         loaded = dataclasses.replace(loaded, record=record)
     spec = setup.run_dir.spec()
     core = make_machine(spec, loaded)
+    journal = PatientJournal(file, spec.lease().abandon_s, tell)
     server = CoordinatorServer(setup, spec, core, journal)
     if loaded.damage:
         server.say("journal", _damage_line(loaded.damage, spec))

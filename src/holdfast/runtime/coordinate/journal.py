@@ -293,6 +293,45 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+class PatientJournal:
+    """Saves again for a while what cannot be saved, because a full disk may be given room.
+
+    The workers train in the meantime, and changes wait. A record without a view is not worth it.
+    `say` takes a sentence for people. Times are in seconds.
+    """
+
+    def __init__(
+        self, inner: Journal, patience_s: float, say: Callable[[str], None], again_s: float = 1.0
+    ) -> None:
+        self._inner = inner
+        self._patience_s = patience_s
+        self._say = say
+        self._again_s = again_s
+
+    async def load(self) -> Loaded:
+        return await self._inner.load()
+
+    async def save(self, record: JobRecord) -> None:
+        until, tries = time.monotonic() + self._patience_s, 0
+        while True:
+            tries += 1
+            try:
+                await self._inner.save(record)
+            except UserError as error:
+                if record.view is None or time.monotonic() >= until:
+                    raise
+                if tries == 1:
+                    self._say(f"{error}: all changes wait, for {self._patience_s:g} s at most")
+                await asyncio.sleep(self._again_s)
+                continue
+            if tries > 1:
+                self._say("the journal can be written again")
+            return
+
+    def close(self) -> None:
+        self._inner.close()
+
+
 # ---------------------------------------------------------------- in memory
 
 

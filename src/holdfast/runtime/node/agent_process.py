@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.core.domains import join_labels, read_domains
 from holdfast.core.errors import OtherJob, WorldError, assert_never, first_line
+from holdfast.core.machine_errors import MachineError
 from holdfast.core.membership import agent as machine
 from holdfast.core.membership.liveness import FreezePolicy
 from holdfast.core.servers.server_host import BookArrived, ServerHost
@@ -47,6 +48,7 @@ from holdfast.net.tls import client_of
 from holdfast.observe.clocks import measure, write_clock
 from holdfast.observe.file_tails import read_log_end
 from holdfast.runtime.contact import ENDED_ALONE, Contact, contact_by
+from holdfast.runtime.node import bootstrap
 from holdfast.runtime.node.gpu_shares import free_place
 from holdfast.runtime.node.group_watch import GroupWatch, run_forking
 from holdfast.runtime.node.notices import NoticeSource, notice_source
@@ -303,6 +305,7 @@ class AgentServer:
 
     async def _watch(self) -> None:
         while True:
+            self._template.oom_kills.look(time.monotonic())
             for worker, process in list(self._processes.items()):
                 sample = sample_process(process.pid) if process.running else None
                 if sample is not None:
@@ -401,10 +404,11 @@ class AgentServer:
                 part = SpreadPart(place=0, meets_at=meets_at, listener=listener)
                 process.spread = part
             await process.start(self._on_message, self._on_exit)
-        except OSError as error:  # a fault of this machine, not of the script
+        except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: no more threads
             self._forget(process)
-            reason = f"cannot start a process: {error.strerror}"
-            self._feed(machine.ProcessExited(worker, incarnation, -1, reason))
+            reason = f"cannot start a process: {first_line(error)}"
+            by_machine = bootstrap.find_machine_error(error) or MachineError.OTHER
+            self._feed(machine.ProcessExited(worker, incarnation, -1, reason, error=by_machine))
             return
         meets_at = process.spread.meets_at if process.spread is not None else ""
         self._feed(machine.Spawned(worker, incarnation, process.pid, meets_at))
@@ -423,10 +427,9 @@ class AgentServer:
         elif self._coordinator is not None:
             self._coordinator.send(message)
 
-    def _on_exit(self, process: WorkerProcess, code: int, detail: str, reported: bool) -> None:
+    def _on_exit(self, process: WorkerProcess, end: machine.ProcessExited) -> None:
         self._forget(process)
-        worker, incarnation = process.worker, process.incarnation
-        self._feed(machine.ProcessExited(worker, incarnation, code, detail, reported))
+        self._feed(end)
 
 
 def main(argv: list[str]) -> int:

@@ -3,8 +3,9 @@
     python -m holdfast.runtime.node.bootstrap SCRIPT ARGS...
 
 It ties the process to its agent, and writes to the failure pipe how the script has ended: DONE for
-a script that ran to its end, one sentence for a UserError, else the script's traceback. A process
-that ends without writing there counts as lost, with any exit status.
+a script that ran to its end, one sentence for a UserError, else the script's traceback, with a last
+line that names an error of the machine's own. A process that ends without writing there counts as
+lost, with any exit status.
 """
 
 from __future__ import annotations
@@ -23,11 +24,19 @@ from pathlib import Path
 from typing import NoReturn
 
 from holdfast.core.errors import HoldfastError, UserError
+from holdfast.core.machine_errors import MachineError, Raised, judge_error
+from holdfast.health.measure.host import advise_on_shared_memory
 from holdfast.health.measure.lifetime import die_with_parent
-from holdfast.runtime.node.shard_processes import FOR_USER, make_shards, tell_failure
+from holdfast.runtime.node.shard_processes import (
+    BY_MACHINE,
+    FOR_USER,
+    make_shards,
+    tell_failure,
+)
 from holdfast.runtime.node.spread_processes import DONE
 
 MODULE = "holdfast.runtime.node.bootstrap"
+CHAIN_MAX = 16  # exceptions, from the one that was raised to its first cause
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by PyTorch as it allocates for the first time
 PACKAGE = os.path.join(Path(__file__).parents[2], "")
 SCRIPTS = os.path.join(PACKAGE, "testing", "")
@@ -86,7 +95,10 @@ def run_told(run: Callable[[], None], tell: Callable[[str], None]) -> int:
         tell(str(end.code))
         return 1
     except BaseException as error:  # noqa: BLE001 - told to the agent
-        tell(describe(error))
+        text, by_machine = describe(error), find_machine_error(error)
+        if by_machine is MachineError.SHARED_MEMORY:
+            text = f"{text}\n{advise_on_shared_memory()}"
+        tell(text + (f"{BY_MACHINE}{by_machine.value}" if by_machine else ""))
         return 1
     return 0
 
@@ -144,6 +156,18 @@ def describe(error: BaseException) -> str:
         each.stack = _script_frames(each.stack)
         each = each.__cause__ or each.__context__
     return "".join(story.format()).strip()
+
+
+def find_machine_error(error: BaseException) -> MachineError | None:
+    """Return the machine's own error that an exception tells of; None: the script is at fault."""
+    chain: list[Raised] = []
+    each: BaseException | None = error
+    while each is not None and len(chain) < CHAIN_MAX:
+        classes = tuple(base.__name__ for base in type(each).__mro__)
+        number = each.errno if isinstance(each, OSError) else None
+        chain.append(Raised(classes=classes, text=str(each), number=number))
+        each = each.__cause__ or each.__context__
+    return judge_error(chain).error
 
 
 def _script_frames(stack: traceback.StackSummary) -> traceback.StackSummary:

@@ -17,6 +17,7 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
+from holdfast.health.measure.lifetime import end_lost
 from holdfast.net.readiness import wait_readable
 from holdfast.wire.frames import Opener, Sealer
 from holdfast.wire.messages import Address, AddressBook, decode, encode
@@ -79,7 +80,7 @@ class GroupChannel:
                 continue
             data = self.socket.recv(1 << 16)
             if not data:
-                os._exit(1)  # the agent is gone
+                end_lost("its agent is gone")
             for payload in self._opener.feed(data):
                 message: WorkerDirective | AddressBook = decode(
                     payload, WorkerDirective, AddressBook

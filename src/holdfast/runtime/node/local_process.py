@@ -24,7 +24,10 @@ class LocalProcess(subprocess.Popen[bytes]):
 
 async def wait_for_end(process: LocalProcess | ForkedProcess) -> int:
     """Wait for the end of a process; returns its status, negative for a signal."""
-    descriptor = process.end_descriptor()
+    try:
+        descriptor = process.end_descriptor()
+    except OSError:  # no descriptors are left
+        return await asyncio.to_thread(process.wait)
     try:
         await wait_until_readable(descriptor)
     finally:

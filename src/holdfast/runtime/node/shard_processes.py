@@ -20,8 +20,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.core.membership.agent import QUIT
+from holdfast.core.machine_errors import MachineError
 from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy
+from holdfast.core.membership.process_ends import QUIT
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.health.measure.procfs import sample_process
 from holdfast.net.readiness import wait_readable
@@ -43,6 +44,7 @@ READ_BYTES = 1 << 16
 REST_S = 0.1  # for the rest of a message that has come in part
 TOLD_BYTES_MAX = 12 << 10
 FOR_USER = "UserError: "  # begins a sentence on what the user can mend, until the agent has it
+BY_MACHINE = "\nMachineError: "  # begins the last line of a report on a machine's own error
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +193,11 @@ def tell_failure(failure_fd: int, text: bytes) -> None:
         os.write(failure_fd, text[-TOLD_BYTES_MAX:])
 
 
-def read_told(text: bytes) -> str:
-    """Return a failure as people read it."""
-    return text.decode(errors="replace").strip().replace(FOR_USER, "", 1)
+def read_told(text: bytes) -> tuple[str, MachineError | None]:
+    """Return a failure as people read it, and the machine's own error that it was, if any."""
+    told, _, name = text.decode(errors="replace").strip().partition(BY_MACHINE)
+    error = next((each for each in MachineError if each.value == name), None)
+    return told.replace(FOR_USER, "", 1), error
 
 
 def make_shards(failure_fd: int) -> ShardProcesses | LoneShard:

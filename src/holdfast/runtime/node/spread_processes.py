@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -20,6 +18,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from holdfast.core.errors import WireError, first_line
+from holdfast.health.measure.lifetime import end_lost
 from holdfast.net import peer_stream
 from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_listener import PeerListener
@@ -106,22 +105,13 @@ def connect(
         channel = peer_stream.connect(address, who, MAGIC, (place.incarnation, shard, purpose))
         _tune(channel)
     except (OSError, WireError) as error:
-        end(f"its worker's first process cannot be reached: {first_line(error)}")
+        end_lost(f"its worker's first process cannot be reached: {first_line(error)}")
     return channel
 
 
 def _tune(channel: socket.socket) -> None:
     tune(channel, DEAD_S)
     channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def end(why: str) -> NoReturn:
-    """End this process and its children: it is lost, and its script has not failed."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"holdfast: this process ends: {why}\n")
-        sys.stderr.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise SystemExit(1)
 
 
 def end_together(life: int, failure_fd: int) -> None:
@@ -138,7 +128,7 @@ def end_together(life: int, failure_fd: int) -> None:
             with contextlib.suppress(OSError):
                 os.write(failure_fd, DONE)
             os._exit(0)
-        end("its worker has ended")
+        end_lost("its worker has ended")
 
     threading.Thread(target=watch, name="holdfast-life", daemon=True).start()
 
@@ -148,4 +138,4 @@ def wait_to_be_ended(limit_s: float = float("inf")) -> NoReturn:
     until = time.monotonic() + limit_s
     while time.monotonic() < until:
         time.sleep(LOOK_S)
-    end("its worker has not ended")
+    end_lost("its worker has not ended")

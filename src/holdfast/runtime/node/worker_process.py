@@ -13,14 +13,17 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from holdfast.core.domains import Domains
 from holdfast.core.errors import WireError, assert_never
 from holdfast.core.job_spec import JobSpec
+from holdfast.core.machine_errors import MachineError
+from holdfast.core.membership.agent import ProcessExited
 from holdfast.core.types import (
     NO_VIEW,
     Directive,
@@ -29,6 +32,8 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
+from holdfast.health.measure.host import advise_on_shared_memory
+from holdfast.health.measure.oom_kills import OomKills
 from holdfast.net import secret
 from holdfast.runtime.node import bootstrap, fork_server, group_member, group_store
 from holdfast.runtime.node.fork_server import ForkedProcess
@@ -58,6 +63,7 @@ class WorkerTemplate:
     tls: Path | None = None  # directory of the certificates
     domains: Domains = ()  # failure domains that the node is in, as it was told
     memory_bytes: int = 0  # most bytes of pieces in this node's memory
+    oom_kills: OomKills = field(default_factory=OomKills)
 
     @property
     def pass_fds(self) -> tuple[int, ...]:
@@ -153,7 +159,7 @@ class SpreadPart:
 
 
 OnMessage = Callable[["WorkerProcess", "WorkerStatus | Address"], None]
-OnExit = Callable[["WorkerProcess", int, str, bool], None]  # status, detail, whether reported
+OnExit = Callable[["WorkerProcess", ProcessExited], None]
 
 
 class WorkerProcess:
@@ -293,24 +299,38 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(popen.pid, signal.SIGKILL)  # the children that it has left behind
         self.running = False
-        detail = ""
         if code > 0:
             await self.wait_until_drained()
-            detail = read_told(self._story) or f"exit code {code}"
         else:
             assert self._told is not None
             await asyncio.wait([self._told], timeout=STORY_S if code else DRAIN_S)
-        reported = self._story.endswith(DONE) or self._template.spec.compat.enabled
-        if code < 0:
-            story = "" if reported else self._story.decode(errors="replace").strip()
-            detail = story or f"ended by {signal.Signals(-code).name}"
-        on_exit(self, code, detail, reported)
+        on_exit(self, self._make_end(code))
         await self.wait_until_drained()
         if self._writer is not None:
             self._writer.close()
         if self._log is not None:
             self._log.close()
             self._log = None
+
+    def _make_end(self, code: int) -> ProcessExited:
+        """Describe the end of the process, by what it has reported and by what the kernel tells."""
+        compat = self._template.spec.compat.enabled
+        reported = self._story.endswith(DONE) or compat
+        detail, error = ("", None) if code <= 0 and reported else read_told(self._story)
+        if error is not None:
+            self.note(detail)  # the job may continue without it, and its log has the reason
+        if code == -signal.SIGKILL:
+            evidence = self._template.oom_kills.explain(self.pid, time.monotonic())
+            if evidence:
+                what = f"{MachineError.KILLED.what}: " if compat else ""
+                detail, error = f"{what}{evidence}", MachineError.KILLED
+        if code < 0 and not detail:
+            detail = f"ended by {signal.Signals(-code).name}"
+            if code == -signal.SIGBUS:
+                detail = f"{detail}, perhaps because {advise_on_shared_memory()}"
+        # A group restarts whole, for whatever reason.
+        error = None if compat else error
+        return ProcessExited(self.worker, self.incarnation, code, detail, reported, error)
 
     async def _listen(self, reader: asyncio.StreamReader, on_message: OnMessage) -> None:
         opener = Opener(None)

@@ -22,6 +22,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import queues
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +31,8 @@ from torch.utils.data import DataLoader, default_collate
 from torch.utils.data._utils import pin_memory, signal_handling
 
 from holdfast.core.errors import UserError, WorldError
+from holdfast.core.machine_errors import MachineError, Raised, judge_error
+from holdfast.health.measure.host import advise_on_shared_memory
 from holdfast.train.data.map_style import dataset_length
 from holdfast.train.data.plain_data import are_plain_samples, holds_tensors, is_plain_collate
 from holdfast.train.data.quarantine import Quarantine, encode_bad, replace_bad
@@ -46,6 +49,7 @@ RESTARTS_MAX = 3  # restarts of the data workers without one batch in between
 POLL_S = 0.2  # how soon a thread that waits for a data worker notices its death
 _TIMED_OUT = "DataLoader timed out"  # how PyTorch's message begins when only the poll ran out
 _PR_SET_PDEATHSIG = 1
+_SHARED_MEMORY = MachineError.SHARED_MEMORY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,10 @@ class LoadStats:
     inline: int = 0  # batches loaded by the training process itself
     discarded: int = 0  # loaded ahead for an assignment that changed
     restarts: int = 0  # restarts of the data workers, after one was killed
+
+
+def _write_line(text: str) -> None:
+    sys.stderr.write(f"holdfast: {text}\n")
 
 
 class LoadPlan(Protocol):
@@ -113,13 +121,14 @@ class BatchSource:
         options: LoadOptions | None = None,
         checks: Checks | None = None,
         quarantine: Quarantine | None = None,
-        say: Callable[[str], None] = lambda text: None,
+        say: Callable[[str], None] = _write_line,
     ) -> None:
         self.plan = plan
         self.options = options or LoadOptions()
         self.stats = LoadStats()
         self._quarantine = quarantine
         self._say = say  # reports records that could be read only at another attempt
+        self._advice = _Advice(say)
         reader = SampleReader(dataset, plan.length or 0, checks)
         self._tasks = _Tasks(reader, plan.seed, self.options.collate_fn)
         self._feed = _Feed(plan, self._left_out_records)
@@ -280,6 +289,9 @@ class BatchSource:
         or debug. If it does not, only the data worker was at fault, and the batch is good.
         """
         self._ready[task] = self._inline(task)
+        if judge_error([Raised(classes=("RuntimeError",), text=failure)]).error is _SHARED_MEMORY:
+            self._advice.give()
+            return
         warnings.warn(
             f"loading {task} failed in a data worker but not in the training process:\n{failure}",
             RuntimeWarning,
@@ -294,6 +306,8 @@ class BatchSource:
         """
         self._failures += 1
         self._pipeline.stop(kill=True)
+        if lost.by_bus_error:
+            self._advice.give()
         if self._failures > RESTARTS_MAX:
             raise WorldError(
                 f"the data workers were lost {self._failures} times in a row: {lost}"
@@ -329,6 +343,22 @@ class BatchSource:
         if self.options.pin_memory and torch.cuda.is_available():
             return pin_memory.pin_memory(batch), reading
         return batch, reading
+
+
+class _Advice:
+    """Reports once that data workers find no room for their batches in shared memory."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._is_given = False
+
+    def give(self) -> None:
+        if not self._is_given:
+            self._is_given = True
+            self._say(
+                "data workers cannot hand over batches, which the training process then loads "
+                f"itself, slowly: {advise_on_shared_memory()}"
+            )
 
 
 class _Tasks:
@@ -428,7 +458,14 @@ class _Feed:
 
 
 class _DataWorkerLost(WorldError):
-    """Is raised when a data worker was killed, or its result cannot be received."""
+    """Is raised when a data worker was killed, or its result cannot be received.
+
+    `by_bus_error`: the kernel has no room for what it wrote to memory that processes share.
+    """
+
+    def __init__(self, text: str, *, by_bus_error: bool = False) -> None:
+        super().__init__(text)
+        self.by_bus_error = by_bus_error
 
 
 class _Pipeline:
@@ -488,7 +525,8 @@ class _Pipeline:
                 if not dead and isinstance(error, RuntimeError) and _TIMED_OUT in str(error):
                     continue
                 codes = ", ".join(f"process {p.pid} ended with code {p.exitcode}" for p in dead)
-                raise _DataWorkerLost(codes or repr(error)) from error
+                by_bus_error = any(p.exitcode == -signal.SIGBUS for p in dead)
+                raise _DataWorkerLost(codes or repr(error), by_bus_error=by_bus_error) from error
             self.sent.popleft()
             return result
 
@@ -532,11 +570,22 @@ def _enter_data_worker(_index: int) -> None:
     its sockets, and peers learn of its death by their closing.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    queues.Queue._on_queue_feeder_error = _send_failure  # type: ignore[attr-defined]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():  # it died before the line above
         os._exit(1)
+
+
+def _send_failure(queue: Any, error: BaseException, result: Any) -> None:
+    """Send the training process the reason in place of a batch that cannot be handed over.
+
+    Python only prints the reason, and the training process would wait for the batch for ever.
+    """
+    number, (task, _, _) = result
+    told = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    queue.put((number, (task, told, None)))
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ the process is alive. When the connection ends, the agent is gone and with it th
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 import time
@@ -27,6 +26,7 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
+from holdfast.health.measure.lifetime import end_lost
 from holdfast.net.readiness import is_readable, wait_readable
 from holdfast.train.step.driver import Driver
 from holdfast.train.step.stack_file import write_stacks
@@ -94,7 +94,7 @@ class AgentLink:
             except OSError:
                 data = b""
             if not data:
-                os._exit(1)  # the agent is gone: nobody could fence us any more
+                end_lost("its agent is gone, so that nothing could fence it any more")
             try:
                 for payload in opener.feed(data):
                     self._receive(driver, payload)

@@ -7,19 +7,17 @@ effects from a queue, in order.
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeGuard
 
-from holdfast.core.errors import Aborted, ScriptFault, WorldError
+from holdfast.core.errors import Aborted, ScriptFault, UserError
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.speculation import Lateness
 from holdfast.core.types import Peer, Tick, View, WorkerStatus
+from holdfast.health.measure.lifetime import end_lost
 from holdfast.observe.time_lines import TimeUse
 from holdfast.train.step.link_watch import LinkWatch, ViewGroup
 from holdfast.train.step.monitor import Monitor
@@ -319,7 +317,7 @@ class Driver:
             case ef.Exit():
                 self.end_process()
             case ef.GiveUp(reason, by_script):
-                self.fail(ScriptFault(reason) if by_script else WorldError(reason))
+                self.fail(ScriptFault(reason) if by_script else UserError(reason))
             case _:
                 try:
                     if self._hands is not None:
@@ -330,9 +328,7 @@ class Driver:
 
     def end_process(self) -> None:
         """End this process at once: its state must not be used."""
-        text = "this worker computes wrongly, or holds a wrong state: it leaves the job"
-        sys.stderr.write(f"holdfast: {text}\n")
-        os.kill(os.getpid(), signal.SIGKILL)
+        end_lost("it computes wrongly, or holds a wrong state")
 
 
 def _is_for_engine(effect: ef.WorkerEffect) -> TypeGuard[EngineOrder]:
