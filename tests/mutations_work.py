@@ -116,7 +116,7 @@ def who_catches_up_holds_the_state_already(patch: pytest.MonkeyPatch) -> Machine
 def the_late_one_goes_on_in_the_old_view(patch: pytest.MonkeyPatch) -> Machines:
     plain = Membership.promise
 
-    def promise(self: Membership, number: ViewNumber) -> bool:
+    def promise(self: Membership, number: ViewNumber, why: str = "") -> bool:
         standing = self._standing
         status = standing.status
         if status.in_step and not status.waiting and self._step.lateness.began_at:
@@ -124,7 +124,7 @@ def the_late_one_goes_on_in_the_old_view(patch: pytest.MonkeyPatch) -> Machines:
             standing.change(promised=ViewNumber(number - 1))
             standing.order(ef.Tell(dataclasses.replace(standing.status, promised=number)))
             return True
-        return plain(self, number)
+        return plain(self, number, why)
 
     patch.setattr(Membership, "promise", promise)
     return Machines()

@@ -33,7 +33,9 @@ def dies(cluster: Cluster, worker: str) -> None:
 @command(rf"{WORKER} notices that its processes on {NODE} are gone")
 def misses(cluster: Cluster, worker: str, node: str) -> None:
     """The first process of a worker that is spread over nodes has lost the others of a node."""
-    cluster.end(process_of(cluster, worker), -9, f"its process on {node} is gone")
+    cluster.end(
+        process_of(cluster, worker), -9, "process 1 of this worker, on another node, was lost"
+    )
 
 
 @command(rf"shard (?P<shard>\d+) of {WORKER} (?P<how>falls behind|catches up)")

@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.core.membership import agent as ag
 from holdfast.core.membership import coordinator_events as ce
-from holdfast.core.membership.formation import spans
+from holdfast.core.naming import spans
 from holdfast.core.redundancy import Recall
 from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.step import effects as ef

@@ -265,6 +265,16 @@ def test_a_worker_that_its_machine_has_ended_is_lost(
     assert (status.stage, status.machine_error) == (Stage.LOST, found)
 
 
+def test_a_worker_that_ends_itself_is_lost_for_the_reason_that_it_gives() -> None:
+    node = Node()
+    node.run(0)
+    node.say(0, detail="it computes wrongly", promised=ViewNumber(1))
+    assert node.status(0).promised == 0  # no view may count on it as on a survivor
+    node.feed(ag.ProcessExited(WorkerId(0), ONE, -9, "ended by SIGKILL"))
+    status = node.status(0)
+    assert (status.stage, status.detail) == (Stage.LOST, "it computes wrongly")
+
+
 def test_a_killed_worker_is_lost_for_the_reason_it_was_killed_for() -> None:
     node = Node()
     node.run(0)

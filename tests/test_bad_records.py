@@ -101,7 +101,7 @@ def test_bad_records_and_deaths_change_nothing(
         report = verify(run.run_dir.path, plan_of)
         assert report.ok, report.findings
         assert report.quarantined == RECORDS_IN_BLOCK
-        said = [event for event in run.events("data") if "is quarantined" in str(event)]
+        said = [event for event in run.events("record") if "is quarantined" in str(event)]
         assert len(said) >= RECORDS_IN_BLOCK - 2 * len(disturbed)
         assert len(run.events("lost")) == (2 if disturbed else 0)
     assert len(set(last)) == 1

@@ -16,12 +16,13 @@ from holdfast.core.exact_products import NARROW, WIDE, ExactProduct, digest_of
 from holdfast.core.membership.admission import drain
 from holdfast.core.membership.changes import AddSlot, Change
 from holdfast.core.membership.draining import choose_drains
-from holdfast.core.membership.formation import Facts, choose_unreachable, spans
+from holdfast.core.membership.formation import Facts, choose_unreachable
 from holdfast.core.membership.lease import LeasePolicy, acting_deadline, fence_time
 from holdfast.core.membership.live_roster import LiveRoster
 from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
 from holdfast.core.membership.resume import resume_step
 from holdfast.core.membership.roster import SlotState
+from holdfast.core.naming import spans
 from holdfast.core.partition import part_of
 from holdfast.core.types import (
     AgentId,

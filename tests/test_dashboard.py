@@ -108,7 +108,7 @@ def test_the_files_of_a_crashed_run_are_shown(dashboard: Dashboard) -> None:
     (incident,) = state["incidents"]["items"]
     assert incident["title"] == f"worker 1 was lost: {SCRIPT}"
     assert incident["pause_s"] == 0.75
-    assert len(incident["story"]) == 3
+    assert len(incident["story"]) == 6  # three events, the cause, the fault, and advice
     assert state["goodput"]["steps"] == 20
     assert 0 < state["goodput"]["share"] < 1
     assert state["loss"]["last"] == 19.5

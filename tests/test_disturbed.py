@@ -1,4 +1,4 @@
-"""Fault scripts are read without surprises; jobs that meet slow workers end with the same bits."""
+"""Party scripts are read without surprises; jobs that meet slow workers end with the same bits."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import torch
 
 from conftest import Start, finish
 from holdfast.core.errors import UserError
+from holdfast.observe.diagnoses import Party
+from holdfast.observe.incidents import list_incidents
 from holdfast.observe.ledger_audit import verify
 from holdfast.testing.disturbed import Disturber, flip_bit
 from holdfast.testing.fault_script import ACTIONS, Disturbance, parse
@@ -285,6 +287,9 @@ def test_a_wrong_gradient_is_computed_again(
     assert "worker 1 has computed virtual rank" in text
     assert "of step 7 wrongly; the step was computed again" in text
     assert run.events("lost") == []  # the first mistake is forgiven
+    (incident,) = (each for each in list_incidents(run.events()) if each.title == text)
+    assert (incident.workers, incident.diagnosis.fault) == ({1}, Party.MACHINE)
+    assert incident.to_dict()["node"] == "node0"
     assert verify(run.run_dir.path, SamplePlan.from_dict).ok
 
 
@@ -378,6 +383,10 @@ def test_a_state_that_has_become_another_is_found_without_audits_and_the_job_goe
     assert any("the state of worker 1 is not that of the others in step" in t for t in texts)
     assert any("the job goes back" in text for text in texts)
     assert run.events("back")
+    title = next(text for text in texts if "the state of worker 1" in text)
+    (incident,) = (each for each in list_incidents(run.events()) if each.title == title)
+    assert {"lost", "back", "view", "resumed"} <= {event["kind"] for event in incident.events}
+    assert "ended by SIGKILL" not in str(incident.events)
 
 
 @pytest.mark.slow
@@ -462,7 +471,7 @@ def test_a_gradient_that_a_lone_worker_finds_not_finite_twice_is_blamed_on_the_s
     options = disturbed(tmp_path, "worker 0 step 3 overflow")
     with start("--steps", "6", nproc=1, options=options) as run:
         finish(run)
-    (text,) = wrong(run)
+    (text,) = [event["text"] for event in run.events("not_finite")]
     assert text == "the gradient of step 3 is not finite, each time it is computed"
 
 
@@ -472,7 +481,7 @@ def test_a_gradient_that_is_not_finite_on_all_workers_is_committed(
     options = disturbed(tmp_path, "any worker step 7 overflow")
     with start(*AUDITED, nproc=3, options=options) as run:
         finish(run)
-    (text,) = wrong(run)
+    (text,) = [event["text"] for event in run.events("not_finite")]
     assert text == "the gradient of step 7 is not finite, on all workers that compute it"
     assert verify(run.run_dir.path, SamplePlan.from_dict).ok
 

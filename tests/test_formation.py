@@ -191,14 +191,14 @@ def test_workers_are_late_if_they_compute_while_at_least_as_many_wait(
 BROKEN = [
     ((member(0), member(1)), None),
     ((member(0), member(1, stage=Stage.LOST)), "worker 1 is gone"),
-    ((member(0), stopped(1)), "worker 1 lost touch with another worker"),
+    ((member(0), stopped(1)), "worker 1 has left it"),
     ((member(0), stopped(1, state=StateCopy.DISCARDED)), "something wrong was used"),
     ((member(0), member(1, state=StateCopy.DISCARDED)), "something wrong was used"),
     ((member(0, **OVERDUE), member(1)), "worker 0 waits for worker 1, which is late"),
     ((member(0, **OVERDUE), member(1, phase=Phase.OVERDUE)), "0 waits for one that is late"),
     ((member(0, **WAITING), resting(1)), "a worker waits for one that has stopped"),
     ((member(0), resting(1)), None),  # a planned stop: no member waits
-    ((member(0, **WAITING), resting(1, committed=4)), "worker 1 lost touch"),  # before any vote
+    ((member(0, **WAITING), resting(1, committed=4)), "worker 1 has left it"),  # before any vote
     ((resting(0), resting(1)), None),
 ]
 

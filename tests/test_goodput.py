@@ -87,7 +87,7 @@ def test_steps_that_the_job_goes_back_behind_are_lost() -> None:
     events = [
         FIRST_VIEW,
         event(13, "back", id="1.2"),
-        event(13.5, "view", view=2, step=4, id="1.3", causes=["1.2"]),
+        event(13.5, "view", view=2, step=4, id="1.3", causes=["1.2"], again=True),
         event(20, "stopped"),
     ]
     processes = [
@@ -102,9 +102,63 @@ def test_steps_that_the_job_goes_back_behind_are_lost() -> None:
     assert parts[Part.STARTING] == pytest.approx(3.0)
 
 
+def test_nothing_is_lost_if_no_view_repeats_steps() -> None:
+    """A line may tell of steps before and after a planned view."""
+    join = event(5, "view", view=2, step=3)
+    found = share(
+        [process(0, 1, 0, spent(0, starting=2.0), spent(6, task=6.0))], [FIRST_VIEW, join]
+    )
+    assert found.parts()[Part.LOST] == 0.0
+
+
+def test_the_time_until_a_job_is_resumed_is_in_no_figure() -> None:
+    events = [FIRST_VIEW, event(8, "save"), event(30, "resume", id="2.s1"), event(40, "stopped")]
+    lives = [
+        process(0, 1, 0, spent(0, starting=2.0), spent(6, task=8.0)),
+        process(0, 2, 32, spent(6, starting=1.0), spent(12, task=7.0)),
+    ]
+    found = share(lives, events)
+    assert found.still_s == pytest.approx(20.0)
+    assert found.wall_s == found.total_s == pytest.approx(20.0)
+    assert found.parts()[Part.DEGRADED] == pytest.approx(2.0)  # from then to the process
+    assert found.parts()[Part.PRODUCTIVE] == pytest.approx(15.0)
+    text = "for 20 s more the whole job was down or frozen"
+    assert text in " ".join(summarize(found))
+    facts = RunFacts(name="run", script="train.py", outcome="", goodput=found, losses={})
+    assert text in write_page(facts)
+
+
+def test_the_time_in_which_all_workers_were_frozen_is_in_no_figure() -> None:
+    def frozen(worker: int, before: float, seconds: float) -> ProcessTimes:
+        after = spent(9, task=20.0 - before - seconds)
+        lines = spent(4, task=before), spent(4, frozen=seconds), after
+        return process(worker, 1, 0, *lines)
+
+    found = share([frozen(0, 5.0, 10.0), frozen(1, 4.0, 10.0)], [event(0, "view", view=1, step=0)])
+    assert found.still_s == pytest.approx(9.0)
+    assert found.parts()[Part.DEGRADED] == pytest.approx(2.0)  # each was frozen alone for a second
+    assert found.total_s == pytest.approx(2 * 11.0)
+    assert found.share == pytest.approx(20.0 / 22.0)
+
+
+def test_workers_whose_times_are_elsewhere_are_named_with_their_share() -> None:
+    views = [
+        event(0, "view", view=1, step=0, members="0, 1, 5-6"),
+        event(15, "view", view=2, step=9, members="0"),
+        event(20, "stopped"),
+    ]
+    lives = [process(worker, 1, 0, spent(9, task=20.0)) for worker in (0, 1)]
+    found = share(lives, views)
+    assert found.missing == {5: 15.0, 6: 15.0}
+    assert found.missing_share == pytest.approx(30.0 / 65.0)
+    lines = summarize(found)
+    assert lines[1].startswith("goodput 100.0% of the time of 2 workers")
+    assert lines[3].startswith("the times of workers 5, 6 are missing, 46% of all workers' time: ")
+
+
 def test_of_many_views_the_earliest_later_one_says_what_is_lost() -> None:
     resumes = [(4.5, 5), (6.5, 7), (8, 20)]
-    views = [event(t, "view", view=n, step=s) for n, (t, s) in enumerate(resumes, 2)]
+    views = [event(t, "view", view=n, step=s, again=True) for n, (t, s) in enumerate(resumes, 2)]
     lines = [spent(2, task=2.0), spent(6, task=2.0), spent(8, task=2.0), spent(12, task=4.0)]
     found = share([process(0, 1, 0, *lines)], [event(0, "view", view=1, step=0), *views])
     # The last of four steps, then both of two, which step 5 comes before, then all behind step 7.
@@ -174,7 +228,10 @@ def lives(draw: st.DrawFn) -> list[ProcessTimes]:
 def test_the_parts_sum_up_to_wall_time_x_workers(
     processes: list[ProcessTimes], resumes: list[tuple[float, int]]
 ) -> None:
-    views = [event(time, "view", view=n, step=step) for n, (time, step) in enumerate(resumes, 2)]
+    views = [
+        event(time, "view", view=n, step=step, again=True)
+        for n, (time, step) in enumerate(resumes, 2)
+    ]
     found = share(processes, [event(5.5, "view", view=1, step=0), *views])
     expected = found.wall_s * len(found.workers)
     assert found.total_s == pytest.approx(expected)
@@ -182,7 +239,9 @@ def test_the_parts_sum_up_to_wall_time_x_workers(
     for worker in found.workers:
         theirs = [s for s in found.stretches if s.worker == worker]
         for one, other in itertools.pairwise(theirs):
-            assert other.began == pytest.approx(one.ended)
+            pairs = [(max(a, one.ended), min(b, other.began)) for a, b in found.still]
+            still_s = measure_union([(a, b) for a, b in pairs if a < b])
+            assert other.began - one.ended == pytest.approx(still_s, abs=1e-6)
 
 
 def test_the_page_names_what_happened_and_needs_nothing_else() -> None:

@@ -100,7 +100,6 @@ def test_a_link_that_is_mended_is_told_once() -> None:
     (begin, slow), (end, over) = found
     assert (begin < 40, slow.slow, over.slow) == (True, True, False)
     assert 40 < end < 60
-    assert slow.confidence > 0.9999
     assert str(slow).startswith("the link from worker 11 to worker 10 is slow: worker 10 waits ")
     assert str(over).startswith("the link from worker 11 to worker 10 is not slow any more: ")
 

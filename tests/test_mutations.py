@@ -221,7 +221,7 @@ def pending_change_is_read_from_the_own_vote(patch: pytest.MonkeyPatch) -> Machi
 
 @mutation
 def worker_acts_after_promising(patch: pytest.MonkeyPatch) -> Machines:
-    def promise(self: Membership, number: ViewNumber) -> bool:
+    def promise(self: Membership, number: ViewNumber, why: str = "") -> bool:
         standing = self._standing
         if number <= standing.status.promised:
             return False
@@ -237,8 +237,8 @@ def worker_acts_after_promising(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def worker_promises_without_aborting(patch: pytest.MonkeyPatch) -> Machines:
-    def promise(self: Membership, number: ViewNumber) -> bool:
-        is_news = self._promise(number)
+    def promise(self: Membership, number: ViewNumber, why: str = "") -> bool:
+        is_news = self._promise(number, why)
         if is_news:
             self._standing.tell()
         return is_news

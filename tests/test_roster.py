@@ -491,7 +491,7 @@ def test_a_member_is_lost_with_its_agent_and_with_its_node_once_that_is_given_up
     cluster.hear("n2")
     view = view_of(0, 1)
     # the others are only starting
-    assert lose(cluster, view) == ["0: its agent was started again, without it"]
+    assert lose(cluster, view) == ["0: the agent of node n0 ended, and the worker with it"]
     cluster.now = 1.0 + LEASE.abandon_s + LEASE.margin_s
     assert lose(cluster, view) == []
     assert lose(cluster, view, 1) == ["1: its node is lost"]

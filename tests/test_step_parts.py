@@ -561,8 +561,8 @@ def test_only_punctual_workers_copy_and_nobody_if_most_are_late() -> None:
 # ---------------------------------------------------------------- speeds
 
 
-def paced(view: View, leads: bool, steps: int, *times: int) -> list[tuple[str, str]]:
-    speeds, found = Speeds(view, None), []
+def paced(view: View, leads: bool, steps: int, *times: int) -> list[ev.EventNoted]:
+    speeds, found = Speeds(view, None), list[ev.EventNoted]()
     for _ in range(steps):
         found += speeds.observe(times, leads)
     return found
@@ -571,7 +571,8 @@ def paced(view: View, leads: bool, steps: int, *times: int) -> list[tuple[str, s
 def test_only_the_leader_tells_of_slow_workers_and_only_of_what_costs_something() -> None:
     view = a_view(1, range(4))
     usual, slow = 100_000, 200_000
-    assert [kind for kind, _ in paced(view, True, 30, usual, usual, usual, slow)] == ["slow"]
+    kinds = [event.kind for event in paced(view, True, 30, usual, usual, usual, slow)]
+    assert kinds == ["slow", "straggler"]
     assert paced(view, False, 30, usual, usual, usual, slow) == []
     assert paced(view, True, 30, 1000, 1000, 1000, 2000) == []  # a millisecond a step
     assert paced(view, True, 30, usual, usual, usual, usual) == []
@@ -582,7 +583,10 @@ def test_a_worker_that_was_reported_slow_is_reported_well_again() -> None:
     found = []
     for times in [(100_000,) * 3 + (200_000,)] * 30 + [(100_000,) * 4] * 40:
         found += speeds.observe(times, leads=True)
-    assert ["not slow any more" in text for _, text in found] == [False, True]
+    assert ["not slow any more" in event.text for event in found if event.kind == "slow"] == [
+        False,
+        True,
+    ]
     assert speeds.owners == (0, 1, 2, 3)
     counting = Counting(a_view(1, range(4)), None)
     assert counting.owners == (0, 1, 2, 3)

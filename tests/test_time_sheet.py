@@ -73,6 +73,39 @@ def make(age_s: float = 0.0) -> tuple[TimeSheet, Clock, Lines]:
     return TimeSheet(lines.write, age_s, clock), clock, lines
 
 
+@pytest.mark.parametrize("first", ["the script", "the control thread"])
+def test_the_time_of_a_frozen_process_is_no_time_of_its_task(first: str) -> None:
+    clock, lines = Clock(), Lines()
+    sheet = TimeSheet(lines.write, 0.0, clock, cpu=lambda: 5.0)
+    sheet.note_alive()
+    sheet.enter(TimeUse.TASK)
+    clock.after(0.5)
+    sheet.note_alive()
+    clock.after(15.0)  # SIGSTOP; then either thread runs first
+    if first == "the control thread":
+        sheet.note_alive()
+    clock.after(0.25)
+    sheet.enter(TimeUse.UPDATE)
+    sheet.close()
+    frozen_s = 15.0 if first == "the control thread" else 15.25
+    assert lines.total() == {TimeUse.TASK: 15.75 - frozen_s, TimeUse.FROZEN: frozen_s}
+    assert [line.spent for line in lines if TimeUse.FROZEN in line.spent] == [
+        {TimeUse.FROZEN: frozen_s}
+    ]
+
+
+def test_a_busy_process_without_a_sign_of_life_is_not_frozen() -> None:
+    """A call that holds the interpreter lock keeps the control thread from running."""
+    clock, lines = Clock(), Lines()
+    sheet = TimeSheet(lines.write, 0.0, clock, cpu=clock)
+    sheet.note_alive()
+    sheet.enter(TimeUse.TASK)
+    clock.after(15.0)
+    sheet.note_alive()
+    sheet.close()
+    assert lines.total() == {TimeUse.TASK: 15.0}
+
+
 def status(phase: Phase = Phase.WAITING, hosted: tuple[int, ...] = (0,)) -> WorkerStatus:
     worker, incarnation = WorkerId(0), Incarnation(1)
     return WorkerStatus(worker=worker, incarnation=incarnation, phase=phase, hosted=hosted)

@@ -77,7 +77,7 @@ class MortalDriver(Driver):
 
     mortal: ThreadWorker
 
-    def end_process(self) -> None:
+    def end_process(self, reason: str = "") -> None:
         self.mortal.die()
 
 

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     for each in incidents:
         at = time.strftime("%H:%M:%S", time.localtime(each.began_at))
-        print(f"{each.name:<8} {at}  {each.title}; {describe_cost(each.cost)}")
+        print(f"{each.name:<8} {at}  {each.title}; {describe_cost(each)}")
     if not incidents:
         print(f"no incidents in {len(events)} events")
     else:

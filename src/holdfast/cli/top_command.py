@@ -103,10 +103,10 @@ class Picture:
             tail.note_step(status.step, now)
             parts += [self._head(status), _workers(status)]
         if self._goodput is not None:
-            parts += [Text(line) for line in summarize(self._goodput)[1:]]
+            parts += [Text(line) for line in summarize(self._goodput)[1:3]]
         for incident in tail.incidents[-INCIDENTS:]:
             at = time.strftime("%H:%M:%S", time.localtime(incident.began_at))
-            parts.append(Text(f"{at}  {incident.title}; {describe_cost(incident.cost)}", "dim"))
+            parts.append(Text(f"{at}  {incident.title}; {describe_cost(incident)}", "dim"))
         return Group(*parts)
 
     def _head(self, status: JobStatus) -> Text:

@@ -51,7 +51,14 @@ class WorldError(HoldfastError):
 
 
 class Aborted(WorldError):
-    """Reports that the process group of a view cannot be used any more."""
+    """Reports that the process group of a view cannot be used any more.
+
+    `rank`: the member at the other end of the connection that has failed, if it is one.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class WireError(WorldError):

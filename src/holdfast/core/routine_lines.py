@@ -1,14 +1,17 @@
-"""Decides which routine lines people see: of each kind the first, then ever fewer. Pure.
+"""Decides which routine lines people see on a terminal; the event log has all of them. Pure.
 
 Other programs on a busy machine make workers slow again and again, and each change is one line of
-the event log. Hundreds of such lines would hide the one line that matters.
+the event log. Hundreds of such lines would hide the one line that matters. So a terminal shows none
+of them: it shows once that machines are busy, and workers that are slow for long, ever more seldom.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROUTINE = ("slow", "balance")
+HIDDEN = ("slow", "balance", "copy")
+ONCE = ("busy",)
+RARE = ("straggler",)
 GAP_S = 60.0  # before the second line of a kind; each further gap is twice as long
 GAP_MAX_S = 3600.0
 SUBJECTS_MAX = 1000  # the newest ones are remembered
@@ -29,16 +32,18 @@ class RoutineLines:
 
     def show(self, kind: str, text: str, now: float) -> str:
         """Return the line to show for an event; "" if the event log alone has it."""
-        if kind not in ROUTINE:
+        if kind in HIDDEN:
+            return ""
+        if kind not in (*ONCE, *RARE):
             return text
-        key = kind, "" if kind == "balance" else text.partition(":")[0]
+        key = kind, text.partition(":")[0] if kind in RARE else ""
         subject = self._subjects.get(key)
         if subject is None:
             while len(self._subjects) >= SUBJECTS_MAX:
                 del self._subjects[next(iter(self._subjects))]
             self._subjects[key] = _Subject(now + GAP_S, GAP_S)
             return text
-        if now < subject.next_at:
+        if now < subject.next_at or kind in ONCE:
             subject.passed += 1
             return ""
         passed, subject.passed = subject.passed, 0

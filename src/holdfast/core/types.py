@@ -87,11 +87,15 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvent:
-    """Describes an event that a worker adds to the job's log; `number` grows within a worker."""
+    """Describes an event that a worker adds to the job's log; `number` grows within a worker.
+
+    `about`: the worker that it is about, if that is another one.
+    """
 
     number: int
     kind: str
     text: str
+    about: WorkerId | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +157,7 @@ class WorkerStatus:
     loop: int = 0  # how many step loops its script has entered
     line: str = ""  # the script's line that opened its step or ended its loop, for people
     unreached: tuple[WorkerId, ...] = ()  # members of `view` that the network does not reach
+    left_for: str = ""  # why it has left `view` without an order, as a phrase that follows its name
     proved_at: float = 0.0  # its node's clock: every member of `view` acted in it since then
     saved: int = 0  # the step of the newest checkpoint that it knows to be durable
     unreadable: int = 0  # the step of one that it could not read

@@ -18,8 +18,8 @@ from holdfast.observe.incident_costs import IncidentCost, Part
 from holdfast.observe.incidents import (
     Incident,
     describe_cost,
+    list_events,
     list_incidents,
-    tell_story,
 )
 from holdfast.observe.run_tail import RunTail
 from holdfast.observe.time_lines import ProcessTimes, read_times
@@ -32,8 +32,8 @@ EVENTS_KEPT = 20_000  # newest ones, and older ones that incidents consist of
 PACE = 20  # a costly look is repeated after this many times its duration
 SAVES = frozenset(("save", "store", "rot", "back"))
 TROUBLES = frozenset(
-    "balance copy data descriptors failed journal link lost quarantined refused rot script slow "
-    "wrong".split()
+    "balance busy copy data descriptors failed journal link lost quarantined record refused rot "
+    "script slow straggler wrong".split()
 )
 Topics = dict[str, Any]
 
@@ -140,10 +140,10 @@ def describe_incident(incident: Incident, cost: IncidentCost | None) -> dict[str
         "ended": incident.ended_at if incident.cost else None,
         "step": steps[-1] if steps else None,
         "workers": sorted(incident.workers),
-        "cost": describe_cost(incident.cost),
+        "cost": describe_cost(incident),
         "pause_s": incident.cost.get("pause_s"),
         "worker_s": cost.seconds if cost is not None else None,
-        "story": tell_story(incident)[1:-1],
+        "story": [*list_events(incident), *incident.diagnosis.lines()],
     }
 
 

@@ -53,7 +53,8 @@ POLL_DUE_S = 0.03  # while a fault waits for its victims: joining takes a few of
 SILENCE_S = 10.0  # a slow run is heard from this often
 END_S = 60.0  # from the last step to the end of every process
 COMMIT = re.compile(r"step (\d+) loss (\S+) time (\S+)")
-ASIDE = ("slow", "balance", "copy")  # about the speed of this machine, which the demo is not about
+# These are about the speed of this machine, which the demo is not about.
+ASIDE = ("slow", "straggler", "busy", "balance", "copy")
 COLOURS = {"lost": "red", "view": "green", "join": "cyan", "failed": "bold red"}
 
 

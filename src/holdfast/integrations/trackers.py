@@ -67,7 +67,7 @@ def name_of(job: Job) -> str:
 
 def describe_ended(incident: Incident) -> str:
     """Return the title of an incident with its cost."""
-    return f"{incident.title}; {describe_cost(incident.cost)}"
+    return f"{incident.title}; {describe_cost(incident)}"
 
 
 class TensorBoard(Tracker):

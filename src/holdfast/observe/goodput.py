@@ -16,6 +16,12 @@ from typing import Any
 
 from holdfast.observe.incident_costs import IncidentCost, Part, Stretch, charge
 from holdfast.observe.incidents import Event, list_incidents
+from holdfast.observe.still_times import (
+    Interval,
+    find_still_times,
+    leave_out,
+    measure_missing,
+)
 from holdfast.observe.time_lines import (
     ProcessTimes,
     SpentLine,
@@ -38,7 +44,7 @@ MEANINGS = {
     Part.STARTING: "a process started, its script ran to its first step",
     Part.SPARE: "ready, as a spare",
     Part.ENDING: "waiting at the end of a loop",
-    Part.DEGRADED: "a worker had no process",
+    Part.DEGRADED: "a worker had no process, or a frozen one",
 }
 _PARTS = {
     TimeUse.STARTING: Part.STARTING,
@@ -54,6 +60,7 @@ _PARTS = {
     TimeUse.SPARE: Part.SPARE,
     TimeUse.STALL: Part.STALLED,
     TimeUse.END: Part.ENDING,
+    TimeUse.FROZEN: Part.DEGRADED,
 }
 _OF_STEPS = frozenset(
     (Part.PRODUCTIVE, Part.WAITING, Part.DATA, Part.CHECKS, Part.AGAIN, Part.SAVING)
@@ -70,10 +77,22 @@ class Goodput:
     steps: int = 0  # committed
     step_counts: dict[int, int] = field(default_factory=dict)  # by class of length
     costs: list[IncidentCost] = field(default_factory=list)
+    still: list[Interval] = field(default_factory=list)  # the whole job stood still
+    missing: dict[int, float] = field(default_factory=dict)  # seconds by worker without times
+    missing_share: float = 0.0  # their part in the time of all workers
+
+    @property
+    def span_s(self) -> float:
+        return self.ended - self.began
+
+    @property
+    def still_s(self) -> float:
+        """Return how long the whole job stood still: it is in none of the other figures."""
+        return measure_union(self.still)
 
     @property
     def wall_s(self) -> float:
-        return self.ended - self.began
+        return self.span_s - self.still_s
 
     @property
     def workers(self) -> list[int]:
@@ -136,6 +155,9 @@ class Goodput:
             "wall_s": self.wall_s,
             "workers": len(self.workers),
             "total_s": self.total_s,
+            "still_s": self.still_s,
+            "missing_workers": sorted(self.missing),
+            "missing_share": self.missing_share,
             "steps": self.steps,
             "goodput": self.share,
             "ettr": self.ettr,
@@ -178,7 +200,7 @@ def share_times(processes: Sequence[ProcessTimes], events: Sequence[Event]) -> G
     if not processes:
         return None
     pairs = [(float(e["time"]), int(e["step"])) for e in events if _is_view(e)]
-    views = _ViewSteps(pairs)
+    views = _ViewSteps([(float(e["time"]), int(e["step"])) for e in events if _goes_back(e)])
     times = [float(event["time"]) for event in events]
     found = Goodput(
         began=min([p.began for p in processes] + times[:1]),
@@ -198,12 +220,16 @@ def share_times(processes: Sequence[ProcessTimes], events: Sequence[Event]) -> G
         begins = found.began if theirs[0].began < formed_at else theirs[0].began
         ends = theirs[-1].ended if worker in leavers else found.ended
         found.stretches += _stretches_of(theirs, begins, ends, views, formed_at)
+    found.still = find_still_times(processes, events, found.stretches)
+    found.stretches = leave_out(found.stretches, found.still)
+    found.missing, named_s = measure_missing(of_worker, events, found.ended)
+    found.missing_share = sum(found.missing.values()) / named_s if named_s else 0.0
     found.costs = charge(list_incidents(events), found.stretches)
     return found
 
 
 class _ViewSteps:
-    """Knows the step at which each view went on. `views`: times and steps."""
+    """Knows the steps to which the job went back. `views`: times and steps."""
 
     def __init__(self, views: Sequence[tuple[float, int]]) -> None:
         views = sorted(views)
@@ -219,6 +245,11 @@ class _ViewSteps:
 
 def _is_view(event: Event) -> bool:
     return event["kind"] == "view" and isinstance(event.get("step"), int)
+
+
+def _goes_back(event: Event) -> bool:
+    """Return whether a view repeats committed steps, which are lost."""
+    return _is_view(event) and event.get("again") is True
 
 
 def _find_leavers(events: Sequence[Event]) -> set[int]:

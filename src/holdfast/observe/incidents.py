@@ -13,12 +13,17 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from holdfast.core.errors import UserError
+from holdfast.observe.diagnoses import Diagnosis, Event, diagnose
 
-Event = Mapping[str, Any]
 E = TypeVar("E", bound=Event)
 _KINDS: dict[str, type | tuple[type, ...]] = {"time": (int, float), "kind": str, "text": str}
-# The kinds of lines that make an incident, those that say most of it first.
-TELLING = ("lost", "quarantined", "back", "drain", "leave", "replaced", "restart", "stop_view")
+# The kinds of faults that a new view or group answers, and of those that need none.
+STOPPING = (
+    *("lost", "quarantined", "back", "drain", "leave", "late"),
+    *("replaced", "restart", "stop_view"),
+)
+PASSING = ("wrong", "rot", "record", "straggler", "failed")
+TELLING = (*STOPPING, *PASSING)  # each line of these kinds makes an incident
 LASTING = frozenset((*TELLING, "view", "join"))  # what a run's workers did depends on these
 
 
@@ -73,19 +78,33 @@ class Incident:
         return str(self.events[0]["id"])
 
     @property
+    def diagnosis(self) -> Diagnosis:
+        """Return the cause, the party at fault, and advice."""
+        return diagnose(self.events)
+
+    @property
     def title(self) -> str:
-        """Return the line that says most: the loss of a worker, and how many more were lost."""
-        found = (e for kind in TELLING for e in self.events if e["kind"] == kind)
-        event = next(found, self.events[0])
+        """Return the line on the first cause, and the number of other workers that were lost."""
+        event = self.diagnosis.event
         text = str(event["text"]).partition("\n")[0]
         lost = {e.get("worker") for e in self.events if e["kind"] == "lost"}
         more = len(lost - {None, event.get("worker")})
-        if not more:
+        if not more or event["kind"] != "lost":
             return text
         return f"{text} (and {more} more {'worker was' if more == 1 else 'workers were'} lost)"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"id": self.name, "title": self.title, "cost": self.cost, "events": self.events}
+        found = self.diagnosis
+        return {
+            "id": self.name,
+            "title": self.title,
+            "cost": self.cost,
+            "cause": found.event["id"],
+            "node": found.event.get("node"),
+            "fault": found.fault.value,
+            "advice": found.advice,
+            "events": self.events,
+        }
 
 
 def list_incidents(events: Sequence[Event]) -> list[Incident]:
@@ -119,15 +138,21 @@ def _group_by_causes(events: Sequence[Event]) -> dict[str, list[Event]]:
     place: dict[str, int] = {}
     first_term = min((_term_of(event) for event in events if event.get("id")), default=0)
     viewed: set[int] = set()  # terms in which a view was formed
+    resumed = ""  # id of the line that the job was resumed, until the first view after it
     for number, event in enumerate(events):
         name = event.get("id", "")
         causes = [c for c in event.get("causes", ()) if c in group]
         term = _term_of(event)
+        if event["kind"] == "resume":
+            resumed = name
+        elif resumed and event["kind"] in (*STOPPING, "view"):
+            causes.append(resumed)
         if event["kind"] == "view":
             viewed.add(term)
+            resumed = ""
         if term > first_term and term not in viewed:
             causes += _find_left_open(event, group)
-        begins = event["kind"] in (*TELLING, "silent", "wrong")
+        begins = event["kind"] in (*TELLING, "silent", "resume")
         if not name or not (causes or begins):
             continue
         place[name] = number
@@ -147,7 +172,7 @@ def _find_left_open(event: Event, group: Mapping[str, list[Event]]) -> list[str]
     before its first view. An incident that a view has answered is not told of again.
     """
     worker, term = event.get("worker"), _term_of(event)
-    if worker is None or event["kind"] not in TELLING:
+    if worker is None or event["kind"] not in STOPPING:
         return []
     found = {id(each): each for each in group.values()}.values()
     return [
@@ -155,6 +180,7 @@ def _find_left_open(event: Event, group: Mapping[str, list[Event]]) -> list[str]
         for each in found
         if _term_of(each[-1]) < term
         and all(e["kind"] not in ("view", "resumed") for e in each)
+        and any(e["kind"] in STOPPING for e in each)
         and any(e.get("worker") == worker for e in each)
     ]
 
@@ -181,14 +207,18 @@ def find_incident(incidents: Sequence[Incident], name: str) -> Incident:
     raise UserError(f"no incident has the event {name!r}; the newest incidents: {known}")
 
 
-def describe_cost(cost: Mapping[str, float]) -> str:
-    """Return what an incident has cost, in one phrase."""
+def describe_cost(incident: Incident) -> str:
+    """Return the cost of an incident, in one phrase."""
+    cost = incident.cost
     if not cost:
-        return "its end was not recorded"
+        kinds = {event["kind"] for event in incident.events}
+        if "failed" in kinds:
+            return "the job ended"
+        return "its end was not recorded" if kinds & set(STOPPING) else "no worker had to stop"
     parts = [f"{cost.get('pause_s', 0.0):.2f} s until the next step"]
     for name, one, many in (
         ("tasks", "task was computed by others", "tasks were computed by others"),
-        ("steps", "step was computed again", "steps were computed again"),
+        ("steps", "step or more was computed again", "steps or more were computed again"),
         ("missing", "worker fewer", "workers fewer"),
     ):
         count = int(cost.get(name, 0))
@@ -198,9 +228,18 @@ def describe_cost(cost: Mapping[str, float]) -> str:
 
 
 def tell_story(incident: Incident) -> list[str]:
-    """Return the incident as lines: seconds since it began, then what happened."""
-    lines = [f"Incident {incident.name}: {incident.title}."]
-    for event in incident.events:
-        after_s = float(event["time"]) - incident.began_at
-        lines.append(f"  {after_s:+8.2f} s  {event['text']}  [{event['id']}]")
-    return [*lines, f"Cost: {describe_cost(incident.cost)}."]
+    """Return the incident as lines: its events, its cost, the cause, the fault, and advice."""
+    return [
+        f"Incident {incident.name}: {incident.title}.",
+        *list_events(incident),
+        f"Cost: {describe_cost(incident)}.",
+        *incident.diagnosis.lines(),
+    ]
+
+
+def list_events(incident: Incident) -> list[str]:
+    """Return a line for each event: the seconds since the first one, then its text and id."""
+    return [
+        f"  {float(event['time']) - incident.began_at:+8.2f} s  {event['text']}  [{event['id']}]"
+        for event in incident.events
+    ]

@@ -16,7 +16,7 @@ from holdfast.observe.charts import Band, Mark, draw_bars, draw_lanes, draw_line
 from holdfast.observe.goodput import MEANINGS, QUANTILES, Goodput
 from holdfast.observe.incident_costs import IncidentCost, Part
 from holdfast.observe.incidents import describe_cost, tell_story
-from holdfast.observe.summary import describe_seconds, describe_workers
+from holdfast.observe.summary import describe_seconds, describe_unseen, describe_workers
 from holdfast.observe.time_lines import class_seconds
 
 _COLOURS = {  # light, dark
@@ -127,6 +127,7 @@ def _waterfall(goodput: Goodput) -> list[str]:
     body = "".join(rows)
     return [
         "<h2>Where the time went</h2>",
+        *(f'<p class="dim">{escape(text)}.</p>' for text in describe_unseen(goodput)),
         f'<p class="dim">{head}</p><div class="scroll"><table>{body}</table></div>',
     ]
 
@@ -142,7 +143,7 @@ def _lanes(goodput: Goodput) -> list[str]:
     marks = [Mark(c.incident.began_at - goodput.began, c.incident.title) for c in goodput.costs]
     seen = [p for p, s in goodput.parts().items() if s > 0]
     legend = " ".join(f'<span class="swatch {p.value}"></span>{p.value}' for p in seen)
-    chart = draw_lanes(lanes, marks, goodput.wall_s, label="seconds since the run began")
+    chart = draw_lanes(lanes, marks, goodput.span_s, label="seconds since the run began")
     return ["<h2>Workers</h2>", f'<p class="dim">{legend}</p>', chart]
 
 
@@ -173,7 +174,7 @@ def _incidents(goodput: Goodput) -> list[str]:
         incident = cost.incident
         at = describe_seconds(max(incident.began_at - goodput.began, 0.0))
         story = escape("\n".join(tell_story(incident)))
-        price = f"{describe_cost(incident.cost)}; {describe_worker_seconds(cost)}"
+        price = f"{describe_cost(incident)}; {describe_worker_seconds(cost)}"
         found.append(
             f'<details><summary><b>{escape(incident.title)}</b> <span class="dim">after {at}: '
             f"{escape(price)}</span></summary><pre>{story}</pre></details>"

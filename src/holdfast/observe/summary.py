@@ -3,26 +3,61 @@
 from __future__ import annotations
 
 from holdfast.observe.goodput import Goodput
-from holdfast.observe.incident_costs import Part
+from holdfast.observe.incident_costs import IncidentCost, Part
 
 PARTS_SHOWN = 4
+INCIDENTS_SHOWN = 3
+NAMED_MAX = 8
 
 
 def summarize(goodput: Goodput) -> list[str]:
-    """Return three lines on a run, without a full stop at their ends."""
+    """Return three lines on a run, and one for each of its newest incidents.
+
+    None of them ends with a full stop.
+    """
     many = describe_workers(len(goodput.workers))
     median = goodput.step_quantile(0.5)
     each = f", {describe_seconds(median)} a step" if median else ""
     steps = "1 step" if goodput.steps == 1 else f"{goodput.steps} steps"
     lines = [f"{steps} in {describe_seconds(goodput.wall_s)} on {many}{each}"]
+    whose = f"the time of {many}" if goodput.missing else "all workers' time"
     total = goodput.total_s or 1.0
     parts = [(s / total, p) for p, s in goodput.parts().items() if p is not Part.PRODUCTIVE]
     most = sorted(parts, key=lambda item: -item[0])[:PARTS_SHOWN]
     rest = ", ".join(f"{part.value} {share:.1%}" for share, part in most if share >= 0.0005)
-    lines.append(
-        f"goodput {goodput.share:.1%} of all workers' time" + (f"; {rest}" if rest else "")
-    )
-    return [*lines, _summarize_incidents(goodput)]
+    lines.append(f"goodput {goodput.share:.1%} of {whose}" + (f"; {rest}" if rest else ""))
+    return [
+        *lines,
+        _summarize_incidents(goodput),
+        *describe_unseen(goodput),
+        *map(_explain, goodput.costs[-INCIDENTS_SHOWN:]),
+    ]
+
+
+def describe_unseen(goodput: Goodput) -> list[str]:
+    """Return sentences on time that the other figures lack, without a full stop at their ends."""
+    found = []
+    if goodput.still_s:
+        seconds = describe_seconds(goodput.still_s)
+        found.append(
+            f"for {seconds} more the whole job was down or frozen, which no figure includes"
+        )
+    if goodput.missing:
+        some = ", ".join(map(str, sorted(goodput.missing)[:NAMED_MAX]))
+        more = " and others" if len(goodput.missing) > NAMED_MAX else ""
+        found.append(
+            f"the times of worker{'s' * (len(goodput.missing) > 1)} {some}{more} are missing, "
+            f"{goodput.missing_share:.0%} of all workers' time: they are in the run directories of "
+            "their own nodes"
+        )
+    return found
+
+
+def _explain(cost: IncidentCost) -> str:
+    """Return the cause of an incident, the party at fault, and advice in one line."""
+    found = cost.incident.diagnosis
+    title = f"{cost.incident.title}{found.place}"
+    return f"{cost.incident.name}: {title}; at fault: {found.fault.value}; to do: {found.advice}"
 
 
 def _summarize_incidents(goodput: Goodput) -> str:
@@ -35,7 +70,7 @@ def _summarize_incidents(goodput: Goodput) -> str:
     lost_s = sum(cost.seconds for cost in costs)
     many = "1 incident" if len(costs) == 1 else f"{len(costs)} incidents"
     pauses = f"pauses of {describe_seconds(pause_s)} in all{again}, " if pause_s else ""
-    return f"{many}: {pauses}{describe_seconds(lost_s)} of workers' time lost"
+    return f"{many}: {pauses}{describe_seconds(lost_s)} of workers' time lost" if lost_s else many
 
 
 def describe_workers(count: int) -> str:

@@ -43,6 +43,7 @@ class TimeUse(str, enum.Enum):  # a string: those are hashed quickly
     SPARE = "spare"  # it waits as a member that hosts nothing
     STALL = "stall"  # it waits, and there is no view that could commit a step
     END = "end"  # it waits at the end of a loop
+    FROZEN = "frozen"  # no thread of the process ran
 
 
 class ProcessHeader(

@@ -33,6 +33,8 @@ class LoggedEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     id: str = ""  # unique in the run; lines of older releases have none
     causes: tuple[str, ...] = ()  # ids of earlier lines
     cost: dict[str, float] | None = None  # the cost of the incident that ended; see Cost
+    members: str = ""  # the workers of the view that begins: "0-3, 7"
+    again: bool = False  # this view repeats committed steps
 
 
 class EventSink:

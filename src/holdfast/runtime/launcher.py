@@ -216,7 +216,7 @@ def _tell_of_lost_node() -> None:
 
 
 def _tell_how_it_went(run_dir: RunDir) -> None:
-    """Print three lines on a run that is over, and the command that shows more."""
+    """Print a few lines on a run that is over, and the command that shows more."""
     try:
         goodput = read_goodput(run_dir)
     except UserError:  # no worker has begun, or the log cannot be read

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from holdfast.core.step.balance import BalancePolicy
-from holdfast.core.step.events import GroupBroken, LinkLost, Row
+from holdfast.core.step.events import EventNoted, GroupBroken, LinkLost, Row
 from holdfast.core.step.step_policy import Counting
 from holdfast.core.step.vote import Tally, Vote
 from holdfast.core.types import View, WorkerId
@@ -37,7 +37,7 @@ class SharedCounting(Counting):
             self._counted = rows, super().count(rows)
         return self._counted[1]
 
-    def observe(self, tally: Tally, leads: bool) -> list[tuple[str, str]]:
+    def observe(self, tally: Tally, leads: bool) -> list[EventNoted]:
         """Learn from the times in the votes, once."""
         if tally is not self._observed:
             self._observed = tally
@@ -205,7 +205,7 @@ class DataNetwork:
             if peer is process or not peer.alive or world.rng.random() < options.unheard_break:
                 continue
             delay_s = world.delay(options.data_s) * world.rng.choice((1, 1, 20))
-            peer.post(delay_s, handle_break, peer, group.number, reason)
+            peer.post(delay_s, handle_break, peer, group.number, process.worker, reason)
 
     def cut_link(self, a: Actor, b: Actor, number: int) -> None:
         """Break a connection between two live workers; at least one of them is told."""
@@ -213,7 +213,9 @@ class DataNetwork:
         self._cut_links[(number, a.key, b.key)] = self._cut_links[(number, b.key, a.key)] = True
         told = rng.choice(((a,), (b,), (a, b)))
         for process in told:
-            process.post(rng.uniform(0.0, 0.5), handle_break, process, number, "link broke")
+            peer = b if process is a else a
+            soon_s = rng.uniform(0.0, 0.5)
+            process.post(soon_s, handle_break, process, number, peer.worker, "link broke")
 
     def silence(self, a: Actor, b: Actor, number: int) -> None:
         """Let nothing pass between two workers; in time the kernel says so, to one or both.
@@ -274,11 +276,11 @@ def handle_lost_link(process: Actor, number: int, peer: WorkerId) -> None:
         process.feed(LinkLost(group.view.number, (peer,)))
 
 
-def handle_break(process: Actor, number: int, reason: str) -> None:
-    """Report to a process that a connection of the group has ended."""
+def handle_break(process: Actor, number: int, peer: WorkerId, reason: str) -> None:
+    """Report to a process that its connection to `peer` has ended."""
     group = process.open_group(number)
     if group is not None:
-        process.feed(GroupBroken(group.view.number, reason))
+        process.feed(GroupBroken(group.view.number, reason, peer))
 
 
 def handle_message(process: Actor, number: int, what: What, sender: Key, body: object) -> None:

@@ -447,6 +447,9 @@ class AgentMachine:
         if process is None or not process.status.stage.alive or status.seq <= process.status.seq:
             return False
         old = process.status
+        if status.detail:  # its last words: no view may count on it any more
+            process.status = dataclasses.replace(old, seq=status.seq, detail=status.detail)
+            return False
         status = dataclasses.replace(status, pid=old.pid, place=old.place, meets_at=old.meets_at)
         process.status = status
         process.detector.joined = True
@@ -466,8 +469,14 @@ class AgentMachine:
         if process is None:
             return False
         process.running = False
+        # A process may have told why it ends itself; what the kernel has done to it counts more.
+        own_words = process.status.detail if event.code < 0 and event.error is None else ""
         verdict = judge_end(
-            event.code, event.detail, event.error, event.reported, process.killed_for
+            event.code,
+            own_words or event.detail,
+            event.error,
+            event.reported,
+            process.killed_for,
         )
         process.status = dataclasses.replace(
             process.status,

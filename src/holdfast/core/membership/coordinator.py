@@ -39,6 +39,7 @@ from holdfast.core.membership.followers import ORDERS_PER_TERM, Followers, find_
 from holdfast.core.membership.formation import (
     LEAVE_RESERVE_S,
     BasisOfView,
+    announce_view,
     choose_beginners,
     choose_change,
     choose_unreachable,
@@ -54,7 +55,6 @@ from holdfast.core.membership.formation import (
     reason_to_stop,
     replace_left_out,
     room_beside_drained,
-    spans,
     survivors_of,
 )
 from holdfast.core.membership.job_changes import (
@@ -439,7 +439,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         recall = self._protection.recall(facts, self._durable)
         if not ready or recall is None:
             return [AwaitBeginners(since)]
-        why = "" if facts.view is None else reason_to_begin_again(policy.replicated)
+        why = reason_to_begin_again(facts, self._durable.invalidations, policy.replicated)
         proposal = initial_view(ready, facts.room, policy.virtual_ranks, recall, why)
         return [AwaitBeginners(None), *self._install(facts, proposal, begins=True)]
 
@@ -449,12 +449,11 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         view = make_view(proposal, number, old, roster, self._policy.procs)
         protection, view = self._protection.protect(view, old, roster)
         view = dataclasses.replace(view, invalidations=self._durable.invalidations)
-        text = f"view {number}: workers {spans(proposal.workers)}; {view.reason}"
         return [
             *replace_left_out(facts, proposal),
             Remember(protection),
             InstallView(view, proposal.redone, begins),
-            Announce("view", text, None, number, proposal.resume_step),
+            announce_view(view, again=begins and number > 1),
         ]
 
     def _plan_feeding(self, facts: Facts) -> Plan:
@@ -540,7 +539,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         self._progress.count_loss(lost.worker, lost.reason, lost.machine)
         self._reserve = self._reserve.count_loss(lost.worker, self._roster, now)
         doubt = self._progress.doubt(lost.reason, self._policy.restart.losses_max)
-        return Announce("lost", f"worker {lost.worker} was lost: {lost.reason}{doubt}", lost.worker)
+        text = f"worker {lost.worker} was lost: {lost.reason}{doubt}"
+        return Announce("lost", text, lost.worker, node=self._roster.slots[lost.worker].agent)
 
     def _install_view(self, change: InstallView, now: float) -> None:
         if change.begins:

@@ -77,7 +77,8 @@ class Cost:
 class Announce:
     """Write one line of the job's event log, for people and for events.jsonl.
 
-    `id` and `causes`, ids of earlier lines, are added last (core/membership/event_chain.py).
+    `id` and `causes`, ids of earlier lines, are added last (core/membership/event_chain.py). Of a
+    view: `members` are its workers, and `again` means that it repeats committed steps.
     """
 
     kind: str
@@ -89,6 +90,8 @@ class Announce:
     id: str = ""
     causes: tuple[str, ...] = ()
     cost: Cost | None = None
+    members: str = ""
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
 """Gives every line of the event log an id and its causes, and remembers which incidents are open.
 
 An incident begins with a fault, goes on with a view that leaves a member out, and ends with the
-first step that a member commits in that view. The machine of the job decides; this object only
-links its lines. Must not know texts: it reads kinds, workers, nodes and views.
+first step that a member commits in that view. A line on a silent node, or on wrong results or
+bytes, is a sign: it becomes a part of the incident that follows, or of the open one. The machine of
+the job decides; this object only links its lines, and adds the node of the worker that each names.
+Must not know texts: it reads kinds, workers, nodes and views.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from holdfast.core.membership.coordinator_events import (
     Cost,
     ReportArrived,
 )
-from holdfast.core.types import AgentId, AgentReport, View, WorkerId
+from holdfast.core.types import AgentId, AgentReport, Member, View, WorkerId
 
 FAULTS = (
     "lost",
@@ -26,7 +28,9 @@ FAULTS = (
     "restart",
     "back",
     "leave",
+    "late",
 )  # kinds of lines that begin incidents
+SIGNS = ("wrong", "rot")
 PLANS = ("join", "drain", "wait")  # the next view is formed on purpose
 ENDS = ("failed", "stop")
 RESUMED = "resumed"
@@ -57,7 +61,8 @@ class EventChain:
         self._next: _Incident | None = None  # faults in the view that answers the open one
         self._planned = ""  # id of the last plan to change the view
         self._silent: dict[AgentId, str] = {}  # ids of the lines on silent nodes
-        self._accusations: list[str] = []  # ids of the lines on wrong results
+        self._signs: list[str] = []  # ids of the lines of SIGNS in this step
+        self._signed_at = 0  # the newest step when the last of them came
         self._left_out: dict[WorkerId, str] = {}  # the id of the view that left a worker out
 
     def link(
@@ -108,11 +113,15 @@ class EventChain:
         causes = line.causes
         if line.kind == "silent" and line.node is not None:
             self._silent[line.node] = name
+            if any(line.node in member.nodes for member in self._members):
+                self._add_sign(name, now)
         elif line.kind == "node" and line.node is not None:
             heard = self._silent.pop(line.node, "")
             causes = (heard,) if heard else ()
-        elif line.kind == "wrong":
-            self._accusations = [*self._accusations, name][-CAUSES_MAX:]
+        elif line.kind in SIGNS:
+            causes = tuple(self._fresh_signs())
+            self._signs, self._signed_at = [*causes, name], self._reached
+            self._add_sign(name, now)
         elif line.kind in FAULTS:
             causes = self._add_fault(line, name, now)
         elif line.kind in PLANS:
@@ -123,13 +132,30 @@ class EventChain:
             causes = self._enter(view, name)
         elif line.kind in ENDS and self._open is not None:
             causes = tuple(self._faults)
-        return dataclasses.replace(line, id=name, causes=causes[-CAUSES_MAX:])
+        node = line.node or self._find_node(line.worker)
+        return dataclasses.replace(line, id=name, causes=causes[-CAUSES_MAX:], node=node)
+
+    @property
+    def _members(self) -> tuple[Member, ...]:
+        return self._view.members if self._view is not None else ()
+
+    def _find_node(self, worker: WorkerId | None) -> AgentId | None:
+        """Return the node of a member of the view."""
+        return next((m.agent for m in self._members if m.worker == worker), None)
+
+    def _fresh_signs(self) -> list[str]:
+        """Return the ids of the lines on wrong results and bytes since the last committed step."""
+        return self._signs if self._reached <= self._signed_at + 1 else []
+
+    def _add_sign(self, name: str, now: float) -> None:
+        """Add a sign to the incident that is open, if no view has answered that yet."""
+        if self._open is not None and not self._open.view_event:
+            self._begin(name, now)
 
     def _begin(self, name: str, now: float) -> None:
         found = self._open if self._open is None or not self._open.view_event else self._next
         if found is None:
-            members = len(self._view.members) if self._view else 0
-            found = _Incident(seen_at=now, workers=members)
+            found = _Incident(seen_at=now, workers=len(self._members))
             if self._open is None:
                 self._open = found
             else:
@@ -148,14 +174,13 @@ class EventChain:
         if worker is not None and member is None:
             left_out_by = self._left_out.get(worker, "")
             return (left_out_by,) if left_out_by else ()
-        nodes = {m.agent: True for m in (view.members if view else ())}
-        if member is not None:
-            nodes = {member.agent: True}
+        about = self._members if member is None else (member,)
+        nodes = {node: True for each in about for node in each.nodes}
         causes = [told for node, told in self._silent.items() if node in nodes]
         if line.kind == "leave" and self._planned:
             causes.append(self._planned)
-        if line.kind in ("quarantined", "back"):
-            causes += self._accusations
+        if line.kind != "leave":
+            causes += self._fresh_signs()
         if line.kind == "stop_view" and self._open is not None:
             causes += self._faults
         self._begin(name, now)
@@ -180,6 +205,6 @@ class EventChain:
             found.steps += max(self._reached - view.resume_step, 0)
         elif before is None:
             self._open = None  # faults before the job began have cost no step
-        self._accusations.clear()
+        self._signs.clear()
         self._reached = view.resume_step
         return tuple(causes)

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdfast.core.membership.coordinator_events import Announce
-from holdfast.core.types import Incarnation, Slot, WorkerId, WorkerStatus
+from holdfast.core.types import Incarnation, JobEvent, Slot, WorkerId, WorkerStatus
+
+OF_THE_JOB = ("wrong", "not_finite")  # kinds that are not about the worker that reports them
+
+
+def _find_subject(event: JobEvent, reporter: WorkerId) -> WorkerId | None:
+    """Return the worker that an event is about; None: no single one."""
+    if event.about is None and event.kind not in OF_THE_JOB:
+        return reporter
+    return event.about
 
 
 class EventLog:
@@ -31,7 +40,7 @@ class EventLog:
         if incarnation != status.incarnation:
             told = newest if (worker, status.incarnation) in self._before else 0
         new = (event for event in status.events if event.number > told)
-        return [Announce(event.kind, event.text, worker) for event in new]
+        return [Announce(event.kind, event.text, _find_subject(event, worker)) for event in new]
 
     def mark(self, status: WorkerStatus) -> None:
         """Count the events of a worker as told."""

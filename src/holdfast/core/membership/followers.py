@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from holdfast.core.membership.coordinator_events import Announce
 from holdfast.core.membership.facts import Facts
-from holdfast.core.membership.formation import candidates, name_workers, say_of_workers
+from holdfast.core.membership.formation import candidates
+from holdfast.core.naming import name_workers, say_of_workers
 from holdfast.core.types import Follower, FollowOrder, Incarnation, Stage, WorkerId, WorkerStatus
 
 ORDERS_PER_TERM = 1 << 20

@@ -9,12 +9,14 @@ import enum
 from collections.abc import Callable, Sequence
 
 from holdfast.core.assignment import assign_at_boundary, assign_mid_step
+from holdfast.core.invalidations import Invalidations
 from holdfast.core.membership.changes import OrderNext
 from holdfast.core.membership.coordinator_events import Announce
 from holdfast.core.membership.facts import Facts, is_given_up
 from holdfast.core.membership.resume import resume_step
 from holdfast.core.membership.roster import Roster
 from holdfast.core.membership.view_making import Proposal, choose_hosts
+from holdfast.core.naming import name_workers, say_of_workers, spans
 from holdfast.core.types import (
     AgentId,
     Follower,
@@ -132,28 +134,6 @@ def workers_to_suspend(survivors: Sequence[WorkerStatus]) -> list[WorkerStatus]:
     return found if same_step and some_say_so and len(found) <= len(waiting) else []
 
 
-def spans(workers: Sequence[WorkerId]) -> str:
-    """Format worker numbers for people: 0, 1, 4-9."""
-    ordered = sorted(workers)
-    starts = [w for i, w in enumerate(ordered) if i == 0 or w - ordered[i - 1] > 1]
-    ends = [w for i, w in enumerate(ordered) if w == ordered[-1] or ordered[i + 1] - w > 1]
-    parts = [
-        str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}"
-        for a, b in zip(starts, ends, strict=True)
-    ]
-    return ", ".join(parts)
-
-
-def name_workers(workers: Sequence[WorkerId]) -> str:
-    """Name workers for people: worker 2, or workers 2, 3."""
-    return f"worker{'' if len(workers) == 1 else 's'} {spans(workers)}"
-
-
-def say_of_workers(workers: Sequence[WorkerId], one: str, several: str) -> str:
-    """Return a sentence on one worker, or several: worker 2 joins, workers 2, 3 join."""
-    return f"{name_workers(workers)} {one if len(workers) == 1 else several}"
-
-
 def say_who_is_late(late: Sequence[WorkerStatus], step: int) -> str:
     """Return the text that these workers are suspended, and why."""
     one, several = f"is late in step {step} and is", f"are late in step {step} and are"
@@ -239,7 +219,8 @@ def reason_to_stop(
         elif status.at_boundary and status.committed > view.resume_step:
             stopped = True  # a planned change, if the others stop, too
         else:
-            reason = reason or f"worker {member.worker} lost touch with another worker"
+            why = status.left_for or "has left it"
+            reason = reason or f"worker {member.worker} {why}"
     if silent and len(silent) < len(view.members):
         reason = reason or f"node {silent[0]} has not been heard for a while"
     if stopped and waiting and waited_s >= patience_s:
@@ -479,8 +460,15 @@ def find_dirty(facts: Facts, replicated: bool) -> list[tuple[WorkerStatus, str]]
     return [(s, share if s.has_state and not replicated else why) for s in found]
 
 
-def reason_to_begin_again(replicated: bool) -> str:
-    """Return the reason that a job which has begun before begins again."""
+def reason_to_begin_again(facts: Facts, known: Invalidations, replicated: bool) -> str:
+    """Return the reason that a job which has begun before begins again; else an empty string.
+
+    `known`: all invalidations. The present view ended because of the ones that it lacks.
+    """
+    if facts.view is None:
+        return ""
+    if known != facts.view.invalidations:
+        return "the workers' states are given up"
     return "every worker was lost" if replicated else "all workers begin again, to share the state"
 
 
@@ -567,8 +555,32 @@ def replace_left_out(facts: Facts, proposal: Proposal) -> list[OrderNext | Annou
             if reason := roster.reason_to_leave(member.worker):
                 text = f"worker {member.worker} leaves: {reason}"
                 plan.append(Announce("leave", text, member.worker))
+            elif name := facts.find_silent_node(member):
+                silent_s = facts.now - roster.heard_at(name)
+                text = (
+                    f"worker {member.worker} was lost: node {name} was silent for {silent_s:.1f} s"
+                )
+                plan.append(Announce("lost", text, member.worker, node=name))
             plan.append(OrderNext(member.worker))  # only a new incarnation may come back
+    plan += [
+        Announce("late", f"worker {lag.worker} is late in step {lag.committed}", lag.worker)
+        for lag in proposal.suspended
+        if facts.view is not None and facts.view.member(lag.worker) is not None
+    ]
     for lag in old.suspended if old is not None else ():
         if lag not in proposal.catching_up and roster.wants(lag.worker, lag.incarnation):
             plan.append(OrderNext(lag.worker))  # the steps that it missed are dropped
     return plan
+
+
+def announce_view(view: View, *, again: bool) -> Announce:
+    """Return the line of the event log on a view; `again`: it may repeat committed steps."""
+    members = spans(view.workers)
+    return Announce(
+        "view",
+        f"view {view.number}: workers {members}; {view.reason}",
+        view=view.number,
+        step=view.resume_step,
+        members=members,
+        again=again,
+    )

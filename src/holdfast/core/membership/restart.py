@@ -145,11 +145,11 @@ def _reason_of_loss(facts: Facts, worker: WorkerId, slot: SlotState) -> str | No
         member = None
     if node is None or slot.agent in facts.silent:
         lost = member is not None and facts.is_abandoned(member)
-        return "its node is lost" if lost else None
+        return f"node {slot.agent} is lost" if lost else None
     status = node.statuses.get(worker)
     if status is None or status.incarnation < slot.incarnation:
         # Not started yet, or the agent itself restarted and its workers died with it.
-        return "its agent was started again, without it" if member is not None else None
+        return f"the agent of node {slot.agent} ended, and the worker with it" if member else None
     return status.detail or "gone" if status.stage == Stage.LOST else None
 
 
@@ -178,7 +178,7 @@ def _reason_of_loss_elsewhere(
             if fenced and (
                 is_given_up(facts, name) or _can_others_go_on(facts, worker) or bridges()
             ):
-                return f"its node {name} is lost"
+                return f"node {name} is lost"
             continue
         node = roster.nodes.get(name)
         status = node.statuses.get(worker) if node is not None else None
@@ -186,7 +186,7 @@ def _reason_of_loss_elsewhere(
             continue
         if status is None or status.incarnation < slot.incarnation:
             if acts:
-                return f"the agent of its node {name} restarted"
+                return f"the agent of node {name} ended, and its processes there with it"
         elif status.incarnation == slot.incarnation and status.stage == Stage.LOST:
             return f"on node {name}: {status.detail or 'gone'}"
     return None

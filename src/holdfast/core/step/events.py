@@ -237,10 +237,14 @@ class FollowerBehind:
 
 @dataclass(frozen=True, slots=True)
 class EventNoted:
-    """The driver has noticed what belongs in the job's event log."""
+    """The driver has noticed what belongs in the job's event log.
+
+    `about`: the worker that it is about, if that is another one.
+    """
 
     kind: str
     text: str
+    about: WorkerId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,10 +271,11 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class GroupBroken:
-    """An exchange of this view has failed here."""
+    """An exchange of this view has failed here, with the member `peer` if that is known."""
 
     view: ViewNumber
     reason: str
+    peer: WorkerId | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,14 +54,13 @@ class LinkVerdict:
     to: WorkerId | None
     slow: bool  # or not any more
     late_us: int
-    confidence: float  # the probability that chance is no reason
     reason: str
 
     def __str__(self) -> str:
         link = f"link from worker {self.worker} to worker {self.to}"
         what = link if self.to is not None else f"network of worker {self.worker}"
         state = "slow" if self.slow else "not slow any more"
-        return f"the {what} is {state}: {self.reason} ({self.confidence:.2%} sure)"
+        return f"the {what} is {state}: {self.reason}"
 
 
 class LinkDetector:
@@ -84,9 +83,8 @@ class LinkDetector:
         for rank, (peer, _) in row.items():
             if (peer, None) in self._slow or (peer, rank) in self._slow:
                 continue
-            chance = self._chance(peer, rank)
-            if chance <= CHANCE_MAX:
-                found.append(self._make_verdict(peer, rank, chance))
+            if self._chance(peer, rank) <= CHANCE_MAX:
+                found.append(self._make_verdict(peer, rank))
         return found
 
     def _remember(self, row: dict[int, tuple[int, int]]) -> None:
@@ -117,7 +115,7 @@ class LinkDetector:
             exponent += (1 - share) * math.log((1 - share) / (1 - rate))
         return math.exp(-RECENT * exponent)
 
-    def _make_verdict(self, peer: int, rank: int, chance: float) -> LinkVerdict:
+    def _make_verdict(self, peer: int, rank: int) -> LinkVerdict:
         others = len(self._workers) - 1
         often = self._hits[peer, rank] / 2
         waiting = [r for r in range(others + 1) if self._hits[peer, r] >= often]
@@ -137,7 +135,6 @@ class LinkDetector:
             to=None if many else self._workers[rank],
             slow=True,
             late_us=late_us,
-            confidence=1 - chance,
             reason=f"{who} {late_us / 1000:.3g} ms a step for gradients that it sends in time",
         )
 
@@ -152,7 +149,6 @@ class LinkDetector:
             to=None if rank is None else self._workers[rank],
             slow=False,
             late_us=0,
-            confidence=0.99,
             reason=f"it kept nobody waiting for {RECENT} steps",
         )
 

@@ -96,16 +96,15 @@ class Rulings:
         out: list[Outcome] = []
         if rightly:
             if self._doubted == step:
-                out += self.tell(
-                    f"the gradient of step {step} is not finite, on all workers that compute it"
-                    if len(self._view.members) > 1
-                    else f"the gradient of step {step} is not finite, each time it is computed"
-                )
+                several = len(self._view.members) > 1
+                who = "on all workers that compute it" if several else "each time it is computed"
+                text = f"the gradient of step {step} is not finite, {who}"
+                out += self.tell(text, kind="not_finite")
             self._not_finite_at = step
         elif self._doubted == step:
             for worker in self._suspects:
                 text = f"worker {worker} had numbers in step {step} that were not finite; computed"
-                out += self.tell(f"{text} again, they are", self._suspects)
+                out += self.tell(f"{text} again, they are", self._suspects, worker)
                 # If a lone worker left, no member could go on.
                 out += self._count_mistake(worker) if len(self._view.members) > 1 else []
         return out
@@ -123,6 +122,7 @@ class Rulings:
                 f"worker {worker} has computed virtual rank {vrank} of step {step} wrongly; the "
                 "step was computed again",
                 [worker for worker, _ in wrong],
+                worker,
             )
         if not leaves:
             for worker in sorted({worker for worker, _ in wrong}):
@@ -145,8 +145,9 @@ class Rulings:
             return [GiveUp(f"{text}, as another machine does: {script}", by_script=True)]
         if refusal is Refusal.KIND:
             kind = "its processor, its GPU or its version of torch is of another kind"
-            return self.tell(f"{text}: it leaves, because {kind}", workers)
-        return self.tell(f"{text}: it leaves; its machine computes wrongly, or {script}", workers)
+            return self.tell(f"{text}: it leaves, because {kind}", workers, workers[0])
+        why = f"its machine computes wrongly, or {script}"
+        return self.tell(f"{text}: it leaves; {why}", workers, workers[0])
 
     def accuse_script(self, step: int) -> list[Outcome]:
         """Give up on the script, since several machines contradict themselves at once."""
@@ -161,6 +162,7 @@ class Rulings:
                 f"worker {worker} has summed a part of step {step} wrongly, or received it "
                 "damaged; it was summed again",
                 [worker],
+                worker,
             )
             out += self._count_mistake(worker)
         return out
@@ -181,7 +183,7 @@ class Rulings:
         out: list[Outcome] = []
         for worker in wrong:
             text = f"the state of worker {worker} is not that of the others in step {step}"
-            out += self.tell(text, wrong)
+            out += self.tell(text, wrong, worker)
         if not wrong:
             text = f"the workers hold different states in step {step}, and none has a majority"
             out += self.tell(text)
@@ -236,9 +238,18 @@ class Rulings:
 
     # ------------------------------------------------------------ leaves
 
-    def tell(self, text: str, wrong: Collection[WorkerId] = ()) -> list[Outcome]:
-        """Return an event for the log, at one member: the leader, unless that is wrong itself."""
+    def tell(
+        self,
+        text: str,
+        wrong: Collection[WorkerId] = (),
+        about: WorkerId | None = None,
+        kind: str = "wrong",
+    ) -> list[Outcome]:
+        """Return an event for the log, at one member: the leader, unless that is wrong itself.
+
+        `about`: the one worker that it is about.
+        """
         view = self._view
         tellers = [view.leader, *(w for w in view.workers if w != view.leader)]
         teller = next((w for w in tellers if w not in wrong), view.leader)
-        return [EventNoted("wrong", text)] if self._me == teller else []
+        return [EventNoted(kind, text, about)] if self._me == teller else []

@@ -6,10 +6,12 @@ only the leader looks for slow workers, and reports them to the job's event log.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast.core.assignment import assign_at_boundary
 from holdfast.core.step.balance import BalancePolicy, Balancer
+from holdfast.core.step.events import EventNoted
+from holdfast.core.step.lasting import LastingSlowness
 from holdfast.core.step.link_detector import COSTS_MIN_US, LinkDetector, Wait
 from holdfast.core.step.stragglers import Detector, Kind, Verdict
 from holdfast.core.types import View, WorkerId
@@ -26,6 +28,7 @@ class Speeds:
         self._hosts = tuple(w for w in view.workers if w not in view.spares)
         self._balancer = Balancer(self._policy, self._hosts, view.owners)
         self._detector = Detector(view.workers)
+        self._lasting = LastingSlowness()
         self._links = LinkDetector(view.workers)
         self._rebalance = policy is not None
         self._told_slow: dict[WorkerId, bool] = {}
@@ -40,33 +43,54 @@ class Speeds:
 
     def observe(
         self, compute_us: Sequence[int], leads: bool, waits: Sequence[Wait] = ()
-    ) -> list[tuple[str, str]]:
+    ) -> list[EventNoted]:
         """Take in the times of each member's own tasks, and its waits for others (not simulated).
 
-        Returns events: kinds and texts.
+        Returns events for the job's log.
         """
         counts = self._balancer.counts
         number = dict(zip(self._hosts, counts, strict=True))  # tasks of each host: spares have none
         costs = dict(zip(self._view.workers, compute_us, strict=True))
-        found: list[tuple[str, str]] = []
+        found: list[EventNoted] = []
         if leads:
-            tasks_s = [us / n / 1e6 if (n := number.get(w, 0)) else 0.0 for w, us in costs.items()]
-            verdicts = self._detector.observe(tasks_s)
-            found += [("slow", str(v)) for v in verdicts if self._is_worth_telling(v, costs)]
-            found += [("slow", str(v)) for v in self._links.observe(waits, compute_us)]
+            shares = {w: number.get(w, 0) for w in costs}
+            tasks_s = {w: us / shares[w] / 1e6 if shares[w] else 0.0 for w, us in costs.items()}
+            found += self._judge(tasks_s, shares, costs)
+            verdicts = self._links.observe(waits, compute_us)
+            found += [EventNoted("slow", str(v), v.worker) for v in verdicts]
+            lasting = self._lasting.observe_links(verdicts)
+            found += [EventNoted("straggler", text, worker) for worker, text in lasting]
         if self._newly_fed:
             self._newly_fed = False
             self._balancer = self._with_all()
         elif self._rebalance and self._balancer.observe([costs[w] for w in self._hosts]) and leads:
-            found.append(("balance", "; ".join(self._changes(counts))))
+            found.append(EventNoted("balance", "; ".join(self._changes(counts))))
         return found
+
+    def _judge(
+        self,
+        tasks_s: Mapping[WorkerId, float],
+        number: Mapping[WorkerId, int],
+        costs: Mapping[WorkerId, int],
+    ) -> list[EventNoted]:
+        """Return the news on slow workers. `number`: of tasks; `costs`: of all of them, in us."""
+        verdicts = self._detector.observe([*tasks_s.values()])
+        worth = [verdict for verdict in verdicts if self._is_worth_telling(verdict, costs)]
+        lasting = self._lasting.observe(tasks_s, number)
+        slow = [verdict.worker for verdict in worth if verdict.kind is not Kind.RECOVERED]
+        busy = self._lasting.find_busy(slow, len(self._hosts))
+        return [
+            *(EventNoted("slow", str(verdict), verdict.worker) for verdict in worth),
+            *(EventNoted("straggler", text, worker) for worker, text in lasting),
+            *([EventNoted("busy", busy)] if busy else []),
+        ]
 
     def _with_all(self) -> Balancer:
         """Return the balance once all fed workers have voted: they host as many as others do."""
         workers, owners = self._hosts, self._view.owners
         return Balancer(self._policy, workers, assign_at_boundary(len(owners), workers, owners))
 
-    def _is_worth_telling(self, verdict: Verdict, costs: dict[WorkerId, int]) -> bool:
+    def _is_worth_telling(self, verdict: Verdict, costs: Mapping[WorkerId, int]) -> bool:
         """Return whether a verdict belongs in the event log.
 
         A worker that is slow now and then would fill it, so that is told once, until the worker is

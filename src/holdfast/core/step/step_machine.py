@@ -547,8 +547,7 @@ class StepMachine:
         if self._view.suspended:
             standing.order(KeepStep(SinkKind.LATE, self._view.number, self.step))
         if self.is_timed:
-            for kind, text in self._counting.observe(tally, standing.leads_now):
-                standing.note(kind, text)
+            standing.carry(self._counting.observe(tally, standing.leads_now))
         step, hosted = self._open, standing.status.hosted
         dropped = self._is_dropped() and step is not None and step.count_used(hosted) is None
         return Decided(self.step, tally.pending, self._counting.owners, dropped)

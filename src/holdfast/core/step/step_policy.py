@@ -9,7 +9,7 @@ from typing import Protocol
 from holdfast.core.replica.saves import SavePolicy
 from holdfast.core.step.backup import BackupPolicy
 from holdfast.core.step.balance import BalancePolicy
-from holdfast.core.step.events import Row
+from holdfast.core.step.events import EventNoted, Row
 from holdfast.core.step.speculation import Patience
 from holdfast.core.step.speeds import Speeds
 from holdfast.core.step.vote import Tally, count_votes
@@ -84,6 +84,6 @@ class Counting:
         """Count the votes that end a step."""
         return count_votes(rows)
 
-    def observe(self, tally: Tally, leads: bool) -> list[tuple[str, str]]:
+    def observe(self, tally: Tally, leads: bool) -> list[EventNoted]:
         """Learn from the times in the votes; returns events for the job's log."""
         return self._speeds.observe(tally.compute_us, leads, tally.waits)

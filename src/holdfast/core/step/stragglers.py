@@ -48,20 +48,17 @@ class Kind(enum.Enum):
 class Verdict:
     """Describes how a worker is slow, or that it is not slow any more.
 
-    `factor`: its slow steps take this many times the usual time. `confidence`: the probability that
-    chance is no reason.
+    `factor`: its slow steps take this many times the usual time.
     """
 
     worker: WorkerId
     kind: Kind
     factor: float
     steps: int  # since it began
-    confidence: float
     reason: str
 
     def __str__(self) -> str:
-        sure = f"{self.confidence:.2%} sure"
-        return f"worker {self.worker} is {self.kind.value}: {self.reason} ({sure})"
+        return f"worker {self.worker} is {self.kind.value}: {self.reason}"
 
 
 @dataclass(slots=True)
@@ -209,7 +206,6 @@ class Detector:
             kind=Kind.OWN_PAST if alone and kind is Kind.STEADY else kind,
             factor=factor,
             steps=len(window),
-            confidence=self._confidence(track.evidence),
             reason=f"it takes {factor:.2f} times as long as {whom}{often}",
         )
 
@@ -218,7 +214,6 @@ class Detector:
         track.past = max(0.0, track.past + min(late, STEP_MAX) - self._allowed)
         if track.past <= self._needed:
             return None
-        confidence = self._confidence(track.past)
         track.past, track.known = 0.0, 0  # from now on that is its usual time
         factor = math.exp(late)
         return Verdict(
@@ -226,13 +221,8 @@ class Detector:
             kind=Kind.OWN_PAST,
             factor=factor,
             steps=RECENT,
-            confidence=confidence,
             reason=f"it takes {factor:.2f} times as long as before",
         )
-
-    def _confidence(self, evidence: float) -> float:
-        chance = math.exp(-2 * self._allowed * evidence / self._noise**2)
-        return min(max(1 - chance, 0.99), 0.9999)
 
     def _judge_recovery(self, worker: WorkerId, track: _Track) -> Verdict | None:
         high = sum(late > HIGH * self._noise for late in track.recent)
@@ -244,7 +234,6 @@ class Detector:
             kind=Kind.RECOVERED,
             factor=1.0,
             steps=RECENT,
-            confidence=0.99,
             reason=f"it was as fast as usual for {RECENT} steps",
         )
 
@@ -255,7 +244,6 @@ class Detector:
             kind=Kind.ONCE,
             factor=factor,
             steps=1,
-            confidence=0.99,
             reason=f"one step took {factor:.1f} times as long as usual",
         )
 

@@ -147,13 +147,13 @@ class WorkerMachine:
                 membership.lose_state()
             case ev.Directed(directive):
                 self._handle_directive(directive)
-            case ev.EventNoted(kind, text):
-                standing.note(kind, text)
+            case ev.EventNoted(kind, text, about):
+                standing.note(kind, text, about)
             case ev.HeirsSeen(addresses, layout):
                 standing.change(heirs=addresses, layout=layout)
                 standing.tell()
-            case ev.GroupBroken(view):
-                membership.handle_broken_group(view)
+            case ev.GroupBroken():
+                membership.handle_broken_group(event)
             case ev.LinkLost(view, peers):
                 membership.handle_lost_link(view, peers)
             case Tick():
@@ -222,7 +222,8 @@ class WorkerMachine:
                     step.record_commit(step.owners)
             case ev.ObtainFailed(damaged=damaged) if acts or damaged is not None:
                 replica.record_obtain_failure(event)
-                if not self._membership.promise(event.view) and damaged is not None:
+                why = f"cannot get the state ({event.reason})"
+                if not self._membership.promise(event.view, why) and damaged is not None:
                     self._standing.tell()
 
     def _handle_fed(self, event: ev.Obtained) -> None:
@@ -272,8 +273,8 @@ class WorkerMachine:
                 self._commit_step(verdict)
             case Doubted():
                 self._membership.doubt(verdict)
-            case Failed():
-                self._membership.promise(self._standing.status.view)
+            case Failed(reason):
+                self._membership.promise(self._standing.status.view, f"cannot go on ({reason})")
             case None:
                 pass
 
@@ -375,6 +376,7 @@ class WorkerMachine:
         if not self._replica.record_feed_failure(number, reason):
             return
         if self._replica.joins_fed:
-            self._membership.promise(self._standing.status.view)
+            why = f"was not fed until it could join ({reason})"
+            self._membership.promise(self._standing.status.view, why)
         self._replica.leave_feed()
         self._standing.tell()

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from holdfast.core.errors import require
 from holdfast.core.invalidations import Invalidations, is_covered, merge
+from holdfast.core.naming import name_workers
 from holdfast.core.replica.replica import Replica
 from holdfast.core.step import effects as ef
+from holdfast.core.step import events as ev
 from holdfast.core.step.step_machine import StepMachine
 from holdfast.core.step.verdicts import Doubted
 from holdfast.core.types import (
@@ -72,9 +74,12 @@ class Membership:
 
     # ------------------------------------------------------------ promises
 
-    def promise(self, number: ViewNumber) -> bool:
-        """Never act again in views up to this one; return whether that is news."""
-        if not self._promise(number):
+    def promise(self, number: ViewNumber, why: str = "") -> bool:
+        """Never act again in views up to this one; return whether that is news.
+
+        `why`: the reason if nobody ordered it, as a phrase that follows this worker's name.
+        """
+        if not self._promise(number, why):
             return False
         self._standing.order(ef.Abort(number))
         self._standing.tell()
@@ -102,10 +107,13 @@ class Membership:
         """Record that a vote has announced a change of the present view."""
         self._last_step_of = self._standing.status.view
 
-    def handle_broken_group(self, number: ViewNumber) -> None:
+    def handle_broken_group(self, event: ev.GroupBroken) -> None:
         """Give up a view whose exchange has failed."""
-        if not self.promise(number):
-            self.close_group(number)
+        why = f"cannot exchange with the others ({event.reason})"
+        if event.peer is not None:
+            why = f"lost its connection to worker {event.peer}"
+        if not self.promise(event.view, why):
+            self.close_group(event.view)
 
     def handle_lost_link(self, number: ViewNumber, peers: tuple[WorkerId, ...]) -> None:
         """Give up a view some of whose members cannot be reached any more."""
@@ -114,7 +122,7 @@ class Membership:
         if standing.status.view != number or set(peers) <= set(unreached):
             return
         standing.change(unreached=tuple(sorted({*unreached, *peers})))
-        if not self.promise(number):
+        if not self.promise(number, f"does not reach {name_workers(peers)}"):
             self.close_group(number)
             standing.tell()
 
@@ -126,13 +134,13 @@ class Membership:
         standing = self._standing
         if standing.now < standing.acting_until:
             return False
-        self.promise(standing.status.view)
+        self.promise(standing.status.view, "lost its right to act: its node hears no coordinator")
         return True
 
     def doubt(self, doubted: Doubted) -> None:
         """Do not believe copies of the state any more; leave the view."""
         self._disbelieve(doubted)
-        if not self.promise(self._standing.status.view):
+        if not self.promise(self._standing.status.view, "left it, since a worker computes wrongly"):
             self._standing.tell()
 
     def lose_state(self) -> None:
@@ -142,11 +150,11 @@ class Membership:
         invalid = Invalidation(after=status.committed, view=status.view)
         self.doubt(Doubted(invalid, discarded=True))
 
-    def _promise(self, number: ViewNumber) -> bool:
+    def _promise(self, number: ViewNumber, why: str = "") -> bool:
         standing = self._standing
         if number <= standing.status.promised:
             return False
-        standing.change(promised=number)
+        standing.change(promised=number, left_for=why)
         doubted = self._step.close()
         self._replica.close()
         if doubted is not None:
@@ -192,6 +200,7 @@ class Membership:
             hosted=() if late else view.hosted_by(status.worker),
             phase=_phase_in_a_new_view(status, committing=committing),
             unreached=(),
+            left_for="",
             unproven=status.worker in view.unproven,
             state=StateCopy.DIRTY if late else status.state,  # until it has caught up
         )

@@ -54,11 +54,11 @@ class Standing:
         """Send the status as it is now to the agent."""
         self._effects.append(Tell(self.status))
 
-    def note(self, kind: str, text: str) -> None:
-        """Add an event to the job's log."""
+    def note(self, kind: str, text: str, about: WorkerId | None = None) -> None:
+        """Add an event to the job's log. `about`: the worker that it is about, if another one."""
         events = self.status.events
         number = events[-1].number + 1 if events else 1
-        event = JobEvent(number=number, kind=kind, text=text)
+        event = JobEvent(number=number, kind=kind, text=text, about=about)
         self.change(events=(*events, event)[-JOB_EVENTS_MAX:])
         self.tell()
 
@@ -66,7 +66,7 @@ class Standing:
         """Order these effects and note these events, in their order."""
         for outcome in outcomes:
             if isinstance(outcome, EventNoted):
-                self.note(outcome.kind, outcome.text)
+                self.note(outcome.kind, outcome.text, outcome.about)
             else:
                 self._effects.append(outcome)
 

@@ -122,6 +122,8 @@ async def work_alone(setup: CoordinatorSetup, resume: bool = False) -> str:
     core = make_machine(spec, loaded)
     journal = PatientJournal(file, spec.lease().abandon_s, tell)
     server = CoordinatorServer(setup, spec, core, journal)
+    if resume:
+        server.say("resume", "the job is resumed: all of its processes had ended")
     if loaded.damage:
         server.say("journal", _damage_line(loaded.damage, spec))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop, "interrupted")

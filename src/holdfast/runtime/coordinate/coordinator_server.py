@@ -415,6 +415,8 @@ class CoordinatorServer:
                 id=found.id or self._events.next_own_id(term),
                 causes=found.causes,
                 cost=None if found.cost is None else dataclasses.asdict(found.cost),
+                members=found.members,
+                again=found.again,
             )
         )
 

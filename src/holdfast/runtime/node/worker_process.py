@@ -220,10 +220,8 @@ class WorkerProcess:
             asyncio.ensure_future(self._copy(self._popen.stderr, 2)),
             self._told,
         ]
-        self._tasks = [
-            asyncio.ensure_future(self._listen(reader, on_message)),
-            asyncio.ensure_future(self._reap(on_exit)),
-        ]
+        listening = asyncio.ensure_future(self._listen(reader, on_message))
+        self._tasks = [listening, asyncio.ensure_future(self._reap(on_exit, listening))]
 
     async def _start(self, channel_fd: int, failure_fd: int) -> LocalProcess | ForkedProcess:
         command = self._template.command(self.role)
@@ -292,7 +290,7 @@ class WorkerProcess:
         if self._pipes:
             await asyncio.wait(self._pipes, timeout=DRAIN_S)
 
-    async def _reap(self, on_exit: OnExit) -> None:
+    async def _reap(self, on_exit: OnExit, listening: asyncio.Task[None]) -> None:
         popen = self._popen
         assert popen is not None
         code = await wait_for_end(popen)
@@ -303,7 +301,8 @@ class WorkerProcess:
             await self.wait_until_drained()
         else:
             assert self._told is not None
-            await asyncio.wait([self._told], timeout=STORY_S if code else DRAIN_S)
+            last_words = [self._told, listening] if code else [self._told]
+            await asyncio.wait(last_words, timeout=STORY_S if code else DRAIN_S)
         on_exit(self, self._make_end(code))
         await self.wait_until_drained()
         if self._writer is not None:

@@ -133,7 +133,7 @@ class GroupConnection:
                 try:
                     sent = self.wire.send(parts, wait=False)
                 except OSError as error:
-                    raise Aborted(self._reason_of_end(error)) from None
+                    raise Aborted(self._reason_of_end(error), self.peer) from None
                 if sent == count:
                     return None
                 parts = _rest(parts, sent)
@@ -182,7 +182,7 @@ class GroupConnection:
 
     def _check(self) -> None:
         if self._ended:
-            raise Aborted(self._ended)
+            raise Aborted(self._ended, None if self._ended == GIVEN_UP else self.peer)
 
     def _reason_of_end(self, error: OSError) -> str:
         return f"the connection to rank {self.peer} has ended: {error.strerror or error}"
@@ -257,7 +257,9 @@ class GroupConnection:
                 self._wants.wait()
             self._early_bytes += size
             if self._early_bytes > EARLY_BYTES_MAX:
-                raise Aborted(f"rank {self.peer} has sent {self._early_bytes} bytes too early")
+                raise Aborted(
+                    f"rank {self.peer} has sent {self._early_bytes} bytes too early", self.peer
+                )
             early = Incoming(tag, memoryview(bytearray(size)))
             self._early.setdefault(tag, deque()).append(early)
             return early
@@ -285,7 +287,7 @@ class GroupConnection:
     def _receive_some(self, place: memoryview, *, whole: bool = False) -> int:
         count = self.wire.receive(place, whole=whole)
         if not count:
-            raise Aborted(f"rank {self.peer} has ended the connection")
+            raise Aborted(f"rank {self.peer} has ended the connection", self.peer)
         return count
 
 

@@ -192,13 +192,16 @@ class TcpTransport:
                 self.check()
             peer_stream.introduce(channel, identity.key, MAGIC, (number, rank, way), deadline)
         except ssl.SSLError as error:
-            raise Aborted(f"rank {peer} cannot be trusted: {tls.describe_error(error)}") from None
+            why = f"rank {peer} cannot be trusted: {tls.describe_error(error)}"
+            raise Aborted(why, peer) from None
         except OSError as error:
-            raise Aborted(f"rank {peer} cannot be reached: {error.strerror or error}") from None
+            why = f"rank {peer} cannot be reached: {error.strerror or error}"
+            raise Aborted(why, peer) from None
         except HoldfastError:
             raise Aborted(
                 f"the peer at rank {peer} has not proved that it belongs to this job: is "
-                "HOLDFAST_PEER_KEY the same on every node, or has the peer just ended?"
+                "HOLDFAST_PEER_KEY the same on every node, or has the peer just ended?",
+                peer,
             ) from None
         with self._changed:
             self.check()
@@ -241,7 +244,7 @@ class TcpTransport:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     late = sorted({peer for peer, _ in self._awaited})
-                    raise Aborted(f"ranks {late} have not connected")
+                    raise Aborted(f"ranks {late} have not connected", late[0])
                 self._changed.wait(left_s)
             self.check()
 

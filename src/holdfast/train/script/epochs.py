@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from holdfast.core.errors import UserError
 from holdfast.train.script.job_step import Step, end_step, is_begun
 from holdfast.train.script.loop_ends import EndsWithEpoch
-from holdfast.train.script.script_thread import ScriptThread
+from holdfast.train.script.script_thread import STATE_OF_EARLIER_LINE, ScriptThread
 
 
 class Epoch:
@@ -87,7 +87,7 @@ class EpochWalk:
                 return
             self.step = next(self._steps)
             if self._ends.epoch_of(self.step.index)[0] != epoch:
-                self._script.start_again()
+                self._script.start_again(STATE_OF_EARLIER_LINE)
 
     def _end_epoch(self, index: int) -> None:
         """End the epoch's last step, if that was left by `break`. UserError if it is another."""

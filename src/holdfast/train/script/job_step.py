@@ -205,7 +205,7 @@ class Step:
         except WorldError as error:
             if guard.is_alone:
                 raise
-            self._script.start_again(str(error))
+            self._script.start_again(str(error), is_wrong=True)
         if runner.is_set_anywhere(told is None):
             return None
         return not runner.is_set_anywhere(told is False)

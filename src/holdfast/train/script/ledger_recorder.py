@@ -93,8 +93,9 @@ class LedgerRecorder:
         for vrank, bad in news.items() if self._driver.leads else ():
             for record, why in bad.items():
                 if record not in said:
-                    who = f"worker {hosts[vrank][0]}"
-                    self._tell("data", f"record {record} is quarantined: on {who} it {why}")
+                    worker = WorkerId(hosts[vrank][0])
+                    text = f"record {record} is quarantined: on worker {worker} it {why}"
+                    self._driver.post(EventNoted("record", text, worker))
                 said.add(record)
 
     def doubt(self, step: int, view: int, again: bool) -> None:

@@ -34,7 +34,7 @@ from holdfast.train.script.script_guard import ScriptGuard
 from holdfast.train.script.script_state import ScriptState
 from holdfast.train.shards.inner_group import InnerGroup
 from holdfast.train.step.act import Act
-from holdfast.train.step.driver import Driver
+from holdfast.train.step.driver import LEFT_WRONG, Driver
 from holdfast.train.step.mover import StateMover
 from holdfast.train.step.probe import current
 from holdfast.train.step.script_lines import name_line
@@ -51,6 +51,10 @@ ADDED = (
     "first step, and freeze those that are trained later"
 )
 TRAINS = "trains"
+STATE_OF_EARLIER_LINE = (
+    "it was given a state that belongs to an earlier line of the script, and runs that from its "
+    "first line again"
+)
 TOLD_CHARS_MAX = 1000  # limit for an agreed value in the ledger
 
 
@@ -359,21 +363,20 @@ class ScriptThread:
                 driver.post(self._mover.copy(order))
         self._first = self._loop if self._first is None else self._first
         if self._loop > len(self.progress.ended):
-            self.start_again()
+            self.start_again(STATE_OF_EARLIER_LINE)
         self._rested = True
         self._at, self._whole, self.guard.joined = order.step, order.whole, order.joined
         self._make_plan()
         return not self._is_over(ends)
 
-    def start_again(self, wrong: str = "") -> NoReturn:
-        """End this process: it was given a state that belongs to an earlier line of the script.
+    def start_again(self, reason: str, *, is_wrong: bool = False) -> NoReturn:
+        """End this process for a reason; `is_wrong`: it has computed wrongly.
 
-        Another process takes its place, and runs the script from its first line. `wrong`: a
-        sentence for people, if it ends because it has computed wrongly.
+        Another process takes its place, and runs the script from its first line.
         """
-        if wrong:
-            self._driver.post(ev.EventNoted("wrong", wrong))
-        self._driver.end_process()
+        if is_wrong:
+            self._driver.post(ev.EventNoted("wrong", reason, self._driver.status().worker))
+        self._driver.end_process(LEFT_WRONG if is_wrong else reason)
         while True:
             self._driver.next_for_script()
 

@@ -86,6 +86,7 @@ class AgentLink:
                 self._send(driver.status())
                 for told in self._addresses.values():
                     self._send(told)
+            driver.times.note_alive()
             driver.tick()
             if not wait_readable([self._channel], POLL_S):
                 continue

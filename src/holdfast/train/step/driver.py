@@ -7,6 +7,7 @@ effects from a queue, in order.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,9 @@ _ENGINE = (
 )
 ScriptOrder = ef.ScriptEffect | ef.Adopt
 EngineOrder = ef.EngineEffect | ef.SendDone | ef.SendCounted
+
+
+LEFT_WRONG = "it left the job, because it computed wrongly or held a wrong state"
 
 
 class Link(Protocol):
@@ -326,9 +330,11 @@ class Driver:
                 except Exception as error:  # noqa: BLE001 - the script raises it, from its thread
                     self.fail(error)
 
-    def end_process(self) -> None:
-        """End this process at once: its state must not be used."""
-        end_lost("it computes wrongly, or holds a wrong state")
+    def end_process(self, reason: str = LEFT_WRONG) -> None:
+        """End this process at once: its state must not be used. The agent learns the reason."""
+        status = self._machine.snapshot()
+        self._link.tell(dataclasses.replace(status, seq=status.seq + 1, detail=reason))
+        end_lost(reason)
 
 
 def _is_for_engine(effect: ef.WorkerEffect) -> TypeGuard[EngineOrder]:

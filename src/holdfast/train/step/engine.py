@@ -97,7 +97,8 @@ class Engine(threading.Thread):
                 self._carry_out(order)
             except Aborted as error:
                 self._leave()
-                self._driver.post(ev.GroupBroken(view, str(error)))
+                peer = _find_worker(self._driver.view, view, error.rank)
+                self._driver.post(ev.GroupBroken(view, str(error), peer))
             except BaseException as error:  # noqa: BLE001 - the script's thread raises it
                 # The group stays open until the process has ended with its message. If others
                 # missed it sooner, they would have it replaced, and its successor would fail on the
@@ -361,3 +362,10 @@ class Engine(threading.Thread):
         if data.kind is StepKind.GRADIENTS and len(data.buffers):
             operations.append(BuffersSpread(data.buffers, layout, order.counted))
         return operations
+
+
+def _find_worker(present: View | None, number: int, rank: int | None) -> WorkerId | None:
+    """Return the worker with this rank in the view of this number; None: not known."""
+    if rank is None or present is None or present.number != number:
+        return None
+    return present.workers[rank]

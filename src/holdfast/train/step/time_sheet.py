@@ -28,6 +28,8 @@ from holdfast.observe.time_lines import (
 LINE_S_MIN = 0.1  # between two lines of ordinary steps
 LINE_S_MAX = 10.0
 LEFT_MAX = 1 << 40  # limit for steps; a loop without a real end may have any number
+FROZEN_S = 1.0  # without a sign of life, before a process counts as frozen
+FROZEN_CPU = 0.02  # the most CPU time that it has used then, as a share
 LINE_SHARE = 2000  # the distance of lines is the process's age, divided by this
 _USUAL = frozenset(TimeUse) - {
     *(TimeUse.STARTING, TimeUse.JOINING, TimeUse.TRANSFER, TimeUse.STALL),
@@ -46,11 +48,31 @@ def process_age_s() -> float:
     return max(time.clock_gettime(time.CLOCK_BOOTTIME) - began_s, 0.0)
 
 
+class SignsOfLife:
+    """Finds out whether a process did not run at all. `cpu`: the seconds that it has computed."""
+
+    def __init__(self, cpu: Callable[[], float]) -> None:
+        self._cpu = cpu
+        self._last: tuple[float, float] | None = None  # time, and CPU time
+
+    def note(self, now: float) -> None:
+        """Record a sign of life."""
+        self._last = now, self._cpu()
+
+    def find_frozen_since(self, now: float) -> float | None:
+        """Return the last sign of life, if it is old and no thread has computed since then."""
+        if self._last is None or now - self._last[0] < FROZEN_S:
+            return None
+        at, cpu_s = self._last
+        return at if self._cpu() - cpu_s <= FROZEN_CPU * (now - at) else None
+
+
 class TimeSheet:
     """Counts seconds by use; exactly one use is counted at any time. Any thread may call it.
 
     `write`: takes each line, and returns whether it was kept; seconds of a line that was not are
-    in the next one. `age_s`: age of the process. `clock`: in seconds.
+    in the next one. `age_s`: age of the process. `clock`, and `cpu` for the time that the process
+    has used a processor: in seconds.
     """
 
     def __init__(
@@ -58,9 +80,11 @@ class TimeSheet:
         write: Write | None = None,
         age_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        cpu: Callable[[], float] = time.process_time,
     ) -> None:
         self._write = write
         self._clock = clock
+        self._life = SignsOfLife(cpu)
         self._lock = threading.Lock()
         self._began = self._since = self._wrote = clock() - age_s
         self._use = TimeUse.STARTING
@@ -89,6 +113,17 @@ class TimeSheet:
         """Count the time from now on as this use; return the one before."""
         with self._lock:
             return self._turn(use)
+
+    def note_alive(self) -> None:
+        """Record a sign of life; called several times a second by a thread that never waits long.
+
+        A process without one that has used no CPU time either was frozen as a whole, whatever its
+        script was at.
+        """
+        with self._lock:
+            now = self._clock()
+            self._count_frozen(now)
+            self._life.note(now)
 
     def wait(self, status: WorkerStatus) -> None:
         """Count the time from now on as waiting."""
@@ -169,8 +204,22 @@ class TimeSheet:
         self._committed, self._step_began = committed, self._since
         self._write_if_due()
 
+    def _count_frozen(self, now: float) -> None:
+        """Count the time since the last sign of life as frozen, if the process did not run."""
+        frozen_since = self._life.find_frozen_since(now)
+        if frozen_since is None:
+            return
+        began = max(frozen_since, self._since)
+        for use, until in ((self._use, began), (TimeUse.FROZEN, now)):
+            self._spent[use] = self._spent.get(use, 0.0) + until - self._since
+            self._since = until
+            self._write_line()
+        self._step_began = None
+        self._life.note(now)
+
     def _turn(self, use: TimeUse) -> TimeUse:
         now, before = self._clock(), self._use
+        self._count_frozen(now)
         self._spent[before] = self._spent.get(before, 0.0) + now - self._since
         self._since, self._use = now, use
         if use is not before and not (use in _USUAL and before in _USUAL):
