@@ -43,6 +43,7 @@ from holdfast.core.types import (
 
 FAULTS_END_S = 60.0
 END_S = 400.0  # every job has ended by then
+SAVE_S = 3.0  # time for a process that is asked to end
 LOOK_S = 0.25  # interval at which an agent looks at its processes
 POLICY = GroupPolicy(
     nodes_min=1,
@@ -263,7 +264,7 @@ class GroupWorld:
     def start_agent(self, name: AgentId) -> None:
         node = self.nodes.setdefault(name, Node(name))
         node.incarnation += 1
-        policy = AgentPolicy(lease=self.policy.lease)
+        policy = AgentPolicy(lease=self.policy.lease, end_s=SAVE_S)
         node.agent = AgentMachine(name, Incarnation(node.incarnation), 5, policy)
         self.feed_agent(node, Tick())
 
@@ -299,6 +300,11 @@ class GroupWorld:
             case ag.Kill(worker, incarnation, _):
                 script = node.scripts[worker, incarnation]
                 self.after(self.draw.random() * 0.5, self.end, node, script, -9)
+            case ag.AskToEnd(worker, incarnation, number):
+                script = node.scripts[worker, incarnation]
+                if self.draw.random() < 0.7:  # else it goes on, and is killed
+                    save_s = self.draw.random() * SAVE_S
+                    self.after(save_s, self.end, node, script, self.draw.choice([0, 1, -number]))
             case ag.Pause(worker, incarnation):
                 node.scripts[worker, incarnation].paused = True
             case ag.Resume(worker, incarnation):

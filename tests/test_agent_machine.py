@@ -37,8 +37,8 @@ POLICY = AgentPolicy(
 class Node:
     """An agent with its coordinator: directives answer the newest report unless told otherwise."""
 
-    def __init__(self, workers: int = 2, job: str = "one") -> None:
-        self.machine = AgentMachine(ME, ONE, workers, POLICY, pid=77, job=job)
+    def __init__(self, workers: int = 2, job: str = "one", policy: AgentPolicy = POLICY) -> None:
+        self.machine = AgentMachine(ME, ONE, workers, policy, pid=77, job=job)
         self.now = 100.0
         self.reports: list[Any] = []
         self._seq = 0
@@ -283,6 +283,54 @@ def test_a_killed_worker_is_lost_for_the_reason_it_was_killed_for() -> None:
     status = node.status(0)
     assert (status.stage, status.detail) == (Stage.LOST, "the coordinator replaced it")
     assert node.feed(ag.ProcessExited(WorkerId(0), Incarnation(7), 0, reported=True)) == []
+
+
+SAVING = dataclasses.replace(POLICY, end_s=1.0)
+
+
+def test_a_script_of_a_group_is_asked_to_end_and_killed_if_it_goes_on() -> None:
+    node = Node(policy=SAVING)
+    node.run(0)
+    asked = node.direct(shutdown=True, end_signal=10)
+    assert of(ag.AskToEnd, asked) == [ag.AskToEnd(WorkerId(0), ONE, 10)]
+    assert of(ag.Kill, asked) == []
+    assert kinds(node.direct(shutdown=True, end_signal=10)) == []  # once is enough
+    node.now += 0.9
+    node.direct(shutdown=True, heard=node.reports[-1].seq)
+    assert node.machine.deadline() == pytest.approx(101.0)
+    node.now = 101.0
+    assert len(of(ag.Kill, node.feed(Tick()))) == 1
+    assert of(ag.Kill, node.feed(Tick())) == []
+    node.feed(ag.ProcessExited(WorkerId(0), ONE, -9))
+    assert node.status(0).detail == "the coordinator replaced it"
+
+
+def test_a_script_that_saves_is_killed_when_it_may_not_act_or_freezes_or_the_job_is_over() -> None:
+    for why in ("lease", "frozen", "over"):
+        node = Node(policy=dataclasses.replace(POLICY, end_s=60.0))
+        node.run(0, 1)
+        node.feed(ag.WorkerSaid(dataclasses.replace(node.status(1), promised=1, seq=99)))
+        assert len(of(ag.AskToEnd, node.want())) == 2
+        stopped = ag.Sampled(WorkerId(0), ONE, ProcessSample(state="T", progress=1))
+        if why == "lease":
+            node.now += 3.0
+            killed = node.feed(Tick())
+        elif why == "frozen":
+            killed = [*node.feed(stopped), *node.feed(stopped)]
+        else:
+            killed = node.feed(ag.JobOver())
+        assert len(of(ag.Kill, killed)) == (1 if why == "frozen" else 2), why
+
+
+def test_only_a_process_that_runs_a_script_is_asked_to_end() -> None:
+    node = Node(policy=SAVING)
+    node.want((0, 1), (1, 1))
+    for worker in (0, 1):
+        node.feed(ag.Spawned(WorkerId(worker), ONE, 1000 + worker))
+    node.say(0, stage=Stage.READY)  # it waits for a rank
+    effects = node.want()
+    assert len(of(ag.Kill, effects)) == 2
+    assert of(ag.AskToEnd, effects) == []
 
 
 def test_a_frozen_process_is_killed_unless_the_agent_itself_has_paused_it() -> None:

@@ -78,7 +78,7 @@ def site(tmp_path: Path) -> Site:
 def test_a_forked_process_is_as_if_started(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(site.path)
     process = site.start(TELLS, "--steps", "3", MARK="1")
-    assert process.wait() == 0
+    assert process.collect() == 0
     assert process.stdout.read() == b"out\n"
     assert process.stderr.read() == b"err\n"
     assert json.loads(os.read(site.say_read, 4096)) == {
@@ -94,20 +94,20 @@ def test_a_forked_process_is_as_if_started(site: Site, monkeypatch: pytest.Monke
 
 
 def test_an_exception_is_told_and_the_exit_status_passed_on(site: Site) -> None:
-    assert site.start("raise ValueError('no such thing')").wait() == 1
+    assert site.start("raise ValueError('no such thing')").collect() == 1
     told = os.read(site.failure_read, 4096).decode()
     assert told.startswith("Traceback")
     assert told.endswith("ValueError: no such thing")
     assert "fork_server" not in told
-    assert site.start("import sys; sys.exit(7)").wait() == 7
+    assert site.start("import sys; sys.exit(7)").collect() == 7
 
 
 def test_a_killed_process_is_told_by_its_signal(site: Site) -> None:
     process = site.start(WAITS)
     assert process.stdout.readline() == b"up\n"
     os.killpg(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert process.wait() == -signal.SIGKILL
+    assert process.collect() == -signal.SIGKILL
+    assert process.collect() == -signal.SIGKILL
 
 
 def test_processes_end_with_the_agent(site: Site) -> None:
@@ -121,7 +121,7 @@ def test_variables_that_are_read_only_at_import_cannot_differ(site: Site) -> Non
     assert site.fork(WAITS, OMP_NUM_THREADS="3") is None
     assert site.fork(WAITS, CUDA_LAUNCH_BLOCKING="1") is None
     process = site.start("", CUDA_VISIBLE_DEVICES="1")  # read when a GPU is first used
-    assert process.wait() == 0
+    assert process.collect() == 0
 
 
 def test_descriptors_come_where_they_are_asked_for_however_high(
@@ -134,7 +134,7 @@ def test_descriptors_come_where_they_are_asked_for_however_high(
         os.dup2(write, place)
     text = f"import os\nfor n, fd in enumerate({high}): os.write(fd, b'%d' % n)"
     try:
-        assert site.start(text, given=high).wait() == 0
+        assert site.start(text, given=high).collect() == 0
         assert [os.read(read, 9) for read, _ in ends] == [b"%d" % n for n in range(12)]
     finally:
         for fd in (*high, *(fd for pair in ends for fd in pair)):
@@ -151,7 +151,7 @@ def test_strangers_do_not_disturb_the_server(data: bytes, site: Site) -> None:
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(os.environ[fork_server.VARIABLE])
         stranger.sendall(data)
-    assert site.start("").wait() == 0
+    assert site.start("").collect() == 0
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from holdfast.runtime.job_status import (
     encode_status,
     parse_status,
 )
+from holdfast.runtime.outlet import flush_outlets
 
 STATUS = JobStatus(
     view=3,
@@ -90,6 +91,7 @@ def test_an_event_is_one_line_with_the_fields_that_it_has(
     assert read_events(tmp_path / "events.jsonl") == []
     sink.write(LoggedEvent(time=1.5, kind="lost", text="worker 2 is lost", worker=2, step=0))
     sink.write(LoggedEvent(time=2.0, kind="failed", text="b\udcff\nfailed"))
+    flush_outlets()
     assert read_events(tmp_path / "events.jsonl") == [
         {"time": 1.5, "kind": "lost", "text": "worker 2 is lost", "worker": 2, "step": 0},
         {"time": 2.0, "kind": "failed", "text": "b\udcff\nfailed"},
@@ -102,4 +104,7 @@ def test_a_log_that_cannot_be_written_stops_nobody(
 ) -> None:
     sink = EventSink(tmp_path / "missing" / "events.jsonl")
     sink.write(LoggedEvent(time=1.0, kind="view", text="view 2 begins"))
-    assert capsys.readouterr().err == "holdfast: view 2 begins\n"
+    flush_outlets()
+    shown = capsys.readouterr().err
+    assert "holdfast: view 2 begins\n" in shown
+    assert "lacks lines from here on: No such file or directory" in shown

@@ -15,12 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data._utils import signal_handling
 
 from holdfast.core.errors import UserError, WorldError
 from holdfast.net.readiness import wait_readable
 from holdfast.train.data import batch_loading as loading
 from holdfast.train.data.batch_loading import BatchSource, LoadOptions
+from holdfast.train.data.data_workers import protect_data_workers
 from holdfast.train.data.map_style import dataset_length
 from holdfast.train.data.sampling import SamplePlan
 
@@ -546,3 +548,20 @@ def test_a_dataset_of_another_length_than_the_plans_is_refused(source):
 def test_bad_options_are_refused(options):
     with pytest.raises(UserError, match=next(iter(options))):
         LoadOptions(**options)
+
+
+def test_data_workers_of_any_loader_leave_ending_signals_to_their_process(monkeypatch):
+    plain = signal_handling._set_worker_signal_handlers
+    monkeypatch.setattr(signal_handling, "_set_worker_signal_handlers", plain)
+    protect_data_workers()
+    batches = iter(DataLoader(range(100), num_workers=1, persistent_workers=True, timeout=60))
+    next(batches)
+    (worker,) = batches._workers
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        send = f"import os; os.kill({worker.pid}, {int(number)})"
+        subprocess.run([sys.executable, "-c", send], check=True)
+    assert sum(1 for _ in batches) == 99
+    assert worker.is_alive()
+    worker.terminate()
+    worker.join(10)
+    assert worker.exitcode == 0

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from conftest import RUN_S, SCRIPTS, finish
 from holdfast.cli.main import main
 from holdfast.cli.run_command import make_spec, parser
 from holdfast.core.job_spec import CoordinatorPolicy
+from holdfast.health.measure.ending_signals import SAME_S
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
@@ -189,7 +191,9 @@ def test_a_second_interrupt_does_not_wait_for_a_last_checkpoint(
             strike(pid, signal.SIGSTOP)  # so that none can be made
         saved = steps(tmp_path)
         run.signal(signal.SIGINT)
+        again_at = time.monotonic() + 2 * SAME_S  # before that it may be a copy of the first one
         run.until(lambda: run.events("stop"), RUN_S, "the order for a last checkpoint")
+        run.until(lambda: time.monotonic() > again_at, RUN_S, "the time of a second one")
         run.signal(signal.SIGINT)
         assert run.wait(RUN_S) == 130
     first, second = run.events("stop")

@@ -8,6 +8,7 @@ import pytest
 
 from holdfast.core.routine_lines import GAP_MAX_S, SUBJECTS_MAX, RoutineLines
 from holdfast.runtime.job_events import EventSink, LoggedEvent, read_events
+from holdfast.runtime.outlet import flush_outlets
 
 SLOW = "worker 1 is a straggler: a task took it 2.0 times as long"
 
@@ -65,6 +66,7 @@ def test_the_log_has_every_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for number in range(50):
         sink.write(LoggedEvent(time=float(number), kind="straggler", text=SLOW))
     sink.write(LoggedEvent(time=50.0, kind="wrong", text="worker 1 has computed wrongly"))
+    flush_outlets()
     assert len(read_events(path)) == 51
     assert capsys.readouterr().err.splitlines() == [
         f"holdfast: {SLOW}",

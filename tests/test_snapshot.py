@@ -36,6 +36,7 @@ from holdfast.core.types import (
     ViewNumber,
     WorkerId,
 )
+from holdfast.health.measure.ending_signals import ORDERS
 from holdfast.runtime.node.checkpoint_writer import SCRUB_S, Writer
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
@@ -535,12 +536,14 @@ def test_a_writer_that_is_to_end_finishes_what_it_has_begun(
     store = Checkpoints(FileStorage(tmp_path / "store"))
     answers = order_share(orders, 10, 0, 2)
     until(lambda: store.storage.names("packs/"), "its share")
+    popen.terminate()  # a scheduler sends this to every process of a job
+    order = ORDERS[signal.SIGTERM]
     if to == "the process":
-        popen.terminate()
+        popen.send_signal(order)
     else:
         threads = map(int, os.listdir(f"/proc/{popen.pid}/task"))
         other_thread = max(thread for thread in threads if thread != popen.pid)
-        assert ctypes.CDLL(None).tgkill(popen.pid, other_thread, signal.SIGTERM) == 0
+        assert ctypes.CDLL(None).tgkill(popen.pid, other_thread, order) == 0
     (token,) = {name.split("-")[1] for name in store.storage.names("packs/")}
     other = store.begin(10, token, writer=1)
     other.publish(other.write([Item(name="other", data=memoryview(b"abc"))], 1))

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.train.step import stack_file
-from holdfast.train.step.stack_file import VARIABLE, write_stacks
+from holdfast.train.step.stack_file import VARIABLE, wait_for_stacks, write_stacks
+
+WAIT_S = 30.0
 
 SLOW = (pytest.mark.slow, pytest.mark.timeout(400))
 
@@ -40,6 +42,7 @@ def test_stacks_of_busy_threads_are_written_again_and_again(
         over.set()
         for thread in threads:
             thread.join()
+    assert wait_for_stacks(WAIT_S)
     text = path.read_text()
     assert f": look {looks - 1}\n" in text
     assert "\nThread busy-2:\n" in text
@@ -53,6 +56,7 @@ def test_a_long_file_begins_from_the_start(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(stack_file, "BYTES_MAX", 10)
     for number in range(3):
         write_stacks(f"look {number}")
+    assert wait_for_stacks(WAIT_S)
     assert path.read_text().count(": look ") == 1
 
 
@@ -61,6 +65,7 @@ def test_a_place_that_cannot_be_written_does_no_harm(
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "missing" / "stacks.txt"))
     write_stacks("nobody sees this")
+    assert wait_for_stacks(WAIT_S)
     monkeypatch.delenv(VARIABLE)
     write_stacks("nobody sees this")
     assert list(tmp_path.iterdir()) == []

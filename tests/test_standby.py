@@ -21,6 +21,7 @@ import pytest
 
 from holdfast.core.errors import HoldfastError, UserError
 from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, JobRecord
+from holdfast.health.measure.ending_signals import ORDERS, Orders
 from holdfast.net.channel import Channel, connect
 from holdfast.runtime.contact import contact_by
 from holdfast.runtime.coordinate.coordinator_process import Candidate
@@ -276,7 +277,7 @@ def test_ctrl_c_at_a_standby_of_the_launcher_ends_the_job(
         with CoordinatorProcess(run_dirs[1], "--election", url) as standby:
             assert standby.stderr is not None
             assert "is the leader, term 1" in standby.stderr.readline()
-            standby.send_signal(signal.SIGTERM)
+            standby.send_signal(ORDERS[signal.SIGTERM])
             assert first.wait(WAIT_S) == 1
             assert standby.wait(WAIT_S) == 1
     assert [run_dir.outcome() for run_dir in run_dirs] == ["interrupted", "interrupted"]
@@ -286,16 +287,16 @@ def test_a_node_with_a_run_directory_of_its_own_learns_from_etcd_that_the_job_is
     cluster: EtcdCluster, tmp_path: Path
 ) -> None:
     """No coordinator is left to tell it."""
-    url, run_dir, own = cluster.url(tmp_path.name), RunDir(tmp_path / "a"), RunDir(tmp_path / "b")
+    url, run_dir = cluster.url(tmp_path.name), RunDir(tmp_path / "a")
     run_dir.create(SPEC, bytes(range(32)))
     contact = contact_by(url)
-    assert not asyncio.run(contact.has_ended(own)), "nobody has begun the job"
+    assert not asyncio.run(contact.has_ended()), "nobody has begun the job"
     with CoordinatorProcess(run_dir, "--election", url) as leader:
         until(run_dir.coordinator.exists, "the leader")
-        assert not asyncio.run(contact.has_ended(own)), "a coordinator leads the job"
-        leader.send_signal(signal.SIGTERM)
+        assert not asyncio.run(contact.has_ended()), "a coordinator leads the job"
+        leader.send_signal(ORDERS[signal.SIGTERM])
         assert leader.wait(WAIT_S) == 1
-    assert asyncio.run(contact.has_ended(own))
+    assert asyncio.run(contact.has_ended())
     assert asyncio.run(read_outcome(url)) == "interrupted"
 
 
@@ -309,7 +310,7 @@ def test_ctrl_c_while_nobody_can_stop_the_job_stops_it_later(
     with CoordinatorProcess(run_dir, "--election", url) as standby:
         assert standby.stderr is not None
         assert f"{HOST}:{dead} is the leader, term 1" in standby.stderr.readline()
-        standby.send_signal(signal.SIGTERM)
+        standby.send_signal(ORDERS[signal.SIGTERM])
         assert "cannot reach the leader" in standby.stderr.readline()
         asyncio.run(leadership.resign())
         assert standby.wait(WAIT_S) == 1
@@ -337,7 +338,7 @@ def test_a_standby_turns_everyone_away(tmp_path: Path) -> None:
         setup = CoordinatorSetup(
             run_dir=RunDir(tmp_path), secret=b"x", listener=listener, host=HOST
         )
-        candidate = Candidate(open_election("etcd://nowhere/job"), setup, guest=True)
+        candidate = Candidate(open_election("etcd://nowhere/job"), setup, Orders(-1), guest=True)
         turning_away = asyncio.ensure_future(candidate._turn_away())
         for _ in range(2):
             with pytest.raises(ConnectionError, match="broke off the handshake"):  # at once

@@ -16,8 +16,8 @@ import pytest
 from conftest import RUN_S, SCRIPTS, finish
 from holdfast.testing.local_run import LocalRun, strike
 
-DDP, FSDP, LEAVES, ODD = (
-    SCRIPTS / f"torchrun_{name}.py" for name in ("ddp", "fsdp", "leaves", "odd")
+DDP, FSDP, LEAVES, ODD, SAVES = (
+    SCRIPTS / f"torchrun_{name}.py" for name in ("ddp", "fsdp", "leaves", "odd", "saves")
 )
 
 
@@ -283,3 +283,47 @@ def test_a_model_that_outlives_its_group_lets_the_script_end(tmp_path: Path) -> 
     for attempt in range(3):
         with compat(tmp_path / str(attempt), str(LEAVES)) as run:
             finish(run)
+
+
+SLOW = pytest.mark.slow
+
+
+def begin(run: LocalRun) -> dict[int, int]:
+    """Wait until both ranks run; return rank -> pid."""
+    found: dict[int, int] = run.until(
+        lambda: p if len(p := pids(run, 0)) == 2 else None, RUN_S, "both ranks"
+    )
+    return found
+
+
+@pytest.mark.parametrize("to", [pytest.param("the launcher", marks=SLOW), "every process"])
+def test_a_script_that_is_asked_to_end_can_save(to: str, tmp_path: Path) -> None:
+    with compat(tmp_path, str(SAVES), str(tmp_path), "agrees") as run:
+        begin(run)
+        for pid in run.leftovers() if to == "every process" else ():
+            strike(pid, signal.SIGTERM)
+        run.signal(signal.SIGTERM)
+        assert run.wait(RUN_S) == 130, run.log()
+        assert run.leftovers() == []
+    assert (tmp_path / "saved").read_text().isdecimal()
+
+
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=SLOW), signal.SIGUSR1])
+def test_a_script_gets_the_signal_that_ends_the_job(number: int, tmp_path: Path) -> None:
+    with compat(tmp_path, str(SAVES), str(tmp_path), "alone") as run:
+        begin(run)
+        run.signal(number)
+        assert run.wait(RUN_S) == 130, run.log()
+    name = signal.Signals(number).name
+    assert sorted(tmp_path.glob("asked-*")) == [
+        tmp_path / f"asked-{rank}-{name}" for rank in (0, 1)
+    ]
+
+
+def test_survivors_of_a_failure_are_asked_to_end_and_then_killed(tmp_path: Path) -> None:
+    options = ("--end-s", "0.5")
+    with compat(tmp_path, str(SAVES), str(tmp_path), "stubborn", options=options) as run:
+        strike(begin(run)[1])
+        finish(run)
+    assert list(tmp_path.glob("asked-*")) == [tmp_path / "asked-0-SIGTERM"]
+    assert len(run.events("restart")) == 1

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from holdfast.cli.shared_options import add_secret, add_tls
 from holdfast.core.errors import UserError
+from holdfast.health.measure.ending_signals import ORDERS, leave_ending_signals
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.net.secret import VARIABLE, load_secret
 from holdfast.net.tls import client_of
@@ -32,6 +33,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     if options.parent is not None:
         die_with_parent(options.parent)
+        leave_ending_signals()
+        signal.signal(ORDERS[signal.SIGTERM], lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     check_packages()
     from holdfast.dashboard.access import is_loopback
 

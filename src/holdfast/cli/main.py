@@ -6,6 +6,7 @@ import importlib
 import sys
 
 from holdfast.core.errors import HoldfastError
+from holdfast.net.descriptors import fill_standard_streams
 
 COMMANDS = {
     "run": "run a training script on this machine, through failures",
@@ -41,6 +42,7 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status; bad input is one line on standard error and status 2."""
+    fill_standard_streams()
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in ("-h", "--help", "help"):
         print("usage: holdfast COMMAND ...\n")

@@ -439,6 +439,14 @@ class Compat:
         metavar="SECONDS",
         least=0,
     )
+    end_s: float = setting(
+        30.0,
+        "kill a process this many seconds after the signal that asks it to end, so that its script "
+        "can save: SIGTERM after the failure of another one, else the signal that ends the job; 0: "
+        "kill it at once",
+        metavar="SECONDS",
+        least=0,
+    )
     waiting: int | None = setting(
         None,
         "processes that wait on every node, torch imported, to take part after a failure; auto: "

@@ -19,6 +19,9 @@ from holdfast.core.domains import Domains
 from holdfast.core.machine_errors import MachineError
 from holdfast.core.redundancy import KeptPieces, Recall
 
+# The usual number of the signal that asks a process to end.
+SIGTERM = 15
+
 WorkerId = NewType("WorkerId", int)
 AgentId = NewType("AgentId", str)
 Incarnation = NewType("Incarnation", int)
@@ -475,6 +478,7 @@ class Directive:
     release_loop: int = 0
     undecided: bool = False  # the coordinator still learns what there is: go on as before
     shutdown: bool = False
+    end_signal: int = SIGTERM  # by which scripts for torchrun are asked to end
     save_wanted: int = 0  # the newest order to save the state at the next boundary; 0: none
     follow: FollowOrder | None = None
     servers: tuple[ServerPlace, ...] = ()  # all servers of tables

@@ -25,7 +25,7 @@ from holdfast.net.tcp import listen
 from holdfast.runtime.coordinate.journal import FileJournal
 from holdfast.runtime.launcher import INTERRUPTED, CoordinatorSite
 from holdfast.runtime.rundir import RunDir
-from holdfast.runtime.supervise import Kept, Supervisor
+from holdfast.runtime.supervise import Kept, Supervisor, say
 
 RELEASE_S = 60.0  # for the manager to answer, when what an earlier run has left is given back
 LOOK_S = 1.0
@@ -67,7 +67,7 @@ def coordinate(
     interrupted = Supervisor([coordinator, _fleet(plan)]).run()
     outcome = run_dir.outcome()
     if outcome:
-        print(f"holdfast: {outcome}", file=sys.stderr, flush=True)
+        say(outcome)
     if interrupted:
         return INTERRUPTED
     return 0 if outcome == "" else 1

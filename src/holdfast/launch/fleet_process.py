@@ -2,27 +2,28 @@
 
     python -m holdfast.launch.fleet_process RUN_DIR PARENT_PID
 
-It may be killed at any time: another one learns from the manager and the job what there is. SIGTERM
-tells it that the job is over. Each manager has a module with an `open_manager`.
+It may be killed at any time: another one learns from the manager and the job what there is. Its
+launcher orders it to end once the job is over. Each manager has a module with an `open_manager`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
-import signal
 import sys
 import time
 from pathlib import Path
 
 from holdfast.core.errors import HoldfastError, UserError
 from holdfast.core.fleet.fleet import FleetMachine
+from holdfast.health.measure.ending_signals import Orders
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.launch.cluster_manager import ClusterManager
 from holdfast.launch.fleet_driver import FleetDriver, FleetPace, JobLink
 from holdfast.launch.fleet_plan import FleetPlan, read_plan
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import contact_by
+from holdfast.runtime.outlet import free_output
 from holdfast.runtime.rundir import RunDir
 
 MANAGERS = {
@@ -40,17 +41,18 @@ DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 def main(argv: list[str]) -> int:
     run_dir, parent = RunDir(Path(argv[0])), int(argv[1])
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
+    orders = Orders.receive()
+    free_output("")
     try:
-        asyncio.run(keep(run_dir, read_plan(run_dir)))
+        asyncio.run(keep(run_dir, read_plan(run_dir), orders))
     except HoldfastError as error:
         say(str(error))
         return 1
     return 0
 
 
-async def keep(run_dir: RunDir, plan: FleetPlan) -> None:
-    """Keep the nodes of the job in a run directory until it is over."""
+async def keep(run_dir: RunDir, plan: FleetPlan, orders: Orders) -> None:
+    """Keep the nodes of the job in a run directory until the launcher says that it is over."""
     spec = run_dir.spec()
     manager = manager_of(plan, run_dir)
     contact = contact_by(plan.join, client_of(Path(plan.tls) if plan.tls else None), spec.job)
@@ -62,7 +64,7 @@ async def keep(run_dir: RunDir, plan: FleetPlan) -> None:
         say,
         FleetPace(),
     )
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, driver.end)
+    orders.watch(lambda number: driver.end())
     try:
         await driver.run()
     finally:

@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+from holdfast.health.measure.ending_signals import leave_ending_signals
 from holdfast.net.readiness import wait_readable
 
 END_S = 15.0  # between SIGTERM and SIGKILL
@@ -27,6 +28,7 @@ def main(argv: list[str]) -> int:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
+    leave_ending_signals()
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:
         keeper = os.pidfd_open(int(argv[0]))

@@ -59,13 +59,8 @@ class Contact:
         """
         return await connect(*await self.find(), secret, job=self.job, tls=self.tls)
 
-    async def has_ended(self, run_dir: RunDir) -> bool:
-        """Return whether the job has left word that it is over.
-
-        It does so in its run directory, which a node's own may be; and with an election in etcd.
-        """
-        if run_dir.outcome() is not None:
-            return True
+    async def has_ended(self) -> bool:
+        """Return whether the job has left word in etcd that it is over."""
         if not self.election:
             return False
         try:

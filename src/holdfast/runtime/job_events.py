@@ -5,7 +5,6 @@ Each line has a kind, a text for people, and the worker, view and step that it i
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -15,7 +14,8 @@ import msgspec
 
 from holdfast.core.routine_lines import RoutineLines
 from holdfast.observe.incidents import parse_event
-from holdfast.store.regular_files import append_regular, regular_stream
+from holdfast.runtime.outlet import LogFile
+from holdfast.store.regular_files import regular_stream
 
 FAILED = "failed"  # kind of the event that tells the outcome of a failed job
 
@@ -44,7 +44,7 @@ class EventSink:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._log = LogFile(path, lambda text: print(f"holdfast: {text}", file=sys.stderr))
         self._lines = RoutineLines()
         self._own_lines = 0
 
@@ -54,10 +54,8 @@ class EventSink:
         return f"{term}.s{self._own_lines}"
 
     def write(self, event: LoggedEvent) -> None:
-        """Append one line. A log that cannot be written does not stop the job."""
-        line = json.dumps(msgspec.to_builtins(event))
-        with contextlib.suppress(OSError), open(append_regular(self._path), "a") as file:
-            file.write(line + "\n")
+        """Append one line soon. A log that cannot be written does not stop the job."""
+        self._log.write(json.dumps(msgspec.to_builtins(event)).encode() + b"\n")
         shown = self._lines.show(event.kind, event.text, event.time)
         if shown and event.kind != FAILED:  # the launcher shows the outcome, once
             print(f"holdfast: {shown}", file=sys.stderr, flush=True)

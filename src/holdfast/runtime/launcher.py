@@ -26,7 +26,7 @@ from holdfast.runtime.contact import ENDED_ALONE
 from holdfast.runtime.coordinate.coordinator_server import DEPOSED
 from holdfast.runtime.run_report import read_goodput
 from holdfast.runtime.rundir import RunDir
-from holdfast.runtime.supervise import Kept, Streams, Supervisor
+from holdfast.runtime.supervise import Kept, Streams, Supervisor, say
 
 FIRST_NODE = AgentId("node0")
 INTERRUPTED = 130
@@ -181,11 +181,7 @@ def launch_job(
     host = f"[{site.host}]" if ":" in site.host else site.host
     join = spec.nodes.election or f"{host}:{site.listener.getsockname()[1]}"
     if spec.nodes_max > 1:
-        print(
-            f"holdfast: further nodes join with: holdfast agent --join {join}",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"further nodes join with: holdfast agent --join {join}")
     node = Node(
         run_dir=site.run_dir,
         name=FIRST_NODE,
@@ -200,11 +196,13 @@ def launch_job(
     election = ["--election", spec.nodes.election] if spec.nodes.election else []
     coordinator = site.coordinator(election, ["--resume"] if resume else [])
     with show(site.run_dir, site.tls) as streams:
-        interrupted = Supervisor([coordinator, *node.processes(spec), *beside], streams).run()
+        interrupted = Supervisor(
+            [coordinator, *node.processes(spec), *beside], streams, adopts=True
+        ).run()
     _tell_how_it_went(site.run_dir)
     outcome = site.run_dir.outcome()
     if outcome and not interrupted:  # else the coordinator has said so
-        print(f"holdfast: {outcome}", file=sys.stderr, flush=True)
+        say(outcome)
     if interrupted:
         return INTERRUPTED
     return 0 if outcome == "" else 1
@@ -223,9 +221,8 @@ def _tell_how_it_went(run_dir: RunDir) -> None:
         return
     if not goodput.steps:  # all that counts then is why the job has failed
         return
-    with contextlib.suppress(OSError):  # nobody reads it any more, which is no failure of the job
-        for line in [*summarize(goodput), f"for more: holdfast report {run_dir.path}"]:
-            print(f"holdfast: {line}", file=sys.stderr, flush=True)
+    for line in [*summarize(goodput), f"for more: holdfast report {run_dir.path}"]:
+        say(line)
 
 
 def launch_node(node: Node, spec: JobSpec) -> int:
@@ -234,7 +231,7 @@ def launch_node(node: Node, spec: JobSpec) -> int:
     It is 0, or 130 after Ctrl-C, or 1 if the node ends without its job.
     """
     processes = node.processes(spec)
-    if Supervisor(processes).run():
+    if Supervisor(processes, adopts=True).run():
         return INTERRUPTED
     return 1 if processes[0].code == ENDED_ALONE else 0
 

@@ -32,6 +32,7 @@ from holdfast.train.checkpoint.restorer import Restorer
 from holdfast.train.checkpoint.saver import Saver, say
 from holdfast.train.checkpoint.state import PROTECTED_AS, Capture
 from holdfast.train.compiled import advice
+from holdfast.train.data.data_workers import protect_data_workers
 from holdfast.train.exchange.nccl import GpuTransport, gpu_id_of
 from holdfast.train.exchange.seam import Transport
 from holdfast.train.exchange.staged import DeviceCopies, HostRooms
@@ -133,6 +134,7 @@ def step_policy(spec: JobSpec, seed: int, *, writes: bool) -> StepPolicy:
 def compose_control(environment: WorkerEnvironment, seed: int, fd: int | None) -> Control:
     """Connect to the agent, if there is one (`fd`), and answer it from now on."""
     me = environment
+    protect_data_workers()
     channels = [ShardChannel(socket.socket(fileno=each)) for each in me.shard_fds]
     if me.shard:
         return _compose_following(me, seed, channels[0], fd)

@@ -17,8 +17,8 @@ from holdfast.core.machine_errors import MachineError
 from holdfast.core.membership.departure import Departure, MoveOrders
 from holdfast.core.membership.lease import LeasePolicy, acting_deadline
 from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
+from holdfast.core.membership.node_process import NodeProcess, directive_for_worker
 from holdfast.core.membership.own_job import OwnJob
-from holdfast.core.membership.process_ends import judge_end
 from holdfast.core.membership.urgency import is_urgent
 from holdfast.core.redundancy import KeptPieces
 from holdfast.core.types import (
@@ -45,6 +45,8 @@ class AgentPolicy:
     lease: LeasePolicy = field(default_factory=LeasePolicy)
     freeze: FreezePolicy = field(default_factory=FreezePolicy)
     spares: int = 0  # slots among them for workers that are held back
+    # From the signal that asks a script for torchrun to end to its kill. 0: it is killed at once.
+    end_s: float = 0.0
 
 
 # ---------------------------------------------------------------- events
@@ -206,6 +208,15 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
+class AskToEnd:
+    """Send the process this signal, so that its script can save; ProcessExited or Kill follows."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
 class Pause:
     """Stop the process and everything it started with SIGSTOP: nothing of it may run."""
 
@@ -231,18 +242,7 @@ class Quit:
     problem: str = ""
 
 
-AgentEffect = SendReport | SendWorker | Spawn | Kill | Pause | Resume | Quit
-
-
-@dataclass(slots=True)
-class _Process:
-    status: WorkerStatus
-    detector: FreezeDetector
-    role: ProcessRole
-    running: bool = True  # until ProcessExited
-    paused: bool = False
-    told: WorkerDirective | None = None
-    killed_for: str = ""
+AgentEffect = SendReport | SendWorker | Spawn | Kill | AskToEnd | Pause | Resume | Quit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +278,7 @@ class AgentMachine:
         self._held = MemoryHeld(())
         self._servers: tuple[RunningServer, ...] = ()
         self._now = 0.0
-        self._processes: dict[WorkerId, _Process] = {}
+        self._processes: dict[WorkerId, NodeProcess] = {}
         self._directive: Directive | None = None
         self._seq = 0
         self._sent_at: dict[int, float] = {}  # report seq -> when; bounded by the lease
@@ -396,7 +396,7 @@ class AgentMachine:
         for worker, process in self._processes.items():
             present = (process.status.incarnation, process.role)
             if process.running and wanted.get(worker) != present:
-                effects += self._kill(worker, "the coordinator replaced it")
+                effects += self._end(worker, "the coordinator replaced it", directive.end_signal)
         answered_at = self._answered_at
         leased = answered_at is not None and now < answered_at + self._policy.lease.lease_s
         for each in directive.wanted if leased else ():
@@ -410,25 +410,15 @@ class AgentMachine:
                 worker=worker, incarnation=incarnation, place=each.place, meets_at=each.meets_at
             )
             detector = FreezeDetector(self._policy.freeze, joined=False)
-            self._processes[worker] = _Process(status=status, detector=detector, role=each.role)
+            self._processes[worker] = NodeProcess(status=status, detector=detector, role=each.role)
             effects.append(Spawn(worker, incarnation, each.role, each.place, each.meets_at))
         return effects
 
-    def _forward(self, worker: WorkerId, process: _Process, until: float) -> list[AgentEffect]:
+    def _forward(self, worker: WorkerId, process: NodeProcess, until: float) -> list[AgentEffect]:
         directive = self._directive
         if directive is None or process.status.place:  # it hears its worker's first process
             return []
-        told = WorkerDirective(
-            stop_view=directive.stop_view,
-            pending_view=directive.pending_view,
-            view=directive.view,
-            release_loop=directive.release_loop,
-            save_wanted=directive.save_wanted,
-            follow=directive.follow,
-            servers=directive.servers,
-            layout=directive.layout,
-            acting_until=until,
-        )
+        told = directive_for_worker(directive, until)
         old = process.told
         if old is not None and dataclasses.replace(told, acting_until=old.acting_until) == old:
             gained_s = told.acting_until - old.acting_until
@@ -468,23 +458,7 @@ class AgentMachine:
         process = self._find_current(event.worker, event.incarnation)
         if process is None:
             return False
-        process.running = False
-        # A process may have told why it ends itself; what the kernel has done to it counts more.
-        own_words = process.status.detail if event.code < 0 and event.error is None else ""
-        verdict = judge_end(
-            event.code,
-            own_words or event.detail,
-            event.error,
-            event.reported,
-            process.killed_for,
-        )
-        process.status = dataclasses.replace(
-            process.status,
-            stage=verdict.stage,
-            detail=verdict.reason,
-            machine_error=verdict.error,
-            seq=process.status.seq + 1,
-        )
+        process.record_end(event.code, event.detail, event.error, event.reported)
         return True
 
     def _end_all(self, reason: str) -> list[AgentEffect]:
@@ -493,12 +467,22 @@ class AgentMachine:
         running = [worker for worker, process in self._processes.items() if process.running]
         return [effect for worker in running for effect in self._kill(worker, reason)]
 
-    def _kill(self, worker: WorkerId, reason: str) -> list[AgentEffect]:
+    def _end(self, worker: WorkerId, reason: str, number: int) -> list[AgentEffect]:
+        """End a process that may act: ask the script of a group to end, and kill any other one."""
         process = self._processes[worker]
         if process.killed_for:
             return []
-        process.killed_for = reason
-        return [Kill(worker, process.status.incarnation, reason)]
+        if not process.runs_group_script or process.paused or not self._policy.end_s:
+            return self._kill(worker, reason)
+        process.killed_for, process.kill_at = reason, self._now + self._policy.end_s
+        return [AskToEnd(worker, process.status.incarnation, number)]
+
+    def _kill(self, worker: WorkerId, reason: str) -> list[AgentEffect]:
+        process = self._processes[worker]
+        if process.killed_for and process.kill_at is None:
+            return []
+        process.killed_for, process.kill_at = process.killed_for or reason, None
+        return [Kill(worker, process.status.incarnation, process.killed_for)]
 
     # ------------------------------------------------------------ time
 
@@ -516,6 +500,8 @@ class AgentMachine:
         alone = self._is_alone()
         undecided = self._directive is not None and self._directive.undecided
         for worker, process in self._processes.items():
+            if process.running and process.kill_at is not None:
+                effects += self._kill_overdue(worker, process, alone, now)
             if not process.running or process.killed_for:
                 continue
             if abandoned:
@@ -539,7 +525,18 @@ class AgentMachine:
             self._fence_at = until if self._fence_at is None else min(self._fence_at, until)
         return effects
 
-    def _acting_deadline(self, process: _Process, alone: bool, now: float) -> float:
+    def _kill_overdue(
+        self, worker: WorkerId, process: NodeProcess, alone: bool, now: float
+    ) -> list[AgentEffect]:
+        """Kill a process that was asked to end, once that takes too long or it may not act."""
+        assert process.kill_at is not None
+        until = min(process.kill_at, self._acting_deadline(process, alone, now))
+        if now < until:
+            self._fence_at = until if self._fence_at is None else min(self._fence_at, until)
+            return []
+        return self._kill(worker, process.killed_for)
+
+    def _acting_deadline(self, process: NodeProcess, alone: bool, now: float) -> float:
         answered_at = self._answered_at
         if answered_at is None:
             return now
@@ -598,7 +595,7 @@ class AgentMachine:
             workers=tuple(p.status for _, p in sorted(self._processes.items())),
         )
 
-    def _find_current(self, worker: WorkerId, incarnation: Incarnation) -> _Process | None:
+    def _find_current(self, worker: WorkerId, incarnation: Incarnation) -> NodeProcess | None:
         process = self._processes.get(worker)
         if process is None or process.status.incarnation != incarnation:
             return None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from holdfast.core.membership.roster import NodeSnapshot
 from holdfast.core.types import (
+    SIGTERM,
     AgentId,
     AgentReport,
     Directive,
@@ -30,11 +31,13 @@ class ReportArrived:
 class StopRequested:
     """The job should end, as its operator wants; asked again, at once.
 
-    `saves`: it keeps checkpoints, so one is made before.
+    `saves`: it keeps checkpoints, so one is made before. `signal`: number of the signal by which
+    scripts for torchrun are asked to end.
     """
 
     reason: str
     saves: bool = False
+    signal: int = SIGTERM
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ from holdfast.core.membership.lease import LeasePolicy
 from holdfast.core.membership.live_roster import LiveRoster
 from holdfast.core.types import (
     NO_VIEW,
+    SIGTERM,
     AgentId,
     AgentReport,
     Directive,
@@ -90,6 +91,7 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
         passed_over = self._forgotten * SKIPPED
         self._views_used = record.views_used if record else ViewNumber(passed_over)
         self._outcome = record.outcome if record else None
+        self._end_signal = SIGTERM
         self._roster = LiveRoster(record, now, Incarnation(passed_over + 1))
         self._persisted = record
         self._learn_until: float | None = None
@@ -246,6 +248,7 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
             view_number=self._number,
             undecided=self._learn_until is not None,
             shutdown=self._outcome is not None,
+            end_signal=self._end_signal,
         )
 
     def _processes_for(self, name: AgentId) -> tuple[WantedProcess, ...]:

@@ -133,6 +133,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
     def _obey(self, order: StopRequested | ServersAsked, now: float) -> list[Announce]:
         assert isinstance(order, StopRequested), "a group has no servers of tables"
         self._outcome, self._changed = order.reason, True
+        self._end_signal = order.signal
         return [Announce("stop", order.reason)]
 
     def _facts(self, now: float) -> Facts:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from holdfast.core.errors import HoldfastError
+from holdfast.health.measure.ending_signals import leave_ending_signals
 from holdfast.health.measure.lifetime import die_with_parent
 
 # Modules and functions that measure; imported only in the child, since some need numpy.
@@ -34,7 +35,11 @@ MEASUREMENTS = {
 def main(argv: list[str]) -> int:
     how, name, parent = argv
     # By SIGTERM an external command's keeper can still end the command.
-    die_with_parent(int(parent), signal.SIGTERM if name == "external" else signal.SIGKILL)
+    if name == "external":
+        die_with_parent(int(parent), signal.SIGTERM)
+    else:
+        die_with_parent(int(parent))
+        leave_ending_signals()
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=dict[str, Any])
     module, function = MEASUREMENTS[name]
     try:

@@ -28,6 +28,7 @@ from holdfast.core.errors import Deposed, HoldfastError, WorldError
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.membership import coordinator as machine
 from holdfast.core.membership.group import GroupMachine
+from holdfast.health.measure.ending_signals import Orders
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.net.channel import connect
 from holdfast.net.descriptors import raise_limit
@@ -49,6 +50,7 @@ from holdfast.runtime.coordinate.election import (
     open_election,
 )
 from holdfast.runtime.coordinate.journal import FileJournal, Loaded, PatientJournal
+from holdfast.runtime.outlet import flush_outlets, free_output
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import StopRequest
 
@@ -60,18 +62,19 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     die_with_parent(options.parent_pid)
     raise_limit()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
+    orders = Orders.receive()
     listener = socket.socket(fileno=options.listen_fd)
     host = options.host or listener.getsockname()[0]
     run_dir = RunDir(options.run_dir)
+    free_output(str(run_dir.events))
     try:
         secret = load_secret(os.environ, file=options.secret_file, run_dir=run_dir.path)
         setup = CoordinatorSetup(
             run_dir=run_dir, secret=secret, listener=listener, host=host, tls=options.tls
         )
         if options.election is None:
-            return 1 if asyncio.run(work_alone(setup, options.resume)) else 0
-        return Candidate(open_election(options.election), setup, options.guest).run()
+            return 1 if asyncio.run(work_alone(setup, orders, options.resume)) else 0
+        return Candidate(open_election(options.election), setup, orders, options.guest).run()
     except HoldfastError as error:
         leave(error)
 
@@ -91,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--guest",
         action="store_true",
-        help="SIGTERM means that another should take over, not that the job should stop",
+        help="an order to end means that another should take over, not that the job should stop",
     )
     return found
 
@@ -106,7 +109,7 @@ def make_machine(spec: JobSpec, loaded: Loaded) -> machine.CoordinatorMachine | 
     )
 
 
-async def work_alone(setup: CoordinatorSetup, resume: bool = False) -> str:
+async def work_alone(setup: CoordinatorSetup, orders: Orders, resume: bool = False) -> str:
     """Coordinate as the job's only coordinator, ensured by its journal's lock; return the outcome.
 
     `resume`: how the job ended before does not count.
@@ -126,7 +129,7 @@ async def work_alone(setup: CoordinatorSetup, resume: bool = False) -> str:
         server.say("resume", "the job is resumed: all of its processes had ended")
     if loaded.damage:
         server.say("journal", _damage_line(loaded.damage, spec))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop, "interrupted")
+    orders.watch(server.interrupt)
     return await server.run()
 
 
@@ -137,9 +140,12 @@ class Candidate:
     own, so nothing of one can act in the next.
     """
 
-    def __init__(self, election: Election, setup: CoordinatorSetup, guest: bool) -> None:
+    def __init__(
+        self, election: Election, setup: CoordinatorSetup, orders: Orders, guest: bool
+    ) -> None:
         self._election = election
         self._setup = setup
+        self._orders = orders
         self._guest = guest
         self._stopping: asyncio.Task[None] | None = None
 
@@ -157,8 +163,7 @@ class Candidate:
         return DEPOSED if outcome is None else 1 if outcome else 0
 
     async def _stand_by(self) -> tuple[JobSpec, Leadership]:
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._terminate)
+        self._orders.watch(self._terminate)
         turning_away = asyncio.ensure_future(self._turn_away())
         spec = await self._find_spec()
         port = self._setup.listener.getsockname()[1]
@@ -191,7 +196,7 @@ class Candidate:
             stranger, _ = await asyncio.get_running_loop().sock_accept(listener)
             stranger.close()
 
-    def _terminate(self) -> None:
+    def _terminate(self, number: int) -> None:
         if self._guest:
             leave(Deposed("this standby ends"))
         self._stopping = asyncio.ensure_future(self._pass_on_stop())
@@ -233,14 +238,13 @@ class Candidate:
         server.say("elected", f"{setup.host}:{port} coordinates in term {loaded.term}")
         if loaded.damage:
             server.say("journal", _damage_line(loaded.damage, spec))
-        loop = asyncio.get_running_loop()
         if self._guest:
             me = asyncio.current_task()
-            loop.add_signal_handler(signal.SIGTERM, lambda: me and me.cancel())
+            self._orders.watch(lambda number: me and me.cancel())
         else:
-            loop.add_signal_handler(signal.SIGTERM, server.stop, "interrupted")
-            if self._stopping is not None:  # the signal came while there was no leader
-                server.stop("interrupted")
+            self._orders.watch(server.interrupt)
+            if self._stopping is not None:  # the order came while there was no leader
+                server.interrupt(signal.SIGTERM)
         return await server.run()
 
 
@@ -265,6 +269,7 @@ def _fall(holding: asyncio.Task[None]) -> None:
     if isinstance(error, HoldfastError):
         leave(error)
     traceback.print_exception(error)
+    flush_outlets()
     os._exit(CRASHED)
 
 

@@ -27,6 +27,7 @@ from holdfast.core.membership import coordinator_events as ce
 from holdfast.core.membership.group import GroupMachine
 from holdfast.core.types import (
     NO_VIEW,
+    SIGTERM,
     AgentId,
     AgentReport,
     JobRecord,
@@ -43,6 +44,7 @@ from holdfast.runtime.coordinate.log_desk import LogDesk
 from holdfast.runtime.coordinate.status_making import make_status
 from holdfast.runtime.job_events import EventSink, LoggedEvent
 from holdfast.runtime.job_status import encode_status
+from holdfast.runtime.outlet import flush_outlets
 from holdfast.runtime.run_mirror import read_parts
 from holdfast.runtime.rundir import RunDir, write_json
 from holdfast.wire.messages import (
@@ -232,16 +234,24 @@ class CoordinatorServer:
         self._feed(Tick())
         await self._finished.wait()
         step = self._core.snapshot().step
+        flush_outlets()  # whoever sees the result finds the whole event log
         write_json(self._run_dir.result, {"outcome": self._outcome, "step": step})
         await self._wait_until_agents_left()
         gate.close()
         await self._black_box.close()
         return self._outcome
 
-    def stop(self, reason: str) -> None:
-        """End the job, after a last checkpoint if it keeps any; asked again, at once."""
+    def stop(self, reason: str, number: int = SIGTERM) -> None:
+        """End the job, after a last checkpoint if it keeps any; asked again, at once.
+
+        `number`: the signal by which scripts for torchrun are asked to end.
+        """
         saves = bool(self._spec.checkpoints.store and self._agents)
-        self._feed(ce.StopRequested(reason, saves))
+        self._feed(ce.StopRequested(reason, saves, number))
+
+    def interrupt(self, number: int) -> None:
+        """End the job as a signal asks."""
+        self.stop("interrupted", number)
 
     async def _wait_until_agents_left(self) -> None:
         """Wait, for a limited time, until all agents that are there or coming know of the end."""
@@ -427,12 +437,14 @@ class CoordinatorServer:
 def leave(error: HoldfastError) -> NoReturn:
     """End this process at once, in one sentence; unsent messages are never sent."""
     tell(str(error))
+    flush_outlets()
     os._exit(DEPOSED if isinstance(error, WorldError) else 1)
 
 
 def crash() -> NoReturn:
     """End this process with the traceback of a bug, to be started again."""
     traceback.print_exc()
+    flush_outlets()
     os._exit(CRASHED)
 
 

@@ -2,9 +2,9 @@
 
     python -m holdfast.runtime.node.agent_process RUN_DIR --join HOST:PORT --name NAME ...
 
-SIGTERM asks it to leave: its workers go at the next step boundary, then it ends. Workers' standard
-output goes to this process's own (the launcher's); each worker also has a log file in the run
-directory. A worker that dies takes its whole process group with it.
+Its launcher orders it to leave: its workers go at the next step boundary, then it ends. Workers'
+standard output goes to this process's own (the launcher's); each worker also has a log file in the
+run directory. A worker that dies takes its whole process group with it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from holdfast.core.servers.server_host import BookArrived, ServerHost
 from holdfast.core.types import AgentId, Directive, Incarnation, Tick, WorkerId, WorkerStatus
 from holdfast.health.external_checks import ExternalCheck, load_checks
 from holdfast.health.history import Health, Watch
+from holdfast.health.measure.ending_signals import Orders
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.health.measure.light import light_checks
+from holdfast.health.measure.orphans import adopt_orphans, end_all_orphans, end_orphans
 from holdfast.health.measure.procfs import sample_process
 from holdfast.memory.free_memory import piece_bytes
 from holdfast.memory.node_memory import NodeMemory
@@ -48,9 +50,11 @@ from holdfast.net.tls import client_of
 from holdfast.observe.clocks import measure, write_clock
 from holdfast.observe.file_tails import read_log_end
 from holdfast.runtime.contact import ENDED_ALONE, Contact, contact_by
+from holdfast.runtime.disk_looks import DiskLook
 from holdfast.runtime.node import bootstrap
 from holdfast.runtime.node.gpu_shares import free_place
 from holdfast.runtime.node.group_watch import GroupWatch, run_forking
+from holdfast.runtime.node.local_process import LocalProcess
 from holdfast.runtime.node.notices import NoticeSource, notice_source
 from holdfast.runtime.node.server_processes import ServerProcesses
 from holdfast.runtime.node.worker_process import (
@@ -59,7 +63,8 @@ from holdfast.runtime.node.worker_process import (
     WorkerProcess,
     WorkerTemplate,
 )
-from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.outlet import free_output
+from holdfast.runtime.rundir import STACKS_DIR, RunDir
 from holdfast.wire.messages import (
     Address,
     AddressBook,
@@ -88,6 +93,7 @@ NOTICE_EVERY_S = 2.0  # interval between two questions for notices of this machi
 MEND_S = 5.0  # between two rounds of verifying pieces in memory
 HEALTH_S = 10.0  # between two rounds of light checks
 TICK_S_MIN = 0.01
+ORPHANS_S = 2.0  # for the ends of processes that scripts have left behind
 LOOKS_PER_HANG = 10
 LOOK_S_MIN, LOOK_S_MAX = 0.25, 10.0
 # A process of a torchrun script may wait unscheduled for as long as it likes. One that the kernel
@@ -124,16 +130,22 @@ class AgentServer:
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(
-        self, contact: Contact, secret: bytes, notice_s: float, notices: NoticeSource | None
+        self,
+        contact: Contact,
+        secret: bytes,
+        notices: NoticeSource | None,
+        orders: Orders,
+        notice_s: float,
     ) -> str:
         """Serve until the job is over and every worker has ended; return why it failed, or "".
 
-        `notice_s`: from SIGTERM to the end of this machine; `notices`: the source of notices.
+        `notices`: the source of notices. `orders`: the launcher's, to leave, `notice_s` before the
+        end of this machine.
         """
         leave = machine.Drained("it was asked to leave", leave=True, deadline_s=notice_s)
         loop = asyncio.get_running_loop()
         self._feed(machine.Labelled(self._template.domains))
-        loop.add_signal_handler(signal.SIGTERM, lambda: self._feed(leave))
+        orders.watch(lambda number: self._feed(leave))
         mending: Mending | None = None
         tasks = [
             asyncio.ensure_future(self._talk(contact, secret)),
@@ -176,6 +188,7 @@ class AgentServer:
             mending.end()
         for task in tasks:
             task.cancel()
+        end_all_orphans(LocalProcess.living, ORPHANS_S)
         return self._problem
 
     async def _watch_memory(self) -> None:
@@ -226,6 +239,7 @@ class AgentServer:
         """Keep a connection to the coordinator, for ever: it may be restarted at any time."""
         refused, has_met, began_at = "", False, time.monotonic()
         stacks = StackDumps(self._processes)
+        outcome = DiskLook(self._template.run_dir.outcome, None)
         while True:
             try:
                 self._coordinator = await contact.connect(secret)
@@ -265,7 +279,7 @@ class AgentServer:
             if self._coordinator is not None:
                 self._coordinator.close()
             self._coordinator = None
-            if await contact.has_ended(self._template.run_dir):
+            if await outcome.ask() is not None or await contact.has_ended():
                 self._feed(machine.JobOver())
                 return
             abandon_s = self._policy.lease.abandon_s
@@ -310,14 +324,18 @@ class AgentServer:
                 sample = sample_process(process.pid) if process.running else None
                 if sample is not None:
                     self._feed(machine.Sampled(worker, process.incarnation, sample))
+            end_orphans(LocalProcess.living)
             await asyncio.sleep(self._policy.freeze.sample_s)
 
     async def _watch_group(self, group: GroupWatch) -> None:
         """Report which processes are at work, without their help."""
         look_s = self._template.spec.workers.hang_s / LOOKS_PER_HANG
+        none_read: dict[int, int] = {}
+        look = DiskLook(lambda: group.read_steps(list(self._processes.values())), none_read)
         while True:
             await asyncio.sleep(min(max(look_s, LOOK_S_MIN), LOOK_S_MAX))
-            for status in group.look(list(self._processes.values()), time.monotonic()):
+            steps = await look.ask()
+            for status in group.look(list(self._processes.values()), steps, time.monotonic()):
                 self._feed(machine.WorkerSaid(status))
 
     async def _watch_health(self, directory: str) -> None:
@@ -376,6 +394,11 @@ class AgentServer:
                 if process is not None and process.incarnation == incarnation:
                     process.note(f"holdfast: killed: {reason}")
                     process.kill()
+            case machine.AskToEnd(worker, incarnation, number):
+                process = self._processes.get(worker)
+                if process is not None and process.incarnation == incarnation:
+                    process.note(f"holdfast: asked to end by {signal.Signals(number).name}")
+                    process.ask_to_end(number)
             case machine.Pause(worker, incarnation):
                 process = self._processes.get(worker)
                 if process is not None and process.incarnation == incarnation:
@@ -449,8 +472,12 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     die_with_parent(options.parent)
     raise_limit()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
+    orders = Orders.receive()
+    adopt_orphans()
     run_dir = RunDir(options.run_dir)
+    free_output(str(run_dir.logs))
+    with contextlib.suppress(OSError):
+        (run_dir.path / STACKS_DIR).mkdir(exist_ok=True)
     spec, secret = run_dir.spec(), read_run_dir(run_dir.path)
     external = load_checks(run_dir.path, options.name)
 
@@ -474,14 +501,14 @@ def main(argv: list[str]) -> int:
             heartbeat_s=spec.nodes.lease_s / 5, lease=spec.lease(), spares=spares
         )
         if spec.compat.enabled:
-            policy = dataclasses.replace(policy, freeze=STOPPED_ONLY)
+            policy = dataclasses.replace(policy, freeze=STOPPED_ONLY, end_s=spec.compat.end_s)
         slots, incarnation = spec.slots(options.nproc) + spares, Incarnation(options.incarnation)
         name, pid = options.name, os.getpid()
         core = machine.AgentMachine(name, incarnation, slots, policy, pid, spec.job)
         # Nobody can take over from the only node, so nothing would follow from its checks.
         directory = str(run_dir.path) if spec.nodes_max > 1 else ""
         server = AgentServer(core, template, policy, directory, external)
-        return await server.run(contact, secret, options.notice_s, options.notices)
+        return await server.run(contact, secret, options.notices, orders, options.notice_s)
 
     with run_forking(template):
         problem = asyncio.run(serve())

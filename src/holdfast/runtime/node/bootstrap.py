@@ -25,8 +25,10 @@ from typing import NoReturn
 
 from holdfast.core.errors import HoldfastError, UserError
 from holdfast.core.machine_errors import MachineError, Raised, judge_error
+from holdfast.health.measure.ending_signals import leave_ending_signals
 from holdfast.health.measure.host import advise_on_shared_memory
 from holdfast.health.measure.lifetime import die_with_parent
+from holdfast.health.measure.orphans import adopt_orphans
 from holdfast.runtime.node.shard_processes import (
     BY_MACHINE,
     FOR_USER,
@@ -64,6 +66,8 @@ def main(argv: list[str]) -> int:
 def attach() -> int:
     """Tie this process to its agent; return the descriptor to which a failure is written."""
     die_with_parent(int(os.environ["HOLDFAST_PARENT"]))
+    leave_ending_signals()
+    adopt_orphans()  # its agent then finds every process below it
     faulthandler.enable()  # a script that dies by a signal leaves its stack in the log
     failure_fd = int(os.environ.pop("HOLDFAST_FAILURE_FD"))
     os.set_inheritable(failure_fd, False)

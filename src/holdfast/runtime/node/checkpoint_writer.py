@@ -4,7 +4,7 @@
 
 It takes orders from a socket that it inherits (see store/snapshot.py). Each is carried out in a
 thread of its own: share 0 of a checkpoint waits for the others, which may come from other nodes,
-and commits. It runs at a low priority. SIGTERM asks it to finish its orders.
+and commits. It runs at a low priority. Its launcher orders it to end once it has finished these.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.core.errors import Damaged, HoldfastError, UserError, WorldError
+from holdfast.health.measure.ending_signals import Orders
 from holdfast.health.measure.lifetime import die_with_parent
-from holdfast.net.readiness import is_readable, wait_readable
+from holdfast.net.readiness import wait_readable
+from holdfast.runtime.outlet import free_output
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.manifest import PROCS
@@ -49,20 +51,25 @@ class Writer:
         self._lock = threading.Lock()
         self._under_way: list[threading.Thread] = []
 
-    def serve(self, channel: socket.socket, stop: int | None = None) -> None:
-        """Serve orders until no worker and no agent is left that could give any.
+    def serve(self, channel: socket.socket, orders: Orders | None = None) -> bool:
+        """Serve until no worker and no agent is left, or the launcher orders the end.
 
-        `stop`: ends it, too, as soon as this descriptor can be read.
+        Return whether it does.
         """
-        sources = [channel.fileno()] if stop is None else [channel.fileno(), stop]
-        while stop not in wait_readable(sources):
+        sources = [channel.fileno()] if orders is None else [channel.fileno(), orders.descriptor]
+        while True:
+            ready = wait_readable(sources)
+            if orders is not None and orders.read():
+                return True
+            if channel.fileno() not in ready:
+                continue
             try:
                 delivery = receive(channel)
             except Damaged as error:
                 _say(str(error))
                 continue
             if delivery is None:
-                return
+                return False
             thread = threading.Thread(target=self._carry_out, args=(delivery,), daemon=True)
             thread.start()
             self._under_way = [t for t in self._under_way if t.is_alive()] + [thread]
@@ -139,7 +146,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("parent_pid", type=int)
     options = parser.parse_args(argv)
     die_with_parent(options.parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
+    orders = Orders.receive()
+    free_output("")
     os.nice(NICENESS)
     spec = RunDir(options.run_dir).spec()
     saved, settled = spec.checkpoints, spec.silent_errors.fingerprint_steps
@@ -151,14 +159,10 @@ def main(argv: list[str]) -> int:
         threading.Thread(target=writer.scrub, args=(rate,), daemon=True).start()
     # Beside the orders: a store that does not answer holds up nothing.
     threading.Thread(target=_probe, args=(storage, saved.store), daemon=True).start()
-    # The kernel may deliver a signal to any thread, and so need not interrupt this one's wait.
-    stop, told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(told)
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
     with socket.socket(fileno=options.fd) as channel:
-        writer.serve(channel, stop)
+        is_told = writer.serve(channel, orders)
         writer.finish()
-    return 128 + signal.SIGTERM if is_readable(stop) else 0
+    return 128 + signal.SIGTERM if is_told else 0
 
 
 def _probe(storage: Storage, text: str) -> None:

@@ -33,7 +33,9 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from holdfast.core.job_spec import Workers
+from holdfast.health.measure.ending_signals import leave_ending_signals
 from holdfast.health.measure.lifetime import die_with_parent
+from holdfast.health.measure.orphans import adopt_orphans, end_orphans
 from holdfast.runtime.node import bootstrap, gpu_shares, group_member, group_store, row_server
 
 MODULE = "holdfast.runtime.node.fork_server"
@@ -73,7 +75,7 @@ class ForkedProcess:
         """Return a new descriptor, which becomes readable when the process has ended."""
         return os.dup(self._connection.fileno())
 
-    def wait(self) -> int:
+    def collect(self) -> int:
         """Wait for the exit status: negative for the signal that ended it."""
         if self._code is None:
             try:
@@ -236,13 +238,17 @@ class _Server:
         return pid
 
     def _reap(self) -> None:
-        while self._children:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            connection = self._children.pop(pid)
+        """Report the ends of processes, after their orphans are killed."""
+        ended: list[tuple[socket.socket, int]] = []
+        with contextlib.suppress(ChildProcessError):  # there are no children
+            while (found := os.waitpid(-1, os.WNOHANG))[0] != 0:
+                pid, status = found
+                if pid in self._children:
+                    ended.append((self._children.pop(pid), os.waitstatus_to_exitcode(status)))
+        end_orphans(self._children)
+        for connection, code in ended:
             with contextlib.suppress(OSError):  # the agent may have gone at the same time
-                connection.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+                connection.sendall(NUMBER.pack(code))
             with contextlib.suppress(KeyError):
                 self._selector.unregister(connection)
             connection.close()
@@ -328,7 +334,8 @@ def _receive_number(connection: socket.socket) -> int:
 def main(argv: Sequence[str]) -> NoReturn:
     listener_fd, parent = map(int, argv[:2])
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_ending_signals()
+    adopt_orphans()
     os.set_inheritable(listener_fd, False)
     _load(argv[2:])
     _Server(socket.socket(fileno=listener_fd)).serve()

@@ -22,6 +22,7 @@ from holdfast.core.errors import UserError
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.membership.group_faults import ranks_of
 from holdfast.core.types import Phase, Stage, StateCopy, View, WorkerId, WorkerStatus
+from holdfast.health.measure.ending_signals import restore_ending_signals
 from holdfast.runtime.node import bootstrap
 from holdfast.runtime.node.group_channel import GroupChannel
 from holdfast.runtime.rundir import RunDir
@@ -101,6 +102,7 @@ def _wait(spec: JobSpec) -> dict[str, str]:
         phase=Phase.COMPUTING,
         hosted=(view.owners.index(worker),),
     )
+    restore_ending_signals()
     channel.send(status)
     channel.socket.close()
     variables = torchrun_variables(view, worker, store, spec)

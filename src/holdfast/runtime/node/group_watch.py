@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from holdfast.core.membership.activity import ActivityMeter, ActivitySample
@@ -31,8 +31,13 @@ class GroupWatch:
         """Take in what a process says of itself; the newest counts."""
         self._said[status.worker] = status
 
-    def look(self, processes: Sequence[WorkerProcess], now: float) -> Iterator[WorkerStatus]:
-        """Look at processes with a script; yield statuses of those at work since the last look."""
+    def look(
+        self, processes: Sequence[WorkerProcess], steps: Mapping[int, int], now: float
+    ) -> Iterator[WorkerStatus]:
+        """Look at processes with a script; yield statuses of those at work since the last look.
+
+        `steps`: those that `read_steps` has found.
+        """
         running = {p.worker: p for p in processes if p.running}
         cpu_s = session_cpu_s({p.pid for p in running.values()})
         meters, self._meters = self._meters, {}
@@ -46,7 +51,7 @@ class GroupWatch:
                 at=now,
                 cpu_s=cpu_s.get(process.pid, 0.0),
                 printed=process.printed,
-                step=self._step(process),
+                step=steps.get(process.pid),
             )
             key = (worker, process.incarnation)
             meter = self._meters[key] = meters.get(key) or ActivityMeter(sample)
@@ -59,13 +64,17 @@ class GroupWatch:
                 )
                 yield status
 
-    def _step(self, process: WorkerProcess) -> int | None:
-        """Return the step that a script has written to its heartbeat file; None if it has not."""
-        path = heartbeat_file(self._run_dir.path, process.worker, process.incarnation)
-        try:
-            return int(Path(path).read_text())
-        except (OSError, ValueError):
-            return None
+    def read_steps(self, processes: Sequence[WorkerProcess]) -> dict[int, int]:
+        """Return the steps that scripts have written to their heartbeat files, by process id.
+
+        It reads from a disk.
+        """
+        found: dict[int, int] = {}
+        for process in processes:
+            path = heartbeat_file(self._run_dir.path, process.worker, process.incarnation)
+            with contextlib.suppress(OSError, ValueError):
+                found[process.pid] = int(Path(path).read_text())
+        return found
 
 
 @contextlib.contextmanager

@@ -8,14 +8,26 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-from collections.abc import AsyncIterator
-from typing import IO
+from collections.abc import AsyncIterator, Sequence
+from typing import IO, Any, ClassVar
 
 from holdfast.runtime.node.fork_server import ForkedProcess
 
 
 class LocalProcess(subprocess.Popen[bytes]):
-    """Is a process that this one has started."""
+    """Is a process that this one has started. `living`: the ids of those not yet collected."""
+
+    living: ClassVar[set[int]] = set()
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        super().__init__(command, **options)
+        self.living.add(self.pid)
+
+    def collect(self) -> int:
+        """Wait for the exit status: negative for the signal that ended it."""
+        code = self.wait()
+        self.living.discard(self.pid)
+        return code
 
     def end_descriptor(self) -> int:
         """Return a descriptor that becomes readable once the process has ended; close it."""
@@ -27,12 +39,12 @@ async def wait_for_end(process: LocalProcess | ForkedProcess) -> int:
     try:
         descriptor = process.end_descriptor()
     except OSError:  # no descriptors are left
-        return await asyncio.to_thread(process.wait)
+        return await asyncio.to_thread(process.collect)
     try:
         await wait_until_readable(descriptor)
     finally:
         os.close(descriptor)
-    return process.wait()
+    return process.collect()
 
 
 async def wait_until_readable(descriptor: int) -> None:

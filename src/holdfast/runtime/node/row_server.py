@@ -13,6 +13,7 @@ import sys
 import threading
 from pathlib import Path
 
+from holdfast.health.measure.ending_signals import leave_ending_signals
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.net.descriptors import raise_limit
 from holdfast.net.peer_identity import PeerIdentity
@@ -29,6 +30,7 @@ ADDRESS_FD = "HOLDFAST_ADDRESS_FD"
 def main(argv: list[str]) -> int:
     """Serve until the agent ends this process."""
     die_with_parent(int(os.environ["HOLDFAST_PARENT"]))
+    leave_ending_signals()
     raise_limit()
     key = bytes.fromhex(os.environ.pop("HOLDFAST_PEER_KEY"))
     tls = os.environ.get("HOLDFAST_TLS", "")

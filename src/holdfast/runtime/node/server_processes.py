@@ -30,7 +30,7 @@ from holdfast.runtime.node.local_process import (
     wait_until_readable,
 )
 from holdfast.runtime.node.worker_process import WorkerTemplate
-from holdfast.store.regular_files import append_regular
+from holdfast.runtime.outlet import LogFile
 
 ADDRESS_BYTES_MAX = 1024
 # A server waits for requests, so only the kernel's word counts; half a second of it is enough.
@@ -100,7 +100,7 @@ class ServerProcesses:
         try:
             process, address_fd = await self._start()
         except OSError as error:
-            print(f"holdfast: agent: server {number}: {error}", file=sys.stderr, flush=True)
+            _say(f"server {number}: {error}")
             self.handle(machine.ServerEnded(number, incarnation))
             return
         self._pids[number, incarnation] = process.pid
@@ -145,15 +145,16 @@ class ServerProcesses:
 
     async def _log(self, pipe: IO[bytes] | None, number: int) -> None:
         """Append what a server writes to its log."""
-        path = self._template.run_dir.logs / f"server-{number}.log"
-        with contextlib.ExitStack() as stack:
-            file: IO[bytes] | None = None
-            with contextlib.suppress(OSError):
-                file = stack.enter_context(os.fdopen(append_regular(path), "ab", 0))
+        log = LogFile(self._template.run_dir.logs / f"server-{number}.log", _say)
+        try:
             async for data in read_chunks(pipe):
-                with contextlib.suppress(OSError):  # a full disk does not stop a server
-                    if file is not None:
-                        file.write(data)
+                log.write(data)
+        finally:
+            log.close()
+
+
+def _say(text: str) -> None:
+    print(f"holdfast: agent: {text}", file=sys.stderr, flush=True)
 
 
 async def _read_line(descriptor: int) -> str:

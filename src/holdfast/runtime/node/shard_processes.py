@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from holdfast.core.machine_errors import MachineError
 from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy
 from holdfast.core.membership.process_ends import QUIT
+from holdfast.health.measure.ending_signals import leave_ending_signals
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.health.measure.procfs import sample_process
 from holdfast.net.readiness import wait_readable
@@ -265,6 +266,7 @@ def _fork(shards: range, failure_fd: int) -> tuple[list[_Other] | None, list[soc
             os.close(failure_read)
             os.close(failure_fd)
             die_with_parent(parent)
+            leave_ending_signals()
             os.close(int(os.environ.pop("HOLDFAST_FD")))  # the way to the agent
             os.environ["HOLDFAST_SHARD"] = str(number)
             return None, [theirs], failure_write

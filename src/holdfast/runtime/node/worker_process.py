@@ -34,6 +34,7 @@ from holdfast.core.types import (
 )
 from holdfast.health.measure.host import advise_on_shared_memory
 from holdfast.health.measure.oom_kills import OomKills
+from holdfast.health.measure.orphans import end_orphans
 from holdfast.net import secret
 from holdfast.runtime.node import bootstrap, fork_server, group_member, group_store
 from holdfast.runtime.node.fork_server import ForkedProcess
@@ -41,8 +42,8 @@ from holdfast.runtime.node.gpu_shares import VARIABLE, share_of_gpus, visible_gp
 from holdfast.runtime.node.local_process import LocalProcess, read_chunks, wait_for_end
 from holdfast.runtime.node.shard_processes import read_told
 from holdfast.runtime.node.spread_processes import DONE
+from holdfast.runtime.outlet import LogFile, write_all
 from holdfast.runtime.rundir import STACKS_DIR, RunDir
-from holdfast.store.regular_files import append_regular
 from holdfast.wire.frames import Opener, Sealer
 from holdfast.wire.messages import Address, StacksRequest, decode, encode
 
@@ -192,12 +193,10 @@ class WorkerProcess:
         self._told: asyncio.Task[None] | None = None  # reads how its script has ended
         self._tasks: list[asyncio.Task[None]] = []
         self._story = b""
-        self._log: IO[bytes] | None = None
+        self._log: LogFile | None = None
 
     async def start(self, on_message: OnMessage, on_exit: OnExit) -> None:
         """Raises OSError when no process can be made."""
-        with contextlib.suppress(OSError):
-            (self._template.run_dir.path / STACKS_DIR).mkdir(exist_ok=True)
         ours, theirs = socket.socketpair()
         failure_read, failure_write = os.pipe()
         try:
@@ -264,6 +263,12 @@ class WorkerProcess:
             return
         self._signal(signal.SIGKILL)
 
+    def ask_to_end(self, number: int) -> None:
+        """Send a signal to the process alone: its script ends its own children."""
+        if self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
     def pause(self) -> None:
         """Stop the process and all its children with SIGSTOP."""
         self._signal(signal.SIGSTOP)
@@ -296,6 +301,7 @@ class WorkerProcess:
         code = await wait_for_end(popen)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(popen.pid, signal.SIGKILL)  # the children that it has left behind
+        end_orphans(LocalProcess.living)  # and those that have left its group
         self.running = False
         if code > 0:
             await self.wait_until_drained()
@@ -357,9 +363,9 @@ class WorkerProcess:
             *lines, rest = (rest + data).split(b"\n")
             if len(rest) > LINE_BYTES_MAX:
                 lines, rest = [*lines, rest], b""
-            _write_all(to_fd, b"".join(self._head(to_fd) + line + b"\n" for line in lines))
+            write_all(to_fd, b"".join(self._head(to_fd) + line + b"\n" for line in lines))
         if rest:
-            _write_all(to_fd, self._head(to_fd) + rest + b"\n")
+            write_all(to_fd, self._head(to_fd) + rest + b"\n")
 
     def _head(self, to_fd: int) -> bytes:
         return b"" if to_fd == 1 else f"[{self.label}] ".encode()
@@ -373,23 +379,11 @@ class WorkerProcess:
     def _open_log(self) -> None:
         place = self.spread.place if self.spread is not None else 0
         name = f"worker-{self.worker}-{self.incarnation}{f'-node-{place}' if place else ''}.log"
-        path: Path = self._template.run_dir.logs / name
-        with contextlib.suppress(OSError):
-            self._log = os.fdopen(append_regular(path), "ab", buffering=0)  # closed when reaped
+        self._log = LogFile(self._template.run_dir.logs / name, _say)  # closed when reaped
 
     def _write_log(self, data: bytes) -> None:
-        if self._log is None:
-            return
-        try:
+        if self._log is not None:
             self._log.write(data)
-        except OSError as error:  # a full disk must not stop training: say so once, go on
-            print(
-                f"holdfast: worker {self.worker}'s log ends here: {error.strerror}",
-                file=sys.stderr,
-                flush=True,
-            )
-            self._log.close()
-            self._log = None
 
 
 class StackDumps:
@@ -414,8 +408,5 @@ class StackDumps:
             process.ask_for_stacks(request)
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
-    """Write to our own console; a reader that has gone (a closed pipe) is not our problem."""
-    with contextlib.suppress(OSError):
-        while data:
-            data = data[os.write(descriptor, data) :]
+def _say(text: str) -> None:
+    print(f"holdfast: agent: {text}", file=sys.stderr, flush=True)

@@ -10,11 +10,7 @@ global generators of Python, NumPy and torch, and must be callable in the traini
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import glob
-import multiprocessing
-import os
 import signal
 import sys
 import traceback
@@ -22,7 +18,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import queues
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,6 +28,7 @@ from torch.utils.data._utils import pin_memory, signal_handling
 from holdfast.core.errors import UserError, WorldError
 from holdfast.core.machine_errors import MachineError, Raised, judge_error
 from holdfast.health.measure.host import advise_on_shared_memory
+from holdfast.train.data.data_workers import enter_data_worker, sweep_shared_memory
 from holdfast.train.data.map_style import dataset_length
 from holdfast.train.data.plain_data import are_plain_samples, holds_tensors, is_plain_collate
 from holdfast.train.data.quarantine import Quarantine, encode_bad, replace_bad
@@ -48,7 +44,6 @@ Order = tuple[Task, list[Any], frozenset[int]]
 RESTARTS_MAX = 3  # restarts of the data workers without one batch in between
 POLL_S = 0.2  # how soon a thread that waits for a data worker notices its death
 _TIMED_OUT = "DataLoader timed out"  # how PyTorch's message begins when only the poll ran out
-_PR_SET_PDEATHSIG = 1
 _SHARED_MEMORY = MachineError.SHARED_MEMORY
 
 
@@ -499,7 +494,7 @@ class _Pipeline:
             collate_fn=_identity,
             pin_memory=self._options.pin_memory and torch.cuda.is_available(),
             timeout=POLL_S,
-            worker_init_fn=_enter_data_worker,
+            worker_init_fn=enter_data_worker,
             multiprocessing_context=self._options.multiprocessing_context,
             # The loader's seeds have no use here; drawing them from the default generator would
             # disturb it.
@@ -541,7 +536,7 @@ class _Pipeline:
                 process.kill()
         iterator._shutdown_workers()
         for process in processes:
-            _sweep_shared_memory(process.pid)
+            sweep_shared_memory(process.pid)
 
 
 def _draw_nothing() -> None:
@@ -563,31 +558,6 @@ def _disarm(iterator: Any) -> None:
         iterator._worker_pids_set = False
 
 
-def _enter_data_worker(_index: int) -> None:
-    """Run first in a data worker: make it end with the training process, and ignore Ctrl-C.
-
-    A data worker that outlived the training process would do harm: a forked process has copies of
-    its sockets, and peers learn of its death by their closing.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    queues.Queue._on_queue_feeder_error = _send_failure  # type: ignore[attr-defined]
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():  # it died before the line above
-        os._exit(1)
-
-
-def _send_failure(queue: Any, error: BaseException, result: Any) -> None:
-    """Send the training process the reason in place of a batch that cannot be handed over.
-
-    Python only prints the reason, and the training process would wait for the batch for ever.
-    """
-    number, (task, _, _) = result
-    told = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    queue.put((number, (task, told, None)))
-
-
 @contextlib.contextmanager
 def limit_to_one_thread() -> Iterator[None]:
     """Run torch on one thread, as data workers do: the bits of a sum may depend on their number."""
@@ -597,10 +567,3 @@ def limit_to_one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _sweep_shared_memory(pid: int) -> None:
-    """Remove the tensor that a killed process may have left between creating and unlinking it."""
-    for path in glob.glob(f"/dev/shm/torch_{pid}_*"):
-        with contextlib.suppress(OSError):
-            os.unlink(path)

@@ -18,7 +18,10 @@ from types import FrameType
 from holdfast.store.regular_files import append_regular
 
 VARIABLE = "HOLDFAST_STACKS"  # names the file; without it nothing is written
+PATIENCE_S = 0.2  # for the disk, before further stacks are left out
 BYTES_MAX = 1 << 20  # a file that is longer begins from the start
+
+_writing: list[threading.Thread] = []  # none or one
 
 
 def write_stacks(reason: str, shard: int = 0) -> None:
@@ -30,6 +33,21 @@ def write_stacks(reason: str, shard: int = 0) -> None:
     if not path:
         return
     text = "".join(describe_stacks(f"{reason} (process {shard})" if shard else reason))
+    # The caller receives the agent's messages: a disk that hangs must not keep it from that.
+    if wait_for_stacks(PATIENCE_S):
+        writing = threading.Thread(target=_append, args=(path, text), daemon=True, name="stacks")
+        _writing[:] = [writing]
+        writing.start()
+
+
+def wait_for_stacks(limit_s: float) -> bool:
+    """Wait until the last stacks are written; return whether they are."""
+    for each in _writing:
+        each.join(limit_s)
+    return not any(each.is_alive() for each in _writing)
+
+
+def _append(path: str, text: str) -> None:
     with contextlib.suppress(OSError):  # a full disk must not stop training
         file = os.fdopen(append_regular(path), "ab", buffering=0)
         with file:

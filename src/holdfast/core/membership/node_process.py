@@ -1,0 +1,65 @@
+"""Keeps what an agent knows of one process of its node. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from holdfast.core.machine_errors import MachineError
+from holdfast.core.membership.liveness import FreezeDetector
+from holdfast.core.membership.process_ends import judge_end
+from holdfast.core.types import (
+    NO_VIEW,
+    Directive,
+    ProcessRole,
+    WorkerDirective,
+    WorkerStatus,
+)
+
+
+@dataclass(slots=True)
+class NodeProcess:
+    """Keeps the state of one process, of any role."""
+
+    status: WorkerStatus
+    detector: FreezeDetector
+    role: ProcessRole
+    running: bool = True  # until ProcessExited
+    paused: bool = False
+    told: WorkerDirective | None = None
+    killed_for: str = ""
+    kill_at: float | None = None  # when it is killed if it has not ended, as it was asked to
+
+    @property
+    def runs_group_script(self) -> bool:
+        """Return whether a script for torchrun has begun here, if the job is of such scripts."""
+        return self.role is ProcessRole.WORKER and self.status.view != NO_VIEW
+
+    def record_end(self, code: int, told: str, error: MachineError | None, reported: bool) -> None:
+        """Record its end; `told`, `error` and `reported` are those of process_ends.judge_end."""
+        # It may have given a reason before; what the kernel has done to it counts more.
+        own_words = self.status.detail if code < 0 and error is None else ""
+        end = judge_end(code, own_words or told, error, reported, self.killed_for)
+        self.running = False
+        self.status = dataclasses.replace(
+            self.status,
+            stage=end.stage,
+            detail=end.reason,
+            machine_error=end.error,
+            seq=self.status.seq + 1,
+        )
+
+
+def directive_for_worker(directive: Directive, until: float) -> WorkerDirective:
+    """Return the part of an agent's directive for its workers, which may act `until` then."""
+    return WorkerDirective(
+        stop_view=directive.stop_view,
+        pending_view=directive.pending_view,
+        view=directive.view,
+        release_loop=directive.release_loop,
+        save_wanted=directive.save_wanted,
+        follow=directive.follow,
+        servers=directive.servers,
+        layout=directive.layout,
+        acting_until=until,
+    )
