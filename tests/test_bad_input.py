@@ -39,6 +39,8 @@ def fails(run: LocalRun) -> str:
     ("args", "words"),
     [
         (["run", "missing.py"], ["missing.py", "check the path"]),
+        (["run", "-m", "absent.train"], ["there is no module absent.train", "check the name"]),
+        (["run", "-m"], ["-m names no module"]),
         (["run", "--nproc", "4", "--virtual", "2", SCRIPT], ["--virtual 2", "--nproc 4"]),
         (["run", "--nproc", "0", SCRIPT], ["--nproc 0"]),
         (["run", "--nprocs", "2", SCRIPT], ["--nprocs", "did you mean --nproc?"]),

@@ -147,7 +147,7 @@ def test_the_public_surface() -> None:
         "worker",
     ]
     step = [n for n in dir(holdfast.Step) if not n.startswith("_")]
-    assert step == ["backward", "complete", "gather", "round", "virtual_rank"]
+    assert step == ["backward", "complete", "gather", "round", "skip", "virtual_rank"]
 
 
 def test_every_health_check_is_on_its_page() -> None:

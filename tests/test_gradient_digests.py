@@ -12,7 +12,7 @@ import torch
 from conftest import SCRIPTS, finish
 from fake_gpu import fake_gpu, on_gpu
 from holdfast.cli.main import main
-from holdfast.observe.ledger import HeaderLine, Place, StepDigests, StepLine, read_lines
+from holdfast.observe.ledger import HeaderLine, Place, StepDigests, StepLine, Uses, read_lines
 from holdfast.observe.ledger_audit import verify
 from holdfast.observe.run_comparison import compare_runs
 from holdfast.observe.step_records import RunSteps, has_digests, read_steps
@@ -362,3 +362,34 @@ def test_workers_of_several_processes_record_one_digest_of_all_they_hold(
     first = read_steps(tmp_path / "1").steps[0]
     assert first.place == Place(0, 0)
     assert len(set(first.all_gradients())) == 4
+
+
+def with_values_at_the_end(told: str) -> RunSteps:
+    """Return a run whose last step only exchanges values."""
+    found = run_of([1, 1], [1, 1], 1)
+    found.steps[2] = StepLine(
+        step=2,
+        view=1,
+        hosts=((0, 1),),
+        counts=(0,),
+        digests=(f"{0:016x}",),
+        loss=(0.0).hex(),
+        uses=Uses.NO_SAMPLES,
+        told=told,
+    )
+    return found
+
+
+def test_a_run_that_ends_with_an_exchange_of_values_has_the_losses_of_its_tasks() -> None:
+    found = compare_runs(with_values_at_the_end(""), with_values_at_the_end(""), 1)
+    assert (found.first, found.has_losses) == (None, True)
+    older = with_values_at_the_end("")
+    older.steps[0].losses = ""
+    assert not compare_runs(older, with_values_at_the_end(""), 1).has_losses
+
+
+def test_another_agreed_value_is_named() -> None:
+    first = compare_runs(with_values_at_the_end("3"), with_values_at_the_end("4"), 1).first
+    assert first is not None
+    assert (first.step, first.kind) == (2, "values")
+    assert "agreed on 3 in run and on 4 in run" in first.text

@@ -303,3 +303,33 @@ def test_a_hook_that_takes_the_gradient_away_is_refused() -> None:
             handle.remove()
 
     assert "model.0.weight has no gradient any more when it is to be summed" in wrong(use)
+
+
+class HeldScaler:
+    """Keeps a scaler in an object of its own, as libraries of models do."""
+
+    def __init__(self) -> None:
+        self.inner = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+
+def test_a_worker_without_samples_uses_a_scaler_that_another_object_holds() -> None:
+    def script(job: Job, me: ThreadWorker) -> Any:
+        model, scaler = net(), HeldScaler()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        job.protect(model=model, optimizer=optimizer, scaler=scaler)
+        for step in job.steps(job.batches(dataset(2), 3), until=3):
+            for x, y in step:
+                step.backward((model(x) - y).square().mean(), scaler.inner)
+            scaler.inner.step(optimizer)
+            scaler.inner.update()
+            optimizer.zero_grad()
+        return digest(model), scaler.inner.get_scale()
+
+    (expected,) = results(script, 1)
+    assert results(script, 2) == [expected] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from holdfast.train.job import Job
-from loop_kit import dataset, protected, step_once
+from loop_kit import dataset, net, protected, step_once
 from test_guard import told
 from thread_cluster import ThreadWorker
 
@@ -57,3 +58,35 @@ def test_a_difference_between_workers_is_reported_whoever_dies(
         for worker in range(workers):
             cycle = {"silent_errors.fingerprint_steps": 1}
             assert text in told(script, workers, {worker: death}, **cycle)
+
+
+class Average:
+    """Keeps an average of weights, whose decay follows from a counter of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = copy.deepcopy(model).requires_grad_(False)
+        self.updates = 0
+
+    def update(self, model: nn.Module) -> None:
+        self.updates += 1
+        share = 1 / (1 + self.updates)
+        for mine, theirs in zip(self.module.parameters(), model.parameters(), strict=True):
+            mine.lerp_(theirs.detach(), share)
+
+
+def test_a_counter_that_a_joiner_lacks_is_the_scripts_fault() -> None:
+    """Its average of weights would differ after each join, which no machine is to blame for."""
+
+    def script(job: Job, me: ThreadWorker) -> Any:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        average = Average(model)
+        job.protect(model=model, optimizer=optimizer, average=average.module)
+        for step in job.steps(job.batches(dataset(), 3), until=60):
+            step_once(step, model, optimizer)
+            average.update(model)
+
+    text = told(script, 3, {1: 9})
+    assert "more tensors of worker 1 differ from those of the other workers" in text
+    assert "average.updates (" in text
+    assert "keep them in job.values" in text

@@ -92,7 +92,7 @@ def streamed(job: Job, me: ThreadWorker, lengths: tuple[int, ...] = (7, 12, 3, 3
     for step in job.steps(job.stream(Shards(lengths), 3), until=8):
         step_once(step, model, optimizer)
         losses.append(step.loss)
-    return digest(model), losses[-1:], dict(job._progress.streams)
+    return digest(model), losses[-1:], dict(job._progress.places.streams)
 
 
 def test_each_virtual_rank_reads_its_own_shard_of_a_stream() -> None:
@@ -153,3 +153,38 @@ def test_the_ledger_says_what_each_step_uses(monkeypatch: pytest.MonkeyPatch) ->
     expected = [Place(3 * i + j, i, use) for i in range(2) for j, use in enumerate(uses)]
     assert [dataclasses.replace(place, told="") for place in places] == expected
     assert [place.told for place in places] == ["", "", "1"] * 2
+
+
+def with_a_norm(job: Job, me: ThreadWorker) -> Any:
+    """BatchNorm needs two samples at least, and an epoch's last step has two for four ranks."""
+    model = nn.Sequential(net(), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    job.protect(model=model, optimizer=optimizer)
+    for step in job.steps(job.batches(dataset(26), 4), until=5):
+        step_once(step, model, optimizer)
+    return digest(model)
+
+
+def test_an_epochs_last_step_makes_no_smaller_batch_than_a_loader_would() -> None:
+    (expected,) = results(with_a_norm, 1)
+    assert results(with_a_norm, 3) == [expected] * 3
+
+
+def test_a_job_of_an_older_release_keeps_its_shares_of_an_epochs_last_step() -> None:
+    """What it has saved does not say how samples are shared out."""
+
+    def script(job: Job, me: ThreadWorker) -> Any:
+        model, optimizer = protected(job)
+        saved = job._progress.state_dict()
+        del saved["packed"]
+        job._progress.load_state_dict(saved)
+        found = []
+        for step in job.steps(job.batches(dataset(26), 4), until=2):
+            for x, y in step:
+                step.backward((model(x) - y).square().mean())
+                found.append(len(x))
+            optimizer.step()
+        assert not job._progress.state_dict()["packed"]
+        return found[4:] or found
+
+    assert results(script, 1, settings={"silent_errors.repeat_steps": 0}) == [[3, 3, 2, 2]]

@@ -85,7 +85,7 @@ def train(
         for step in job.steps(data, until=STEPS):
             for _ in range(rounds):
                 step_once(step, model, optimizer)
-        return digest(model), dict(job._progress.quarantined.get(1, {}))
+        return digest(model), dict(job._progress.places.quarantined.get(1, {}))
 
     return script
 

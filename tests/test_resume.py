@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,14 @@ from holdfast.cli.main import main
 from holdfast.cli.run_command import make_spec, parser
 from holdfast.core.job_spec import CoordinatorPolicy
 from holdfast.health.measure.ending_signals import SAME_S
+from holdfast.net.secret import SECRET_BYTES_MIN
+from holdfast.runtime.node.user_script import SOURCES_FILE, changed_sources
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
 from holdfast.testing.local_run import LocalRun, strike
-from support import until
+from holdfast.train.script.made_settings import MadeSettings
+from support import SPEC, until
 
 STEPS = 40
 WORDS = (str(SCRIPTS / "trainer.py"), "--steps", str(STEPS), "--task-s", "0.02")
@@ -272,3 +276,68 @@ def test_without_a_store_a_killed_job_is_resumed_from_the_start(
     with find_resumed(run) as again:
         assert finish(again) == reference(STEPS)
     assert main(["ledger", "verify", str(run.run_dir.path)]) == 0
+
+
+EDITED = """
+import torch
+import holdfast
+
+job = holdfast.join()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+job.protect(model=model, optimizer=optimizer, schedule=schedule)
+data = torch.utils.data.TensorDataset(torch.ones(8, 2))
+for step in job.steps(job.batches(data, 2), until=8):
+    for (x,) in step:
+        step.backward(model(x).mean())
+    optimizer.step()
+    schedule.step()
+    if step.index == 6:
+        raise RuntimeError("no room")
+"""
+
+
+@pytest.mark.slow
+def test_what_was_changed_in_the_script_before_a_job_goes_on_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(EDITED)
+    options = ["--nproc", "1", "--save-every", "2", "--store", str(tmp_path / "store")]
+    with LocalRun(tmp_path / "run", options, (str(script),)) as run:
+        assert run.wait(RUN_S) == 1
+    edited = EDITED.replace("lr=0.5", "lr=0.25").replace("step_size=2", "step_size=3")
+    script.write_text(edited.replace('raise RuntimeError("no room")', "pass"))
+    with find_resumed(run) as again:
+        assert again.wait(RUN_S) == 0, again.log()
+    (told,) = (line for line in again.err if "the script has changed since the job began" in line)
+    assert "optimizer.param_groups[0]['lr'] (0.5 before, 0.25 now)" in told
+    assert "schedule['step_size'] (2 before, 3 now)" in told
+    assert any("train.py changed since the run began" in line for line in again.err)
+
+
+def test_the_settings_of_a_changed_script_are_found_once() -> None:
+    job, here = MadeSettings(), MadeSettings()
+    job.begin({"optimizer.lr": "0.5", "gone": "1", "same": "2"})
+    here.begin({"optimizer.lr": "0.25", "new": "3", "same": "2"})
+    assert here.describe_changed() == ""
+    here.load_state_dict({})
+    assert here.describe_changed() == "", "an older release has saved none"
+    for _ in range(2):
+        here.load_state_dict(job.state_dict())
+    told = here.describe_changed()
+    assert "optimizer.lr (0.5 before, 0.25 now)" in told
+    assert "gone (1 before, missing now), new (missing before, 3 now)." in told
+    assert here.state_dict() == job.state_dict()
+
+
+def test_changed_files_of_a_script_are_found(tmp_path: Path) -> None:
+    script, helper = tmp_path / "train.py", tmp_path / "model.py"
+    script.write_text("import model")
+    helper.write_text("WIDTH = 3")
+    run_dir, spec = RunDir(tmp_path / "run"), replace(SPEC, cwd=str(tmp_path), script="train.py")
+    run_dir.create(spec, b"s" * SECRET_BYTES_MIN)
+    assert changed_sources(run_dir.path, tmp_path, spec.script) == []
+    helper.write_text("WIDTH = 4")
+    assert changed_sources(run_dir.path, tmp_path, spec.script) == ["model.py"]
+    (run_dir.path / SOURCES_FILE).write_text("no JSON")
+    assert changed_sources(run_dir.path, tmp_path, spec.script) == []

@@ -84,7 +84,7 @@ def trained(job: Job, me: ThreadWorker, kind: str) -> Any:
     for step in job.steps(job.batches(loader(kind)), until=STEPS):
         step_once(step, model, optimizer)
         last = step.loss, step.epoch, step.step_in_epoch
-    return digest(model), last, dict(job._progress.orders)
+    return digest(model), last, dict(job._progress.places.orders)
 
 
 def by_hand(kind: str) -> tuple[nn.Module, list[tuple[int, int]]]:
@@ -138,7 +138,7 @@ def test_another_loop_does_not_move_a_samplers_order() -> None:
         for loop, until in ((data, 2), (job.batches(dataset(), 3), 4), (data, 7)):
             for step in job.steps(loop, until=until):
                 step_once(step, model, optimizer)
-        return digest(model), [epoch for epoch, *_ in job._progress.orders[0]]
+        return digest(model), [epoch for epoch, *_ in job._progress.places.orders[0]]
 
     _, epochs = everywhere(script)
     assert epochs == [1]  # an epoch of 9 batches, in 3 steps: 2 and 1, and 2 of the next

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from conftest import RUN_S, SCRIPTS, Start, finish
+from holdfast.core.errors import UserError
+from holdfast.runtime.node import bootstrap
 from holdfast.runtime.node.shard_processes import FOR_USER, ShardProcesses, read_told
 from holdfast.testing.local_run import LocalRun
 
@@ -115,3 +118,22 @@ def test_a_script_for_torchrun_may_end_by_os_exit(tmp_path: Path) -> None:
     script = [str(SCRIPTS / "torchrun_odd.py"), "quit"]
     with LocalRun(tmp_path / "run", ["--compat", "--nproc", "2"], script) as run:
         assert run.wait(RUN_S) == 0, run.log()
+
+
+def test_a_sentence_for_the_user_names_the_line_of_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    script = tmp_path / "models" / "train.py"
+    values = "from holdfast.train.script.job_values import Values"
+    script.write_text(f"{values}\n\ndef keep():\n    Values()['x'] = {{1}}\n\nkeep()\n")
+    with pytest.raises(UserError) as caught:
+        runpy.run_path(str(script))
+    told = bootstrap.describe(caught.value)
+    assert told.startswith(f"{FOR_USER}job.values['x'] is a builtins.set")
+    assert told.endswith(" (models/train.py, line 4)")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert bootstrap.describe(caught.value).endswith(" (train.py, line 4)")
+    assert bootstrap.describe(UserError("x")) == f"{FOR_USER}x"

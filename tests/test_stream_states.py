@@ -91,7 +91,7 @@ def trained(job: Job, data: Stream, steps: int = STEPS) -> Any:
     for step in job.steps(data, until=steps):
         step_once(step, model, optimizer)
         loss = step.loss
-    return digest(model), loss, dict(job._progress.streams)
+    return digest(model), loss, dict(job._progress.places.streams)
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def test_a_state_that_cannot_be_used_is_told_once(kind: type[Resumable], words: 
     def script(job: Job, me: ThreadWorker, kind: type[Resumable] = kind) -> Any:
         data = job.stream(opened(kind, []), 3)
         data.tell = said.append
-        return trained(job, data), job._progress.readers
+        return trained(job, data), job._progress.places.readers
 
     ((mine, readers),) = results(script, 1)
     ((plain, _),) = results(lambda job, me: script(job, me, Plain), 1)
@@ -319,7 +319,7 @@ def test_streams_of_packages_keep_their_states(kind: str) -> None:
             data = job.stream(of_hugging_face("shuffled" in kind), 3, collate_fn=paired)
         data.tell = said.append
         returned = trained(job, data)
-        states.append(len(job._progress.readers[0]))
+        states.append(len(job._progress.places.readers[0]))
         return returned
 
     everywhere(script)

@@ -18,6 +18,7 @@ from holdfast.net.secret import load_secret
 from holdfast.net.tls import peer_tls_of
 from holdfast.runtime.contact import ask, contact_by
 from holdfast.runtime.launcher import Node, incarnation_now, launch_node
+from holdfast.runtime.node.user_script import is_present
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import JoinReply, JoinRequest
 
@@ -90,7 +91,7 @@ def main(argv: list[str]) -> int:
     reply = ask(contact, secret, JoinRequest(), JoinReply, options.patience_s)
     spec = reply.spec
     name = AgentId(options.name or f"{socket.gethostname()}-{secrets.token_hex(3)}")
-    if not os.path.isdir(spec.cwd) or not os.path.isfile(os.path.join(spec.cwd, spec.script)):
+    if not os.path.isdir(spec.cwd) or not is_present(spec.cwd, spec.script):
         raise UserError(f"the job's script {spec.script} is not under {spec.cwd} on this machine")
     run_dir = RunDir((options.run_dir or Path("holdfast-runs") / name).absolute())
     run_dir.attach(spec, secret)

@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from holdfast.cli.run_command import check_present, script_of
 from holdfast.core.errors import UserError
 from holdfast.testing import fault_script  # tidy: allow layers because users test their jobs
 from holdfast.testing.local_run import LocalRun  # tidy: allow layers because of the same
@@ -51,6 +52,9 @@ def parser() -> argparse.ArgumentParser:
         "script", nargs="?", default="", metavar="SCRIPT", help="the training script"
     )
     found.add_argument(
+        "-m", "--module", action="store_true", help="SCRIPT is a module, as for `holdfast run`"
+    )
+    found.add_argument(
         "args", nargs=argparse.REMAINDER, metavar="ARG", help="arguments of the script"
     )
     found.add_argument(
@@ -82,8 +86,7 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     if not options.script:
         raise UserError("there is no script to check: name one, as in `holdfast check train.py`")
-    if not Path(options.script).is_file():
-        raise UserError(f"there is no script {options.script}: check the path")
+    check_present(script_of(options))
     if options.virtual < WORKERS:
         raise UserError(f"--virtual {options.virtual} is too few for {WORKERS} workers")
     if options.procs_per_worker < 1:
@@ -142,7 +145,7 @@ def run_once(
     task = bar.add_task(name)
     sizes = ["--nproc", str(workers), "--virtual", str(options.virtual)]
     sizes += ["--procs-per-worker", str(options.procs_per_worker)]
-    script = (TRACED, str(plan), options.script, *options.args)
+    script = (TRACED, str(plan), script_of(options), *options.args)
     until = time.monotonic() + options.timeout
     with LocalRun(place / "run", (*sizes, *GUARD), script, bound=True) as run:
         while run.is_running() and not _is_enough(traces, options.steps, kill):

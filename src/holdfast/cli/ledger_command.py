@@ -60,6 +60,14 @@ def render(report: LedgerReport) -> str:
         ),
         *(
             [
+                f"{report.skipped} samples were left out by the script, in {report.skipped_in} "
+                "steps (step.skip, or a weight of 0)"
+            ]
+            if report.skipped
+            else []
+        ),
+        *(
+            [
                 f"{report.quarantined} records were quarantined as bad, and others were used in "
                 f"their place {report.replaced} times, as was told"
             ]
@@ -78,5 +86,5 @@ def _steps(report: LedgerReport) -> str:
 
 
 def _describe_proof(report: LedgerReport) -> str:
-    which = "every other sample" if report.dropped else "every sample"
+    which = "every other sample" if report.dropped or report.skipped else "every sample"
     return f"{which} was used exactly once"

@@ -18,6 +18,7 @@ from holdfast.net.tcp import listen
 from holdfast.net.tls import peer_tls_of
 from holdfast.runtime.coordinate.journal import FileJournal
 from holdfast.runtime.launcher import CoordinatorSite, launch_job
+from holdfast.runtime.node.user_script import changed_sources, is_present
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.open import check_writable, open_storage
 
@@ -37,8 +38,13 @@ def main(argv: list[str]) -> int:
     if FileJournal(run_dir.journal).is_held():
         raise UserError(f"the run in {run_dir.path} is running: there is nothing to resume")
     run_dir.check_journal()
-    if not os.path.isfile(os.path.join(spec.cwd, spec.script)):
+    if not is_present(spec.cwd, spec.script):
         raise UserError(f"the job's script {spec.script} is not under {spec.cwd} any more")
+    if changed := changed_sources(run_dir.path, spec.cwd, spec.script):
+        text = (
+            f"{', '.join(changed)} changed since the run began: steps to come follow the new text"
+        )
+        print(f"holdfast: {text}; what is in the state stays", file=sys.stderr, flush=True)
     tls = tls.absolute() if tls is not None else None
     os.environ.pop(VARIABLE, None)  # the run directory holds the secret
     os.chdir(spec.cwd)

@@ -34,6 +34,7 @@ from holdfast.net.tcp import listen
 from holdfast.net.tls import peer_tls_of
 from holdfast.runtime.coordinate.election import parse_election
 from holdfast.runtime.launcher import FIRST_NODE, CoordinatorSite, Show, hide_nothing, launch_job
+from holdfast.runtime.node.user_script import MODULE_MARK, is_present, name_of_module
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import absolute_store, check_writable, open_storage
@@ -52,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     """Make the options of the command: the job's settings, and those of this launch only."""
     found = SuggestingParser(
         prog="holdfast run",
-        usage="%(prog)s [OPTION ...] SCRIPT [ARG ...]",
+        usage="%(prog)s [OPTION ...] [-m] SCRIPT [ARG ...]",
         allow_abbrev=False,  # options of the script would be taken for short forms of these
         description="Run a training script on the workers of this machine, through failures. The "
         "script's own output goes to standard output; Holdfast's events go to standard error.",
@@ -63,6 +64,12 @@ def parser() -> argparse.ArgumentParser:
         default="",
         metavar="SCRIPT",
         help="the training script; it may be named in the configuration file instead",
+    )
+    found.add_argument(
+        "-m",
+        "--module",
+        action="store_true",
+        help="SCRIPT is a module, such as pkg.train, which is run as by `python -m`",
     )
     found.add_argument(
         "args", nargs=argparse.REMAINDER, metavar="ARG", help="arguments of the script"
@@ -200,6 +207,25 @@ def _warn_of_misplaced(options: argparse.Namespace) -> None:
         print(f"holdfast: {text}", file=sys.stderr, flush=True)
 
 
+def script_of(options: argparse.Namespace) -> str:
+    """Return the script that options name, as a job keeps it. UserError."""
+    if options.module and not options.script:
+        raise UserError("-m names no module: give one, as in `holdfast run -m pkg.train`")
+    return f"{MODULE_MARK}{options.script}" if options.module else options.script
+
+
+def check_present(script: str) -> None:
+    """Raise UserError unless the script can be run in the present folder."""
+    if is_present(os.getcwd(), script):
+        return
+    if module := name_of_module(script):
+        raise UserError(
+            f"there is no module {module} in {os.getcwd()}, nor among the installed packages: "
+            "check the name, and the folder from which the job starts"
+        )
+    raise UserError(f"there is no script {script}: check the path")
+
+
 def _check_faults(path: Path) -> None:
     try:
         fault_script.parse(read_named(path).decode(), str(path))
@@ -214,7 +240,7 @@ def make_job(options: argparse.Namespace) -> JobSpec:
     spec = JobSpec(
         job=secrets.token_hex(JOB_BYTES_MAX // 2),
         cwd=os.getcwd(),
-        script=options.script or config.script,
+        script=script_of(options) or config.script,
         args=tuple(options.args) if options.script else config.args,
     )
     spec = with_settings(spec, {**config.settings, **given})
@@ -244,8 +270,7 @@ def make_spec(options: argparse.Namespace) -> JobSpec:
     if not spec.script:
         raise UserError("there is no script to run: name one after the options, or in --config")
     _warn_of_misplaced(options)
-    if not Path(spec.script).is_file():
-        raise UserError(f"there is no script {spec.script}: check the path")
+    check_present(spec.script)
     if spec.checkpoints.store:
         _check_store(spec.checkpoints.store)
     if options.faults is None:

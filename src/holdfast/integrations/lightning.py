@@ -128,6 +128,8 @@ class Strategy(SingleDeviceStrategy):
             found = None
             for _ in self._tasks(step, iter(step)):
                 found = closure()
+                if found is None:  # training_step returned None
+                    step.skip()
             known = getattr(closure, "_result", None)
             if found is None or known is None:  # none of the step's batches was this worker's
                 known = ClosureResult(closure_loss=None)

@@ -101,7 +101,8 @@ class LedgerEntry:
     A task that was dropped has count and digest 0. `bad`: by virtual rank, the records that a task
     left out by itself, from the beginning of the script's step on. `handed`: by virtual rank, 63
     bits of the values and states that a task has handed over to all members. `losses`: of each
-    virtual rank, as its task has computed it. `of`: digests of what the step has computed.
+    virtual rank, as its task has computed it; NaN if the script has left out its batch. `of`:
+    digests of what the step has computed.
     """
 
     place: Place

@@ -8,6 +8,7 @@ each fault becomes a finding that names file and line.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,7 +50,8 @@ class LedgerReport:
     """Sums up a verification; `lost` and `repeated` count samples over all epochs.
 
     `inexact_since`: the first step whose result may differ from that of sound machines. `dropped`:
-    samples of late workers that were left out by choice, in `dropped_in` steps. `quarantined`:
+    samples of late workers that were left out by choice, in `dropped_in` steps. `skipped`: samples
+    of batches that the script has left out, in `skipped_in` steps. `quarantined`:
     records that were reported bad; others took their places `replaced` times. `job_steps`:
     the job's number of steps, if a source besides the ledger names it.
     """
@@ -66,6 +68,8 @@ class LedgerReport:
     inexact_since: int | None = None
     dropped: int = 0
     dropped_in: int = 0
+    skipped: int = 0
+    skipped_in: int = 0
     quarantined: int = 0
     replaced: int = 0
     job_steps: int | None = None
@@ -152,6 +156,7 @@ def verify(
     streamed = audit.check_streams()
     lost, repeated, samples = audit.count_samples()
     dropped = audit.count_dropped()
+    skipped = [step.skipped for step in audit.steps.values() if step.skipped]
     return LedgerReport(
         findings=tuple(audit.findings),
         files=len(paths),
@@ -165,6 +170,8 @@ def verify(
         inexact_since=min((d.step for d in audit.doubts if not d.again), default=None),
         dropped=sum(dropped),
         dropped_in=len(dropped),
+        skipped=sum(skipped),
+        skipped_in=len(skipped),
         quarantined=audit.left_out.count,
         replaced=sum(step.replaced for step in audit.steps.values()),
         job_steps=max((claim.steps for claim in claims), default=None),
@@ -194,6 +201,7 @@ class _Step:
     wrong: tuple[int, ...] = ()  # vranks whose samples are not the plan's
     replaced: int = 0  # samples in whose place others were used
     dropped: tuple[int, ...] = ()  # vranks whose samples were left out by choice
+    skipped: int = 0  # samples of batches that the script has left out
 
 
 class _Audit:
@@ -319,7 +327,7 @@ class _Audit:
         known = step.contents.setdefault(commit, content)
         if known is content:
             if step.plan >= 0 and entry.view > step.view:
-                step.view = entry.view
+                step.view, step.skipped = entry.view, _count_skipped(entry)
                 covering = self._plans[step.plan]
                 if isinstance(covering, Plan):
                     step.dropped = self._find_dropped(where, header, entry)
@@ -545,6 +553,14 @@ class _Audit:
 
 def _format_range(start: int, stop: int) -> str:
     return str(start) if stop == start + 1 else f"{start} to {stop - 1}"
+
+
+def _count_skipped(entry: StepLine) -> int:
+    """Count the samples of batches that the script has left out: these have no loss."""
+    if entry.place.uses is not Uses.SAMPLES:
+        return 0
+    pairs = zip(entry.counts, entry.all_losses(), strict=False)
+    return sum(count for count, loss in pairs if math.isnan(loss))
 
 
 def _hash(values: tuple[Any, ...]) -> int:

@@ -15,6 +15,7 @@ from holdfast.observe.step_records import (
     StepDifference,
     find_difference,
     has_digests,
+    has_losses,
 )
 
 
@@ -72,7 +73,7 @@ def compare_runs(
         first=first,
         lengths=(len(ours.steps), len(theirs.steps)),
         cycle=cycle,
-        has_losses=all(run.steps[common[-1]].losses for run in (ours, theirs)),
+        has_losses=all(has_losses(run.steps[step]) for run in (ours, theirs) for step in common),
         digest_steps=digests,
         has_states=has_states,
     )

@@ -80,6 +80,12 @@ def find_difference(
     the same parts.
     """
     step = ours.step
+    if ours.uses is theirs.uses is Uses.NO_SAMPLES and ours.told != theirs.told:
+        told = [each.told or "nothing" for each in (ours, theirs)]
+        text = (
+            f"step {step}: workers agreed on {told[0]} in {names[0]} and on {told[1]} in {names[1]}"
+        )
+        return StepDifference(step=step, kind="values", text=text)
     if len(ours.counts) != len(theirs.counts) or ours.place != theirs.place:
         text = f"step {step} is another step of the script, or has other virtual ranks"
         return StepDifference(step=step, kind="step", text=text)
@@ -115,6 +121,11 @@ def find_difference(
         text = f"step {step}: the sum of the gradients differs, and those of all tasks are the same"
         return StepDifference(step=step, kind="sum", text=text)
     return None
+
+
+def has_losses(line: StepLine) -> bool:
+    """Return whether a step has the losses of its tasks, or computes none."""
+    return line.uses is Uses.NO_SAMPLES or bool(line.losses)
 
 
 def has_digests(line: StepLine) -> bool:

@@ -16,6 +16,7 @@ from holdfast.core.types import JobRecord
 from holdfast.net.secret import read_run_dir, write_run_dir
 from holdfast.runtime.coordinate.journal import read_record
 from holdfast.runtime.job_events import read_events
+from holdfast.runtime.node.user_script import SOURCES_FILE, encode_sources
 from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, read_regular
 from holdfast.wire.job_document import JOB_FILE, decode_job, encode_job
 
@@ -72,6 +73,7 @@ class RunDir:
             self.logs.mkdir(exist_ok=True)
             (self.path / "ledger").mkdir(exist_ok=True)
             write_run_dir(self.path, secret)
+            _replace(self.path / SOURCES_FILE, encode_sources(spec.cwd, spec.script))
             _replace(self.job, encode_job(spec))
         except OSError as error:
             raise make_unwritable_error(self.path, error) from None

@@ -94,10 +94,12 @@ class RowReader:
         while not reading.is_done:
             if time.monotonic() >= told_at:
                 told_at = math.inf
-                missing = ", ".join(map(self._book.name, self.find_suspects()))
+                missing = list(map(self._book.name, self.find_suspects()))
+                who = ", ".join(missing) or "the servers that hold them"
+                lack = "does not answer, or has" if len(missing) == 1 else "do not answer, or have"
                 self._book.access.tell(
                     f"rows of {self._group.name} are being waited for since {TOLD_S:g} s: "
-                    f"{missing or 'servers that hold them'} do not answer, or have no rows yet"
+                    f"{who} {lack} no rows yet"
                 )
             effects = reading.next()
             asked = [e for e in effects if isinstance(e, Ask) and self._try(job, e, self._send)]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import runpy
 import signal
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from holdfast.runtime.node import user_script
 from holdfast.testing.fault_script import Disturbance, parse
 from holdfast.train.checkpoint.local_tensors import local_of
 from holdfast.train.step.probe import Probe, current
@@ -139,9 +139,8 @@ def main(argv: list[str]) -> None:
     run_dir = os.environ.get("HOLDFAST_RUN_DIR")
     marks = Path(run_dir) / "faults" if run_dir else None
     current.probe = Disturber(worker, parse(Path(faults).read_text(), faults), marks)
-    sys.argv = argv[1:]
-    sys.path[0] = os.path.dirname(os.path.realpath(script))
-    runpy.run_path(script, run_name="__main__")
+    user_script.become(argv[1:])
+    user_script.run(script)
 
 
 if __name__ == "__main__":

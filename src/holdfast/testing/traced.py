@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import runpy
 import signal
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 import xxhash
 
+from holdfast.runtime.node import user_script
 from holdfast.train.checkpoint.local_tensors import local_of
 from holdfast.train.exchange.tensor_bytes import as_bytes
 from holdfast.train.job import join_once
@@ -96,9 +96,8 @@ def main(argv: list[str]) -> None:
     worker, incarnation, shard = (int(os.environ.get(*each)) for each in names)
     process = worker, incarnation, shard
     current.probe = Tracer(Path(plan["traces"]), plan["kill_step"], process)
-    sys.argv = argv[1:]
-    sys.path[0] = os.path.dirname(os.path.realpath(script))
-    runpy.run_path(script, run_name="__main__")
+    user_script.become(argv[1:])
+    user_script.run(script)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -209,20 +210,25 @@ def compose_guard(
     attributes = ModuleAttributes(modules, note_change)
     attributes.begin()
     progress.attributes = attributes
+    _keep_settings(protected, progress)
     prints = Fingerprints(protected, silent.fingerprint_steps, optimizers=sharding is None)
     cycle = silent.fingerprint_steps or silent.repeat_steps
     given = progress.values
     memory = ScriptMemory(lambda: _tensors_of(modules), lambda: {"job.values": dict(given)})
     suspects = Suspects(memory)
 
-    def look_at_source() -> None:
+    def look_once() -> None:
+        if not driver.leads:
+            return
+        if found := progress.settings.describe_changed():
+            note(found)
         classes = {type(part) for _, each in modules for part in each.modules()}
-        if driver.leads and (found := suspects.describe_task_sources(classes)):
+        if cycle and (found := suspects.describe_task_sources(classes)):
             note(found)
 
     return ScriptGuard(
         prints=prints,
-        comparison=StateComparison(PlainState(protected, attributes), prints),
+        comparison=StateComparison(PlainState(protected, attributes), prints, memory.numbers),
         repeats=RepeatedTasks(
             silent.repeat_steps,
             spec.virtual_ranks,
@@ -233,7 +239,7 @@ def compose_guard(
         ),
         memory=memory,
         suspects=suspects,
-        look_at_source=look_at_source,
+        look_once=look_once,
         attributes=attributes,
         loaded=LoadedState(protected, sharding),
         modules=modules,
@@ -243,6 +249,12 @@ def compose_guard(
         others=UnprotectedModules(own_objects, progress.scratch) if owns_process else None,
         is_alone=isinstance(control.link, SoloLink),
     )
+
+
+def _keep_settings(protected: Mapping[str, Any], progress: ScriptState) -> None:
+    """Keep the settings that the script has made, before a state is loaded."""
+    made = {name: each for name, each in protected.items() if each is not progress}
+    progress.settings.begin(PlainState(made, progress.attributes).items())
 
 
 def _tensors_of(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[torch.Tensor]:
@@ -288,13 +300,15 @@ def _check_torch(
         control.driver.post(EventNoted("script", text))
 
 
-def _prepare_scalers(protected: Mapping[str, Any]) -> None:
+def _prepare_scalers() -> None:
     """Give each GradScaler its scale, which it would otherwise make at its first loss.
 
-    Some workers may compute no loss before the scale is needed.
+    Some workers may compute no loss before the scale is needed. A script may keep its scaler in an
+    object of its own, so all scalers of the process are looked for.
     """
-    for each in protected.values():
-        if isinstance(each, torch.amp.GradScaler) and each.is_enabled() and each._scale is None:
+    scalers = (each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler))
+    for each in scalers:
+        if each.is_enabled() and each._scale is None:
             each._lazy_init_scale_growth_tracker(torch.device(each._device))
 
 
@@ -473,7 +487,7 @@ def compose_worker(
         driver.post(EventNoted("compiled", text))
     devices = [p.device for _, p in trained if p.is_cuda]
     _check_torch(modules, trained, control)
-    _prepare_scalers(protected)
+    _prepare_scalers()
     sharding = _sharding(control, protected)
     guard = compose_guard(control, protected, progress, sharding)
     fingerprints, loaded = guard.prints, guard.loaded

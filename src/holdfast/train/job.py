@@ -39,9 +39,10 @@ from holdfast.train.script.environment import WorkerEnvironment, take_channel
 from holdfast.train.script.epochs import Epoch, EpochWalk
 from holdfast.train.script.evaluation import Evaluation, suspend_training
 from holdfast.train.script.job_step import Step, end_step, is_begun
+from holdfast.train.script.job_values import Values
 from holdfast.train.script.loop_ends import EndsAtStep, EndsWithEpoch, LoopEnd
 from holdfast.train.script.rank_states import RankState
-from holdfast.train.script.script_state import ScriptState, Values
+from holdfast.train.script.script_state import ScriptState
 from holdfast.train.script.script_thread import ScriptThread
 from holdfast.train.shards.inner_group import InnerGroup
 from holdfast.train.step.values import PROPOSAL
@@ -128,7 +129,7 @@ class Job:
 
     @property
     def values(self) -> Values:
-        """Return the script's shared variables: numbers, strings, lists and dictionaries.
+        """Return the script's shared variables: numbers, strings, tuples, lists, dictionaries.
 
         They are a part of the job's state, as a model is, and must be the same on all workers.
         """
@@ -283,8 +284,8 @@ class Job:
             shards_of(dataset),
             collate_fn or LoadOptions().collate_fn,
             plan,
-            self._progress.streams.setdefault(number, plan.start()),
-            self._progress.readers.setdefault(number, {}),
+            self._progress.places.streams.setdefault(number, plan.start()),
+            self._progress.places.readers.setdefault(number, {}),
             lambda text: self._driver.post(EventNoted("stream", text)),
             self._part(split),
         )
@@ -358,7 +359,7 @@ class Job:
         self._check_nothing_dropped("job.batches(loader)", "a sampler's order")
         number, progress = self._next_stream(), self._progress
         plan = OrderPlan(number=number, virtual_ranks=self.virtual_ranks, seed=self.seed)
-        positions = progress.orders.setdefault(number, plan.start())
+        positions = progress.places.orders.setdefault(number, plan.start())
         return SampledBatches(
             dataset, sampler, options, plan, positions, lambda: progress.steps, part
         )
@@ -545,7 +546,7 @@ class Job:
     def _new_quarantine(self, length: int) -> Quarantine:
         """Return the quarantine of the script's next dataset, which has `length` records."""
         self._datasets += 1
-        records = self._progress.quarantined.setdefault(self._datasets, {})
+        records = self._progress.places.quarantined.setdefault(self._datasets, {})
         most = self._environment.spec.data.bad_samples_max
         return Quarantine(self._datasets, length, records, most)
 

@@ -18,6 +18,7 @@ import pkgutil
 import random
 import runpy
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ from holdfast.health.measure.ending_signals import leave_ending_signals
 from holdfast.health.measure.host import advise_on_shared_memory
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.health.measure.orphans import adopt_orphans
+from holdfast.runtime.node import user_script
 from holdfast.runtime.node.shard_processes import (
     BY_MACHINE,
     FOR_USER,
@@ -43,13 +45,13 @@ HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by PyTorch as it allocates for the f
 PACKAGE = os.path.join(Path(__file__).parents[2], "")
 SCRIPTS = os.path.join(PACKAGE, "testing", "")
 DISTURBED = os.path.join(SCRIPTS, "disturbed.py")  # runs the script, too
-LOADERS = {__file__, runpy.__file__, pkgutil.__file__, DISTURBED}
+LOADERS = {__file__, user_script.__file__, runpy.__file__, pkgutil.__file__, DISTURBED}
 
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0, the script's own, or 1 after an exception."""
     failure_fd, together = attach(), None
-    become(argv)
+    user_script.become(argv)
     if int(os.environ.get("HOLDFAST_PROCS", "1")) > 1:
         together = make_shards(failure_fd)
     tell = teller(failure_fd) if together is None else together.tell
@@ -73,12 +75,6 @@ def attach() -> int:
     os.set_inheritable(failure_fd, False)
     os.set_inheritable(int(os.environ["HOLDFAST_FD"]), False)
     return failure_fd
-
-
-def become(argv: list[str]) -> None:
-    """Set arguments and search path as python itself does for a script."""
-    sys.argv = argv
-    sys.path[0] = os.path.dirname(os.path.realpath(argv[0]))
 
 
 def teller(failure_fd: int) -> Callable[[str], None]:
@@ -119,7 +115,7 @@ def _run(script: str) -> None:
 
     np.random.seed(seed)
     try:
-        runpy.run_path(script, run_name="__main__")
+        user_script.run(script)
     except SystemExit as end:
         if end.code:
             raise
@@ -151,9 +147,14 @@ def environment_for_memory(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def describe(error: BaseException) -> str:
-    """Return one sentence for what the user can mend, else the traceback of the script's frames."""
+    """Return one sentence for what the user can mend, else the traceback of the script's frames.
+
+    The sentence ends with the line of the script that was running.
+    """
+    if isinstance(error, UserError):
+        return f"{FOR_USER}{error}{_line_of_script(error)}"
     if isinstance(error, HoldfastError):
-        return f"{FOR_USER}{error}" if isinstance(error, UserError) else str(error)
+        return str(error)
     story = traceback.TracebackException.from_exception(error)
     each: traceback.TracebackException | None = story
     while each is not None:
@@ -184,6 +185,26 @@ def _script_frames(stack: traceback.StackSummary) -> traceback.StackSummary:
     last = theirs[-1] if theirs else -1
     kept = [f for i, f in enumerate(frames) if i >= last or not _is_ours(f.filename)]
     return traceback.StackSummary.from_list(kept)
+
+
+def _line_of_script(error: BaseException) -> str:
+    """Return the innermost line of the user's own files, in brackets; empty if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if f.filename not in LOADERS and _is_users(f.filename)]
+    if not theirs:
+        return ""
+    path = theirs[-1].filename
+    inside = os.path.realpath(path).startswith(os.path.join(os.getcwd(), ""))
+    name = os.path.relpath(path) if inside else os.path.basename(path)
+    return f" ({name}, line {theirs[-1].lineno})"
+
+
+def _is_users(filename: str) -> bool:
+    """Return whether a file is neither of Holdfast, nor of Python, nor of an installed package."""
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    path = os.path.abspath(filename)
+    is_library = any(path.startswith(os.path.join(each, "")) for each in libraries)
+    return not (filename.startswith("<") or is_library or _is_ours(filename))
 
 
 def _is_ours(filename: str) -> bool:

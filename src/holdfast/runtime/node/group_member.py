@@ -12,7 +12,6 @@ import ast
 import contextlib
 import importlib
 import os
-import runpy
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -23,8 +22,9 @@ from holdfast.core.job_spec import JobSpec
 from holdfast.core.membership.group_faults import ranks_of
 from holdfast.core.types import Phase, Stage, StateCopy, View, WorkerId, WorkerStatus
 from holdfast.health.measure.ending_signals import restore_ending_signals
-from holdfast.runtime.node import bootstrap
+from holdfast.runtime.node import bootstrap, user_script
 from holdfast.runtime.node.group_channel import GroupChannel
+from holdfast.runtime.node.user_script import find_source
 from holdfast.runtime.rundir import RunDir
 
 MODULE = "holdfast.runtime.node.group_member"
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
         spec = RunDir(Path(os.environ["HOLDFAST_RUN_DIR"])).spec()
         preload(spec)
         variables = _wait(spec)
-        bootstrap.become(argv)
+        user_script.become(argv)
         for name in [n for n in os.environ if n.startswith("HOLDFAST_")]:
             del os.environ[name]
         os.environ.update(variables)
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         with contextlib.suppress(ImportError):  # a PyTorch without torch.distributed
             importlib.import_module("holdfast.train.exchange.destroyed_groups").keep_last()
         try:
-            runpy.run_path(argv[0], run_name="__main__")
+            user_script.run(argv[0])
         finally:
             _join_threads()
 
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
 
 def preload(spec: JobSpec) -> None:
     """Import what the script will want. UserError names what the job asks for and is not there."""
-    for name in libraries_of(Path(spec.cwd, spec.script)):
+    for name in libraries_of(find_source(spec.cwd, spec.script)):
         with contextlib.suppress(Exception):  # the script may not need it, and else says so
             importlib.import_module(name)
     for name in spec.modules():
@@ -68,8 +68,10 @@ def preload(spec: JobSpec) -> None:
             raise UserError(f"--preload {name} cannot be imported: {error}") from None
 
 
-def libraries_of(script: Path) -> list[str]:
+def libraries_of(script: Path | None) -> list[str]:
     """Find which of the SAFE libraries' modules a script imports."""
+    if script is None:
+        return []
     try:
         tree = ast.parse(script.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -151,7 +153,7 @@ def _join_threads() -> None:
 
 def modules_of(spec: JobSpec) -> Sequence[str]:
     """Return what a process that is to be forked for this job should import."""
-    return [*BASE, *libraries_of(Path(spec.cwd, spec.script)), *spec.modules()]
+    return [*BASE, *libraries_of(find_source(spec.cwd, spec.script)), *spec.modules()]
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ does the reverse. Equal states give equal skeletons and so equal fingerprints.
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,12 +30,22 @@ from holdfast.train.checkpoint.local_tensors import (
 )
 
 PROTECTED_AS = "holdfast"  # the name beside the script's own
+_EXTRA_STATE = "_extra_state"  # torch's name for the result of a module's get_extra_state
 Meta = tuple[str, tuple[int, ...]]  # dtype name, shape
 
+# what a defaultdict may make for a missing key; a script's own function cannot be kept
+_DEFAULTS: dict[str, type | None] = {
+    **{kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple)},
+    "None": None,
+}
 _DICTS: dict[str, Callable[[list], Any]] = {
     "dict": dict,
     "OrderedDict": collections.OrderedDict,
     "Counter": lambda items: collections.Counter(dict(items)),
+    **{
+        f"defaultdict of {name}": functools.partial(collections.defaultdict, make)
+        for name, make in _DEFAULTS.items()
+    },
 }
 _SEQUENCES: dict[str, Callable[[list], Any]] = {
     "list": list,
@@ -134,6 +145,21 @@ def size_of(meta: Meta) -> int:
         return allocate(meta, "meta").nbytes
     except (RuntimeError, TypeError, OverflowError):
         raise WireError(f"a state skeleton names an impossible tensor {meta}") from None
+
+
+def kind_of_dict(value: dict[Any, Any]) -> str | None:
+    """Return the name by which a skeleton keeps this kind of dictionary; None: it cannot."""
+    kind = type(value)
+    if isinstance(value, collections.defaultdict) and kind is collections.defaultdict:
+        kinds = (name for name, make in _DEFAULTS.items() if make is value.default_factory)
+        return next((f"defaultdict of {name}" for name in kinds), None)
+    known = (dict, collections.OrderedDict, collections.Counter)
+    return kind.__name__ if kind in known else None
+
+
+def is_scalar_of_numpy(value: object) -> bool:
+    """Return whether a value is a number or text of NumPy's, which a skeleton keeps as it is."""
+    return isinstance(value, np.generic) and value.dtype.kind not in "OV"
 
 
 def keeps_state(value: object) -> bool:
@@ -248,6 +274,9 @@ def _keep_precision(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) 
 
 def _compare(name: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     for key in [*mine, *[k for k in theirs if k not in mine]]:
+        # What get_extra_state returns may change its shape; set_extra_state takes any.
+        if key.rpartition(".")[2] == _EXTRA_STATE:
+            continue
         here, there = mine.get(key), theirs.get(key)
         if not (isinstance(here, torch.Tensor) or isinstance(there, torch.Tensor)):
             continue
@@ -266,6 +295,8 @@ def _describe(value: object) -> str:
 
 
 def _encode(value: object, tensors: list[NamedTensor], path: str) -> list:
+    if isinstance(value, np.generic) and is_scalar_of_numpy(value):
+        return ["g", value.dtype.str, value.tobytes()]
     if value is None or isinstance(value, bool | str | bytes):
         return ["v", value]
     if isinstance(value, int):
@@ -294,7 +325,7 @@ def _encode(value: object, tensors: list[NamedTensor], path: str) -> list:
         return ["d" if isinstance(value, torch.dtype) else "D", str(value).removeprefix("torch.")]
     kind = type(value).__name__
     if isinstance(value, dict):
-        kind = kind if kind in _DICTS else "dict"
+        kind = kind_of_dict(value) or "dict"
         pairs = [
             [_encode(k, tensors, path), _encode(v, tensors, f"{path}[{k!r}]")]
             for k, v in value.items()
@@ -334,6 +365,8 @@ def _decode(
                 return int(node[1])
             case "f":
                 return float.fromhex(node[1])
+            case "g":
+                return np.frombuffer(node[2], dtype=node[1])[0]
             case "t":
                 return tensor((str(node[1]), tuple(node[2])))
             case "c":
@@ -377,6 +410,8 @@ def to_plain(value: Any, name: str) -> Any:
         case list() | tuple():
             return [to_plain(each, f"{name}[{i}]") for i, each in enumerate(value)]
         case dict():
+            if any(isinstance(key, tuple) for key in value):
+                raise UserError(f"{name} has a tuple as a key: give strings or numbers as keys")
             keys = [to_plain(key, f"the key {key!r} of {name}") for key in value]
             found = [to_plain(each, f"{name}[{key!r}]") for key, each in value.items()]
             return dict(zip(keys, found, strict=True))

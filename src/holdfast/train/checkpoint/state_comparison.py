@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import xxhash
 
@@ -137,6 +138,8 @@ def _text(node: Any) -> str:
             text = repr(float.fromhex(node[1]))
         case "v":
             text = repr(node[1])
+        case "g":
+            text = repr(np.frombuffer(node[2], dtype=node[1])[0])
         case _:
             text = str(node[-1])
     return text if len(text) <= TEXT_CHARS_MAX else f"{text[:TEXT_CHARS_MAX]}..."

@@ -11,11 +11,11 @@ from holdfast.core.errors import UserError
 
 def dataset_length(dataset: Any) -> int:
     """Return the number of samples; UserError unless the dataset is map-style and has a length."""
-    name = type(dataset).__name__
+    name = f"the dataset, a {type(dataset).__name__},"
     if isinstance(dataset, IterableDataset):
         raise UserError(
-            f"{name} is an IterableDataset, whose samples cannot be asked for by index: "
-            "give a map-style dataset with __getitem__ and __len__"
+            f"{name} is an IterableDataset, whose samples cannot be asked for by index: give "
+            "job.batches a map-style dataset with __getitem__ and __len__, or job.stream a function"
         )
     if not hasattr(dataset, "__len__"):
         raise UserError(f"{name} has no __len__: give it one that returns its number of samples")

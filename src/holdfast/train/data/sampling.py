@@ -45,9 +45,11 @@ class SamplePlan:
     """Cuts one dataset into epochs, steps and virtual ranks. `batch_size` is per vrank.
 
     Steps are the job's; the plan's first epoch begins at step `first_step`. In the last step of an
-    epoch without `drop_last` the remaining samples are spread over all vranks, sizes differing by
-    at most one, larger first; a vrank may have none. `weight` makes the mean over vranks of weight
-    * (mean over the vrank's samples) the mean over the step's samples.
+    epoch without `drop_last` the remaining samples are spread over vranks, sizes differing by at
+    most one, larger first; a vrank may have none. With `packed` they make as few tasks as a loader
+    would make batches, so that none is smaller than the loader's last one; jobs that older releases
+    have begun spread them over all vranks. `weight` makes the mean over vranks of weight * (mean
+    over the vrank's samples) the mean over the step's samples.
     """
 
     length: int
@@ -57,6 +59,7 @@ class SamplePlan:
     shuffle: bool = True
     drop_last: bool = False
     first_step: int = 0
+    packed: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.length <= LENGTH_MAX:
@@ -159,7 +162,10 @@ class SamplePlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan in plain values, for ledgers and checkpoints."""
-        return {"order": ORDER, **asdict(self)}
+        found = {"order": ORDER, **asdict(self)}
+        if not self.packed:
+            del found["packed"]  # as older releases have written it
+        return found
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> SamplePlan:
@@ -169,7 +175,8 @@ class SamplePlan:
                 f"sample order {plain.get('order')!r} is not {ORDER!r}: "
                 "use the Holdfast that wrote it"
             )
-        values = {name: value for name, value in plain.items() if name != "order"}
+        values = {"packed": False, **plain}  # older releases lack it
+        del values["order"]
         for name, kind in _FIELDS.items():
             if type(values.get(name)) is not kind:
                 raise UserError(
@@ -184,7 +191,10 @@ class SamplePlan:
         """Return where vrank's part of a step of `total` samples starts and stops."""
         if not 0 <= vrank < self.virtual_ranks:
             raise InvariantError(f"vrank {vrank} of {self.virtual_ranks}")
-        base, extra = divmod(total, self.virtual_ranks)
+        tasks = -(-total // self.batch_size) if self.packed else self.virtual_ranks
+        if vrank >= tasks:
+            return total, total
+        base, extra = divmod(total, tasks)
         start = vrank * base + min(vrank, extra)
         return start, start + base + (1 if vrank < extra else 0)
 
@@ -220,6 +230,7 @@ _FIELDS = {
     "shuffle": bool,
     "drop_last": bool,
     "first_step": int,
+    "packed": bool,
 }
 
 

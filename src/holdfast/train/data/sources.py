@@ -361,9 +361,10 @@ def _tell_unused(loader: DataLoader[Any]) -> None:
     }
     names = [name for name, value in lost.items() if value]
     if names:
+        are = "is" if len(names) == 1 else "are"
         warnings.warn(
-            f"of this DataLoader {', '.join(names)} is not used: random numbers are keyed by the "
-            "job's seed, the step and the virtual rank",
+            f"this DataLoader's {' and '.join(names)} {are} not used: "
+            "random numbers are keyed by the job's seed, the step and the virtual rank",
             UserWarning,
             stacklevel=5,
         )

@@ -75,6 +75,12 @@ class Fingerprints:
         found = [(name, self._digest(list(_chunks([tensor])))) for name, tensor in every]
         return found + [each for held in self._rank_states() for each in held.describe_states()]
 
+    def trained_modules(self) -> list[str]:
+        """Return the names of the protected modules with parameters that an optimizer updates."""
+        optimizers = [o for o in self.protected.values() if isinstance(o, torch.optim.Optimizer)]
+        updated = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        return [n for n, m in self._modules() if any(id(p) in updated for p in m.parameters())]
+
     def forget(self) -> None:
         """Find the covered tensors again, since the modules have changed."""
         self._found = None

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from holdfast.core.errors import UserError, WorldError, first_line
+from holdfast.core.errors import UserError, WorldError
 from holdfast.core.step import effects as ef
 from holdfast.core.step.audit import FICKLE, RUNS_DISPUTED, Sketch
 from holdfast.core.step.events import Purpose, StepKind
@@ -25,6 +25,7 @@ from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.sources import Source
 from holdfast.train.data.streams import StreamSource
 from holdfast.train.script.loop_ends import LoopEnd
+from holdfast.train.script.open_task import OpenTask
 from holdfast.train.script.repeated_tasks import (
     RUN_ELSEWHERE,
     RunMark,
@@ -36,12 +37,6 @@ from holdfast.train.step.packed_trees import pack
 from holdfast.train.step.speculative import FinishedTask
 from holdfast.train.step.step_table import UNWEIGHTED
 from holdfast.train.step.task_report import NOTHING, GatheredValues, TaskReport
-
-CAUGHT = (
-    "the script caught an error in step.backward ({}), so only a part of this batch's gradient is "
-    "here: let the error end the script, and decide before step.backward, by the batch itself, "
-    "whether to leave it out"
-)
 
 
 class Step:
@@ -59,13 +54,7 @@ class Step:
         self._ends = ends  # decides where the loop ends
         self._rounds = 0  # number of complete rounds
         self._ended = False  # the script is through with the body of its loop
-        self._vrank: int | None = None  # the virtual rank whose batch the script has
-        self._count = 0  # samples in that batch
-        self._owed = False  # its last backward has not been completed yet
-        self._caught = ""  # the error that has ended a backward of the present task
-        self._task_loss = 0.0
-        self._task_weight = UNWEIGHTED
-        self._values: dict[str, bytes] = {}  # values that the present task has gathered
+        self._open: OpenTask | None = None  # the task whose batch the script has
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's batches; there are more if another worker fails in this step."""
@@ -105,7 +94,8 @@ class Step:
         GradScaler first. Raises UserError when called out of turn, or for an unusable loss or
         weight.
         """
-        if self._vrank is None or not self._owed:
+        task = self._open
+        if task is None or not task.is_owed:
             raise UserError(
                 "step.backward was called without a new batch: call it once for each batch, or "
                 "with last=False for all but the last time"
@@ -115,38 +105,44 @@ class Step:
                 f"step.backward needs a scalar loss, not {list(loss.shape)}: use mean(), or sum() "
                 "with weight="
             )
-        if self._caught:
-            raise UserError(CAUGHT.format(self._caught))
         told = None if weight is None else _weight(weight)
-        share = loss
-        implied = UNWEIGHTED
+        share, implied = loss, UNWEIGHTED
         if told is None:
-            scale = self._source.scale(self.index, self._vrank)
+            scale = self._source.scale(self.index, task.vrank)
             if scale is None:  # samples are weighted after the step
-                scale = implied = float(self._count)
+                scale = implied = float(task.count)
             share = loss if scale == 1.0 else loss * scale
-        if told is None and implied < 0 <= self._task_weight:
-            raise UserError("a batch's losses were given a weight once and not another time")
+        task.check_weight(implied if told is None else told)
         found = scaler.scale(share) if scaler is not None else share
-        try:
-            with self._script.runner.backward_pass(last=last):
-                found.backward(retain_graph=retain_graph)
-        except BaseException as error:
-            self._caught = first_line(error) or type(error).__name__
-            raise
-        self._task_loss += float(loss.detach()) * max(implied, 1.0)
-        if implied >= 0:
-            self._task_weight = implied
-        elif told is not None:
-            self._task_weight = max(self._task_weight, 0.0) + told
-        self._owed = not last
+        runner = self._script.runner
+        # Processes of one worker run their backward passes together, whatever their own weights.
+        counts = told != 0 or runner.inner is not None
+        taking = runner.backward_pass(last=last)
+        task.run_backward(found, taking, retain_graph=retain_graph, counts=counts)
+        added = float(loss.detach()) * max(implied, 1.0) if counts else 0.0
+        task.add_loss(added, implied if told is None else told, is_mean=told is None, last=last)
+
+    def skip(self) -> None:
+        """Leave this batch out, in place of `backward`.
+
+        The step's gradient and `loss` are then means over its other batches. If a step leaves out
+        all of them, gradients are zeros and `loss` is NaN. The ledger keeps count. Whether a batch
+        is left out must follow from the batch, the model or the step. Raises UserError when called
+        out of turn.
+        """
+        if self._open is None:
+            raise UserError(
+                "step.skip was called without a batch: call it in the loop over a step's batches, "
+                "in place of step.backward"
+            )
+        self._open.leave_out()
 
     @property
     def virtual_rank(self) -> int:
         """Return the virtual rank of the script's present batch. UserError without a batch."""
-        if self._vrank is None:
+        if self._open is None:
             raise UserError("step.virtual_rank is known in the loop over a step's batches only")
-        return self._vrank
+        return self._open.vrank
 
     def gather(self, name: str, value: Any) -> None:
         """Hand over a value of this task to all workers: tensors, numbers, or a tree of them.
@@ -157,16 +153,17 @@ class Step:
         UserError outside of a task, for a name that the task has used, and for a value that cannot
         be sent.
         """
-        if self._vrank is None:
+        if self._open is None:
             raise UserError(
                 f"step.gather({name!r}, ...) was called without a batch: call it in the loop over "
                 "a step's batches; outside of it use job.agree, or job.evaluate"
             )
-        if name in self._values:
+        values = self._open.values
+        if name in values:
             raise UserError(
                 f"step.gather({name!r}, ...) was called twice in one task: give a list of values"
             )
-        self._values[name] = pack(value, f"the value {name!r} of step.gather")
+        values[name] = pack(value, f"the value {name!r} of step.gather")
 
     @property
     def complete(self) -> bool:
@@ -254,35 +251,28 @@ class Step:
     def _run(self, task: ef.Compute, batch: Any) -> Generator[Any, None, FinishedTask]:
         """Have the script compute a task; one without samples is left out."""
         source, vrank = self._source, task.vrank
-        self._task_loss, self._task_weight, self._caught = 0.0, UNWEIGHTED, ""
-        self._count, digest = source.usage_of(self.index, vrank)
+        count, digest = source.usage_of(self.index, vrank)
         states: dict[str, bytes] = {}
-        self._values = {}
-        if self._count:
+        found = OpenTask(vrank, count)
+        if count:
             purpose = f"model {self._rounds}" if self._rounds else "model"
             enter_stream(source.plan.seed, self.index, vrank, purpose)
-            self._vrank, self._owed = vrank, True
+            self._open = found
             rank_states = self._script.progress.rank_states
             rank_states.begin_task(vrank)
             yield batch
-            if self._caught:
-                raise UserError(CAUGHT.format(self._caught))
             states = rank_states.end_task()
-            if self._owed:
-                raise UserError(
-                    "a batch had no last step.backward(loss): call it once for each batch, or with "
-                    "last=False for all but the last time"
-                )
-            self._vrank = None
-        loss, weight = self._task_loss, self._task_weight
-        bad, values = source.report_of(self.index, vrank), self._values
+            found.check_done()
+            self._open = None
+        bad, values = source.report_of(self.index, vrank), found.values
         report = (
             TaskReport(bad=bad, values=values, states=states)
             if bad or values or states
             else NOTHING
         )
+        weight = found.weight_of_losses
         return FinishedTask(
-            loss=loss, count=self._count, digest=digest, weight=weight, report=report
+            loss=found.loss, count=count, digest=digest, weight=weight, report=report
         )
 
 

@@ -5,6 +5,7 @@ The script's thread uses it; doubts arrive from the engine's thread.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from holdfast.core.step.backup import DropTally
@@ -24,8 +25,15 @@ from holdfast.train.data.quarantine import Bad, Quarantine
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.sources import Plan
 from holdfast.train.script.environment import WorkerEnvironment
+from holdfast.train.script.step_mean import StepMean
 from holdfast.train.step.driver import Driver
 from holdfast.train.step.step_table import StepTable
+
+EMPTY = (
+    "no batch of step {index} counts: all were left out, or have a weight of 0. Its gradients are "
+    "zeros, and step.loss is NaN. Later steps of this kind are not named; `holdfast ledger verify` "
+    "counts them"
+)
 
 
 class LedgerRecorder:
@@ -40,6 +48,7 @@ class LedgerRecorder:
         self._quarantine: Quarantine | None = None  # quarantine of the loop's dataset
         self._header_due = False  # a header must still be written for the present loop
         self._tally = DropTally()  # counts the samples dropped in the present loop
+        self._has_named_empty = False  # a step in which no batch counts was named
         self._copied = 0  # tasks of other workers computed here, as last reported
 
     def begin(self, plan: Plan, quarantine: Quarantine | None = None) -> None:
@@ -52,7 +61,7 @@ class LedgerRecorder:
         place: Place,
         view: int,
         table: StepTable,
-        loss: float,
+        mean: StepMean,
         dropped: int,
         handed: Mapping[int, int],
         of: StepDigests,
@@ -63,6 +72,8 @@ class LedgerRecorder:
         """
         if dropped:
             self._note_dropped(place.index, table, dropped)
+        if not mean.weight:
+            self._note_empty(place.index)
         ledger = self._open()
         if ledger is None:
             return
@@ -77,10 +88,10 @@ class LedgerRecorder:
                 hosts=table.hosts(),
                 counts=table.counts(),
                 digests=table.digests(),
-                loss=loss,
+                loss=mean.loss,
                 bad={} if left_out is None else {v: r for v, r in left_out.turn.items() if r},
                 handed=handed,
-                losses=() if place.uses is Uses.NO_SAMPLES else table.losses(),
+                losses=() if place.uses is Uses.NO_SAMPLES else _losses(table, mean),
                 of=of,
             )
         )
@@ -128,6 +139,11 @@ class LedgerRecorder:
         if self._tally.steps and self._driver.leads:
             self._tell("backup", str(self._tally))
 
+    def _note_empty(self, index: int) -> None:
+        if self._driver.leads and not self._has_named_empty:
+            self._tell("script", EMPTY.format(index=index))
+        self._has_named_empty = True
+
     def _tell(self, kind: str, text: str) -> None:
         self._driver.post(EventNoted(kind, text))
 
@@ -155,3 +171,9 @@ class LedgerRecorder:
             quarantined=() if self._quarantine is None else sorted(self._quarantine.records),
             digest_steps=me.spec.silent_errors.digest_steps,
         )
+
+
+def _losses(table: StepTable, mean: StepMean) -> list[float]:
+    """Return the losses of all tasks; NaN for a batch that was left out."""
+    losses = enumerate(table.losses())
+    return [math.nan if vrank in mean.left_out else loss for vrank, loss in losses]

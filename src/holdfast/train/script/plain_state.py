@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import xxhash
 
@@ -35,6 +36,7 @@ class PlainState:
                     kept = {key: value for key, value in group.items() if key != "params"}
                     found.update(_leaves(kept, f"{name}.param_groups[{i}]"))
             elif isinstance(each, ScriptState):
+                each.values.check()
                 found.update(_leaves(dict(each.values), "job.values"))
                 found["the number of steps taken"] = str(each.steps)
             else:
@@ -45,9 +47,15 @@ class PlainState:
 class StateComparison:
     """Describes this worker's state to others, in words of bounded size."""
 
-    def __init__(self, plain: PlainState, prints: Fingerprints) -> None:
+    def __init__(
+        self,
+        plain: PlainState,
+        prints: Fingerprints,
+        numbers: Callable[[], list[tuple[str, str, bool]]] = list,
+    ) -> None:
         self._plain = plain
         self._prints = prints
+        self._numbers = numbers  # the script's own, which belong to no state
         self.samples: dict[str, str] = {}  # digests of samples that all workers have read
 
     def plain_print(self) -> int:
@@ -59,7 +67,8 @@ class StateComparison:
         """Return a description with which others find the differences."""
         tensors = self._prints.prints_by_tensor(buffers) if self._prints.cycle else []
         plain = {**self._plain.items(), **self.samples}
-        return msgspec.msgpack.encode((list(plain.items()), tensors))
+        found = list(plain.items()), tensors, self._numbers(), self._prints.trained_modules()
+        return msgspec.msgpack.encode(found)
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -74,6 +83,8 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
             return
         case torch.Tensor():
             yield path, _text(value.item())
+        case np.generic():
+            yield path, _text(value)
         case None | bool() | int() | float() | str() | bytes():
             yield path, _text(value)
 

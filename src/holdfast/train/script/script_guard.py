@@ -47,7 +47,7 @@ class ScriptGuard:
     memory: ScriptMemory
     suspects: Suspects
     cycle: int
-    look_at_source: Callable[[], None] | None = None  # called once, at the first step
+    look_once: Callable[[], None] | None = None  # called at the first step
     files: TaskFiles | None = None
     others: UnprotectedModules | None = None  # None: modules of this process may be others'
     is_alone: bool = False  # no agent watches this process
@@ -72,9 +72,9 @@ class ScriptGuard:
         self.loaded.forget()
         if self.cycle:
             self.memory.begin()
-            if self.look_at_source is not None:
-                self.look_at_source()
-                self.look_at_source = None
+        if self.look_once is not None:
+            self.look_once()
+            self.look_once = None
         looks = bool(self.cycle) and (self.joined or step % self.cycle == 0)
         self.attributes.begin_step(looks=looks)
         early = step < EARLY_STEPS

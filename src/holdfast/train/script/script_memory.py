@@ -14,7 +14,9 @@ import functools
 import itertools
 import os
 import random
+import re
 import sys
+import threading
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -41,6 +43,7 @@ _OPEN = (
     "functools",
     "__main__",
 )  # parts of the standard library with values of scripts
+_NUMBER = re.compile(r"-?\d+(\.\d+)?(e[-+]?\d+)?").fullmatch
 Found = dict[str, str]  # a text that stands for the value, by path
 
 
@@ -60,10 +63,12 @@ class ScriptMemory:
         self._values = values
         self._first: Found | None = None
         self._marked: Found | None = None
+        self._thread = 0  # the script's
 
     def begin(self) -> None:
         """Remember all values, the first time; the script's thread calls it before each step."""
         if self._first is None:
+            self._thread = threading.get_ident()
             self._first = self._look()
 
     def mark(self) -> None:
@@ -76,10 +81,19 @@ class ScriptMemory:
         moving = _changed_paths(self._marked, now)
         return moving, [path for path in _changed_paths(self._first, now) if path not in moving]
 
-    def _look(self) -> Found:
+    def numbers(self) -> list[tuple[str, str, bool]]:
+        """Return the paths and texts of all numbers, and whether each has changed since `begin`.
+
+        Any thread may call it while the script waits.
+        """
+        first, now = self._first or {}, self._look(sys._current_frames().get(self._thread))
+        return [(p, text, first.get(p) != text) for p, text in now.items() if _NUMBER(text)]
+
+    def _look(self, frame: types.FrameType | None = None) -> Found:
+        """Look at all values that are seen from a frame, by default the caller's."""
         walk = _Walk({id(each) for each in self._protected()})
         try:
-            for path, value in (*self._values().items(), *_roots()):
+            for path, value in (*self._values().items(), *_roots(frame)):
                 walk.visit(path, value, 0)
         except RuntimeError:  # another thread of the script changes a dictionary meanwhile
             pass
@@ -92,10 +106,13 @@ def _changed_paths(before: Found | None, now: Found) -> list[str]:
     return [path for path, text in now.items() if before.get(path, "") != text]
 
 
-def script_frames() -> list[types.FrameType]:
-    """Return the calling thread's frames from files in the script's folder, the innermost first."""
+def script_frames(frame: types.FrameType | None = None) -> list[types.FrameType]:
+    """Return the frames from files in the script's folder, the innermost first.
+
+    `frame`: of the thread in question; None: the calling one.
+    """
     found: list[types.FrameType] = []
-    each: types.FrameType | None = sys._getframe()
+    each: types.FrameType | None = frame or sys._getframe()
     while each is not None:
         if is_script(each.f_code.co_filename) and (
             not found or _is_beside(each.f_code, found[0].f_code)
@@ -110,13 +127,13 @@ def _is_beside(one: types.CodeType, other: types.CodeType) -> bool:
     return len(folders) == 1
 
 
-def _roots() -> Iterator[tuple[str, Any]]:
-    frames = script_frames()
+def _roots(frame: types.FrameType | None = None) -> Iterator[tuple[str, Any]]:
+    frames = script_frames(frame)
     spaces: dict[int, Mapping[str, Any]] = {}
-    for frame in frames:
-        spaces.setdefault(id(frame.f_globals), frame.f_globals)
-        if frame.f_locals is not frame.f_globals:
-            yield from _named_values(frame.f_locals)
+    for each in frames:
+        spaces.setdefault(id(each.f_globals), each.f_globals)
+        if each.f_locals is not each.f_globals:
+            yield from _named_values(each.f_locals)
     folders = {os.path.dirname(os.path.abspath(f.f_code.co_filename)) for f in frames}
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)

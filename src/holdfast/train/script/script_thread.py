@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from holdfast.core import tree
 from holdfast.core.errors import InvariantError, UserError
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
@@ -32,6 +31,7 @@ from holdfast.train.script.ledger_recorder import LedgerRecorder
 from holdfast.train.script.loop_ends import LoopEnd
 from holdfast.train.script.script_guard import ScriptGuard
 from holdfast.train.script.script_state import ScriptState
+from holdfast.train.script.step_mean import StepMean, find_mean
 from holdfast.train.shards.inner_group import InnerGroup
 from holdfast.train.step.act import Act
 from holdfast.train.step.driver import LEFT_WRONG, Driver
@@ -55,6 +55,7 @@ STATE_OF_EARLIER_LINE = (
     "it was given a state that belongs to an earlier line of the script, and runs that from its "
     "first line again"
 )
+NO_TASKS = StepMean(loss=0.0)
 TOLD_CHARS_MAX = 1000  # limit for an agreed value in the ledger
 
 
@@ -384,7 +385,10 @@ class ScriptThread:
         """Make the present loop's plan, once the number of steps before it is known."""
         if not self._planned:
             ended = self.progress.ended[: self._loop]
-            self._plan = self._loop_data.begin(ended[-1] if ended else 0)
+            plan = self._loop_data.begin(ended[-1] if ended else 0)
+            if isinstance(plan, SamplePlan):
+                plan = replace(plan, packed=self.progress.places.packed)
+            self._plan = plan
             self._planned = True
             self._recorder.begin(self._plan, self._loop_data.quarantine)
 
@@ -471,8 +475,7 @@ class ScriptThread:
         self._quarantine()
         self.progress.rank_states.commit(self.reports)
         data.buffers.apply()
-        table, vranks = data.table, plan.virtual_ranks
-        counts = table.counts()
+        table, counts = data.table, data.table.counts()
         counted = sum(counts)
         samples = plan.step_samples(index) if isinstance(plan, SamplePlan) else counted
         if not counted:
@@ -481,34 +484,14 @@ class ScriptThread:
         if first:
             self._marks = counts, table.digests()
             told = self._loop_data.check(index, *self._marks)
-        scale = samples / counted  # 1 unless samples were dropped
-        every, means = self.runner.means(table.weights(), table.losses())
-        weights = [weight for weight, count in zip(every, counts, strict=True) if count]
-        losses = {(v, 1): loss for v, loss in enumerate(means)}
-        if all(weight >= 0 for weight in weights):
-            divisor = self._total({(v, 1): max(w, 0.0) for v, w in enumerate(every)})
-            if not divisor > 0:
-                raise UserError(
-                    f"the weights of step {index} sum up to {divisor}: give some weight"
-                )
-            data.gradients.publish(table.used, weight=divisor)
-            loss = self._total(losses) / divisor
-        elif any(weight >= 0 for weight in weights):
-            raise UserError(
-                f"some batches of step {index} were given a weight and others not: give "
-                "step.backward a weight in every batch, or in none"
-            )
-        else:
-            assert isinstance(plan, SamplePlan), "other losses are weighted"
-            data.gradients.publish(table.used, scale)
-            for v, weight in enumerate(plan.all_weights(index)):
-                losses[v, 1] *= weight
-            loss = self._total(losses) / vranks * scale
+        weights, losses = self.runner.means(table.weights(), table.losses())
+        mean = find_mean(plan, index, counts, weights, losses)
+        data.gradients.publish(table.used, mean.scale, mean.weight)
         self.progress.row_updates.apply()
-        enter_stream(plan.seed, index, vranks, "job" if first else f"job {self._at}")
+        enter_stream(plan.seed, index, plan.virtual_ranks, "job" if first else f"job {self._at}")
         uses = Uses.SAMPLES if first else Uses.SAME_SAMPLES
-        self._record(uses, loss, samples - counted, told, total)
-        return loss
+        self._record(uses, mean, samples - counted, told, total)
+        return mean.loss
 
     def values_of_all(self) -> dict[int, bytes]:
         """Return the values of all members in the committed step, by virtual rank."""
@@ -517,7 +500,7 @@ class ScriptThread:
         data.buffers.restore()
         self.reports = {}
         told = self.runner.take_from_first(data.values.told)
-        self._record(Uses.NO_SAMPLES, 0.0, 0, agreed_text(told.get(PROPOSAL)))
+        self._record(Uses.NO_SAMPLES, NO_TASKS, 0, agreed_text(told.get(PROPOSAL)))
         return told
 
     def modules_named(self, names: Collection[str]) -> Collection[str]:
@@ -543,14 +526,14 @@ class ScriptThread:
             return
         news = quarantine.hear(told)
         self._recorder.report_quarantined(quarantine, news, self._data.table)
-        found = sum(len(records) for records in self.progress.quarantined.values())
+        found = sum(len(records) for records in self.progress.places.quarantined.values())
         total = found + len(quarantine.waiting)
         if news and total > quarantine.most:
             bad = [each for told in news.values() for each in told.items()]
             raise UserError(reason_to_stop(bad, total, quarantine.most))
 
     def _record(
-        self, uses: Uses, loss: float, dropped: int, told: str = "", total: int = 0
+        self, uses: Uses, mean: StepMean, dropped: int, told: str = "", total: int = 0
     ) -> None:
         """Write the step's line of the ledger; `total`: digest of its sum, if it has one."""
         self.progress.stopped |= self.runner.is_set_anywhere(self._data.table.stops)
@@ -562,10 +545,7 @@ class ScriptThread:
             *gradients, total = self.runner.join_digests([*data.table.gradients(), total])
             digests = replace(digests, gradients=gradients, sum=total)
         view = data.reduced_in
-        self._recorder.commit(place, view, data.table, loss, dropped, handed, digests)
-
-    def _total(self, values: dict[tree.Node, float]) -> float:
-        return tree.fold(values, self._plan.virtual_ranks, lambda a, b: a + b)
+        self._recorder.commit(place, view, data.table, mean, dropped, handed, digests)
 
 
 def _tell_new_names(driver: Driver, names: Sequence[str]) -> None:

@@ -326,7 +326,8 @@ class Gradients:
     def publish(self, used: torch.Tensor, scale: float = 1.0, weight: float = 1.0) -> None:
         """Point `.grad` at the reduced sums; None where no virtual rank used the parameter.
 
-        `scale`: to multiply them by, if not 1. `weight`: to divide them by, if not 1.
+        `scale`: to multiply them by, if not 1. `weight`: to divide them by, if not 1; 0: no task
+        counts, and all gradients are zeros.
         """
         flags = used.tolist()
         for bucket in self.buckets:
@@ -336,15 +337,18 @@ class Gradients:
         for bucket in self.active:
             if scale != 1.0:
                 bucket.result.data.mul_(scale)
-            if weight != 1.0:
+            if not weight:
+                bucket.result.data.zero_()
+            elif weight != 1.0:
                 bucket.result.data.div_(weight)
             whole = zip(bucket.params, bucket.result.views, bucket.places, strict=True)
             for param, view, place in whole:
-                param.grad = place_as(param, view) if flags[place] else None
+                is_trained = flags[place] or not weight
+                param.grad = place_as(param, view) if is_trained else None
         for table in self.tables:
             table.drop_gradient()
         for table in self.active_tables:
-            for part, rows in table.split(table.result.times(scale, weight)):
+            for part, rows in table.split(table.result.times(scale, weight or 1.0)):
                 if flags[part.place]:
                     part.param.grad = rows.gradient(part.param)
 

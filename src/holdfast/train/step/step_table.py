@@ -19,6 +19,7 @@ from holdfast.train.exchange.tensor_bytes import as_bytes
 
 LOSS, COUNT, DIGEST, WORKER, INCARNATION, WEIGHT, GRADIENT, COLUMNS = 0, 1, 2, 3, 4, 5, 6, 7
 UNWEIGHTED = -1.0  # the weight of a task whose loss is a mean
+LEFT_OUT = -2.0  # the weight of a task whose batch the script leaves out
 
 
 class StepTable:

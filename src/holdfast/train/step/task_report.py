@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
 import xxhash
@@ -71,6 +72,12 @@ class GatheredValues(Mapping[str, list]):
                 f"step.gather({name!r}, ...), {known}"
             )
         return self._unpacked(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the list of a name's values; `default` if no task of the step has used it."""
+        if name not in self:
+            return default
+        return self[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._packed
