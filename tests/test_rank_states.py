@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from holdfast.core.errors import StateMismatch, UserError, WireError
+from holdfast.core.job_spec import with_settings
 from holdfast.train.job import Job, RankState
 from holdfast.train.script.rank_states import RankStates
 from holdfast.train.step.packed_trees import pack, unpack
 from holdfast.train.step.task_report import TaskReport, read_report
 from loop_kit import dataset, digest, everywhere, protected, results
-from thread_cluster import ThreadWorker
+from support import SPEC
+from thread_cluster import ThreadCluster, ThreadWorker
 
 STEPS = 8
 
@@ -123,6 +125,66 @@ def test_a_simulator_is_made_only_where_it_is_used() -> None:
         return Walk.made - before
 
     assert results(script, 1) == [4], "once each"
+
+
+def replays(job: Job, me: ThreadWorker) -> Any:
+    """Train on a replay buffer of few large tensors, as the documentation shows."""
+    model, optimizer = protected(job)
+    made: list[int] = []
+
+    def empty(vrank: int) -> dict[str, Any]:
+        made.append(vrank)
+        return {"seen": torch.zeros(16, 6), "reward": torch.zeros(16), "next": 0}
+
+    buffer = job.rank_state("buffer", empty)
+    for step in job.steps(job.batches(dataset(200), 3), until=STEPS):
+        for batch, _ in step:
+            kept = buffer.value
+            for seen in batch:
+                row = kept["next"] % len(kept["reward"])
+                kept["seen"][row], kept["reward"][row] = seen, seen.sum()
+                kept["next"] += 1
+            filled = min(kept["next"], len(kept["reward"]))
+            rows = torch.randint(filled, (5,), generator=torch.Generator().manual_seed(filled))
+            errors = model(kept["seen"][rows])[:, 0] - kept["reward"][rows]
+            step.backward(errors.square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return digest(model), [buffer[v]["next"] for v in range(len(buffer))], len(made)
+
+
+def test_a_replay_buffer_goes_with_its_virtual_rank() -> None:
+    def script(job: Job, me: ThreadWorker) -> Any:
+        return replays(job, me)[:2]
+
+    assert results(script, 2) == results(script, 1) * 2
+    assert results(script, 3, {1: 12})[0] == results(script, 1)[0]
+
+
+def test_a_first_state_is_made_once_for_each_virtual_rank() -> None:
+    ((_, filled, made),) = results(replays, 1, settings={"silent_errors.repeat_steps": 0})
+    assert filled == [3 * STEPS] * 4
+    assert made == 4
+
+
+@pytest.mark.parametrize("rows", [0, 100])
+def test_a_state_that_takes_longer_than_its_tasks_is_named_once(rows: int) -> None:
+    def script(job: Job, me: ThreadWorker) -> None:
+        model, optimizer = protected(job)
+        state = job.rank_state("buffer", lambda vrank: [[torch.zeros(4)] * 4] * rows)
+        for step in job.steps(job.batches(dataset(), 3), until=STEPS):
+            for x, y in step:
+                assert len(state.value) == rows
+                step.backward((model(x) - y).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    spec = with_settings(SPEC, {"workers.nproc": 1, "workers.virtual": 4})
+    cluster = ThreadCluster(spec, script)
+    assert cluster.run() == ""
+    named = [text for text in cluster.told("script") if "the rank state 'buffer' takes" in text]
+    assert len(named) == bool(rows)
+    assert all("its 400 tensors" in text and "one tensor for each field" in text for text in named)
 
 
 def test_states_that_are_not_used_are_not_sent() -> None:

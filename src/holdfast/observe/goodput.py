@@ -35,6 +35,7 @@ MEANINGS = {
     Part.PRODUCTIVE: "tasks of committed steps, and the script's own lines between them",
     Part.WAITING: "for other workers: their tasks, sums, votes",
     Part.DATA: "for batches",
+    Part.STATES: "loading and packing states of virtual ranks (job.rank_state)",
     Part.CHECKS: "tasks computed to compare them, or copied from late workers",
     Part.AGAIN: "tasks computed again, or computed for a worker that was lost",
     Part.LOST: "steps that were thrown away, because the job went back",
@@ -54,6 +55,7 @@ _PARTS = {
     TimeUse.TASK: Part.PRODUCTIVE,
     TimeUse.AGAIN: Part.AGAIN,
     TimeUse.CHECK: Part.CHECKS,
+    TimeUse.STATES: Part.STATES,
     TimeUse.UPDATE: Part.PRODUCTIVE,
     TimeUse.SAVE: Part.SAVING,
     TimeUse.WAIT: Part.WAITING,
@@ -63,7 +65,7 @@ _PARTS = {
     TimeUse.FROZEN: Part.DEGRADED,
 }
 _OF_STEPS = frozenset(
-    (Part.PRODUCTIVE, Part.WAITING, Part.DATA, Part.CHECKS, Part.AGAIN, Part.SAVING)
+    (Part.PRODUCTIVE, Part.WAITING, Part.DATA, Part.STATES, Part.CHECKS, Part.AGAIN, Part.SAVING)
 )
 
 

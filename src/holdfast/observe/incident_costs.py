@@ -21,6 +21,7 @@ class Part(enum.Enum):
     PRODUCTIVE = "productive"
     WAITING = "waiting"
     DATA = "data"
+    STATES = "states"
     CHECKS = "checks"
     AGAIN = "again"
     LOST = "lost"

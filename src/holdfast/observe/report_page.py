@@ -23,6 +23,7 @@ _COLOURS = {  # light, dark
     Part.PRODUCTIVE: ("#2a7f4f", "#4fb37a"),
     Part.WAITING: ("#8fbf9f", "#3d6b4f"),
     Part.DATA: ("#c9a227", "#d9b84a"),
+    Part.STATES: ("#8c7a3f", "#b5a25f"),
     Part.CHECKS: ("#5b7fb5", "#7fa3d9"),
     Part.AGAIN: ("#b36ac2", "#c98ad6"),
     Part.LOST: ("#7d3c98", "#a569bd"),

@@ -14,7 +14,7 @@ STEPS_MIN = 5  # fewer measured steps give no estimate
 WINDOW_S = 120.0  # length of the productive time that is measured
 _STEADY = (
     *(TimeUse.DATA, TimeUse.TASK, TimeUse.CHECK, TimeUse.UPDATE),
-    *(TimeUse.SAVE, TimeUse.WAIT, TimeUse.SPARE),
+    *(TimeUse.STATES, TimeUse.SAVE, TimeUse.WAIT, TimeUse.SPARE),
 )
 
 

@@ -37,6 +37,7 @@ class TimeUse(str, enum.Enum):  # a string: those are hashed quickly
     TASK = "task"  # it computes tasks that it hosts
     AGAIN = "again"  # it computes tasks of a step once more, or those of a lost worker
     CHECK = "check"  # it computes tasks of others: to compare them, or because they are late
+    STATES = "states"  # it loads or packs states of virtual ranks, within tasks
     UPDATE = "update"  # the script's own lines between the batches of two steps
     SAVE = "save"  # it copies its share of the state
     WAIT = "wait"  # it waits for other workers of the view

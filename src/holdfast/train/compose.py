@@ -52,6 +52,7 @@ from holdfast.train.script.optimizer_watch import OptimizerWatch
 from holdfast.train.script.parameter_watch import ParameterWatch
 from holdfast.train.script.plain_state import PlainState, StateComparison
 from holdfast.train.script.processor_kind import kind_of_processor
+from holdfast.train.script.rank_states import RankStates
 from holdfast.train.script.repeated_tasks import RepeatedTasks
 from holdfast.train.script.row_updates import HeirWatch, RowUpdates, ServerAccess
 from holdfast.train.script.script_guard import ScriptGuard
@@ -59,6 +60,7 @@ from holdfast.train.script.script_memory import ScriptMemory
 from holdfast.train.script.script_state import ScriptState
 from holdfast.train.script.script_suspects import Suspects
 from holdfast.train.script.script_thread import ScriptThread, TaskRunner
+from holdfast.train.script.state_costs import StateCosts
 from holdfast.train.script.unprotected_modules import UnprotectedModules
 from holdfast.train.shards.following_shard import FollowingLink, FollowingMachine
 from holdfast.train.shards.inner_group import LOOPBACK, InnerGroup
@@ -179,6 +181,17 @@ def _compose_following(
     return Control(environment=me, seed=seed, driver=driver, link=link, inner=inner)
 
 
+def compose_progress(control: Control) -> ScriptState:
+    """Return the progress of a script that has declared nothing yet."""
+    driver = control.driver
+
+    def note(text: str) -> None:
+        if driver.leads:
+            driver.post(EventNoted("script", text))
+
+    return ScriptState(RankStates(StateCosts(driver.times, note)))
+
+
 def compose_guard(
     control: Control,
     protected: Mapping[str, Any],
@@ -223,7 +236,7 @@ def compose_guard(
         if found := progress.settings.describe_changed():
             note(found)
         classes = {type(part) for _, each in modules for part in each.modules()}
-        if cycle and (found := suspects.describe_task_sources(classes)):
+        for found in suspects.describe_source(classes) if cycle else ():
             note(found)
 
     return ScriptGuard(

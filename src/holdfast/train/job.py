@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from torch.distributed import HashStore
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,13 +19,13 @@ from holdfast.core.step.events import EventNoted, StepKind
 from holdfast.train.checkpoint.local_tensors import check_split
 from holdfast.train.checkpoint.saved_state import load_saved
 from holdfast.train.checkpoint.state import PROTECTED_AS, to_plain
-from holdfast.train.compose import Control, compose_control, compose_worker
+from holdfast.train.compose import Control, compose_control, compose_progress, compose_worker
 from holdfast.train.data.batch_loading import LoadOptions
 from holdfast.train.data.batch_parts import WHOLE, BatchPart
 from holdfast.train.data.map_style import dataset_length
 from holdfast.train.data.order_plan import OrderPlan
 from holdfast.train.data.quarantine import Quarantine
-from holdfast.train.data.random_streams import enter_stream
+from holdfast.train.data.random_streams import enter_stream, seed_generators
 from holdfast.train.data.sampled_batches import SampledBatches
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.shard_positions import StreamPlan
@@ -42,7 +40,6 @@ from holdfast.train.script.job_step import Step, end_step, is_begun
 from holdfast.train.script.job_values import Values
 from holdfast.train.script.loop_ends import EndsAtStep, EndsWithEpoch, LoopEnd
 from holdfast.train.script.rank_states import RankState
-from holdfast.train.script.script_state import ScriptState
 from holdfast.train.script.script_thread import ScriptThread
 from holdfast.train.shards.inner_group import InnerGroup
 from holdfast.train.step.values import PROPOSAL
@@ -63,9 +60,7 @@ def join(*, seed: int | None = None) -> Job:
     environment = WorkerEnvironment.read(os.environ)
     keep_freed_memory(os.environ)
     job_seed = environment.spec.workers.seed if seed is None else seed
-    random.seed(job_seed)
-    np.random.seed(job_seed % 2**32)
-    torch.manual_seed(job_seed)
+    seed_generators(job_seed)
     _jobs.append(Job(compose_control(environment, job_seed, take_channel(environment))))
     return _jobs[-1]
 
@@ -97,7 +92,7 @@ class Job:
         self._environment = control.environment
         self._driver = control.driver
         self._protected: dict[str, Any] = {}
-        self._progress = ScriptState()
+        self._progress = compose_progress(control)
         self._script: ScriptThread | None = None  # once there is something to train
         self._step: Step | None = None  # the step that the script is in, or has left by `break`
         self._asked = 0  # where the script wanted its last loop to end
@@ -258,7 +253,7 @@ class Job:
             quarantine,
             lambda text: self._driver.post(EventNoted("data", text)),
             part,
-        )
+        ).look()
 
     def stream(
         self,
@@ -362,7 +357,7 @@ class Job:
         positions = progress.places.orders.setdefault(number, plan.start())
         return SampledBatches(
             dataset, sampler, options, plan, positions, lambda: progress.steps, part
-        )
+        ).look()
 
     def _check_nothing_dropped(self, call: str, what: str) -> None:
         if self._environment.spec.backup().workers:
@@ -529,15 +524,17 @@ class Job:
             collate_fn=collate_fn or LoadOptions().collate_fn,
             virtual_ranks=self.virtual_ranks,
             seed=self.seed,
+            worker=self.worker,
         )
         modules = [each for each in self._protected.values() if isinstance(each, torch.nn.Module)]
 
         def tell(script: ScriptThread) -> bytes:
             step = script.open(StepKind.VALUES, act=evaluation.act)
             with suspend_training(modules):
+                facts = evaluation.describe(step)
                 for task in script.tasks():
                     script.runner.begin_values()
-                    script.runner.tell(task, evaluation.share(step, task.vrank))
+                    script.runner.tell(task, evaluation.share(step, task.vrank, facts))
             enter_stream(self.seed, step, self.virtual_ranks, "evaluated")
             return msgspec.msgpack.encode(evaluation.mean(script.values_of_all()))
 

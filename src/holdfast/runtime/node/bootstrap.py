@@ -15,7 +15,6 @@ import contextlib
 import faulthandler
 import os
 import pkgutil
-import random
 import runpy
 import sys
 import sysconfig
@@ -106,14 +105,13 @@ def run_told(run: Callable[[], None], tell: Callable[[str], None]) -> int:
 def _run(script: str) -> None:
     """Run the script; if it ends well, end the job that it has left open.
 
-    Its draws from Python's and NumPy's generators before it joins the job are keyed as well;
-    PyTorch's generators begin with a constant.
+    Its draws from the global generators before it joins the job are keyed as well: a split of the
+    data, say.
     """
-    seed = int(os.environ.get("PYTHONHASHSEED") or 0)
-    random.seed(seed)
-    import numpy as np  # what only starts workers does without it
+    # What only starts workers does without torch.
+    from holdfast.train.data.random_streams import seed_generators
 
-    np.random.seed(seed)
+    seed_generators(int(os.environ.get("PYTHONHASHSEED") or 0))
     try:
         user_script.run(script)
     except SystemExit as end:

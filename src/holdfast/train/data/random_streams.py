@@ -46,6 +46,13 @@ def enter_stream(seed: int, step: int, vrank: int, purpose: str) -> None:
             generator.manual_seed(torch_seed)
 
 
+def seed_generators(seed: int) -> None:
+    """Seed the global generators, for what a script draws before its first step."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 @contextlib.contextmanager
 def key_apart(seed: int, epoch: int, purpose: str) -> Iterator[None]:
     """Key the global generators within the block, and restore their states afterwards."""

@@ -14,9 +14,14 @@ from typing import Any
 from holdfast.core.errors import UserError, require
 from holdfast.train.data.batch_loading import BatchSource, LoadOptions
 from holdfast.train.data.batch_parts import WHOLE, BatchPart, PartOfPlan
+from holdfast.train.data.data_facts import (
+    SAMPLES_COMPARED,
+    Facts,
+    describe_data,
+    print_sample,
+)
 from holdfast.train.data.order_plan import OrderFacts, OrderPlan, OrderPosition, tell
 from holdfast.train.data.sampler_orders import DrawnOrder, draw_order
-from holdfast.train.data.sources import SAMPLES_COMPARED, print_sample
 
 ORDERS_MAX = 2  # the orders of the present epoch, and of the next as batches are loaded ahead
 
@@ -135,6 +140,12 @@ class SampledBatches:
         self._orders = EpochOrders(sampler, plan)
         self._now = now
         self._first_step: int | None = None  # None: no loop has used it
+        self.facts: Facts = {}  # describe the dataset at the time of `look`
+
+    def look(self) -> SampledBatches:
+        """Describe the dataset as it is now; return this."""
+        self.facts = describe_data(self.dataset, self.options.collate_fn, self.plan.seed, 0)
+        return self
 
     @property
     def steps_per_epoch(self) -> int:
@@ -193,7 +204,7 @@ class SampledBatches:
             if number < SAMPLES_COMPARED:
                 stream = self.plan.seed, step, number
                 name = f"sample {key!r} of the dataset"
-                found[name] = print_sample(self.dataset, self.options, key, stream)
+                found[name] = print_sample(self.dataset, self.options.collate_fn, key, stream)
         return found
 
     def _order_text(self) -> str:

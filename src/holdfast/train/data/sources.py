@@ -21,22 +21,26 @@ from holdfast.train.data.batch_loading import (
     BatchSource,
     LoadOptions,
     LoadPlan,
-    limit_to_one_thread,
 )
 from holdfast.train.data.batch_parts import WHOLE, BatchPart, PartOfPlan
-from holdfast.train.data.map_style import dataset_length, load_samples
+from holdfast.train.data.data_facts import (
+    SAMPLES_COMPARED,
+    Facts,
+    describe_data,
+    print_sample,
+)
+from holdfast.train.data.map_style import dataset_length
 from holdfast.train.data.order_plan import OrderPlan
 from holdfast.train.data.quarantine import Quarantine
-from holdfast.train.data.random_streams import enter_stream, stream_seed
-from holdfast.train.data.sample_digest import content_print
+from holdfast.train.data.random_streams import stream_seed
 from holdfast.train.data.sampler_orders import check_sampler
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.shard_positions import StreamPlan
 from holdfast.train.data.verified_samples import Checks
 
-SAMPLES_COMPARED = 2  # at a time
 # a job without a dataset has this many tasks; each counts as a sample of its own
 TASKS_MAX = 1 << 40
+SETTINGS = ("batch_size", "shuffle", "drop_last")  # the fields of a plan that come from the script
 
 
 Plan = SamplePlan | OrderPlan | StreamPlan
@@ -82,6 +86,11 @@ class LoopData(Protocol):
     @property
     def quarantine(self) -> Quarantine | None:
         """Return the quarantine of the dataset; None if no record may be left out."""
+        ...
+
+    @property
+    def facts(self) -> Facts:
+        """Return the description of the data that all workers must share, on each start."""
         ...
 
     @property
@@ -145,6 +154,20 @@ class Batches:
         self._checks = checks
         self._say = say
         self.part = part  # the part of each batch that this process of the worker reads
+        self.facts: Facts = {}  # describe the data at the time of `look`
+
+    def look(self) -> Batches:
+        """Describe the dataset as it is now, and the settings of its batches; return this."""
+        settings = {f"the dataset's {name}": str(getattr(self.plan, name)) for name in SETTINGS}
+        self.facts = {"the dataset's length": str(self.plan.length), **settings}
+        if not self._is_verified:
+            seed = self.plan.seed
+            self.facts |= describe_data(self.dataset, self.options.collate_fn, seed, 0)
+        return self
+
+    @property
+    def _is_verified(self) -> bool:
+        return self._checks is not None and bool(self._checks.index or self._checks.quarantines)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -182,25 +205,14 @@ class Batches:
     def samples(self, step: int) -> dict[str, str]:
         """Return digests of a few samples, chosen by the step; of none if each is verified."""
         found: dict[str, str] = {}
-        if self._checks is not None and (self._checks.index or self._checks.quarantines):
+        if self._is_verified:
             return found
         for i in range(SAMPLES_COMPARED):
             index = stream_seed(self.plan.seed, step, i, "compared") % self.plan.length
             found[f"sample {index} of the dataset"] = print_sample(
-                self.dataset, self.options, index, (self.plan.seed, step, i)
+                self.dataset, self.options.collate_fn, index, (self.plan.seed, step, i)
             )
         return found
-
-
-def print_sample(dataset: Any, options: LoadOptions, key: Any, stream: tuple[int, int, int]) -> str:
-    """Return the digest of a sample, with generators keyed by (seed, step, number)."""
-    enter_stream(*stream, "compared")
-    try:
-        with limit_to_one_thread():
-            sample = options.collate_fn(load_samples(dataset, [key]))
-        return f"{content_print(sample):016x}"
-    except Exception as error:  # noqa: BLE001 - the task that needs it will meet it
-        return type(error).__name__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +242,11 @@ class NoDataset:
             seed=seed,
             shuffle=False,
         )
+
+    @property
+    def facts(self) -> Facts:
+        """Return no description, since the script makes its batches by itself."""
+        return {}
 
     def begin(self, step: int) -> SamplePlan:
         """Return the plan: every task is a sample, used once."""

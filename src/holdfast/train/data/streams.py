@@ -19,6 +19,7 @@ from holdfast.core.errors import InvariantError, UserError
 from holdfast.train.checkpoint.state import keeps_state
 from holdfast.train.data.batch_loading import limit_to_one_thread
 from holdfast.train.data.batch_parts import WHOLE, BatchPart
+from holdfast.train.data.data_facts import Facts
 from holdfast.train.data.random_streams import enter_stream, key_apart
 from holdfast.train.data.rank_watch import ranks_watched
 from holdfast.train.data.reader_states import (
@@ -64,6 +65,11 @@ class Stream:
         self.collate = collate_fn
         self.tell = tell
         self._first_step: int | None = None  # None: no loop has used it
+
+    @property
+    def facts(self) -> Facts:
+        """Return the setting of the batches; only the worker that hosts a shard reads it."""
+        return {"the dataset's batch_size": str(self.plan.batch_size)}
 
     def begin(self, step: int) -> StreamPlan:
         """Record that a loop over it begins at `step`; returns the plan from its first use."""

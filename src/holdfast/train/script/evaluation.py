@@ -16,12 +16,14 @@ import torch
 
 from holdfast.core import tree
 from holdfast.core.errors import UserError
+from holdfast.train.data.data_facts import Facts, describe_data, find_difference
 from holdfast.train.data.map_style import load_samples
 from holdfast.train.data.random_streams import enter_stream
+from holdfast.train.step.state_differences import SAME_DATA
 
 Metrics = dict[str, tuple[float, float]]  # sum and weight, by name
 ALONE = ""  # the name of a metric that is the only one, and has no name of its own
-_decode = msgspec.msgpack.Decoder(Metrics).decode
+_decode = msgspec.msgpack.Decoder(tuple[int, Facts, Metrics]).decode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,7 @@ class Evaluation:
     collate_fn: Callable[[list[Any]], Any]
     virtual_ranks: int
     seed: int
+    worker: int
 
     @property
     def act(self) -> str:
@@ -42,8 +45,15 @@ class Evaluation:
         batches = f"{self.length} samples in batches of {self.batch_size}"
         return f"calls job.evaluate ({batches})"
 
-    def share(self, step: int, vrank: int) -> bytes:
-        """Sum up the metrics of a virtual rank's batches, and encode the sums. UserError."""
+    def describe(self, step: int) -> Facts:
+        """Describe the dataset as this worker has it."""
+        return describe_data(self.dataset, self.collate_fn, self.seed, step)
+
+    def share(self, step: int, vrank: int, facts: Facts) -> bytes:
+        """Sum up the metrics of a virtual rank's batches, and encode the sums. UserError.
+
+        `facts`: describe the dataset; all shares must have been made with the same data.
+        """
         found: Metrics = {}
         for start in range(
             vrank * self.batch_size, self.length, self.batch_size * self.virtual_ranks
@@ -54,11 +64,16 @@ class Evaluation:
             for name, (total, weight) in _read_metrics(self.fn(batch), len(indices)).items():
                 before = found.get(name, (0.0, 0.0))
                 found[name] = before[0] + total, before[1] + weight
-        return msgspec.msgpack.encode(found)
+        return msgspec.msgpack.encode((self.worker, facts, found))
 
     def mean(self, told: Mapping[int, bytes]) -> float | dict[str, float]:
-        """Return each metric's mean over all samples, from the shares of all virtual ranks."""
-        shares = {vrank: _decode(data) for vrank, data in told.items()}
+        """Return each metric's mean over all samples, from the shares of all virtual ranks.
+
+        UserError if two workers have other data.
+        """
+        decoded = {vrank: _decode(data) for vrank, data in sorted(told.items())}
+        _check_data([(worker, facts) for worker, facts, _ in decoded.values()])
+        shares = {vrank: share for vrank, (_, _, share) in decoded.items()}
         names = sorted({name for share in shares.values() for name in share})
         found = {name: self._mean(name, shares) for name in names}
         return found[ALONE] if names == [ALONE] else found
@@ -81,6 +96,17 @@ def suspend_training(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
+
+
+def _check_data(described: Sequence[tuple[int, Facts]]) -> None:
+    """Compare descriptions of the dataset, each with the worker that has it. UserError."""
+    (first, mine), *others = described
+    for worker, theirs in others:
+        if name := find_difference(mine, theirs):
+            raise UserError(
+                f"{name} is {mine[name]} on worker {first} and {theirs[name]} on worker {worker}, "
+                f"in job.evaluate(...): {SAME_DATA}"
+            )
 
 
 def _add(left: tuple[float, float], right: tuple[float, float]) -> tuple[float, float]:

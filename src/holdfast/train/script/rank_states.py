@@ -17,7 +17,8 @@ import xxhash
 from holdfast.core.errors import StateMismatch, UserError
 from holdfast.train.checkpoint.state import keeps_state
 from holdfast.train.data.random_streams import key_apart
-from holdfast.train.step.packed_trees import pack, unpack
+from holdfast.train.script.state_costs import StateCosts
+from holdfast.train.step.packed_trees import count_tensors, pack, unpack
 from holdfast.train.step.task_report import TaskReport
 
 Packed = dict[int, bytes]  # by virtual rank; those whose tasks have not used it yet are missing
@@ -30,14 +31,22 @@ class RankState:
     """
 
     def __init__(
-        self, name: str, make: Callable[[int], Any], seed: int, vranks: int, packed: Packed
+        self,
+        name: str,
+        make: Callable[[int], Any],
+        seed: int,
+        vranks: int,
+        packed: Packed,
+        costs: StateCosts,
     ) -> None:
         self._name = name
         self._make = make
         self._seed = seed
         self._vranks = vranks
         self._packed = packed
-        self._objects: dict[int, Any] = {}  # made here, each as its last task has left it
+        self._costs = costs
+        # made here, each as its last task has left it; None for a state that is no object
+        self._objects: dict[int, Any] = {}
         self._first: Packed = {}  # the states with which they were made
         self._vrank: int | None = None  # the virtual rank of the present task
         self._is_used = False  # the present task has used the state
@@ -58,7 +67,7 @@ class RankState:
     def value(self, new: Any) -> None:
         """Replace the state; UserError outside of a task, and for an object with a state_dict."""
         vrank = self._require_task("is set")
-        if keeps_state(new) or vrank in self._objects:
+        if keeps_state(new) or self._objects.get(vrank) is not None:
             raise UserError(
                 f"the rank state {self._name!r} cannot be set to a {type(new).__name__}: return "
                 "objects that have a state_dict from `make`, and change them rather than `value`"
@@ -91,24 +100,31 @@ class RankState:
         if vrank is None or not self._is_used:
             return None
         value, self._value = self._value, None
-        left = value.state_dict() if keeps_state(value) else value
-        packed = pack(left, f"the rank state {self._name!r}")
-        return None if packed == self._packed.get(vrank) else packed
+        with self._costs.surround(self._name):
+            packed = self._pack(value.state_dict() if keeps_state(value) else value)
+            return None if packed == self._packed.get(vrank) else packed
 
     def _load(self, vrank: int) -> Any:
         """Return the state of the last commit as the script uses it."""
         packed = self._packed.get(vrank, self._first.get(vrank))
-        if (known := self._objects.get(vrank)) is None:
+        if vrank not in self._objects:
             made = self._make_value(vrank)
-            if not keeps_state(made):
-                return made if packed is None else unpack(packed)
-            known = self._objects[vrank] = made
+            self._objects[vrank] = made if keeps_state(made) else None
             if packed is None:
-                self._first[vrank] = pack(made.state_dict(), f"the rank state {self._name!r}")
+                if keeps_state(made):
+                    self._first[vrank] = self._pack(made.state_dict())
                 return made
-        assert packed is not None, "an object's first state is kept until another is committed"
-        known.load_state_dict(unpack(packed))
+        if packed is None:
+            return self._make_value(vrank)
+        known = self._objects[vrank]
+        with self._costs.surround(self._name):
+            if known is None:
+                return unpack(packed)
+            known.load_state_dict(unpack(packed))
         return known
+
+    def _pack(self, state: Any) -> bytes:
+        return pack(state, f"the rank state {self._name!r}")
 
     def _make_value(self, vrank: int) -> Any:
         with key_apart(self._seed, vrank, f"rank state {self._name}"):
@@ -126,7 +142,8 @@ class RankState:
 class RankStates:
     """Keeps all states that a script has declared; a part of the job's state."""
 
-    def __init__(self) -> None:
+    def __init__(self, costs: StateCosts | None = None) -> None:
+        self._costs = costs or StateCosts()
         self._declared: dict[str, RankState] = {}
         self._packed: dict[str, Packed] = {}  # by name, also of those that are declared later
 
@@ -135,18 +152,25 @@ class RankStates:
         if name in self._declared:
             raise UserError(f"job.rank_state({name!r}, ...) was called before: give each a name")
         packed = self._packed.setdefault(name, {})
-        self._declared[name] = RankState(name, make, seed, vranks, packed)
+        self._declared[name] = RankState(name, make, seed, vranks, packed, self._costs)
         return self._declared[name]
 
     def begin_task(self, vrank: int) -> None:
         """Give a run of a task the states of its virtual rank."""
+        self._costs.begin_task()
         for each in self._declared.values():
             each.begin_task(vrank)
 
     def end_task(self) -> dict[str, bytes]:
         """End the run; returns the states that it has changed, packed, by name."""
         left = {name: each.end_task() for name, each in self._declared.items()}
+        self._costs.end_task(lambda name: self._measure(name, left[name]))
         return {name: packed for name, packed in left.items() if packed is not None}
+
+    def _measure(self, name: str, left: bytes | None) -> tuple[int, int]:
+        """Return the numbers of tensors and bytes of a state, as a task has left it or found it."""
+        data = left or next(iter(self._packed[name].values()))
+        return count_tensors(data), len(data)
 
     def commit(self, reports: Mapping[int, TaskReport]) -> None:
         """Take in the states that the tasks of a committed step have left."""

@@ -63,11 +63,13 @@ class ScriptGuard:
         data: LoopData,
         *,
         whole: bool,
+        first: bool = False,
         copied: int = 0,
     ) -> Prints:
         """Begin a step; return its fingerprints. `whole`: take one of the whole state.
 
-        `copied`: the fingerprint of the copy for followers.
+        `first`: it is the first step of a loop. `copied`: the fingerprint of the copy for
+        followers.
         """
         self.loaded.forget()
         if self.cycle:
@@ -75,7 +77,7 @@ class ScriptGuard:
         if self.look_once is not None:
             self.look_once()
             self.look_once = None
-        looks = bool(self.cycle) and (self.joined or step % self.cycle == 0)
+        looks = bool(self.cycle) and (first or self.joined or step % self.cycle == 0)
         self.attributes.begin_step(looks=looks)
         early = step < EARLY_STEPS
         if self.cycle:
@@ -85,7 +87,7 @@ class ScriptGuard:
             self.others.look([module for _, module in self.modules])
         plain = 0
         if looks and self.prints.cycle:
-            self.comparison.samples = data.samples(step)
+            self.comparison.samples = {**data.facts, **data.samples(step)}
             plain = self.comparison.plain_print()
         every = self.prints.print_of_all(buffers) if whole and self.prints.cycle > 1 else 0
         return self.prints.print_of_step(step, buffers), every, plain, copied

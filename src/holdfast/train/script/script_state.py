@@ -38,7 +38,7 @@ EpochEntry = tuple[int, int, list[bytes]]
 class ScriptState:
     """Counts a script's steps and finished loops; protected like a model. See the module."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank_states: RankStates | None = None) -> None:
         self.steps = 0  # steps of the script so far, over all its loops
         self.stopped = False  # the script's loops are to end
         self.values = Values()
@@ -53,7 +53,7 @@ class ScriptState:
         # have exchanged in it before its first step.
         self.epoch: EpochEntry = (-1, -1, [])
         self.attributes = ModuleAttributes([])  # filled in once the protected modules are known
-        self.rank_states = RankStates()
+        self.rank_states = rank_states or RankStates()
         self.row_updates = RowUpdates()
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class ScriptState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the job's position and values; StateMismatch if they are of another version."""
-        if set(state) - {RANK_STATES, SETTINGS, data_places.PACKED} != KEPT:
+        if set(state) - {RANK_STATES, SETTINGS, data_places.PACKED, data_places.FACTS} != KEPT:
             raise StateMismatch(
                 f"the script's progress is kept as {sorted(state)}, which this version of Holdfast "
                 "does not know: use the version that saved it"

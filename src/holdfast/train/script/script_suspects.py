@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from holdfast.train.script.carried_variables import (
     describe_carried,
@@ -13,6 +14,7 @@ from holdfast.train.script.carried_variables import (
     names_of_batch,
     parse_file,
 )
+from holdfast.train.script.kept_variables import find_leader_state, find_step_state
 from holdfast.train.script.script_memory import ScriptMemory, script_frames
 from holdfast.train.script.script_sources import SOURCES_MAX, find_sources
 from holdfast.train.script.task_sources import find_task_sources
@@ -23,6 +25,19 @@ COMPUTES = (
     "steps compute with {names}: if a weight follows from it, the result depends on the workers "
     "or on the time, which comparing tasks may not show; draw from the global random generators, "
     "which are keyed by the task, or keep the value in job.values"
+)
+
+KEEPS = (
+    "one worker alone sets {names}, and later steps decide by it: a worker that takes over has its "
+    "first value, and may for instance replace the best model by a worse one; keep it in "
+    "job.values, and change it there on all workers alike, outside of the condition (docs: "
+    "scripts.md, Save the best model)"
+)
+
+NEEDS = (
+    "steps change {names} on all workers, and later steps compute or decide by it: a worker that "
+    "joins begins with its first value, and the job ends or has other bits; keep it in job.values "
+    "(docs: scripts.md, Numbers that the script keeps)"
 )
 
 
@@ -50,19 +65,22 @@ class Suspects:
         return f"{since}{changes}{_describe_sources()}"
 
     @staticmethod
-    def describe_task_sources(classes: Iterable[type]) -> str:
-        """Describe clocks and coins that steps seem to compute with; empty: none is found.
+    def describe_source(classes: Iterable[type]) -> Iterator[str]:
+        """Describe what the result of the script seems to depend on, in a sentence for each kind.
 
-        Looks at the files of the script, and at those of these classes, as far as they are its own.
+        Looks at the files of the script, and at those of these classes, as far as they are its own:
+        for clocks and coins that steps compute with, for what only one worker keeps from step to
+        step, and for what steps change and a worker that joins lacks.
         """
-        files = [frame.f_code.co_filename for frame in script_frames()]
-        modules = (sys.modules.get(each.__module__) for each in classes)
-        files += [path for each in modules if (path := getattr(each, "__file__", None))]
-        found: list[str] = []
-        for path in dict.fromkeys(filter(is_script, files)):
-            if (module := parse_file(path)) is not None:
-                found += find_task_sources(module, find_loop(path))
-        return COMPUTES.format(names=join_names(found, NAMES_MAX)) if found else ""
+        coins, alone, needed = list[str](), list[str](), list[str]()
+        for path, module in _parse_files(classes):
+            loop = find_loop(path)
+            coins += find_task_sources(module, loop)
+            alone += find_leader_state(module)
+            needed += find_step_state(module, loop)
+        for text, names in ((COMPUTES, coins), (KEEPS, alone), (NEEDS, needed)):
+            if names:
+                yield text.format(names=join_names(names, NAMES_MAX))
 
     def _find_changes(self) -> tuple[list[str], list[str]]:
         """Return the names that tasks change, and settled ones, without variables of the loop."""
@@ -72,6 +90,16 @@ class Suspects:
             for names in self._memory.changes()
         )
         return moving, [name for name in settled if name not in moving]
+
+
+def _parse_files(classes: Iterable[type]) -> Iterator[tuple[str, ast.Module]]:
+    """Yield the script's files on the stack, and the files of these classes, with their syntax."""
+    files = [frame.f_code.co_filename for frame in script_frames()]
+    modules = (sys.modules.get(each.__module__) for each in classes)
+    files += [path for each in modules if (path := getattr(each, "__file__", None))]
+    for path in dict.fromkeys(filter(is_script, files)):
+        if (module := parse_file(path)) is not None:
+            yield path, module
 
 
 def _describe_sources() -> str:

@@ -21,6 +21,7 @@ from holdfast.core.step.audit import FICKLE, SUBSTITUTED, Sketch
 from holdfast.core.step.events import Digest, Purpose, StepKind
 from holdfast.observe.ledger import Place, StepDigests, Uses
 from holdfast.observe.time_lines import TimeUse
+from holdfast.train.data.data_facts import Facts
 from holdfast.train.data.quarantine import reason_to_stop
 from holdfast.train.data.random_streams import enter_stream
 from holdfast.train.data.sampling import SamplePlan
@@ -390,6 +391,7 @@ class ScriptThread:
                 plan = replace(plan, packed=self.progress.places.packed)
             self._plan = plan
             self._planned = True
+            _check_data(self._driver, self.progress, self._loop, self._loop_data.facts)
             self._recorder.begin(self._plan, self._loop_data.quarantine)
 
     def _is_over(self, ends: Callable[[], bool]) -> bool:
@@ -429,7 +431,11 @@ class ScriptThread:
             data.gradients.sit_out()
         data.buffers.remember()
         copied, start = self._mover.copied_fingerprint(self._at), data.buffers.start
-        prints = guard.open(self._at, start, self._loop_data, whole=self._whole, copied=copied)
+        in_data = kind is StepKind.GRADIENTS and bool(self._loop_data.facts)
+        first = in_data and self.progress.steps == self.begins_at
+        prints = guard.open(
+            self._at, start, self._loop_data, whole=self._whole, first=first, copied=copied
+        )
         with self._driver.monitor:
             which = f" {', '.join(sorted(of))}" if of is not None else ""
             data.open(Act(f"{act}{which}", self._loop, name_line(), kind), prints)
@@ -546,6 +552,18 @@ class ScriptThread:
             digests = replace(digests, gradients=gradients, sum=total)
         view = data.reduced_in
         self._recorder.commit(place, view, data.table, mean, dropped, handed, digests)
+
+
+def _check_data(driver: Driver, progress: ScriptState, loop: int, facts: Facts) -> None:
+    """Compare a loop's data with those with which the job has begun it. UserError.
+
+    The bits of a sample may depend on the kind of processor: other ones are only told.
+    """
+    name, text = progress.places.compare(loop, facts, driver.status().worker)
+    if text and not name.startswith("sample "):
+        raise UserError(text)
+    if text and driver.leads:
+        driver.post(ev.EventNoted("script", text))
 
 
 def _tell_new_names(driver: Driver, names: Sequence[str]) -> None:

@@ -52,3 +52,9 @@ def unpack(data: bytes) -> Any:
         return restore(skeleton, tensors)
     except (msgspec.MsgspecError, ValueError, RuntimeError, UnicodeDecodeError) as error:
         raise WireError(f"packed values cannot be read: {error}") from None
+
+
+def count_tensors(data: bytes) -> int:
+    """Return the number of tensors in a packed tree."""
+    _, kinds, _ = _decode(data)
+    return len(kinds)

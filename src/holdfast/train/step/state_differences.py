@@ -19,6 +19,14 @@ from holdfast.core.step.rulings import UPDATES
 from holdfast.core.types import WorkerId
 
 NUMBERS_MAX = 3  # numbers of the script that are named
+# How names of texts that describe the data begin.
+DATA = ("sample ", "place ", "the dataset's ")
+SAME_DATA = (
+    "datasets must hold the same samples in the same order on all workers, and on each start of "
+    "the job; sort what a directory lists, split and shuffle after holdfast.join() or with a "
+    "generator of a fixed seed, and derive a sample from its index only, not from calls or epochs "
+    "that a new worker has missed"
+)
 SHARED_MIN = 0.5  # part of all tensors: a machine's fault does not change more of them at once
 
 
@@ -62,12 +70,8 @@ def _describe_uneven(path: str, texts: Mapping[WorkerId, str], step: int) -> str
     first, *others = sorted(texts)
     other = next(worker for worker in others if texts[worker] != texts[first])
     what = f"{path} is {texts[first]} on worker {first} and {texts[other]} on worker {other}"
-    if path.startswith("sample "):
-        return (
-            f"{what}, at step {step}: datasets must hold the same samples in the same order on all "
-            "workers; sort what a directory lists, split after holdfast.join(), and derive a "
-            "sample from its index only, not from calls or epochs that a new worker has missed"
-        )
+    if path.startswith(DATA):
+        return f"{what}, at step {step}: {SAME_DATA}"
     return (
         f"{what}, at step {step}: every worker must set it alike, from step.loss, job.values or "
         "job.agree(...), not from a batch's own loss, a clock, job.worker, job.is_leader, or a "
