@@ -406,6 +406,10 @@ TUNED: dict[str, dict[str, object]] = {
     },
     "a_discarded_state_is_begun_from": WRONG
     | {"control_s": 0.2, "channel_s": 0.02, "cut_in_flight": 1.0},
+    "the_checkpoint_with_the_latest_time_is_the_newest": SAVES
+    | {"faults": ("clock_set",), "keep_last": 1},
+    "the_checkpoint_of_the_highest_step_is_the_newest": SAVES
+    | {"faults": ("worker_crash", "rot"), "keep_last": 2, "loops": (30,)},
     "a_committed_step_counts_as_saved": SAVES,
     "an_unreadable_checkpoint_is_tried_again": SAVES,
     "commits_although_a_member_was_lost_before_its_vote": SUMS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -27,12 +28,14 @@ from holdfast.core.membership.own_job import OwnJob
 from holdfast.core.membership.process_ends import EndVerdict, judge_end
 from holdfast.core.membership.roster import Roster
 from holdfast.core.membership.stopping import Stopping
+from holdfast.core.replica.retention import Retention, Saved
 from holdfast.core.replica.saves import Saves
 from holdfast.core.step.step_machine import StepMachine
 from holdfast.core.step.verdicts import Decided
 from holdfast.core.types import AgentId, Incarnation, Phase, Tick, View, WorkerId
 from holdfast.core.worker.machine import WorkerMachine
 from holdfast.core.worker.standing import Standing
+from holdfast.sim import stored
 from holdfast.sim.world import Machines
 from mutation_kit import mutation
 
@@ -54,6 +57,28 @@ def a_view_names_no_fault_as_its_cause(patch: pytest.MonkeyPatch) -> Machines:
         return ()
 
     patch.setattr(EventChain, "_enter", enter)
+    return Machines()
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@mutation
+def the_checkpoint_with_the_latest_time_is_the_newest(patch: pytest.MonkeyPatch) -> Machines:
+    def choose(saved: Sequence[Saved], policy: Retention) -> tuple[int, ...]:
+        ordered = sorted(saved, key=lambda each: -each.age_s)
+        return tuple(sorted(each.step for each in ordered[-policy.last :]))
+
+    patch.setattr(stored, "choose_kept", choose)
+    return Machines()
+
+
+@mutation
+def the_checkpoint_of_the_highest_step_is_the_newest(patch: pytest.MonkeyPatch) -> Machines:
+    def choose(saved: Sequence[Saved], policy: Retention) -> tuple[int, ...]:
+        return tuple(sorted(each.step for each in saved)[-policy.last :])
+
+    patch.setattr(stored, "choose_kept", choose)
     return Machines()
 
 

@@ -77,7 +77,7 @@ def entry(size: int, chunks: int = 1, **more: object) -> Entry:
 
 def manifest(only: Entry, chunk_bytes: int = CHUNK_BYTES) -> Manifest:
     return Manifest(
-        step=1, time=0.0, token="t", packs=("p",), entries=(only,), chunk_bytes=chunk_bytes
+        step=1, time=0.0, token="t", packs=("packs/p",), entries=(only,), chunk_bytes=chunk_bytes
     )
 
 
@@ -280,7 +280,7 @@ def odd(path: Path) -> Path:
 def test_a_pipe_among_the_packs_is_damage_and_nobody_waits_for_it(tmp_path: Path) -> None:
     storage = FileStorage(tmp_path)
     data = b"8 bytes."
-    odd(tmp_path / "p")
+    odd(tmp_path / "packs" / "p")
     found = manifest(entry(8, digests=digest(data)))
     (bad,) = verify(storage, found)
     assert (bad.passing, "not a regular file" in bad.why) == (False, True)

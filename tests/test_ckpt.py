@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from holdfast.cli.main import main
 from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.manifest import CHUNK_BYTES
+from holdfast.store.manifest import CHUNK_BYTES, encode, manifest_name
 from holdfast.store.open import open_storage
 from holdfast.store.saving import Item
 
@@ -76,6 +78,76 @@ def test_an_empty_folder_has_no_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "no checkpoints" in run(capsys, "list", str(tmp_path))
+    for command in (["verify"], ["verify", "--json"], ["show"], ["diff", "1", "2"]):
+        name, *options = command
+        assert "no checkpoints" in run(capsys, name, str(tmp_path), *options, code=2)
+    for volume in ("a", "b"):
+        (tmp_path / volume).mkdir()
+    coded = f"ec:1+1:{tmp_path}/a,{tmp_path}/b"
+    assert "nothing to repair" in run(capsys, "repair", coded, code=2)
+
+
+@pytest.mark.parametrize("option", [["verify", "--rate"], ["gc", "--keep-age-s"]])
+def test_a_number_that_is_none_is_refused(
+    option: list[str], store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, name = option
+    assert name in run(capsys, command, store, name, "nan", code=2)
+
+
+def rewrite(store: str, step: int, **changes: Any) -> None:
+    """Change a manifest as another program might, with a right digest; `entry`: its first entry."""
+    storage = open_storage(store)
+    found = Checkpoints(storage).manifest(step)
+    first = dataclasses.replace(found.entries[0], **changes.pop("entry", {}))
+    changed = dataclasses.replace(found, entries=(first, *found.entries[1:]), **changes)
+    storage.put(manifest_name(step), [encode(changed)])
+
+
+@pytest.mark.parametrize("dtype", ["float7", "load", "qint32", "\x1b[31mfloat32", "float8_e5m2"])
+def test_a_type_that_is_not_known_is_named(
+    dtype: str, store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last one is a known type, of which the tensor has too many bytes."""
+    rewrite(store, 20, entry={"dtype": dtype})
+    words = f"'model.weight' is of {dtype!r}, which this PyTorch does not know"
+    assert words in run(capsys, "verify", store, "20", code=1)
+    assert words in run(capsys, "export", store, "20", f"{store}.file", code=2)
+    assert "\x1b" not in run(capsys, "show", store, "20")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"time": float("nan")},
+        {"time": float("inf")},
+        {"time": -1e18},
+        {"about": {"view": "9" * 10_000, "x": "[/red]"}},
+        {"about": {"view": "\x1b[2J"}},
+        {"entry": {"name": "[/red] \x1b]0;x\x07"}},
+    ],
+)
+def test_odd_texts_and_numbers_are_shown_without_their_effect(
+    changes: dict[str, Any], store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewrite(store, 20, **changes)
+    for command in (["list"], ["show", "20"], ["verify"], ["diff", "20", "20"], ["gc"]):
+        name, *options = command
+        shown = run(capsys, name, store, *options)
+        assert all(each.isprintable() for each in shown.replace("\n", ""))
+
+
+def test_one_odd_checkpoint_does_not_hide_the_others(
+    store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewrite(store, 20, packs=("../../etc/passwd",))
+    with open(Path(store) / manifest_name(30), "wb") as file:
+        file.truncate(1 << 41)
+    shown = run(capsys, "verify", store, code=1)
+    assert "step 10: every byte is right" in shown
+    assert "'../../etc/passwd' is no name of a pack" in shown
+    assert "more than the 1073741824 that can be right" in shown
+    assert json.loads(run(capsys, "list", store, "--json", code=1))[0]["damage"] == ""
 
 
 def flip(path: Path, at: int = 100) -> None:

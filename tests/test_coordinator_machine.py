@@ -425,6 +425,21 @@ def test_events_of_workers_are_told_with_their_worker() -> None:
     assert [(e.text, e.worker) for e in found] == [("step 4 is saved", 1)]
 
 
+def test_a_damaged_checkpoint_is_told_once_though_every_worker_finds_it() -> None:
+    job = begun("a", "b", "c")
+    for number, step in ((1, 8), (2, 4)):
+        for worker, name in enumerate("abc"):
+            text = f"the checkpoint of step {step} is not used: share {worker} is damaged"
+            job.say(name, worker, events=(JobEvent(number=number, kind="rot", text=text),))
+    assert job.announced("rot") == [
+        "the checkpoint of step 8 is not used: share 0 is damaged",
+        "the checkpoint of step 4 is not used: share 0 is damaged",
+    ]
+    again = JobEvent(number=3, kind="rot", text="the checkpoint of step 8 is not used: it is gone")
+    job.say("b", 1, events=(again,), view=ViewNumber(job.number + 1))  # it was saved again
+    assert len(job.announced("rot")) == 3
+
+
 def test_nodes_that_are_all_to_be_left_are_used_until_others_come() -> None:
     """The job has lost its state, and would wait for ever otherwise."""
     job = begun("a", "b")

@@ -42,7 +42,9 @@ from holdfast.runtime.coordinate.journal import (
     MemoryStore,
     unseal,
 )
+from holdfast.runtime.launcher import incarnation_after
 from holdfast.runtime.rundir import RunDir
+from holdfast.wire.messages import JoinReply, JoinRequest
 from support import HOST, SPEC, WAIT_S, CoordinatorProcess, until
 
 
@@ -134,6 +136,39 @@ def test_nothing_is_sent_before_its_record_is_durable(tmp_path: Path) -> None:
         channel.close()
 
     asyncio.run(scenario())
+
+
+def test_an_agent_that_starts_again_counts_on_whatever_its_clock_says(tmp_path: Path) -> None:
+    """Its node's clock was set back, so the time is no incarnation that is greater than before."""
+    later = Incarnation(1 << 40)
+
+    async def scenario() -> None:
+        run_dir = RunDir(tmp_path / "run")
+        run_dir.create(SPEC, bytes(range(32)))
+        journal = MemoryJournal(MemoryStore())
+        core = make_machine(SPEC, await journal.load())
+        listener = socket.create_server((HOST, 0))
+        setup = CoordinatorSetup(
+            run_dir=run_dir, secret=run_dir.secret(), listener=listener, host=HOST
+        )
+        serving = asyncio.ensure_future(CoordinatorServer(setup, SPEC, core, journal).run())
+        channel = await connect(*listener.getsockname(), run_dir.secret())
+        channel.send(AgentReport(agent=AgentId("n"), incarnation=later, seq=1, slots=1))
+        found = []
+        for name in ("n", "other", ""):
+            channel.send(JoinRequest(name=name))
+            while isinstance(reply := await channel.receive(JoinReply, Directive), Directive):
+                pass
+            assert reply is not None
+            found.append(incarnation_after(reply.incarnation))
+        assert found[0] == later + 1
+        assert max(found[1:]) < later
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+        channel.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), WAIT_S))
 
 
 def test_a_coordinator_that_may_be_deposed_sends_nothing(

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from holdfast.cli.main import main
 from holdfast.core.errors import Damaged, UserError
+from holdfast.core.replica.retention import Retention
 from holdfast.store.checkpoint_reading import load_range
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
-from holdfast.store.retention import Retention
 from holdfast.testing.storages import MemoryStorage
 from holdfast.train.checkpoint.dcp import HoldfastReader, HoldfastWriter
 from holdfast.train.checkpoint.formats import bytes_of, item_of, read_tensors

@@ -265,3 +265,15 @@ def test_the_page_names_what_happened_and_needs_nothing_else() -> None:
     lines = summarize(found)
     assert lines[0].startswith("6 steps in")
     assert lines[2].startswith("1 incident: pauses of 500 ms")
+
+
+def test_a_run_without_the_checkpoints_that_it_was_asked_for_was_not_without_incidents() -> None:
+    times = [process(0, 1, 0, spent(6, task=5.0))]
+    why = {"text": "step 5 is not saved: the disk is full"}
+    lost, saved = event(3, "unsaved", **why), event(4, "save", text="step 6 is saved, in 0.2 s")
+    for events, unsaved in (([FIRST_VIEW, saved, lost], True), ([FIRST_VIEW, lost, saved], False)):
+        found = share_times(times, events)
+        assert found is not None
+        last = summarize(found)[-1]
+        expected = "step 5 is not saved: the disk is full; no later step was saved either"
+        assert last == (expected if unsaved else "no incidents")

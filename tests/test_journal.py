@@ -31,6 +31,7 @@ from holdfast.runtime.coordinate.election import (
 )
 from holdfast.runtime.coordinate.etcd import put
 from holdfast.runtime.coordinate.journal import (
+    COUNTED_MAX,
     FileJournal,
     Journal,
     MemoryJournal,
@@ -357,14 +358,16 @@ def test_terms_grow_whatever_is_lost(tmp_path: Path) -> None:
     path.write_bytes(b"garbage")
     lock.write_bytes(b"term 12 recorded 0123456789abcdef\n")
     term, found, damage = load(path, now=1.8e9)
-    assert (term, found) == (1_800_000_001, None)
+    assert (term, found) == (COUNTED_MAX + 1_800_000_001, None)
     assert "garbage" in damage
     assert load(path)[0] == term + 1
     path.unlink(missing_ok=True)
     lock.write_bytes(b"nonsense")
     term, found, damage = load(path, now=1.9e9)
-    assert (term, found) == (1_900_000_001, None)
+    assert (term, found) == (COUNTED_MAX + 1_900_000_001, None)
     assert str(lock) in damage
+    lock.write_bytes(b"nonsense")
+    assert load(path, now=0.0)[0] > 2**31  # above all that were counted, though it is 1970
 
 
 KILLED_WHILE_SAVING = """

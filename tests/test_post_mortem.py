@@ -149,7 +149,10 @@ def test_files_that_have_no_room_in_a_bundle_are_named(
 def test_old_bundles_are_removed(crashed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(post_mortem, "BUNDLES_MAX", 2)
     run_dir = RunDir(crashed)
-    paths = [keep_bundle(run_dir, name) for name in ("1.2", "7.1", "7.2", "7.3")]
+    paths = []
+    for number, name in enumerate(("1.2", "7.1", "7.2", "7.10")):
+        paths.append(keep_bundle(run_dir, name))
+        os.utime(paths[-1], (10**9 - number, 10**9 - number))  # the clock goes back
     assert [path.exists() for path in paths] == [False, False, True, True]
     assert list((crashed / "post-mortem").glob(".*")) == []
 

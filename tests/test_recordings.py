@@ -280,6 +280,11 @@ def test_a_long_term_makes_several_recordings_and_old_ones_go(
     monkeypatch.setattr(recorder, "RECORDING_BYTES", 300)
     monkeypatch.setattr(recorder, "BEGINNINGS", 0)
     monkeypatch.setattr(recorder, "FILES_MAX", 3)
+    (tmp_path / "recordings").mkdir()
+    for number in range(3):  # of an earlier term, whose machine's clock was ahead
+        older = tmp_path / "recordings" / f"coordinator-2-{number}.zst"
+        older.write_bytes(b"")
+        os.utime(older, (1e10, 1e10))
     record(tmp_path, 60)
     paths = sorted(
         (tmp_path / "recordings").iterdir(), key=lambda path: int(path.stem.rpartition("-")[2])

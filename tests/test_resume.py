@@ -259,10 +259,12 @@ def test_a_store_that_cannot_be_written_costs_checkpoints_only(
         store.rename(tmp_path / "gone")
         store.write_text("a file in the way")
         assert finish(run) == reference(STEPS)
-    told = [event["text"] for event in run.events("save")]
-    found = [text for text in told if "is not saved" in text]
+    found = [event["text"] for event in run.events("unsaved")]
     assert any("is not saved: cannot write" in text for text in found)
     assert len(found) <= 4, "the first failure is told, then every tenth, hundredth, ..."
+    ended = "\n".join(run.err)
+    assert "no later step was saved either" in ended
+    assert "no incidents" not in ended
 
 
 @pytest.mark.slow

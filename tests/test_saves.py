@@ -106,7 +106,7 @@ def test_only_the_whole_checkpoint_counts_and_one_worker_tells_why_it_does_not()
     failed = SaveEnded(10, ViewNumber(1), problem="no space left")
     assert saves.record_end(failed, 20) == []
     assert saves.record_end(replace(failed, first=True), 20) == [
-        EventNoted("save", "step 10 is not saved: no space left")
+        EventNoted("unsaved", "step 10 is not saved: no space left")
     ]
     assert saves.count_compared(20) == []
 

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from conftest import RUN_S
 from holdfast.cli.run_command import make_spec, parser
 from holdfast.core.errors import Aborted, Damaged, WorldError
+from holdfast.core.replica.retention import Retention
 from holdfast.core.step.events import SaveEnded
 from holdfast.core.types import (
     AgentId,
@@ -43,7 +44,6 @@ from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.files import FileStorage
 from holdfast.store.manifest import PARTS, SAVING, manifest_name
 from holdfast.store.open import open_storage
-from holdfast.store.retention import Retention
 from holdfast.store.saving import Item
 from holdfast.store.snapshot import (
     Arena,

@@ -71,12 +71,14 @@ def test_nothing_is_left_unfinished_and_what_others_left_is_swept(tmp_path: Path
     home, pid, *rest = unfinished(tmp_path)
     left = tmp_path / ".unfinished"
     names = ["-".join([home, str(n), *rest]) for n in (child.pid, pid)]
-    names += ["elsewhere-1-a-0", "elsewhere-2-b-0"]
+    names += [f"elsewhere-{n}-a-0-packs+000000000009-{n}{n}-0" for n in (1, 2)]
     for name in names:
         (left / name).write_bytes(b"half")
-    os.utime(left / names[3], (0, 0))
+        os.utime(left / name, (0, 0))  # of whatever clock: times do not count
     assert storage.names("") == ["a"]
     FileStorage(tmp_path).put("b", [b"y"])
+    assert sorted(path.name for path in left.iterdir()) == sorted(names[1:])
+    storage.sweep(storage.unfinished(), {"11"})  # the token of a save under way
     assert sorted(path.name for path in left.iterdir()) == sorted(names[1:3])
 
 

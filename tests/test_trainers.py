@@ -6,6 +6,7 @@ import copy
 import csv
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -223,3 +224,15 @@ def test_a_job_that_begins_at_a_step_goes_on_as_the_whole_one() -> None:
 
     (expected, _) = loop_kit.results(whole, 2)
     assert loop_kit.results(rest, 3) == [expected] * 3
+
+
+def test_the_checkpoint_that_was_just_written_stays_whatever_the_clock_says(tmp_path: Path) -> None:
+    utils = pytest.importorskip("transformers.trainer_utils")
+    from holdfast.integrations.transformers import mark_newest
+
+    for number, time in ((10, 3e9), (20, 3.1e9), (5, 1e9)):  # the clock and the job went back
+        (tmp_path / f"checkpoint-{number}").mkdir()
+        os.utime(tmp_path / f"checkpoint-{number}", (time, time))
+    mark_newest(tmp_path / "checkpoint-5")
+    utils.rotate_checkpoints(str(tmp_path), save_total_limit=1, use_mtime=True)
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-5"]

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.errors import Damaged, UserError, WorldError
+from holdfast.core.replica.retention import Retention
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.files import FileStorage
-from holdfast.store.retention import Retention
 from holdfast.store.saving import Item
 from holdfast.store.storage import Missing
 from holdfast.store.stripes import SHARD_BYTES, Geometry, shard_of
@@ -237,6 +237,20 @@ def test_an_older_write_of_the_same_name_is_never_mixed_in() -> None:
     assert len(storage.repair("m")) == 2
     for i in (0, 5):
         volumes[i].objects.clear()
+    assert content(storage, "m") == b"new" * 1000
+
+
+def test_the_later_write_counts_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each half of the volumes holds one of two writes; the clock was set back between them."""
+    volumes = memories(4)
+    storage, now = VolumeStorage(volumes, 2, 2), [10**18]
+    monkeypatch.setattr("time.time_ns", lambda: now[0])
+    storage.put("m", [b"old" * 1000])
+    old = [dict(v.objects) for v in volumes[:2]]
+    now[0] -= 3600 * 10**9
+    storage.put("m", [b"new" * 1000])
+    for volume, objects in zip(volumes[:2], old, strict=True):
+        volume.objects = objects
     assert content(storage, "m") == b"new" * 1000
 
 

@@ -10,9 +10,9 @@ import random
 import sys
 from pathlib import Path
 
+from holdfast.core.replica.retention import Retention
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.files import FileStorage
-from holdfast.store.retention import Retention
 from holdfast.store.saving import Item
 
 PARTS, PART_BYTES = 4, 3_000_000

@@ -17,7 +17,7 @@ from holdfast.health.external_checks import parse_all_checks, save_checks
 from holdfast.net.secret import load_secret
 from holdfast.net.tls import peer_tls_of
 from holdfast.runtime.contact import ask, contact_by
-from holdfast.runtime.launcher import Node, incarnation_now, launch_node
+from holdfast.runtime.launcher import Node, incarnation_after, launch_node
 from holdfast.runtime.node.user_script import is_present
 from holdfast.runtime.rundir import RunDir
 from holdfast.wire.messages import JoinReply, JoinRequest
@@ -88,7 +88,8 @@ def main(argv: list[str]) -> int:
     domains = read_domains(options.domain)
     checks = parse_all_checks(options.check, options.check_limit_s)
     secret = load_secret(os.environ, file=options.secret_file, run_dir=options.run_dir)
-    reply = ask(contact, secret, JoinRequest(), JoinReply, options.patience_s)
+    question = JoinRequest(name=options.name or "")
+    reply = ask(contact, secret, question, JoinReply, options.patience_s)
     spec = reply.spec
     name = AgentId(options.name or f"{socket.gethostname()}-{secrets.token_hex(3)}")
     if not os.path.isdir(spec.cwd) or not is_present(spec.cwd, spec.script):
@@ -106,7 +107,7 @@ def main(argv: list[str]) -> int:
             host=options.host or reply.seen_as,
             join=options.join,
             tls=options.tls.absolute() if options.tls is not None else None,
-            first_incarnation=incarnation_now() if options.name else 1,
+            first_incarnation=incarnation_after(reply.incarnation) if options.name else 1,
             notice_s=options.notice_s,
             notices=options.notices,
             domains=domains,

@@ -16,6 +16,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from holdfast.cli.run_command import check_present, script_of
 from holdfast.core.errors import UserError
+from holdfast.runtime.temporary import temporary_folder
 from holdfast.testing import fault_script  # tidy: allow layers because users test their jobs
 from holdfast.testing.local_run import LocalRun  # tidy: allow layers because of the same
 from holdfast.testing.script_check import (  # tidy: allow layers because of the same
@@ -97,10 +98,8 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--timeout {options.timeout:g}: give a number of seconds above 0")
     console = Console(stderr=options.json)
     try:
-        with tempfile.TemporaryDirectory(
-            prefix="holdfast-check-", ignore_cleanup_errors=True
-        ) as directory:
-            runs, findings, steps = check(options, Path(directory), console)
+        with temporary_folder("check-") as directory:
+            runs, findings, steps = check(options, directory, console)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130

@@ -14,13 +14,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
 from holdfast.core.errors import Damaged, UserError, WorldError
+from holdfast.core.replica.retention import Retention
 from holdfast.store.checkpoint_reading import Bad
 from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.manifest import DIGEST_BYTES, Entry, Manifest
+from holdfast.store.manifest import DIGEST_BYTES, ITEM_BYTES, Entry, Manifest
 from holdfast.store.open import FORM, check_exists, open_storage
-from holdfast.store.retention import Retention
 from holdfast.store.scrub import Pacer
 from holdfast.store.volumes import VolumeStorage
 
@@ -116,11 +117,15 @@ def _warn(line: str) -> None:
     print(f"holdfast: {line}", file=sys.stderr)
 
 
+def _check_not_empty(store: Checkpoints) -> None:
+    if not store.steps():
+        raise UserError("there are no checkpoints: is this the right store?")
+
+
 def _manifest(store: Checkpoints, step: int | None) -> Manifest:
     """Read the manifest of a step, or the newest. UserError if there is none."""
+    _check_not_empty(store)
     steps = store.steps()
-    if not steps:
-        raise UserError("there are no checkpoints: is this the right store?")
     if step is not None and step not in steps:
         known = ", ".join(map(str, steps[-10:]))
         raise UserError(f"there is no checkpoint of step {step}: the newest are {known}")
@@ -158,11 +163,12 @@ def list_all(options: argparse.Namespace) -> int:
     table = Table("step", "saved", "entries", "size", "written", "about")
     for row in rows:
         if row["damage"]:
-            table.add_row(str(row["step"]), "", "", "", "", str(row["damage"]), style="bold red")
+            damage = Text(_plain(row["damage"]))
+            table.add_row(str(row["step"]), "", "", "", "", damage, style="bold red")
             continue
         about = " ".join(f"{k}={v}" for k, v in sorted(row["about"].items()))
-        cells = (row["entries"], _size(row["bytes"]), _size(row["written_bytes"]), about)
-        table.add_row(str(row["step"]), _format_time(row["time"]), *map(str, cells))
+        sizes = str(row["entries"]), _size(row["bytes"]), _size(row["written_bytes"])
+        table.add_row(str(row["step"]), _format_time(row["time"]), *sizes, Text(_plain(about)))
     Console().print(table if rows else "no checkpoints")
     return code
 
@@ -181,7 +187,8 @@ def show(options: argparse.Namespace) -> int:
     )
     for entry in found.entries:
         shape = "x".join(map(str, entry.shape)) if entry.dtype else ""
-        table.add_row(entry.label, entry.dtype or "bytes", shape, _size(entry.size))
+        texts = (Text(_plain(text)) for text in (entry.label, entry.dtype or "bytes"))
+        table.add_row(*texts, shape, _size(entry.size))
     Console().print(table)
     return 0
 
@@ -205,7 +212,7 @@ def diff(options: argparse.Namespace) -> int:
     else:
         for what, names in found.items():
             for name in names:
-                print(f"{what:8} {name}{_change(old, new, name)}")
+                print(_plain(f"{what:8} {name}{_change(old, new, name)}"))
         print(f"{equal} entries are equal")
     return 1 if any(found.values()) else 0
 
@@ -235,18 +242,18 @@ def _digests(entry: Entry) -> list[bytes]:
 
 
 def verify(options: argparse.Namespace) -> int:
-    if options.rate is not None and options.rate <= 0:
+    if options.rate is not None and not options.rate > 0:
         raise UserError(f"--rate {options.rate:g} must be positive")
     store = _open(options)
+    _check_not_empty(store)
     steps = [_manifest(store, options.step).step] if options.step is not None else store.steps()
     findings: dict[int, list[str]] = {}
     for step in steps:
         try:
             manifest = store.manifest(step)
             with _progress(f"step {step}", manifest.size) as advance:
-                findings[step] = [
-                    str(bad) for bad in _verify_step(store, manifest, options, advance)
-                ]
+                damage = _verify_step(store, manifest, options, advance)
+            findings[step] = [*map(str, damage), *_find_unknown(manifest)]
         except WorldError as error:
             findings[step] = [str(error)]
     if options.json:
@@ -255,8 +262,18 @@ def verify(options: argparse.Namespace) -> int:
         for step, bad in findings.items():
             print(f"step {step}: {'every byte is right' if not bad else f'{len(bad)} damaged'}")
             for line in bad:
-                print(f"  {line}")
+                print(f"  {_plain(line)}")
     return 1 if any(findings.values()) else 0
+
+
+def _find_unknown(manifest: Manifest) -> list[str]:
+    """Return a sentence on each tensor of a type that this PyTorch does not know."""
+    odd = [entry for entry in manifest.entries if entry.dtype and entry.dtype not in ITEM_BYTES]
+    if not odd:
+        return []
+    from holdfast.train.checkpoint.formats import find_unknown
+
+    return find_unknown(odd)
 
 
 def _verify_step(
@@ -282,6 +299,8 @@ def repair(options: argparse.Namespace) -> int:
         raise UserError(f"{options.store} has no parity to repair from: only ec: stores do")
     code = mended = 0
     names = volumes.all_names()
+    if not names:
+        raise UserError("there is nothing to repair: is this the right store?")
     with _progress("objects", len(names), bytes_=False) as advance:
         for name in names:
             try:
@@ -297,7 +316,7 @@ def repair(options: argparse.Namespace) -> int:
 
 
 def collect(options: argparse.Namespace) -> int:
-    if min(options.keep_last, options.keep_every, options.keep_age_s) < 0:
+    if not min(options.keep_last, options.keep_every) >= 0 <= options.keep_age_s:
         raise UserError("--keep-last, --keep-every and --keep-age-s must not be negative")
     wanted = options.keep_last or options.keep_every or options.keep_age_s
     policy = Retention(last=options.keep_last, every=options.keep_every, age_s=options.keep_age_s)
@@ -363,5 +382,13 @@ def _size(count: object) -> str:
     return f"{size:.1f} TiB"
 
 
+def _plain(text: object) -> str:
+    """Return a text that others have written, without characters that a terminal obeys."""
+    return "".join(each if each.isprintable() else "?" for each in str(text))
+
+
 def _format_time(seconds: object) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(str(seconds))))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(str(seconds))))
+    except (OverflowError, ValueError, OSError):  # no clock shows this
+        return "unknown"

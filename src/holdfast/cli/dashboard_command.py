@@ -8,7 +8,6 @@ import importlib.util
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -24,6 +23,7 @@ from holdfast.runtime.coordinate.election import SCHEMES
 from holdfast.runtime.run_mirror import RunMirror
 from holdfast.runtime.rundir import RunDir
 from holdfast.runtime.supervise import Kept
+from holdfast.runtime.temporary import temporary_folder
 
 NEEDS = ("starlette", "uvicorn")
 
@@ -48,9 +48,9 @@ def main(argv: Sequence[str]) -> int:
         else:  # standard output belongs to the job's script
             print(f"holdfast: dashboard: {url}", file=sys.stderr, flush=True)
 
-    with tempfile.TemporaryDirectory(prefix="holdfast-dashboard-") as folder:
+    with temporary_folder("dashboard-") as folder:
         if is_address(options.run):
-            _serve_from_afar(options, Path(folder), tell)
+            _serve_from_afar(options, folder, tell)
         else:
             run_dir = RunDir(Path(options.run))
             run_dir.spec()  # refuses a directory without a run

@@ -11,7 +11,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.observe.incidents import describe_cost, find_incident, list_incidents, tell_story
+from holdfast.observe.incidents import (
+    describe_cost,
+    find_incident,
+    find_unsaved,
+    list_incidents,
+    tell_story,
+)
 from holdfast.runtime.rundir import RunDir, read_run_events, shorten_failure
 
 
@@ -33,8 +39,10 @@ def main(argv: Sequence[str]) -> int:
     for each in incidents:
         at = time.strftime("%H:%M:%S", time.localtime(each.began_at))
         print(f"{each.name:<8} {at}  {each.title}; {describe_cost(each)}")
+    if unsaved := find_unsaved(events):
+        print(unsaved)
     if not incidents:
-        print(f"no incidents in {len(events)} events")
+        print(f"no {'other ' if unsaved else ''}incidents in {len(events)} events")
     else:
         print(f"for the story of one: holdfast explain {options.run_dir} {incidents[-1].name}")
     outcome = run_dir.outcome()

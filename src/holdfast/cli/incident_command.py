@@ -52,7 +52,7 @@ def _replay_all(source: Path) -> Iterator[tuple[str, Recording, ReplayResult]]:
             for name, open_stream in streams.items():
                 with open_stream() as stream:
                     headers[name] = read_header(stream)
-            for name in sorted(headers, key=lambda n: (headers[n].began, headers[n].clock)):
+            for name in sorted(headers, key=lambda n: (headers[n].term, headers[n].clock)):
                 with streams[name]() as stream:
                     recording = read_recording(stream)
                 try:

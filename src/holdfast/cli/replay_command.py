@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -32,6 +31,7 @@ from holdfast.observe.step_records import (
 )
 from holdfast.runtime.replay_run import find_beginnings, prepare_replay
 from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.temporary import temporary_folder
 from holdfast.testing.local_run import LocalRun  # tidy: allow layers because it runs a job
 
 POLL_S = 0.2
@@ -133,14 +133,14 @@ def replay(
     until = time.monotonic() + timeout_s
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with (
-        tempfile.TemporaryDirectory(prefix="holdfast-replay-", ignore_cleanup_errors=True) as place,
+        temporary_folder("replay-") as place,
         Progress(
             *columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty()
         ) as bar,
     ):
         for begin, end in sorted(last.items()):
             bar.add_task(f"steps {begin} to {end}")
-            run_dir = prepare_replay(spec, begin, Path(place) / f"from-{begin}")
+            run_dir = prepare_replay(spec, begin, place / f"from-{begin}")
             again = _run(run_dir.path, end, until)
             _compare(recorded, again, range(begin, end + 1), found)
     return found

@@ -30,10 +30,10 @@ SAVES_MAX = 40
 TROUBLES_MAX = 60
 EVENTS_KEPT = 20_000  # newest ones, and older ones that incidents consist of
 PACE = 20  # a costly look is repeated after this many times its duration
-SAVES = frozenset(("save", "store", "rot", "back"))
+SAVES = frozenset(("save", "unsaved", "store", "rot", "back"))
 TROUBLES = frozenset(
     "balance busy copy data descriptors failed journal link lost quarantined record refused rot "
-    "script slow straggler wrong".split()
+    "script slow straggler unsaved wrong".split()
 )
 Topics = dict[str, Any]
 

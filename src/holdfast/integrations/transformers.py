@@ -278,6 +278,7 @@ class TrainerMixin:
                 state.save_to_json(str(partial / "trainer_state.json"))
                 shutil.rmtree(folder / name, ignore_errors=True)
                 partial.rename(folder / name)
+                mark_newest(folder / name)
                 Path(self._writing).rmdir()
                 self._writing, written = None, True
                 limit = self.args.save_total_limit
@@ -287,6 +288,17 @@ class TrainerMixin:
                 )  # fmt: skip
             if self.job.agree(written):
                 break
+
+
+def mark_newest(path: Path) -> None:
+    """Give a checkpoint the latest time of all in its folder.
+
+    Transformers removes those with the earliest times, and the clocks of two leaders may differ.
+    """
+    others = path.parent.glob("checkpoint-*")
+    newest = max((each.stat().st_mtime for each in others if each != path), default=0.0)
+    if path.stat().st_mtime <= newest:
+        os.utime(path, (newest + 1, newest + 1))
 
 
 class Trainer(TrainerMixin, transformers.Trainer):

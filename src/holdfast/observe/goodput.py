@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.observe.incident_costs import IncidentCost, Part, Stretch, charge
-from holdfast.observe.incidents import Event, list_incidents
+from holdfast.observe.incidents import Event, find_unsaved, list_incidents
 from holdfast.observe.still_times import (
     Interval,
     find_still_times,
@@ -82,6 +82,7 @@ class Goodput:
     still: list[Interval] = field(default_factory=list)  # the whole job stood still
     missing: dict[int, float] = field(default_factory=dict)  # seconds by worker without times
     missing_share: float = 0.0  # their part in the time of all workers
+    unsaved: str = ""  # a line on checkpoints that the run asked for and lacks
 
     @property
     def span_s(self) -> float:
@@ -165,6 +166,7 @@ class Goodput:
             "ettr": self.ettr,
             "parts": {part.value: seconds for part, seconds in self.parts().items()},
             "step_s": {name: self.step_quantile(q) for name, q in QUANTILES.items()},
+            "unsaved": self.unsaved,
             "incidents": [
                 {
                     "id": cost.incident.name,
@@ -227,6 +229,7 @@ def share_times(processes: Sequence[ProcessTimes], events: Sequence[Event]) -> G
     found.missing, named_s = measure_missing(of_worker, events, found.ended)
     found.missing_share = sum(found.missing.values()) / named_s if named_s else 0.0
     found.costs = charge(list_incidents(events), found.stretches)
+    found.unsaved = find_unsaved(events)
     return found
 
 

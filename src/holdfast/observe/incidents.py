@@ -115,6 +115,16 @@ def list_incidents(events: Sequence[Event]) -> list[Incident]:
     return [Incident(tuple(each), _cost_of(each)) for each in real]
 
 
+def find_unsaved(events: Sequence[Event]) -> str:
+    """Return a line on checkpoints that could not be saved, unless one was saved afterwards."""
+    for event in reversed(events):
+        if event["kind"] == "unsaved":
+            return f"{event['text']}; no later step was saved either"
+        if event["kind"] == "save" and "is saved" in event["text"]:
+            break
+    return ""
+
+
 def drop_routine(events: Sequence[E], newest: int) -> list[E]:
     """Return the events without old ones that neither incidents nor goodput can depend on.
 

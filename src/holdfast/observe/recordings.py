@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import re
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -182,6 +183,11 @@ def open_recording(path: Path) -> Recording:
     """Read the recording in a file. Damaged; OSError."""
     with regular_stream(path) as stream:
         return read_recording(stream)
+
+
+def order_of_name(path: Path) -> tuple[int, ...]:
+    """Return the numbers in a file's name, a term first: they only grow, while times may not."""
+    return tuple(map(int, re.findall(r"\d{1,18}", path.stem)))
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ NAMED_MAX = 8
 def summarize(goodput: Goodput) -> list[str]:
     """Return three lines on a run, and one for each of its newest incidents.
 
-    None of them ends with a full stop.
+    A further one names checkpoints that are missing. None of them ends with a full stop.
     """
     many = describe_workers(len(goodput.workers))
     median = goodput.step_quantile(0.5)
@@ -26,9 +26,12 @@ def summarize(goodput: Goodput) -> list[str]:
     most = sorted(parts, key=lambda item: -item[0])[:PARTS_SHOWN]
     rest = ", ".join(f"{part.value} {share:.1%}" for share, part in most if share >= 0.0005)
     lines.append(f"goodput {goodput.share:.1%} of {whose}" + (f"; {rest}" if rest else ""))
+    if goodput.costs or not goodput.unsaved:
+        lines.append(_summarize_incidents(goodput))
+    if goodput.unsaved:
+        lines.append(goodput.unsaved)
     return [
         *lines,
-        _summarize_incidents(goodput),
         *describe_unseen(goodput),
         *map(_explain, goodput.costs[-INCIDENTS_SHOWN:]),
     ]

@@ -189,7 +189,7 @@ def launch_job(
         host=site.host,
         join=join,
         tls=site.tls,
-        first_incarnation=incarnation_now() if resume else 1,
+        first_incarnation=incarnation_after() if resume else 1,
         notices=notices,
         domains=domains,
     )
@@ -249,6 +249,10 @@ def launch_standby(site: CoordinatorSite, arguments: Sequence[str]) -> int:
     return coordinator.code or 0
 
 
-def incarnation_now() -> int:
-    """Return an incarnation greater than the earlier ones of the node, which nobody remembers."""
-    return int(time.time())
+def incarnation_after(known: int = 0) -> int:
+    """Return an incarnation that is most likely greater than the earlier ones of the node.
+
+    `known`: the coordinator knows no greater one. A coordinator that was started again has
+    forgotten them; then only the clock is left.
+    """
+    return max(known, int(time.time()))

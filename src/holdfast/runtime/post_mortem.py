@@ -14,7 +14,7 @@ from pathlib import Path
 
 from holdfast.core.errors import UserError
 from holdfast.observe.incidents import Event, Incident, find_incident, list_incidents, tell_story
-from holdfast.observe.recordings import RECORDINGS_DIR
+from holdfast.observe.recordings import RECORDINGS_DIR, order_of_name
 from holdfast.observe.time_lines import TIMES_DIR
 from holdfast.runtime.job_events import read_events
 from holdfast.runtime.rundir import BUNDLES_DIR, STACKS_DIR, RunDir
@@ -49,7 +49,7 @@ def keep_bundle(run_dir: RunDir, event: str) -> Path:
     incident = _find(read_events(run_dir.events), event)
     path = folder / f"{incident.name if incident is not None else event}.zip"
     write_bundle(run_dir, path, event)
-    kept = sorted(folder.glob("*.zip"), key=lambda path: path.stat().st_mtime_ns)
+    kept = sorted(folder.glob("*.zip"), key=order_of_name)
     for each in kept[:-BUNDLES_MAX]:
         each.unlink()
     return path
@@ -105,7 +105,8 @@ def _parts(run_dir: RunDir) -> Iterator[tuple[str, bytes]]:
     root = run_dir.path
     yield "job.json", _end_of(run_dir.job, EVENT_BYTES_MAX)
     yield "events.jsonl", _end_of(run_dir.events, EVENT_BYTES_MAX)
-    for each in _newest_first(root / RECORDINGS_DIR)[:RECORDINGS_MAX]:
+    recordings = sorted((root / RECORDINGS_DIR).glob("*"), key=order_of_name, reverse=True)
+    for each in recordings[:RECORDINGS_MAX]:
         yield f"{RECORDINGS_DIR}/{each.name}", _end_of(each, BUNDLE_BYTES_MAX)
     for folder in (root / STACKS_DIR, run_dir.logs, root / TIMES_DIR):
         for each in _newest_first(folder):

@@ -42,6 +42,7 @@ from holdfast.sim.quiet_times import QuietTimes
 from holdfast.sim.run_options import Options
 from holdfast.sim.seams import Actor
 from holdfast.sim.spare_rules import SpareRules
+from holdfast.sim.stored import StoredCheckpoints
 from holdfast.sim.wrong_bits import Errors, Violation
 
 STEPS_UNHEARD = 40  # most commits before the coordinator hears of a view's end and acts
@@ -83,13 +84,7 @@ class Truth:
         self.owners: dict[tuple[int, int], tuple[WorkerId, ...]] = {}  # by view and step
         self.counted: dict[tuple[int, int], tuple[int, ...]] = {}  # the same: ranks
         self.reassigned = 0  # times that the assignment changed within a view
-        self.saved: dict[int, Copy] = {}  # checkpoints by step
-        self.rotten: dict[int, bool] = {}  # those that cannot be read
-        self.saved_in: dict[int, ViewNumber] = {}  # their views
-        self.durable: dict[tuple[int, ViewNumber], Copy] = {}  # whether or not they count yet
-        self.unlike: dict[tuple[int, ViewNumber], bool] = {}  # only some shares have a flip
-        self._shares: dict[tuple[int, ViewNumber], dict[int, Copy]] = {}  # by rank
-        self.invalidations: Invalidations = ()  # checkpoints withdrawn from the store
+        self.stored = StoredCheckpoints()
         self._doubts: Invalidations = ()  # what any worker has known of
         self.drops: dict[tuple[int, int], bool] = {}  # sums that left out late results
         self.again: dict[tuple[int, int], bool] = {}  # steps that a view computes again
@@ -262,7 +257,7 @@ class Truth:
                 raise Violation(f"starting again although worker {process.key} holds the state")
         from_store = view.recall is None or not view.recall.view
         if not view.donors and view.base and from_store:
-            if view.base not in self.saved and not view.invalidations:
+            if not self.stored.was_saved(view.base) and not view.invalidations:
                 raise Violation(f"view {view.number} begins from a checkpoint that nobody saved")
         if not view.donors:
             self.memories.check_new_beginning(
@@ -287,33 +282,6 @@ class Truth:
         """Return whether a member knows that no member's state can be trusted."""
         members = (self.processes[(m.worker, m.incarnation)] for m in view.members)
         return any(member.machine.snapshot().discarded for member in members)
-
-    def record_share(self, step: int, view: View, rank: int, copy: Copy) -> None:
-        """Record a share of a checkpoint that a writer has written."""
-        self._shares.setdefault((step, view.number), {})[rank] = copy
-
-    def are_shares_complete(self, step: int, view: View) -> bool:
-        """Return whether all shares of a checkpoint are written."""
-        return len(self._shares.get((step, view.number), {})) == len(view.members)
-
-    def make_durable(self, step: int, view: View, *, checked: bool) -> bool:
-        """Put the shares together, unless the checkpoint is invalidated meanwhile.
-
-        `checked`: unless they are unlike, either.
-        """
-        copies = self._shares.pop((step, view.number))
-        if is_invalidated(self.invalidations, step, view.number):
-            return False
-        states = {state for state, _ in copies.values()}
-        if len(states) > 1:
-            raise Violation(f"the shares of the checkpoint of step {step} do not fit: {copies}")
-        flips = [flip for _, flip in copies.values()]
-        flip = next((flip for flip in flips if flip is not None), None)
-        if checked and len(set(flips)) > 1:
-            return False
-        self.unlike[step, view.number] = len(set(flips)) > 1
-        self.durable[step, view.number] = states.pop(), flip
-        return True
 
     def check_status(self, process: Actor, before: WorkerStatus, status: WorkerStatus) -> None:
         """Check what a worker tells its agent of itself."""
@@ -342,32 +310,22 @@ class Truth:
 
     def _check_saved(self, process: Actor, step: int) -> None:
         """Check that a checkpoint exists which a worker says is saved."""
-        found = [key for key in self.durable if key[0] == step]
-        known = [key for key in found if not is_invalidated(self.invalidations, step, key[1])]
+        stored = self.stored
+        newest = stored.find(step)
         compares = self._options.cycle and not self.errors.hidden
         # The checkpoint at the end of the job counts unchecked: no later step compares it.
         ends = step in self._options.loops or self.endings.stop_at is not None
-        if any(self.unlike[key] for key in known[-1:]):
-            if compares and not ends:
-                raise Violation(f"the checkpoint of step {step} counts, and its shares are unlike")
-        if not found:
+        if newest is not None and stored.unlike[newest] and compares and not ends:
+            raise Violation(f"the checkpoint of step {step} counts, and its shares are unlike")
+        if not stored.was_durable(step):
             raise Violation(f"worker {process.key} says that step {step} is saved: it is not")
-        if known and self.saved_in.get(step, -1) < known[-1][1]:
-            self.saved[step], self.saved_in[step] = self.durable[known[-1]], known[-1][1]
-            self.rotten.pop(step, None)
+        if newest is not None and stored.count(newest):
             self.errors.check_save(step)
-
-    def record_withdrawal(self, invalidations: Invalidations) -> None:
-        """Record that a worker removes the checkpoints that are invalidated."""
-        self.invalidations = merge(self.invalidations, invalidations)
-        for step, made_in in list(self.saved_in.items()):
-            if is_invalidated(self.invalidations, step, made_in):
-                del self.saved[step], self.saved_in[step]
 
     def check_loaded_state(self, step: int) -> tuple[int, int | None]:
         """Check the state read from a checkpoint; return it, and its value if a bit flipped."""
-        state, flipped = self.saved[step]
-        if flipped is not None and len(self.views[self.saved_in[step]].members) == 1:
+        state, flipped = self.stored.saved[step]
+        if flipped is not None and len(self.views[self.stored.saved_in[step]].members) == 1:
             self.errors.hidden = True  # nobody else was there to notice
         if self._options.backup.workers:  # it may be of a history in which other tasks were dropped
             self.states[step] = state or 0

@@ -10,9 +10,10 @@ from holdfast.core.step.audit import are_too_many
 from holdfast.core.step.newcomers import REFUSED_MAX
 from holdfast.core.step.script_blame import STEADY_MAX
 from holdfast.core.types import AgentReport, View
-from holdfast.sim.arithmetic import Copy, Key
+from holdfast.sim.arithmetic import Key
 from holdfast.sim.run_options import STORE_LOST, USUAL_MAX, Options
 from holdfast.sim.seams import Actor
+from holdfast.sim.stored import StoredCheckpoints
 from holdfast.sim.wrong_bits import Violation
 
 STOPPED = "its operator has stopped it"
@@ -31,7 +32,7 @@ class WholeJob(Protocol):
     newest: int
     completed: bool
     count: Counter[str]
-    saved: dict[int, Copy]
+    stored: StoredCheckpoints
     processes: dict[Key, Actor]
     live: dict[Key, Actor]
 
@@ -160,8 +161,9 @@ class Endings:
         excused = ill or at_end or changes or truth.completed or self._hurried
         if excused or not options.save_every:
             return
-        if max(truth.saved, default=0) < step:
-            raise Violation(f"the job is stopped at step {step}, and has saved only {truth.saved}")
+        if max(truth.stored.saved, default=0) < step:
+            saved = sorted(truth.stored.saved)
+            raise Violation(f"the job is stopped at step {step}, and has saved only {saved}")
         took_s, usual_s = now - self._stopped_at, options.saving_s(USUAL_MAX)
         if took_s > usual_s + self._long_s:
             raise Violation(f"a sound job took {took_s:.2f} s to stop: {usual_s:.2f} s are enough")

@@ -127,6 +127,8 @@ class Faults:
                 "agent_freeze" | "node_freeze" | "drain" | "leave" | "move" | "notice" | "isolation"
             ):
                 self._strike_node(kind)
+            case "clock_set":
+                self._strike_node(kind)
             case "rack_crash" | "rack_partition":
                 self._strike_rack(kind)
             case "all_lost":
@@ -149,10 +151,10 @@ class Faults:
                 self._note(kind)
                 world.coordinator.scale(rng.randint(1, 4))
             case "rot":
-                if world.truth.saved:
+                if world.truth.stored.saved:
                     self._note(kind)
-                    step = max(world.truth.saved)
-                    world.truth.rotten[step] = world.truth.promises.unreadable[step] = True
+                    step = max(world.truth.stored.saved)
+                    world.truth.stored.rotten[step] = world.truth.promises.unreadable[step] = True
             case "link_break":
                 self._break_link()
             case "store_silent" | "store_lost":
@@ -294,6 +296,9 @@ class Faults:
             case "writer_crash":
                 self._note(kind)
                 host.writer.crash()
+            case "clock_set":
+                self._note(kind)
+                host.writer.clock_ahead_s = rng.uniform(-1e4, 1e4)
             case "agent_freeze" | "node_freeze":
                 if not host.frozen and host.machine is not None:
                     self._note(kind)

@@ -32,7 +32,7 @@ class Promises:
         self._given_up: dict[tuple[int, int], bool] = {}  # processes that were silent for so long
         self._loops_left = 0  # loops that some script has gone on from
         self._votes: dict[int, int] = {}  # by view: the newest step committed by votes
-        self.unreadable: dict[int, bool] = {}  # steps whose checkpoint was damaged at some time
+        self.unreadable: dict[int, bool] = {}  # steps whose checkpoint was damaged or removed
 
     # ------------------------------------------------------------ what the coordinator knows
 

@@ -42,11 +42,11 @@ FAULT_KINDS = (
     "data_partition",
 )
 RACK_KINDS = ("rack_crash", "rack_partition")  # several nodes at the same moment
+CLOCK_KIND = "clock_set"  # the clock of a node, by hours
 LATER_KINDS = (*RACK_KINDS, "coordinator_freeze", "rot")
 WRONG_KINDS = ("flip", "liar", "lie_once")
 SAVE_KINDS = ("writer_crash", "store_silent")
 STORE_LOST = "store_lost"  # for good, so the job may have to end: never drawn
-LARGE_KINDS = (*RACK_KINDS, "worker_crash", "agent_crash", "coordinator_crash", "partition")
 USUAL_MAX = 1.5  # delays of the simulated world are up to this multiple of the typical one,
 LONG = 10  # and a few are longer by this factor
 DELAY_MAX = USUAL_MAX * LONG
@@ -95,6 +95,7 @@ class Options:
     fault_every_s: float
     faults_end_s: float
     save_every: int = 0  # steps between checkpoints; 0: none
+    keep_last: int = 0  # checkpoints that the store keeps, at least; 0: all
     balance: BalancePolicy | None = None
     patience: Patience = Patience()  # noqa: RUF009 - it never changes
     speculation: float = 0.0
@@ -173,6 +174,7 @@ class Options:
         start_s = 2 * self.boot_s + 10 * self.load_s + self.build_timeout_s
         silence_s = 2 * (self.lease_s + self.lease_margin_s) + self.link_s
         only_processes_die = {"quit", "worker_crash", "worker_crash_inside", "link_break"}
+        only_processes_die.add(CLOCK_KIND)  # no process waits for a clock
         if not only_processes_die.issuperset(self.faults):
             silence_s += self.abandon_s + self.hang_s
         back_off_s = 10.0
@@ -507,6 +509,14 @@ def _with_exact_bits(options: Options, rng: Random) -> Options:
     return dataclasses.replace(options, wrong_together=True, faults=("liar", "lie_once"))
 
 
+def _with_clocks(options: Options, rng: Random) -> Options:
+    """Keep few checkpoints, and set the clocks of nodes, in half of the runs that save any."""
+    if not options.save_every or rng.random() < 0.5:
+        return options
+    faults = (*options.faults, CLOCK_KIND)
+    return dataclasses.replace(options, faults=faults, keep_last=rng.randint(1, 3))
+
+
 def _draw_balance(rng: Random) -> BalancePolicy | None:
     """Hastier than in a real job, so that short runs see many changes."""
     if rng.random() < 0.3:
@@ -523,52 +533,6 @@ def _draw_patience(rng: Random) -> dict[str, Any]:
     copies = share if rng.random() < 0.7 else 0.0
     patience = Patience(steps=steps, times=times, least_s=0.01, copies=copies)
     return {"patience": patience, "speculation": share}
-
-
-def draw_large(seed: int, nodes: int) -> Options:
-    """Draw a job with one worker on each of many nodes; racks, nodes and coordinator fail."""
-    rng = Random(f"large {seed} {nodes}")
-    steps = rng.randint(6, 10)
-    return Options(
-        seed=seed,
-        agents=nodes,
-        agents_late=0,
-        slots=1,
-        vranks=nodes,
-        loops=(steps,),
-        nodes_min=nodes,
-        nodes_max=nodes,
-        workers_min=1,
-        task_s=rng.uniform(0.5, 1.0),
-        optimizer_s=0.1,
-        boot_s=1.0,
-        load_s=0.3,
-        build_s=0.2,
-        build_timeout_s=20.0,
-        link_s=2.0,
-        control_s=0.002,
-        channel_s=0.0002,
-        data_s=0.002,
-        heartbeat_s=1.0,
-        lease_s=4.0,
-        lease_margin_s=0.8,
-        suspect_s=2.0,
-        abandon_s=30.0,
-        late_s=0.1,
-        settle_s=10.0,
-        hang_s=60.0,
-        loss=0.0,
-        duplicate=0.0,
-        drift=0.005,
-        cut_in_flight=rng.choice((0.0, 0.5)),
-        unheard_break=rng.choice((0.0, 0.5)),
-        faults=tuple(kind for kind in LARGE_KINDS if rng.random() < 0.7) or RACK_KINDS,
-        crash_inside=0.0,
-        fault_every_s=2.0,
-        faults_end_s=15.0,
-        save_every=rng.choice((0, 2)),
-        balance=BalancePolicy(warm_up=0, window=2),
-    )
 
 
 # Options added later; each is drawn apart, so that older seeds give the same runs.
@@ -594,4 +558,5 @@ _MORE: dict[str, More] = {
     "rows": _with_lost_rows,
     "machine errors": _with_fault("machine_error", 0.8),  # one worker meets them again and again
     "failing machines": lambda o, rng: dataclasses.replace(o, fails_by_machine=rng.random() < 0.5),
+    "clocks": _with_clocks,
 }

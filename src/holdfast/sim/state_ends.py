@@ -80,23 +80,30 @@ class StoreEnd(SimulatedEnd):
             reason = f"the checkpoint of step {step} cannot be read just now"
             process.post(1.0, process.feed, _make_failure(SourceKind.STORE, group, reason))
             return
-        truth = world.truth
-        reader = group.keys[view.number % len(group.keys)]
-        if process.key == reader and (step not in truth.saved or step in truth.rotten):
-            stored: dict[int, ViewNumber | None] = dict(sorted(truth.durable))
-            others = list_replacements(stored, step, view.invalidations)
-            other = next((each for each in others if each not in truth.rotten), 0)
-            truth.count["checkpoints instead of damaged ones"] += bool(other)
-            reason, number = "the checkpoint is damaged", view.number
-            process.feed(ev.ObtainFailed(SourceKind.STORE, number, reason, step, other))
+        stored, reader = world.truth.stored, group.keys[view.number % len(group.keys)]
+        if process.key == reader and (step not in stored.saved or step in stored.rotten):
+            self._refuse(view, step)
             return
         process.feed(ev.Loading())
         process.state = None
         process.post(world.delay(world.options.load_s), self._finish_load, group.number)
 
+    def _refuse(self, view: View, step: int) -> None:
+        """Report that a checkpoint cannot be read, and which one can be instead."""
+        truth, stored = self._world.truth, self._world.truth.stored
+        others = list_replacements(stored.list_views(), step, view.invalidations)
+        other = next((each for each in others if each not in stored.rotten), 0)
+        truth.count["checkpoints instead of damaged ones"] += bool(other)
+        reason = "the checkpoint is damaged"
+        self._process.feed(ev.ObtainFailed(SourceKind.STORE, view.number, reason, step, other))
+
     def _finish_load(self, number: int) -> None:
         process, group = self._process, self._process.open_group(number)
-        if group is not None:
+        if group is None:
+            return
+        if group.view.base not in self._world.truth.stored.saved:  # it was removed by now
+            self._refuse(group.view, group.view.base)
+        else:
             process.step = group.view.base
             process.state, process.spoiling.flipped = self._world.truth.check_loaded_state(
                 process.step

@@ -280,7 +280,7 @@ class Process(Running):
                 world.truth.check_adoption(self, vrank)
                 self.tokens[vrank] = self.copies.pop(vrank)
             case ef.Withdraw(invalidations):
-                world.truth.record_withdrawal(invalidations)
+                world.truth.stored.withdraw(invalidations)
             case ef.NoteDoubt(_, _, again):
                 world.truth.errors.check_doubt(again)
             case ef.Commit():

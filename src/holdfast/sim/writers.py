@@ -6,6 +6,7 @@ others, which may come from other nodes, and then the checkpoint is durable.
 
 from __future__ import annotations
 
+from holdfast.core.replica.retention import Retention
 from holdfast.core.step.effects import CopyState
 from holdfast.core.step.events import SaveEnded
 from holdfast.sim.arithmetic import Copy
@@ -23,6 +24,7 @@ class WriterHost:
         self._truth = truth
         self._starts = 0
         self._under_way: list[tuple[Actor, CopyState]] = []
+        self.clock_ahead_s = 0.0  # by how much the node's clock is set ahead
 
     def crash(self) -> None:
         """Lose shares that are not written yet; workers learn of it by their sockets."""
@@ -48,7 +50,7 @@ class WriterHost:
         process, share = order
         step, view = share.step, share.view
         rank, truth = view.rank(process.worker), self._truth
-        truth.record_share(step, view, rank, copy)
+        truth.stored.record_share(step, view, rank, copy)
         if rank == 0:
             self._await_others(starts, order, self._world.now + 4 * self._world.options.load_s + 1)
         else:
@@ -60,10 +62,15 @@ class WriterHost:
             return
         process, share = order
         step, view, world = share.step, share.view, self._world
-        if self._truth.are_shares_complete(step, view):
-            durable = self._truth.make_durable(step, view, checked=share.checked)
+        if self._truth.stored.are_shares_complete(step, view):
+            time, stored = world.now + self.clock_ahead_s, self._truth.stored
+            durable = stored.make_durable(step, view, checked=share.checked, time=time)
             problem = "" if durable else "it is invalidated, or its shares are unlike"
             event = SaveEnded(step, view.number, durable, problem)
+            if durable and world.options.keep_last:
+                policy = Retention(last=world.options.keep_last, settled=world.options.cycle)
+                for removed in stored.retire(policy, time):
+                    self._truth.promises.unreadable[removed] = True
         elif world.now > until:
             event = SaveEnded(step, view.number, problem="a share did not come")
         else:

@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.errors import Damaged, UserError, WorldError
+from holdfast.core.replica.retention import Retention, Saved, SaveOrder, choose_kept
+from holdfast.core.types import NO_VIEW, ViewNumber
 from holdfast.store.checkpoint_reading import Bad, Rotten, load, verify
+from holdfast.store.files import FileStorage
 from holdfast.store.manifest import (
     INTENT_BYTES_MAX,
     MANIFEST_BYTES_MAX,
@@ -36,8 +39,7 @@ from holdfast.store.manifest import (
     suspect_name,
     token_of,
 )
-from holdfast.store.owner_process import is_gone, name_scope
-from holdfast.store.retention import Retention, choose_kept
+from holdfast.store.owner_process import has_ended, name_scope
 from holdfast.store.saving import Item, Known, Saving
 from holdfast.store.storage import Missing, Storage, read_all
 from holdfast.store.volumes import VolumeStorage
@@ -60,6 +62,7 @@ class Checkpoints:
     def __init__(self, storage: Storage, say: Callable[[str], None] = lambda line: None) -> None:
         self.storage = storage
         self._say = say
+        self._told: set[int] = set()  # steps of checkpoints that cannot be read, as was said
         self._known: list[tuple[object, Known]] = []  # none or one
 
     # ------------------------------------------------------------ finding
@@ -128,15 +131,21 @@ class Checkpoints:
 
     # ------------------------------------------------------------ saving
 
-    def begin(self, step: int, token: str = "", writer: int | None = None) -> Saving:
+    def begin(
+        self,
+        step: int,
+        token: str = "",
+        writer: int | None = None,
+        view: ViewNumber = NO_VIEW,
+    ) -> Saving:
         """Begin to save step `step`.
 
         If several writers save it together, all pass the same token, which no other save ever has.
         """
         base, known = self._base()
-        saving = Saving(self.storage, step, token or secrets.token_hex(8), known, writer)
+        saving = Saving(self.storage, step, token or secrets.token_hex(8), known, writer, view)
         saving.base = base
-        saving.announce()
+        saving.announce(known.packs)
         if base is not None and self.storage.size(manifest_name(base)) is None:
             # It was retired before we announced that we need it.
             saving.base, saving.known = None, Known()
@@ -163,7 +172,7 @@ class Checkpoints:
             try:
                 return step, self._held_chunks(step)
             except WorldError as error:
-                self._say(f"the checkpoint of step {step} is not built upon: {error}")
+                self._complain(step, error)
         return None, Known()
 
     def _held_chunks(self, step: int) -> Known:
@@ -181,19 +190,24 @@ class Checkpoints:
 
     # ------------------------------------------------------------ removing
 
-    def retire(self, policy: Retention) -> tuple[int, ...]:
-        """Remove the manifests that the policy does not keep; return their steps."""
+    def _retire(self, policy: Retention | None) -> tuple[tuple[int, ...], SaveOrder | None]:
+        """Remove the manifests that the policy does not keep.
+
+        Returns their steps, and the place of the newest checkpoint in the order.
+        """
         saved = []
         for step in self.steps():
             try:
-                saved.append((step, self.manifest(step).time))
+                found = self.manifest(step)
             except WorldError as error:
-                self._say(f"the checkpoint of step {step} does not count: {error}")
-        kept = choose_kept(saved, policy, time.time())
-        retired = tuple(step for step, _ in saved if step not in kept)
+                self._complain(step, error)
+                continue
+            saved.append(Saved(order=found.order, age_s=time.time() - found.time))
+        kept = choose_kept(saved, policy) if policy is not None else [each.step for each in saved]
+        retired = tuple(each.step for each in saved if each.step not in kept)
         for step in retired:
             self.storage.delete(manifest_name(step))
-        return retired
+        return retired, max((each.order for each in saved), default=None)
 
     def withdraw(self, after: int, view: int) -> tuple[int, ...]:
         """Remove the checkpoints of steps beyond `after` that were made in views up to `view`.
@@ -214,10 +228,11 @@ class Checkpoints:
 
     def collect(self, policy: Retention | None = None) -> Collected:
         """Retire what the policy does not keep, then remove packs that nothing refers to."""
-        steps = self.retire(policy) if policy is not None else ()
+        unfinished = [(each, each.unfinished()) for each in self._folders()]
+        steps, newest = self._retire(policy)
         # In this order: whoever wrote a pack is still saving, or has committed by then.
         packs = [*self._find_remains(PACKS), *self._find_remains(PARTS)]
-        intents = self._intents()
+        intents = self._intents(newest)
         tokens = {intent.token for intent in intents}
         used = {pack for intent in intents for pack in intent.packs}
         for step in self.steps():
@@ -226,9 +241,11 @@ class Checkpoints:
             except Missing:
                 continue  # retired by somebody else
             except Damaged as error:
-                self._say(f"nothing is removed while a manifest cannot be read: {error}")
+                self._complain(step, error)
                 return Collected(steps=steps, packs=0, freed_bytes=0)
         suspects = set(self.storage.names(SUSPECT))
+        for folder, files in unfinished:
+            folder.sweep(files, tokens)
         freed = count = 0
         for pack in packs:
             if pack not in used and token_of(pack) not in tokens:
@@ -238,6 +255,15 @@ class Checkpoints:
                     self.storage.delete(suspect_name(pack))
         return Collected(steps=steps, packs=count, freed_bytes=freed)
 
+    def _complain(self, step: int, error: WorldError) -> None:
+        """Report a checkpoint that cannot be read, once, and what follows for later ones."""
+        if step not in self._told:
+            self._told.add(step)
+            self._say(
+                f"the checkpoint of step {step} is not built upon, and while it is there nothing "
+                f"is removed: {error}"
+            )
+
     def _find_remains(self, prefix: str) -> list[str]:
         """List the names of all objects, and of those that a crash left unfinished on volumes."""
         storage = self.storage
@@ -245,8 +271,19 @@ class Checkpoints:
             return storage.all_names(prefix)
         return storage.names(prefix)
 
-    def _intents(self) -> list[Intent]:
-        """Return the saves under way, and remove what dead writers left behind."""
+    def _folders(self) -> list[FileStorage]:
+        """Return the folders that the storage consists of; none for a bucket."""
+        storage = self.storage
+        parts = storage.volumes if isinstance(storage, VolumeStorage) else (storage,)
+        return [each for each in parts if isinstance(each, FileStorage)]
+
+    def _intents(self, newest: SaveOrder | None) -> list[Intent]:
+        """Return the saves under way, and remove the announcements of those that have ended.
+
+        Of a writer on another machine it is never known whether it has. Its save is given up once a
+        newer checkpoint is there. That is safe if it is still under way, too: it looks for its
+        announcement after it has put its manifest.
+        """
         found = []
         for name in self.storage.names(SAVING):
             try:
@@ -256,7 +293,9 @@ class Checkpoints:
             except Damaged as error:
                 self._say(f"nothing that it may protect is removed: {error}")
                 raise
-            if is_gone(intent.host == name_scope(), intent.pid, intent.time):
+            overtaken = newest is not None and intent.order.is_before(newest)
+            at_home = intent.host == name_scope()
+            if has_ended(at_home, intent.pid) or (overtaken and not at_home):
                 self.storage.delete(name)
             else:
                 found.append(intent)

@@ -13,20 +13,23 @@ import itertools
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from holdfast.core.errors import Damaged, WorldError
 from holdfast.store.disk_calls import BLOCK_BYTES, Disk, RealDisk, aligned
-from holdfast.store.manifest import digest
-from holdfast.store.owner_process import is_gone, name_scope
+from holdfast.store.manifest import PACKS, digest, token_of
+from holdfast.store.owner_process import has_ended, name_scope
 from holdfast.store.regular_files import open_regular
 from holdfast.store.storage import Missing, check_name
 
 BUFFER_BYTES = 8 << 20
 BUFFERS = 3
 UNFINISHED = ".unfinished"  # folder of files that are being written
+WHAT_MAX = 100  # characters of an object's name in the name of its unfinished file
+_SLASH = "+"  # stands for "/" there: no object's name has one
+_PACKS = PACKS.replace("/", _SLASH)
 
 
 class FileStorage:
@@ -44,7 +47,8 @@ class FileStorage:
         home = digest(name_scope().encode()).hex()
         self._sweep_once(home)
         number = f"{home}-{os.getpid()}-{self._token}-{next(self._numbers)}"
-        temporary = str(self.root / UNFINISHED / number)
+        what = name.replace("/", _SLASH)[:WHAT_MAX]
+        temporary = str(self.root / UNFINISHED / f"{number}-{what}")
         try:
             size = self._write(temporary, parts)
             self._disk.publish(temporary, str(path))
@@ -111,15 +115,26 @@ class FileStorage:
         except OSError as error:
             raise WorldError(f"cannot delete {path}: {error.strerror}") from None
 
+    def unfinished(self) -> list[Path]:
+        """List the files that are being written, or were when their writer ended."""
+        return list(self.root.glob(f"{UNFINISHED}/*"))
+
+    def sweep(self, listed: Sequence[Path], tokens: Collection[str]) -> None:
+        """Remove listed files of saves that have ended. `tokens`: of the saves under way."""
+        for path in listed:
+            _, _, what = path.name.rpartition(_PACKS)
+            if what and token_of(PACKS + what) not in tokens:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
     def _sweep_once(self, here_name: str) -> None:
-        """Remove what writers that no longer exist have left unfinished."""
+        """Remove what writers that have ended here have left unfinished."""
         swept, self._swept = self._swept, True
-        for path in [] if swept else self.root.glob(f"{UNFINISHED}/*"):
+        for path in [] if swept else self.unfinished():
             home, _, rest = path.name.partition("-")
             pid = rest.partition("-")[0]
-            at_home = home == here_name and pid.isdecimal()
-            with contextlib.suppress(OSError):
-                if is_gone(at_home, int(pid) if at_home else 0, path.stat().st_mtime):
+            if pid.isdecimal() and has_ended(home == here_name, int(pid)):
+                with contextlib.suppress(OSError):
                     path.unlink()
 
     def _path(self, name: str) -> Path:

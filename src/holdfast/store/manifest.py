@@ -2,7 +2,7 @@
 
     packs/STEP-TOKEN-N          payloads of chunks, one after the other
     manifests/STEP              written last: a checkpoint is there if and only if this is
-    saving/TOKEN[.N]            a save is under way; names the packs that it may build upon
+    saving/TOKEN[.N[.all]]      a save is under way; names the packs that it may build upon
     parts/TOKEN.N               the part of one of several writers, for the one that commits
     suspect/STEP-TOKEN-N        some bytes of that pack were found wrong: no save builds upon it
     invalidation/STEP.VIEW      checkpoints after STEP, made up to VIEW, contain errors
@@ -25,6 +25,9 @@ import xxhash
 
 from holdfast.core.errors import Damaged, OtherRelease
 from holdfast.core.release import newer_format
+from holdfast.core.replica.retention import SaveOrder
+from holdfast.core.types import NO_VIEW, ViewNumber
+from holdfast.store.storage import NAME
 from holdfast.wire.strict import StrictDecoder
 
 T = TypeVar("T")
@@ -32,6 +35,7 @@ MAGIC = b"HFMANIF1"
 SKELETON = ".skeleton"  # the entry with everything of a state that is no tensor
 TABLES = ".tables/"  # before the names of entries that servers of tables have saved
 PROCS = "procs"  # key in a checkpoint's `about`: the number of shards of its state
+VIEW = "view"  # and the view that made it, if any did
 DIGEST_BYTES = 16
 CHUNK_BYTES = 1 << 20
 CHUNK_BYTES_MAX = 64 << 20  # a chunk is held in memory while it is verified
@@ -39,10 +43,10 @@ MANIFEST_BYTES_MAX = 1 << 30
 INTENT_BYTES_MAX = 64 << 20
 PACKS, MANIFESTS, SAVING, PARTS = "packs/", "manifests/", "saving/", "parts/"
 SUSPECT, INVALIDATION = "suspect/", "invalidation/"
-STEP_DIGITS = 12
+STEP_DIGITS, VIEW_DIGITS_MAX = 12, 18
 _SHARD = ".shard"
 _ITEM_SIZES = (1, 2, 4, 8, 16)  # bytes of one element, of types that are not named below
-_ITEM_BYTES = {
+ITEM_BYTES = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),
     **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
     **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 4),
@@ -105,6 +109,11 @@ class Manifest:
     def size(self) -> int:
         return sum(entry.size for entry in self.entries)
 
+    @property
+    def order(self) -> SaveOrder:
+        """Return its place among the checkpoints of its job."""
+        return SaveOrder(view=_view_of(self.about), step=self.step)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPart:
@@ -132,13 +141,22 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
-    """Announces a save. Packs it names, and those whose name has its token, are not garbage."""
+    """Announces a save. Packs it names, and those whose name has its token, are not garbage.
+
+    `host`: the scope of the writer's process number, by `name_scope()`. `time`: for people.
+    """
 
     token: str
-    host: str  # the writer's scope of process numbers: `owner_process.name_scope()`
+    host: str
     pid: int
     time: float
     packs: tuple[str, ...] = ()
+    step: int = -1
+    view: ViewNumber = NO_VIEW
+
+    @property
+    def order(self) -> SaveOrder:
+        return SaveOrder(view=self.view, step=self.step)
 
 
 def invalidation_name(after: int, view: int) -> str:
@@ -148,10 +166,17 @@ def invalidation_name(after: int, view: int) -> str:
 def is_withdrawn(name: str, step: int, about: dict[str, str]) -> bool:
     """Return whether such a name covers a checkpoint; it never covers one made in no view."""
     after, _, view = name.removeprefix(INVALIDATION).partition(".")
-    made_in = about.get("view", "")
-    if not (after.isdecimal() and view.isdecimal() and made_in.isdecimal()):
+    made_in = _view_of(about)
+    if not (after.isdecimal() and view.isdecimal()) or made_in == NO_VIEW:
         return False
-    return step > int(after) and int(made_in) <= int(view)
+    return step > int(after) and made_in <= int(view)
+
+
+def _view_of(about: dict[str, str]) -> ViewNumber:
+    """Return the view that made a checkpoint, if any did."""
+    made_in = about.get(VIEW, "")
+    is_number = made_in.isdecimal() and len(made_in) <= VIEW_DIGITS_MAX
+    return ViewNumber(int(made_in)) if is_number else NO_VIEW
 
 
 def chunks_of(manifest: Manifest, entry: Entry) -> Iterator[Chunk]:
@@ -207,6 +232,10 @@ def is_of_one_shard(name: str) -> bool:
 def is_of_tables(name: str) -> bool:
     """Return whether an entry holds rows of tables that servers have saved."""
     return name.startswith(TABLES)
+
+
+def intent_name(token: str, writer: int | None) -> str:
+    return f"{SAVING}{token}" + ("" if writer is None else f".{writer}")
 
 
 def suspect_name(pack: str) -> str:
@@ -297,6 +326,9 @@ def problem_of(manifest: Manifest) -> str:
         return f"step {manifest.step}"
     if not 1 <= manifest.chunk_bytes <= CHUNK_BYTES_MAX:
         return f"chunks of {manifest.chunk_bytes} bytes, where 1 to {CHUNK_BYTES_MAX} can be right"
+    for pack in manifest.packs:
+        if not (pack.startswith(PACKS) and NAME.fullmatch(pack)):
+            return f"{pack!r} is no name of a pack"
     names = [(entry.name, entry.offset) for entry in manifest.entries]
     if len(set(names)) != len(names):
         return "two entries have the same name"
@@ -323,7 +355,7 @@ def _shape_problem(entry: Entry) -> str:
     if not entry.dtype:
         return f"{entry.name} has a shape and no type" if entry.shape else ""
     elements = math.prod(entry.shape)
-    sizes = (_ITEM_BYTES[entry.dtype],) if entry.dtype in _ITEM_BYTES else _ITEM_SIZES
+    sizes = (ITEM_BYTES[entry.dtype],) if entry.dtype in ITEM_BYTES else _ITEM_SIZES
     fits = any(entry.size == elements * each for each in sizes)
     if not fits or any(length < 0 for length in entry.shape):
         shape = list(entry.shape)

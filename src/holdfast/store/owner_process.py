@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import socket
-import time
-
-STALE_S = 86_400.0  # what another machine began is given up after this
 
 
 @functools.cache
@@ -17,12 +14,9 @@ def name_scope() -> str:
         return f"{socket.gethostname()} {file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
-def is_gone(at_home: bool, pid: int, since: float) -> bool:
-    """Return whether a process has ended, as far as can be known from here.
+def has_ended(at_home: bool, pid: int) -> bool:
+    """Return whether a process has certainly ended; of one elsewhere that is never known.
 
-    `at_home`: process `pid` belongs to the scope that `name_scope` names. `since`: the time of the
-    file that it has left, in seconds of the clock.
+    `at_home`: process `pid` belongs to the scope that `name_scope` names.
     """
-    if at_home:
-        return not os.path.exists(f"/proc/{pid}")
-    return time.time() - since > STALE_S
+    return at_home and not os.path.exists(f"/proc/{pid}")

@@ -18,13 +18,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.errors import WorldError, require
+from holdfast.core.types import NO_VIEW, ViewNumber
 from holdfast.store import compression
 from holdfast.store.manifest import (
     CHUNK_BYTES,
     INTENT_BYTES_MAX,
     INVALIDATION,
     PARTS,
-    SAVING,
     Entry,
     Intent,
     Manifest,
@@ -37,17 +37,19 @@ from holdfast.store.manifest import (
     encode,
     encode_intent,
     encode_part,
+    intent_name,
     is_withdrawn,
     manifest_name,
     pack_name,
     part_name,
     problem_of,
 )
-from holdfast.store.owner_process import is_gone, name_scope
+from holdfast.store.owner_process import has_ended, name_scope
 from holdfast.store.storage import Storage, read_all
 
 PART_BYTES_MAX = 1 << 30
 POLL_S, POLL_S_MAX = 0.01, 1.0  # between checks for the parts of others
+ALL = ".all"  # ends the name of the announcement of all shares, by the writer that commits
 LIVE_MIN = 0.5  # chunks of packs with a smaller share in use are written again
 
 
@@ -102,26 +104,41 @@ class Saving:
     """
 
     def __init__(
-        self, storage: Storage, step: int, token: str, known: Known, writer: int | None = None
+        self,
+        storage: Storage,
+        step: int,
+        token: str,
+        known: Known,
+        writer: int | None = None,
+        view: ViewNumber = NO_VIEW,
     ) -> None:
         self.step = step
         self.token = token
         self._storage = storage
         self._writer = writer
-        self._intent = f"{SAVING}{token}" + ("" if writer is None else f".{writer}")
+        self._view = view
+        self._announced: list[str] = []
         self.known = known
         self.base: int | None = None  # the checkpoint that it builds upon
 
-    def announce(self, more: Sequence[str] = ()) -> None:
-        """Protect what the save builds upon, and `more` packs, from being collected as garbage."""
+    def announce(self, packs: Sequence[str], suffix: str = "") -> None:
+        """Protect what the save builds upon from being collected as garbage.
+
+        Each announcement has a name of its own, by its `suffix`: a collector that removes one gives
+        the save up, and the save must notice that when it commits.
+        """
+        name = f"{intent_name(self.token, self._writer)}{suffix}"
         intent = Intent(
             token=self.token,
             host=name_scope(),
             pid=os.getpid(),
             time=time.time(),
-            packs=tuple(dict.fromkeys([*self.known.packs, *more])),
+            packs=tuple(packs),
+            step=self.step,
+            view=self._view,
         )
-        self._storage.put(self._intent, [encode_intent(intent)])
+        self._announced.append(name)
+        self._storage.put(name, [encode_intent(intent)])
 
     def write(
         self, items: Sequence[Item], writer: int = 0, *, state_print: int = 0, shard: int = 0
@@ -178,19 +195,20 @@ class Saving:
 
     def _is_writing(self, writer: int) -> bool:
         """Return whether another writer has announced its share, and has not ended since."""
-        name = f"{SAVING}{self.token}.{writer}"
+        name = intent_name(self.token, writer)
         try:
             intent = decode_intent(read_all(self._storage, name, INTENT_BYTES_MAX), name)
         except WorldError:  # there is none, or it cannot be read now
             return False
-        return not is_gone(intent.host == name_scope(), intent.pid, intent.time)
+        return not has_ended(intent.host == name_scope(), intent.pid)
 
     def abandon(self) -> None:
         """Give up the written packs, unless they have been committed."""
         with contextlib.suppress(WorldError):
             if self._writer is not None:
                 self._storage.delete(part_name(self.token, self._writer))
-            self._storage.delete(self._intent)
+            for name in self._announced:
+                self._storage.delete(name)
 
     def commit(self, parts: Sequence[SavedPart], about: dict[str, str]) -> Manifest:
         """Complete the checkpoint once all writers are done; it exists on return. WorldError."""
@@ -202,25 +220,36 @@ class Saving:
         if problem:
             raise WorldError(f"step {self.step} cannot be kept: {problem}")
         if self._writer is not None:  # as in Checkpoints.begin: first announce, then look
-            self.announce(manifest.packs)
+            self.announce(manifest.packs, ALL)
             for base in {part.base for part in parts if part.base is not None}:
                 if self._storage.size(manifest_name(base)) is None:
                     raise WorldError(f"step {base}, on which a share builds, has been retired")
+        self._refuse_overtaken()
         for pack in manifest.packs:
             if self._storage.size(pack) is None:
                 raise WorldError(f"step {self.step} cannot be kept: {pack} has vanished meanwhile")
         self._refuse_invalidated(about)
         self._storage.put(manifest_name(self.step), [encode(manifest)])
         try:
-            self._refuse_invalidated(about)  # otherwise whoever withdraws has seen the manifest
+            # Otherwise whoever withdraws, or gives the save up, has seen the manifest.
+            self._refuse_invalidated(about)
+            self._refuse_overtaken()
         except WorldError:
             self._storage.delete(manifest_name(self.step))
             raise
         with contextlib.suppress(WorldError):  # what stays is garbage; the checkpoint exists
             for writer in range(1, len(parts)) if self._writer is not None else ():
                 self._storage.delete(part_name(self.token, writer))
-            self._storage.delete(self._intent)
+                self._storage.delete(intent_name(self.token, writer))
+            for name in self._announced:
+                self._storage.delete(name)
         return manifest
+
+    def _refuse_overtaken(self) -> None:
+        if any(self._storage.size(name) is None for name in self._announced):
+            raise WorldError(
+                f"step {self.step} is given up: a newer checkpoint came while it was written"
+            )
 
     def _refuse_invalidated(self, about: dict[str, str]) -> None:
         if any(is_withdrawn(name, self.step, about) for name in self._storage.names(INVALIDATION)):

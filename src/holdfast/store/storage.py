@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from typing import Protocol
 
-from holdfast.core.errors import UserError, WorldError
+from holdfast.core.errors import Damaged, UserError, WorldError
 
 NAME_MAX = 200
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*(/[A-Za-z0-9][A-Za-z0-9.-]*)*")
@@ -51,12 +51,12 @@ class Storage(Protocol):
 
 
 def read_all(storage: Storage, name: str, bytes_max: int) -> bytes:
-    """Read a small object. Missing; Damaged; UserError if it is larger than can be right."""
+    """Read a small object. Missing; Damaged, also if it is larger than can be right."""
     size = storage.size(name)
     if size is None:
         raise Missing(f"there is no {name}")
     if size > bytes_max:
-        raise UserError(f"{name} has {size} bytes, more than the {bytes_max} that can be right")
+        raise Damaged(f"{name} has {size} bytes, more than the {bytes_max} that can be right")
     data = bytearray(size)
     storage.read(name, 0, memoryview(data))
     return bytes(data)

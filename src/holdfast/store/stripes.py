@@ -27,7 +27,7 @@ MAGIC = b"HFSHARD1"
 class Footer:
     """Describes one volume's object.
 
-    `version`: nanoseconds since 1970 at the write, and a random number.
+    `version`: a number that grows with each write, whatever the clock says, and a random one.
     """
 
     version: tuple[int, int]

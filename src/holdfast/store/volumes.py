@@ -83,7 +83,7 @@ class VolumeStorage:
     def put(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
         check_name(name)
         spread = _Spread(self._code, parts)
-        version = (time.time_ns(), secrets.randbits(62))
+        version = _version_after(self._look_everywhere(name))
         order = self._order(name)
         # Each write has threads of its own: two that share a few would wait for each other.
         with ThreadPoolExecutor(len(order), "holdfast-volume") as pool:
@@ -115,7 +115,7 @@ class VolumeStorage:
             return None
 
     def names(self, prefix: str) -> list[str]:
-        return [name for name in self.all_names(prefix) if self._can_be_there(name)]
+        return [name for name in self.all_names(prefix) if _can_be_there(self, name)]
 
     def delete(self, name: str) -> None:
         check_name(name)
@@ -176,19 +176,12 @@ class VolumeStorage:
         first = digest(name.encode())[0] % count
         return [(first + number) % count for number in range(count)]
 
-    def _can_be_there(self, name: str) -> bool:
-        try:
-            return self.size(name) is not None
-        except WorldError:
-            return True
-
     def _find(self, name: str) -> Placed:
         """Find the newest version with enough shards. Missing, if certainly none is whole."""
         check_name(name)
         order = self._order(name)
-        looks = self._pool.map(lambda n: self._look(name, n, order[n]), range(len(order)))
         footers, unknown = {}, []
-        for number, found in enumerate(looks):
+        for number, found in enumerate(self._look_everywhere(name)):
             if isinstance(found, WorldError):
                 unknown.append(found)
             elif found is not None:
@@ -209,6 +202,11 @@ class VolumeStorage:
             volumes={n: order[n] for n in mine},
             tables={n: footers[n][1] for n in mine},
         )
+
+    def _look_everywhere(self, name: str) -> list[tuple[Footer, bytes] | WorldError | None]:
+        """Return the answers of all volumes on an object, by the number of the shards."""
+        order = self._order(name)
+        return list(self._pool.map(lambda n: self._look(name, n, order[n]), range(len(order))))
 
     def _look(
         self, name: str, number: int, volume: int
@@ -356,6 +354,19 @@ class VolumeStorage:
         if line not in self._told and len(self._told) < LINES_MAX:
             self._told.add(line)
             self._say(line)
+
+
+def _can_be_there(storage: Storage, name: str) -> bool:
+    try:
+        return storage.size(name) is not None
+    except WorldError:
+        return True
+
+
+def _version_after(looks: Sequence[tuple[Footer, bytes] | WorldError | None]) -> Version:
+    """Return a version after that of every object that was found, whatever the clock says."""
+    newest = max((each[0].version[0] for each in looks if isinstance(each, tuple)), default=0)
+    return max(time.time_ns(), newest + 1), secrets.randbits(62)
 
 
 def _entry(table: bytes, index: int) -> bytes:

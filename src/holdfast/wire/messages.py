@@ -63,15 +63,21 @@ class StatusReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRequest:
-    """Asks what the job is, for a node."""
+    """Asks what the job is, for a node. `name`: of its agent, if it was given one."""
+
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinReply:
-    """Answers with the job, and the address by which the asker is seen from here."""
+    """Answers with the job, and the address by which the asker is seen from here.
+
+    `incarnation`: of the next agent of that name; every agent known here has a smaller one.
+    """
 
     spec: JobSpec
     seen_as: str
+    incarnation: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -307,11 +307,9 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         return [EndLearning(), Stir()]  # until now nobody could be told to go on
 
     def _plan_to_tell(self, facts: Facts) -> Plan:
-        plan: Plan = []
-        for status in facts.roster.newest.values():
-            if not self._event_log.is_told(status):
-                plan += [*self._event_log.news(status), MarkTold(status)]
-        return plan
+        log = self._event_log
+        speaking = [each for each in facts.roster.newest.values() if not log.is_told(each)]
+        return [*log.news(speaking), *map(MarkTold, speaking)] if speaking else []
 
     def _plan_to_judge(self, facts: Facts) -> Plan:
         """Quarantine workers that compute wrongly."""

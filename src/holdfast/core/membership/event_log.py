@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdfast.core.membership.coordinator_events import Announce
-from holdfast.core.types import Incarnation, JobEvent, Slot, WorkerId, WorkerStatus
+from holdfast.core.types import (
+    Incarnation,
+    JobEvent,
+    Slot,
+    ViewNumber,
+    WorkerId,
+    WorkerStatus,
+)
 
 OF_THE_JOB = ("wrong", "not_finite")  # kinds that are not about the worker that reports them
+Rotten = tuple[ViewNumber, str]  # a view, and the checkpoint that its members cannot read
 
 
 def _find_subject(event: JobEvent, reporter: WorkerId) -> WorkerId | None:
@@ -20,12 +28,15 @@ def _find_subject(event: JobEvent, reporter: WorkerId) -> WorkerId | None:
 class EventLog:
     """Finds events that are new.
 
+    Every member of a view may find the same damaged checkpoint: only the first event on it is new.
+
     `before`: processes that another coordinator has heard: their first words are known already.
     """
 
     def __init__(self, before: Iterable[Slot]) -> None:
         self._told: dict[WorkerId, tuple[Incarnation, int]] = {}
         self._before = {(slot.worker, slot.incarnation) for slot in before}
+        self._rotten: dict[Rotten, bool] = {}
 
     def is_told(self, status: WorkerStatus) -> bool:
         """Return whether all events of a worker are marked as told."""
@@ -33,15 +44,33 @@ class EventLog:
             return True
         return self._told.get(status.worker) == (status.incarnation, status.events[-1].number)
 
-    def news(self, status: WorkerStatus) -> list[Announce]:
-        """Return the events of a worker that have not been told yet."""
+    def news(self, statuses: Iterable[WorkerStatus]) -> list[Announce]:
+        """Return the events of workers that have not been told yet."""
+        found, rotten = list[Announce](), dict(self._rotten)
+        for status in statuses:
+            for event in self._find_new(status):
+                checkpoint = _find_rotten(status, event)
+                if checkpoint not in rotten:
+                    about = _find_subject(event, status.worker)
+                    found.append(Announce(event.kind, event.text, about))
+                if checkpoint is not None:
+                    rotten[checkpoint] = True
+        return found
+
+    def mark(self, status: WorkerStatus) -> None:
+        """Count the events of a worker as told."""
+        found = (_find_rotten(status, event) for event in self._find_new(status))
+        self._rotten.update({each: True for each in found if each is not None})
+        self._told[status.worker] = status.incarnation, status.events[-1].number
+
+    def _find_new(self, status: WorkerStatus) -> list[JobEvent]:
         worker, newest = status.worker, status.events[-1].number if status.events else 0
         incarnation, told = self._told.get(worker, (None, 0))
         if incarnation != status.incarnation:
             told = newest if (worker, status.incarnation) in self._before else 0
-        new = (event for event in status.events if event.number > told)
-        return [Announce(event.kind, event.text, _find_subject(event, worker)) for event in new]
+        return [event for event in status.events if event.number > told]
 
-    def mark(self, status: WorkerStatus) -> None:
-        """Count the events of a worker as told."""
-        self._told[status.worker] = status.incarnation, status.events[-1].number
+
+def _find_rotten(status: WorkerStatus, event: JobEvent) -> Rotten | None:
+    """Return the checkpoint that an event calls damaged, with the view that found it."""
+    return (status.view, event.text.partition(": ")[0]) if event.kind == "rot" else None

@@ -158,7 +158,7 @@ class Saves:
 
     def _record_failure(self, step: int, problem: str) -> list[Outcome]:
         text = self._failures.count_failure(f"step {step}", problem)
-        return [EventNoted("save", text)] if text else []
+        return [EventNoted("unsaved", text)] if text else []
 
     def finish_loop(self, committed: int) -> list[SavedUpTo]:
         """Record that no further step of the loop compares states."""

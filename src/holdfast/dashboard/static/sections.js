@@ -3,7 +3,7 @@
 import { byId, make, showCount, showSeconds, showShare, showTime, swatch } from "./dom.js";
 
 const EVENTS_SHOWN = 150;
-const BAD = new Set(["lost", "failed", "silent", "wrong", "quarantined", "back", "rot", "refused", "stop_view", "record", "straggler", "late"]);
+const BAD = new Set(["lost", "failed", "silent", "wrong", "quarantined", "back", "rot", "refused", "stop_view", "record", "straggler", "late", "unsaved"]);
 const partColour = (name) => (name === "lost" ? "losing" : name);
 const open = new Set(); // incidents whose story is shown
 

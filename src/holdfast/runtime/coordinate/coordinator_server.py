@@ -278,9 +278,11 @@ class CoordinatorServer:
                         self._feed(ce.ReportArrived(message))
                     case Address():
                         self._note_address(message, channel)
-                    case JoinRequest():
+                    case JoinRequest(name=name):
                         host = channel.peer.rpartition(":")[0].strip("[]")
-                        channel.send(JoinReply(spec=self._spec, seen_as=host))
+                        number = self._next_incarnation(name)
+                        reply = JoinReply(spec=self._spec, seen_as=host, incarnation=number)
+                        channel.send(reply)
                         self._expected.note_question(time.monotonic())
                     case StatusRequest():
                         status = make_status(self._core.snapshot(), self._spec)
@@ -318,6 +320,11 @@ class CoordinatorServer:
             if agent is not None and self._agents.get(agent) is channel:
                 del self._agents[agent]
                 self._record_departure()
+
+    def _next_incarnation(self, name: str) -> int:
+        """Return an incarnation above that of every agent of this name that was heard of."""
+        agents = self._core.snapshot().agents
+        return max((each.incarnation for each in agents if each.agent == name), default=0) + 1
 
     def _find_node_of(self, worker: WorkerId) -> Channel | None:
         """Return the way to the node that a worker belongs to; None if it is not connected."""

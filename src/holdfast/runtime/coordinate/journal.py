@@ -38,6 +38,7 @@ HEADER_BYTES = len(MAGIC) + 8 + DIGEST_BYTES
 RECORD_BYTES_MAX = 256 << 20
 NO_DAMAGE = ""
 NOTE_BYTES = 64
+COUNTED_MAX = 1 << 31  # terms that were counted are below this, whatever the clock says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +128,8 @@ class FileJournal:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._path = path
-        self._clock = clock  # gives a term after the loss of everything: far above any count
+        # Gives a term after the loss of everything, above any that was given after an earlier loss.
+        self._clock = clock
         self._lock_path = path.with_name(path.name + ".lock")
         self._lock = -1
         self._term = 0
@@ -191,7 +193,7 @@ class FileJournal:
             terms.append(record.term)
         elif noted is None:  # no count is left, so take a number that none can have reached
             damage = damage or f"{self._lock_path}, which counts the terms, is unreadable"
-            terms.append(int(self._clock()))
+            terms.append(COUNTED_MAX + int(self._clock()))
         self._term = max(terms) + 1
         self._recorded = record is not None or bool(damage)
         self._write_note()

@@ -28,6 +28,7 @@ from holdfast.observe.recordings import (
     encode_record,
     freeze,
     make_heard,
+    order_of_name,
 )
 from holdfast.store.regular_files import create_regular
 
@@ -153,7 +154,7 @@ class _Output:
         self.end()
         try:
             path.parent.mkdir(exist_ok=True)
-            kept = sorted(path.parent.glob("coordinator-*.zst"), key=lambda p: p.stat().st_mtime_ns)
+            kept = sorted(path.parent.glob("coordinator-*.zst"), key=order_of_name)
             for each in kept[: len(kept) - FILES_MAX + 1]:
                 each.unlink()
             file = os.fdopen(create_regular(path), "wb", buffering=0)

@@ -20,15 +20,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.core.errors import Damaged, HoldfastError, UserError, WorldError
+from holdfast.core.replica.retention import Retention
+from holdfast.core.types import ViewNumber
 from holdfast.health.measure.ending_signals import Orders
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.net.readiness import wait_readable
 from holdfast.runtime.outlet import free_output
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.manifest import PROCS
+from holdfast.store.manifest import PROCS, VIEW
 from holdfast.store.open import check_writable, open_storage
-from holdfast.store.retention import Retention
 from holdfast.store.saving import Saving
 from holdfast.store.scrub import Pacer, scrub
 from holdfast.store.snapshot import Delivery, SaveAnswer, receive
@@ -106,7 +107,8 @@ class Writer:
         order, began = delivery.order, time.monotonic()
         for before in self._take_older(order.step):
             before.abandon()
-        saving = self._store.begin(order.step, order.token, order.rank)
+        view = ViewNumber(order.view)
+        saving = self._store.begin(order.step, order.token, order.rank, view)
         try:
             part = saving.write(
                 delivery.items(), order.rank, state_print=order.state_print, shard=order.shard
@@ -119,7 +121,7 @@ class Writer:
             taken_s = time.monotonic() - began
             wait_s = max(OTHERS_S, OTHERS_TIMES * taken_s)
             parts = [part, *saving.gather(order.size, wait_s, order.patience_s)]
-            about = {"steps": str(order.step), "view": str(order.view)}
+            about = {"steps": str(order.step), VIEW: str(order.view)}
             saving.commit(parts, about | ({PROCS: str(order.procs)} if order.procs > 1 else {}))
         except BaseException:
             saving.abandon()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from holdfast.runtime.node.gpu_shares import visible_gpus
 from holdfast.runtime.node.group_member import heartbeat_file, modules_of
 from holdfast.runtime.node.worker_process import WorkerProcess, WorkerTemplate
 from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.temporary import temporary_folder
 
 
 class GroupWatch:
@@ -89,8 +89,8 @@ def run_forking(template: WorkerTemplate) -> Iterator[None]:
     if not wanted or fork_server.VARIABLE in os.environ:
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
-        path = Path(folder, "fork")
+    with temporary_folder() as folder:
+        path = folder / "fork"
         variables, modules = template.job_variables(), modules_of(spec)
         with fork_server.run_fork_server(path, variables=variables, modules=modules):
             os.environ[fork_server.VARIABLE] = str(path)

@@ -101,11 +101,24 @@ def _bytes_to_read(entries: Sequence[Entry]) -> int:
     return sum(entry.size for entry in entries) + sum(wholes.values())
 
 
-def _dtype(entry: Entry) -> torch.dtype:
-    found = getattr(torch, entry.dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise UserError(f"{entry.name} is of {entry.dtype}, which this PyTorch does not know")
+def find_unknown(entries: Sequence[Entry]) -> list[str]:
+    """Return a sentence on each entry whose type this PyTorch does not know."""
+    found = []
+    for entry in entries:
+        try:
+            _dtype(entry)
+        except UserError as error:
+            found.append(str(error))
     return found
+
+
+def _dtype(entry: Entry) -> torch.dtype:
+    found, is_quantized = getattr(torch, entry.dtype, None), entry.dtype.startswith("q")
+    if isinstance(found, torch.dtype) and not is_quantized:
+        if found.itemsize * math.prod(entry.shape) == entry.size:
+            return found
+    problem = f"is of {entry.dtype!r}, which this PyTorch does not know"
+    raise UserError(f"{entry.name!r} {problem}: use the one that saved it")
 
 
 def _safetensors() -> Any:

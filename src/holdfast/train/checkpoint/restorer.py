@@ -14,7 +14,7 @@ from holdfast.core.errors import Aborted, Damaged, WireError
 from holdfast.core.invalidations import Invalidations
 from holdfast.core.partition import part_of
 from holdfast.core.replica.saves import list_replacements
-from holdfast.core.types import Invalidation, ViewNumber
+from holdfast.core.types import NO_VIEW, Invalidation, ViewNumber
 from holdfast.store.checkpoint_reading import OneEntry, load, load_range
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.manifest import (
@@ -92,18 +92,16 @@ class Restorer:
         stored: dict[int, ViewNumber | None] = {}
         for other in self._store.steps():
             try:
-                made_in = self._store.manifest(other).about.get("view", "")
-            except (Damaged, Missing) as error:
-                say(f"the checkpoint of step {other} is not used: {error}")
+                made_in = self._store.manifest(other).order.view
+            except (Damaged, Missing):
                 continue
-            stored[other] = ViewNumber(int(made_in)) if made_in.isdecimal() else None
+            stored[other] = made_in if made_in != NO_VIEW else None
         return next(filter(self._is_right, list_replacements(stored, step, invalidations)), 0)
 
     def _is_right(self, step: int) -> bool:
         try:
             return not self._store.verify(step)
-        except (Damaged, Missing) as error:
-            say(f"the checkpoint of step {step} is not used: {error}")
+        except (Damaged, Missing):
             return False
 
     def withdraw(self, invalidations: Sequence[Invalidation]) -> None:

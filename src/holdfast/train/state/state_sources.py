@@ -64,7 +64,6 @@ class StoreSource(PlainSource):
                 return (ev.StateObtained(SourceKind.STORE, number),)
             except (Damaged, Missing) as error:
                 text = f"the checkpoint of step {step} is not used: {error}"
-                say(text)
                 other = restorer.find_replacement(step, at.view.invalidations)
                 return (ev.ObtainFailed(SourceKind.STORE, number, text, step, other),)
         except Aborted:

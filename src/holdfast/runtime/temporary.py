@@ -1,0 +1,62 @@
+"""Makes temporary folders that do not outlive their process: one that is killed removes nothing.
+
+Each folder holds a lock for as long as its process lives. Whoever makes the next folder removes
+those whose locks are free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+PREFIX = "holdfast-"
+LOCK = ".lock"
+
+
+@contextlib.contextmanager
+def temporary_folder(purpose: str = "") -> Iterator[Path]:
+    """Make a folder for this process, and remove it at the end. OSError."""
+    _sweep(Path(tempfile.gettempdir()))
+    folder, lock = _make(purpose)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _make(purpose: str) -> tuple[Path, int]:
+    """Make a folder; return it, and the descriptor that holds its lock."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}"))
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / LOCK).exists():  # else another process took it before it was locked
+            return folder, lock
+        os.close(lock)
+
+
+def _sweep(parent: Path) -> None:
+    """Remove the folders of this user whose processes have ended."""
+    with contextlib.suppress(OSError):
+        for each in os.scandir(parent):
+            if each.name.startswith(PREFIX) and each.is_dir(follow_symlinks=False):
+                with contextlib.suppress(OSError):
+                    _remove_if_free(Path(each.path))
+
+
+def _remove_if_free(folder: Path) -> None:
+    """Remove a folder unless a process holds its lock. OSError: it has none, or is not ours."""
+    if folder.stat().st_uid != os.geteuid():
+        return
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
