@@ -97,6 +97,22 @@ def test_rows_that_are_read_as_float16_have_the_same_bits_on_servers(
     assert found[0] != digest(STEPS)
 
 
+@pytest.mark.parametrize("lost", [1, 2])
+def test_written_rows_are_the_same_on_servers_and_after_losses_of_workers(
+    lost: int, start: Start
+) -> None:
+    """One that joins runs the lines that write rows again; if all are lost, they count again."""
+    words = ("--written", "--steps", str(STEPS))
+    with start(*words, nproc=1, script="tables.py") as alone:
+        expected = finish(alone)
+    with paced(start, STEPS, 2, flags(2), "--written") as run:
+        servers_of(run, 2)
+        until_step(run, 10)
+        for worker in list(run.members())[:lost]:
+            strike(run.members()[worker])
+        assert finish(run) == expected
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_server_is_lost_and_another_one_serves_its_rows(
     how: signal.Signals, start: Start, digest: Digest

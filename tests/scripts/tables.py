@@ -24,6 +24,7 @@ parser.add_argument(
     "--stale", nargs=2, type=int, action="append", default=[], help="STEP STALENESS"
 )
 parser.add_argument("--half", action="store_true", help="steps read rows as float16")
+parser.add_argument("--written", action="store_true", help="rows are pretrained, and clipped")
 options = parser.parse_args()
 
 job = holdfast.join()
@@ -46,6 +47,10 @@ optimizer = torch.optim.AdamW(top.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(words.row_optimizer, gamma=0.99)
 job.protect(bags=bags, words=words, top=top, optimizer=optimizer, scheduler=scheduler)
 
+if options.written:
+    bags.write_rows("users", torch.linspace(-1, 1, options.rows * DIM).view(-1, DIM))
+    words.load_state_dict({"weight": torch.linspace(1, -1, ROWS * DIM).view(-1, DIM)})
+
 dice = torch.Generator().manual_seed(5)
 ids = (ROWS * torch.rand(500, 3, BAG, generator=dice) ** 3).long()
 data = job.batches(TensorDataset(ids, ids.sum(2)[:, :2].float().sin()), 5)
@@ -60,8 +65,13 @@ for step in job.steps(data, until=options.steps):
         logits = top(torch.cat([found["items"], found["users"], rows], dim=1))
         step.backward(nn.functional.mse_loss(logits, targets))
         time.sleep(options.task_s)
+    if options.written:
+        parameters = [*bags.parameters(), *words.parameters(), *top.parameters()]
+        nn.utils.clip_grad_norm_(parameters, 0.2)
     optimizer.step()
     optimizer.zero_grad()
+    if options.written and step.index % 7 == 6:
+        words.write_rows(words.read_rows().clamp(-0.5, 0.5))
     scheduler.step()
     if step.index + 1 in staleness:
         for tables in bags, words:

@@ -10,8 +10,8 @@
     )
     job.protect(model=model, optimizer=optimizer, tables=tables)
 
-Only the rows that a step has used travel between workers and are updated, once, as the step is
-committed. The script calls no optimizer for them. Must not know views, steps or processes.
+Only the rows that a step has used travel between workers. They are updated once, when the script
+calls the optimizer of its other parameters. Must not know views, steps or processes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from holdfast.core.errors import UserError
-from holdfast.servers.embeddings import FP32, Embedding, EmbeddingBag, optimizer_of
+from holdfast.servers.embeddings import FP32, Embedding, EmbeddingBag, as_ids, optimizer_of
 from holdfast.servers.row_optimizers import RowOptimizer, TableOptimizer
 from holdfast.servers.served_tables import FoundRows, ServedOptimizer
 from holdfast.servers.stacked_bags import pool_stacked
@@ -93,7 +93,9 @@ class Lookup:
                 f"table {self.table} needs the feature {self.feature!r}, which the input does not "
                 f"have: its features are {there}"
             )
-        return given[self.feature]
+        ids, *rest = given[self.feature]
+        offsets = [as_ids(self.table, each) for each in rest[:1]]
+        return (as_ids(self.table, ids), *offsets, *rest[1:])
 
 
 class _Collection(nn.Module):
@@ -106,14 +108,18 @@ class _Collection(nn.Module):
 
         They are on the host, and have no gradient. UserError for an unknown table or id.
         """
-        return cast(torch.Tensor, self._find(table).read_rows(ids, self.row_optimizer))
+        return cast(torch.Tensor, self._find(table).read_rows(ids))
 
     def read_keys(self, table: str) -> torch.Tensor:
         """Return the keys [n] of a table with num_embeddings=None that have rows of their own.
 
         They are in growing order, as the last step has left them. UserError for another table.
         """
-        return cast(torch.Tensor, self._find(table).read_keys(self.row_optimizer))
+        return cast(torch.Tensor, self._find(table).read_keys())
+
+    def write_rows(self, table: str, rows: torch.Tensor, ids: torch.Tensor | None = None) -> None:
+        """Give these rows [ids, dim], by default all, to a table: see Embedding.write_rows."""
+        self._find(table).write_rows(rows, ids)
 
     def _find(self, table: str) -> Any:
         tables = next(each for each in self.children() if isinstance(each, _Tables))

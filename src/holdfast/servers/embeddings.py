@@ -1,14 +1,15 @@
 """Tables for scripts, with the arguments and the semantics of torch's Embedding and EmbeddingBag.
 
-Their gradients are sparse, and the job updates the used rows itself as a step is committed.
+Their gradients are sparse, and the job updates the used rows itself when the script calls its
+optimizer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -29,11 +30,14 @@ from holdfast.servers.served_tables import (
 from holdfast.servers.server_wire import round_to_half
 from holdfast.servers.table_shape import AGE, FREQUENCY, KeyRules, TableShape
 from holdfast.train.job import count_servers
-from holdfast.train.step.keyed_gradient import make_keyed_parameter
+from holdfast.train.script.optimizer_watch import check_lookup
+from holdfast.train.step.absent_weight import AbsentWeight
+from holdfast.train.step.keyed_gradient import collect_keys
 
 _DEFAULT = SGD()
 FP32, FP16 = "fp32", "fp16"  # as TorchRec names them
 NEWEST = 1 << 62  # a version after all updates
+WRITING = ", write or load them with write_rows(rows, ids) or load_state_dict"
 
 
 def is_half(name: str, precision: str) -> bool:
@@ -41,6 +45,17 @@ def is_half(name: str, precision: str) -> bool:
     if precision not in (FP32, FP16):
         raise UserError(f"table {name}: forward_precision={precision!r}: give {FP32!r} or {FP16!r}")
     return precision == FP16
+
+
+def as_ids(table: str, ids: torch.Tensor) -> torch.Tensor:
+    """Return ids or offsets of any type of whole numbers as int64. UserError for another type."""
+    if ids.dtype == torch.int64:
+        return ids
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise UserError(
+            f"table {table}: ids of type {ids.dtype} are no whole numbers: give torch.int64"
+        )
+    return ids.long()
 
 
 class TableSpec:
@@ -84,15 +99,32 @@ class TableSpec:
         self.is_served = count_servers() > 0  # its rows are on the job's servers
         self.reads_half = False  # steps read its rows as float16
         self.keyed: KeyedTable | None = None  # its rows, if these are here and have keys
+        self.optimizer: TableOptimizer | ServedOptimizer  # updates its rows
 
     def make_weight(self, device: Any) -> torch.Tensor:
         """Return the tensor for the table's parameter, [count, dim]."""
-        if self.rules is not None:
-            return make_keyed_parameter(self.dim)
-        if self.is_served:
+        if self.is_absent:
             return empty_weight(self.count, self.dim, device)
         with self._making_room():
-            return torch.empty(self.count, self.dim, device=device)
+            return torch.empty(self.count, self.dim, device=device, dtype=torch.float32)
+
+    @property
+    def is_absent(self) -> bool:
+        """Return whether the rows are not in the table's parameter."""
+        return self.is_served or self.rules is not None
+
+    def replace_weight(self, weight: torch.Tensor) -> nn.Parameter:
+        """Return a parameter that refuses what needs the rows, which it has not."""
+        where = "are on the job's servers" if self.is_served else "are known by their keys"
+        keyed = self.rules is not None
+        found = AbsentWeight.of(
+            weight.detach(),
+            f"the rows of table {self.name} {where}, not in it: read them with read_rows(ids)"
+            f"{'' if keyed else WRITING}, and leave the table out of averages, norms and copies",
+        )
+        if keyed:
+            collect_keys(found)
+        return found
 
     def begin(
         self, table: Embedding | EmbeddingBag, seed: int | None, rule: RowOptimizer | None
@@ -142,6 +174,27 @@ class TableSpec:
         if self.shape.padding is not None:
             weight[self.shape.padding].zero_()
 
+    def take_rows(self, rows: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+        """Return the ids [n] of rows [n, dim] that are written. UserError if these do not fit."""
+        if self.rules is not None:
+            raise UserError(
+                f"table {self.name}: a table with num_embeddings=None takes no rows from outside, "
+                "because its keys get theirs as steps use them: give num_embeddings for rows that "
+                "are written or loaded"
+            )
+        found = (
+            torch.arange(self.count) if ids is None else as_ids(self.name, ids).reshape(-1).cpu()
+        )
+        if list(rows.shape) != [len(found), self.dim]:
+            raise UserError(
+                f"table {self.name}: rows of shape {list(rows.shape)} for {len(found)} ids: give "
+                f"{[len(found), self.dim]}"
+            )
+        self.check(found)
+        if ids is not None and len(found.unique()) < len(found):
+            raise UserError(f"table {self.name}: an id is written twice at once: give each id once")
+        return found
+
     def check(self, ids: torch.Tensor) -> None:
         """Raise UserError for ids that the table does not have. Ids on a GPU are not looked at."""
         if ids.device.type != "cpu" or not ids.numel() or self.rules is not None:
@@ -171,6 +224,15 @@ def optimizer_of(
     tables: Sequence[Embedding | EmbeddingBag], rule: RowOptimizer
 ) -> TableOptimizer | ServedOptimizer:
     """Return what updates the rows of these tables, here or on the job's servers."""
+    found = _make_optimizer(tables, rule)
+    for table in tables:
+        table._table.optimizer = found
+    return found
+
+
+def _make_optimizer(
+    tables: Sequence[Embedding | EmbeddingBag], rule: RowOptimizer
+) -> TableOptimizer | ServedOptimizer:
     weights = [table.weight for table in tables]
     specs = [table._table for table in tables]
     if specs[0].is_served:
@@ -183,7 +245,7 @@ def optimizer_of(
                 table.register_buffer(name, array)
             assert spec.keyed is not None
             keyed[table.weight] = spec.keyed
-    return TableOptimizer(weights, rule, keyed)
+    return TableOptimizer(weights, rule, keyed, [spec.name for spec in specs])
 
 
 class _Rows(nn.Module):
@@ -196,16 +258,14 @@ class _Rows(nn.Module):
 
     def _find(self, ids: torch.Tensor, found: FoundRows | None) -> FoundRows | None:
         """Check ids, and return their rows if these are on servers. `found`: fetched before."""
-        if found is None:
-            self._table.check(ids)
         if found is not None:
             return found
+        self.check_ids(ids)
         if not self._table.is_served:
             if self._table.keyed is None and not self._table.reads_half:
                 return None
             return find_rows([ids], lambda keys: [self._read_here(keys[0])])[0]
-        assert isinstance(self.row_optimizer, ServedOptimizer)
-        return self.row_optimizer.find_rows([ids])[0]
+        return self._find_served().find_rows([ids])[0]
 
     def _read_here(self, keys: torch.Tensor) -> torch.Tensor:
         """Return rows [n, dim] of this process as a step reads them."""
@@ -216,28 +276,47 @@ class _Rows(nn.Module):
             rows = kept.read(keys, NEWEST)
         return round_to_half(rows).float() if self._table.reads_half else rows
 
-    def read_rows(
-        self,
-        ids: torch.Tensor | None = None,
-        optimizer: TableOptimizer | ServedOptimizer | None = None,
-    ) -> torch.Tensor:
+    def read_rows(self, ids: torch.Tensor | None = None) -> torch.Tensor:
         """Return rows [ids, dim], by default all, as the committed updates have left them.
 
         They are on the host, and have no gradient. All rows of a table of any keys are those of
-        `read_keys`. `optimizer`: of a collection that the table is in. UserError for an unknown id.
+        `read_keys`. UserError for an unknown id.
         """
         table = self._table
         if ids is None:
-            keyed = table.rules is not None
-            ids = self.read_keys(optimizer) if keyed else torch.arange(table.count)
+            ids = torch.arange(table.count) if table.rules is None else self.read_keys()
+        ids = as_ids(table.name, ids)
         table.check(ids)
         if table.keyed is not None:
             return table.keyed.read(ids.cpu(), NEWEST)
         if not table.is_served:
             return self.weight.detach()[ids.to(self.weight.device)].cpu()
-        return self._served_by(optimizer).read_rows(table.shape, ids)
+        return self._find_served().read_rows(table.shape, ids)
 
-    def read_keys(self, optimizer: TableOptimizer | ServedOptimizer | None = None) -> torch.Tensor:
+    @torch.no_grad()
+    def write_rows(self, rows: torch.Tensor, ids: torch.Tensor | None = None) -> None:
+        """Give these rows [ids, dim], by default all, to the table: pretrained ones, say.
+
+        What the optimizer keeps for them stays. Call it on all workers with the same rows, before
+        the first step or after a step's batches. Rows on servers that are written elsewhere count
+        as the next step begins. UserError for rows that do not fit, and a table of any keys.
+        """
+        table = self._table
+        found = table.take_rows(rows, ids)
+        if table.is_served:
+            self._find_served().write_rows(table.shape, found, rows.detach())
+            return
+        self.weight[found.to(self.weight.device)] = rows.to(self.weight)
+
+    @classmethod
+    def from_pretrained(cls, *_: Any, **__: Any) -> NoReturn:
+        """Refuse to make a table of rows alone, which would have no name. Raises UserError."""
+        raise UserError(
+            f"{cls.__name__}.from_pretrained(rows): tables of a job have names: make the table "
+            "with name=..., then give it the rows: table.write_rows(rows)"
+        )
+
+    def read_keys(self) -> torch.Tensor:
         """Return the keys [n] that have rows now, in growing order. UserError if none can."""
         table = self._table
         if table.rules is None:
@@ -245,30 +324,83 @@ class _Rows(nn.Module):
         if table.keyed is not None:
             every = [find_keys(table.keyed, shard, NEWEST) for shard in range(SHARDS)]
             return torch.cat(every).sort().values
-        return self._served_by(optimizer).read_keys(table.shape)
+        return self._find_served().read_keys(table.shape)
 
-    def _served_by(self, optimizer: TableOptimizer | ServedOptimizer | None) -> ServedOptimizer:
-        served = self.row_optimizer if optimizer is None else optimizer
-        assert isinstance(served, ServedOptimizer)
-        return served
+    def _find_served(self) -> ServedOptimizer:
+        assert isinstance(self._table.optimizer, ServedOptimizer)
+        return self._table.optimizer
 
     def check_ids(self, ids: torch.Tensor) -> None:
-        """Raise UserError for ids that the table does not have."""
-        self._table.check(ids)
+        """Raise UserError for ids that the table lacks, or if a task looks them up untrained."""
+        table = self._table
+        check_lookup(table.name, self.weight, table.optimizer)
+        table.check(ids)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and "_table" in self.__dict__:
+            raise UserError(
+                f"table {self._table.name}: another weight was assigned, which the job would not "
+                "update: give the rows to write_rows(rows)"
+            )
+        super().__setattr__(name, value)
+
+    @contextmanager
+    def _plain_weight(self) -> Iterator[None]:
+        """Let torch save and load a table of any keys as one with an empty weight."""
+        weight, is_keyed = self._parameters["weight"], self._table.rules is not None
+        if is_keyed:
+            self._parameters["weight"] = nn.Parameter(torch.empty(0, self._table.dim))
+        try:
+            yield
+        finally:
+            self._parameters["weight"] = weight
 
     def _save_to_state_dict(self, *args: Any) -> None:
         if not self._table.is_served:
-            super()._save_to_state_dict(*args)
+            with self._plain_weight():
+                super()._save_to_state_dict(*args)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        if not self._table.is_served:
-            super()._load_from_state_dict(*args)
-        if self._table.keyed is not None:
-            self._table.keyed.forget_index()
+    def _load_from_state_dict(
+        self,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        *rest: list[str],
+    ) -> None:
+        """Take over rows, if there are any. The job's own state has none that are on servers."""
+        table, key = self._table, f"{prefix}weight"
+        if not table.is_served:
+            with self._plain_weight():
+                super()._load_from_state_dict(state, prefix, metadata, strict, missing, *rest)
+        elif key in state:
+            self.write_rows(state[key])
+        elif any(name.startswith(prefix) for name in state):
+            table.take_rows(torch.empty(0, table.dim), torch.empty(0, dtype=torch.int64))
+        elif strict and not self._find_served().is_connected:
+            missing.append(key)
+        if table.keyed is not None:
+            table.keyed.forget_index()
 
-    def _apply(self, *args: Any, **named: Any) -> Any:
-        """Move or convert the table, unless its rows have keys: these stay where they are."""
-        return self if self._table.rules is not None else super()._apply(*args, **named)
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any) -> Any:
+        """Move the table, unless its rows have keys: these stay where they are.
+
+        UserError for another type of numbers: all of a table's numbers are float32.
+        """
+        table, before = self._table, torch.empty(1, 1, device=self.weight.device)
+        found = fn(before)
+        if found.dtype != before.dtype:
+            raise UserError(
+                f"table {table.name}: its rows are float32 and cannot become {found.dtype}: "
+                "convert the other modules, and what the table returns; with "
+                "forward_precision='fp16' steps read rows as float16"
+            )
+        if not table.is_absent:
+            return super()._apply(fn, *args)
+        if table.rules is None:
+            self.weight.move(empty_weight(table.count, table.dim, found.device))
+        return self
 
 
 class Embedding(_Rows, nn.Embedding):
@@ -301,8 +433,10 @@ class Embedding(_Rows, nn.Embedding):
         weight = table.make_weight(device)
         padding = padding_idx if keys is None else None
         nn.Embedding.__init__(self, table.count, table.dim, padding, sparse=True, _weight=weight)
-        if keys is not None:  # torch has a copy of the parameter, which does not collect keys
-            self.weight, self.padding_idx = weight, padding_idx
+        if table.is_absent:
+            self.weight = table.replace_weight(weight)
+        if keys is not None:
+            self.padding_idx = padding_idx
         self._table = table
         table.reads_half = is_half(name, forward_precision)
         table.begin(self, seed, optimizer)
@@ -316,9 +450,10 @@ class Embedding(_Rows, nn.Embedding):
 
         `found`: what a collection has fetched for them.
         """
-        found = self._find(input, found)
+        ids = as_ids(self._table.name, input)
+        found = self._find(ids, found)
         if found is None:
-            return nn.Embedding.forward(self, input)
+            return nn.Embedding.forward(self, ids)
         rows, padding = as_parameter_of(self.weight, found), found.find(self.padding_idx)
         return nn.functional.embedding(found.index, rows, padding, sparse=True)
 
@@ -362,8 +497,10 @@ class EmbeddingBag(_Rows, nn.EmbeddingBag):
             include_last_offset=include_last_offset,
             padding_idx=padding_idx if keys is None else None,
         )
-        if keys is not None:  # torch has a copy of the parameter, which does not collect keys
-            self.weight, self.padding_idx = weight, padding_idx
+        if table.is_absent:
+            self.weight = table.replace_weight(weight)
+        if keys is not None:
+            self.padding_idx = padding_idx
         self._table = table
         table.reads_half = is_half(name, forward_precision)
         table.begin(self, seed, optimizer)
@@ -379,9 +516,11 @@ class EmbeddingBag(_Rows, nn.EmbeddingBag):
 
         `found`: what a collection has fetched for these ids.
         """
-        found = self._find(input, found)
+        ids = as_ids(self._table.name, input)
+        offsets = None if offsets is None else as_ids(self._table.name, offsets)
+        found = self._find(ids, found)
         if found is None:
-            return nn.EmbeddingBag.forward(self, input, offsets, per_sample_weights)
+            return nn.EmbeddingBag.forward(self, ids, offsets, per_sample_weights)
         return nn.functional.embedding_bag(
             found.index,
             as_parameter_of(self.weight, found),

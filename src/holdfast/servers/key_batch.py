@@ -63,6 +63,7 @@ class SentUpdate:
     def __init__(self, shapes: Sequence[TableShape], update: RowUpdate) -> None:
         self.batch = KeyBatch(shapes, update.keys)
         self.steps, self.rates = tuple(update.steps), tuple(update.rates)
+        self.writes = update.writes
         self._grads = [torch.cat([update.grads[i] for i in run.tables]) for run in self.batch.runs]
 
     def pick_update(self, shards: Sequence[int]) -> RowUpdate:
@@ -77,6 +78,7 @@ class SentUpdate:
             grads=[each.view(-1, dim) for each, dim in zip(flat, dims, strict=True)],
             steps=self.steps,
             rates=self.rates,
+            writes=self.writes,
         )
 
     def pick_grads(self, places: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from holdfast.core.errors import WireError
 from holdfast.core.servers.placement import SHARDS
 from holdfast.servers.key_index import KeyIndex, encode, sort_keys
 from holdfast.servers.reserved_arrays import ReservedArrays
@@ -431,6 +432,8 @@ class KeyedBlock:
         """Begin to apply update `number` to these shards."""
         (table,), (keys,), (grads,) = self.tables, update.keys, update.grads
         inside = table.shape.are_in(shards, keys)
+        if update.writes and len(keys):
+            raise WireError(f"table {table.shape.name} has keys: its rows cannot be written")
         if not bool(inside.all()):
             keys, grads = keys[inside], grads[inside]
         return KeyedUpdate(

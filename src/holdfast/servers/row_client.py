@@ -100,6 +100,17 @@ class RowClient:
                 with suppress(queue.Full):
                     waiting.put_nowait((number, mine))
 
+    def write(self, number: int, update: RowUpdate) -> None:
+        """Send update `number`, which writes rows, and wait until all servers have it. UserError.
+
+        Many in a row would leave servers behind that have missed more updates than are kept.
+        """
+        self.push(number, update)
+        read = RowRead(
+            self._group, number, [torch.empty(0, dtype=torch.int64) for _ in update.keys]
+        )
+        self.reader.carry_on(read, range(SHARDS))
+
     def save(
         self, version: int, step: int, token: str, first: int, parts: Mapping[int, Sequence[int]]
     ) -> None:

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from holdfast.core.errors import UserError
-from holdfast.train.step.keyed_gradient import find_keyed_gradient
+from holdfast.train.step.row_gradient import RowGradient
 
 Slots = Mapping[str, torch.Tensor]
 
@@ -196,9 +196,11 @@ class TableOptimizer(torch.optim.Optimizer):
         params: Sequence[torch.Tensor],
         rule: RowOptimizer,
         keyed: Mapping[torch.Tensor, KeyedRows] | None = None,
+        table_names: Sequence[str] = (),
     ) -> None:
         super().__init__(params, {"lr": rule.lr})
         self._rule, self._keyed = rule, keyed or {}
+        self.table_names = list(table_names)  # in the order of the parameters
 
     def set_staleness(self, steps: int) -> None:
         """Take 0 only: rows in a worker have every update. UserError."""
@@ -224,8 +226,7 @@ class TableOptimizer(torch.optim.Optimizer):
             return
         slots = {name: state[name] for name in self._rule.slots(param.shape[1])}
         if grad.is_sparse:
-            grad = grad.coalesce()
-            places, values = grad.indices()[0], grad.values()
+            places, values = rows_of(param)
             self._rule.update_at(places, param, slots, values, lr=lr, step=step)
         else:
             self._rule.update(param, slots, grad, lr, step)
@@ -251,10 +252,6 @@ def check_staleness(steps: int, most: int) -> None:
 
 def rows_of(param: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the places or keys [n] and rows [n, dim] of a table's committed gradient."""
-    keyed, grad = find_keyed_gradient(param), param.grad
-    if keyed is not None:
-        none = (torch.empty(0, dtype=torch.int64), torch.empty(0, param.shape[1]))
-        return next(iter(keyed.take()), none)
-    assert grad is not None, "a table without a gradient"
-    grad = grad.coalesce()
-    return grad.indices()[0], grad.values()
+    grad = RowGradient.of(param)
+    assert isinstance(grad, RowGradient), "a table without a sparse gradient"
+    return grad.places, grad.rows

@@ -94,12 +94,12 @@ class RowReader:
         while not reading.is_done:
             if time.monotonic() >= told_at:
                 told_at = math.inf
-                missing = list(map(self._book.name, self.find_suspects()))
-                who = ", ".join(missing) or "the servers that hold them"
-                lack = "does not answer, or has" if len(missing) == 1 else "do not answer, or have"
+                missing = [self._book.name(server) for server in self.find_suspects()]
+                silent = ", ".join(missing) or "servers that hold them"
+                verbs = "does not answer, or has" if len(missing) == 1 else "do not answer, or have"
                 self._book.access.tell(
                     f"rows of {self._group.name} are being waited for since {TOLD_S:g} s: "
-                    f"{who} {lack} no rows yet"
+                    f"{silent} {verbs} no rows yet"
                 )
             effects = reading.next()
             asked = [e for e in effects if isinstance(e, Ask) and self._try(job, e, self._send)]
@@ -180,11 +180,14 @@ class RowReader:
         dropped, self._dropped = self._dropped, {}
         for (servers, is_known), shards in dropped.items():
             named, listed = " and ".join(map(self._book.name, servers)), ", ".join(map(str, shards))
+            acts = (
+                ("has", "it drops", "gets") if len(servers) == 1 else ("have", "they drop", "get")
+            )
             rows = f"rows of {self._group.name}"
             seen = f"seen after {job.version} updates, shards {listed}"
             self._book.access.tell(
-                f"{named} has computed {rows} wrongly ({seen}): it drops these, and gets them from "
-                "another server"
+                f"{named} {acts[0]} computed {rows} wrongly ({seen}): {acts[1]} these, and "
+                f"{acts[2]} them from another server"
                 if is_known
                 else f"{named} have different {rows} ({seen}), and nobody can say whose are right: "
                 "all drop them"

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import torch
+import xxhash
 
 from holdfast.core.errors import UserError
 from holdfast.servers.row_client import RowClient
@@ -19,10 +20,12 @@ from holdfast.servers.row_optimizers import RowOptimizer, check_staleness, rows_
 from holdfast.servers.server_rows import RowUpdate
 from holdfast.servers.server_wire import TableGroup, describe_rule
 from holdfast.servers.table_shape import TableShape
+from holdfast.train.exchange.tensor_bytes import memory_of
 from holdfast.train.script.row_updates import ServerAccess
 from holdfast.train.step.keyed_gradient import find_keyed_gradient
 
 READ_AT_ONCE = 1 << 18  # rows
+WRITTEN_AT_ONCE = 1 << 21  # numbers, in one update
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +116,26 @@ class ServedOptimizer(torch.optim.Optimizer):
         self._group = TableGroup(name=group, tables=tuple(shapes), rule=name, settings=settings)
         # How many updates there were, of all tables together and of each; and the last ones, which
         # reads do not know yet: each as (keys, gradients, steps, rates).
+        # `written`: the last update that wrote rows, which all reads know, and a digest of these.
         self.param_groups[0] |= {"updates": 0, "steps": [0] * len(shapes), "unread": []}
+        self.param_groups[0]["written"] = [0, 0]
+        # What the script has written before the next step: table, keys and rows.
+        self._writes: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._access: ServerAccess | None = None
+
+    @property
+    def table_names(self) -> list[str]:
+        """Return the names of the tables, in the order of their parameters."""
+        return [shape.name for shape in self._group.tables]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a state, also one of a release that had no staleness in it."""
+        """Take over a state, also one of a release that had no staleness in it.
+
+        What this script has written so far is in that state, or it is not to count.
+        """
         super().__setstate__(state)
+        self._writes = []
+        self.param_groups[0].setdefault("written", [0, 0])
         self.param_groups[0].setdefault("unread", [])
         self.param_groups[0].setdefault("staleness", self._staleness)
         if self._client is not None:  # it may be the only one that has these updates
@@ -125,7 +143,7 @@ class ServedOptimizer(torch.optim.Optimizer):
 
     def connect(self, access: ServerAccess) -> None:
         """Use the job's servers from now on."""
-        self._staleness = access.staleness
+        self._staleness, self._access = access.staleness, access
         self.param_groups[0].setdefault("staleness", access.staleness)
         group = msgspec.structs.replace(self._group, staleness=access.staleness)
         self._client = RowClient(group, access)
@@ -151,6 +169,50 @@ class ServedOptimizer(torch.optim.Optimizer):
         if self._client is not None:
             self._client.begin_from(self._saved_version, step)
 
+    @property
+    def is_connected(self) -> bool:
+        """Return whether the job's first loop has begun, so that rows are on servers."""
+        return self._client is not None
+
+    def write_rows(self, table: TableShape, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Give rows of a table these values: now within a step, else as the next one begins."""
+        self._writes.append((self._group.tables.index(table), ids, rows))
+        if self._access is not None and self._access.can_write():
+            self.write()
+
+    def write(self) -> None:
+        """Send the servers what the script has written."""
+        writes, self._writes = self._writes, []
+        client, state, shapes = self._client, self.param_groups[0], self._group.tables
+        for place, ids, rows in writes:
+            assert client is not None, "rows are written in the job's loops"
+            at_once = max(WRITTEN_AT_ONCE // shapes[place].dim, 1)
+            for keys, values in zip(ids.split(at_once), rows.split(at_once), strict=True):
+                parts = {place: (keys, values.to("cpu", torch.float32).contiguous())}
+                state["updates"] += 1
+                client.write(state["updates"], self._update_of(parts, writes=True))
+                state["written"] = [
+                    state["updates"],
+                    _digest(state["written"][1], shapes[place].name, *parts[place]),
+                ]
+        if writes:
+            state["unread"] = []
+
+    def _update_of(
+        self, parts: Mapping[int, tuple[torch.Tensor, torch.Tensor]], *, writes: bool = False
+    ) -> RowUpdate:
+        """Return an update of the tables at these places: of each, keys [n] and rows [n, dim]."""
+        shapes, state = self._group.tables, self.param_groups[0]
+        none = torch.empty(0, dtype=torch.int64)
+        every = [parts.get(i, (none, torch.empty(0, s.dim))) for i, s in enumerate(shapes)]
+        return RowUpdate(
+            keys=[keys for keys, _ in every],
+            grads=[rows for _, rows in every],
+            steps=list(state["steps"]),
+            rates=[state["lr"]] * len(shapes),
+            writes=writes,
+        )
+
     def find_rows(self, ids: Sequence[torch.Tensor], *, newest: bool = False) -> list[FoundRows]:
         """Return the rows of each table's ids as this step reads them.
 
@@ -159,7 +221,7 @@ class ServedOptimizer(torch.optim.Optimizer):
         """
         client = self._find_client()
         state = self.param_groups[0]
-        version = max(state["updates"] - (0 if newest else state["staleness"]), 0)
+        version = max(state["updates"] - (0 if newest else state["staleness"]), state["written"][0])
         as_half = self._as_half and not newest
         return find_rows(ids, lambda keys: client.read(version, keys, as_half=as_half))
 
@@ -181,7 +243,8 @@ class ServedOptimizer(torch.optim.Optimizer):
     @property
     def _saved_version(self) -> int:
         """Return how many updates the rows have had that the next step may read, at least."""
-        return max(self.param_groups[0]["updates"] - self._staleness, 0)
+        state = self.param_groups[0]
+        return int(max(state["updates"] - self._staleness, state["written"][0]))
 
     @property
     def _unread(self) -> list[Any]:
@@ -202,28 +265,32 @@ class ServedOptimizer(torch.optim.Optimizer):
         client, state = self._client, self.param_groups[0]
         if client is None or not any(param.grad is not None for param in self._order):
             return
-        keys, grads, steps = [], [], list(state["steps"])
-        for i, (param, shape) in enumerate(zip(self._order, self._group.tables, strict=True)):
-            grad = param.grad
-            if grad is None:
-                keys.append(torch.empty(0, dtype=torch.int64))
-                grads.append(torch.empty(0, shape.dim))
-                continue
-            steps[i] += 1
-            found_keys, values = rows_of(param)
-            keys.append(found_keys.cpu())
-            grads.append(values.cpu())
+        parts, steps = {}, list(state["steps"])
+        for i, param in enumerate(self._order):
+            if param.grad is not None:
+                steps[i] += 1
+                keys, rows = rows_of(param)
+                parts[i] = keys.cpu(), rows.cpu()
         state["updates"], state["steps"] = state["updates"] + 1, steps
-        rates = [state["lr"]] * len(steps)
-        client.push(state["updates"], RowUpdate(keys=keys, grads=grads, steps=steps, rates=rates))
+        update = self._update_of(parts)
+        client.push(state["updates"], update)
         if self._staleness:
-            state["unread"] = [*self._unread, [keys, grads, steps, rates]][-self._staleness :]
+            kept = [update.keys, update.grads, update.steps, update.rates]
+            state["unread"] = [*self._unread, kept][-self._staleness :]
 
 
 def _unpack(update: Sequence[Any]) -> RowUpdate:
     """Return an update that is kept in the state."""
     keys, grads, steps, rates = update
     return RowUpdate(keys=keys, grads=grads, steps=steps, rates=rates)
+
+
+def _digest(before: int, table: str, *parts: torch.Tensor) -> int:
+    """Return 63 bits of everything that was written to rows."""
+    found = xxhash.xxh3_64(f"{before} {table}".encode())
+    for each in parts:
+        found.update(memory_of(each))
+    return found.intdigest() >> 1
 
 
 def empty_weight(count: int, dim: int, device: Any) -> torch.Tensor:

@@ -90,6 +90,7 @@ class ServerConnection:
             update.steps,
             update.rates,
             max(number - self._group.staleness, 0),
+            update.writes,
         )
         peer_stream.send_message(channel, request)
         wire.send_array(channel, batch.keys[places])

@@ -71,12 +71,16 @@ class UsedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowUpdate:
-    """Describes one update: for each table its keys [n], gradients [n, dim], count and rate."""
+    """Describes one update: for each table its keys [n], gradients [n, dim], count and rate.
+
+    `writes`: the rows get the values in `grads`, and what the optimizer keeps for them stays.
+    """
 
     keys: Sequence[torch.Tensor]
     grads: Sequence[torch.Tensor]
     steps: Sequence[int]
     rates: Sequence[float]
+    writes: bool = False
 
     def pick_tables(self, places: Sequence[int]) -> RowUpdate:
         """Return the part of these tables."""
@@ -85,6 +89,7 @@ class RowUpdate:
             grads=[self.grads[i] for i in places],
             steps=[self.steps[i] for i in places],
             rates=[self.rates[i] for i in places],
+            writes=self.writes,
         )
 
 
@@ -177,6 +182,7 @@ class RowBlock:
             grads=torch.cat(list(grads)),
             rates=update.rates,
             steps=update.steps,
+            writes=update.writes,
         )
 
     def find_damaged(self, used: UsedRows) -> set[int]:
@@ -246,6 +252,7 @@ class BlockUpdate:
     grads: torch.Tensor
     rates: Sequence[float]
     steps: Sequence[int]
+    writes: bool
 
     @property
     def damaged(self) -> set[int]:
@@ -257,10 +264,10 @@ class BlockUpdate:
         used = self.used
         if not len(used.places):
             return
-        rows = used.rows.clone()
+        rows = self.grads if self.writes else used.rows.clone()
         slots = {name: each.clone() for name, each in used.slots.items()}
         stop = 0
-        uses = zip(self.rates, self.steps, used.sizes, strict=True)
+        uses = [] if self.writes else zip(self.rates, self.steps, used.sizes, strict=True)
         for (rate, step), tables in groupby(uses, key=lambda use: use[:2]):
             start, stop = stop, stop + sum(size for *_, size in tables)
             part = {name: each[start:stop] for name, each in slots.items()}

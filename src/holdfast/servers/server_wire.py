@@ -21,7 +21,7 @@ from holdfast.net.peer_stream import UNLIMITED, SendRate
 from holdfast.servers.row_optimizers import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
 from holdfast.servers.table_shape import TableShape
 
-MAGIC = b"htable\0\4"
+MAGIC = b"htable\0\5"
 ARRAY_BYTES_MAX = 1 << 32  # the most in a message
 TABLES_MAX = 1 << 14  # the most in a group
 HALF_MAX = 65504.0  # the largest float16
@@ -103,6 +103,7 @@ class GiveUpdate(msgspec.Struct, frozen=True, array_like=True, tag=True):
     Keys of all tables follow (`counts`, int64), then their summed gradients (float32). `steps`,
     `rates`: each table's own count of updates and the rate to use. `oldest`: the earliest version
     that the next steps may read; the answer has shards as past that cannot be read as of it.
+    `writes`: the script gives rows these values, which are sent in place of gradients.
     """
 
     group: str
@@ -112,6 +113,7 @@ class GiveUpdate(msgspec.Struct, frozen=True, array_like=True, tag=True):
     steps: tuple[int, ...]
     rates: tuple[float, ...]
     oldest: int
+    writes: bool = False
 
 
 class FetchShards(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -179,7 +179,13 @@ class RowServer:
         keys = [wire.receive_array(channel, (n,), torch.int64) for n in request.counts]
         shapes = zip(request.counts, group.group.tables, strict=True)
         grads = [wire.receive_array(channel, (n, shape.dim)) for n, shape in shapes]
-        update = RowUpdate(keys=keys, grads=grads, steps=request.steps, rates=request.rates)
+        update = RowUpdate(
+            keys=keys,
+            grads=grads,
+            steps=request.steps,
+            rates=request.rates,
+            writes=request.writes,
+        )
         standing = group.update(request.number, request.shards, update, request.oldest)
         peer_stream.send_message(channel, self._describe_standing(group, standing))
 

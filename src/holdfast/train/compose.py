@@ -433,7 +433,7 @@ def _transport_maker(
     return lambda: GpuTransport(TcpTransport(listener), gpu, rooms, gpu_id)
 
 
-def _connect_servers(control: Control, updates: RowUpdates) -> None:
+def _connect_servers(control: Control, updates: RowUpdates, script: ScriptThread) -> None:
     """Let tables reach the servers that hold their rows, if there are any."""
     if not control.environment.spec.servers.count:
         return
@@ -457,6 +457,15 @@ def _connect_servers(control: Control, updates: RowUpdates) -> None:
         while True:
             driver.next_for_script()
 
+    def can_write() -> bool:
+        if script.is_open:
+            raise UserError(
+                "rows of a table were written in the loop over a step's batches, which each worker "
+                "enters for its own tasks: write them after that loop"
+            )
+        # A worker that joins runs lines between loops and above an epoch's first step again.
+        return script.is_yielding and not script.epoch_start.is_above
+
     count, replicas = me.spec.servers.count, me.spec.servers.replicas
     first = ServerLayout(count=count, goal=count)
     heirs = HeirWatch(first, replicas, lambda *told: driver.post(HeirsSeen(*told)))
@@ -470,6 +479,7 @@ def _connect_servers(control: Control, updates: RowUpdates) -> None:
         find_part=find_part,
         lose=lose,
         tell=lambda text: driver.post(EventNoted("tables", text)),
+        can_write=can_write,
     )
     if isinstance(link, AgentLink):
         link.note_layout = heirs.change_layout
@@ -551,6 +561,7 @@ def compose_worker(
     is_alone = isinstance(control.link, SoloLink)
     if rate and large and spec.workers.procs == 1 and sharding is None and not is_alone:
         driver.post(Reachable(receiver.listen(me.host)))
-    _connect_servers(control, progress.row_updates)
-    OptimizerWatch(protected, lambda: script.is_open, sharding).start()
+    _connect_servers(control, progress.row_updates, script)
+    rows = progress.row_updates
+    OptimizerWatch(protected, lambda: script.is_open, rows, sharding).start()
     return script

@@ -85,11 +85,11 @@ class ShardedOptimizers:
         receives: list[Message] = []
         scattered: list[tuple[torch.Tensor, torch.Tensor]] = []
         for p in updated:
+            if not p.numel():
+                continue
             held, owner = p.detach(), self._owners[id(p)]
             compact = held.contiguous()
             data = compact.reshape(-1).view(torch.uint8)
-            if not data.numel():
-                continue
             if owner == layout.rank:
                 sends += [(peer, data) for peer in layout.others]
             else:

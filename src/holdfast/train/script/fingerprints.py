@@ -18,6 +18,7 @@ from holdfast.train.checkpoint.local_tensors import local_of
 from holdfast.train.exchange.tensor_bytes import NUMPY_HAS, as_bytes, sum_of_bits
 from holdfast.train.script.rank_states import RankStates
 from holdfast.train.script.script_state import ScriptState
+from holdfast.train.step.absent_weight import AbsentWeight
 
 CHUNK = 1 << 16  # elements of a tensor that are digested together
 Chunk = tuple[torch.Tensor, int, int]
@@ -126,7 +127,11 @@ class Fingerprints:
                 groups = each.param_groups
                 found.update((id(p), p) for group in groups for p in group["params"])
         other = "a parameter of an optimizer"
-        return [(named.get(i, other), p) for i, p in found.items() if p.layout == torch.strided]
+        return [
+            (named.get(i, other), p)
+            for i, p in found.items()
+            if p.layout == torch.strided and not isinstance(p, AbsentWeight)
+        ]
 
     def _digest(self, chunks: Sequence[Chunk]) -> int:
         digest = xxhash.xxh3_64()

@@ -105,6 +105,7 @@ class Step:
                 f"step.backward needs a scalar loss, not {list(loss.shape)}: use mean(), or sum() "
                 "with weight="
             )
+        self._script.progress.row_updates.check_scaler(scaler)
         told = None if weight is None else _weight(weight)
         share, implied = loss, UNWEIGHTED
         if told is None:
@@ -291,6 +292,7 @@ def end_step(step: Step, callbacks: Iterable[Callable[[Step], None]]) -> None:
         raise UserError(f"step {step.index} was left early: iterate over all its batches")
     step._ended = True
     script, source = step._script, step._source
+    script.runner.settle_rows(script.progress)
     for fn in callbacks if script.acts else ():
         try:
             fn(step)

@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 from holdfast.core.errors import UserError
 from holdfast.train.checkpoint.state import tensors_in
 from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
+from holdfast.train.script.row_updates import RowUpdates, find_parts
 from holdfast.train.script.script_state import ScriptState
 
 _local = threading.local()  # the watch of each thread that runs a script
@@ -29,16 +30,18 @@ _registered: list[Any] = []
 class OptimizerWatch:
     """Checks the optimizers of one script. `in_step`: its loop over batches is under way.
 
-    `sharding`: limits each update to the parameters that this worker owns.
+    `rows`: is told of each step. `sharding`: limits each update to the parameters that this worker
+    owns.
     """
 
     def __init__(
         self,
         protected: Mapping[str, Any],
         in_step: Callable[[], bool],
+        rows: RowUpdates,
         sharding: ShardedOptimizers | None = None,
     ) -> None:
-        self.sharding = sharding
+        self.rows, self.sharding = rows, sharding
         self._protected = protected
         self._in_step = in_step
         # optimizers already checked, with the number of their groups
@@ -66,6 +69,22 @@ class OptimizerWatch:
             return
         self._look_at(optimizer, name)
         self._known[id(optimizer)] = len(optimizer.param_groups)
+
+    def check_lookup(self, name: str, weight: Any, rows: torch.optim.Optimizer) -> None:
+        """Refuse a look-up in a table that a task would train, and that is not protected.
+
+        `rows`: the optimizer of its rows, by which it is found quickly. Raises UserError.
+        """
+        every = self._protected.values()
+        if not self._in_step() or any(each is rows for each in every):
+            return
+        modules = (each for each in every if isinstance(each, torch.nn.Module))
+        if all(p is not weight for module in modules for p in module.parameters()):
+            raise UserError(
+                f"table {name} is looked up in the loop over a step's batches, but is not "
+                "protected, so that its rows would never be updated: name it, or the module that "
+                "it is in, in job.protect(...)"
+            )
 
     def _look_at(self, optimizer: torch.optim.Optimizer, name: str) -> None:
         models = [(n, m) for n, m in self._protected.items() if isinstance(m, torch.nn.Module)]
@@ -111,11 +130,19 @@ class OptimizerWatch:
             )
 
 
+def check_lookup(name: str, weight: Any, rows: torch.optim.Optimizer) -> None:
+    """Raise UserError if a task of this thread looks a table up that is not protected."""
+    watch: OptimizerWatch | None = getattr(_local, "watch", None)
+    if watch is not None and weight.requires_grad and torch.is_grad_enabled():
+        watch.check_lookup(name, weight, rows)
+
+
 def _begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     watch: OptimizerWatch | None = getattr(_local, "watch", None)
     if watch is None:
         return
     watch.check_step(optimizer)
+    watch.rows.note_step(optimizer)
     if watch.sharding is not None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # after the optimizer
         watch.sharding.hide_others(optimizer, closure=closure is not None)
@@ -129,7 +156,7 @@ def _finish_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def _holds(protected: Any, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a protected object is this optimizer, or wraps it."""
-    return protected is optimizer or optimizer in _parts(protected)
+    return any(each is optimizer for each in find_parts(protected, torch.optim.Optimizer))
 
 
 def _is_among(one: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
@@ -142,12 +169,4 @@ def _is_no_scheduler(protected: Any) -> bool:
     known = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, ScriptState)
     if isinstance(protected, LRScheduler):
         return False
-    wraps = any(isinstance(each, LRScheduler) for each in _parts(protected))
-    return isinstance(protected, known) and not wraps
-
-
-def _parts(protected: Any) -> list[Any]:
-    parts: list[Any] = []
-    for each in getattr(protected, "__dict__", {}).values():
-        parts += each if isinstance(each, list | tuple) else [each]
-    return [each for each in parts if isinstance(each, torch.optim.Optimizer | LRScheduler)]
+    return isinstance(protected, known) and not find_parts(protected, LRScheduler)

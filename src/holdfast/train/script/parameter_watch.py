@@ -20,6 +20,7 @@ from holdfast.core.errors import UserError
 from holdfast.core.step.early_audits import EARLY_STEPS
 from holdfast.train.checkpoint.local_tensors import local_of
 from holdfast.train.exchange.tensor_bytes import memory_of
+from holdfast.train.step.absent_weight import AbsentWeight
 
 CHUNK_ELEMENTS = 1 << 14  # elements of one parameter that are compared in a step
 SAMPLE_ELEMENTS = 64  # elements all over a parameter that are compared beside its chunk
@@ -92,6 +93,8 @@ class ParameterWatch:
 
     def _digest(self, tensor: torch.Tensor) -> int:
         """Return 64 bits of the contents, or of this step's share of them."""
+        if isinstance(tensor, AbsentWeight):
+            return 0
         held = local_of(tensor).detach()
         if held.layout != torch.strided:
             return 0

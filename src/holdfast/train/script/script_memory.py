@@ -27,6 +27,7 @@ import torch
 import xxhash
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from holdfast.train.step.absent_weight import AbsentWeight
 from holdfast.train.step.script_lines import is_script
 
 LEAVES_MAX = 2000  # values in one look
@@ -295,6 +296,8 @@ def _of_module(path: str, module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _numbers(value: torch.Tensor) -> str:
+    if isinstance(value, AbsentWeight):
+        return "no numbers"
     if value.layout != torch.strided or value.device.type == "meta" or not value.is_contiguous():
         return f"version {value._version}"
     flat = value.detach().reshape(-1)

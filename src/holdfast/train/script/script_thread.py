@@ -202,6 +202,12 @@ class TaskRunner:
         if finished.left is not None:
             data.buffers.keep(vrank, finished.left)
 
+    def settle_rows(self, progress: ScriptState) -> None:
+        """Update rows of tables that still wait for it after a step, or drop their gradients."""
+        text = progress.row_updates.settle(progress.steps)
+        if text and self._driver.leads:
+            self._driver.post(ev.EventNoted("tables", text))
+
     def adopt(self, vrank: int) -> None:
         """Record that a speculative task is this worker's own task now."""
         me = self._driver.status()
@@ -362,6 +368,7 @@ class ScriptThread:
         driver.post(ev.AtBoundary())
         while not isinstance(order := self.guard.next_order(driver), ef.Begin):
             if isinstance(order, ef.CopyState):
+                self.progress.row_updates.write()
                 driver.post(self._mover.copy(order))
         self._first = self._loop if self._first is None else self._first
         if self._loop > len(self.progress.ended):
@@ -419,10 +426,14 @@ class ScriptThread:
             )
         data, guard = self._data, self.guard
         current.probe.boundary(self._at, guard.prints.protected)
+        rows = self.progress.row_updates
+        if kind is StepKind.GRADIENTS or not rows.waits_for_script:
+            self.runner.settle_rows(self.progress)
+        rows.write()
         if kind is StepKind.GRADIENTS:
             trained = self.progress.trained
             if (found := trained.look(of)) is not None:
-                by_row = self.progress.row_updates.group(trained.row_parameters())
+                by_row = rows.group(trained.row_parameters())
                 data.replan(found, by_row)
                 guard.prints.forget()
             _tell_new_names(self._driver, trained.find_new_names(looks=found is not None))
@@ -493,7 +504,7 @@ class ScriptThread:
         weights, losses = self.runner.means(table.weights(), table.losses())
         mean = find_mean(plan, index, counts, weights, losses)
         data.gradients.publish(table.used, mean.scale, mean.weight)
-        self.progress.row_updates.apply()
+        self.progress.row_updates.hold()
         enter_stream(plan.seed, index, plan.virtual_ranks, "job" if first else f"job {self._at}")
         uses = Uses.SAMPLES if first else Uses.SAME_SAMPLES
         self._record(uses, mean, samples - counted, told, total)

@@ -21,6 +21,7 @@ from torch import nn
 
 from holdfast.core.errors import UserError
 from holdfast.train.checkpoint.state import tensors_in
+from holdfast.train.step.absent_weight import AbsentWeight
 
 TENSORS_MAX = 4  # tensors of a module that are compared
 NUMBERS_MAX = 16  # numbers of each tensor that are compared
@@ -170,5 +171,6 @@ def _print(module: nn.Module) -> Numbers:
 
 def _numbers(tensors: Iterable[torch.Tensor]) -> Numbers:
     """Return the first numbers of a few tensors; they show writes through `data`, too."""
-    few = itertools.islice((each for each in tensors if each.numel()), TENSORS_MAX)
+    some = (each for each in tensors if each.numel() and not isinstance(each, AbsentWeight))
+    few = itertools.islice(some, TENSORS_MAX)
     return tuple(repr(each.detach().flatten()[:NUMBERS_MAX].cpu().tolist()) for each in few)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 ATTRIBUTE = "keyed_gradient"
 
@@ -30,11 +29,9 @@ class KeyedGradient:
         return taken
 
 
-def make_keyed_parameter(dim: int) -> nn.Parameter:
-    """Return a parameter for rows of `dim` numbers, by key."""
-    made = nn.Parameter(torch.empty(0, dim))
-    setattr(made, ATTRIBUTE, KeyedGradient())
-    return made
+def collect_keys(param: torch.Tensor) -> None:
+    """Have a parameter without rows collect the rows of its gradient by key."""
+    setattr(param, ATTRIBUTE, KeyedGradient())
 
 
 def find_keyed_gradient(param: Any) -> KeyedGradient | None:

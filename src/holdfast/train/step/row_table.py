@@ -83,7 +83,7 @@ class Rows:
         if keyed is not None:
             keyed.take()
             keyed.add(self.places, self.values)
-            return torch.zeros_like(param)
+            return torch.zeros(tuple(param.shape), device=param.device)
         shape = tuple(param.shape)
         return torch.sparse_coo_tensor(
             self.places[None], self.values, shape, is_coalesced=True, check_invariants=False
