@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from holdfast.core.membership import protection
+from holdfast.core.membership.facts import Facts
+from holdfast.core.membership.handover import Handover
 from holdfast.core.membership.protection import Protection
 from holdfast.core.redundancy import KeptPieces, Piece, Recall
 from holdfast.core.replica import protecting
@@ -18,10 +20,11 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step.step_machine import StepMachine
 from holdfast.core.step.verdicts import Decided
 from holdfast.core.step.vote import Tally
+from holdfast.core.types import AgentId
 from holdfast.core.worker.machine import WorkerMachine
 from holdfast.sim import memories
 from holdfast.sim.world import Machines
-from mutation_kit import mutation
+from mutation_kit import MEMORY, SPREAD, TUNED, mutation
 
 
 @mutation
@@ -138,3 +141,41 @@ def commits_are_not_marked(patch: pytest.MonkeyPatch) -> Machines:
             return [each for each in found if not isinstance(each, ef.MarkCommitted)]
 
     return Machines(worker=Silent)
+
+
+# ---------------------------------------------------------------- nodes that leave
+
+
+@mutation
+def a_node_that_leaves_takes_needed_pieces_along(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(Handover, "_find_needed", lambda self, *_: ())
+    return Machines()
+
+
+@mutation
+def who_leaves_waits_only_until_a_view_is_formed_without_it(
+    patch: pytest.MonkeyPatch,
+) -> Machines:
+    plain = Handover._find_needed
+
+    def find(self: Handover, facts: Facts, *rest: Any) -> tuple[AgentId, ...]:
+        ring = facts.view.ring if facts.view is not None else ()
+        return tuple(name for name in plain(self, facts, *rest) if name in ring)
+
+    patch.setattr(Handover, "_find_needed", find)
+    return Machines()
+
+
+@mutation
+def the_last_workers_end_before_their_state_is_saved(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(Handover, "may_end", True)
+    return Machines()
+
+
+LEAVES = SPREAD | {"faults": ("leave",)}
+TUNED["a_node_that_leaves_takes_needed_pieces_along"] = MEMORY | {"faults": ("leave",)}
+TUNED["who_leaves_waits_only_until_a_view_is_formed_without_it"] = LEAVES | {"pieces": (1, 0)}
+TUNED["the_last_workers_end_before_their_state_is_saved"] = LEAVES | {
+    "pieces": (0, 0),
+    "save_every": 3,
+}

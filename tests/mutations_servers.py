@@ -42,7 +42,7 @@ def any_heir_takes_over(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def a_node_leaves_before_its_servers_have_moved(patch: pytest.MonkeyPatch) -> Machines:
-    def may_end(self: Departure, agent: object, told: object, now: float) -> bool:
+    def may_end(self: Departure, agent: object, told: object, now: float, *, alone: bool) -> bool:
         return told is not None and (told.shutdown or self.for_good)  # type: ignore[attr-defined]
 
     patch.setattr(Departure, "may_end", may_end)

@@ -231,6 +231,12 @@ def drained(cluster: Cluster, node: str, why: str) -> None:
     cluster.tell_agent(host_of(cluster, node), ag.Drained(why))
 
 
+@command(rf"{NODE} is to leave for good: (?P<why>.+)")
+def leaves(cluster: Cluster, node: str, why: str) -> None:
+    """An operator wants a node to be left, and its agent to end."""
+    cluster.tell_agent(host_of(cluster, node), ag.Drained(why, leave=True))
+
+
 @command(rf"{WORKER} is to move(?: to {NODE})?: (?P<why>.+)")
 def moved(cluster: Cluster, worker: str, node: str | None, why: str) -> None:
     """An operator wants a worker to compute on another node."""

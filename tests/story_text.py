@@ -187,6 +187,8 @@ def directive_news(directive: Directive, before: Directive | None) -> str:
     if directive.wanted != old.wanted and not directive.undecided and not directive.shutdown:
         runs = [f"worker {w.worker}{_again(w.incarnation)}" for w in directive.wanted]
         words.append(f"run {', '.join(runs) or 'nothing'}")
+    if news := [each.agent for each in directive.freed if each not in old.freed]:
+        words.append(f"{together(news)} may leave")
     words += _orders(directive, old)
     if directive.view_number > old.view_number:
         words.append(f"view {directive.view_number}")

@@ -13,9 +13,11 @@ from holdfast.core.membership.agent import AgentMachine, AgentPolicy
 from holdfast.core.membership.lease import LeasePolicy
 from holdfast.core.membership.liveness import FreezePolicy, ProcessSample
 from holdfast.core.membership.process_ends import QUIT
+from holdfast.core.redundancy import KeptPieces
 from holdfast.core.types import (
     AgentId,
     Directive,
+    Freed,
     Incarnation,
     Phase,
     Stage,
@@ -541,3 +543,35 @@ def test_the_agent_ends_after_the_job_once_nothing_runs_and_says_so_before() -> 
     staying = Node()
     staying.feed(ag.Drained("a check", "disk"))
     assert "Quit" not in kinds(staying.direct())
+
+
+def test_a_node_that_leaves_stays_while_its_pieces_are_needed() -> None:
+    node = Node()
+    node.run(0)
+    node.feed(ag.Drained("bye", leave=True))
+    assert "Quit" not in kinds(node.direct(wanted=()))
+    pieces = (KeptPieces(view=1, worker=0, parts=1, pieces=()),)
+    node.feed(ag.MemoryHeld(pieces))
+    node.feed(ag.ProcessExited(WorkerId(0), ONE, -9))
+    listing = node.reports[-1]
+    assert listing.kept == pieces
+    assert "Quit" not in kinds(node.direct())
+    for agent, incarnation, report in (
+        (ME, ONE, listing.seq - 1),  # it does not list them
+        (AgentId("b"), ONE, listing.seq),
+        (ME, Incarnation(2), listing.seq),
+    ):
+        assert "Quit" not in kinds(node.direct(freed=(Freed(agent, incarnation, report),)))
+    assert kinds(node.direct(freed=(Freed(ME, ONE, listing.seq),)))[-1] == "Quit"
+
+
+def test_pieces_are_not_kept_beyond_the_deadline_or_for_a_coordinator_that_is_gone() -> None:
+    for deadline_s, stays_s in ((7.0, 7.0), (float("inf"), LEASE.abandon_s)):
+        node = Node()
+        node.feed(ag.MemoryHeld((KeptPieces(view=1, worker=0, parts=1, pieces=()),)))
+        node.feed(ag.Drained("bye", leave=True, deadline_s=deadline_s))
+        assert "Quit" not in kinds(node.direct())
+        node.now += stays_s - 0.1
+        assert "Quit" not in kinds(node.feed(Tick()))
+        node.now += 0.2
+        assert "Quit" in kinds(node.feed(Tick()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -100,6 +101,14 @@ def test_surplus_is_given_back_one_at_a_time() -> None:
     assert ids(machine.handle(fe.NodesWanted(1), 2.0), fe.DrainNode) == ["e-2"]
     left = (serving(1), serving(2, draining="x", members=0), serving(3))
     assert ids(machine.handle(fe.JobHeard(left), 3.0), fe.DrainNode) == ["e-3"]
+
+
+def test_a_node_is_given_back_once_nothing_in_its_memory_is_needed() -> None:
+    machine = three_nodes()
+    leaving = serving(2, draining="x", members=0)
+    for needed, at, released in ((True, 20.0, []), (False, 21.0, []), (False, 40.0, ["e-2"])):
+        seen = (serving(1), dataclasses.replace(leaving, needed=needed), serving(3))
+        assert ids(machine.handle(fe.JobHeard(seen), at), fe.ReleasePlacement) == released
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

@@ -235,7 +235,7 @@ class Leaver:
             heard=heard,
             servers=places,
         )
-        return self.departure.may_end(AgentId("n1"), told, now)
+        return self.departure.may_end(AgentId("n1"), told, now, alone=False)
 
 
 def test_a_node_leaves_once_its_servers_have_moved() -> None:

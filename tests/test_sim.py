@@ -77,6 +77,15 @@ def test_a_job_whose_workers_die_before_they_report_their_steps_goes_on() -> Non
     assert not result.failure, result.failure
 
 
+def test_a_planned_leave_takes_no_step_along() -> None:
+    """The only worker is spread over three nodes, which leave while their memory bears no loss."""
+    leaves = SPREAD | {"faults": ("leave",), "pieces": (1, 0)}
+    for seed in (0, 9, 14):
+        result = run_seed(seed, small=True, tuned=GOES_ON | leaves)
+        assert not result.failure, result.failure
+        assert result.faults["leave"] > 1
+
+
 def test_a_worker_that_was_paused_goes_on_by_the_renewed_right_to_act() -> None:
     """The lease is short for this network; a worker that loses it restarts all workers."""
     result = run_seed(130, small=True, tuned=SHARDS)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -210,15 +211,20 @@ def test_a_node_of_one_of_two_workers_is_lost(tmp_path: Path, quiet: Quiet) -> N
 
 @pytest.mark.slow
 def test_a_drained_node_is_left_by_the_only_worker(tmp_path: Path, quiet: Quiet) -> None:
-    """Another node takes its place, and the job goes on from the nodes' memory."""
-    with spread(tmp_path, "--redundancy", "replicate:2", more=1, faults=f"held:0.0:{HELD}") as (
+    """Another node takes its place. The memory bears no loss, so the old one stays to be read."""
+    with spread(tmp_path, "--redundancy", "replicate:1", more=1, faults=f"held:0.0:{HELD}") as (
         run,
         others,
     ):
         until_step(run, HELD)
         run.until(lambda: len(run.status()["agents"]) == 3, RUN_S, "a node that waits")
-        done = command("drain", "node1", "--run", str(run.run_dir.path))
+        with ThreadPoolExecutor() as pool:
+            order = pool.submit(command, "drain", "node1", "--run", str(run.run_dir.path))
+            run.until(lambda: len(recalls(run)) == 1, RUN_S, "a recall")
+            go(tmp_path)
+            done = order.result(RUN_S)
         assert done.returncode == 0, done.stderr
+        assert "if it is gone before, the job goes back to step 0" in done.stderr
         assert quiet(2) in end(run, others)
     assert len(recalls(run)) == 1
     assert computed_twice(run) == []

@@ -10,7 +10,7 @@ from holdfast.core.membership.formation import candidates, reason_to_stop
 from holdfast.core.membership.group_faults import find_fault
 from holdfast.core.membership.protection import find_recall, make_ring
 from holdfast.core.membership.restart import RestartPolicy, replace_lost
-from holdfast.core.membership.teams import admit_teams
+from holdfast.core.membership.teams import admit_teams, end_team, find_team_to_end
 from holdfast.core.redundancy import KeptPieces, Redundancy
 from holdfast.core.replica.protecting import parts_of, pieces_of
 from holdfast.core.types import (
@@ -49,10 +49,9 @@ def admitted(
     most: int = 4,
     size: int = 2,
     now: float = 1.0,
-    protected: bool = True,
 ) -> tuple[tuple[AgentId, ...], list[str]]:
     facts = dataclasses.replace(cluster.facts(view), silent=frozenset(silent), now=now)
-    waiting, plan = admit_teams(facts, most, size, protected=protected)
+    waiting, plan = admit_teams(facts, most, size)
     return waiting, cluster.change(*plan)
 
 
@@ -121,30 +120,56 @@ def test_a_team_is_not_broken_up_for_a_node_that_nobody_has_heard_yet() -> None:
     assert teams(cluster) == [(A, D)]
 
 
-def test_a_drained_node_is_left_if_memory_keeps_the_state() -> None:
-    cluster = nodes("a", "b", "c")
+def ended(cluster: Cluster, view: View) -> list[str]:
+    """End the workers that cannot leave a drained node otherwise; return the lines."""
+    facts = cluster.facts(view)
+    team = find_team_to_end(facts)
+    return cluster.change(*end_team(facts, team)) if team else []
+
+
+def test_the_last_workers_end_to_leave_a_drained_node_that_another_one_can_replace() -> None:
+    cluster = nodes("a", "b")
     admitted(cluster, most=2)
     view = acting(cluster, A, B)
     cluster.drain(B, "asked for")
-    assert admitted(cluster, view=view, most=2, protected=False)[1] == []
-    assert cluster.roster.wants(W0, Incarnation(1))
-    (line,) = admitted(cluster, view=view, most=2)[1]
-    assert line.startswith("worker 0 begins again without node b")
+    assert ended(cluster, view) == [], "no node waits"
+    cluster.hear("c")
+    assert ended(cluster, view) == ["worker 0 begins again without node b (asked for)"]
     assert not cluster.roster.wants(W0, Incarnation(1))
+
+
+def two_teams(cluster: Cluster, **fields: Any) -> View:
+    """Let worker 0 run on a and b, and worker 1 on c and d, both as members of a view."""
+    admitted(cluster)
+    first = acting(cluster, A, B).members[0]
+    cluster.hear("c", member(1, meets_at="here", **fields))
+    cluster.hear("d", status(1, stage=Stage.BOOTING, place=1))
+    other = Member(worker=WorkerId(1), incarnation=ONE, agent=C, further=(D,))
+    return dataclasses.replace(view_of(0, 1), members=(first, other))
 
 
 def test_only_the_workers_of_a_drained_node_begin_again() -> None:
     cluster = nodes(*"abcde")
-    admitted(cluster)
-    first, second = acting(cluster, A, B).members[0], WorkerId(1)
-    cluster.hear("c", member(1, stage=Stage.LOST))
-    other = Member(worker=second, incarnation=Incarnation(1), agent=C, further=(D,))
-    view = dataclasses.replace(view_of(0, 1), members=(first, other))
+    view = two_teams(cluster, stage=Stage.LOST)
     cluster.drain(B, "asked for")
-    (line,) = admitted(cluster, view=view)[1]
+    (line,) = ended(cluster, view)
     assert line.startswith("worker 0 begins")
-    assert not cluster.roster.wants(W0, Incarnation(1))
-    assert cluster.roster.wants(second, Incarnation(1))
+    assert not cluster.roster.wants(W0, ONE)
+    assert cluster.roster.wants(WorkerId(1), ONE)
+
+
+def test_workers_stay_while_another_one_holds_the_state_or_will() -> None:
+    cluster = nodes(*"abcde")
+    view = two_teams(cluster)
+    cluster.drain(B)
+    assert ended(cluster, view) == [], "worker 1 goes on"
+    cluster.drain(D)
+    (line,) = ended(cluster, view)
+    assert line.startswith("worker 0 begins"), "both cannot stay: one after the other"
+    alone = dataclasses.replace(view, members=view.members[1:])
+    cluster.drain(B, "")
+    cluster.hear("a", status(0, 2, meets_at="here"))
+    assert ended(cluster, alone) == [], "worker 0 receives the state first"
 
 
 def test_a_worker_is_a_candidate_once_it_runs_on_all_of_its_nodes() -> None:

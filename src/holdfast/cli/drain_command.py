@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from holdfast.cli.shared_options import add_run_and, add_tls, show_waiting, take_run
 from holdfast.net.tls import client_of
@@ -18,7 +19,8 @@ def main(argv: list[str]) -> int:
     run_dir, tls = RunDir(run), client_of(options.tls)
     nodes = list(dict.fromkeys(names_given))
     names = " and ".join(nodes)
-    drain(run_dir, tls, nodes, options.reason, options.deadline)
+    for warning in drain(run_dir, tls, nodes, options.reason, options.deadline):
+        print(f"holdfast: {warning}", file=sys.stderr, flush=True)
     with show_waiting(
         f"{names}: waiting until others have taken the work",
         f"no longer waiting for {names}, still drained",

@@ -115,3 +115,12 @@ class Recall:
     @property
     def step(self) -> int:
         return self.sources[-1].end if self.sources else self.base
+
+    def uses(self, kept: KeptPieces) -> bool:
+        """Return whether the state is made of these pieces, or may be made of them."""
+        if kept.view == self.view and self.base in kept.states:
+            return True
+        return any(
+            kept.view == source.view and kept.first < source.end and source.first < kept.end
+            for source in self.sources
+        )

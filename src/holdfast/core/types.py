@@ -445,6 +445,11 @@ class AgentReport:
     ending: bool = False  # it knows that the job is over: nothing starts here any more
     workers: tuple[WorkerStatus, ...] = ()
 
+    @property
+    def leaves(self) -> bool:
+        """Return whether the node is to be left for good, and not just until it is well again."""
+        return bool(self.draining) and not self.failing
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedProcess:
@@ -459,6 +464,14 @@ class WantedProcess:
     role: ProcessRole = ProcessRole.WORKER
     place: int = 0
     meets_at: str = ""
+
+
+class Freed(NamedTuple):
+    """Names a node that leaves, and the report by which none of its pieces is needed any more."""
+
+    agent: AgentId
+    incarnation: Incarnation
+    report: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -481,6 +494,7 @@ class Directive:
     end_signal: int = SIGTERM  # by which scripts for torchrun are asked to end
     save_wanted: int = 0  # the newest order to save the state at the next boundary; 0: none
     follow: FollowOrder | None = None
+    freed: tuple[Freed, ...] = ()  # nodes that may leave with their pieces of the state
     servers: tuple[ServerPlace, ...] = ()  # all servers of tables
     layout: ServerLayout | None = None  # of their rows
 

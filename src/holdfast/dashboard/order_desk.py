@@ -150,9 +150,9 @@ class OrderDesk:
             return operator_orders.describe_migrated(order.worker, order.to)
         reason = order.reason or operator_orders.DRAIN_REASON
         deadline_s = float("inf") if order.deadline_s is None else order.deadline_s
-        operator_orders.drain(run_dir, tls, [order.node], reason, deadline_s)
+        warnings = operator_orders.drain(run_dir, tls, [order.node], reason, deadline_s)
         operator_orders.await_drained(run_dir, tls, order.node)
-        return operator_orders.describe_drained(order.node)
+        return "; ".join([operator_orders.describe_drained(order.node), *warnings])
 
     def _show(self) -> None:
         with self._lock:

@@ -86,6 +86,7 @@ def read_nodes(status: JobStatus) -> tuple[NodeSeen, ...]:
             silent=node.silent,
             draining=node.draining,
             members=node.members,
+            needed=node.needed,
             domains=node.domains,
         )
         for node in status.agents

@@ -3,7 +3,7 @@
     python -m holdfast.launch.kubernetes_leave JOIN SECONDS JOB [CERTIFICATES]
 
 It works without the controller; the secret and the node's name are in the environment. It returns
-once the node has no work any more, or nobody answers: then SIGTERM asks the agent itself. A
+once nothing on the node is needed, or nobody answers: then SIGTERM asks the agent itself. A
 coordinator of another job than JOB, which may have the same secret, is asked nothing.
 """
 
@@ -36,7 +36,7 @@ async def leave(contact: Contact, secret: bytes, node: AgentId, within_s: float)
     while reply is not None and not reply.problem and time.monotonic() < until:
         answer = await exchange(contact, secret, StatusRequest(), StatusReply)
         found = parse_status(answer.text).node(node) if answer is not None else None
-        if found is None or not found.members:
+        if found is None or not (found.members or found.needed):
             return
         await asyncio.sleep(LOOK_S)
 

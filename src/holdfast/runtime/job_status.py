@@ -77,6 +77,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     draining: str = ""  # the reason; empty: it is not being drained
     domains: tuple[str, ...] = ()
     members: int = 0  # workers on it that are members of the view
+    needed: bool = False  # it leaves, and others have yet to take over what is in its memory
     pieces_bytes: int = 0  # pieces of the job's state in its memory
 
 

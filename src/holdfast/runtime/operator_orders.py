@@ -30,27 +30,28 @@ def drain(
     nodes: Sequence[str],
     reason: str = DRAIN_REASON,
     deadline_s: float = float("inf"),
-) -> None:
+) -> list[str]:
     """Order that these nodes leave the job. UserError: a node is unknown, or nobody answers.
 
-    `deadline_s`: the nodes will be gone by then.
+    `deadline_s`: the nodes will be gone by then. Returns sentences on what may be lost.
     """
     known = [node.id for node in job_status(run_dir, tls).agents]
     if unknown := [node for node in nodes if node not in known]:
         raise UserError(
             f"there is no node {unknown[0]!r} in the job; its nodes: {', '.join(known)}"
         )
-    for node in nodes:
-        order = DrainRequest(agent=AgentId(node), reason=reason, deadline_s=deadline_s)
-        _give(run_dir, tls, order)
+    orders = [
+        DrainRequest(agent=AgentId(node), reason=reason, deadline_s=deadline_s) for node in nodes
+    ]
+    return [warning for order in orders if (warning := _give(run_dir, tls, order))]
 
 
 def await_drained(run_dir: RunDir, tls: ssl.SSLContext | None, node: str) -> None:
-    """Wait until the node has no members, or the run is over. UserError if nobody answers."""
+    """Wait until nothing on the node is needed, or the run is over. UserError if nobody answers."""
 
     def has_left(status: JobStatus) -> bool:
         found = status.node(node)
-        return found is None or not found.members
+        return found is None or not (found.members or (found.needed and not found.silent))
 
     _await(run_dir, tls, has_left)
 
@@ -136,10 +137,11 @@ def _give(
     run_dir: RunDir,
     tls: ssl.SSLContext | None,
     order: DrainRequest | MoveRequest | ScaleRequest,
-) -> None:
+) -> str:
     reply = ask(contact_of(run_dir, tls), run_dir.secret(), order, OrderReply)
     if reply.problem:
         raise UserError(reply.problem)
+    return reply.warning
 
 
 def _await(

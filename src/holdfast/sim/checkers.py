@@ -14,7 +14,6 @@ from holdfast.core.invalidations import Invalidations, is_covered, is_invalidate
 from holdfast.core.membership.formation import STEPS_MISSED_MAX
 from holdfast.core.step.effects import Reduce
 from holdfast.core.types import (
-    RELEASE_ALL,
     AgentId,
     Directive,
     JobRecord,
@@ -36,6 +35,7 @@ from holdfast.sim.arithmetic import (
 )
 from holdfast.sim.endings import Endings, is_out_of_time
 from holdfast.sim.memories import LostRows, Memories
+from holdfast.sim.planned_leaves import PlannedLeaves
 from holdfast.sim.promises import Promises
 from holdfast.sim.proofs import Proofs
 from holdfast.sim.quiet_times import QuietTimes
@@ -46,7 +46,6 @@ from holdfast.sim.stored import StoredCheckpoints
 from holdfast.sim.wrong_bits import Errors, Violation
 
 STEPS_UNHEARD = 40  # most commits before the coordinator hears of a view's end and acts
-REPLACED = "the coordinator replaced it"  # as the agent machine words it
 
 
 class Truth:
@@ -64,6 +63,7 @@ class Truth:
         self.memories = Memories(options.redundancy)
         self.quiet_times = QuietTimes(options, self.spare_rules)
         self.endings = Endings(self, options)
+        self.leaves = PlannedLeaves(self, options)
         self.views: dict[int, View] = {}
         self.proofs = Proofs(self.views)
         self.newest = 0
@@ -83,9 +83,8 @@ class Truth:
         self.commits = 0
         self.owners: dict[tuple[int, int], tuple[WorkerId, ...]] = {}  # by view and step
         self.counted: dict[tuple[int, int], tuple[int, ...]] = {}  # the same: ranks
-        self.reassigned = 0  # times that the assignment changed within a view
         self.stored = StoredCheckpoints()
-        self._doubts: Invalidations = ()  # what any worker has known of
+        self.known_doubts: Invalidations = ()  # what any worker has known of
         self.drops: dict[tuple[int, int], bool] = {}  # sums that left out late results
         self.again: dict[tuple[int, int], bool] = {}  # steps that a view computes again
         self.count: Counter[str] = Counter()  # number of events, by kind
@@ -155,28 +154,6 @@ class Truth:
         """Check what the coordinator says at the end of the job."""
         self.promises.check_outcome(self.live.values(), now)
         self.endings.check_outcome(outcome, now)
-
-    def check_kill(self, process: Actor, reason: str) -> None:
-        """Check that a worker is ended for a reason that holds."""
-        if reason.startswith("frozen") and not process.froze:
-            raise Violation(f"worker {process.key} is ended as frozen: it never was")
-        disk = self.disk
-        if disk is None or reason != REPLACED or disk.outcome is not None:
-            return
-        if process.worker not in self.ordered:
-            return  # another node has taken this one's place
-        view = self.views.get(self.newest)
-        member = view.member(process.worker) if view is not None else None
-        if self.newest <= self.newest_lost:
-            return
-        acting = member is not None and member.incarnation == process.key[1]
-        if process.host.drained and not acting:
-            return  # nothing but members of the view runs there
-        ordered = self.ordered[process.worker]
-        if self._options.spread > 1:
-            return  # one of its nodes may have been lost, and a new process may have to wait
-        if ordered <= process.key[1] and disk.release_loop != RELEASE_ALL:
-            raise Violation(f"worker {process.key} is ended for a directive that does not hold")
 
     def check_replacement(self, worker: int) -> None:
         """Check that something is wrong with the process of a worker that counts as hung."""
@@ -303,8 +280,8 @@ class Truth:
 
     def _record_doubts(self, process: Actor, invalidations: Invalidations) -> None:
         """Record the errors that members know; those that a view reports to joiners are old."""
-        news = [each for each in invalidations if not is_covered(each, self._doubts)]
-        self._doubts = merge(self._doubts, news)
+        news = [each for each in invalidations if not is_covered(each, self.known_doubts)]
+        self.known_doubts = merge(self.known_doubts, news)
         if news and process.group is not None:
             self.errors.record_notice(process.group.keys)
 
@@ -381,7 +358,6 @@ class Truth:
         known = self.owners.setdefault((view, step), owners)
         if known != owners:
             raise Violation(f"in view {view} two assignments hold for step {step}")
-        self.reassigned += known is owners and self.owners.get((view, step - 1), owners) != owners
 
     def check_reduce(self, view: View, reduce: Reduce) -> None:
         """Check that all members of a view sum a step alike: who hosts what, and who counts."""
@@ -525,7 +501,7 @@ class Truth:
 
     def check_applied_state(self, process: Actor) -> None:
         """Check a step that is applied, unless the job has gone back to before it meanwhile."""
-        given_up = is_invalidated(self._doubts, process.step, process.machine.snapshot().view)
+        given_up = is_invalidated(self.known_doubts, process.step, process.machine.snapshot().view)
         right = process.state == self.states[process.step] or given_up
         if not right and not self.errors.hidden:
             raise Violation(f"worker {process.key} diverged at step {process.step}")

@@ -52,7 +52,7 @@ class Endings:
         self._hurried = False  # it was to be stopped at once
         self._furthest = 0  # the step to which the job has come
         self._blamed = ""  # what a worker has rightly held against the script
-        self._heard = 0  # the same, as far as a coordinator has heard: from there it counts losses
+        self.heard = 0  # the same, as far as a coordinator has heard: from there it counts losses
         self._failing: set[int] = set()  # workers that have met an error of their machine's own
         self._died: dict[int, int] = {}  # processes that had died when the job first reached a step
 
@@ -71,7 +71,7 @@ class Endings:
     def record_report(self, report: AgentReport) -> None:
         """Record the step that the job has reached, by a node's report to the coordinator."""
         steps = [status.committed for status in report.workers if status.has_state]
-        self._heard = max([self._heard, *steps])
+        self.heard = max([self.heard, *steps])
 
     def record_stop_request(self, step: int, now: float) -> None:
         """Record that the operator ends the job, which has reached this step."""
@@ -148,7 +148,7 @@ class Endings:
         """Count the processes that ended, or may not act, since the job last came further."""
         truth = self._truth
         silent = [p for p in truth.live.values() if p.paused or is_out_of_time(p)]
-        return truth.count["died"] - self._died.get(self._heard - 1, 0) + len(silent)
+        return truth.count["died"] - self._died.get(self.heard - 1, 0) + len(silent)
 
     def _check_stop(self, now: float) -> None:
         """Check that a job which is stopped in good health has saved its newest state, and soon."""

@@ -19,6 +19,8 @@ from holdfast.sim.hosts import AgentHost, HostWorld
 from holdfast.sim.run_options import RACK_SHARE, STORE_LOST
 from holdfast.sim.workers import Process
 
+STAYS_S = 40.0  # longer than that nobody waits for a machine that leaves
+
 
 class FaultyWorld(HostWorld, Protocol):
     """Is the world that faults strike."""
@@ -77,7 +79,7 @@ class Faults:
         world = self._world
         if not self._inside_worker or world.rng.random() >= world.options.crash_inside:
             return False
-        self._note("worker_crash_inside")
+        self.note("worker_crash_inside")
         process.end(-11, "crashed between two effects")
         if "all_lost" in self._kinds and world.events % 2:  # all others at the same moment
             self._lose_all([each for each in world.live_processes() if each is not process])
@@ -87,9 +89,9 @@ class Faults:
         world = self._world
         if not self._inside_coordinator or world.rng.random() >= world.options.crash_inside:
             return False
-        self._note("coordinator_crash_inside")
+        self.note("coordinator_crash_inside")
         world.coordinator.crash()
-        self._heal_later(world.rng.uniform(0.1, 4.0), world.coordinator.start)
+        self.heal_later(world.rng.uniform(0.1, 4.0), world.coordinator.start)
         return True
 
     def draw_lie_at_start(self, process: Process) -> int:
@@ -112,7 +114,7 @@ class Faults:
             return False
         if not (self._journal and self.active) or self._world.rng.random() >= 0.3:
             return False
-        self._note("journal_lost")
+        self.note("journal_lost")
         return True
 
     # ------------------------------------------------------------ from outside
@@ -134,44 +136,44 @@ class Faults:
             case "all_lost":
                 self._lose_all(live)
             case "rows_lost":
-                self._note(kind)
+                self.note(kind)
                 world.truth.rows.lose()
             case "coordinator_crash":
-                self._note(kind)
+                self.note(kind)
                 world.coordinator.crash()
-                self._heal_later(
+                self.heal_later(
                     rng.choice((0.5, 8.0)) * rng.uniform(0.1, 1.0), world.coordinator.start
                 )
             case "coordinator_freeze":
                 if not world.coordinator.frozen:
-                    self._note(kind)
+                    self.note(kind)
                     world.coordinator.frozen = True
-                    self._heal_later(self._duration_s(), world.coordinator.thaw)
+                    self.heal_later(self._duration_s(), world.coordinator.thaw)
             case "scale":
-                self._note(kind)
+                self.note(kind)
                 world.coordinator.scale(rng.randint(1, 4))
             case "rot":
                 if world.truth.stored.saved:
-                    self._note(kind)
+                    self.note(kind)
                     step = max(world.truth.stored.saved)
                     world.truth.stored.rotten[step] = world.truth.promises.unreadable[step] = True
             case "link_break":
                 self._break_link()
             case "store_silent" | "store_lost":
                 if not world.store_silent:
-                    self._note(kind)
+                    self.note(kind)
                     world.store_silent = True
                     world.truth.endings.store_silent_since = world.now
                     if kind != STORE_LOST:
-                        self._heal_later(self._duration_s(), self._store_answers)
+                        self.heal_later(self._duration_s(), self._store_answers)
             case "machine_error":
                 if process := find_failing(live, self._failing, rng):
-                    self._note(kind)
+                    self.note(kind)
                     self._failing = process.worker
                     process.end(1, SCRIPT_FAILED, error=MachineError.DISK_FULL)
             case _:
                 if live:
-                    self._note(kind)
+                    self.note(kind)
                     process = rng.choice(live)
                     if world.options.spread > 1 and rng.random() < 0.5:
                         self._strike_further(kind, process)
@@ -181,12 +183,12 @@ class Faults:
     def _lose_all(self, live: list[Process]) -> None:
         """End all workers at once, and perhaps some nodes with what their memory holds."""
         world, rng = self._world, self._world.rng
-        self._note("all_lost")
+        self.note("all_lost")
         nodes = rng.choice((0, world.options.redundancy.parity, rng.randint(0, 3)))
         hosts = self._hosts()
         for host in rng.sample(hosts, min(nodes, max(len(hosts) - 1, 0))):
             host.crash()
-            self._heal_later(self._duration_s(), host.start)
+            self.heal_later(self._duration_s(), host.start)
         for process in live:
             process.end(-9, "crashed")
 
@@ -203,7 +205,7 @@ class Faults:
         number = a.group.number
         peers = [p for p in live if p is not a and p.open_group(number) is not None]
         if peers:
-            self._note("link_break")
+            self.note("link_break")
             world.data.cut_link(a, world.rng.choice(peers), number)
 
     def _strike_worker(self, kind: str, process: Process) -> None:
@@ -217,24 +219,24 @@ class Faults:
                 process.stopped = process.froze = True
                 process.host.watch(process)
                 if rng.random() < 0.7:  # else only the agent ends it
-                    self._heal_later(rng.uniform(0.1, 4.0), process.resume)
+                    self.heal_later(rng.uniform(0.1, 4.0), process.resume)
             case "silent":
                 process.ailing = process.ailing or process.silenced  # so often that it may count
                 process.silent = process.silenced = True
                 process.host.watch(process)
-                self._heal_later(rng.uniform(0.5, 6.0), process.resume)
+                self.heal_later(rng.uniform(0.5, 6.0), process.resume)
             case "busy":
                 process.stuck = process.ailing = True
-                self._heal_later(rng.uniform(0.5, 6.0), self._unstick, process)
+                self.heal_later(rng.uniform(0.5, 6.0), self._unstick, process)
             case "stuck":
                 process.stuck = process.ailing = rng.random() < 0.2 or process.ailing
-                self._heal_later(3 * world.options.hang_s, self._unstick, process)
+                self.heal_later(3 * world.options.hang_s, self._unstick, process)
             case "flip" | "liar" | "lie_once" | "poison" | "sum_wrongly":
                 self._spoil(kind, process)
             case "slow":
                 process.ailing = True
                 process.slowness = rng.uniform(2.0, 10.0)
-                self._heal_later(rng.uniform(1.0, 20.0), self._hasten, process)
+                self.heal_later(rng.uniform(1.0, 20.0), self._hasten, process)
 
     def _strike_further(self, kind: str, process: Process) -> None:
         """Strike a worker's processes on one of its further nodes."""
@@ -251,7 +253,7 @@ class Faults:
                 process.ailing = True
                 each.stopped, each.silent = kind == "freeze", kind == "silent"
                 each.host.watch(each)
-                self._heal_later(rng.uniform(0.1, 6.0), each.resume)
+                self.heal_later(rng.uniform(0.1, 6.0), each.resume)
 
     def _spoil(self, kind: str, process: Process) -> None:
         """Make the bits of a process wrong, from here on or once."""
@@ -285,64 +287,68 @@ class Faults:
         host, duration_s = rng.choice(hosts), self._duration_s()
         match kind:
             case "agent_crash":
-                self._note(kind)
+                self.note(kind)
                 host.crash()
-                self._heal_later(duration_s, host.start)
+                self.heal_later(duration_s, host.start)
             case "agent_lost":
                 if len(hosts) > 1 and rng.random() < 0.3:
-                    self._note(kind)
+                    self.note(kind)
                     host.crash()
                     host.gone = True
             case "writer_crash":
-                self._note(kind)
+                self.note(kind)
                 host.writer.crash()
             case "clock_set":
-                self._note(kind)
+                self.note(kind)
                 host.writer.clock_ahead_s = rng.uniform(-1e4, 1e4)
             case "agent_freeze" | "node_freeze":
                 if not host.frozen and host.machine is not None:
-                    self._note(kind)
+                    self.note(kind)
                     self._freeze(host, whole=kind == "node_freeze")
-                    self._heal_later(duration_s, self._thaw, host)
+                    self.heal_later(duration_s, self._thaw, host)
             case "drain":
-                self._note(kind)
+                self.note(kind)
                 host.drained = True
+                world.truth.leaves.record_order(host)
                 host.handle(ag.Drained("asked for", rng.choice(("", "disk"))))
-                self._heal_later(duration_s, host.handle, ag.Drained(""))
+                self.heal_later(duration_s, host.handle, ag.Drained(""))
             case "leave":  # for good; another machine comes once it has left
-                self._note(kind)
+                self.note(kind)
                 host.drained = True
+                world.truth.leaves.record_order(host)
                 host.handle(ag.Drained("it is needed elsewhere", leave=True))
-                self._heal_later(duration_s, start_another, host)
+                self.heal_later(duration_s, start_another, self, host)
             case "notice":  # a notice of this machine's end; another machine comes later
-                self._note(kind)
+                self.note(kind)
                 host.drained = True
+                world.truth.leaves.record_order(host)
                 in_s = rng.uniform(0.5, 8.0)
-                host.handle(ag.Drained("taken away", deadline_s=in_s))
-                self._heal_later(in_s, host.crash)
-                self._heal_later(in_s + duration_s, host.start)
+                world.truth.leaves.record_notice(host, in_s)
+                host.handle(ag.Drained("taken away", leave=True, deadline_s=in_s))
+                self.heal_later(in_s, host.crash)
+                self.heal_later(in_s + duration_s, start_another, self, host)
             case "move" if host.processes:
-                self._note(kind)
+                self.note(kind)
                 worker, to = rng.choice(sorted(host.processes)), rng.choice(hosts).name
                 host.handle(
                     ag.MoveAsked(Leaving(worker=WorkerId(worker), to=to, reason="asked for"))
                 )
             case "partition":
-                self._note(kind)
+                self.note(kind)
                 self._cut(host, rng.choice(((True,), (False,), (True, False))), duration_s)
             case "isolation":  # from everybody
-                self._note(kind)
+                self.note(kind)
                 self._cut(host, (True, False), duration_s)
                 for other in hosts:
                     if other is not host:
                         world.data.part(host.name, other.name)
-                        self._heal_later(duration_s, world.data.join, host.name, other.name)
+                        self.heal_later(duration_s, world.data.join, host.name, other.name)
             case "data_partition":
                 other = rng.choice(hosts)
                 if other is not host:
-                    self._note(kind)
+                    self.note(kind)
                     world.data.part(host.name, other.name)
-                    self._heal_later(duration_s, world.data.join, host.name, other.name)
+                    self.heal_later(duration_s, world.data.join, host.name, other.name)
 
     def _strike_rack(self, kind: str) -> None:
         """Neighbours fail at the same moment, and come back one by one."""
@@ -351,12 +357,12 @@ class Faults:
             return
         size = max(len(hosts) // RACK_SHARE, rng.randint(2, 4))
         first, duration_s = rng.randrange(len(hosts)), self._duration_s()
-        self._note(kind)
+        self.note(kind)
         for host in hosts[first : first + size]:
             back_s = duration_s * rng.uniform(1.0, 1.5)
             if kind == "rack_crash":
                 host.crash()
-                self._heal_later(back_s, host.start)
+                self.heal_later(back_s, host.start)
             else:
                 self._cut(host, (True, False), back_s)
 
@@ -373,7 +379,7 @@ class Faults:
         cut = self._world.cut
         for up in directions:
             cut[(host.name, up)] = cut.get((host.name, up), 0) + 1
-            self._heal_later(duration_s, self._heal, host.name, up)
+            self.heal_later(duration_s, self._heal, host.name, up)
 
     def _freeze(self, host: AgentHost, whole: bool) -> None:
         host.frozen = True
@@ -391,7 +397,7 @@ class Faults:
 
     # ------------------------------------------------------------ leaves
 
-    def _heal_later(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+    def heal_later(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
         """Undo a fault, later; until then the world is disturbed."""
         self.disturbed_until = max(self.disturbed_until, self._world.now + delay_s)
         self._world.call_later(delay_s, call, *args)
@@ -408,17 +414,23 @@ class Faults:
     def _hasten(self, process: Process) -> None:
         process.slowness = 1.0
 
-    def _note(self, kind: str) -> None:
+    def note(self, kind: str) -> None:
         self.count[kind] = self.count.get(kind, 0) + 1
         self.disturbed_until = max(self.disturbed_until, self._world.now)
         self._world.mark(f"fault: {kind}")
 
 
-def start_another(host: AgentHost) -> None:
-    """Start another machine in the place of one that leaves, once it has left."""
-    if host.machine is not None:
-        host.world.call_later(1.0, start_another, host)
+def start_another(faults: Faults, host: AgentHost, waited_s: float = 0.0) -> None:
+    """Start another machine in the place of one that leaves, once it has left.
+
+    One that is needed for very long, because no others come, is taken away.
+    """
+    if host.machine is not None and waited_s < STAYS_S:
+        faults.heal_later(1.0, start_another, faults, host, waited_s + 1.0)
         return
+    if host.machine is not None:
+        faults.note("taken")
+        host.crash()
     host.gone = False
     host.start()
 

@@ -343,7 +343,7 @@ class AgentHost:
                 process = self.processes.get(worker)
                 if process is not None and process.key[1] == incarnation:
                     if isinstance(process, Process):
-                        world.truth.check_kill(process, reason)
+                        world.truth.leaves.check_kill(process, reason)
                     world.call_later(world.rng.uniform(0.0, 0.05), process.end, -9, reason)
             case ag.Pause(worker, incarnation):
                 process = self.processes.get(worker)
@@ -360,6 +360,8 @@ class AgentHost:
             case ag.Quit(problem):
                 over = world.coordinator.outcome is not None or problem != ""
                 world.coordinator.servers.check_quit(self, over)
+                world.truth.leaves.check_quit(self, world.now, over=over)
+                self.memory.lose()
                 self.gone = True
                 self.machine = None
 

@@ -145,12 +145,18 @@ class Memories:
         self._known_to: dict[int, dict[AgentId, int]] = {}  # by step: whose workers committed it
         # For each step and the view that protected its state: the nodes that know that it counts.
         self._bases: dict[tuple[int, int], dict[AgentId, int]] = {}
+        self._losses = 0  # of all nodes, when the newest view was formed
         self._dropped: dict[AgentId, int] = {}  # by node: pieces of older steps are of no use there
 
     # ------------------------------------------------------------ what must not be lost
 
+    def has_lost_any(self) -> bool:
+        """Return whether a node has lost its pieces since the newest view was formed."""
+        return sum(memory.losses for memory in self.of.values()) > self._losses
+
     def record_view(self, view: View) -> None:
         """Record which nodes keep pieces during a view."""
+        self._losses = sum(memory.losses for memory in self.of.values())
         self._rings[view.number] = {agent: self.of[agent].losses for agent in view.ring}
         self._layouts[view.number] = [
             (agent, shard, piece)
@@ -178,14 +184,10 @@ class Memories:
 
         `is_useless`: memory may hold states whose rows are lost.
         """
-        known, step = view.invalidations, 0
-        invalid = False  # a state that counts replaces older ones, even if it is wrong
-        for (base, protects), knows in self._bases.items():
-            invalid = invalid or is_invalidated(known, base, ViewNumber(protects))
-            if self._knows(knows, reach) and self._is_whole(protects, base, reach):
-                step = max(step, base)
-        while self._outlives(step, known, reach):
-            step += 1
+        known = view.invalidations
+        # A state that counts replaces older ones, even if it is wrong.
+        invalid = any(is_invalidated(known, base, ViewNumber(of)) for base, of in self._bases)
+        step = self.find_newest(known, reach)
         if view.resume_step < step and not invalid and not is_useless:
             raise Violation(
                 f"view {view.number} begins from step {view.resume_step}: step {step} was committed"
@@ -197,14 +199,52 @@ class Memories:
             del self._bases[later_base]
         self._dropped = {a: min(step, view.resume_step) for a, step in self._dropped.items()}
 
-    def _outlives(self, step: int, invalidations: Invalidations, reach: Reach) -> bool:
-        """Return whether a node still knows that a step was committed, and with which sum."""
-        view = self._summed_in.get(step, 0)
-        if is_invalidated(invalidations, step + 1, ViewNumber(view)):
-            return False
-        return self._knows(self._known_to.get(step, {}), reach) and self._is_whole(
-            view, step, reach
+    def find_newest(
+        self, known: Invalidations, reach: Reach, saved: int = 0, without: AgentId | None = None
+    ) -> int:
+        """Return the newest committed step whose state can be put together again.
+
+        `saved`: the step of a checkpoint that it may be made from. `without`: the node whose pieces
+        do not count, although its knowledge of commits does.
+        """
+
+        def gives(agent: AgentId) -> bool:
+            return agent != without and reach(agent)
+
+        step = saved
+        for (base, protects), knows in self._bases.items():
+            if self._knows(knows, reach) and self._is_whole(protects, base, gives):
+                step = max(step, base)
+        while self._is_recorded(step, known, reach) and self._is_whole(
+            self._summed_in[step], step, gives
+        ):
+            step += 1
+        return step
+
+    def find_base(self, without: AgentId | None) -> int:
+        """Return the step of the newest state that is there, and that the next step has compared.
+
+        Members may not know that it counts, so that older ones are still kept. 0: there is none.
+        """
+        kept = {
+            (step, view): True
+            for memory in self.of.values()
+            for (view, _, _), shelf in memory.shelves.items()
+            for step in shelf.states
+            if self._summed_in.get(step) == view
+        }
+        whole = (
+            step
+            for step, view in kept
+            if self.state(view, step, lambda agent: agent != without) is not None
         )
+        return max(whole, default=0)
+
+    def _is_recorded(self, step: int, invalidations: Invalidations, reach: Reach) -> bool:
+        """Return whether a node still knows that a step was committed, and rightly."""
+        view = self._summed_in.get(step, 0)
+        right = not is_invalidated(invalidations, step + 1, ViewNumber(view))
+        return right and self._knows(self._known_to.get(step, {}), reach)
 
     def _knows(self, agents: dict[AgentId, int], reach: Reach) -> bool:
         """Return whether one of these nodes still has its memory."""

@@ -21,20 +21,20 @@ class QuietTimes:
         self._joining_s = options.joining_s + options.feeding_s
         self._looks_late = options.speculation > 0  # views may change although nothing fails
         self._views_max = 2 * options.agents * options.slots + 2
-        self._moved_at = 0.0
+        self.moved_at = 0.0  # when the last step was committed
         self._views = 0  # formed since the job must have recovered
         self._newest = 0
         self._idle: dict[Key, float] = {}  # since when
 
     def record_commit(self, now: float) -> None:
         """Record that a step is committed."""
-        self._moved_at = now
+        self.moved_at = now
 
     def look(
         self, now: float, disturbed_until: float, view: View | None, ordered: Iterable[Actor]
     ) -> None:
         """Check a job that is not over; `ordered`: its processes, but for those to be ended."""
-        since = max(self._moved_at, disturbed_until)
+        since = max(self.moved_at, disturbed_until)
         if now > since + self._recovery_s:
             raise Violation(f"no step is committed for {now - since:.0f} s, and nothing is wrong")
         if view is None or now < disturbed_until + self._recovery_s:

@@ -126,9 +126,7 @@ class Options:
     shard_lag_s: float = 0.0  # by which those of further shards are late, on the average
     servers: int = 0  # processes that hold rows of tables
     shard_optimizer: bool = False  # each worker holds its share of the state only
-    left_behind_s: float = (
-        0.0  # age at which an earlier job here lost its machine; 0: there is none
-    )
+    left_behind_s: float = 0.0  # age at which an earlier job here lost its machine; 0: none has
 
     @property
     def is_exact(self) -> bool:
@@ -365,14 +363,19 @@ def _with_servers(options: Options, rng: Random) -> Options:
     """Run servers of tables, drain nodes and change their number, in runs with several nodes."""
     if options.agents < 2 or rng.random() < 0.75:
         return options
-    # A node that leaves for good takes its pieces of the state along.
     drains = ("drain",) if options.redundancy.data else ("drain", "leave")
-    more = (kind for kind in drains if options.faults and kind not in options.faults)
-    faults = (*options.faults, *more)
+    faults = (*options.faults, *(k for k in drains if options.faults and k not in options.faults))
     servers, scales = rng.randint(1, 3), rng.random() < 0.7
-    if options.faults and scales:
-        faults = (*faults, "scale")
+    faults += ("scale",) if options.faults and scales else ()
     return dataclasses.replace(options, servers=servers, faults=faults)
+
+
+def _with_leaves(options: Options, rng: Random) -> Options:
+    """Have nodes with pieces of the state leave for good, in some runs; in others nothing else."""
+    if not options.faults or not options.redundancy.data or rng.random() < 0.5:
+        return options
+    kinds = rng.choice(((*options.faults, "leave"), ("leave", "notice"), ("leave",)))
+    return dataclasses.replace(options, faults=kinds)
 
 
 def _with_lost_rows(options: Options, rng: Random) -> Options:
@@ -559,4 +562,5 @@ _MORE: dict[str, More] = {
     "machine errors": _with_fault("machine_error", 0.8),  # one worker meets them again and again
     "failing machines": lambda o, rng: dataclasses.replace(o, fails_by_machine=rng.random() < 0.5),
     "clocks": _with_clocks,
+    "leaves": _with_leaves,
 }

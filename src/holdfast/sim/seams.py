@@ -92,6 +92,9 @@ class AllNodes(Protocol):
     @property
     def is_whole(self) -> bool: ...
 
+    @property
+    def agents(self) -> list[AgentId]: ...
+
     def visit_memories(self, call: Callable[[Memory, AgentId, int], None]) -> None: ...
 
 

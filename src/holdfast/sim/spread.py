@@ -176,6 +176,11 @@ class Spread:
             each.alive for each in self.further.values()
         )
 
+    @property
+    def agents(self) -> list[AgentId]:
+        """Return all of its nodes."""
+        return [self._first.agent, *(each.agent for each in self.further.values())]
+
     def meet(self, further: Further) -> None:
         """Let the script begin, once processes have come from all nodes; none may come later."""
         if len(self.further) == self._nodes - 1:

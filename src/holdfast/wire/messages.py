@@ -143,9 +143,13 @@ class ClockReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderReply:
-    """Answers whether an order was taken or passed on: empty, or why not."""
+    """Answers whether an order was taken or passed on: empty, or why not.
+
+    `warning`: what may be lost by it.
+    """
 
     problem: str
+    warning: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

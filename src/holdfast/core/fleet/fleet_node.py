@@ -39,7 +39,7 @@ class FleetNode:
     heard: bool = False  # by the job, at any time
     seen: NodeSeen | None = None
     silent_since: float | None = None  # and without members
-    empty_since: float | None = None  # leaving, and without members
+    empty_since: float | None = None  # leaving, without members, and not needed
     leaving: str = ""  # why it should be drained: it does not count any more
     drain_at: float | None = None  # time of the next order to drain it; None: none was given
     label_at: float = float("-inf")  # its domains are not told again before
@@ -123,7 +123,8 @@ class FleetNode:
             self.silent_since = None
         elif self.silent_since is None:
             self.silent_since = now
-        if not self.is_alive or self.members > 0 or not (self.leaving or self.seen.draining):
+        works = self.members > 0 or self.seen.needed
+        if not self.is_alive or works or not (self.leaving or self.seen.draining):
             self.empty_since = None
         elif self.empty_since is None:
             self.empty_since = now

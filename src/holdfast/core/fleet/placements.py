@@ -62,6 +62,7 @@ class NodeSeen:
     silent: bool = False
     draining: str = ""
     members: int = 0
+    needed: bool = False  # though it leaves, others have yet to take over what is in its memory
     domains: Domains = ()
 
 

@@ -112,8 +112,7 @@ def admit(facts: Facts, policy: CoordinatorPolicy) -> tuple[tuple[AgentId, ...],
     """
     nodes_max = policy.nodes_max
     if policy.spread > 1:
-        protected = policy.redundancy.data > 0
-        return admit_teams(facts, nodes_max, policy.spread, protected=protected)
+        return admit_teams(facts, nodes_max, policy.spread)
     roster = facts.roster
     placed = {name: len(roster.workers_of(name)) for name in roster.nodes_with_places}
     staying = set(_list_staying(facts, placed))

@@ -283,7 +283,7 @@ class AgentMachine:
         self._seq = 0
         self._sent_at: dict[int, float] = {}  # report seq -> when; bounded by the lease
         self._answered_at: float | None = None  # when the newest report that was answered was sent
-        self._fence_at: float | None = None
+        self._fence_at = float("inf")
         self._next_report = float("-inf")
 
     def handle(self, event: AgentEvent, now: float) -> list[AgentEffect]:
@@ -322,6 +322,7 @@ class AgentMachine:
                 urgent, self._domains = domains != self._domains, domains
             case MemoryHeld():
                 self._held = event
+                self._departure.keep(event.kept, self._seq + 1)
             case ServersRun(servers):
                 urgent, self._servers = servers != self._servers, servers
             case Tick():
@@ -338,14 +339,12 @@ class AgentMachine:
     @property
     def _is_done(self) -> bool:
         """Return whether this agent should end, once nothing runs here any more."""
-        told = self._directive
-        return self._job.is_gone or self._departure.may_end(self._agent, told, self._now)
+        told, may_end, alone = self._directive, self._departure.may_end, self._is_abandoned
+        return self._job.is_gone or may_end(self._agent, told, self._now, alone=alone)
 
     def deadline(self) -> float | None:
         if self._job.is_gone:  # only the ends of its processes are waited for
             return None
-        if self._fence_at is None:
-            return self._next_report
         return min(self._next_report, self._fence_at)
 
     def snapshot(self) -> AgentSnapshot:
@@ -365,9 +364,8 @@ class AgentMachine:
 
     def _handle_directive(self, directive: Directive, now: float) -> list[AgentEffect]:
         old = self._directive
-        if directive.agent != self._agent or directive.agent_incarnation != self._incarnation:
-            return []
-        if self._job.is_gone:  # it may be another job's
+        addressee = directive.agent, directive.agent_incarnation
+        if addressee != (self._agent, self._incarnation) or self._job.is_gone:  # another job's
             return []
         if old is not None and (directive.term, directive.seq) <= (old.term, old.seq):
             return []
@@ -493,10 +491,7 @@ class AgentMachine:
         is of no use: its process is killed.
         """
         effects: list[AgentEffect] = []
-        self._fence_at = None
-        abandoned = self._answered_at is not None and (
-            now >= self._answered_at + self._policy.lease.abandon_s
-        )
+        self._fence_at = float("inf")
         alone = self._is_alone()
         undecided = self._directive is not None and self._directive.undecided
         for worker, process in self._processes.items():
@@ -504,7 +499,7 @@ class AgentMachine:
                 effects += self._kill_overdue(worker, process, alone, now)
             if not process.running or process.killed_for:
                 continue
-            if abandoned:
+            if self._is_abandoned:
                 effects += self._kill(worker, "no coordinator was heard for too long")
                 continue
             until = self._acting_deadline(process, alone, now)
@@ -518,11 +513,9 @@ class AgentMachine:
             else:
                 effects += self._forward(worker, process, until)
                 if process.paused:
-                    process.paused = False
-                    joined = process.detector.joined
-                    process.detector = FreezeDetector(self._policy.freeze, joined=joined)
+                    process.end_pause(self._policy.freeze)
                     effects.append(Resume(worker, incarnation))
-            self._fence_at = until if self._fence_at is None else min(self._fence_at, until)
+            self._fence_at = min(self._fence_at, until)
         return effects
 
     def _kill_overdue(
@@ -532,9 +525,15 @@ class AgentMachine:
         assert process.kill_at is not None
         until = min(process.kill_at, self._acting_deadline(process, alone, now))
         if now < until:
-            self._fence_at = until if self._fence_at is None else min(self._fence_at, until)
+            self._fence_at = min(self._fence_at, until)
             return []
         return self._kill(worker, process.killed_for)
+
+    @property
+    def _is_abandoned(self) -> bool:
+        """Return whether the coordinator has not answered for so long that it has given us up."""
+        answered_at, abandon_s = self._answered_at, self._policy.lease.abandon_s
+        return answered_at is not None and self._now >= answered_at + abandon_s
 
     def _acting_deadline(self, process: NodeProcess, alone: bool, now: float) -> float:
         answered_at = self._answered_at
@@ -569,9 +568,7 @@ class AgentMachine:
     def _make_report(self) -> AgentReport:
         directive = self._directive
         view = directive.view if directive else None
-        forgotten = (
-            directive is not None and view is not None and (directive.view_number < view.number)
-        )
+        forgotten = bool(directive and view and directive.view_number < view.number)
         return AgentReport(
             agent=self._agent,
             incarnation=self._incarnation,

@@ -23,7 +23,7 @@ from functools import partial
 from holdfast.core.errors import require
 from holdfast.core.job_spec import CoordinatorPolicy
 from holdfast.core.membership.admission import admit, welcome
-from holdfast.core.membership.changes import CountLoss, OrderNext
+from holdfast.core.membership.changes import CountLoss
 from holdfast.core.membership.coordinator_events import (
     Announce,
     CoordinatorEffect,
@@ -32,7 +32,7 @@ from holdfast.core.membership.coordinator_events import (
     StopRequested,
 )
 from holdfast.core.membership.decision_loop import SKIPPED, DecisionLoop
-from holdfast.core.membership.durable import Durable, speakers
+from holdfast.core.membership.durable import Durable
 from holdfast.core.membership.event_log import EventLog
 from holdfast.core.membership.facts import Facts, LatestFacts
 from holdfast.core.membership.followers import ORDERS_PER_TERM, Followers, find_strays
@@ -47,7 +47,7 @@ from holdfast.core.membership.formation import (
     find_state_source,
     find_too_far_behind,
     find_useless,
-    is_surely_newest,
+    has_learnt,
     present_nodes,
     propose_last_view,
     propose_view,
@@ -57,6 +57,7 @@ from holdfast.core.membership.formation import (
     room_beside_drained,
     survivors_of,
 )
+from holdfast.core.membership.handover import Handover
 from holdfast.core.membership.job_changes import (
     AwaitBeginners,
     CoordinatorChange,
@@ -80,10 +81,17 @@ from holdfast.core.membership.live_roster import News
 from holdfast.core.membership.progress import Progress
 from holdfast.core.membership.protection import Protection
 from holdfast.core.membership.reserve import Reserve, ReservePolicy
-from holdfast.core.membership.restart import find_hung, quarantine, quarantine_wrong, replace_lost
+from holdfast.core.membership.restart import (
+    find_hung,
+    quarantine,
+    quarantine_wrong,
+    replace_all,
+    replace_lost,
+)
 from holdfast.core.membership.review_schedule import Agenda
 from holdfast.core.membership.server_places import ServerPlaces
 from holdfast.core.membership.stopping import Stopping
+from holdfast.core.membership.teams import end_team, find_team_to_end
 from holdfast.core.membership.view_making import Proposal, check_view, initial_view, make_view
 from holdfast.core.step.speculation import Budget
 from holdfast.core.types import (
@@ -92,15 +100,12 @@ from holdfast.core.types import (
     AgentId,
     AgentReport,
     Directive,
-    Incarnation,
     JobRecord,
     Member,
     Stage,
     View,
     ViewNumber,
     WantedProcess,
-    WorkerId,
-    WorkerStatus,
 )
 
 Plan = list[CoordinatorChange]
@@ -135,10 +140,10 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         self._reserve = Reserve(policy=held_back, looked_at=now)
         self._last_saves = LastSaves(last=term * ORDERS_PER_TERM)
         self._protection = Protection(policy.redundancy, policy.shards_told, policy.servers)
+        self._handover = Handover(replicated=policy.replicated)
         self._server_places = ServerPlaces.recall(policy, record, self._forgotten * SKIPPED)
         self._agenda = Agenda(policy, self._roster, now)
         self._event_log = EventLog(record.slots if record else ())
-        self._checkpoint_reports: dict[tuple[WorkerId, Incarnation], WorkerStatus] = {}
         self._checked: View | None = None
         self._latest_facts = LatestFacts()
 
@@ -148,6 +153,10 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
 
     def snapshot(self) -> CoordinatorSnapshot:
         return self._snapshot(self._progress.step, self._stop_view, self._pending_view)
+
+    def foresee_loss(self, node: AgentId, now: float) -> str:
+        """Return a warning for people about a node that is asked to leave; empty: there is none."""
+        return self._handover.foresee_loss(self._facts(now), self._protection, self._durable, node)
 
     def check(self) -> None:
         view = self._view
@@ -166,10 +175,10 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             return False
         if learns:
             self._learn(report)
-        for status in filter(roster.is_ordered, speakers(report.workers)):
-            self._checkpoint_reports[status.worker, status.incarnation] = status
+        self._durable.hear(filter(roster.is_ordered, report.workers))
         self._note_step(report, now)
-        if learns or news is News.CHANGE or report.agent in self._agenda.silent:
+        due = learns or news is News.CHANGE or self._handover.awaits_reports
+        if due or report.agent in self._agenda.silent:
             self._agenda.change(now)
         if self._witness_at is None and news is News.CHANGE and self._view is not None:
             members = (self._view.member(w) for w in roster.workers_on(report.agent))
@@ -212,13 +221,6 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         self._outcome = order.reason
         return [Announce("stop", order.reason)]
 
-    def _take_checkpoint_reports(self) -> None:
-        """Take in the workers' reports of checkpoints, also from agents that restarted since."""
-        roster, said = self._roster, self._checkpoint_reports
-        self._checkpoint_reports = {}
-        speaking = filter(roster.is_ordered, speakers(roster.newest.values()))
-        self._durable.note([*said.values(), *speaking])
-
     def _facts(self, now: float) -> Facts:
         plain = Facts(
             view=self._view,
@@ -255,6 +257,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             yield self._last_saves.due_at
         if self._followers.order is not None:
             yield from (node.leave_by - LEAVE_RESERVE_S for node in self._roster.nodes.values())
+        yield from self._handover.list_alarms()
         yield from self._server_places.list_alarms(self._roster, lease)
         if self._outcome is not None:
             yield from (n.heard_at + lease.fence_s for n in self._roster.nodes.values())
@@ -264,7 +267,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         if self._learn_until is not None:
             return []
         self._apply(welcome(self._facts(now), recall=self._forgotten > 0), now)
-        self._take_checkpoint_reports()
+        self._durable.take_in(filter(self._roster.is_ordered, self._roster.newest.values()))
         if self._outcome is not None:
             return []
         lines: list[CoordinatorEffect] = []
@@ -276,7 +279,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         go_through(self._plan_to_tell, self._plan_to_judge, self._plan_servers)
         if self._release_loop < RELEASE_ALL:
             go_through(self._plan_spares, self._plan_admission)
-            go_through(self._plan_silence, self._plan_drains)
+            go_through(self._plan_silence, self._plan_drains, self._plan_handover)
         go_through(self._plan_for_hung)
         if self._release_loop < RELEASE_ALL:
             go_through(self._plan_for_lost)
@@ -293,16 +296,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
 
     def _plan_to_learn(self, facts: Facts) -> Plan:
         """Find out whether something of a lost record may still come from the agents."""
-        if self._learn_until is None:
-            return []
-        behind = any(
-            node.report.view_known > self._number and name not in facts.silent
-            for name, node in facts.roster.nodes.items()
-        )
-        lease = self._policy.lease
-        given_up_at = facts.roster.started_at + lease.abandon_s + lease.margin_s
-        until = self._learn_until if is_surely_newest(facts) else given_up_at
-        if facts.now < until or behind:
+        if self._learn_until is None or not has_learnt(facts, self._learn_until):
             return []
         return [EndLearning(), Stir()]  # until now nobody could be told to go on
 
@@ -326,6 +320,15 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         attendance, lines = self._attendance.tell_waiting(waiting, self._policy.spread)
         return [*plan, Remember(attendance), *lines]
 
+    def _plan_handover(self, facts: Facts) -> Plan:
+        """Keep nodes that leave for as long as they are needed; end workers that have to be."""
+        policy, team = self._policy, find_team_to_end(facts)
+        changes = not policy.replicated and choose_change(facts, policy.workers_min, 0)
+        ends = bool(team or changes)
+        handover, lines = self._handover.review(facts, self._protection, self._durable, ends)
+        end = end_team(facts, team) if team and handover.may_end else []
+        return [Remember(handover), *lines, *end]
+
     def _plan_servers(self, facts: Facts) -> Plan:
         places, lines = self._server_places.review(facts)
         return [Remember(places), *lines]
@@ -337,7 +340,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         if facts.now < still_since + self._policy.hang_s:
             return [Stir()] if unheard else []
         reason = f"hung for {self._policy.hang_s:g} s"
-        plan = [*self._replace(find_hung(facts), reason), Stir()]
+        plan = [*replace_all(find_hung(facts), reason), Stir()]
         return [*plan, *break_standstill(facts, self._progress, self._stop_view)]
 
     def _plan_for_lost(self, facts: Facts) -> Plan:
@@ -398,7 +401,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         source, plan = self._source(facts), Plan()
         if source is BasisOfView.SURVIVORS:
             for status, why in find_useless(facts, self._policy.workers_min):
-                plan += self._replace([status], why)
+                plan += replace_all([status], why)
         known = self._durable.invalidations
         if source is BasisOfView.DISCARDED and not self._progress.has_gone_back(known):
             text = f"the job goes back to step {self._durable.step}"
@@ -408,7 +411,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             plan.append(Remember(note(facts, self._durable, is_discarded=is_discarded)))
         if source in (BasisOfView.DISCARDED, BasisOfView.RECALLED):
             for status, why in find_dirty(facts, self._policy.replicated):
-                plan += self._replace([status], why)
+                plan += replace_all([status], why)
         return plan
 
     def _plan_view(self, facts: Facts) -> Plan:
@@ -463,7 +466,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         room = room_beside_drained(facts)
         followers, lines = self._followers.review(facts, room, may_order=trains)
         found = find_strays(facts, followers.order)
-        plan = self._replace(found, "it was fed, and not until it could join")
+        plan = replace_all(found, "it was fed, and not until it could join")
         return [Remember(followers), *lines, *plan]
 
     def _plan_change(self, facts: Facts) -> Plan:
@@ -472,24 +475,17 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         if max(self._stop_view, self._pending_view) >= number:  # the view's end is decided
             return []
         found = find_too_far_behind(facts, step)
-        plan = self._replace(found, "it was suspended and has missed too many steps")
+        plan = Plan(replace_all(found, "it was suspended and has missed too many steps"))
         change = choose_change(facts, self._policy.workers_min, step)
-        if change is not None and not any(status.ended for status in facts.known):
+        may_change = self._policy.replicated or self._handover.may_end
+        if change is not None and may_change and not any(status.ended for status in facts.known):
             text = f"{change[1]} at the next step boundary"
             plan += [PlanChange(number), Announce(change[0], text)]
         return plan
 
     def _plan_last_saves(self, facts: Facts) -> Plan:
-        saves, lines = self._last_saves.review(facts, self._durable.step)
+        saves, lines = self._last_saves.review(facts, self._durable.step, self._handover.saves)
         return [Remember(saves), *(lines if self._policy.keeps else ())]
-
-    @staticmethod
-    def _replace(found: Sequence[WorkerStatus], reason: str) -> Plan:
-        plan: Plan = []
-        for worker in [status.worker for status in found]:
-            text = f"worker {worker} is replaced: {reason}"
-            plan += [OrderNext(worker), Announce("replaced", text, worker)]
-        return plan
 
     # ------------------------------------------------------------ apply
 
@@ -553,6 +549,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         match memory:
             case Followers():
                 self._followers = memory
+            case Handover():
+                self._handover = memory
             case LastSaves():
                 self._last_saves = memory
             case Protection():
@@ -574,6 +572,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             release_loop=self._release_loop,
             save_wanted=self._last_saves.newest,
             follow=self._followers.order,
+            freed=self._handover.freed,
             servers=self._server_places.book if self._outcome is None else (),
             layout=self._server_places.layout if self._policy.servers else None,
         )

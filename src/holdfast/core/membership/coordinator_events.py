@@ -120,3 +120,4 @@ class CoordinatorSnapshot:
     agents: tuple[NodeSnapshot, ...]
     workers: tuple[WorkerStatus, ...]
     finished: bool
+    freed: tuple[AgentId, ...] = ()  # nodes that may leave with their pieces of the state

@@ -297,6 +297,7 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
             agents=self._roster.snapshot(self._attendance.silent),
             workers=tuple(s for _, s in sorted(self._roster.newest.items())),
             finished=self._finished,
+            freed=tuple(each.agent for each in self._orders().freed),
         )
 
     def _record(self) -> JobRecord:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from holdfast.core.redundancy import KeptPieces
 from holdfast.core.types import AgentId, Directive, Incarnation, Leaving, WorkerId
 
 NEVER = float("inf")
@@ -21,6 +22,8 @@ class Departure:
         self.for_good = False
         self._by = NEVER
         self._told_in = 0  # the number of the first report that says so
+        self._pieces: tuple[KeptPieces, ...] = ()
+        self._listed_in = 0  # the number of the first report that lists them
 
     def ask(self, reason: str, failing: str, for_good: bool, by: float, report: int) -> bool:
         """Take in a request, or (an empty reason) its end; return whether that is news.
@@ -36,18 +39,28 @@ class Departure:
         self._by = min(self._by, by) if for_good else by
         return news
 
-    def may_end(self, agent: AgentId, told: Directive | None, now: float) -> bool:
-        """Return whether the job is over, or this node leaves and its servers need it no longer.
+    def keep(self, pieces: tuple[KeptPieces, ...], report: int) -> None:
+        """Record the pieces of the state that are here; `report` is the first one to list them."""
+        if pieces != self._pieces:
+            self._pieces, self._listed_in = pieces, report
 
-        They do until the coordinator knows of the departure, and then until their heirs elsewhere
-        have all rows; but no longer than the node is there.
+    def may_end(self, agent: AgentId, told: Directive | None, now: float, *, alone: bool) -> bool:
+        """Return whether the job is over, or this node leaves and nothing on it is needed any more.
+
+        Its servers are needed until the coordinator knows of the departure, and then until their
+        heirs elsewhere have all rows. Its pieces of the state are until the coordinator frees it by
+        a report that lists them. If it has not answered for very long (`alone`), it has given them
+        up. But nothing is needed for longer than the node is there.
         """
         if told is None or told.shutdown:
             return told is not None
         mine = {each.number for each in told.servers if each.agent == agent and not each.heir}
         if told.heard >= self._told_in:
             mine &= {each.number for each in told.servers if each.heir}
-        return self.for_good and (not mine or now >= self._by)
+        me = agent, told.agent_incarnation
+        is_free = any(f[:2] == me and f.report >= self._listed_in for f in told.freed)
+        keeps = bool(self._pieces) and not (is_free or alone)
+        return self.for_good and (not (mine or keeps) or now >= self._by)
 
     def remaining_s(self, now: float) -> float:
         """Return the seconds until this node is taken away; infinite if that is not known."""

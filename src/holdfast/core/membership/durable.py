@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from holdfast.core.invalidations import Invalidations, is_covered, is_invalidated, merge
-from holdfast.core.types import Invalidation, ViewNumber, WorkerId, WorkerStatus
+from holdfast.core.types import Incarnation, Invalidation, ViewNumber, WorkerId, WorkerStatus
 
 KNOWN_MAX = 128  # the newest checkpoints are remembered
 
@@ -26,11 +26,21 @@ class Durable:
         self.invalidations = invalidations
         self._unreadable: tuple[int, ...] = ()
         self._judged = _accusations(invalidations)
+        self._heard: dict[tuple[WorkerId, Incarnation], WorkerStatus] = {}
 
     @property
     def step(self) -> int:
         """Return the step to begin from; 0 is the initial state."""
         return self.steps[-1] if self.steps else 0
+
+    def hear(self, statuses: Iterable[WorkerStatus]) -> None:
+        """Keep what workers say until it is taken in: their agents may restart before that."""
+        self._heard |= {(each.worker, each.incarnation): each for each in speakers(statuses)}
+
+    def take_in(self, statuses: Iterable[WorkerStatus]) -> None:
+        """Take in what was heard since the last time, and then what these workers say."""
+        heard, self._heard = self._heard, {}
+        self.note([*heard.values(), *speakers(statuses)])
 
     def note(self, statuses: Iterable[WorkerStatus]) -> None:
         """Take in what workers say; an unreadable or invalidated checkpoint counts no more."""

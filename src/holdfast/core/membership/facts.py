@@ -77,6 +77,12 @@ class Facts:
         slots, drained = self.roster.slots.items(), self.roster.drained_node
         return {worker: slot.agent for worker, slot in slots if not drained(worker)}
 
+    def is_moving(self) -> bool:
+        """Return whether a member acts in the view, or the job has come further not long ago."""
+        known = (self.status(member) for member in self.members if self.is_sound(member))
+        acts = any(status is not None and not status.has_stopped for status in known)
+        return acts or self.now < self.roster.moved_at + self.lease.abandon_s
+
     def has_unfinished(self) -> bool:
         """Return whether a member has the last gradient but not its votes: a view commits it."""
         left = [self.status(member) for member in self.members if not self.is_fenced(member)]

@@ -18,6 +18,7 @@ from holdfast.core.membership.roster import Roster
 from holdfast.core.membership.view_making import Proposal, choose_hosts
 from holdfast.core.naming import name_workers, say_of_workers, spans
 from holdfast.core.types import (
+    NO_VIEW,
     AgentId,
     Follower,
     LateWorker,
@@ -148,6 +149,17 @@ def is_surely_newest(facts: Facts) -> bool:
     known = [facts.status(m) for m in facts.members]
     well = [s is not None and (s.stage.alive or s.stage == Stage.EXITED) for s in known]
     return bool(well) and all(well)
+
+
+def has_learnt(facts: Facts, learn_until: float) -> bool:
+    """Return whether nothing of a lost record may still come from the agents."""
+    number = facts.view.number if facts.view is not None else NO_VIEW
+    heard = (node for name, node in facts.roster.nodes.items() if name not in facts.silent)
+    if any(node.report.view_known > number for node in heard):
+        return False
+    lease = facts.lease
+    given_up_at = facts.roster.started_at + lease.abandon_s + lease.margin_s
+    return facts.now >= (learn_until if is_surely_newest(facts) else given_up_at)
 
 
 def choose_leavers(

@@ -10,6 +10,7 @@ from holdfast.core.membership.admission import Attendance
 from holdfast.core.membership.changes import Change
 from holdfast.core.membership.followers import Followers
 from holdfast.core.membership.group_faults import Trials
+from holdfast.core.membership.handover import Handover
 from holdfast.core.membership.last_saves import LastSaves
 from holdfast.core.membership.protection import Protection
 from holdfast.core.membership.reserve import Reserve
@@ -17,7 +18,7 @@ from holdfast.core.membership.server_places import ServerPlaces
 from holdfast.core.types import View, ViewNumber, WorkerStatus
 
 Memory: TypeAlias = (
-    Attendance | Followers | LastSaves | Protection | Reserve | ServerPlaces | Trials
+    Attendance | Followers | Handover | LastSaves | Protection | Reserve | ServerPlaces | Trials
 )
 
 

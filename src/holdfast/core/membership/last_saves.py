@@ -17,6 +17,7 @@ from holdfast.core.types import ViewNumber
 TOOK_S = 2.0  # for one checkpoint, until it is known
 SPARE_S = 1.0  # before the end, in which a checkpoint should be durable
 ORDERS_PER_TERM = 1 << 20
+NEVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +39,19 @@ class LastSaves:
             self, last=number, newest=number, ordered_at=now, ordered_after=durable
         )
 
-    def review(self, facts: Facts, durable: int) -> tuple[LastSaves, list[Announce]]:
-        """Return the orders, now that the state may be about to be lost, and lines."""
+    def review(
+        self, facts: Facts, durable: int, before_end: bool = False
+    ) -> tuple[LastSaves, list[Announce]]:
+        """Return the orders, now that the state may be about to be lost, and lines.
+
+        `before_end`: all workers that hold it are to be ended, because of a planned change.
+        """
         now, view, found = facts.now, facts.view, self
         if durable > self.ordered_after and self.ordered_at:
             took_s = max(now - self.ordered_at, 0.0)
             found = dataclasses.replace(self, took_s=took_s, ordered_at=0.0)
         end = _end_time(facts)
+        end = NEVER if end is None and before_end else end
         if view is None or end is None:
             return dataclasses.replace(found, ends=None, due_at=None), []
         due_at = end - SPARE_S - 2 * found.took_s
@@ -52,6 +59,8 @@ class LastSaves:
         if known is None or known[0] != view.number or end < known[1] - SPARE_S:
             found = dataclasses.replace(found, ends=(view.number, end), due_at=due_at)
             text = f"all workers are taken away in {end - now:.3g} s: a checkpoint is made"
+            if end == NEVER:
+                text = "a checkpoint is made before all workers begin again"
             return found.order(durable, now), [Announce("save", text)]
         if found.due_at is None:
             return found, []

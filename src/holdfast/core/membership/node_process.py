@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from holdfast.core.machine_errors import MachineError
-from holdfast.core.membership.liveness import FreezeDetector
+from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy
 from holdfast.core.membership.process_ends import judge_end
 from holdfast.core.types import (
     NO_VIEW,
@@ -34,6 +34,11 @@ class NodeProcess:
     def runs_group_script(self) -> bool:
         """Return whether a script for torchrun has begun here, if the job is of such scripts."""
         return self.role is ProcessRole.WORKER and self.status.view != NO_VIEW
+
+    def end_pause(self, policy: FreezePolicy) -> None:
+        """Record that it runs again; what was seen of it before the pause does not count."""
+        self.paused = False
+        self.detector = FreezeDetector(policy, joined=self.detector.joined)
 
     def record_end(self, code: int, told: str, error: MachineError | None, reported: bool) -> None:
         """Record its end; `told`, `error` and `reported` are those of process_ends.judge_end."""

@@ -116,6 +116,11 @@ class Protection:
         later = self._find(view, self._kept_pieces(facts, given_up), durable)
         return now if later.step <= now.step else None
 
+    def find_newest(self, facts: Facts, durable: Durable, lost: frozenset[AgentId]) -> Recall:
+        """Find the sources of the newest state that there are without some nodes."""
+        kept = self._kept_pieces(facts, lost) if self.redundancy.data else []
+        return self._find(facts.view, kept, durable)
+
     def note_failures(self, facts: Facts, durable: Durable, *, is_discarded: bool) -> Protection:
         """Return this with what members could not recall by now, the newest ones in this view.
 
@@ -161,18 +166,30 @@ class Protection:
 
 
 def _has_more_to_tell(facts: Facts) -> bool:
-    """Return whether a node has reported a worker's steps, and not yet its own pieces of them.
+    """Return whether a node has pieces of steps that were reported, and has not listed them yet.
 
-    A worker marks a step there before it says that it has committed it.
+    A worker marks a step there before it says that it has committed it. The further nodes of a
+    spread worker list all of their pieces when they report the end of its processes.
     """
-    view = facts.view
-    for member in facts.members if view is not None else ():
-        node, status = facts.roster.nodes.get(member.agent), facts.status(member)
-        if node is None or status is None or member.agent in facts.silent:
+    roster = facts.roster
+    for member in facts.members:
+        nodes = {n: roster.nodes[n] for n in member.nodes if n in roster.nodes}
+        first = nodes[member.agent].statuses.get(member.worker) if member.agent in nodes else None
+        if first is None or first.incarnation != member.incarnation:
             continue
-        for kept in node.report.kept:
-            if (kept.view, kept.worker) == (status.view, member.worker):
-                if kept.committed < status.committed:
+        listed = {
+            name: kept.committed
+            for name, node in nodes.items()
+            for kept in node.report.kept
+            if name not in facts.silent and (kept.view, kept.worker) == (first.view, member.worker)
+        }
+        newest = max([first.committed, *listed.values()])
+        for name, committed in listed.items():
+            here = nodes[name].statuses.get(member.worker)
+            if name == member.agent and committed < first.committed:
+                return True
+            if name != member.agent and here is not None and here.stage.alive:
+                if here.incarnation == member.incarnation and committed < newest:
                     return True
     return False
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from holdfast.core.membership.changes import Change, CountLoss, PutSlot
+from holdfast.core.membership.changes import Change, CountLoss, OrderNext, PutSlot
 from holdfast.core.membership.coordinator_events import Announce
 from holdfast.core.membership.facts import Facts, is_given_up
 from holdfast.core.membership.machine_losses import MachineLoss
@@ -90,6 +90,15 @@ def find_hung(facts: Facts) -> list[WorkerStatus]:
     if not any(status.waiting and status.hosted for status in known):
         return []
     return [s for s in known if not s.waiting and not s.ended and s.stage.alive]
+
+
+def replace_all(found: Sequence[WorkerStatus], reason: str) -> list[Change]:
+    """Order the next incarnations of these workers at once, each with a line that says why."""
+    plan: list[Change] = []
+    for worker in [status.worker for status in found]:
+        text = f"worker {worker} is replaced: {reason}"
+        plan += [OrderNext(worker), Announce("replaced", text, worker)]
+    return plan
 
 
 def quarantine(

@@ -203,13 +203,8 @@ class _Review:
         node = self._facts.roster.nodes.get(agent)
         if node is None or agent in self._facts.silent or not self._is_drained(agent):
             return False
-        now, limit = self._facts.now, find_limit(self._facts.roster, self._facts.lease)
-        return now < node.leave_by - LEAVE_RESERVE_S and (self._is_training() or now < limit)
-
-    def _is_training(self) -> bool:
-        """Return whether some worker acts in the view; its step may take as long as it likes."""
-        statuses = (self._facts.status(m) for m in self._facts.members if self._facts.is_sound(m))
-        return any(status is not None and not status.has_stopped for status in statuses)
+        # While a worker acts in the view, its step may take as long as it likes.
+        return self._facts.now < node.leave_by - LEAVE_RESERVE_S and self._facts.is_moving()
 
     def _is_drained(self, agent: AgentId) -> bool:
         node = self._facts.roster.nodes.get(agent)

@@ -19,12 +19,11 @@ Team = tuple[AgentId, ...]
 
 
 def admit_teams(
-    facts: Facts, nodes_max: int, size: int, *, protected: bool
+    facts: Facts, nodes_max: int, size: int
 ) -> tuple[tuple[AgentId, ...], list[Change]]:
     """Make teams of `size` nodes, and mend those that have lost some.
 
-    `protected`: no step is lost even if all workers with the state are. Returns the nodes that
-    wait, and the plan.
+    Returns the nodes that wait, and the plan.
     """
     roster, plan = facts.roster, list[Change]()
     waiting, teams = _choose_waiting(facts), _list_teams(facts)
@@ -53,8 +52,6 @@ def admit_teams(
         plan += _form_team(facts, team)
         text = f"workers are spread over the nodes {', '.join(team)}"
         plan.append(Announce("node", text))
-    if protected:
-        plan += _leave_drained(facts, teams, len(waiting))
     return tuple(waiting), plan
 
 
@@ -66,27 +63,49 @@ def _form_team(facts: Facts, names: Sequence[AgentId]) -> list[Change]:
     return [AddSlot(slot)] * count
 
 
-def _leave_drained(facts: Facts, teams: Sequence[Team], waiting: int) -> list[Change]:
-    """End workers that cannot leave a drained node otherwise: nobody else holds the state.
+def find_team_to_end(facts: Facts) -> Team:
+    """Find a team whose workers cannot leave a drained node otherwise; empty: there is none.
 
-    They restart from the nodes' memory, with a waiting node in place of the drained one.
+    No other worker holds the state, or will receive it. So these have to begin again, from the
+    nodes' memory or a checkpoint, with a waiting node in place of the drained one.
     """
-    roster, plan = facts.roster, list[Change]()
-    for team in teams:
-        members = [m for m in facts.members if m.nodes == team]
-        others = [m for m in facts.members if m.nodes != team and facts.is_sound(m)]
+    roster, waiting = facts.roster, len(_choose_waiting(facts))
+    for team in _list_teams(facts):
         drained = [name for name in team if roster.draining(name)]
-        if not 0 < len(drained) <= waiting or others:
+        members = [m for m in facts.members if m.nodes == team]
+        if not 0 < len(drained) <= waiting or not members:
             continue
-        for member in members:
-            if roster.wants(member.worker, member.incarnation):
-                plan.append(OrderNext(member.worker))
-                text = (
-                    f"worker {member.worker} begins again without node {drained[0]}, as the nodes' "
-                    f"memory has it ({roster.draining(drained[0])})"
-                )
-                plan.append(Announce("node", text))
+        others = [m for m in facts.members if m.nodes != team and facts.is_sound(m)]
+        if not any(roster.drained_node(m.worker) is None for m in others):
+            return team if not _is_any_coming(facts) else ()
+    return ()
+
+
+def end_team(facts: Facts, team: Team) -> list[Change]:
+    """End the workers of a team that has a drained node; they begin again without it."""
+    roster, plan = facts.roster, list[Change]()
+    drained = next(name for name in team if roster.draining(name))
+    for member in facts.members:
+        if member.nodes == team and roster.wants(member.worker, member.incarnation):
+            plan.append(OrderNext(member.worker))
+            text = (
+                f"worker {member.worker} begins again without node {drained} "
+                f"({roster.draining(drained)})"
+            )
+            plan.append(Announce("node", text))
     return plan
+
+
+def _is_any_coming(facts: Facts) -> bool:
+    """Return whether a worker without drained nodes has started, and will receive the state."""
+    roster, view = facts.roster, facts.view
+    for worker, slot in roster.slots.items():
+        status = roster.status(worker, slot.incarnation)
+        here = status is not None and status.stage.alive and not facts.silent & {*slot.nodes}
+        acts = view is not None and view.includes(worker, slot.incarnation)
+        if here and not acts and roster.drained_node(worker) is None:
+            return True
+    return False
 
 
 def _list_teams(facts: Facts) -> list[Team]:

@@ -299,7 +299,11 @@ class CoordinatorServer:
                         channel.send(await self._logs.find(message, node))
                     case LogReply():
                         self._logs.take(message)
-                    case DrainRequest() | MoveRequest() | LabelRequest():
+                    case DrainRequest(agent=node):
+                        warning = find_warning(self._core, node, time.monotonic())
+                        problem = self._pass_on(message)
+                        channel.send(OrderReply(problem=problem, warning=warning))
+                    case MoveRequest() | LabelRequest():
                         channel.send(OrderReply(problem=self._pass_on(message)))
                     case ScaleRequest(servers=count):
                         problem = find_scale_problem(self._spec, count)
@@ -436,6 +440,11 @@ class CoordinatorServer:
                 again=found.again,
             )
         )
+
+
+def find_warning(core: machine.CoordinatorMachine | GroupMachine, node: AgentId, now: float) -> str:
+    """Return a warning for people about a node that is asked to leave; empty: there is none."""
+    return core.foresee_loss(node, now) if isinstance(core, machine.CoordinatorMachine) else ""
 
 
 # ---------------------------------------------------------------- ending

@@ -76,12 +76,14 @@ def nodes_of(snapshot: CoordinatorSnapshot) -> tuple[NodeStatus, ...]:
         name for m in (view.members if view else ()) if m.worker not in stores for name in m.nodes
     )
     heard = {node.agent: node for node in snapshot.agents}
+    serving = {place.agent for place in snapshot.record.servers if not place.heir}
     found = []
     for name in sorted({*heard, *members}):
         node = heard.get(name)
         if node is None:
             found.append(NodeStatus(id=name, silent=True, members=members[name]))
             continue
+        needs = name in serving or (bool(node.kept) and name not in snapshot.freed)
         found.append(
             NodeStatus(
                 id=name,
@@ -91,6 +93,7 @@ def nodes_of(snapshot: CoordinatorSnapshot) -> tuple[NodeStatus, ...]:
                 draining=node.draining,
                 domains=tuple(node.domains),
                 members=members[name],
+                needed=bool(node.draining) and needs,
                 pieces_bytes=node.pieces_bytes,
             )
         )
