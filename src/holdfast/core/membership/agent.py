@@ -496,7 +496,12 @@ class AgentMachine:
         undecided = self._directive is not None and self._directive.undecided
         for worker, process in self._processes.items():
             if process.running and process.kill_at is not None:
-                effects += self._kill_overdue(worker, process, alone, now)
+                # It was asked to end, and takes too long, or may not act any more.
+                until = min(process.kill_at, self._acting_deadline(process, alone, now))
+                if now >= until:
+                    effects += self._kill(worker, process.killed_for)
+                else:
+                    self._fence_at = min(self._fence_at, until)
             if not process.running or process.killed_for:
                 continue
             if self._is_abandoned:
@@ -517,17 +522,6 @@ class AgentMachine:
                     effects.append(Resume(worker, incarnation))
             self._fence_at = min(self._fence_at, until)
         return effects
-
-    def _kill_overdue(
-        self, worker: WorkerId, process: NodeProcess, alone: bool, now: float
-    ) -> list[AgentEffect]:
-        """Kill a process that was asked to end, once that takes too long or it may not act."""
-        assert process.kill_at is not None
-        until = min(process.kill_at, self._acting_deadline(process, alone, now))
-        if now < until:
-            self._fence_at = min(self._fence_at, until)
-            return []
-        return self._kill(worker, process.killed_for)
 
     @property
     def _is_abandoned(self) -> bool:
