@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
+from checkpoint_kit import Loaded, items, make_state
 from holdfast.core.errors import WorldError
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.manifest import PACKS, SAVING, Intent, decode_intent, encode_intent
 from holdfast.testing.storages import MemoryStorage
-from test_checkpoints import Loaded, items, make_state
 
 
 def test_several_writers_save_parts_of_one_checkpoint() -> None:
