@@ -78,7 +78,7 @@ def test_a_value_comes_back_type_for_type(value: Any) -> None:
         ([{"a": torch.zeros(2)}], r"job.values\['it'\]\[0\]\['a'\] is a torch.Tensor"),
         ({(Stage.WARM, 0): 1}, "would come back as a plain int"),
     ],
-    ids=repr,
+    ids=lambda each: each if isinstance(each, str) else type(each).__name__,
 )
 def test_a_value_that_would_come_back_as_another_one_is_refused(value: Any, message: str) -> None:
     values = Values()

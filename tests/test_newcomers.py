@@ -212,6 +212,10 @@ def test_scripts_that_end_after_other_steps_are_told() -> None:
     assert progress.reason_of_uneven_ends([status(1, 13)]) == ""
     progress.record_end(status(0, 5))  # the knowledge of it is older than its end
     assert progress.reason_of_uneven_ends([status(1, 13)]) == ""
+    progress.record_resume(12)  # without the leader, which may have committed this step
+    assert progress.reason_of_uneven_ends([status(1, 13, view=6)]) == ""
+    assert progress.reason_of_uneven_ends([status(1, 14, view=6)]) != ""
+    progress = Progress(0)
     progress.record_end(status(0, 12, ended=True))
     assert progress.reason_of_uneven_ends(behind) == ""
     assert progress.reason_of_uneven_ends([status(1, 13, loop=2)]) == ""

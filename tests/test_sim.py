@@ -137,6 +137,19 @@ def test_workers_of_several_processes_train_where_others_would_be_fed(seed: int)
     assert result.commits > 0
 
 
+PARTS = {
+    "parts_at": 4,
+    "shard_optimizer": False,
+    "loops": (9,),
+    "agents": 2,
+    "slots": 1,
+    "agents_late": 0,
+    "vranks": 2,
+    "nodes_min": 2,
+    "nodes_max": 2,
+    "workers_min": 1,
+    "faults": (),
+}
 ON_ALL = {"fails_by_machine": True, "faults": ()}
 
 
@@ -156,6 +169,7 @@ def test_jobs_end_as_they_should() -> None:
         "workers were lost at step": {"losses_max": 2, "loops": (100,), "task_s": 1.0},
         "failed: its script raises": {"fails_in": 3, "fails_by_machine": False},
         "(a disk is full on every worker): its script raises": {"fails_in": 3} | ON_ALL,
+        "the script of worker 0 has left its loop after step 4": PARTS,
     }
     for outcome, tuned in outcomes.items():
         for seed in (0, 8, 10):  # processes still ran here when the job was said to be over

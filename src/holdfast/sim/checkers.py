@@ -130,9 +130,10 @@ class Truth:
 
     def check_script_end(self, process: Actor) -> None:
         """Check that a script that ran to its end holds the result of the job."""
-        wrong = process.state != self.states[self.steps] and not self.errors.hidden
-        if process.step != self.steps or wrong:
-            raise Violation(f"worker {process.key} finished at step {process.step} of {self.steps}")
+        wrong = process.state != self.states[process.until] and not self.errors.hidden
+        if process.step != process.until or wrong:
+            steps = f"{process.step} of {process.until}"
+            raise Violation(f"worker {process.key} finished at step {steps}")
         self.errors.check_script_end()
         self.completed = True
         if self._options.backup.workers:

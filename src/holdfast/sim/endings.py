@@ -18,6 +18,7 @@ from holdfast.sim.wrong_bits import Violation
 
 STOPPED = "its operator has stopped it"
 SCRIPT_FAILED = "its script raises"
+PARTED = "has left its loop after step"
 ON_ALL = "(a disk is full on every worker): "
 
 
@@ -98,7 +99,7 @@ class Endings:
         """Check the outcome of the job, as the coordinator says it."""
         truth, options = self._truth, self._options
         if not outcome:
-            if not truth.completed:
+            if not truth.completed or options.parts_at >= 0:
                 raise Violation("the job was declared done and no script ever reached its end")
         elif outcome == STOPPED and self.stop_at is not None:
             truth.count["stopped"] += 1
@@ -108,6 +109,7 @@ class Endings:
             or outcome.endswith(f"{ON_ALL}{SCRIPT_FAILED}")  # see check_failure
             or (self._tells_of_losses(outcome) and options.losses_max < self._count_losses())
             or (self._blamed and self._blamed in outcome)
+            or (PARTED in outcome and options.parts_at >= 0)
         ):
             pass
         else:

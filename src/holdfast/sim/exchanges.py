@@ -33,6 +33,7 @@ class Contribution:
     part: int
     whole: int
     copied: int  # a fingerprint of its copy for followers; 0: none
+    kind: StepKind  # kind of the step that its script has opened
     sums_wrongly: bool
 
 
@@ -172,7 +173,8 @@ class Exchanges:
         if self._world.options.kind_of(reduce.step) is StepKind.GRADIENTS:
             wrongly, spoiling.sums_wrongly = spoiling.sums_wrongly, False
         copied = process.feeds.copied_fingerprint(reduce.step)
-        mine = Contribution(tokens, part, whole, copied, wrongly)
+        kind = self._world.options.kind_of(process.open_step)
+        mine = Contribution(tokens, part, whole, copied, kind, wrongly)
         self._world.data.tell_all(process, group, group.newest_turn("part"), mine)
         self._sum(group)
 
@@ -208,6 +210,8 @@ class Exchanges:
     def _fold(self, group: Group, found: dict[Key, Any]) -> Sums:
         parts = tuple((key, v, token) for key in group.keys for v, token in found[key].tokens)
         values = {(v, 1): token for _, v, token in parts}
+        if len({found[key].kind for key in group.keys}) > 1:
+            raise Violation(f"the members have opened steps of other kinds: {found}")
         if len(values) < self._world.options.vranks:
             raise Violation(f"only virtual ranks {sorted(v for v, _ in values)} are summed")
         total: int = tree.fold(values, self._world.options.vranks, add)

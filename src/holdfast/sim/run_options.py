@@ -107,6 +107,7 @@ class Options:
     losses_max: int = 10_000  # workers that may be lost with no step committed in between
     fails_in: int = -1  # the step in which every script fails; -1: none does
     fails_by_machine: bool = False  # each time by an error of its machine's own
+    parts_at: int = -1  # the step before which worker 0 leaves its loop alone; -1: none does
     wrong_stays: bool = False  # a wrong worker computes wrongly again after a restart
     exact_bits: bool = False  # on a sound machine a task has the same bits each time
     wrong_together: bool = False  # several are wrong at once, as long as most are sound

@@ -127,6 +127,9 @@ class Actor(Protocol):
     group: Group | None
 
     @property
+    def until(self) -> int: ...
+
+    @property
     def machine(self) -> WorkerMachine: ...
 
     @property

@@ -370,7 +370,9 @@ class Process(Running):
     @property
     def until(self) -> int:
         """Return the step at which the present loop of its script ends."""
-        return self.world.options.loops[max(self.loop, 1) - 1]
+        options = self.world.options
+        end = options.loops[max(self.loop, 1) - 1]
+        return min(end, options.parts_at) if not self.worker and options.parts_at >= 0 else end
 
     def _enter_loop(self) -> None:
         self.loop += 1

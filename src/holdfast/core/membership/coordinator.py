@@ -537,8 +537,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         return Announce("lost", text, lost.worker, node=self._roster.slots[lost.worker].agent)
 
     def _install_view(self, change: InstallView, now: float) -> None:
-        if change.begins:
-            self._progress.begin(change.view.resume_step)
+        begin_or_resume = self._progress.begin if change.begins else self._progress.record_resume
+        begin_or_resume(change.view.resume_step)
         self._budget.spend(change.redone)
         self._view, self._views_used = change.view, change.view.number
         self._witness_at = None

@@ -25,10 +25,10 @@ def find_parting(facts: Facts) -> str:
 
 
 def describe_parting(left: WorkerStatus, others: Iterable[WorkerStatus]) -> str:
-    """Return a sentence on another member that waits in a step of a loop that `left` has left."""
+    """Return a sentence on another member that takes steps in a loop that `left` has left."""
     for other in others:
         is_left = left.loop > other.loop or (left.loop == other.loop and left.ended)
-        if is_left and other.waiting and other.committed >= left.committed:
+        if is_left and other.opened >= left.committed:
             return describe_uneven_ends(left, other)
     return ""
 

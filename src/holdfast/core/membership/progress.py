@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
@@ -42,6 +43,7 @@ class Progress:
         self._machine_losses = MachineLosses()
         self._invalidations: Invalidations = ()  # those for which the job has gone back
         self._ended: WorkerStatus | None = None  # status of the first leader whose script has ended
+        self._exited: WorkerStatus | None = None  # the same, older than the end of its script
         self._standstills = 0  # times that all members waited for each other, since then
 
     def record_step(self, step: int) -> bool:
@@ -63,6 +65,7 @@ class Progress:
         if step > self._furthest:
             self.record_step(step)
         self.step = step
+        self._exited = None
         self._falls += self._lost_since_begun
         self._lost_since_begun = False
         if self._cause:
@@ -117,6 +120,16 @@ class Progress:
         """Record that the script of a leader has ended, though its newest status may be older."""
         if leader.ended:
             self._ended = self._ended or leader
+        else:
+            self._exited = self._exited or leader
+
+    def record_resume(self, step: int) -> None:
+        """Record that survivors have formed a view, in which they resume at this step.
+
+        A leader whose last status was lost has come one step further at most.
+        """
+        if self._ended is None and self._exited is not None:
+            self._ended = dataclasses.replace(self._exited, committed=step + 1)
 
     def reason_of_uneven_ends(self, statuses: Iterable[WorkerStatus]) -> str:
         """Return why scripts do not all end after the same step; empty if they may.
@@ -128,7 +141,7 @@ class Progress:
         if ended is None:
             return ""
         same = [s for s in statuses if s.loop == ended.loop and s.view >= ended.view]
-        further = [status for status in same if status.committed > ended.committed]
+        further = [s for s in same if max(s.committed - 1, s.opened) >= ended.committed]
         return describe_uneven_ends(ended, further[0]) if further else ""
 
     def reason_by_machines(self, list_places: Callable[[], Mapping[WorkerId, AgentId]]) -> str:
