@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from holdfast.core.job_spec import CoordinatorPolicy
-from holdfast.core.membership import agent, decision_loop, view_making
 from holdfast.core.membership import coordinator as co
+from holdfast.core.membership import decision_loop, node_process, view_making
 from holdfast.core.membership.agent import (
     AgentEffect,
     AgentEvent,
@@ -90,7 +90,7 @@ def a_full_disk_is_the_scripts_fault(patch: pytest.MonkeyPatch) -> Machines:
     def judge(code: int, told: str, *rest: object) -> EndVerdict:
         return judge_end(code, told, None, True, "") if code > 0 else judge_end(code, told, *rest)
 
-    patch.setattr(agent, "judge_end", judge)
+    patch.setattr(node_process, "judge_end", judge)
     return Machines()
 
 

@@ -38,7 +38,7 @@ def test_a_member_that_waits_in_a_loop_that_another_one_has_left_ends_the_job(st
         "b", 1, phase=Phase.COMPUTING, view=1, committed=7, loop=1
     )  # it may still learn of the end
     assert job.machine.outcome is None
-    job.say("b", 1, phase=Phase.OVERDUE, opened=7, line="train.py, line 4")
+    job.say("b", 1, phase=Phase.OVERDUE, opened=8, line="train.py, line 4")
     told = job.machine.outcome
     assert told is not None
     assert "worker 0 has left its loop after step 7 (train.py, line 9)" in told

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.errors import UserError
+from holdfast.core.errors import WorldError
 from holdfast.observe.ledger import LedgerDoubt, LedgerWriter, ledger_path
 from holdfast.observe.ledger_chain import ChainCheck
 from test_ledger import STEPS, audit, entry, header, write_run
@@ -104,7 +104,7 @@ def test_the_chain_goes_on_after_a_line_that_the_disk_had_no_room_for(
 
     with monkeypatch.context() as full:
         full.setattr(os, "write", half)
-        with pytest.raises(UserError, match="cannot grow"):
+        with pytest.raises(WorldError, match="cannot grow"):
             writer.append(entry(1))
     writer.append(entry(1))
     writer.close()

@@ -35,6 +35,7 @@ from holdfast.core.step.balance import WINDOW_TIMES_MAX, BalancePolicy
 from holdfast.core.step.speculation import Patience
 from holdfast.core.step.step_policy import StepPolicy
 from holdfast.core.types import (
+    SIGTERM,
     AgentReport,
     Directive,
     JobRecord,
@@ -139,7 +140,9 @@ def test_a_record_that_says_nothing_wants_nothing() -> None:
         for field in dataclasses.fields(record):
             if field.default is not dataclasses.MISSING and field.name not in ENDLESS:
                 value = getattr(record, field.name)
-                assert not value or value in (status.stage, status.state, status.phase), field.name
+                assert not value or value in (status.stage, status.state, status.phase, SIGTERM), (
+                    field.name
+                )
     assert WorkerDirective().acting_until == float("inf")
     view = View(number=1, members=(), owners=(), resume_step=0, leader=0)
     assert (view.joiners, view.suspended, view.catching_up, view.invalidations) == ((),) * 4

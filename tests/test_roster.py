@@ -494,7 +494,7 @@ def test_a_member_is_lost_with_its_agent_and_with_its_node_once_that_is_given_up
     assert lose(cluster, view) == ["0: the agent of node n0 ended, and the worker with it"]
     cluster.now = 1.0 + LEASE.abandon_s + LEASE.margin_s
     assert lose(cluster, view) == []
-    assert lose(cluster, view, 1) == ["1: its node is lost"]
+    assert lose(cluster, view, 1) == ["1: node n1 is lost"]
 
 
 def test_a_counted_loss_does_not_double_the_first_wait_of_a_wrong_worker() -> None:
@@ -560,8 +560,8 @@ def test_each_event_is_told_once_though_statuses_repeat_them() -> None:
 
     def news(worker: int, *events: JobEvent, incarnation: int = 1) -> list[str]:
         told = status(worker, incarnation, events=events)
-        found = log.news(told)
-        assert log.news(told) == found, "asking changes nothing"
+        found = log.news([told])
+        assert log.news([told]) == found, "asking changes nothing"
         if not log.is_told(told):
             log.mark(told)
         assert log.is_told(told)

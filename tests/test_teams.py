@@ -192,8 +192,8 @@ def test_a_silent_node_is_lost_at_once_only_if_that_costs_no_step() -> None:
     for now, bridges, found in (
         (gone, False, []),
         (gone - 0.1, True, []),
-        (gone, True, ["its node b is lost"]),
-        (1.0 + LEASE.abandon_s + LEASE.margin_s, False, ["its node b is lost"]),
+        (gone, True, ["node b is lost"]),
+        (1.0 + LEASE.abandon_s + LEASE.margin_s, False, ["node b is lost"]),
     ):
         cluster = nodes("a", "b")
         admitted(cluster)
@@ -215,7 +215,7 @@ def test_a_process_that_ends_on_a_further_node_ends_the_worker() -> None:
     view = acting(restarted, A, B)
     restarted.hear("b", incarnation=Incarnation(2))
     (why,) = losses(restarted, view, now=1.0, bridges=False)
-    assert why == "the agent of its node b restarted"
+    assert why == "the agent of node b ended, and its processes there with it"
 
 
 # ---------------------------------------------------------------- pieces

@@ -158,7 +158,7 @@ class WorkerStatus:
     hosted: tuple[int, ...] = ()  # its virtual ranks in step `committed`
     phase: Phase = Phase.SCRIPT
     loop: int = 0  # how many step loops its script has entered
-    opened: int = -1  # the newest step of its present loop that its script has opened
+    opened: int = 0  # the number of steps up to the newest one that its loop has opened
     line: str = ""  # the script's line that opened its step or ended its loop, for people
     unreached: tuple[WorkerId, ...] = ()  # members of `view` that the network does not reach
     left_for: str = ""  # why it has left `view` without an order, as a phrase that follows its name

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.core.machine_errors import MachineError
+
 Event = Mapping[str, Any]
 
 
@@ -72,6 +74,8 @@ CAUSES = (
     _row("wrong", "has summed a part", Party.MACHINE_OR_NETWORK, _DOCTOR),
     _row("wrong", "that were not finite", Party.MACHINE, _DOCTOR),
     _row("wrong", "came to other bits", Party.MACHINE_OR_SCRIPT, _DOCTOR),
+    *(_row("lost", each.what, Party.MACHINE, each.remedy or _SCRIPT_LOG) for each in MachineError),
+    _row("failed", "on every worker)", Party.MACHINE, "mend that on the machines, then resume"),
     _row(
         "lost",
         "frozen: the kernel reports it stopped",
@@ -131,12 +135,20 @@ CAUSES = (
     _row("replaced", "has missed too many steps", Party.MACHINE, _SLOW),
     _row("stop_view", "lost its connection to", Party.NETWORK, _NETWORK),
     _row("stop_view", "does not reach", Party.NETWORK, _NETWORK),
+    _row("stop_view", "all workers wait for each other", Party.MACHINE_OR_NETWORK, _NETWORK),
     _row("stop_view", "cannot exchange", Party.NETWORK, _NETWORK),
     _row("stop_view", "cannot get the state", Party.STORAGE, "see whether the store answers"),
     _row("stop_view", "hears no coordinator", Party.MACHINE_OR_NETWORK, _NETWORK),
     _row("stop_view", "late", Party.MACHINE, _SLOW),
 )
 _REST = Cause(kind="", phrase="", fault=Party.UNKNOWN, advice="read the story above")
+
+
+def find_headline(text: str) -> str:
+    """Return the first line of a text; where a Python stack follows, with the error below it."""
+    first, _, rest = text.partition("\n")
+    who, stack, _ = first.partition(": Traceback (most recent call last):")
+    return f"{who}: {rest.splitlines()[-1]}" if stack and rest else first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +168,7 @@ class Diagnosis:
 
     def lines(self) -> list[str]:
         """Return what people read at the end of a story."""
-        text = str(self.event["text"]).partition("\n")[0]
+        text = find_headline(str(self.event["text"]))
         return [
             f"Cause: {text}{self.place}.",
             f"At fault: {self.fault.value}.",

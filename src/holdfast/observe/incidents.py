@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from holdfast.core.errors import UserError
-from holdfast.observe.diagnoses import Diagnosis, Event, diagnose
+from holdfast.observe.diagnoses import Diagnosis, Event, diagnose, find_headline
 
 E = TypeVar("E", bound=Event)
 _KINDS: dict[str, type | tuple[type, ...]] = {"time": (int, float), "kind": str, "text": str}
@@ -86,7 +86,7 @@ class Incident:
     def title(self) -> str:
         """Return the line on the first cause, and the number of other workers that were lost."""
         event = self.diagnosis.event
-        text = str(event["text"]).partition("\n")[0]
+        text = find_headline(str(event["text"]))
         lost = {e.get("worker") for e in self.events if e["kind"] == "lost"}
         more = len(lost - {None, event.get("worker")})
         if not more or event["kind"] != "lost":

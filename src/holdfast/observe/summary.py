@@ -26,6 +26,8 @@ def summarize(goodput: Goodput) -> list[str]:
     most = sorted(parts, key=lambda item: -item[0])[:PARTS_SHOWN]
     rest = ", ".join(f"{part.value} {share:.1%}" for share, part in most if share >= 0.0005)
     lines.append(f"goodput {goodput.share:.1%} of {whose}" + (f"; {rest}" if rest else ""))
+    # The reason of a job's failure is printed in any case.
+    shown = [c for c in goodput.costs if c.incident.diagnosis.event["kind"] != "failed"]
     if goodput.costs or not goodput.unsaved:
         lines.append(_summarize_incidents(goodput))
     if goodput.unsaved:
@@ -33,7 +35,7 @@ def summarize(goodput: Goodput) -> list[str]:
     return [
         *lines,
         *describe_unseen(goodput),
-        *map(_explain, goodput.costs[-INCIDENTS_SHOWN:]),
+        *map(_explain, shown[-INCIDENTS_SHOWN:]),
     ]
 
 

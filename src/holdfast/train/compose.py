@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -313,16 +312,21 @@ def _check_torch(
         control.driver.post(EventNoted("script", text))
 
 
-def _prepare_scalers() -> None:
-    """Give each GradScaler its scale, which it would otherwise make at its first loss.
+_check_scale = torch.amp.GradScaler._check_scale_growth_tracker
 
-    Some workers may compute no loss before the scale is needed. A script may keep its scaler in an
-    object of its own, so all scalers of the process are looked for.
+
+def _make_scale_first(scaler: torch.amp.GradScaler, caller: str) -> Any:
+    if scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(torch.device(scaler._device))
+    return _check_scale(scaler, caller)
+
+
+def _prepare_scalers() -> None:
+    """Have each GradScaler make its scale when that is needed, not only at its first loss.
+
+    Some workers may compute no loss before that. Any object of the script may hold the scaler.
     """
-    scalers = (each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler))
-    for each in scalers:
-        if each.is_enabled() and each._scale is None:
-            each._lazy_init_scale_growth_tracker(torch.device(each._device))
+    setattr(torch.amp.GradScaler, _check_scale.__name__, _make_scale_first)
 
 
 def _saver(

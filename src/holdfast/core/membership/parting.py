@@ -28,7 +28,7 @@ def describe_parting(left: WorkerStatus, others: Iterable[WorkerStatus]) -> str:
     """Return a sentence on another member that takes steps in a loop that `left` has left."""
     for other in others:
         is_left = left.loop > other.loop or (left.loop == other.loop and left.ended)
-        if is_left and other.opened >= left.committed:
+        if is_left and other.opened > left.committed:
             return describe_uneven_ends(left, other)
     return ""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from holdfast.core.invalidations import Invalidations
@@ -36,7 +35,7 @@ class Progress:
         self._falls = 0  # times it began again after losses, since it last reached a new step
         self._words: dict[WorkerId, str] = {}  # the newest words of each worker on a wrong result
         # Reasons of losses that are not the outside world's, by the step that the job fell back to.
-        self._causes: Counter[tuple[int, str]] = Counter()
+        self._causes: dict[tuple[int, str], int] = {}
         self._cause = ""  # the newest of these since the job began, or began again
         self._furthest = step
         self._retreats = 0  # since the job last reached a new step
@@ -69,7 +68,8 @@ class Progress:
         self._falls += self._lost_since_begun
         self._lost_since_begun = False
         if self._cause:
-            self._causes[step, self._cause] += 1
+            times = self._causes.get((step, self._cause), 0)
+            self._causes[step, self._cause] = times + 1
         self._cause = ""
 
     def record_words(self, status: WorkerStatus) -> None:
@@ -141,7 +141,7 @@ class Progress:
         if ended is None:
             return ""
         same = [s for s in statuses if s.loop == ended.loop and s.view >= ended.view]
-        further = [s for s in same if max(s.committed - 1, s.opened) >= ended.committed]
+        further = [s for s in same if max(s.committed, s.opened) > ended.committed]
         return describe_uneven_ends(ended, further[0]) if further else ""
 
     def reason_by_machines(self, list_places: Callable[[], Mapping[WorkerId, AgentId]]) -> str:

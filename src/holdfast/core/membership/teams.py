@@ -92,7 +92,7 @@ def end_team(facts: Facts, team: Team) -> list[Change]:
                 f"worker {member.worker} begins again without node {drained} "
                 f"({roster.draining(drained)})"
             )
-            plan.append(Announce("node", text))
+            plan.append(Announce("leave", text, member.worker))
     return plan
 
 

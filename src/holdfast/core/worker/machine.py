@@ -132,7 +132,7 @@ class WorkerMachine:
                 standing.is_exact = exact
                 self._replica.enter_loop()
                 loop = standing.status.loop + 1
-                standing.change(stage=Stage.READY, loop=loop, opened=-1, phase=Phase.SCRIPT)
+                standing.change(stage=Stage.READY, loop=loop, opened=0, phase=Phase.SCRIPT)
                 standing.tell()
             case ev.AtBoundary():
                 self._copy_next(None, within=self._replica.is_within_loop())
@@ -175,7 +175,7 @@ class WorkerMachine:
         self._catch_up()
 
     def _handle_step_opened(self, event: ev.StepOpened) -> None:
-        self._standing.change(opened=event.step, line=event.line)
+        self._standing.change(opened=event.step + 1, line=event.line)
         if not event.rested:
             self._standing.change(phase=Phase.COMPUTING)
         self._replica.record_opened(event.step)

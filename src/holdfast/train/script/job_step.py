@@ -133,8 +133,8 @@ class Step:
         """
         if self._open is None:
             raise UserError(
-                "step.skip was called without a batch: call it in the loop over a step's batches, "
-                "in place of step.backward"
+                "step.skip was called without a new batch: call it in the loop over a step's "
+                "batches, in place of step.backward"
             )
         self._open.leave_out()
 

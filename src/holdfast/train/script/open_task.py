@@ -74,7 +74,8 @@ class OpenTask:
         """Leave the batch out. UserError after a backward."""
         if not self.is_owed or self.weight is not None or self.caught:
             raise UserError(
-                "step.skip was called after step.backward: call it once for a batch, in its place"
+                "step.skip was called without a new batch: call it once for a batch, in place of "
+                "step.backward"
             )
         self.is_owed, self.weight = False, LEFT_OUT
 
