@@ -8,24 +8,27 @@ from holdfast.core.types import Phase, Stage
 from test_coordinator_machine import POLICY, begun
 
 
-def test_members_that_all_wait_for_each_other_are_named_and_get_one_more_group() -> None:
+def test_members_that_all_wait_for_each_other_are_named_and_get_new_groups() -> None:
     job = begun("a", "b")
-    for n, name in enumerate("ab"):
-        job.say(name, n, phase=Phase.WAITING, hosted=(n,), line=f"train.py, line {n}")
-    job.pass_time(100.0 + POLICY.hang_s - 1.0)
-    assert job.announced("stop_view") == []
-    job.pass_time(100.0 + POLICY.hang_s + 1.0)
     waits = "worker 0 in step 0 (train.py, line 0), worker 1 in step 0 (train.py, line 1)"
     why = f"all workers wait for each other: {waits}"
-    assert job.announced("stop_view") == [f"view 1 is stopped: {why}"]
     for n, name in enumerate("ab"):
-        job.say(name, n, promised=1)
-    assert job.view.number == 2
-    for n, name in enumerate("ab"):
-        job.say(name, n, view=2, promised=1)
-    job.pass_time(job.now + POLICY.hang_s + 1.0)
+        job.say(name, n, phase=Phase.WAITING, hosted=(n,), line=f"train.py, line {n}")
+    for count in range(3):
+        assert job.view is not None
+        assert job.view.number == count + 1
+        long_s = POLICY.hang_s * 2**count
+        job.pass_time(job.now + long_s - 2.0)
+        assert len(job.announced("stop_view")) == count
+        job.pass_time(job.now + 4.0)
+        if count == 2:
+            break
+        assert job.announced("stop_view")[-1] == f"view {count + 1} is stopped: {why}"
+        for fields in ({}, {"view": count + 2}):
+            for n, name in enumerate("ab"):
+                job.say(name, n, promised=count + 1, **fields)
     assert job.machine.outcome is not None
-    assert job.machine.outcome.startswith(f"{why}, again after a new group was formed")
+    assert job.machine.outcome.startswith(f"{why}, again after new groups were formed")
 
 
 @pytest.mark.parametrize("stage", [Stage.READY, Stage.EXITED])

@@ -80,7 +80,7 @@ def test_a_job_whose_workers_die_before_they_report_their_steps_goes_on() -> Non
 def test_a_planned_leave_takes_no_step_along() -> None:
     """The only worker is spread over three nodes, which leave while their memory bears no loss."""
     leaves = SPREAD | {"faults": ("leave",), "pieces": (1, 0)}
-    for seed in (0, 9, 14):
+    for seed in (0, 8, 9):
         result = run_seed(seed, small=True, tuned=GOES_ON | leaves)
         assert not result.failure, result.failure
         assert result.faults["leave"] > 1

@@ -75,9 +75,10 @@ from holdfast.core.membership.job_changes import (
     Stir,
     StopView,
 )
-from holdfast.core.membership.job_end import break_standstill, plan_end, plan_stop
+from holdfast.core.membership.job_end import break_standstill, plan_end, plan_stop, standstill_s
 from holdfast.core.membership.last_saves import LastSaves
 from holdfast.core.membership.live_roster import News
+from holdfast.core.membership.parting import do_all_wait
 from holdfast.core.membership.progress import Progress
 from holdfast.core.membership.protection import Protection
 from holdfast.core.membership.reserve import Reserve, ReservePolicy
@@ -253,6 +254,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             yield self._learn_until
         if self._stopping is not None:
             yield self._stopping.until
+        if self._progress.standstills:
+            yield self._agenda.still_since + standstill_s(self._progress, self._policy.hang_s)
         if self._last_saves.due_at is not None:
             yield self._last_saves.due_at
         if self._followers.order is not None:
@@ -337,11 +340,12 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         """Replace workers if nothing has moved for very long while a member waits for others."""
         unheard = any(facts.find_silent_node(member) for member in facts.members)
         still_since = facts.now if unheard else self._agenda.still_since
-        if facts.now < still_since + self._policy.hang_s:
+        hang_s = self._policy.hang_s
+        if facts.now < still_since + hang_s:
             return [Stir()] if unheard else []
-        reason = f"hung for {self._policy.hang_s:g} s"
-        plan = [*replace_all(find_hung(facts), reason), Stir()]
-        return [*plan, *break_standstill(facts, self._progress, self._stop_view)]
+        if do_all_wait(facts):
+            return break_standstill(facts, self._progress, still_since, hang_s, self._stop_view)
+        return [*replace_all(find_hung(facts), f"hung for {hang_s:g} s"), Stir()]
 
     def _plan_for_lost(self, facts: Facts) -> Plan:
         bridges = self._protection.make_coverage_test(facts, self._durable)

@@ -9,12 +9,15 @@ from holdfast.core.membership.job_changes import (
     CoordinatorChange,
     CountStandstill,
     EndJob,
+    Stir,
     StopView,
 )
-from holdfast.core.membership.parting import describe_waits, do_all_wait, find_parting
+from holdfast.core.membership.parting import describe_waits, find_parting
 from holdfast.core.membership.progress import Progress
 from holdfast.core.membership.stopping import Stopping
 from holdfast.core.types import ViewNumber, WorkerId
+
+STANDSTILLS_MAX = 2  # groups whose members all waited for each other, before the last one
 
 
 def plan_end(
@@ -42,24 +45,28 @@ def plan_stop(stopping: Stopping | None, saved: int, now: float) -> list[Coordin
     return [EndJob(stopping.reason), Announce("stop", stopping.reason)]
 
 
-def break_standstill(
-    facts: Facts, progress: Progress, stopped: ViewNumber
-) -> list[CoordinatorChange]:
-    """Stop a view whose members all wait for each other; end the job if that did not help.
+def standstill_s(progress: Progress, hang_s: float) -> float:
+    """Return how long the members of a view may all wait for each other, in seconds."""
+    return hang_s * 2.0**progress.standstills
 
-    A new group exchanges everything again, which helps if a message was lost. `stopped`: the newest
-    view that was stopped.
+
+def break_standstill(
+    facts: Facts, progress: Progress, since: float, hang_s: float, stopped: ViewNumber
+) -> list[CoordinatorChange]:
+    """Stop a view whose members all wait for each other; end the job if that never helps.
+
+    A new group exchanges everything again, which helps if a message was lost. It has twice as long
+    as the group before, because what looks like a standstill may be a very slow exchange. `since`:
+    when the job moved last. `stopped`: the newest view that was stopped.
     """
     view = facts.view
-    if view is None or view.number <= stopped or not do_all_wait(facts):
+    if view is None or view.number <= stopped:
+        return [Stir()]
+    if facts.now < since + standstill_s(progress, hang_s):
         return []
     why = describe_waits(facts.known)
-    if progress.has_stood_still():
-        why = f"{why}, again after a new group was formed: please report this, with the bundle"
+    if progress.standstills == STANDSTILLS_MAX:
+        why = f"{why}, again after new groups were formed: please report this, with the bundle"
         return [EndJob(why), Announce("failed", why)]
-    text = f"view {view.number} is stopped: {why}"
-    return [
-        CountStandstill(),
-        StopView(view.number),
-        Announce("stop_view", text, None, view.number),
-    ]
+    number, text = view.number, f"view {view.number} is stopped: {why}"
+    return [CountStandstill(), StopView(number), Announce("stop_view", text, None, number), Stir()]

@@ -43,7 +43,7 @@ class Progress:
         self._invalidations: Invalidations = ()  # those for which the job has gone back
         self._ended: WorkerStatus | None = None  # status of the first leader whose script has ended
         self._exited: WorkerStatus | None = None  # the same, older than the end of its script
-        self._standstills = 0  # times that all members waited for each other, since then
+        self.standstills = 0  # times that all members waited for each other, since then
 
     def record_step(self, step: int) -> bool:
         """Record the step of a member of the view; return whether it is the newest."""
@@ -53,7 +53,7 @@ class Progress:
         if step > self._furthest:
             self._furthest, self._retreats, self._falls, self._crashes = step, 0, 0, 0
             self._causes.clear()
-            self._standstills = 0
+            self.standstills = 0
         return True
 
     def begin(self, step: int) -> None:
@@ -101,11 +101,7 @@ class Progress:
 
     def count_standstill(self) -> None:
         """Count that all members waited for each other, for too long."""
-        self._standstills += 1
-
-    def has_stood_still(self) -> bool:
-        """Return whether that has happened before, and no new step was committed since."""
-        return self._standstills > 0
+        self.standstills += 1
 
     def has_gone_back(self, invalidations: Invalidations) -> bool:
         """Return whether the job has gone back already because of these."""
