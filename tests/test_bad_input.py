@@ -279,7 +279,7 @@ def test_a_full_disk(size: str, start: Start, tmp_path: Path) -> None:
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("this machine does not allow mounts")
     try:
-        with start("--steps", "3000", nproc=2) as run:
+        with start("--steps", "3000", nproc=2, options=("--abandon-s", "5")) as run:
             code = run.wait(RUN_S)
             assert code in (1, 2), run.log()
             assert run.leftovers() == []

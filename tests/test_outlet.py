@@ -103,7 +103,7 @@ def has_ended(run_dir: RunDir) -> bool:
 
 def until_step(run_dir: RunDir) -> None:
     """Wait until a step is done. The first job of a test session waits for an import of torch."""
-    until((run_dir.path / "clocks").exists, "a node")
+    until((run_dir.path / "coordinator.json").exists, "a coordinator")
     until(lambda: list(run_dir.path.glob("logs/worker-*.log")), "a worker's process")
     until(lambda: list(run_dir.path.glob("ledger/*")), "a step")
 

@@ -38,7 +38,7 @@ ONE_MACHINE = (
     " (all workers of a check run on this machine: most likely the script makes them differ, and "
     "not the machine)"
 )
-GUARD = ("--fingerprint-steps", "1", "--repeat-steps", "2")
+GUARD = ("--fingerprint-steps", "1", "--repeat-steps", "2", "--abandon-s", "10")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -122,8 +122,8 @@ class FileStorage:
     def sweep(self, listed: Sequence[Path], tokens: Collection[str]) -> None:
         """Remove listed files of saves that have ended. `tokens`: of the saves under way."""
         for path in listed:
-            _, _, what = path.name.rpartition(_PACKS)
-            if what and token_of(PACKS + what) not in tokens:
+            _, is_pack, what = path.name.rpartition(_PACKS)
+            if is_pack and token_of(PACKS + what) not in tokens:
                 with contextlib.suppress(OSError):
                     path.unlink()
 

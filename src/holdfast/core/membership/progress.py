@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
 from holdfast.core.invalidations import Invalidations
+from holdfast.core.membership.fall_causes import FallCauses
 from holdfast.core.membership.machine_losses import MachineLoss, MachineLosses
 from holdfast.core.membership.parting import describe_uneven_ends
 from holdfast.core.types import AgentId, WorkerId, WorkerStatus
 
-FALLS_ALIKE = 3  # times that a job may begin again from one step for one reason
 KILLED = ("ended by SIGKILL", "ended by signal 9")  # from outside, not by a mistake of its own
 
 
@@ -33,10 +33,7 @@ class Progress:
         self._lost_since_begun = False
         self._crashes = 0  # processes that ended by a signal of their own, since the furthest step
         self._falls = 0  # times it began again after losses, since it last reached a new step
-        self._words: dict[WorkerId, str] = {}  # the newest words of each worker on a wrong result
-        # Reasons of losses that are not the outside world's, by the step that the job fell back to.
-        self._causes: dict[tuple[int, str], int] = {}
-        self._cause = ""  # the newest of these since the job began, or began again
+        self._causes = FallCauses()
         self._furthest = step
         self._retreats = 0  # since the job last reached a new step
         self._machine_losses = MachineLosses()
@@ -52,7 +49,7 @@ class Progress:
         self.step, self.losses = step, 0
         if step > self._furthest:
             self._furthest, self._retreats, self._falls, self._crashes = step, 0, 0, 0
-            self._causes.clear()
+            self._causes.forgive()
             self.standstills = 0
         return True
 
@@ -67,16 +64,11 @@ class Progress:
         self._exited = None
         self._falls += self._lost_since_begun
         self._lost_since_begun = False
-        if self._cause:
-            times = self._causes.get((step, self._cause), 0)
-            self._causes[step, self._cause] = times + 1
-        self._cause = ""
+        self._causes.begin(step)
 
     def record_words(self, status: WorkerStatus) -> None:
         """Record what a worker has reported last of wrong results: it may leave for that reason."""
-        wrong = [event.text for event in status.events if event.kind == "wrong"]
-        if wrong:
-            self._words[status.worker] = wrong[-1]
+        self._causes.record_words(status)
 
     def count_loss(self, worker: WorkerId, why: str, machine: MachineLoss | None = None) -> None:
         """Count a worker that was lost, perhaps by an error of its `machine`."""
@@ -84,8 +76,7 @@ class Progress:
         self._lost_since_begun = True
         self._last_loss = why.partition("\n")[0]
         self._crashes += is_crash(why)
-        words = self._words.pop(worker, "")
-        self._cause = words or (self._last_loss if is_crash(why) else self._cause)
+        self._causes.count_loss(worker, self._last_loss if is_crash(why) else "")
         if machine is not None:
             self._machine_losses.count(worker, machine, self.step)
 
@@ -149,12 +140,8 @@ class Progress:
 
     def reason_to_give_up(self, losses_max: int, retreats_max: int) -> str:
         """Return why to give up; empty to go on."""
-        for (step, cause), times in self._causes.items():
-            if times >= FALLS_ALIKE:
-                return (
-                    f"the job began again from step {step} {times} times for the same reason: "
-                    f"{cause}; a machine hardly fails alike so often, so look at the script first"
-                )
+        if why := self._causes.reason_to_give_up():
+            return why
         if self.losses > losses_max:
             count = "1 worker was" if self.losses == 1 else f"{self.losses} workers were"
             return (

@@ -298,7 +298,8 @@ def _sync_directory(path: Path) -> None:
 class PatientJournal:
     """Saves again for a while what cannot be saved, because a full disk may be given room.
 
-    The workers train in the meantime, and changes wait. A record without a view is not worth it.
+    The workers train in the meantime, and changes wait. A record without a view, or of
+    a job that has ended, is not worth it.
     `say` takes a sentence for people. Times are in seconds.
     """
 
@@ -320,7 +321,8 @@ class PatientJournal:
             try:
                 await self._inner.save(record)
             except UserError as error:
-                if record.view is None or time.monotonic() >= until:
+                is_pointless = record.view is None or record.outcome is not None
+                if is_pointless or time.monotonic() >= until:
                     raise
                 if tries == 1:
                     self._say(f"{error}: all changes wait, for {self._patience_s:g} s at most")
