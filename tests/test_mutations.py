@@ -483,7 +483,7 @@ FIRST_SEED = {
     "the_job_starts_on_fewer_nodes": 18,
     "the_oldest_checkpoint_is_begun_from": 152,
     "the_proof_of_a_follower_is_dated_by_the_vote": 32,
-    "the_redo_is_forgotten_when_a_task_is_under_way": 61,
+    "the_redo_is_forgotten_when_a_task_is_under_way": 290,
     "too_few_workers_go_on": 120,
     "views_follow_each_other_for_no_reason": 2,
     "what_died_with_a_member_is_taken_for_kept": 181,
