@@ -458,7 +458,7 @@ FIRST_SEED = {
     "a_team_changes_while_its_worker_acts": 61,
     "a_view_without_tasks_for_who_was_fed_proves_it": 54,
     "agent_obeys_an_older_term": 40,
-    "broken_group_is_not_given_up": 681,
+    "broken_group_is_not_given_up": 170,
     "commits_although_a_member_was_lost_before_its_vote": 12,
     "commits_although_one_survivor_has_no_gradient": 67,
     "coordinator_gives_up_leases_too_early": 84,
