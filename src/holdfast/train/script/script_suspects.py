@@ -76,8 +76,13 @@ class Suspects:
         for path, module in _parse_files(classes):
             loop = find_loop(path)
             coins += find_task_sources(module, loop)
-            alone += find_leader_state(module)
-            needed += find_step_state(module, loop)
+            kept = find_leader_state(module)
+            alone += kept
+            needed += [
+                name
+                for name in find_step_state(module, loop)
+                if not any(text.startswith(f"{name} only if ") for text in kept)
+            ]
         for text, names in ((COMPUTES, coins), (KEEPS, alone), (NEEDS, needed)):
             if names:
                 yield text.format(names=join_names(names, NAMES_MAX))
