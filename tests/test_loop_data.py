@@ -171,7 +171,7 @@ def test_an_epochs_last_step_makes_no_smaller_batch_than_a_loader_would() -> Non
 
 
 def test_a_job_of_an_older_release_keeps_its_shares_of_an_epochs_last_step() -> None:
-    """What it has saved does not say how samples are shared out."""
+    """Its checkpoints lack the rule by which the last samples are shared out."""
 
     def script(job: Job, me: ThreadWorker) -> Any:
         model, optimizer = protected(job)

@@ -468,7 +468,7 @@ class WantedProcess:
 
 
 class Freed(NamedTuple):
-    """Names a node that leaves, and the report by which none of its pieces is needed any more."""
+    """Frees a leaving node: the job does not need the pieces in this report and earlier ones."""
 
     agent: AgentId
     incarnation: Incarnation

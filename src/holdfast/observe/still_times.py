@@ -1,4 +1,4 @@
-"""Finds the times in which a whole job stood still, and the workers whose times are missing.
+"""Finds when a whole job stood still, and which workers have not recorded their times.
 
 In such a time no process of the job ran: all of them had ended and the job was resumed later, or
 all were frozen at once. It is neither productive nor lost time of workers.

@@ -130,7 +130,8 @@ class LogFile:
             if self._descriptor < 0:
                 self._descriptor = append_regular(self._path)
             write_all(self._descriptor, data)
-        except OSError as error:  # a full disk must not stop training: say so once, go on
+        except OSError as error:
+            # A full disk must not stop training, so the file is reported once.
             if not self._has_said:
                 self._say(f"{self._path} lacks lines from here on: {error.strerror}")
             self._has_said = True

@@ -322,9 +322,10 @@ def _make_scale_first(scaler: torch.amp.GradScaler, caller: str) -> Any:
 
 
 def _prepare_scalers() -> None:
-    """Have each GradScaler make its scale when that is needed, not only at its first loss.
+    """Make GradScalers create their scale on first use, which may come before their first loss.
 
-    Some workers may compute no loss before that. Any object of the script may hold the scaler.
+    A worker without samples unscales gradients before it has computed a loss. The script may hold
+    its scaler in any object.
     """
     setattr(torch.amp.GradScaler, _check_scale.__name__, _make_scale_first)
 

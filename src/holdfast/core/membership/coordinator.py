@@ -78,7 +78,7 @@ from holdfast.core.membership.job_changes import (
 from holdfast.core.membership.job_end import break_standstill, plan_end, plan_stop, standstill_s
 from holdfast.core.membership.last_saves import LastSaves
 from holdfast.core.membership.live_roster import News
-from holdfast.core.membership.parting import do_all_wait
+from holdfast.core.membership.parting import are_all_waiting
 from holdfast.core.membership.progress import Progress
 from holdfast.core.membership.protection import Protection
 from holdfast.core.membership.reserve import Reserve, ReservePolicy
@@ -343,7 +343,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         hang_s = self._policy.hang_s
         if facts.now < still_since + hang_s:
             return [Stir()] if unheard else []
-        if do_all_wait(facts):
+        if are_all_waiting(facts):
             return break_standstill(facts, self._progress, still_since, hang_s, self._stop_view)
         return [*replace_all(find_hung(facts), f"hung for {hang_s:g} s"), Stir()]
 

@@ -34,7 +34,7 @@ class Durable:
         return self.steps[-1] if self.steps else 0
 
     def hear(self, statuses: Iterable[WorkerStatus]) -> None:
-        """Keep what workers say until it is taken in: their agents may restart before that."""
+        """Keep statuses of workers until they are used: an agent may restart before that."""
         self._heard |= {(each.worker, each.incarnation): each for each in speakers(statuses)}
 
     def take_in(self, statuses: Iterable[WorkerStatus]) -> None:

@@ -34,7 +34,7 @@ def describe_parting(left: WorkerStatus, others: Iterable[WorkerStatus]) -> str:
 
 
 def describe_uneven_ends(left: WorkerStatus, other: WorkerStatus) -> str:
-    """Describe in a sentence that one worker has left a loop in which another one continues."""
+    """Return a sentence on a worker that has left a loop, and another worker that continues it."""
     return (
         f"the script of worker {left.worker} has left its loop after step {left.committed}"
         f"{_place(left)}, where that of worker {other.worker} begins another step{_place(other)}: "
@@ -43,7 +43,7 @@ def describe_uneven_ends(left: WorkerStatus, other: WorkerStatus) -> str:
     )
 
 
-def do_all_wait(facts: Facts) -> bool:
+def are_all_waiting(facts: Facts) -> bool:
     """Return whether all members wait for each other: each has done its tasks of a step."""
     known: Sequence[WorkerStatus] = facts.known
     there = [status for status in known if status.stage.alive]

@@ -175,9 +175,9 @@ class WorkerMachine:
         self._catch_up()
 
     def _handle_step_opened(self, event: ev.StepOpened) -> None:
-        self._standing.change(opened=event.step + 1, line=event.line)
-        if not event.rested:
-            self._standing.change(phase=Phase.COMPUTING)
+        standing = self._standing
+        phase = standing.status.phase if event.rested else Phase.COMPUTING
+        standing.change(opened=event.step + 1, line=event.line, phase=phase)
         self._replica.record_opened(event.step)
         self._step.handle_opened(event)
         self._catch_up()

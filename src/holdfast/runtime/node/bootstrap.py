@@ -39,7 +39,7 @@ from holdfast.runtime.node.shard_processes import (
 from holdfast.runtime.node.spread_processes import DONE
 
 MODULE = "holdfast.runtime.node.bootstrap"
-CHAIN_MAX = 16  # exceptions, from the one that was raised to its first cause
+CHAIN_MAX = 16  # limit for the exceptions between an error and its first cause
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # read by PyTorch as it allocates for the first time
 PACKAGE = os.path.join(Path(__file__).parents[2], "")
 SCRIPTS = os.path.join(PACKAGE, "testing", "")

@@ -79,7 +79,7 @@ def _check(value: Any, name: str) -> None:
 
 
 def _advice(value: Any) -> str:
-    """Return how to store such a value."""
+    """Return advice on storing a value of this type."""
     if isinstance(value, collections.defaultdict):
         return (
             " whose default is a function of the script, which cannot be kept: give "

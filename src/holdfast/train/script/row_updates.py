@@ -361,7 +361,7 @@ def _trained_tables(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def find_parts(protected: Any, *kinds: type[T]) -> list[T]:
-    """Return an object that may wrap others, and its attributes, if they are of these types.
+    """Return an object and its attributes, as far as they are of these types.
 
     Lists among the attributes are looked into.
     """

@@ -62,7 +62,7 @@ class StepData:
 
     @property
     def kind(self) -> StepKind:
-        """Return what the step brings together."""
+        """Return the kind of the open step."""
         return self.act.kind
 
     def open(self, act: Act, prints: Prints) -> None:
