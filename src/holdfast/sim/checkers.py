@@ -241,7 +241,7 @@ class Truth:
             self.memories.check_new_beginning(
                 view,
                 lambda a: self.reaches(a) and not self.promises.is_given_up(a, now),
-                is_useless=before is not None and self.rows.are_lost(before.number),
+                is_useless=before is not None and self._are_rows_of_no_use(before),
             )
             self.errors.check_view_beginning(view)
             if self._options.backup.workers:
@@ -255,6 +255,15 @@ class Truth:
         self.spare_rules.check_view(view)
         self.memories.record_view(view)
         self.rows.record_view(view)
+
+    def _are_rows_of_no_use(self, view: View) -> bool:
+        """Return whether servers lack the rows of the states that the nodes' memory has of a view.
+
+        Servers keep the rows of the newest step only. If the members' states are discarded, these
+        rows were updated from something wrong: then only a checkpoint has the rows of older steps.
+        """
+        discarded = self._options.servers > 0 and self._is_state_discarded(view)
+        return discarded or self.rows.are_lost(view.number)
 
     def _is_state_discarded(self, view: View) -> bool:
         """Return whether a member knows that no member's state can be trusted."""

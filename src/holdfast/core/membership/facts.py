@@ -73,9 +73,16 @@ class Facts:
         return alive and self.find_silent_node(member) is None and not crippled
 
     def list_places(self) -> dict[WorkerId, AgentId]:
-        """Return the node of each worker that may run, now or after it has waited."""
+        """Return the node of each worker that may run, now or after it has waited.
+
+        A node that was given up, silent for too long, runs none.
+        """
         slots, drained = self.roster.slots.items(), self.roster.drained_node
-        return {worker: slot.agent for worker, slot in slots if not drained(worker)}
+        return {
+            worker: slot.agent
+            for worker, slot in slots
+            if not drained(worker) and not any(is_given_up(self, name) for name in slot.nodes)
+        }
 
     def is_moving(self) -> bool:
         """Return whether a member acts in the view, or the job has come further not long ago."""
