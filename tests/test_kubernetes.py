@@ -26,7 +26,7 @@ from holdfast.launch import kubernetes_job
 from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.launch.kubernetes_manager import KubernetesManager, fill
 from holdfast.launch.kubernetes_manifests import POD_VARIABLE
-from holdfast.launch.kubernetes_notices import OVERDUE_AWAY_S, OVERDUE_S, TwoClocks, placement_of
+from holdfast.launch.kubernetes_notices import OVERDUE_AWAY_S, OVERDUE_S, Sightings, placement_of
 from holdfast.net.channel import Channel, Gate
 from holdfast.net.secret import parse_secret
 from holdfast.wire.job_document import decode_job
@@ -36,7 +36,6 @@ from labs.kubernetes_cluster import KubernetesCluster, write_kubeconfig
 
 PATIENCE_S = 60.0  # bounds a hang
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
-CLOCKS = TwoClocks(wall=NOW.timestamp(), monotonic=1000.0)
 KINDS = (
     "Secret ServiceAccount Role RoleBinding ClusterRole ClusterRoleBinding Service "
     "PodDisruptionBudget PersistentVolumeClaim PodTemplate Job"
@@ -272,9 +271,13 @@ def read(
     node: dict[str, Any] | None = None,
     words: str = "",
     phase: str = "Running",
+    seen_s: float = 0.0,
     **status: Any,
 ) -> tuple[Holding, tuple[str, float | None] | None]:
-    """Return how a pod on a node is read; parts of its metadata, and of the node's spec."""
+    """Return how a pod on a node is read; parts of its metadata, and of the node's spec.
+
+    It is read at 1000 s by our clock; all this was first seen `seen_s` earlier.
+    """
     bears = {"key": "node.kubernetes.io/unreachable", "operator": "Exists", "tolerationSeconds": 30}
     rent = {"key": "rent", "value": "due"}
     made = {
@@ -285,15 +288,17 @@ def read(
     about = {"name": "n", "annotations": {"holdfast/reason": words} if words else {}}
     nodes: Any = {"n": Node.from_dict({"metadata": about, "spec": node or {}})}
     typed: Any = Pod.from_dict(made)
-    found = placement_of(typed, nodes, CLOCKS)
+    sightings = Sightings()
+    for now in (1000.0 - seen_s, 1000.0):
+        sightings.begin(now)
+        found = placement_of(typed, nodes, sightings)
     assert (found.id, found.handle, found.host) == ("hf-1", "u", "n")
     notice = found.notice
     return found.holding, None if notice is None else (notice.reason, notice.until)
 
 
-def taint(key: str, effect: str, value: str = "", added_s: float | None = None) -> dict[str, Any]:
-    made: dict[str, Any] = {"key": key, "effect": effect, "value": value}
-    return made if added_s is None else {**made, "timeAdded": later(added_s)}
+def taint(key: str, effect: str, value: str = "") -> dict[str, Any]:
+    return {"key": key, "effect": effect, "value": value, "timeAdded": later(0)}
 
 
 def test_a_pod_is_read() -> None:
@@ -303,33 +308,56 @@ def test_a_pod_is_read() -> None:
     assert read(phase="Succeeded") == read(phase="Failed") == (Holding.ENDED, None)
 
 
-def test_a_pod_that_is_deleted_goes_at_the_end_of_its_grace_period() -> None:
-    assert read({"deletionTimestamp": later(20)}) == (
+def deleted(grace_s: int, clock_s: float = 0.0) -> dict[str, Any]:
+    """Return metadata of a pod that is being deleted, in a cluster whose clock may be wrong."""
+    return {
+        "deletionTimestamp": later(grace_s + clock_s),
+        "deletionGracePeriodSeconds": grace_s,
+    }
+
+
+@pytest.mark.parametrize("clock_s", [0.0, 3600.0, -3600.0])
+def test_a_pod_that_is_deleted_goes_at_the_end_of_its_grace_period(clock_s: float) -> None:
+    assert read(deleted(20, clock_s)) == (
         Holding.RUNNING,
         ("its pod is being deleted", 1020.0),
     )
     evicted = {"type": "DisruptionTarget", "status": "True", "message": "Eviction API: evicting"}
-    assert read({"deletionTimestamp": later(20)}, conditions=[evicted])[1] == (
+    assert read(deleted(20, clock_s), seen_s=5, conditions=[evicted])[1] == (
         "Eviction API: evicting",
-        1020.0,
+        1015.0,
     )
     assert read(conditions=[evicted])[1] == ("Eviction API: evicting", None)
     assert read(conditions=[{**evicted, "status": "False"}])[1] is None
 
 
-def test_a_pod_that_nobody_confirms_to_have_ended_has() -> None:
+@pytest.mark.parametrize("clock_s", [0.0, 3600.0, -3600.0])
+def test_a_pod_that_nobody_confirms_to_have_ended_has(clock_s: float) -> None:
     unreachable = {"taints": [taint("node.kubernetes.io/unreachable", "NoExecute")]}
     for node, overdue_s in (({}, OVERDUE_S), (unreachable, OVERDUE_AWAY_S)):
-        assert read({"deletionTimestamp": later(1 - overdue_s)}, node)[0] is Holding.RUNNING
-        assert read({"deletionTimestamp": later(-1 - overdue_s)}, node)[0] is Holding.ENDED
+        pod = deleted(10, clock_s)
+        assert read(pod, node, seen_s=9 + overdue_s)[0] is Holding.RUNNING
+        assert read(pod, node, seen_s=11 + overdue_s)[0] is Holding.ENDED
+
+
+def test_a_deletion_with_a_shorter_grace_period_is_a_new_one() -> None:
+    sightings, pod = Sightings(), {"name": "hf-1", "uid": "u"}
+    for now, grace_s, until in ((1000.0, 30, 1030.0), (1010.0, 5, 1015.0), (1012.0, 5, 1015.0)):
+        made: Any = Pod.from_dict(
+            {"metadata": {**pod, **deleted(grace_s)}, "spec": {"containers": []}}
+        )
+        sightings.begin(now)
+        notice = placement_of(made, {}, sightings).notice
+        assert notice is not None
+        assert notice.until == until
 
 
 @pytest.mark.parametrize(
     ("node", "expected"),
     [
-        ([taint("maintenance", "NoExecute", "fan", -5)], ("maintenance=fan:NoExecute", 995.0)),
-        ([taint("maintenance", "NoExecute")], ("maintenance:NoExecute", 1000.0)),
-        ([taint("node.kubernetes.io/unreachable", "NoExecute", "", -5)],
+        ([taint("maintenance", "NoExecute", "fan")], ("maintenance=fan:NoExecute", 995.0)),
+        ([taint("maintenance", "NoExecute")], ("maintenance:NoExecute", 995.0)),
+        ([taint("node.kubernetes.io/unreachable", "NoExecute")],
          ("node.kubernetes.io/unreachable:NoExecute", 1025.0)),
         ([taint("node.kubernetes.io/unreachable", "NoSchedule")], None),
         ([taint("node.kubernetes.io/memory-pressure", "NoSchedule")], None),
@@ -339,7 +367,7 @@ def test_a_pod_that_nobody_confirms_to_have_ended_has() -> None:
         ([taint("rent", "NoExecute", "due")], None),
         ([taint("rent", "NoSchedule", "paid")], ("rent=paid:NoSchedule", None)),
         ([taint("rent", "PreferNoSchedule", "paid")], None),
-        ([taint("a", "NoSchedule"), taint("b", "NoExecute", "", -1)], ("b:NoExecute", 999.0)),
+        ([taint("a", "NoSchedule"), taint("b", "NoExecute")], ("b:NoExecute", 995.0)),
     ],
 )  # fmt: skip
 def test_taints_that_are_not_tolerated_are_notices(
@@ -347,7 +375,7 @@ def test_taints_that_are_not_tolerated_are_notices(
 ) -> None:
     if expected is not None:
         expected = (f"its node is tainted {expected[0]}", expected[1])
-    assert read(node={"taints": node}) == (Holding.RUNNING, expected)
+    assert read(node={"taints": node}, seen_s=5) == (Holding.RUNNING, expected)
 
 
 def test_a_cordoned_node_is_to_be_left() -> None:
@@ -358,8 +386,8 @@ def test_a_cordoned_node_is_to_be_left() -> None:
 
 
 def test_the_most_urgent_notice_counts() -> None:
-    node = {"unschedulable": True, "taints": [taint("a", "NoExecute", "", 0)]}
-    assert read({"deletionTimestamp": later(20)}, node)[1] == (
+    node = {"unschedulable": True, "taints": [taint("a", "NoExecute")]}
+    assert read(deleted(20), node)[1] == (
         "its node is tainted a:NoExecute",
         1000.0,
     )

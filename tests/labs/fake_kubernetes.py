@@ -149,8 +149,9 @@ class FakeKubernetes:
             default_s = found["spec"].get("terminationGracePeriodSeconds", GRACE_S)
             grace_s = default_s if wanted_s is None else int(wanted_s)
             if grace_s > 0:
-                until = found["metadata"].get("deletionTimestamp", "9")  # it never gets later
-                found["metadata"]["deletionTimestamp"] = min(until, _stamp(grace_s))
+                about, until = found["metadata"], _stamp(grace_s)
+                if until < about.get("deletionTimestamp", "9"):  # it never gets later
+                    about.update(deletionTimestamp=until, deletionGracePeriodSeconds=grace_s)
                 return self._new(found)
         return here.pop(name)
 

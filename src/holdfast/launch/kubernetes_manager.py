@@ -1,7 +1,8 @@
 """Asks Kubernetes for a job's nodes: each is a pod, whose name is the placement's id.
 
 A pod that exists already cannot be created again, so a repeated request changes nothing. All
-knowledge is in the cluster: pods are found by their labels, never remembered.
+knowledge is in the cluster: pods are found by their labels, never remembered. Only the age of an
+announcement is counted here, by our own clock.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from holdfast.core.job_spec import JobSpec
 from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
 from holdfast.launch.kubernetes_names import AGENT, instance_of, labels_of
-from holdfast.launch.kubernetes_notices import TwoClocks, placement_of
+from holdfast.launch.kubernetes_notices import Sightings, placement_of
 
 RELEASE_S = 10  # for what runs in a pod that is given back to end by itself
 FORBIDDEN, MISSING, CONFLICT, TOO_MANY, BROKEN = 403, 404, 409, 429, 500
@@ -44,6 +45,7 @@ class KubernetesManager:
         self._prefix = prefix
         self._label = label
         self._blind = False  # towards nodes, and it has been said
+        self._sightings = Sightings()
 
     async def observe(self) -> Sequence[Placement]:
         with told_apart():
@@ -51,8 +53,8 @@ class KubernetesManager:
             listed = self._client.list(Pod, namespace=self._namespace, labels=labels)
             pods = [pod async for pod in listed]
             nodes = await self._nodes() if pods else {}
-        clocks = TwoClocks(wall=time.time(), monotonic=time.monotonic())
-        return [placement_of(pod, nodes, clocks, self._label) for pod in pods]
+        self._sightings.begin(time.monotonic())
+        return [placement_of(pod, nodes, self._sightings, self._label) for pod in pods]
 
     async def request(self, order: PlacementOrder) -> None:
         name, namespace = instance_of(self._prefix), self._namespace

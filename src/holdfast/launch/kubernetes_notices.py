@@ -7,8 +7,6 @@ the end of its grace period; a taint that it does not tolerate, or for a time on
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from datetime import datetime
 from typing import TYPE_CHECKING
 
 from holdfast.core.domains import Domains
@@ -36,24 +34,32 @@ PASSING = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TwoClocks:
-    """Pairs one moment by the wall clock, which Kubernetes shows, with that by the machine's."""
+class Sightings:
+    """Knows for how long each announcement has been seen, by the machine's own clock.
 
-    wall: float
-    monotonic: float
+    Moments that Kubernetes shows are by its clock. Ours may differ from it, so the two are never
+    compared: an announcement is as old as our first sight of it. Call `begin` before each look.
+    """
 
-    def age(self, moment: datetime) -> float:
-        """Return for how many seconds a moment has been past."""
-        return self.wall - moment.timestamp()
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._first: dict[str, float] = {}
+        self._before: dict[str, float] = {}
 
-    def to_monotonic(self, moment: datetime, later_s: float = 0.0) -> float:
-        """Return a moment, and some seconds, by the machine's clock."""
-        return self.monotonic - self.age(moment) + later_s
+    def begin(self, now: float) -> None:
+        """Begin a look at all pods; announcements that the last one did not see are forgotten."""
+        self.now = now
+        self._before, self._first = self._first, {}
+
+    def see(self, what: str) -> float:
+        """Return the moment of the first sight of an announcement, which may be this one."""
+        first = self._first.get(what, self._before.get(what, self.now))
+        self._first[what] = first
+        return first
 
 
 def placement_of(
-    pod: Pod, nodes: Mapping[str, Node], clocks: TwoClocks, label: str = ""
+    pod: Pod, nodes: Mapping[str, Node], sightings: Sightings, label: str = ""
 ) -> Placement:
     """Return the placement that a pod is. `label`: of nodes, whose values are failure domains."""
     assert pod.metadata is not None
@@ -63,9 +69,9 @@ def placement_of(
     return Placement(
         id=PlacementId(pod.metadata.name or ""),
         handle=pod.metadata.uid or "",
-        holding=_holding(pod, node, clocks),
+        holding=_holding(pod, node, sightings),
         host=host,
-        notice=_notice(pod, node, clocks),
+        notice=_notice(pod, node, sightings),
         domains=_domains(node, label),
     )
 
@@ -75,39 +81,51 @@ def _domains(node: Node | None, label: str) -> Domains:
     return (f"{label}={labels[label]}",) if labels.get(label) else ()
 
 
-def _holding(pod: Pod, node: Node | None, clocks: TwoClocks) -> Holding:
+def _holding(pod: Pod, node: Node | None, sightings: Sightings) -> Holding:
     assert pod.metadata is not None
     phase = pod.status.phase if pod.status is not None else None
-    deleted = pod.metadata.deletionTimestamp
+    going = _end_of_grace(pod, sightings)
     taints = (node.spec.taints if node is not None and node.spec is not None else None) or ()
     away = any(taint.key == UNREACHABLE for taint in taints)
     overdue_s = OVERDUE_AWAY_S if away else OVERDUE_S
-    if phase in OVER or (deleted is not None and clocks.age(deleted) > overdue_s):
+    if phase in OVER or (going is not None and sightings.now > going + overdue_s):
         return Holding.ENDED
     return Holding.WAITING if phase in (None, "Pending") else Holding.RUNNING
 
 
-def _notice(pod: Pod, node: Node | None, clocks: TwoClocks) -> Notice | None:
+def _notice(pod: Pod, node: Node | None, sightings: Sightings) -> Notice | None:
     """Return the most urgent announcement of the pod's end."""
-    found = [*_of_pod(pod, clocks), *(_of_node(pod, node, clocks) if node is not None else ())]
+    found = [
+        *_of_pod(pod, sightings),
+        *(_of_node(pod, node, sightings) if node is not None else ()),
+    ]
     return min(found, key=lambda n: float("inf") if n.until is None else n.until, default=None)
 
 
-def _of_pod(pod: Pod, clocks: TwoClocks) -> Iterator[Notice]:
+def _end_of_grace(pod: Pod, sightings: Sightings) -> float | None:
+    """Return when the grace period of a pod that is being deleted ends; else None."""
     assert pod.metadata is not None
-    deleted = pod.metadata.deletionTimestamp
+    about = pod.metadata
+    if about.deletionTimestamp is None:
+        return None
+    first = sightings.see(f"pod {about.uid} {about.deletionTimestamp}")
+    return first + (about.deletionGracePeriodSeconds or 0)
+
+
+def _of_pod(pod: Pod, sightings: Sightings) -> Iterator[Notice]:
+    going = _end_of_grace(pod, sightings)
     conditions = (pod.status.conditions if pod.status is not None else None) or ()
     why = ""
     for each in conditions:
         if each.type == "DisruptionTarget" and each.status == "True":
             why = each.message or each.reason or "its pod is to be disrupted"
-    if deleted is not None:
-        yield Notice(reason=why or "its pod is being deleted", until=clocks.to_monotonic(deleted))
+    if going is not None:
+        yield Notice(reason=why or "its pod is being deleted", until=going)
     elif why:
         yield Notice(reason=why)
 
 
-def _of_node(pod: Pod, node: Node, clocks: TwoClocks) -> Iterator[Notice]:
+def _of_node(pod: Pod, node: Node, sightings: Sightings) -> Iterator[Notice]:
     assert node.metadata is not None
     words = (node.metadata.annotations or {}).get(REASON, "")
     named = f" ({words})" if words else ""
@@ -124,10 +142,8 @@ def _of_node(pod: Pod, node: Node, clocks: TwoClocks) -> Iterator[Notice]:
         bearable_s = [t.tolerationSeconds for t in tolerations if tolerates(t, taint)]
         if taint.effect == "NoExecute" and None not in bearable_s:
             limited_s = min((s for s in bearable_s if s is not None), default=0)
-            added = taint.timeAdded
-            now = clocks.monotonic
-            until = clocks.to_monotonic(added, limited_s) if added is not None else now + limited_s
-            yield Notice(reason=reason, until=until)
+            first = sightings.see(f"taint {node.metadata.name} {taint.key} {taint.timeAdded}")
+            yield Notice(reason=reason, until=first + limited_s)
         elif taint.effect == "NoSchedule" and not bearable_s and taint.key not in PASSING:
             if taint.key != UNSCHEDULABLE:  # a cordon, which is handled above
                 yield Notice(reason=reason)
