@@ -25,6 +25,7 @@ from holdfast.core.fleet.placements import (
 from holdfast.core.types import Tick
 
 PREFIX = "hf-job-"
+IN_USE_S = 60.0  # within this time a host is in use that is there, admitted and needed
 FAULTS_S, WHOLE_S, LEFT_S = 400.0, 800.0, 200.0  # faults end, the job ends, time after that
 LEASE_S, BOOT_S, DRAINED_S, DOWN_S = 3.0, 5.0, 4.0, 40.0
 POLICY = FleetPolicy(prefix=PREFIX, nodes=4, nodes_max=5, join_s=30.0, avoid_s=120.0, lost_s=5.0)
@@ -42,6 +43,7 @@ class Thing:
     handle: str
     host: str
     born: float
+    avoid: tuple[str, ...] = ()  # hosts on which its request must not run
     alive: bool = True  # its processes run
     listed: Holding = Holding.RUNNING
     doomed: bool = False  # its agent never comes up
@@ -66,6 +68,10 @@ class Faults:
     repeats: float = 0.0
     bad_hosts: int = 0
     copies: float = 0.0  # share of placements that a manager makes twice
+    reboot_every_s: float = 0.0
+    away_at_start_s: float = 0.0
+    queues: bool = False  # without a free host a request is accepted, and waits
+    spare_hosts: int = 8
 
 
 def draw_faults(rng: random.Random) -> Faults:
@@ -86,7 +92,12 @@ def draw_faults(rng: random.Random) -> Faults:
         repeats=some(0.2),
         bad_hosts=rng.choice((0, 0, 1, 3)),
         copies=some(0.1),
+        reboot_every_s=some(90.0),
+        away_at_start_s=some(50.0),
+        queues=rng.random() < 0.5,
     )
+    if rng.random() < 0.4:  # the usual cluster of one job has a fixed size
+        found.spare_hosts = found.bad_hosts = 0
     if found.disown_every_s:
         found.copies = 0.0  # nothing can be done about a copy that its manager denies
     return found
@@ -104,12 +115,15 @@ class FleetWorld:
     things: list[Thing] = field(default_factory=list)
     hosts: list[str] = field(default_factory=list)
     notices: dict[str, Notice] = field(default_factory=dict)
+    down_until: dict[str, float] = field(default_factory=dict)  # by host
+    unused_since: dict[str, float] = field(default_factory=dict)  # by host that could be used
     away_until: float = 0.0
     over: bool = False
     finished: bool = False
     requests: dict[PlacementId, int] = field(default_factory=dict)
     in_flight: dict[PlacementId, int] = field(default_factory=dict)
     released: dict[str, float] = field(default_factory=dict)  # handle -> first asked for
+    letting_go: set[str] = field(default_factory=set)  # handles; the manager has heard of it
     told: dict[PlacementId, NodeSeen] = field(default_factory=dict)  # last one a machine heard
     listing: tuple[float, tuple[Placement, ...]] = (float("-inf"), ())  # the newest delivered
     drained: dict[PlacementId, float] = field(default_factory=dict)  # by this machine
@@ -122,7 +136,8 @@ class FleetWorld:
 
     def run(self) -> FleetWorld:
         """Play the whole life of a job."""
-        self.hosts = [f"h{number}" for number in range(12)]
+        self.hosts = [f"h{number}" for number in range(POLICY.nodes + self.faults.spare_hosts)]
+        self.away_until = self.faults.away_at_start_s
         self._at(0.0, self._observe)
         self._at(0.0, self._hear)
         self._at(0.5, self._live)
@@ -133,6 +148,7 @@ class FleetWorld:
             (f.kill_every_s, self._kill),
             (f.notice_every_s, self._notify),
             (f.disown_every_s, self._disown),
+            (f.reboot_every_s, self._reboot),
         ):
             if every_s:
                 self._often(every_s, strike)
@@ -259,18 +275,18 @@ class FleetWorld:
     def _place(self, epoch: int, id_: PlacementId, avoid: tuple[str, ...]) -> None:
         self.in_flight[id_] -= 1
         chance, problem = self.rng.random(), ""
-        taken = {t.host for t in self.things if t.alive}
-        free = [h for h in self.hosts if h not in taken and h not in avoid]
-        free = [h for h in free if h not in self.notices]
+        free = self._free_hosts(avoid)
         known = any(t.id == id_ and t.listed is not Holding.ENDED for t in self.things)
         faulty = self.now < FAULTS_S
         if self.now < self.away_until or (faulty and chance < self.faults.refusals):
             problem = "refused"
+        elif not known and not free and self.faults.queues:
+            self._accept(id_, "", avoid).listed = Holding.WAITING
         elif not known and not free:
             problem = "there is no room"
         elif not known:
             for host in self.rng.sample(free, 2 if self._doubles() and len(free) > 1 else 1):
-                self._begin(id_, host)
+                self._begin(self._accept(id_, host, avoid))
         if faulty and self.rng.random() < self.faults.lost_answers:
             if self.rng.random() < 0.5:
                 return  # no answer at all
@@ -281,13 +297,31 @@ class FleetWorld:
     def _doubles(self) -> bool:
         return self.now < FAULTS_S and self.rng.random() < self.faults.copies
 
-    def _begin(self, id_: PlacementId, host: str) -> None:
-        handle = str(next(self._count))
-        thing = Thing(id_, handle, host, self.now)
-        self.things.append(thing)
-        if int(host[1:]) < self.faults.bad_hosts:
+    def _free_hosts(self, avoid: tuple[str, ...] = ()) -> list[str]:
+        """Return the hosts that are up, admitted and without a placement, but for some."""
+        taken = {t.host for t in self.things if t.alive} | {*avoid, *self.notices}
+        return [h for h in self.hosts if h not in taken and self.now >= self._down(h)]
+
+    def _down(self, host: str) -> float:
+        return self.down_until.get(host, float("-inf"))
+
+    def _accept(self, id_: PlacementId, host: str, avoid: tuple[str, ...]) -> Thing:
+        self.things.append(Thing(id_, str(next(self._count)), host, self.now, avoid))
+        return self.things[-1]
+
+    def _serve_queue(self) -> None:
+        """Start requests that wait, in their order, on hosts that are free by now."""
+        for thing in self.things:
+            if thing.alive and not thing.host and self.now >= self.away_until:
+                free = self._free_hosts(thing.avoid)
+                if free:
+                    thing.host, thing.listed = self.rng.choice(free), Holding.RUNNING
+                    self._begin(thing)
+
+    def _begin(self, thing: Thing) -> None:
+        if int(thing.host[1:]) < self.faults.bad_hosts:
             thing.doomed = True
-            self.wasted[host] = self.wasted.get(host, 0) + 1
+            self.wasted[thing.host] = self.wasted.get(thing.host, 0) + 1
             if self.rng.random() < 0.5:
                 self._at(self.now + 1.0, lambda: self._die(thing, 0.1))
             return
@@ -316,6 +350,7 @@ class FleetWorld:
         self.released.setdefault(handle, self.now)
         for thing in [t for t in self.things if t.handle == handle]:
             if self.now >= self.away_until:
+                self.letting_go.add(handle)
                 self._at(self.now + 0.5, lambda t=thing: self._die(t, 0.1))
 
     def _die(self, thing: Thing, unlisted_in_s: float) -> None:
@@ -348,6 +383,8 @@ class FleetWorld:
                     self._check_left(thing, notice.until)
                     self._die(thing, 1.0)
                 del self.notices[host]
+        self._serve_queue()
+        self._check_hosts()
 
     # ------------------------------------------------------------ faults
 
@@ -355,12 +392,21 @@ class FleetWorld:
         self.away_until = self.now + self.rng.uniform(1.0, 60.0)
 
     def _kill(self) -> None:
-        living = [t for t in self.things if t.alive]
+        living = [t for t in self.things if t.alive and t.host]
         if living:
             self._die(self.rng.choice(living), self.rng.choice((0.1, DOWN_S)))
 
+    def _reboot(self) -> None:
+        """Take the host of a placement away, for a while."""
+        hosts = [t.host for t in self.things if t.alive and t.host]
+        if hosts:
+            host = self.rng.choice(hosts)
+            self.down_until[host] = self.now + self.rng.uniform(12.0, DOWN_S)
+            for thing in [t for t in self.things if t.alive and t.host == host]:
+                self._die(thing, 1.0)
+
     def _notify(self) -> None:
-        hosts = [t.host for t in self.things if t.alive and t.host not in self.notices]
+        hosts = [t.host for t in self.things if t.alive and t.host and t.host not in self.notices]
         if hosts:
             until = self.now + self.rng.uniform(20.0, 200.0) if self.rng.random() < 0.6 else None
             self.notices[self.rng.choice(hosts)] = Notice(reason="a new fan", until=until)
@@ -425,7 +471,8 @@ class FleetWorld:
         leaving = [name for name, seen in self.told.items() if seen.draining or seen.silent]
         listed = [p.id for p in self.listing[1] if p.holding is not Holding.ENDED]
         others = [i for i in listed if i != id_ and i not in leaving]
-        if hopeful and young and not noticed and not self.faults.disown_every_s:
+        waits = any(p.id == id_ and p.holding is Holding.WAITING for p in self.listing[1])
+        if hopeful and young and not (noticed or waits or self.faults.disown_every_s):
             told = len(others) >= POLICY.nodes
             self._require(told, f"{id_} is coming up, is needed, and is released")
 
@@ -434,6 +481,8 @@ class FleetWorld:
             return
         seen = self.told.get(id_)
         self._require(seen is not None, f"{id_} is drained, and nobody has heard it")
+        observed = self.listing[0] > float("-inf")
+        self._require(observed, f"{id_} is drained before the manager was asked")
         notice = next((p.notice for p in self.listing[1] if p.id == id_), None)
         if notice is not None and notice.until is not None:
             if self.now >= notice.until - POLICY.drain_lead_s:
@@ -446,6 +495,18 @@ class FleetWorld:
         ]
         if seen is not None and seen.members > 0:
             self._require(len(leaving) < POLICY.disruptions_max, f"{id_} beside {leaving}")
+
+    def _check_hosts(self) -> None:
+        """Require that a host that is up, admitted and wanted is in use within a minute."""
+        working = sum(t.members > 0 and t.alive for t in self.things)
+        avoided = self.machine.snapshot().avoided
+        usable = [h for h in self._free_hosts(avoided) if int(h[1:]) >= self.faults.bad_hosts]
+        if working >= POLICY.nodes or self.over or self.now < FAULTS_S + DOWN_S:
+            usable = []
+        since = {host: self.unused_since.get(host, self.now) for host in usable}
+        self.unused_since = since
+        for host, at in since.items():
+            self._require(self.now < at + IN_USE_S, f"{host} is free since {at:g} s, and needed")
 
     def _check_left(self, thing: Thing, until: float) -> None:
         """Require that a node was asked to leave if it was warned in time, and reported that."""
@@ -465,7 +526,8 @@ class FleetWorld:
             len(working) == len(alive) == POLICY.nodes,
             f"{len(alive)} nodes, of which {len(working)} work",
         )
-        held = self._held()
+        held = [t for t in there if t.listed is not Holding.ENDED]
+        held = [t for t in held if t.handle not in self.letting_go]
         self._require(len(held) == POLICY.nodes, f"the manager holds {[t.id for t in held]}")
         for host, count in self.wasted.items():
             lives = self.epoch + 1  # each new machine learns about the hosts again

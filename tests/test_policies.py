@@ -120,8 +120,9 @@ def test_the_defaults_for_a_step_are_pinned() -> None:
 def test_the_defaults_for_a_fleet_are_pinned() -> None:
     fleet = FleetPolicy(prefix="", nodes=1, nodes_max=1)
     assert (fleet.disruptions_max, fleet.drain_lead_s, fleet.again_s) == (1, 60.0, 5.0)
-    assert (fleet.answer_s, fleet.retry_s, fleet.retry_max_s) == (60.0, 2.0, 120.0)
-    assert (fleet.picky_tries, fleet.unseen_s, fleet.join_s, fleet.lost_s) == (3, 60.0, 300.0, 5.0)
+    assert (fleet.answer_s, fleet.retry_s, fleet.retry_max_s) == (60.0, 2.0, 30.0)
+    assert (fleet.picky_tries, fleet.picky_s, fleet.unseen_s) == (3, 45.0, 60.0)
+    assert (fleet.join_s, fleet.lost_s) == (300.0, 5.0)
     assert (fleet.farewell_s, fleet.disowned_s, fleet.avoid_s) == (10.0, 30.0, 60.0)
 
 

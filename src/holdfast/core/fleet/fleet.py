@@ -112,6 +112,9 @@ class FleetMachine:
         alarms = [self._request_from]
         for node in self._nodes.values():
             alarms += node.alarms(self._policy)
+        admission = self._hosts.next_admission(self._now)
+        if admission is not None and any(n.waits_since is not None for n in self._nodes.values()):
+            alarms.append(admission)
         return min((at for at in alarms if at > self._now), default=None)
 
     def snapshot(self) -> FleetSnapshot:
@@ -155,8 +158,8 @@ class FleetMachine:
         for each in nodes:
             id_ = PlacementId(each.name)
             if each.name.startswith(self._policy.prefix) and not each.silent:
-                if id_ not in self._nodes:  # only the job knows of it
-                    self._nodes[id_] = FleetNode(id_, ended_since=now)
+                if id_ not in self._nodes:  # only the job knows of it: listings may
+                    self._nodes[id_] = FleetNode(id_)
         for node in self._nodes.values():
             if node.hear(seen.get(node.id), now):
                 self._failures = 0
@@ -181,8 +184,9 @@ class FleetMachine:
             if node.answer_until is not None and now >= node.answer_until:
                 yield from self._handle_answer(node.id, "no answer", now)
         yield from self._judge(now)
-        self._choose_leaving(now)
+        self._choose_leaving()
         yield from self._drop_surplus()
+        yield from self._renew(now)
         yield from self._label(now)
         yield from self._drain(now)
         yield from self._release(now)
@@ -214,24 +218,23 @@ class FleetMachine:
             yield Note(f"node {node.id}{_place_of(node)}: {node.over}{avoided}")
         self._hosts.note_serving([n.host for n in self._nodes.values() if n.serves], now)
 
-    def _choose_leaving(self, now: float) -> None:
+    def _choose_leaving(self) -> None:
         """Find nodes to be left: announced by the manager, or chosen by the job or its people."""
         for node in self._nodes.values():
             if node.over or not node.heard:
                 continue
-            since = node.ended_since
             if node.seen is not None and node.seen.draining:
                 node.leaving = node.leaving or node.seen.draining
             elif node.notice is not None:
                 node.leaving = node.notice.reason
-            elif since is not None and now >= since + self._policy.disowned_s:
+            elif node.is_disowned(self._policy):
                 node.leaving = "its manager has ended it"
             elif node.drain_at is None:
                 node.leaving = ""  # somebody has changed his mind in time
 
     def _drop_surplus(self) -> Iterator[FleetEffect]:
         """Give surplus nodes back: best those without work, and the newest of these."""
-        if not self._job_heard:
+        if not self._knows_nodes():
             return
         counting = [n for n in self._nodes.values() if n.counts and n.silent_since is None]
         counting.reverse()
@@ -297,21 +300,42 @@ class FleetMachine:
             if node.over and node.kept is None and not node.is_asked and not heard:
                 del self._nodes[node.id]
 
+    def _knows_nodes(self) -> bool:
+        """Return whether the job and the manager were both heard, so that it is known what runs."""
+        return self._job_heard and self._observed_at > float("-inf")
+
+    def _noticed_hosts(self) -> set[str]:
+        """Return the hosts that are to be left, as the manager has announced."""
+        return {n.host for n in self._nodes.values() if n.notice is not None and n.host}
+
+    def _add_node(self, now: float, *, takes_any: bool = False) -> None:
+        self._made += 1
+        id_ = PlacementId(f"{self._policy.prefix}{self._epoch}-{self._made}")
+        self._nodes[id_] = FleetNode(id_, retry_at=now, takes_any=takes_any)
+
+    def _renew(self, now: float) -> Iterator[FleetEffect]:
+        """Repeat requests that wait although a host that they avoid may be used by now."""
+        if self._ended_at is not None or not self._knows_nodes():
+            return
+        avoided = {*self._hosts.hosts_to_avoid(now), *self._noticed_hosts()}
+        for node in list(self._nodes.values()):
+            if why := node.reason_to_renew(self._policy, avoided, now):
+                node.over = f"it is asked for again: {why}"
+                waited = node.waits_for_long(self._policy, now)
+                self._add_node(now, takes_any=node.takes_any or waited)
+                yield Note(f"node {node.id}: {node.over}")
+
     def _request(self, now: float) -> Iterator[FleetEffect]:
         """Ask for the nodes that are missing, once it is known what there is already."""
-        known = self._job_heard and self._observed_at > float("-inf")
-        if self._ended_at is not None or not known:
+        if self._ended_at is not None or not self._knows_nodes():
             return
         nodes = list(self._nodes.values())
         room = self._policy.nodes_max - sum(node.exists for node in nodes)
         missing = self._wanted - sum(node.counts for node in nodes)
         if now >= self._request_from:
             for _ in range(min(room, missing)):
-                self._made += 1
-                id_ = PlacementId(f"{self._policy.prefix}{self._epoch}-{self._made}")
-                self._nodes[id_] = FleetNode(id_, retry_at=now)
-        noticed = [node.host for node in nodes if node.notice is not None and node.host]
-        hosts = tuple(sorted({*self._hosts.hosts_to_avoid(now), *noticed}))
+                self._add_node(now)
+        noticed = self._noticed_hosts()
         for node in self._nodes.values():
             if node.retry_at is None or now < node.retry_at or node.over:
                 continue
@@ -320,8 +344,10 @@ class FleetMachine:
             node.tries += 1
             node.retry_at, node.answer_until = None, now + self._policy.answer_s
             # A host that has failed is better than none: the manager may have no other.
-            picky = node.tries <= self._policy.picky_tries
-            yield Request(node.id, hosts if picky else tuple(sorted(noticed)))
+            node.takes_any = node.takes_any or node.tries > self._policy.picky_tries
+            failed = () if node.takes_any else self._hosts.hosts_to_avoid(now)
+            node.avoid = tuple(sorted({*failed, *noticed}))
+            yield Request(node.id, node.avoid)
 
 
 def _double_delay(first_s: float, times: int, most_s: float) -> float:

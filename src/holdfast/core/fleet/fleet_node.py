@@ -6,7 +6,7 @@ whose word alone decides whether an agent that it has heard is lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.core.fleet.placements import (
@@ -30,6 +30,12 @@ class FleetNode:
     granted_at: float | None = None
     tried_at: float = float("-inf")  # the end of the last try
     missing_at: float = float("-inf")
+    #: Hosts that its newest request avoids. None: an earlier fleet has made it.
+    avoid: tuple[str, ...] | None = None
+    #: It may run on hosts that have failed: better these than none.
+    takes_any: bool = False
+    #: When the manager was first seen to let it wait for a host. None: it does not wait.
+    waits_since: float | None = None
     kept: Placement | None = None  # as the manager lists it
     copies: tuple[Placement, ...] = ()  # further ones of the same id
     host: str = ""
@@ -87,10 +93,10 @@ class FleetNode:
         present = [p for p in listed if p.holding is not Holding.ENDED]
         if not present:
             self.missing_at = max(self.missing_at, asked_at)
-            was = self.kept is not None or bool(listed)
+            was = self.kept is not None or bool(listed) or self.heard
             self.host = self.host or (listed[0].host if listed else "")
-            self.kept, self.copies, self.notice = None, (), None
-            if was and self.ended_since is None:
+            self.kept, self.copies, self.notice, self.waits_since = None, (), None, None
+            if was and self.ended_since is None and asked_at > self.tried_at:
                 self.ended_since = now
             return
         known = self.kept.handle if self.kept is not None else ""
@@ -98,6 +104,10 @@ class FleetNode:
         self.kept, self.copies = present[0], tuple(present[1:])
         self.answer_until = self.retry_at = self.ended_since = None
         self.host = self.kept.host or self.host
+        if self.kept.holding is not Holding.WAITING or self.kept.host:
+            self.waits_since = None
+        elif self.waits_since is None:
+            self.waits_since = now
         if self.kept.holding is not Holding.RUNNING:
             self.runs_since = None
         elif self.runs_since is None:
@@ -129,6 +139,31 @@ class FleetNode:
         elif self.empty_since is None:
             self.empty_since = now
         return first and self.is_alive
+
+    def is_disowned(self, policy: FleetPolicy) -> bool:
+        """Return whether listings have left it out for so long that it should be left."""
+        since = self.ended_since
+        return since is not None and self.missing_at >= since + policy.disowned_s
+
+    def waits_for_long(self, policy: FleetPolicy, now: float) -> bool:
+        """Return whether its request has waited for so long that any host is better than none."""
+        return self.waits_since is not None and now >= self.waits_since + policy.picky_s
+
+    def reason_to_renew(self, policy: FleetPolicy, avoided: Collection[str], now: float) -> str:
+        """Return why its request, which waits for a host, should be made again; "" if not.
+
+        `avoided`: the hosts that a new request would avoid. The manager keeps to the old list.
+        """
+        since = self.waits_since
+        if self.over or self.heard or since is None or now < since + policy.again_s:
+            return ""
+        admitted = [host for host in self.avoid or () if host not in avoided]
+        if admitted:
+            return f"{', '.join(admitted)} may be used again"
+        choosy = self.avoid is None or (bool(self.avoid) and not self.takes_any)
+        if choosy and self.waits_for_long(policy, now):
+            return "it has waited for long, so hosts that have failed may be used"
+        return ""
 
     def judge(self, policy: FleetPolicy, now: float) -> tuple[str, bool]:
         """Return why it is over, or "", and whether its host is to blame.
@@ -168,7 +203,8 @@ class FleetNode:
             (self.silent_since, policy.lost_s),
             (self.empty_since, policy.lost_s),
             (None if self.heard else self.runs_since, policy.join_s),
-            (self.ended_since if self.is_alive else None, policy.disowned_s),
+            (self.waits_since, policy.again_s),
+            (self.waits_since, policy.picky_s),
             (self.notice.until if self.notice is not None else None, -policy.drain_lead_s),
             (self.release_at if self.over else None, 0.0),
         ):

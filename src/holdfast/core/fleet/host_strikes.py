@@ -49,6 +49,11 @@ class HostStrikes:
     def hosts_to_avoid(self, now: float) -> list[str]:
         return sorted(name for name, host in self._hosts.items() if now < host.avoid_until)
 
+    def next_admission(self, now: float) -> float | None:
+        """Return when the next host is readmitted, if one is avoided."""
+        later = (host.avoid_until for host in self._hosts.values() if host.avoid_until > now)
+        return min(later, default=None)
+
     def count_strikes(self, host: str) -> int:
         found = self._hosts.get(host)
         return found.strikes if found is not None else 0

@@ -62,7 +62,7 @@ class NodeSeen:
     silent: bool = False
     draining: str = ""
     members: int = 0
-    needed: bool = False  # though it leaves, others have yet to take over what is in its memory
+    needed: bool = False  # though it leaves, other nodes have yet to copy its memory
     domains: Domains = ()
 
 
@@ -81,8 +81,9 @@ class FleetPolicy:
     again_s: float = 5.0  # between two orders of the same, until the job knows it
     answer_s: float = 60.0  # until a request without an answer counts as failed
     retry_s: float = 2.0  # after the first failure in a row; doubled with each further one
-    retry_max_s: float = 120.0
+    retry_max_s: float = 30.0
     picky_tries: int = 3  # tries of a request before it takes hosts that have failed, too
+    picky_s: float = 45.0  # so does a request that waits for a host for this long
     unseen_s: float = 60.0  # a placement that was granted and is not listed is given up
     join_s: float = 300.0  # so is one that runs, and whose agent the job has not heard
     lost_s: float = 5.0  # silence of an agent without members, before its place is given back
