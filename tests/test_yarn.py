@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,9 +20,11 @@ from holdfast.cli import launch_application
 from holdfast.cli.main import main
 from holdfast.core.errors import Refused, Unreachable
 from holdfast.core.fleet.placements import Holding, Placement, PlacementId
-from holdfast.launch import yarn_manager
+from holdfast.launch import yarn_manager, yarn_waiting
+from holdfast.launch.cluster_manager import StoppedByOperator
 from holdfast.launch.fleet_plan import read_plan
 from holdfast.launch.order_book import ORDERS, OrderBook
+from holdfast.launch.rest_link import RestAccess, RestLink
 from holdfast.launch.yarn_manager import YarnManager, YarnService
 from holdfast.runtime.rundir import RunDir
 from holdfast.testing.cluster_contract import (
@@ -82,6 +85,8 @@ def test_a_service_is_defined_so_that_failures_do_not_end_it() -> None:
         "yarn.service.container-failure-per-component.threshold": "1000000",
         "yarn.service.node-blacklist.threshold": "1000000",
         "yarn.service.am-restart.max-attempts": "1000000",
+        "yarn.service.am-failure.validity-interval-ms": "600000",
+        "yarn.service.container-recovery.timeout.ms": "10000",
         "yarn.service.container-failure.retry.max": "0",
     }
     assert service == {"name": "train", "version": "1", "lifetime": -1, "queue": "gpu"}
@@ -173,16 +178,13 @@ def test_a_master_that_starts_again_is_away(fake: FakeYarn) -> None:
     run(work)
 
 
-@pytest.mark.parametrize("state", ["STOPPED", "FAILED"])
-def test_a_service_that_has_ended_is_started_again_when_nodes_are_wanted(
-    fake: FakeYarn, state: str
-) -> None:
+def test_a_service_that_has_failed_is_started_again_when_nodes_are_wanted(fake: FakeYarn) -> None:
     async def work() -> None:
         manager = fake.manager()
         found = await run_placement(fake, manager, order(1))
         old = service_of(fake).id
         with fake.lock:
-            fake.end(service_of(fake), state)
+            fake.end(service_of(fake), "failed")
         assert not await find_placements(manager, found.id)
         assert service_of(fake).id == old
         await run_placement(fake, manager, order(2))
@@ -191,27 +193,245 @@ def test_a_service_that_has_ended_is_started_again_when_nodes_are_wanted(
     run(work)
 
 
-def test_the_message_of_yarn_about_a_failed_call_is_shown(fake: FakeYarn) -> None:
+@pytest.mark.parametrize(
+    ("method", "path", "body", "command", "reason"),
+    [
+        (
+            "PUT",
+            "/app/v1/services/hf-fake",
+            {"state": "STOPPED"},
+            "app -stop hf-fake",
+            "Stopped by",
+        ),
+        (
+            "DELETE",
+            "/app/v1/services/hf-fake",
+            None,
+            "app -destroy hf-fake",
+            "Stopped by user root",
+        ),
+        (
+            "PUT",
+            "/ws/v1/cluster/apps/{}/state",
+            {"state": "KILLED"},
+            "application -kill {}",
+            "Application ",
+        ),
+    ],
+)
+@pytest.mark.parametrize("other", [False, True])
+def test_a_service_that_an_operator_ends_is_not_started_again(
+    fake: FakeYarn, method: str, path: str, body: Any, command: str, reason: str, *, other: bool
+) -> None:
     async def work() -> None:
-        fake.failing = 1
-        with pytest.raises(Unreachable, match="YARN says: Call From rm to nn failed"):
-            await fake.manager().observe()
-        fake.off = True
-        with pytest.raises(Refused, match="YARN says: HTTP status 404"):
-            await fake.manager().observe()
+        manager = fake.manager()
+        await run_placement(fake, manager, order(1))
+        id_ = service_of(fake).id
+        link = RestLink(RestAccess(address=fake.url), "YARN")
+        await link.ask_or_raise(method, path.format(id_), body)
+        asked = fake.manager() if other else manager  # a fleet that was started since
+        said = f"YARN has ended service hf-fake, as by `yarn {command.format(id_)}` ({reason}"
+        for question in (asked.observe(), asked.request(order(2)), asked.observe()):
+            with pytest.raises(StoppedByOperator, match=re.escape(said)):
+                await question
+        assert len(fake.applications) == 1
+        assert await asked.create_again(2)
+        assert size(fake) == 2
+        assert not await asked.create_again(2)
 
     run(work)
 
 
-def test_a_nodes_time_until_it_is_decommissioned_is_told(fake: FakeYarn) -> None:
+def test_the_message_of_yarn_about_a_failed_call_is_shown(fake: FakeYarn) -> None:
+    async def work() -> None:
+        fake.failing = 1
+        with pytest.raises(Unreachable, match="YARN says: Call From host/"):
+            await fake.manager().observe()
+        fake.off = True
+        for kind, status in ((Unreachable, 500), (Refused, 404)):
+            with pytest.raises(kind, match=f"YARN says: HTTP status {status}"):
+                await fake.manager().observe()
+
+    run(work)
+
+
+# ---------------------------------------------------------------- raises
+
+
+def raises(fake: FakeYarn) -> int:
+    return sum(each.startswith("PUT") and "/components/" in each for each in fake.requests)
+
+
+def test_orders_that_come_together_are_one_raise(fake: FakeYarn) -> None:
     async def work() -> None:
         manager = fake.manager()
-        found = await run_placement(fake, manager, order(1))
-        fake.drain(found.host, "", within_s=500)
-        (told,) = await find_placements(manager, found.id)
-        assert told.notice is not None
-        assert told.notice.until is not None
-        assert 400 < told.notice.until - time.monotonic() <= 500
+        await run_placement(fake, manager, order(1))
+        later = [order(number) for number in (2, 3, 4)]
+        await asyncio.gather(*(manager.request(each) for each in later))
+        assert (raises(fake), size(fake)) == (1, 4)
+        for each in later:
+            await until(lambda each=each: runs(manager, each.id), "all run")
+        assert (raises(fake), size(fake)) == (1, 4)
+
+    run(work)
+
+
+def test_no_raise_replaces_one_that_is_outstanding(fake: FakeYarn) -> None:
+    async def work() -> None:
+        manager, orders = fake.manager(), [order(number) for number in (1, 2, 3)]
+        await run_placement(fake, manager, orders[0])
+        fake.full = True
+        await manager.request(orders[1])
+        await manager.request(orders[2])  # would replace what is asked for
+        await manager.observe()
+        assert (raises(fake), size(fake)) == (1, 2)
+        fake.full = False
+        for each in orders[1:]:
+            await until(lambda each=each: runs(manager, each.id), "all run")
+        assert (raises(fake), size(fake)) == (2, 3)
+
+    run(work)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_raise_that_yarn_has_lost_is_repeated(
+    fake: FakeYarn, monkeypatch: pytest.MonkeyPatch, *, lost: bool
+) -> None:
+    async def work() -> None:
+        manager, second = fake.manager(), order(2)
+        await run_placement(fake, manager, order(1))
+        fake.full = True
+        await manager.request(second)
+        if lost:  # another raise has replaced it
+            service_of(fake).asked = 0
+            fake.full = False
+        await manager.observe()
+        assert raises(fake) == 1
+        monkeypatch.setattr(yarn_manager, "AGAIN_S", 0.0)
+        await manager.observe()
+        assert raises(fake) == 1 + lost  # a full queue's request stays as it is
+        fake.full = False
+        await until(lambda: runs(manager, second.id), "it runs")
+
+    run(work)
+
+
+# ---------------------------------------------------------------- reasons to wait
+
+
+async def why_waits(manager: YarnManager) -> str:
+    (found,) = [p for p in await manager.observe() if p.holding is Holding.WAITING]
+    return found.why
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, within_s in (("UNREAD_S", 3.0), ("ASK_S", 0.0), ("STALE_S", 0.0)):
+        monkeypatch.setattr(yarn_waiting, name, within_s)
+
+
+@pytest.mark.parametrize(
+    ("activities", "reason"),
+    [
+        ("activities-asked-first", ""),
+        (
+            "activities-full-queue",
+            "YARN says of nm0: Queue does not have enough headroom for inner highest-priority "
+            "request",
+        ),
+        (
+            "activities-full-host",
+            "YARN says of nm0: Node does not have sufficient resource for request, insufficient "
+            "resources=[memory-mb], required=<memory:2048, vCores:1>, available=<memory:",
+        ),
+        (
+            "activities-constraint",  # a container of ours is on nm0
+            "nm1 has room, but YARN still counts a container there that has ended (the host keeps "
+            "the allocation tag 'node') and gives no other of this service: stop the job, and "
+            "`holdfast resume {}/hf-fake` starts another service",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("impatient")
+def test_the_schedulers_reason_to_wait_is_told(
+    fake: FakeYarn, activities: str, reason: str
+) -> None:
+    async def work() -> None:
+        manager, fake.activities = fake.manager(), activities
+        await run_placement(fake, manager, order(1))
+        fake.full = True
+        await manager.request(order(2))
+        found = await why_waits(manager)
+        assert found.startswith(reason.format(fake.folder))
+        assert bool(found) == bool(reason)
+        fake.full = False
+        await until(lambda: all_run(manager), "both run")
+        fake.full = True
+        fake.activities = "activities-asked-first"
+        await manager.request(order(3))
+        assert not await why_waits(manager)  # the old reason is forgotten
+
+    run(work)
+
+
+async def all_run(manager: YarnManager) -> bool:
+    return all(p.holding is Holding.RUNNING for p in await manager.observe())
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_master_that_waits_is_told(fake: FakeYarn) -> None:
+    async def work() -> None:
+        fake.start_s = 3600.0
+        manager = fake.manager()
+        await manager.request(order(1))
+        found = await why_waits(manager)
+        assert found.startswith(
+            "the service's master is not up: Application is Activated, waiting for resources to be "
+            "assigned for AM.  Details : AM Partition = <DEFAULT_PARTITION>"
+        )
+
+    run(work)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_host_that_does_not_see_the_run_directory_is_named_and_left(fake: FakeYarn) -> None:
+    async def work() -> None:
+        fake.blind, fake.activities = {"nm0"}, "activities-asked-first"
+        manager, first = fake.manager(), order(1)
+        await manager.request(first)
+
+        async def is_told() -> bool:
+            return "nm0" in await why_waits(manager)
+
+        await until(is_told, "the host is named")
+        assert await why_waits(manager) == (
+            "the container on nm0 has not read its order for 3 s: nm0 does not see the run "
+            f"directory {fake.folder}/hf-fake, which must be on a file system that all nodes "
+            "share, at the same path"
+        )
+        found = await until(lambda: runs(manager, first.id), "another host serves")
+        assert found.host == "nm1"
+        (output,) = fake.folder.glob("containers/*02/stdout.txt")
+        assert output.read_text() == (
+            f"holdfast: nm0 does not see the run directory {fake.folder}/hf-fake-elsewhere (No "
+            "such file or directory): all nodes must share it, at the same path\n"
+        )
+
+    run(work)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_containers_whose_command_fails_are_told(fake: FakeYarn) -> None:
+    async def work() -> None:
+        manager = fake.manager()
+        await manager.create(1)
+        service_of(fake).component["launch_command"] = "exit 127"
+        await manager.request(order(1))
+
+        async def is_told() -> bool:
+            return "ended before they read an order" in await why_waits(manager)
+
+        await until(is_told, "it is told")
 
     run(work)
 
@@ -277,8 +497,9 @@ def test_a_services_api_that_is_switched_off_is_named(
     fake: FakeYarn, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.off = True
-    said = refusal(fake, capsys)
-    assert "has no services API: set yarn.webapp.api-service.enable to true" in said
+    for _ in range(2):
+        said = refusal(fake, capsys)
+        assert "has no services API: set yarn.webapp.api-service.enable to true" in said
 
 
 def test_a_queue_that_is_refused_is_named(

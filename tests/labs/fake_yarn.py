@@ -1,14 +1,18 @@
 """Plays a ResourceManager with its services API and the node managers behind it, over real HTTP.
 
-It treats services as Hadoop's own code does in the points that matter, starts a real process for
-each container, and replaces those that end. Shapes and words are from Hadoop 3.3 and later:
+Every document that it serves was recorded from a real ResourceManager, Hadoop 3.4.2, and differs in
+names, states and numbers only: yarn_answers.json has each, with its request and status. What no
+real one was seen to answer is 404. A real process runs for each container, and is replaced when it
+ends. These rules were seen, too:
 
-* `API`: hadoop-yarn-services-api, YARN-Simplified-V1-API-Layer-For-Services.yaml, and
-  https://hadoop.apache.org/docs/stable/hadoop-yarn/hadoop-yarn-site/ (YarnServiceAPI.html)
-* `Server`: org.apache.hadoop.yarn.service.webapp.ApiServer
-* `Client`: org.apache.hadoop.yarn.service.client.ServiceClient
-* `Component`: org.apache.hadoop.yarn.service.component.Component (states of the service's master)
-* `RM`: https://hadoop.apache.org/docs/stable/hadoop-yarn/hadoop-yarn-site/ResourceManagerRest.html
+* A raise of the number of containers, and a container that ends, replace what is still pending.
+* A decommissioned instance lowers the number; its name is not used again.
+* A stopped service is STOPPED, its application FINISHED; after a kill they are STOPPED and KILLED,
+  after two failures of the master FAILED and FAILED. The application of a destroyed service stays.
+* Where the services API is off, the web server answers by itself: 500 at first, then 404.
+
+It guesses: all times, which are shorter here; the racks; which host is chosen; that a master which
+starts again finds all containers; what a call says that fails for other reasons (`failing`).
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,17 +44,32 @@ from labs.slurm_cluster import our_processes
 ACT_S = 0.02
 CLUSTER = 1458061340047  # when the ResourceManager started: a part of all ids
 FAILURES = "yarn.service.container-failure-per-component.threshold"
-FAILURES_MAX = 10  # Configurations.md: "Default is 10"
+FAILURES_MAX = 10  # Hadoop's default
 MEMORY_MB, CORES = 8192, 8
-SWITCHED_OFF = b"<html><title>Error 404 Not Found</title></html>"
+ANSWERS: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("yarn_answers.json").read_text()
+)
+SERVICE, HOSTS = "hf-job", ("yarn-nm1", "yarn-nm2")  # names in the recorded answers
 
 
-class HttpProblem(Exception):
-    """Carries an answer that is no success: its status, and the words in `diagnostics`."""
+def recorded(name: str, **names: str) -> tuple[int, Any]:
+    """Return a recorded answer: its status and document. `names`: in place of recorded ones."""
+    text = json.dumps(ANSWERS[name]["answer"])
+    for old, new in names.items():
+        text = text.replace(old.replace("_", "-"), new)
+    return int(ANSWERS[name]["status"]), json.loads(text)
 
-    def __init__(self, status: int, diagnostics: str) -> None:
-        super().__init__(diagnostics)
-        self.status = status
+
+def recorded_of(name: str, service: str) -> tuple[int, Any]:
+    return recorded(name, **{SERVICE: service})
+
+
+class Answered(Exception):
+    """Carries a recorded answer that is no success."""
+
+    def __init__(self, answer: tuple[int, Any]) -> None:
+        super().__init__(str(answer))
+        self.answer = answer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,33 +79,37 @@ class FakeContainer:
     host: str
     process: subprocess.Popen[bytes]
 
-    def describe(self) -> dict[str, Any]:
-        # API, Container: id, launch_time, ip, hostname, bare_host, state, component_instance_name.
+    def describe(self, template: dict[str, Any]) -> dict[str, Any]:
+        ended = self.process.poll() is not None
         return {
+            **template,
             "id": self.id,
-            "launch_time": 1458061340047,
-            "ip": "127.0.0.1",
-            "hostname": self.id.replace("container_", "ctr-").replace("_", "-"),
             "bare_host": self.host,
-            "state": "READY",
+            "state": "FAILED" if ended else "READY",
             "component_instance_name": self.instance,
         }
 
 
 @dataclass(slots=True, kw_only=True)
 class FakeService:
-    """Describes a service and its master, which is up from `up_at` on."""
+    """Describes a service, its application and its master, which is up from `up_at` on."""
 
     definition: dict[str, Any]
     id: str
     up_at: float
-    state: str = "ACCEPTED"
+    state: str = "STARTED"
+    asked: int = 0  # containers that the scheduler has still to allocate
     pending: list[str] = field(default_factory=list)  # instances that have no container
     containers: dict[str, FakeContainer] = field(default_factory=dict)  # by instance
     instances: int = 0  # names given so far
     launched: int = 1  # containers so far: the first one is the master's
     failures: int = 0
     decommissioned: list[str] = field(default_factory=list)
+    end: str = ""  # how it ended: stopped, killed or failed
+
+    @property
+    def name(self) -> str:
+        return str(self.definition["name"])
 
     @property
     def component(self) -> dict[str, Any]:
@@ -93,25 +117,46 @@ class FakeService:
         return found
 
     def is_up(self) -> bool:
-        return self.state in ("STARTED", "STABLE") and time.monotonic() >= self.up_at
+        return not self.end and time.monotonic() >= self.up_at
 
     def add(self, number: int) -> None:
-        # Component.createOneCompInstance: names of decommissioned instances are left out.
         for _ in range(number):
             while f"{self.component['name']}-{self.instances}" in self.decommissioned:
                 self.instances += 1
             self.pending.append(f"{self.component['name']}-{self.instances}")
             self.instances += 1
+        self.asked = number or self.asked
 
-    def describe(self) -> dict[str, Any]:
-        # Client.getStatus: no components until the master is up, nor once it has ended.
-        about = {"name": self.definition["name"], "id": self.id, "state": self.state}
+    def describe(self) -> tuple[int, Any]:
+        """Describe the service; it has no components until its master is up, or once it ended."""
+        about = {"name": self.name, "id": self.id}
         if not self.is_up():
-            return {**about, "lifetime": -1, "components": []}
-        containers = [each.describe() for each in self.containers.values()]
-        extra = {"state": "FLEXING" if self.pending else "STABLE", "containers": containers}
-        component = {**self.component, "decommissioned_instances": self.decommissioned, **extra}
-        return {**self.definition, **about, "components": [component]}
+            status, found = recorded(f"service-{self.end}" if self.end else "service-accepted")
+            return status, {**found, **about}
+        status, found = recorded("service-running")
+        component = found["components"][0]
+        template = component["containers"][0]
+        given = {
+            key: value
+            for key, value in self.component.items()
+            if key in ("name", "number_of_containers", "launch_command")
+        }
+        component["resource"].update(self.component["resource"])
+        component.update(
+            given,
+            state="FLEXING" if self.pending else "STABLE",
+            containers=[each.describe(template) for each in self.containers.values()],
+            decommissioned_instances=self.decommissioned,
+        )
+        return status, {**found, **about, "state": "STABLE" if not self.pending else "STARTED"}
+
+    def describe_application(self) -> tuple[int, Any]:
+        kind = "waiting" if self.is_up() else "master-waits"
+        status, found = recorded_of(f"application-{self.end or kind}", self.name)
+        found = name_application(found, self.id)
+        for request in found["app"].get("resourceRequests", ()):
+            request["numContainers"] = self.asked
+        return status, found
 
 
 class FakeYarn:
@@ -119,7 +164,8 @@ class FakeYarn:
 
     It is the harness of the contract as well. `away`: it answers nothing. `off`: the services API
     is switched off. `failing`: the number of the next requests, which all fail. `start_s`: until a
-    master is up. `timeouts`: of decommissioning nodes, in seconds.
+    master is up. `full`: no container is allocated; the scheduler then answers `activities`, a
+    recorded answer. `blind`: hosts whose containers do not see the run directory.
     """
 
     def __init__(self, folder: Path, hosts: int = 4, start_s: float = 0.1) -> None:
@@ -127,13 +173,16 @@ class FakeYarn:
         self.hosts: Sequence[str] = tuple(f"nm{number}" for number in range(hosts))
         self.domains = {host: (f"rack=/r{number // 2}",) for number, host in enumerate(self.hosts)}
         self.queues = ["default", "gpu"]
-        self.off = False
+        self.off = self.off_seen = False
         self.failing = 0
         self.start_s = start_s
         self.asked_by: list[str] = []
         self.requests: list[str] = []
-        self.timeouts: dict[str, int] = {}
         self.services: dict[str, FakeService] = {}
+        self.applications: dict[str, FakeService] = {}
+        self.full = False
+        self.activities = "activities-full-queue"
+        self.blind: set[str] = set()
         self._away = threading.Event()
         self._over = threading.Event()
         self._down: set[str] = set()
@@ -174,7 +223,7 @@ class FakeYarn:
         self._server.shutdown()
         self._server.server_close()
         for service in self.services.values():
-            self.end(service, "STOPPED")
+            self.end(service, "stopped")
 
     @property
     def url(self) -> str:
@@ -184,111 +233,109 @@ class FakeYarn:
     # ------------------------------------------------------------ requests
 
     def handle(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        """Carry out one request; raise HttpProblem with the reason if it is refused."""
+        """Carry out one request; raise Answered with the recorded answer if it is refused."""
         with self.lock:
             if self.failing:
                 self.failing -= 1
-                raise HttpProblem(500, "Call From rm to nn failed on connection exception")
+                return recorded("service-master-lost")
             match [method, *path.strip("/").split("/")]:
                 case ["GET", "ws", "v1", "cluster", "nodes"]:
-                    return 200, {"nodes": {"node": [self._node(host) for host in self.hosts]}}
-                case ["GET", "app", "v1", "version"]:
-                    return 200, {"hadoop_version": "3.5.0"}  # Server.getVersion
+                    status, found = recorded("nodes")
+                    template = found["nodes"]["node"][0]
+                    found["nodes"]["node"] = [self._node(host, template) for host in self.hosts]
+                    return status, found
+                case ["GET", "ws", "v1", "cluster", "apps", id_]:
+                    if id_ not in self.applications:
+                        return recorded("application-unknown", application_1_0001=id_)
+                    return self.applications[id_].describe_application()
+                case ["GET", "ws", "v1", "cluster", "scheduler", "app-activities", id_]:
+                    names = dict(zip(HOSTS, self.hosts, strict=False))
+                    return recorded(self.activities, **names)
+                case ["PUT", "ws", "v1", "cluster", "apps", id_, "state"]:
+                    self.end(self.applications[id_], "killed")
+                    return recorded("killed")
+                case ["GET", "app", "v1", "services", "version"]:
+                    return recorded("version")
                 case ["POST", "app", "v1", "services"]:
                     return self._create(body)
                 case ["GET", "app", "v1", "services", name]:
-                    return 200, self._service(name).describe()
+                    return self._service(name).describe()
                 case ["PUT", "app", "v1", "services", name, "components", _]:
-                    return self._flex(self._running(name, "flex"), body)
+                    return self._flex(self._running(name, "raise-refused"), body)
                 case ["PUT", "app", "v1", "services", name]:
                     return self._update(name, body)
                 case ["DELETE", "app", "v1", "services", name]:
-                    # Server.deleteService: stops it first. It is gone for good afterwards.
-                    self.end(self._service(name), "STOPPED")
-                    del self.services[name]
-                    return 200, {"diagnostics": f"Successfully destroyed service {name}"}
-        raise HttpProblem(404, f"no resource {path}")
+                    if name not in self.services:
+                        raise Answered(recorded_of("destroy-refused", name))
+                    self.end(self.services.pop(name), "stopped")
+                    return recorded_of("destroyed", name)
+        raise Answered(recorded("version-elsewhere"))
 
     def _service(self, name: str) -> FakeService:
-        if name not in self.services:  # Server.getService
-            raise HttpProblem(404, f"Service {name} not found")
+        if name not in self.services:
+            raise Answered(recorded("unknown", nobody=name))
         return self.services[name]
 
-    def _running(self, name: str, word: str) -> FakeService:
+    def _running(self, name: str, refusal: str) -> FakeService:
         service = self._service(name)
-        if not service.is_up():  # Client.flexComponents, actionDecommissionInstances
-            text = f"{name} is at {service.state} state, {word} can only be invoked when service"
-            raise HttpProblem(400, f"{text} is running")
+        if not service.is_up():
+            raise Answered(recorded_of(refusal, name))
         return service
 
     def _create(self, definition: dict[str, Any]) -> tuple[int, Any]:
         name, queue = definition["name"], definition.get("queue", "default")
-        if name in self.services:  # Server.createService
-            raise HttpProblem(500, f"Service name {name} is already taken.")
-        if int(definition["components"][0]["resource"]["memory"]) > MEMORY_MB:
-            raise HttpProblem(500, f"Component {name} resource size is larger than the maximum")
+        if name in self.services:
+            raise Answered(recorded_of("name-taken", name))
+        memory = definition["components"][0]["resource"]["memory"]
+        if int(memory) > MEMORY_MB:
+            raise Answered(recorded("too-large", **{"9000": memory, "5000": str(MEMORY_MB)}))
         self._apps += 1
         app = f"application_{CLUSTER}_{self._apps:04d}"
-        if queue not in self.queues:  # CapacityScheduler.addApplication, through submitApplication
-            text = f"Failed to submit {app} to YARN : Application {app} submitted by user "
-            raise HttpProblem(500, f"{text}{self.asked_by[-1]} to unknown queue: {queue}")
+        if queue not in self.queues:
+            status, found = recorded("unknown-queue", cpu=queue)
+            raise Answered((status, name_application(found, app)))
         up_at = time.monotonic() + self.start_s
-        service = FakeService(definition=definition, id=app, up_at=up_at, state="STARTED")
+        service = FakeService(definition=definition, id=app, up_at=up_at)
         service.add(service.component["number_of_containers"])
-        self.services[name] = service
-        # API: 202 with a ServiceStatus. Server.createService.
-        about = {"diagnostics": f"Application ID: {app}", "state": "ACCEPTED"}
-        return 202, {**about, "uri": f"/v1/services/{name}"}
+        self.services[name] = self.applications[app] = service
+        status, found = recorded_of("created", name)
+        return status, name_application(found, app)
 
     def _flex(self, service: FakeService, body: dict[str, Any]) -> tuple[int, Any]:
-        # Component.FlexComponentTransition; the service's restart policy must be ALWAYS.
-        assert service.component["restart_policy"] == "ALWAYS"
         before, after = service.component["number_of_containers"], body["number_of_containers"]
+        assert after > before, "a smaller number would end the newest containers"
         service.component["number_of_containers"] = after
-        service.add(max(after - before, 0))
-        newest = [*service.containers, *service.pending]
-        newest.sort(key=lambda name: -int(name.rpartition("-")[2]))
-        for instance in newest[: max(before - after, 0)]:  # the most recent ones are destroyed
-            self._destroy(service, instance)
-        text = f"Updating component ({body['name']}) size from {before} to {after}"
-        return 200, {"diagnostics": text}
+        service.add(after - before)
+        return recorded("raised", **{"from 1 to 3": f"from {before} to {after}"})
 
     def _update(self, name: str, body: dict[str, Any]) -> tuple[int, Any]:
-        # Server.updateService: a state first, else instances to decommission, else nothing.
         if body.get("state") == "STOPPED":
-            self.end(self._service(name), "STOPPED")
-            return 200, {"diagnostics": f"Successfully stopped service {name}"}
-        named = [i for c in body.get("components", ()) for i in c["decommissioned_instances"]]
-        if not named:
-            return 204, None
-        service = self._running(name, "decommission")
-        for instance in named:  # Component.DecommissionInstanceTransition
+            self.end(self._service(name), "stopped")
+            return recorded_of("stopped", name)
+        service = self._running(name, "decommission-refused")
+        for instance in [i for c in body["components"] for i in c["decommissioned_instances"]]:
             if instance not in service.decommissioned:
                 service.decommissioned.append(instance)
                 if instance in service.containers or instance in service.pending:
                     service.component["number_of_containers"] -= 1
                     self._destroy(service, instance)
-        text = f"Service {name} has successfully decommissioned instances."
-        return 202, {"diagnostics": text, "state": "ACCEPTED"}
+        return recorded_of("decommissioned", name)
 
-    def _node(self, host: str) -> dict[str, Any]:
-        # RM, "Elements of the node object".
+    def _node(self, host: str, template: dict[str, Any]) -> dict[str, Any]:
         state = "DECOMMISSIONING" if host in self._leaving else "RUNNING"
         number = sum(host == c.host for s in self.services.values() for c in s.containers.values())
         return {
+            **template,
             "rack": self.domains[host][0].removeprefix("rack="),
             "state": "LOST" if host in self._down else state,
             "id": f"{host}:45454",
             "nodeHostName": host,
             "nodeHTTPAddress": f"{host}:8042",
-            "healthReport": "",
             "numContainers": number,
             "usedMemoryMB": 1024 * number,
             "availMemoryMB": MEMORY_MB - 1024 * number,
             "usedVirtualCores": number,
             "availableVirtualCores": CORES - number,
-            # Not in RM: told of a node elsewhere (NodeReport), and by some distributions here.
-            **({"decommissioningTimeout": self.timeouts[host]} if host in self.timeouts else {}),
         }
 
     # ------------------------------------------------------------ the master and the nodes
@@ -302,24 +349,27 @@ class FakeYarn:
                         self._place(service)
 
     def _replace_ended(self, service: FakeService) -> None:
-        """Ask for another container in place of one that has ended, as restart_policy ALWAYS."""
+        """Ask for another container in place of each that has ended."""
         properties = service.definition.get("configuration", {}).get("properties", {})
         for instance, container in list(service.containers.items()):
             if container.process.poll() is None:
                 continue
             del service.containers[instance]
-            service.pending.append(instance)  # ComponentInstance: "Reinsert back to pending list"
+            service.pending.append(instance)
+            service.asked = 1
             service.failures += container.process.returncode != 0
             if service.failures > int(properties.get(FAILURES, FAILURES_MAX)):
-                self.end(service, "FAILED")  # "exceeded the limit. Shutting down now"
+                self.end(service, "failed")
 
     def _place(self, service: FakeService) -> None:
         apart = service.component["placement_policy"]["constraints"][0]
         assert (apart["type"], apart["scope"]) == ("ANTI_AFFINITY", "NODE")
         taken = {each.host for each in service.containers.values()}
         free = [h for h in self.hosts if h not in taken | self._down | self._leaving]
+        free = [] if self.full else free[: service.asked]
         for instance, host in zip(list(service.pending), free, strict=False):
             service.pending.remove(instance)
+            service.asked -= 1
             service.launched += 1
             number = service.id.removeprefix("application_")
             id_ = f"container_e01_{number}_01_{service.launched:06d}"
@@ -331,7 +381,8 @@ class FakeYarn:
         """Run a container's command as a node manager does: with little in its environment."""
         folder = self.folder / "containers" / id_
         folder.mkdir(parents=True)
-        # ContainerLaunch.sanitizeEnv, and yarn.nodemanager.env-whitelist.
+        if host in self.blind:  # the path of the run directory is the command's last word
+            command += "-elsewhere"
         given = {"CONTAINER_ID": id_, "NM_HOST": host, "LOG_DIRS": str(folder), "USER": "me"}
         with open(folder / "stdout.txt", "wb") as output:
             return subprocess.Popen(
@@ -341,7 +392,7 @@ class FakeYarn:
                 stderr=output,
                 cwd=folder,
                 env={"PATH": os.environ["PATH"], "HOME": str(folder), **given},
-                start_new_session=True,  # ContainerExecutor: setsid, so that a group can be killed
+                start_new_session=True,  # so that a group can be killed
             )
 
     def _destroy(self, service: FakeService, instance: str) -> None:
@@ -350,8 +401,9 @@ class FakeYarn:
         if instance in service.containers:
             end_group(service.containers.pop(instance).process)
 
-    def end(self, service: FakeService, state: str) -> None:
-        service.state = state
+    def end(self, service: FakeService, how: str) -> None:
+        """End a service and its application: stopped, killed or failed."""
+        service.end = service.end or how
         for instance in [*service.containers, *service.pending]:
             self._destroy(service, instance)
 
@@ -362,7 +414,8 @@ class FakeYarn:
         command = f"{sys.executable} -m holdfast.launch.yarn_place {self.folder / name}"
         link = RestLink(RestAccess(address=self.url, user="me"), "YARN")
         book = OrderBook(self.folder / name / ORDERS)
-        return YarnManager(link, YarnService(name=name, command=command), book)
+        service = YarnService(name=name, command=command)
+        return YarnManager(link, service, book, str(self.folder / name))
 
     def kill(self, host: str) -> None:
         with self.lock:
@@ -376,10 +429,8 @@ class FakeYarn:
         """Have a service's master fail; its containers go on until the next one takes them over."""
         service.up_at = time.monotonic() + within_s
 
-    def drain(self, host: str, reason: str, within_s: int = 0) -> str:
+    def drain(self, host: str, reason: str) -> str:
         self._leaving.add(host)
-        if within_s:
-            self.timeouts[host] = within_s
         return DECOMMISSIONED
 
     def away(self, away: bool) -> None:
@@ -399,6 +450,11 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def name_application(found: Any, app: str) -> Any:
+    """Put an application's id in place of the recorded one."""
+    return json.loads(re.sub(r"application_\d+_\d+", app, json.dumps(found)))
+
+
 def _answer(request: BaseHTTPRequestHandler, fake: FakeYarn) -> None:
     length = int(request.headers.get("Content-Length") or 0)
     text = request.rfile.read(length)
@@ -408,15 +464,18 @@ def _answer(request: BaseHTTPRequestHandler, fake: FakeYarn) -> None:
     parts = urlsplit(request.path)
     fake.requests.append(f"{request.command} {parts.path}")
     fake.asked_by.append(parse_qs(parts.query).get("user.name", [""])[0])
-    kind, data = "application/json;charset=utf-8", b""
     if fake.off and parts.path.startswith("/app/"):
-        code, kind, data = 404, "text/html", SWITCHED_OFF
+        answer = recorded("switched-off" if fake.off_seen else "switched-off-first")
+        fake.off_seen = True
     else:
         try:
-            code, found = fake.handle(request.command, parts.path, json.loads(text or b"null"))
-        except HttpProblem as problem:
-            code, found = problem.status, {"diagnostics": str(problem)}  # API, ServiceStatus
-        data = b"" if found is None else json.dumps(found).encode()
+            answer = fake.handle(request.command, parts.path, json.loads(text or b"null"))
+        except Answered as answered:
+            answer = answered.answer
+    code, found = answer
+    plain = isinstance(found, str)
+    kind = "text/plain;charset=utf-8" if plain else "application/json;charset=utf-8"
+    data = found.encode() if plain else json.dumps(found).encode()
     request.send_response(code)
     request.send_header("Content-Type", kind)
     request.send_header("Content-Length", str(len(data)))

@@ -116,8 +116,7 @@ def make_run_dir(options: argparse.Namespace, manager: str, settings: Mapping[st
     """Make the run directory of a job with its plan. UserError."""
     peer_tls_of(options.tls)  # raises UserError for a bad one
     spec, wanted = make_launch(options)
-    name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
-    run_dir = RunDir((options.run_dir or Path("holdfast-runs") / name).absolute())
+    run_dir = RunDir(run_dir_of(options))
     run_dir.create(spec, run_command.make_secret(options))
     FleetPlan(
         manager=manager,
@@ -131,6 +130,14 @@ def make_run_dir(options: argparse.Namespace, manager: str, settings: Mapping[st
     ).write()
     print(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
     return run_dir
+
+
+def run_dir_of(options: argparse.Namespace) -> Path:
+    """Return the path of the run directory, and set the option where it was not given."""
+    if options.run_dir is None:
+        name = time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}"
+        options.run_dir = Path("holdfast-runs") / name
+    return Path(options.run_dir).absolute()
 
 
 def agent_options(options: argparse.Namespace) -> tuple[str, ...]:

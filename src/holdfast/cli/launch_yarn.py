@@ -6,7 +6,8 @@ import argparse
 import asyncio
 import getpass
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from holdfast.cli.launch_application import (
@@ -23,6 +24,7 @@ from holdfast.cli.launch_options import (
     make_run_dir,
     own_address,
     prefer,
+    run_dir_of,
 )
 from holdfast.core.errors import Refused, UserError, WorldError, first_line
 from holdfast.launch.fleet_plan import read_plan
@@ -30,6 +32,7 @@ from holdfast.launch.rest_link import RestAccess, RestLink, check_access
 from holdfast.launch.yarn_manager import (
     NAME,
     VERSION,
+    YarnManager,
     is_switched_off,
     list_nodes,
     open_manager,
@@ -40,6 +43,9 @@ EXAMPLE = "http://HOST:8088, its ResourceManager's web address"
 SERVICE_NAME = r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?"
 LIMITS = {"cpus": (1, 10_000), "memory": (1, 1 << 30), "gpus": (0, 10_000)}
 RUNNING = "RUNNING"
+# YARN replaces {{X}}, <LOG_DIR> and <CPS>, then runs the command in double quotes of a shell. A
+# single quote in a path would be quoted by double ones.
+CHANGED = re.compile(r"""\{\{|\}\}|<LOG_DIR>|<CPS>|[$`"'\\]""")
 
 
 def main(argv: list[str]) -> int:
@@ -67,17 +73,24 @@ def main(argv: list[str]) -> int:
         **{key: getattr(options, key) for key in ("principal", "keytab")},
     }
     run_dir = make_run_dir(options, "yarn", settings)
-    asyncio.run(create(run_dir))
-    try:
-        return go_on(run_dir, settings["listen"], options.port)
-    except BaseException:  # the service would outlive this command
-        destroy(run_dir)
-        raise
+    asyncio.run(create(run_dir, lambda manager, nodes: manager.create(nodes)))
+    return run(run_dir, settings["listen"], options.port)
 
 
 def go_on(run_dir: RunDir, host: str, port: int) -> int:
-    """Run a job, or go on with it, from here; the service ends with it."""
+    """Go on with a job from here; its service is started again if that has ended."""
+    if asyncio.run(create(run_dir, lambda manager, nodes: manager.create_again(nodes))):
+        return run(run_dir, host, port)
     return run_application(run_dir, host, port, destroy)
+
+
+def run(run_dir: RunDir, host: str, port: int) -> int:
+    """Run a job from here; the service ends with it."""
+    try:
+        return run_application(run_dir, host, port, destroy)
+    except BaseException:  # the service would outlive this command
+        destroy(run_dir)
+        raise
 
 
 def parser() -> argparse.ArgumentParser:
@@ -108,10 +121,22 @@ def check_values(options: argparse.Namespace) -> None:
     if not options.rm:
         raise UserError(f"there is no ResourceManager to ask: name one, --rm {EXAMPLE}")
     check_limits(options, LIMITS, "principal", "keytab")
+    check_path("--run-dir", str(run_dir_of(options)))
+    check_path("the Python of Holdfast", sys.executable)
     if options.service and not re.fullmatch(SERVICE_NAME, options.service):
         raise UserError(
             f"--service {options.service[:100]!r} cannot be right: use small letters, digits and "
             "inner hyphens, a letter first, 63 characters at most"
+        )
+
+
+def check_path(what: str, path: str) -> None:
+    """Raise UserError for a path that YARN would change in the command of a container."""
+    found = CHANGED.search(path)
+    if found:
+        raise UserError(
+            f"{what} {path!r} cannot be used: YARN expands or breaks on {found.group()!r} in the "
+            "command of a container; choose a path without it"
         )
 
 
@@ -140,12 +165,12 @@ def has_room(node: Mapping[str, Any], options: argparse.Namespace) -> bool:
     return node.get("state") == RUNNING and bool(enough)
 
 
-async def create(run_dir: RunDir) -> None:
-    """Have YARN start the service. UserError: it refuses."""
+async def create(run_dir: RunDir, start: Callable[[YarnManager, int], Awaitable[bool]]) -> bool:
+    """Have YARN start the service, with so many containers; return whether it did. UserError."""
     plan = read_plan(run_dir)
     told, manager = plan.settings, open_manager(plan, run_dir.spec())
     try:
-        await manager.create(plan.nodes)
+        return await start(manager, plan.nodes)
     except Refused as error:
         said = first_line(error)
         if "already" in said:

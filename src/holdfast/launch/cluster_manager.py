@@ -11,7 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from holdfast.core.errors import WorldError
 from holdfast.core.fleet.placements import Placement, PlacementId
+
+
+class StoppedByOperator(WorldError):
+    """Reports that an operator of the cluster has ended what all of a job's placements belong to.
+
+    The job ends, instead of asking for other placements.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +48,8 @@ class ClusterManager(Protocol):
 
         Those that have ended may be listed as such, with the host that they had, or not at all.
         It must never leave out a placement that was there when it was called, so a manager that is
-        away is an error, not an empty list.
+        away is an error, not an empty list. StoppedByOperator: nothing of the job is there any
+        more. A placement that waits may say why (`Placement.why`).
         """
         ...
 

@@ -17,9 +17,10 @@ from holdfast.core.domains import Domains
 from holdfast.core.errors import UserError, WorldError, assert_never, first_line
 from holdfast.core.fleet import fleet_events as fe
 from holdfast.core.fleet.fleet import FleetMachine
-from holdfast.core.fleet.placements import NodeSeen, PlacementId
+from holdfast.core.fleet.placements import NodeSeen, Placement, PlacementId
 from holdfast.core.types import AgentId, Tick
-from holdfast.launch.cluster_manager import ClusterManager, PlacementOrder
+from holdfast.launch.cluster_manager import ClusterManager, PlacementOrder, StoppedByOperator
+from holdfast.launch.waiting_report import WaitingReport
 from holdfast.runtime.contact import Contact, exchange
 from holdfast.runtime.job_status import JobStatus, parse_status
 from holdfast.runtime.rundir import RunDir
@@ -29,6 +30,7 @@ from holdfast.wire.messages import (
     OrderReply,
     StatusReply,
     StatusRequest,
+    StopRequest,
 )
 
 FAILURES = (WorldError, UserError, OSError, asyncio.TimeoutError)
@@ -77,6 +79,14 @@ class JobLink:
         order = LabelRequest(agent=AgentId(name), domains=domains)
         await exchange(self._contact, self._secret, order, OrderReply)
 
+    async def stop(self, reason: str) -> None:
+        """End the job: after a last checkpoint, or at once if it was asked before."""
+        channel = await self._contact.connect(self._secret)
+        channel.send(
+            StopRequest(reason=f"{reason}: `holdfast resume {self._run_dir.path}` continues")
+        )
+        await channel.finish()
+
 
 def read_nodes(status: JobStatus) -> tuple[NodeSeen, ...]:
     """Return the nodes of a status as the fleet machine takes them."""
@@ -104,7 +114,9 @@ class FleetDriver:
         order: Callable[[PlacementId, Sequence[str]], PlacementOrder],
         say: Callable[[str], None],
         pace: FleetPace,
+        name: str = "the manager",
     ) -> None:
+        """Prepare to run. `name`: of the manager, for people."""
         self._machine = machine
         self._manager = manager
         self._job = job
@@ -118,6 +130,7 @@ class FleetDriver:
         self._ended = False
         self._timer: asyncio.TimerHandle | None = None
         self._told: dict[str, str] = {}  # problems, so that each is told once
+        self._waiting = WaitingReport(name)
 
     async def run(self) -> None:
         """Keep the job's nodes, until the job is over. A cancellation leaves them as they are.
@@ -162,10 +175,25 @@ class FleetDriver:
     async def _watch_manager(self) -> None:
         while True:
             asked_at = time.monotonic()
-            found = await self._try("the manager", self._manager.observe())
+            found = await self._try("the manager", self._observe())
             if found is not None:
                 self._feed(fe.Observed(tuple(found), asked_at))
+                for line in self._waiting.read(found, time.monotonic()):
+                    self._say(line)
             await asyncio.sleep(self._pace.observe_s)
+
+    async def _observe(self) -> Sequence[Placement] | None:
+        """List the placements; None if an operator has ended them, with which the job ends."""
+        try:
+            return await self._manager.observe()
+        except StoppedByOperator as error:
+            if self._ended:
+                return ()
+            if self._told.get("") != str(error):
+                self._told[""] = str(error)
+                self._say(f"{error}: the job ends")
+            await self._job.stop(str(error))
+            return None
 
     async def _watch_job(self) -> None:
         while True:

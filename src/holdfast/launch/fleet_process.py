@@ -35,6 +35,14 @@ MANAGERS = {
     "mesos": "holdfast.launch.mesos_manager",
     "fake": "holdfast.testing.fake_cluster",  # for tests
 }
+# Names for people; a manager without one is called by its key.
+NAMES = {
+    "slurm": "Slurm",
+    "kubernetes": "Kubernetes",
+    "ray": "Ray",
+    "yarn": "YARN",
+    "mesos": "Mesos",
+}
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
@@ -63,6 +71,7 @@ async def keep(run_dir: RunDir, plan: FleetPlan, orders: Orders) -> None:
         plan.order,
         say,
         FleetPace(),
+        NAMES.get(plan.manager, plan.manager),
     )
     orders.watch(lambda number: driver.end())
     try:

@@ -4,6 +4,10 @@ The service has one component, whose containers YARN spreads over hosts and repl
 Orders are in the job's order book; a container claims one of them (yarn_place.py) and is that node
 for as long as it lasts. A container in place of one that has ended is another node. Nodes are given
 back by naming their container's instance, since a smaller number would end the newest ones.
+
+A raise of the number replaces what YARN has still to allocate from an earlier raise. So orders that
+come together are one raise, none is made while a container is outstanding, and a raise is repeated
+when YARN has less to allocate than is missing.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import asyncio
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,24 +24,40 @@ from typing import Any
 from holdfast.core.errors import Refused, Unreachable
 from holdfast.core.fleet.placements import Holding, Notice, Placement, PlacementId
 from holdfast.core.job_spec import JobSpec
-from holdfast.launch.cluster_manager import PlacementOrder
+from holdfast.launch.cluster_manager import PlacementOrder, StoppedByOperator
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
 from holdfast.launch.order_book import ORDERS, BookEntry, OrderBook
 from holdfast.launch.rest_link import NOT_JSON, UNKNOWN, RestAccess, RestAnswer, RestLink
+from holdfast.launch.yarn_waiting import (
+    Allocation,
+    UnreadOrders,
+    count_pending,
+    describe_master,
+    shorten,
+)
 
 NAME = "YARN"
-SERVICES, NODES, VERSION = "/app/v1/services", "/ws/v1/cluster/nodes", "/app/v1/version"
+SERVICES, NODES, VERSION = "/app/v1/services", "/ws/v1/cluster/nodes", "/app/v1/services/version"
+APPLICATIONS, ACTIVITIES = "/ws/v1/cluster/apps", "/ws/v1/cluster/scheduler/app-activities"
 COMPONENT = "node"
 OVER = ("STOPPED", "FAILED", "SUCCEEDED")  # states of a service, and of a container
+FAILED = "FAILED"
+APPLICATION_OVER = ("FINISHED", "KILLED", FAILED)
+GONE = ("LOST", "REBOOTED", "SHUTDOWN", "DECOMMISSIONED")  # a host that is back is listed again
 NO_RACK = "/default-rack"  # for nodes on a rack unknown to YARN
 DECOMMISSIONED = "YARN decommissions its node"
 IDLE_S = 30.0  # a container without an order is given back after this time
+AGAIN_S = 30.0  # a raise whose containers have not come by then may have been lost
 NEVER = "1000000"
 # A long job must not end for failures that it survives; nor may YARN start a node again in place.
 PROPERTIES = {
     "yarn.service.container-failure-per-component.threshold": NEVER,
     "yarn.service.node-blacklist.threshold": NEVER,
     "yarn.service.am-restart.max-attempts": NEVER,
+    # The ResourceManager has a limit of its own; failures older than this do not count for it.
+    "yarn.service.am-failure.validity-interval-ms": "600000",
+    # Until a new master asks for others in place of containers that it does not find again.
+    "yarn.service.container-recovery.timeout.ms": "10000",
     "yarn.service.container-failure.retry.max": "0",
 }
 
@@ -87,14 +107,24 @@ class YarnService:
 
 
 class YarnManager:
-    """Asks for, lists and gives back the containers of one service, by the orders in `book`."""
+    """Asks for, lists and gives back the containers of one service, by the orders in `book`.
 
-    def __init__(self, link: RestLink, service: YarnService, book: OrderBook) -> None:
+    `run_dir`: where the containers look for their orders.
+    """
+
+    def __init__(
+        self, link: RestLink, service: YarnService, book: OrderBook, run_dir: str = ""
+    ) -> None:
         self._link = link
         self._service = service
         self._book = book
         self._alone = asyncio.Lock()
+        self._application = ""  # id of the service as it was seen last
         self._idle_since: dict[str, float] = {}  # by container
+        self._raised = (0, frozenset[str]())  # number and containers, as they were seen last
+        self._raised_at = float("-inf")  # when these changed
+        self._unread = UnreadOrders(run_dir, sys.executable)
+        self._allocation = Allocation(COMPONENT, f"holdfast resume {run_dir}")
 
     @property
     def name(self) -> str:
@@ -106,20 +136,21 @@ class YarnManager:
             # The book first: a container that has claimed an order by now is in the later answer.
             entries = self._book.entries()
             found = await self._find()
-            await self._settle(found, entries)
+            why = await self._settle(found, entries)
             live, nodes = _containers(found), await self._nodes()
         claimed = [e for e in entries if e.holder and _is_of(found, e.holder)]
         if claimed and not _is_over(found) and not _has_master(found):
             raise Unreachable(f"the master of service {self.name} is being started")
         return [
             *(_placement(entry, nodes, running=entry.holder in live) for entry in claimed),
-            *(_placement(entry, nodes, running=None) for entry in entries if entry.waits),
+            *(_placement(e, nodes, running=None, why=why) for e in entries if e.waits),
         ]
 
     async def request(self, order: PlacementOrder) -> None:
+        self._book.add(order)  # before the others that come with it are asked for
         async with self._alone:
-            self._book.add(order)
-            await self._settle(await self._find(), self._book.entries())
+            found = await self._find()
+            await self._settle(found, self._book.entries())
 
     async def release(self, id_: PlacementId, handle: str) -> None:
         async with self._alone:
@@ -136,52 +167,124 @@ class YarnManager:
 
     # ------------------------------------------------------------ the service
 
-    async def create(self, containers: int) -> None:
-        """Have YARN start the service. Refused, with the reason that YARN gives."""
+    async def create(self, containers: int) -> bool:
+        """Have YARN start the service; return True. Refused, with the reason that YARN gives."""
         answer = await self._link.ask("POST", SERVICES, self._service.definition(containers))
         if not answer.accepted:
             raise Refused(str(self._link.failure(answer)))  # also by status 500
+        return True
+
+    async def create_again(self, containers: int) -> bool:
+        """Have YARN start the service unless it runs; return whether it had to. Refused."""
+        found = await self._find()
+        if not _is_over(found):
+            return False
+        await self.destroy()
+        return await self.create(containers)
 
     async def destroy(self) -> None:
         """Have YARN end the service and forget it, if there is one."""
         if await self._find() is not None:
             await self._link.ask_or_raise("DELETE", self._service.path)
+        self._application = ""
 
     async def _find(self) -> dict[str, Any] | None:
         """Return YARN's description of the service; None if there is no service."""
         answer = await self._link.ask("GET", self._service.path)
-        if answer.status == UNKNOWN and answer.document is not NOT_JSON:
+        if _says_unknown(answer):
             return None
         if not answer.accepted:
             raise self._link.failure(answer)
         found: dict[str, Any] = answer.document
+        self._application = str(found.get("id") or self._application)
         return found
 
-    async def _settle(self, found: dict[str, Any] | None, entries: Sequence[BookEntry]) -> None:
-        """Have a container for each order and node, and more where hosts are avoided."""
+    async def _describe(self, application: str) -> dict[str, Any]:
+        """Return the ResourceManager's description of an application; {} if it knows none."""
+        answer = await self._link.ask("GET", f"{APPLICATIONS}/{application}")
+        if answer.status == UNKNOWN:
+            return {}
+        if not answer.accepted:
+            raise self._link.failure(answer)
+        found: dict[str, Any] = answer.document["app"]
+        return found
+
+    async def _settle(self, found: dict[str, Any] | None, entries: Sequence[BookEntry]) -> str:
+        """Ask for a container for each order, and for more where hosts are avoided.
+
+        Returns YARN's reason why orders wait, or "".
+        """
         waiting = [entry for entry in entries if entry.waits]
         if found is None or _is_over(found):
-            if waiting:
-                await self.destroy()
-                await self.create(len(waiting))
-            return
-        if not _has_master(found):
-            return  # the next look asks for more
+            await self._replace(found, entries, len(waiting))
+            return ""
+        if not _has_master(found):  # the next look asks for more
+            return describe_master(await self._describe(self._application)) if waiting else ""
         live, holders = _containers(found), {entry.holder for entry in entries}
         idle = [each for id_, each in live.items() if id_ not in holders]
-        left = list(waiting)
-        for each in idle:
-            fit = next((e for e in left if each["bare_host"] not in e.order.avoid), None)
-            if fit is not None:
-                left.remove(fit)
-        number = int(found["components"][0]["number_of_containers"])
-        short = len(left) - max(number - len(live), 0)
-        if short > 0:
-            body = {"name": COMPONENT, "number_of_containers": number + short}
-            await self._link.ask_or_raise(
-                "PUT", f"{self._service.path}/components/{COMPONENT}", body
-            )
+        left, fitting = _match(waiting, idle)
+        unread: set[str] = set()
+        if waiting:
+            ended = [e for e in _listed(found) if e["state"] in OVER and e["id"] not in holders]
+            unread = self._unread.observe(fitting, ended, time.monotonic())
+            left, _ = _match(waiting, [each for each in idle if each["id"] not in unread])
+        else:
+            self._unread.forget()
+        await self._raise(found, len(left))
         await self._drop([] if waiting else idle)
+        reasons = [*self._unread.describe(unread), await self._explain(left, live)]
+        return "; ".join(filter(None, reasons))
+
+    async def _replace(
+        self, found: dict[str, Any] | None, entries: Sequence[BookEntry], wanted: int
+    ) -> None:
+        """Start a service that has failed again, if orders wait. StoppedByOperator."""
+        application = self._application or _find_application(entries)
+        about = await self._describe(application) if application else {}
+        if about and about["state"] not in APPLICATION_OVER:
+            raise Unreachable(f"service {self.name} is being ended")
+        if about and FAILED not in (about["state"], about["finalStatus"]):
+            command = "stop" if found is not None else "destroy"
+            ended = f"app -{command} {self.name}"
+            if about["state"] == "KILLED":
+                ended = f"application -kill {application}"
+            said = shorten(about["diagnostics"])
+            raise StoppedByOperator(
+                f"YARN has ended service {self.name}, as by `yarn {ended}` ({said})"
+            )
+        if wanted:
+            await self.destroy()
+            await self.create(wanted)
+
+    async def _raise(self, found: Mapping[str, Any], left: int) -> None:
+        """Ask for so many more containers, unless YARN has them to allocate already."""
+        live, number = frozenset(_containers(found)), _number(found)
+        now, missing = time.monotonic(), number - len(live)
+        if (number, live) != self._raised:
+            self._raised, self._raised_at = (number, live), now
+        if not left:
+            return
+        if missing > 0:
+            if now < self._raised_at + AGAIN_S:
+                return
+            about = await self._describe(self._application)
+            if count_pending(about, COMPONENT) >= min(missing, left):
+                return
+        path = f"{self._service.path}/components/{COMPONENT}"
+        body = {"name": COMPONENT, "number_of_containers": number + left}
+        await self._link.ask_or_raise("PUT", path, body)
+        self._raised_at = now
+
+    async def _explain(self, left: Sequence[BookEntry], live: Mapping[str, Any]) -> str:
+        """Return the reason of YARN's scheduler why orders have no container yet, or ""."""
+        now = time.monotonic()
+        if not left:
+            self._allocation.forget()
+        elif self._allocation.is_due(now):
+            answer = await self._link.ask("GET", f"{ACTIVITIES}/{self._application}")
+            held = {each["bare_host"] for each in live.values()}
+            return self._allocation.explain(answer.document if answer.accepted else {}, held, now)
+        return self._allocation.last
 
     async def _drop(self, idle: Sequence[Mapping[str, Any]]) -> None:
         """Give back containers that nobody has wanted for a while."""
@@ -197,8 +300,10 @@ class YarnManager:
         await self._link.ask_or_raise("PUT", self._service.path, {"components": [component]})
 
     async def _nodes(self) -> dict[str, Mapping[str, Any]]:
-        """Return YARN's descriptions of its nodes, by host."""
-        return {each["nodeHostName"]: each for each in await list_nodes(self._link)}
+        """Return YARN's descriptions of its nodes, by host; of two the one that is not lost."""
+        listed = await list_nodes(self._link)
+        listed = sorted(listed, key=lambda node: node.get("state") in GONE, reverse=True)
+        return {each["nodeHostName"]: each for each in listed}
 
 
 async def list_nodes(link: RestLink) -> list[Mapping[str, Any]]:
@@ -208,8 +313,19 @@ async def list_nodes(link: RestLink) -> list[Mapping[str, Any]]:
 
 
 def is_switched_off(answer: RestAnswer) -> bool:
-    """Return whether a ResourceManager's answer to VERSION says that it has no services API."""
-    return answer.status == UNKNOWN or answer.document is NOT_JSON
+    """Return whether a ResourceManager's answer to VERSION says that it has no services API.
+
+    Where that is off, its web server answers by itself: status 500 at first, then 404.
+    """
+    document = answer.document
+    by_server = isinstance(document, dict) and "servlet" in document
+    return by_server or answer.status == UNKNOWN or document is NOT_JSON
+
+
+def _says_unknown(answer: RestAnswer) -> bool:
+    """Return whether the services API knows no such service; its web server's pages say nothing."""
+    document = answer.document
+    return answer.status == UNKNOWN and isinstance(document, dict) and "diagnostics" in document
 
 
 def _is_over(found: Mapping[str, Any] | None) -> bool:
@@ -222,11 +338,42 @@ def _has_master(found: Mapping[str, Any] | None) -> bool:
     return bool((found or {}).get("components"))
 
 
+def _listed(found: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """Return all containers that YARN lists of a service."""
+    components = (found or {}).get("components") or [{}]
+    listed: list[Mapping[str, Any]] = components[0].get("containers") or []
+    return listed
+
+
 def _containers(found: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
     """Return the containers of a service that have not ended, by id."""
-    components = (found or {}).get("components") or [{}]
-    listed = components[0].get("containers") or []
-    return {each["id"]: each for each in listed if each.get("state") not in OVER}
+    return {each["id"]: each for each in _listed(found) if each.get("state") not in OVER}
+
+
+def _number(found: Mapping[str, Any]) -> int:
+    """Return the number of containers that a service should have."""
+    return int(found["components"][0]["number_of_containers"])
+
+
+def _match(
+    waiting: Iterable[BookEntry], idle: Iterable[Mapping[str, Any]]
+) -> tuple[list[BookEntry], list[Mapping[str, Any]]]:
+    """Return the orders that no idle container may take, and the containers that may take one."""
+    left, fitting = list(waiting), []
+    for each in idle:
+        fit = next((e for e in left if each["bare_host"] not in e.order.avoid), None)
+        if fit is not None:
+            left.remove(fit)
+            fitting.append(each)
+    return left, fitting
+
+
+def _find_application(entries: Iterable[BookEntry]) -> str:
+    """Return the newest application whose containers have claimed orders; "" if none has."""
+    # Such as container_e01_17_0002_01_000003, or without the e01.
+    holders = [entry.holder.split("_")[-4:-2] for entry in entries if entry.holder]
+    newest = max(holders, key=lambda parts: [int(part) for part in parts], default=[])
+    return "_".join(["application", *newest]) if newest else ""
 
 
 def _is_of(found: Mapping[str, Any] | None, container: str) -> bool:
@@ -238,7 +385,7 @@ def _is_of(found: Mapping[str, Any] | None, container: str) -> bool:
 
 
 def _placement(
-    entry: BookEntry, nodes: Mapping[str, Mapping[str, Any]], running: bool | None
+    entry: BookEntry, nodes: Mapping[str, Mapping[str, Any]], running: bool | None, why: str = ""
 ) -> Placement:
     """Describe the placement of an order. `running`: None while no container has claimed it."""
     node = nodes.get(entry.host, {})
@@ -256,6 +403,7 @@ def _placement(
         host=entry.host,
         notice=notice,
         domains=(f"rack={rack}",) if running and rack != NO_RACK else (),
+        why=why,
     )
 
 
@@ -283,4 +431,4 @@ def open_manager(plan: FleetPlan, spec: JobSpec) -> YarnManager:
         keytab=told["keytab"],
     )
     link = RestLink(access_of(told), NAME)
-    return YarnManager(link, service, OrderBook(Path(plan.run_dir, ORDERS)))
+    return YarnManager(link, service, OrderBook(Path(plan.run_dir, ORDERS)), plan.run_dir)

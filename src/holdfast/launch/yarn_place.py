@@ -29,12 +29,26 @@ def main(argv: list[str]) -> NoReturn:
     if any(entry.holder == container for entry in book.entries()):
         # YARN has started this container again, and only another container may be another node.
         sys.exit(1)
+    told = ""
     while (order := book.take(container, host)) is None:
+        problem = find_problem(run_dir)
+        if problem and problem != told:
+            print(f"holdfast: {host} does not see the run directory {problem}", flush=True)
+        told = problem
         time.sleep(LOOK_S)
     print(f"holdfast: {container} on {host} is node {order.id}", flush=True)
     given = {**order.environment, "HOLDFAST_PLACEMENT": order.id}
     # The agent may have ended by now, or be killed with all else: this container ends in any case.
     end_with(start(order.command, given, run_dir / "logs" / f"{order.id}.txt"))
+
+
+def find_problem(run_dir: Path) -> str:
+    """Return why the run directory cannot be read from here, or ""."""
+    try:
+        os.listdir(run_dir)
+    except OSError as error:
+        return f"{run_dir} ({error.strerror}): all nodes must share it, at the same path"
+    return ""
 
 
 if __name__ == "__main__":

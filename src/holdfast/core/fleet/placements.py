@@ -39,7 +39,8 @@ class Notice:
 class Placement:
     """Describes one placement as its manager lists it.
 
-    `handle` is the manager's own name; two listed ones with the same id are a duplicate.
+    `handle` is the manager's own name; two listed ones with the same id are a duplicate. `why` is
+    the manager's reason for a placement that waits, where it gives one.
     """
 
     id: PlacementId
@@ -48,6 +49,7 @@ class Placement:
     host: str = ""  # empty until it is known
     notice: Notice | None = None
     domains: Domains = ()  # failure domains that its host is in
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,19 +121,23 @@ def processes_of(snapshot: CoordinatorSnapshot) -> tuple[ProcessStatus, ...]:
     hosted = view.list_hosted() if view else {}
     nodes = {slot.worker: slot.agent for slot in snapshot.record.slots}
     stores = stores_of(snapshot)
+    heard = {node.agent for node in snapshot.agents if not node.silent}
     found = []
     for status in snapshot.workers:
         member = view is not None and view.includes(status.worker, status.incarnation)
         agreed = view is not None and status.view == view.number  # the worker knows best
         serves = status.worker in stores and status.stage is Stage.READY
         vranks = status.hosted if agreed else hosted.get(status.worker, ())
+        phase = ProcessPhase.STORE if serves else process_phase(status, member, view)
+        if phase is ProcessPhase.SPARE and nodes.get(status.worker) not in heard:
+            phase = ProcessPhase.LOST
         found.append(
             ProcessStatus(
                 id=status.worker,
                 pid=status.pid,
                 agent=nodes.get(status.worker, ""),
                 incarnation=status.incarnation,
-                state=ProcessPhase.STORE if serves else process_phase(status, member, view),
+                state=phase,
                 virtual_ranks=tuple(vranks) if member else (),
                 step=status.committed,
                 detail=status.detail,

@@ -1,0 +1,39 @@
+"""Reports to people which of a job's nodes its cluster manager does not give yet, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from holdfast.core.fleet.placements import Holding, Placement
+
+PATIENCE_S = 10.0  # a placement may wait this long without a word
+AGAIN_S = 60.0  # between two reports whose reasons differ
+
+
+class WaitingReport:
+    """Makes one line once placements have waited for some time, and again as the reason changes.
+
+    `manager`: its name for people. Without a reason from the manager there is no line.
+    """
+
+    def __init__(self, manager: str) -> None:
+        self._manager = manager
+        self._since: float | None = None  # when the oldest placement that waits was first listed
+        self._quiet_until = float("-inf")
+        self._last = ""
+
+    def read(self, placements: Sequence[Placement], now: float) -> Iterator[str]:
+        """Take in a listing, and yield the line that is due."""
+        waiting = [each for each in placements if each.holding is Holding.WAITING]
+        if not waiting:
+            self._since, self._last, self._quiet_until = None, "", float("-inf")
+            return
+        self._since = now if self._since is None else self._since
+        reasons = dict.fromkeys(each.why for each in waiting if each.why)
+        given = sum(each.holding is Holding.RUNNING for each in placements)
+        count = f"{self._manager} gives {given} of {given + len(waiting)} nodes"
+        line = "; ".join((count, *reasons))
+        due = now >= max(self._since + PATIENCE_S, self._quiet_until)
+        if reasons and due and line != self._last:
+            self._last, self._quiet_until = line, now + AGAIN_S
+            yield line
