@@ -1,7 +1,7 @@
 """Jobs on YARN and Mesos survive what happens to hosts, nodes, masters and launchers, on fakes.
 
-The last tests use a real ResourceManager, which HOLDFAST_YARN_RM names. Its nodes are processes of
-this machine (docs/yarn.md).
+The last tests use a real ResourceManager on this machine: one that they start from Hadoop's jars,
+or the one that HOLDFAST_YARN_RM names (docs/yarn.md).
 """
 
 from __future__ import annotations
@@ -38,15 +38,13 @@ from labs.fake_mesos import FakeMesos
 from labs.fake_yarn import FakeYarn
 from labs.slurm_cluster import our_processes
 from labs.yarn_cluster import RM_VARIABLE, YarnCluster
+from labs.yarn_lab import YarnLab, missing
 
 SCRIPT, STEPS = str(SCRIPTS / "paced.py"), "600"
 OPTIONS = ["--nproc", "1", "--virtual", "4"]
 JOB_S = 240.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-needs_rm = pytest.mark.skipif(
-    RM_VARIABLE not in os.environ, reason=f"{RM_VARIABLE} names no ResourceManager"
-)
 
 
 class ClusterRun:
@@ -270,25 +268,34 @@ NEEDS_AN_OPERATOR = (
 )
 
 
-@pytest.mark.clusters
-@needs_rm
-def test_a_real_resource_manager_keeps_the_contract() -> None:
-    with YarnCluster() as cluster:
-        for case in CLUSTER_CASES:
-            one_host = len(cluster.hosts) == 1 and case is two_placements_have_hosts_of_their_own
-            if case not in NEEDS_AN_OPERATOR and not one_host:
-                run_cluster_case(case, cluster)
+@pytest.fixture
+def real_yarn(tmp_path: Path) -> Iterator[YarnCluster]:
+    """Start a lab, or take the ResourceManager that is named."""
+    why = missing()
+    if why and RM_VARIABLE not in os.environ:
+        pytest.skip(f"{why}, and {RM_VARIABLE} names no ResourceManager")
+    with contextlib.ExitStack() as stack:
+        lab = None if why else stack.enter_context(YarnLab(tmp_path / "yarn"))
+        yield stack.enter_context(YarnCluster(lab))
 
 
 @pytest.mark.clusters
-@needs_rm
-def test_a_job_survives_a_lost_container_on_a_real_resource_manager(undisturbed: str) -> None:
-    with YarnCluster() as cluster:
-        asked = ("yarn", "--rm", cluster.url)
-        job = ClusterRun(cluster.folder, asked, "--nodes", "2", "--wait-for-nodes")
-        with job.run:
-            first = job.serving(2)
-            job.lose(first[0])
-            job.serving(2, without=first[:1])
-            assert job.digest() == undisturbed
-    shutil.rmtree(cluster.folder)
+def test_a_real_resource_manager_keeps_the_contract(real_yarn: YarnCluster) -> None:
+    for case in CLUSTER_CASES:
+        alone = len(real_yarn.hosts) == 1 and case is two_placements_have_hosts_of_their_own
+        if not alone and (real_yarn.has_operator() or case not in NEEDS_AN_OPERATOR):
+            run_cluster_case(case, real_yarn)
+
+
+@pytest.mark.clusters
+def test_a_job_survives_a_lost_container_on_a_real_resource_manager(
+    real_yarn: YarnCluster, undisturbed: str
+) -> None:
+    asked = ("yarn", "--rm", real_yarn.url)
+    job = ClusterRun(real_yarn.folder, asked, "--nodes", "2", "--wait-for-nodes")
+    with job.run:
+        first = job.serving(2)
+        job.lose(first[0])
+        job.serving(2, without=first[:1])
+        assert job.digest() == undisturbed
+    shutil.rmtree(real_yarn.folder)

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import WireError
-from holdfast.core.types import Stage
+from holdfast.core.membership.coordinator_events import CoordinatorSnapshot
+from holdfast.core.membership.roster import NodeSnapshot
+from holdfast.core.types import JobRecord, Slot, Stage, WorkerStatus
+from holdfast.runtime.coordinate.status_making import processes_of
 from holdfast.runtime.job_events import EventSink, LoggedEvent, read_events
 from holdfast.runtime.job_status import (
     CoordinatorStatus,
@@ -108,3 +111,31 @@ def test_a_log_that_cannot_be_written_stops_nobody(
     shown = capsys.readouterr().err
     assert "holdfast: view 2 begins\n" in shown
     assert "lacks lines from here on: No such file or directory" in shown
+
+
+def test_a_worker_on_a_silent_node_is_lost_and_no_spare() -> None:
+    found = processes_of(
+        CoordinatorSnapshot(
+            record=JobRecord(
+                term=1,
+                slots=tuple(
+                    Slot(worker=i, agent=name, incarnation=1) for i, name in enumerate("abc")
+                ),
+            ),
+            step=0,
+            stop_view=0,
+            pending_view=0,
+            agents=tuple(
+                NodeSnapshot(
+                    agent=name, incarnation=1, pid=1, silent=silent, draining="", domains=()
+                )
+                for name, silent in (("a", False), ("b", True))
+            ),
+            workers=tuple(
+                WorkerStatus(worker=i, incarnation=1, stage=Stage.READY) for i in range(3)
+            ),
+            finished=False,
+        )
+    )
+    phases = [process.state for process in found]
+    assert phases == [ProcessPhase.SPARE, ProcessPhase.LOST, ProcessPhase.LOST]

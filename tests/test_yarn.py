@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pwd
 import re
 import signal
 import subprocess
@@ -341,8 +342,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             "activities-full-host",
-            "YARN says of nm0: Node does not have sufficient resource for request, insufficient "
-            "resources=[memory-mb], required=<memory:2048, vCores:1>, available=<memory:",
+            "YARN says of nm1: Node does not have sufficient resource for request, insufficient "
+            "resources=[memory-mb], required=<memory:3072, vCores:1>, available=<memory:1928, vC",
         ),
         (
             "activities-constraint",  # a container of ours is on nm0
@@ -358,6 +359,8 @@ def test_the_schedulers_reason_to_wait_is_told(
 ) -> None:
     async def work() -> None:
         manager, fake.activities = fake.manager(), activities
+        if activities == "activities-full-host":
+            fake.described = ("nm1", "nm0")  # the second one has our container
         await run_placement(fake, manager, order(1))
         fake.full = True
         await manager.request(order(2))
@@ -539,12 +542,42 @@ def test_too_few_nodes_are_refused(fake: FakeYarn, capsys: pytest.CaptureFixture
         (["--principal", "me@X"], "--principal and --keytab belong together"),
         (["--ca-file", "/none.pem"], "--ca-file /none.pem is no file: name one"),
         (["--ca-file", __file__], "holds no certificates"),
+        (
+            ["--run-dir", "/tmp/a$x"],
+            "--run-dir '/tmp/a$x' cannot be used: YARN expands or breaks on '$'",
+        ),
+        (
+            ["--run-dir", "/tmp/{{x}}"],
+            "YARN expands or breaks on '{{' in the command of a container",
+        ),
+        (["--run-dir", "/tmp/<LOG_DIR>"], "YARN expands or breaks on '<LOG_DIR>'"),
+        (["--run-dir", "/tmp/it's"], "choose a path without it"),
+        (["--run-dir", "/tmp/`x`"], "choose a path without it"),
     ],
 )
 def test_values_that_yarn_cannot_use_are_refused(
     fake: FakeYarn, capsys: pytest.CaptureFixture[str], options: list[str], said: str
 ) -> None:
     assert said in refusal(fake, capsys, *options)
+
+
+def test_the_environment_changes_no_answer(
+    fake: FakeYarn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"{kind}_proxy" for kind in ("http", "https", "all", "no")]
+    names += [
+        "HADOOP_CONF_DIR",
+        "HADOOP_USER_NAME",
+        "YARN_CONF_DIR",
+        "CLASSPATH",
+        "LOGNAME",
+        "USER",
+    ]
+    for name in names:
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+        monkeypatch.setenv(name.upper(), "http://127.0.0.1:1")
+    assert "the cluster has 4 with" in refusal(fake, capsys, "--nodes", "5")
+    assert set(fake.asked_by) == {pwd.getpwuid(os.getuid()).pw_name}
 
 
 def test_a_service_has_the_jobs_name_and_nodes_and_ends_with_the_job(

@@ -165,7 +165,8 @@ class FakeYarn:
     It is the harness of the contract as well. `away`: it answers nothing. `off`: the services API
     is switched off. `failing`: the number of the next requests, which all fail. `start_s`: until a
     master is up. `full`: no container is allocated; the scheduler then answers `activities`, a
-    recorded answer. `blind`: hosts whose containers do not see the run directory.
+    recorded answer, of the hosts `described`. `blind`: hosts whose containers do not see the run
+    directory.
     """
 
     def __init__(self, folder: Path, hosts: int = 4, start_s: float = 0.1) -> None:
@@ -182,6 +183,7 @@ class FakeYarn:
         self.applications: dict[str, FakeService] = {}
         self.full = False
         self.activities = "activities-full-queue"
+        self.described = self.hosts
         self.blind: set[str] = set()
         self._away = threading.Event()
         self._over = threading.Event()
@@ -249,7 +251,7 @@ class FakeYarn:
                         return recorded("application-unknown", application_1_0001=id_)
                     return self.applications[id_].describe_application()
                 case ["GET", "ws", "v1", "cluster", "scheduler", "app-activities", id_]:
-                    names = dict(zip(HOSTS, self.hosts, strict=False))
+                    names = dict(zip(HOSTS, self.described, strict=False))
                     return recorded(self.activities, **names)
                 case ["PUT", "ws", "v1", "cluster", "apps", id_, "state"]:
                     self.end(self.applications[id_], "killed")

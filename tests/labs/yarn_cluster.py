@@ -1,7 +1,7 @@
-"""Uses a real ResourceManager, which HOLDFAST_YARN_RM names, as a harness of the contract.
+"""Uses a real ResourceManager as a harness of the contract: a lab's, or the one at an address.
 
-Its node managers run on this machine, where the containers' processes are looked for. Nobody is
-there to end a host or the manager itself, so these cases cannot be run.
+HOLDFAST_YARN_RM may name the address. Its node managers run on this machine, where the containers'
+processes are looked for. Only the hosts and the manager of a lab (yarn_lab.py) can be ended.
 """
 
 from __future__ import annotations
@@ -19,9 +19,16 @@ from holdfast.core.domains import Domains
 from holdfast.core.fleet.placements import PlacementId
 from holdfast.launch.order_book import ORDERS, OrderBook
 from holdfast.launch.rest_link import RestAccess, RestLink
-from holdfast.launch.yarn_manager import NO_RACK, YarnManager, YarnService, list_nodes
+from holdfast.launch.yarn_manager import (
+    DECOMMISSIONED,
+    NO_RACK,
+    YarnManager,
+    YarnService,
+    list_nodes,
+)
 from holdfast.testing.cluster_contract import PREFIX
 from labs.slurm_cluster import our_processes
+from labs.yarn_lab import YarnLab
 
 RM_VARIABLE = "HOLDFAST_YARN_RM"
 
@@ -32,8 +39,9 @@ class YarnCluster:
     `folder` is a new one; it stays after a failure, to look for the reason.
     """
 
-    def __init__(self) -> None:
-        self.url = os.environ[RM_VARIABLE]
+    def __init__(self, lab: YarnLab | None = None) -> None:
+        self._lab = lab
+        self.url = lab.url if lab is not None else os.environ[RM_VARIABLE]
         self.folder = Path(tempfile.mkdtemp(prefix="holdfast-yarn-"))
         self._link = RestLink(RestAccess(address=self.url, user=os.environ.get("USER", "")), "YARN")
         self._managers: dict[str, YarnManager] = {}
@@ -55,18 +63,28 @@ class YarnCluster:
         folder = self.folder / name
         command = shlex.join((sys.executable, "-m", "holdfast.launch.yarn_place", str(folder)))
         service = YarnService(name=name, command=command, memory_mb=512)
-        manager = YarnManager(self._link, service, OrderBook(folder / ORDERS))
+        folder.mkdir(exist_ok=True)
+        manager = YarnManager(self._link, service, OrderBook(folder / ORDERS), str(folder))
         self._managers.setdefault(name, manager)
         return manager
 
-    def kill(self, host: str) -> None:
-        raise NotImplementedError("nobody can end a host here")
+    def has_operator(self) -> bool:
+        return self._lab is not None
 
-    def drain(self, host: str, reason: str) -> str | None:
-        raise NotImplementedError("nobody can drain a host here")
+    @property
+    def lab(self) -> YarnLab:
+        assert self._lab is not None, "only a lab has an operator"
+        return self._lab
+
+    def kill(self, host: str) -> None:
+        self.lab.kill(host)
+
+    def drain(self, host: str, reason: str) -> str:
+        self.lab.drain(host)
+        return DECOMMISSIONED
 
     def away(self, away: bool) -> None:
-        raise NotImplementedError("nobody can end the ResourceManager here")
+        self.lab.away(away)
 
     def processes(self, id_: PlacementId) -> list[int]:
         return our_processes(f"HOLDFAST_PLACEMENT={id_}")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import getpass
+import os
+import pwd
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -69,6 +72,14 @@ def check_room(options: argparse.Namespace, fitting: int, wanted: Mapping[str, f
             f"--nodes {options.nodes}: the cluster has {fitting} with {text}; ask for fewer or "
             f"smaller ones, or give {WAIT} if they will come"
         )
+
+
+def own_user() -> str:
+    """Return the user of this process, which the environment may misname."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return getpass.getuser()
 
 
 def path_of(file: Path | None) -> str:

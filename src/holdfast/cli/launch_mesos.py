@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import getpass
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from holdfast.cli.launch_application import (
     check_limits,
     check_room,
     end_application,
+    own_user,
     path_of,
     run_application,
 )
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     check_values(options)
     prefer(options, "nodes.abandon_s", ABANDON_S)
     settings = {
-        "runs_as": getpass.getuser(),
+        "runs_as": own_user(),
         "ca": path_of(options.ca_file),
         "password_file": path_of(options.password_file),
         **{key: str(getattr(options, key)) for key in ("master", "user", "role", *LIMITS)},

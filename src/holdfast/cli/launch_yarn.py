@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import getpass
 import re
 import sys
 from collections.abc import Awaitable, Callable, Mapping
@@ -15,6 +14,7 @@ from holdfast.cli.launch_application import (
     check_limits,
     check_room,
     end_application,
+    own_user,
     path_of,
     run_application,
 )
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     proved = options.kerberos
     access = RestAccess(
         address=options.rm,
-        user="" if proved else options.user or getpass.getuser(),
+        user="" if proved else options.user or own_user(),
         ca=path_of(options.ca_file),
         kerberos=proved,
     )

@@ -1,0 +1,286 @@
+"""Runs Hadoop's own ResourceManager with its services API, on this machine and its loopback.
+
+HOLDFAST_YARN_JARS names a folder with the jars of Hadoop 3.4 and of what it needs; Maven fills one:
+
+    mvn -f tests/labs/yarn_pom.xml dependency:copy-dependencies -DoutputDirectory=DIR
+
+It needs Java 17 and about 2 GiB of memory. The hosts are NodeManagers with names of their own,
+which only these processes know; ZooKeeper keeps the services' registry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+from holdfast.testing.fake_cluster import kill_tree
+from labs.slurm_cluster import our_processes
+
+JARS_VARIABLE = "HOLDFAST_YARN_JARS"
+UP_S = 120.0
+SILENT_MS = 6000  # a host or a master that is silent for so long is lost
+RESOURCE_MANAGER = "org.apache.hadoop.yarn.server.resourcemanager.ResourceManager"
+NODE_MANAGER = "org.apache.hadoop.yarn.server.nodemanager.NodeManager"
+ZOOKEEPER = "org.apache.zookeeper.server.ZooKeeperServerMain"
+ADMIN = "org.apache.hadoop.yarn.client.cli.RMAdminCLI"
+LOG4J = """log4j.rootLogger=INFO,A
+log4j.appender.A=org.apache.log4j.ConsoleAppender
+log4j.appender.A.layout=org.apache.log4j.PatternLayout
+log4j.appender.A.layout.ConversionPattern=%d{HH:mm:ss} %p %c{1}: %m%n
+"""
+
+
+def missing() -> str:
+    """Return what is missing to run it, or ""."""
+    jars = os.environ.get(JARS_VARIABLE, "")
+    if not list(Path(jars).glob("hadoop-yarn-services-api-*.jar")) or not jars:
+        return f"{JARS_VARIABLE} names no folder with Hadoop's jars (tests/labs/yarn_lab.py)"
+    return "" if shutil.which("java") else "there is no java"
+
+
+class YarnLab:
+    """Keeps the servers of one cluster; used as a context manager. `folder`: theirs.
+
+    `settings`: further properties of the ResourceManager.
+    """
+
+    def __init__(
+        self, folder: Path, hosts: int = 3, settings: Mapping[str, str] | None = None
+    ) -> None:
+        self.folder = folder
+        self.hosts = tuple(f"nm{number}" for number in range(hosts))
+        self._settings = dict(settings or {})
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        names = ("zookeeper", "web", "scheduler", "tracker", "admin", "client")
+        self._ports = dict(zip(names, free_ports(len(names)), strict=True))
+        self._names = folder / "hosts"
+
+    def __enter__(self) -> YarnLab:
+        self.folder.mkdir(parents=True)
+        addresses = {socket.gethostname(): "127.0.0.1", "localhost": "127.0.0.1"}
+        addresses |= {host: f"127.0.1.{number + 1}" for number, host in enumerate(self.hosts)}
+        self._names.write_text("".join(f"{there} {name}\n" for name, there in addresses.items()))
+        self._configure("")
+        port = str(self._ports["zookeeper"])
+        self._start("zookeeper", ZOOKEEPER, port, str(self.folder / "zookeeper"))
+        self._start("manager", RESOURCE_MANAGER)
+        try:
+            self._until(self.answers, "the ResourceManager answers")
+            for host in self.hosts:
+                self.start(host)
+            self._until(lambda: self.running() == {*self.hosts}, "all hosts are there")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for host in self.hosts:
+            self.kill(host)
+        for name in ("manager", "zookeeper"):
+            self._end(name)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._ports['web']}"
+
+    def answers(self) -> bool:
+        """Return whether the services API answers."""
+        return bool(self._get("/app/v1/services/version"))
+
+    def running(self) -> set[str]:
+        """Return the hosts that the ResourceManager calls running."""
+        nodes = (self._get("/ws/v1/cluster/nodes").get("nodes") or {}).get("node") or []
+        return {node["nodeHostName"] for node in nodes if node["state"] == "RUNNING"}
+
+    def start(self, host: str) -> None:
+        self._configure(host)
+        self._start(host, NODE_MANAGER)
+
+    def kill(self, host: str) -> None:
+        """End a host with all its processes, a service's master as well."""
+        self._end(host)
+        for pid in our_processes(f"NM_HOST={host}"):
+            kill_tree(pid)
+
+    def drain(self, host: str) -> None:
+        """Decommission a host, which may go on for an hour."""
+        (self.folder / "exclude").write_text(f"{host}\n")
+        command = self._java("", ADMIN, "-refreshNodes", "-g", "3600", "-server")
+        subprocess.run(command, env=self._environment(""), check=True, timeout=UP_S)
+
+    def away(self, away: bool) -> None:
+        """End the ResourceManager, or start it again and wait until it knows the hosts."""
+        if away:
+            self._end("manager")
+            return
+        before = {host for host in self.hosts if host in self._processes}
+        self._start("manager", RESOURCE_MANAGER)
+        self._until(lambda: self.running() >= before, "the hosts have found their manager")
+
+    def master(self) -> int:
+        """Return the process of the one service's master."""
+        (pid,) = (
+            int(path.parent.name)
+            for path in Path("/proc").glob("[0-9]*/cmdline")
+            if is_master(path) and f"{self.folder}/" in read(path)
+        )
+        return pid
+
+    # ------------------------------------------------------------ processes
+
+    def _configure(self, host: str) -> None:
+        """Write the configuration of the ResourceManager and clients, or of a host."""
+        conf = self._conf(host)
+        conf.mkdir(exist_ok=True)
+        folder, jars = self.folder, os.environ[JARS_VARIABLE]
+        here = {name: f"127.0.0.1:{port}" for name, port in self._ports.items()}
+        (folder / "exclude").touch()
+        write_xml(
+            conf / "core-site.xml",
+            {
+                "fs.defaultFS": "file:///",
+                "hadoop.registry.zk.quorum": here["zookeeper"],
+                "hadoop.tmp.dir": f"{folder}/tmp/{host}",
+            },
+        )
+        (conf / "log4j.properties").write_text(LOG4J)
+        write_xml(
+            conf / "capacity-scheduler.xml",
+            {
+                "yarn.scheduler.capacity.root.queues": "default",
+                "yarn.scheduler.capacity.root.default.capacity": "100",
+                "yarn.scheduler.capacity.maximum-am-resource-percent": "0.9",
+            },
+        )
+        manager, node, service = "yarn.resourcemanager", "yarn.nodemanager", "yarn.service"
+        found = {
+            f"{manager}.hostname": "127.0.0.1",
+            f"{manager}.webapp.address": here["web"],
+            f"{manager}.scheduler.address": here["scheduler"],
+            f"{manager}.resource-tracker.address": here["tracker"],
+            f"{manager}.admin.address": here["admin"],
+            f"{manager}.address": here["client"],
+            f"{manager}.placement-constraints.handler": "scheduler",
+            f"{manager}.nodes.exclude-path": f"{folder}/exclude",
+            f"{manager}.recovery.enabled": "true",
+            f"{manager}.store.class": f"{RESOURCE_MANAGER.rpartition('.')[0]}.recovery."
+            "FileSystemRMStateStore",
+            f"{manager}.fs.state-store.uri": f"file://{folder}/state",
+            "yarn.webapp.api-service.enable": "true",
+            "yarn.scheduler.minimum-allocation-mb": "128",
+            "yarn.nm.liveness-monitor.expiry-interval-ms": str(SILENT_MS),
+            "yarn.am.liveness-monitor.expiry-interval-ms": str(SILENT_MS),
+            "yarn.resourcemanager.rm.container-allocation.expiry-interval-ms": "20000",
+            f"{service}.base.path": f"{folder}/services",
+            f"{service}.am-resource.memory": "512",
+            f"{service}.am.java.opts": f"-Xmx256m -Djdk.net.hosts.file={self._names}",
+            "yarn.application.classpath": f"{jars}/*",
+            f"{node}.vmem-check-enabled": "false",
+            f"{node}.pmem-check-enabled": "false",
+            f"{node}.resource.memory-mb": "4096",
+            f"{node}.resource.cpu-vcores": "8",
+            f"{node}.disk-health-checker.enable": "false",
+            f"{node}.env-whitelist": "JAVA_HOME,HADOOP_CONF_DIR,PATH,LANG",
+            f"{node}.admin-env": f"MALLOC_ARENA_MAX=1,CLASSPATH={jars}/*",
+            **self._settings,
+        }
+        if host:
+            localizer, web, address = free_ports(3)
+            found |= {
+                f"{node}.hostname": host,
+                f"{node}.address": f"{host}:{address}",
+                f"{node}.localizer.address": f"{host}:{localizer}",
+                f"{node}.webapp.address": f"{host}:{web}",
+                f"{node}.local-dirs": f"{folder}/{host}/local",
+                f"{node}.log-dirs": f"{folder}/{host}/log",
+            }
+        write_xml(conf / "yarn-site.xml", found)
+
+    def _conf(self, host: str) -> Path:
+        return self.folder / f"conf-{host or 'manager'}"
+
+    def _environment(self, host: str) -> dict[str, str]:
+        java = Path(shutil.which("java") or "").resolve().parents[1]
+        given = {"HADOOP_CONF_DIR": str(self._conf(host)), "JAVA_HOME": str(java), "LC_ALL": "C"}
+        return {**os.environ, **given}
+
+    def _java(self, host: str, *words: str) -> list[str]:
+        path = f"{self._conf(host)}:{os.environ[JARS_VARIABLE]}/*"
+        options = (
+            f"-Djdk.net.hosts.file={self._names}",
+            "--add-opens",
+            "java.base/java.lang=ALL-UNNAMED",
+        )
+        return ["java", "-Xmx300m", *options, "-cp", path, *words]
+
+    def _start(self, name: str, *words: str) -> None:
+        host = name if name in self.hosts else ""
+        with open(self.folder / f"{name}.log", "ab") as log:
+            self._processes[name] = subprocess.Popen(
+                self._java(host, *words),
+                env=self._environment(host),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _end(self, name: str) -> None:
+        if name in self._processes:
+            process = self._processes.pop(name)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+    def _get(self, path: str) -> dict[str, Any]:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=10.0) as answer:
+                found: dict[str, Any] = json.loads(answer.read())
+                return found
+        except (OSError, ValueError):
+            return {}
+
+    def _until(self, ready: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + UP_S
+        while not ready():
+            assert time.monotonic() < deadline, f"not in {UP_S:g} s: {what} ({self.folder})"
+            time.sleep(0.2)
+
+
+def is_master(path: Path) -> bool:
+    return "org.apache.hadoop.yarn.service.ServiceMaster" in read(path) and "java\0" in read(path)
+
+
+def read(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""
+
+
+def free_ports(number: int) -> list[int]:
+    """Return ports that are free now."""
+    with contextlib.ExitStack() as stack:
+        listeners = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)
+        ]
+        return [listener.getsockname()[1] for listener in listeners]
+
+
+def write_xml(path: Path, properties: Mapping[str, str]) -> None:
+    """Write a configuration file of Hadoop."""
+    lines = (
+        f"<property><name>{name}</name><value>{escape(value)}</value></property>\n"
+        for name, value in properties.items()
+    )
+    path.write_text(f"<configuration>\n{''.join(lines)}</configuration>\n")

@@ -1,0 +1,39 @@
+"""The nodes that a manager does not give are reported with its reason, once and when it changes."""
+
+from __future__ import annotations
+
+from holdfast.core.fleet.placements import Holding, Placement, PlacementId
+from holdfast.launch.waiting_report import WaitingReport
+
+
+def placed(number: int, why: str | None = None) -> Placement:
+    holding = Holding.RUNNING if why is None else Holding.WAITING
+    return Placement(id=PlacementId(f"hf-{number}"), handle="", holding=holding, why=why or "")
+
+
+def test_a_reason_to_wait_is_reported_once_it_has_lasted() -> None:
+    report = WaitingReport("YARN")
+    short = [placed(1), placed(2, "no room")]
+    assert [list(report.read(short, now)) for now in (100.0, 109.0)] == [[], []]
+    assert list(report.read(short, 110.0)) == ["YARN gives 1 of 2 nodes; no room"]
+    assert [list(report.read(short, now)) for now in (112.0, 500.0)] == [[], []]
+
+
+def test_another_reason_is_reported_after_a_while() -> None:
+    report = WaitingReport("YARN")
+    both = [placed(1, "no room"), placed(2, "no room"), placed(3, "")]
+    list(report.read(both, 0.0))
+    assert list(report.read(both, 20.0)) == ["YARN gives 0 of 3 nodes; no room"]
+    one = [placed(1), placed(2, "nm2 is full"), placed(3, "nm3 is full")]
+    assert list(report.read(one, 30.0)) == []
+    assert list(report.read(one, 80.0)) == ["YARN gives 1 of 3 nodes; nm2 is full; nm3 is full"]
+
+
+def test_nothing_is_reported_without_a_reason_or_when_all_run() -> None:
+    report = WaitingReport("Slurm")
+    for now in (0.0, 100.0):
+        assert list(report.read([placed(1), placed(2, "")], now)) == []
+    assert list(report.read([placed(1), placed(2)], 200.0)) == []
+    late = [placed(1), placed(2, "later")]
+    assert list(report.read(late, 300.0)) == []  # the wait begins anew
+    assert list(report.read(late, 310.0)) == ["Slurm gives 1 of 2 nodes; later"]
