@@ -258,6 +258,54 @@ def test_an_interrupted_job_gives_all_back(tmp_path: Path, cluster: FakeCluster)
     assert not [pid for name in names for pid in cluster.fake.processes(PlacementId(name))]
 
 
+def test_a_service_that_an_operator_ends_ends_its_job(tmp_path: Path, undisturbed: str) -> None:
+    with fake_yarn(tmp_path) as cluster:
+        fake: Any = cluster.fake
+        assert_ends_with_its_service(tmp_path, cluster.asked, undisturbed, fake.stop)
+        assert len(fake.applications) == 2  # the second one is of the command that resumes
+        assert not fake.services
+
+
+def assert_ends_with_its_service(
+    folder: Path, asked: Sequence[str], undisturbed: str, stop: Callable[[str], None]
+) -> None:
+    """Run a job whose service is stopped, and resume it. `stop`: as an operator, by its name."""
+    store = ("--store", str(folder / "store"), "--save-every", "10")
+    job = ClusterRun(folder, asked, "--nodes", "2", "--wait-for-nodes", *store)
+    with job.run:
+        job.serving(2)
+        name = job.run.run_dir.spec().job[:8]
+        stop(f"hf-{name}")
+        assert job.run.wait(JOB_S) == 1
+    said = f"YARN has ended service hf-{name}, as by `yarn app -stop hf-{name}` (Stopped by user "
+    reason = [line for line in job.run.err if said in line]
+    assert any("the job ends" in line for line in reason), job.run.err
+    assert any(f"`holdfast resume {job.folder}` continues it" in line for line in reason), reason
+    job.run = LocalRun(job.folder, [], [], command=("resume", str(job.folder)))
+    with job.run:
+        job.serving(2)
+        assert job.digest() == undisturbed
+
+
+def test_nodes_that_a_full_cluster_does_not_give_are_reported(tmp_path: Path) -> None:
+    with fake_yarn(tmp_path) as cluster:
+        fake: Any = cluster.fake
+        fake.hosts, fake.blind = fake.hosts[:2], {"nm1"}
+        asked = ("--nodes", "2", "--nodes-min", "1", "--wait-for-nodes")
+        job = ClusterRun(tmp_path, cluster.asked, *asked)
+        with job.run:
+            job.serving(1)
+            for reason in (
+                "YARN says of nm0: Queue does not",
+                "nm1 does not see the run directory",
+            ):
+                job.until(lambda text=reason: any(text in line for line in job.run.err), reason)
+            job.go.touch()
+            finish(job.run)
+        first = next(line for line in job.run.err if "YARN gives" in line)
+        assert "YARN gives 1 of 2 nodes; " in first
+
+
 # ---------------------------------------------------------------- a real ResourceManager
 
 
@@ -298,4 +346,43 @@ def test_a_job_survives_a_lost_container_on_a_real_resource_manager(
         job.lose(first[0])
         job.serving(2, without=first[:1])
         assert job.digest() == undisturbed
+    shutil.rmtree(real_yarn.folder)
+
+
+@pytest.mark.clusters
+def test_a_job_survives_the_loss_of_its_masters_host(
+    real_yarn: YarnCluster, undisturbed: str
+) -> None:
+    if not real_yarn.has_operator():
+        pytest.skip("only a lab's hosts can be ended")
+    lab = real_yarn.lab
+    job = ClusterRun(real_yarn.folder, ("yarn", "--rm", real_yarn.url), "--nodes", "2")
+    with job.run:
+        job.serving(2)
+        host = environment_of(lab.master())["NM_HOST"]
+        lost = [name for name in job.serving(2) if host_of(name) == host]
+        lab.kill(host)
+        job.serving(2, without=lost)
+        assert job.digest() == undisturbed
+    shutil.rmtree(real_yarn.folder)
+
+
+def host_of(name: str) -> str:
+    """Return the host of a node, by the environment of its agent."""
+    return environment_of(our_processes(f"HOLDFAST_PLACEMENT={name}")[0])["NM_HOST"]
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    words = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+@pytest.mark.clusters
+def test_an_operator_ends_a_job_on_a_real_resource_manager(
+    real_yarn: YarnCluster, undisturbed: str
+) -> None:
+    folder = real_yarn.folder / "a b,ü%&;(#!"  # a name that YARN does not change
+    folder.mkdir()
+    asked = ("yarn", "--rm", real_yarn.url)
+    assert_ends_with_its_service(folder, asked, undisturbed, real_yarn.stop)
     shutil.rmtree(real_yarn.folder)

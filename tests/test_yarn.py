@@ -188,7 +188,13 @@ def test_a_service_that_has_failed_is_started_again_when_nodes_are_wanted(fake: 
             fake.end(service_of(fake), "failed")
         assert not await find_placements(manager, found.id)
         assert service_of(fake).id == old
-        await run_placement(fake, manager, order(2))
+        second = order(2)
+        await manager.request(second)
+        assert (await why_waits(manager)).startswith(
+            f"service hf-fake has failed and is started again (Application {old} failed 2 times "
+            "due to AM Container for appattempt_"
+        )
+        await until(lambda: runs(manager, second.id), "it runs")
         assert service_of(fake).id != old
 
     run(work)

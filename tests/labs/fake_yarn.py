@@ -431,6 +431,11 @@ class FakeYarn:
         """Have a service's master fail; its containers go on until the next one takes them over."""
         service.up_at = time.monotonic() + within_s
 
+    def stop(self, name: str) -> None:
+        """Stop a service as an operator does."""
+        with self.lock:
+            self.end(self.services[name], "stopped")
+
     def drain(self, host: str, reason: str) -> str:
         self._leaving.add(host)
         return DECOMMISSIONED

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast.cli.launch_application import own_user
 from holdfast.core.domains import Domains
 from holdfast.core.fleet.placements import PlacementId
 from holdfast.launch.order_book import ORDERS, OrderBook
@@ -22,6 +23,7 @@ from holdfast.launch.rest_link import RestAccess, RestLink
 from holdfast.launch.yarn_manager import (
     DECOMMISSIONED,
     NO_RACK,
+    SERVICES,
     YarnManager,
     YarnService,
     list_nodes,
@@ -43,7 +45,7 @@ class YarnCluster:
         self._lab = lab
         self.url = lab.url if lab is not None else os.environ[RM_VARIABLE]
         self.folder = Path(tempfile.mkdtemp(prefix="holdfast-yarn-"))
-        self._link = RestLink(RestAccess(address=self.url, user=os.environ.get("USER", "")), "YARN")
+        self._link = RestLink(RestAccess(address=self.url, user=own_user()), "YARN")
         self._managers: dict[str, YarnManager] = {}
         self.hosts: Sequence[str] = ()
         self.domains: Mapping[str, Domains] = {}
@@ -85,6 +87,10 @@ class YarnCluster:
 
     def away(self, away: bool) -> None:
         self.lab.away(away)
+
+    def stop(self, name: str) -> None:
+        """Stop a service as an operator does."""
+        asyncio.run(self._link.ask_or_raise("PUT", f"{SERVICES}/{name}", {"state": "STOPPED"}))
 
     def processes(self, id_: PlacementId) -> list[int]:
         return our_processes(f"HOLDFAST_PLACEMENT={id_}")

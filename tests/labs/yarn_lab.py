@@ -29,7 +29,7 @@ from labs.slurm_cluster import our_processes
 
 JARS_VARIABLE = "HOLDFAST_YARN_JARS"
 UP_S = 120.0
-SILENT_MS = 6000  # a host or a master that is silent for so long is lost
+SILENT_MS = 10_000  # a host that is silent for so long is lost
 RESOURCE_MANAGER = "org.apache.hadoop.yarn.server.resourcemanager.ResourceManager"
 NODE_MANAGER = "org.apache.hadoop.yarn.server.nodemanager.NodeManager"
 ZOOKEEPER = "org.apache.zookeeper.server.ZooKeeperServerMain"
@@ -181,8 +181,6 @@ class YarnLab:
             "yarn.webapp.api-service.enable": "true",
             "yarn.scheduler.minimum-allocation-mb": "128",
             "yarn.nm.liveness-monitor.expiry-interval-ms": str(SILENT_MS),
-            "yarn.am.liveness-monitor.expiry-interval-ms": str(SILENT_MS),
-            "yarn.resourcemanager.rm.container-allocation.expiry-interval-ms": "20000",
             f"{service}.base.path": f"{folder}/services",
             f"{service}.am-resource.memory": "512",
             f"{service}.am.java.opts": f"-Xmx256m -Djdk.net.hosts.file={self._names}",

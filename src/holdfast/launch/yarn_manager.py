@@ -120,6 +120,7 @@ class YarnManager:
         self._book = book
         self._alone = asyncio.Lock()
         self._application = ""  # id of the service as it was seen last
+        self._failure = ""  # why a service was started again for the orders that wait
         self._idle_since: dict[str, float] = {}  # by container
         self._raised = (0, frozenset[str]())  # number and containers, as they were seen last
         self._raised_at = float("-inf")  # when these changed
@@ -218,8 +219,11 @@ class YarnManager:
         if found is None or _is_over(found):
             await self._replace(found, entries, len(waiting))
             return ""
+        if not waiting:
+            self._failure = ""
         if not _has_master(found):  # the next look asks for more
-            return describe_master(await self._describe(self._application)) if waiting else ""
+            master = describe_master(await self._describe(self._application)) if waiting else ""
+            return "; ".join(filter(None, (self._failure, master)))
         live, holders = _containers(found), {entry.holder for entry in entries}
         idle = [each for id_, each in live.items() if id_ not in holders]
         left, fitting = _match(waiting, idle)
@@ -232,7 +236,7 @@ class YarnManager:
             self._unread.forget()
         await self._raise(found, len(left))
         await self._drop([] if waiting else idle)
-        reasons = [*self._unread.describe(unread), await self._explain(left, live)]
+        reasons = [self._failure, *self._unread.describe(unread), await self._explain(left, live)]
         return "; ".join(filter(None, reasons))
 
     async def _replace(
@@ -253,6 +257,9 @@ class YarnManager:
                 f"YARN has ended service {self.name}, as by `yarn {ended}` ({said})"
             )
         if wanted:
+            if application:
+                why = shorten(about.get("diagnostics")) or "YARN does not know it any more"
+                self._failure = f"service {self.name} has failed and is started again ({why})"
             await self.destroy()
             await self.create(wanted)
 
