@@ -174,6 +174,11 @@ def test_a_master_that_starts_again_is_away(fake: FakeYarn) -> None:
         with pytest.raises(Unreachable, match="the master of service hf-fake is being started"):
             await manager.observe()
         service_of(fake).up_at = 0.0
+        service_of(fake).listed_at = time.monotonic() + 3600.0
+        for asked in (manager, fake.manager()):
+            with pytest.raises(Unreachable, match="hf-fake does not list all containers"):
+                await asked.observe()
+        service_of(fake).listed_at = 0.0
         assert await find_placements(manager, found.id) == [found]
 
     run(work)

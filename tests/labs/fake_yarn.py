@@ -106,6 +106,7 @@ class FakeService:
     failures: int = 0
     decommissioned: list[str] = field(default_factory=list)
     end: str = ""  # how it ended: stopped, killed or failed
+    listed_at: float = 0.0  # until then a new master does not list the containers
 
     @property
     def name(self) -> str:
@@ -145,7 +146,11 @@ class FakeService:
         component.update(
             given,
             state="FLEXING" if self.pending else "STABLE",
-            containers=[each.describe(template) for each in self.containers.values()],
+            containers=[
+                each.describe(template)
+                for each in self.containers.values()
+                if time.monotonic() >= self.listed_at
+            ],
             decommissioned_instances=self.decommissioned,
         )
         return status, {**found, **about, "state": "STABLE" if not self.pending else "STARTED"}
@@ -154,6 +159,8 @@ class FakeService:
         kind = "waiting" if self.is_up() else "master-waits"
         status, found = recorded_of(f"application-{self.end or kind}", self.name)
         found = name_application(found, self.id)
+        alive = [each for each in self.containers.values() if each.process.poll() is None]
+        found["app"]["runningContainers"] = 1 + len(alive)
         for request in found["app"].get("resourceRequests", ()):
             request["numContainers"] = self.asked
         return status, found

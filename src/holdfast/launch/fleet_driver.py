@@ -81,10 +81,9 @@ class JobLink:
 
     async def stop(self, reason: str) -> None:
         """End the job: after a last checkpoint, or at once if it was asked before."""
+        remedy = f"`holdfast resume {self._run_dir.path}` continues it"
         channel = await self._contact.connect(self._secret)
-        channel.send(
-            StopRequest(reason=f"{reason}: `holdfast resume {self._run_dir.path}` continues")
-        )
+        channel.send(StopRequest(reason=f"{reason}: {remedy}"))
         await channel.finish()
 
 

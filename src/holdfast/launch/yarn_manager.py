@@ -122,6 +122,8 @@ class YarnManager:
         self._application = ""  # id of the service as it was seen last
         self._failure = ""  # why a service was started again for the orders that wait
         self._idle_since: dict[str, float] = {}  # by container
+        self._ended: set[str] = set()  # containers that have had orders
+        self._absent_at: float | None = None  # since when others are not listed
         self._raised = (0, frozenset[str]())  # number and containers, as they were seen last
         self._raised_at = float("-inf")  # when these changed
         self._unread = UnreadOrders(run_dir, sys.executable)
@@ -140,8 +142,8 @@ class YarnManager:
             why = await self._settle(found, entries)
             live, nodes = _containers(found), await self._nodes()
         claimed = [e for e in entries if e.holder and _is_of(found, e.holder)]
-        if claimed and not _is_over(found) and not _has_master(found):
-            raise Unreachable(f"the master of service {self.name} is being started")
+        if claimed and not _is_over(found):
+            await self._check_master(found or {}, {str(entry.holder) for entry in claimed})
         return [
             *(_placement(entry, nodes, running=entry.holder in live) for entry in claimed),
             *(_placement(e, nodes, running=None, why=why) for e in entries if e.waits),
@@ -292,6 +294,26 @@ class YarnManager:
             held = {each["bare_host"] for each in live.values()}
             return self._allocation.explain(answer.document if answer.accepted else {}, held, now)
         return self._allocation.last
+
+    async def _check_master(self, found: Mapping[str, Any], claimed: set[str]) -> None:
+        """Raise Unreachable unless the master is up and knows the containers that YARN runs.
+
+        A new master is up for some seconds before it lists the containers of the one before.
+        `claimed`: containers that have had orders; one that is not listed has ended.
+        """
+        if not _has_master(found):
+            raise Unreachable(f"the master of service {self.name} is being started")
+        now = time.monotonic()
+        absent = claimed - {each["id"] for each in _listed(found)} - self._ended
+        if not absent:
+            self._absent_at = None
+            return
+        self._absent_at = now if self._absent_at is None else self._absent_at
+        about = await self._describe(self._application)
+        running = int(about.get("runningContainers", 0)) - 1  # the master's own is one of them
+        if running > len(_containers(found)) and now < self._absent_at + AGAIN_S:
+            raise Unreachable(f"the master of service {self.name} does not list all containers")
+        self._ended |= absent
 
     async def _drop(self, idle: Sequence[Mapping[str, Any]]) -> None:
         """Give back containers that nobody has wanted for a while."""
