@@ -1,6 +1,6 @@
 """Runs Hadoop's own ResourceManager with its services API, on this machine and its loopback.
 
-HOLDFAST_YARN_JARS names a folder with the jars of Hadoop 3.4 and of what it needs; Maven fills one:
+HOLDFAST_YARN_JARS names a folder with the jars of Hadoop 3.4 and its libraries; Maven fills one:
 
     mvn -f tests/labs/yarn_pom.xml dependency:copy-dependencies -DoutputDirectory=DIR
 
@@ -42,7 +42,7 @@ log4j.appender.A.layout.ConversionPattern=%d{HH:mm:ss} %p %c{1}: %m%n
 
 
 def missing() -> str:
-    """Return what is missing to run it, or ""."""
+    """Return the reason why it cannot run here, or ""."""
     jars = os.environ.get(JARS_VARIABLE, "")
     if not list(Path(jars).glob("hadoop-yarn-services-api-*.jar")) or not jars:
         return f"{JARS_VARIABLE} names no folder with Hadoop's jars (tests/labs/yarn_lab.py)"

@@ -16,7 +16,7 @@ from holdfast.core.fleet.placements import Placement, PlacementId
 
 
 class StoppedByOperator(WorldError):
-    """Reports that an operator of the cluster has ended what all of a job's placements belong to.
+    """Reports that an operator of the cluster has ended a job's application, with all placements.
 
     The job ends, instead of asking for other placements.
     """
@@ -48,8 +48,8 @@ class ClusterManager(Protocol):
 
         Those that have ended may be listed as such, with the host that they had, or not at all.
         It must never leave out a placement that was there when it was called, so a manager that is
-        away is an error, not an empty list. StoppedByOperator: nothing of the job is there any
-        more. A placement that waits may say why (`Placement.why`).
+        away is an error, not an empty list. StoppedByOperator: no placement is left, and none may
+        be asked for. A placement that waits may say why (`Placement.why`).
         """
         ...
 

@@ -13,7 +13,10 @@ AGAIN_S = 60.0  # between two reports whose reasons differ
 class WaitingReport:
     """Makes one line once placements have waited for some time, and again as the reason changes.
 
-    `manager`: its name for people. Without a reason from the manager there is no line.
+    The reasons are the manager's own (`Placement.why`); several placements may have the same one,
+    which is then printed once. Without any reason there is no line.
+
+    `manager`: its name for people.
     """
 
     def __init__(self, manager: str) -> None:

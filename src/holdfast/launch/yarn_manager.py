@@ -231,7 +231,7 @@ class YarnManager:
         left, fitting = _match(waiting, idle)
         unread: set[str] = set()
         if waiting:
-            ended = [e for e in _listed(found) if e["state"] in OVER and e["id"] not in holders]
+            ended = [e for e in _list_all(found) if e["state"] in OVER and e["id"] not in holders]
             unread = self._unread.observe(fitting, ended, time.monotonic())
             left, _ = _match(waiting, [each for each in idle if each["id"] not in unread])
         else:
@@ -266,7 +266,7 @@ class YarnManager:
             await self.create(wanted)
 
     async def _raise(self, found: Mapping[str, Any], left: int) -> None:
-        """Ask for so many more containers, unless YARN has them to allocate already."""
+        """Ask for `left` more containers, unless YARN has them to allocate already."""
         live, number = frozenset(_containers(found)), _number(found)
         now, missing = time.monotonic(), number - len(live)
         if (number, live) != self._raised:
@@ -304,7 +304,7 @@ class YarnManager:
         if not _has_master(found):
             raise Unreachable(f"the master of service {self.name} is being started")
         now = time.monotonic()
-        absent = claimed - {each["id"] for each in _listed(found)} - self._ended
+        absent = claimed - {each["id"] for each in _list_all(found)} - self._ended
         if not absent:
             self._absent_at = None
             return
@@ -367,7 +367,7 @@ def _has_master(found: Mapping[str, Any] | None) -> bool:
     return bool((found or {}).get("components"))
 
 
-def _listed(found: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+def _list_all(found: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     """Return all containers that YARN lists of a service."""
     components = (found or {}).get("components") or [{}]
     listed: list[Mapping[str, Any]] = components[0].get("containers") or []
@@ -376,7 +376,7 @@ def _listed(found: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 def _containers(found: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
     """Return the containers of a service that have not ended, by id."""
-    return {each["id"]: each for each in _listed(found) if each.get("state") not in OVER}
+    return {each["id"]: each for each in _list_all(found) if each.get("state") not in OVER}
 
 
 def _number(found: Mapping[str, Any]) -> int:
@@ -399,7 +399,7 @@ def _match(
 
 def _find_application(entries: Iterable[BookEntry]) -> str:
     """Return the newest application whose containers have claimed orders; "" if none has."""
-    # Such as container_e01_17_0002_01_000003, or without the e01.
+    # A name is container_e01_17_0002_01_000003, or the same without the e01.
     holders = [entry.holder.split("_")[-4:-2] for entry in entries if entry.holder]
     newest = max(holders, key=lambda parts: [int(part) for part in parts], default=[])
     return "_".join(["application", *newest]) if newest else ""

@@ -48,7 +48,7 @@ class UnreadOrders:
         return {id_ for id_, since in self._since.items() if now >= since + UNREAD_S}
 
     def forget(self) -> None:
-        """Forget everything: no order waits."""
+        """Forget all containers, because no order waits any more."""
         self._since, self._hosts, self._failed = {}, {}, {}
 
     def describe(self, unread: Iterable[str]) -> Iterator[str]:
@@ -88,7 +88,7 @@ class Allocation:
         return self._last
 
     def forget(self) -> None:
-        """Forget everything: YARN has given what was asked for."""
+        """Forget all reasons, because no order waits for a container any more."""
         self._stale, self._quiet_until, self._last = {}, float("-inf"), ""
 
     def explain(self, activities: Document, held: Iterable[str], now: float) -> str:
