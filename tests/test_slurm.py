@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import subprocess
 from pathlib import Path
 
@@ -13,16 +12,18 @@ from holdfast.cli.main import main
 from holdfast.core.errors import Damaged, Unreachable
 from holdfast.core.fleet.placements import Holding
 from holdfast.launch import slurm_tables as tables
+from holdfast.launch.fleet_plan import STILL_RUNNING
 from holdfast.launch.slurm_manager import SlurmManager
+from holdfast.launch.slurm_options import clean_environment, read_options, read_time
 from holdfast.launch.slurm_scripts import NODE, job_script
 
 JOBS = """\
-2|F|n/a||N/A|hf-x-2
-3|PD|n/a||N/A|hf-x-3
-1|R|node1|node1|2026-11-23T07:00:52|hf-x-1
-4|R|node0|node[0,2-3]|NONE|a|name
-5|CG|node4|node4|2026-11-23T07:00:52|hf-x-5
-6|CF|n/a|node5|NONE|hf-x-6
+2|F|n/a||INVALID|NonZeroExitCode|hf-x-2
+3|PD|n/a||2-00:00:00|Resources|hf-x-3
+1|R|node1|node1|2:57|None|hf-x-1
+4|R|node0|node[0,2-3]|UNLIMITED|None|a|name
+5|CG|node4|node4|0:00|None|hf-x-5
+6|CF|n/a|node5|1-02:03:04|None|hf-x-6
 """
 NODES = """\
 node0|allocated|none
@@ -41,12 +42,12 @@ def test_jobs_are_read() -> None:
         Holding.WAITING,
         Holding.RUNNING,
     )
-    assert (waiting.hosts, waiting.script_host, waiting.ends_at) == ("", "", None)
-    wanted = datetime.datetime(2026, 11, 23, 7, 0, 52).astimezone().timestamp()
-    assert (runs.hosts, runs.name, runs.ends_at) == ("node1", "hf-x-1", wanted)
+    assert (waiting.hosts, waiting.script_host, waiting.why) == ("", "", "Resources")
+    assert (runs.hosts, runs.name, runs.left_s, runs.why) == ("node1", "hf-x-1", 177.0, "")
     assert (allocation.hosts, allocation.name) == ("node[0,2-3]", "a|name")
+    assert (failed.left_s, allocation.left_s) == (0.0, None)
     assert ends.holding is Holding.ENDED
-    assert starts.holding is Holding.WAITING
+    assert (starts.holding, starts.left_s) == (Holding.WAITING, 93784.0)
 
 
 def test_steps_are_read() -> None:
@@ -67,7 +68,7 @@ def test_nodes_are_read() -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["1|R|node1", "1|R|n|n|yesterday|hf-x-1"])
+@pytest.mark.parametrize("text", ["1|R|node1", "1|R|n|n|yesterday|None|hf-x-1"])
 def test_an_answer_of_slurm_that_cannot_be_read_is_reported_as_damaged(text: str) -> None:
     with pytest.raises(Damaged, match="Slurm's answer cannot be read"):
         tables.read_jobs(text)
@@ -114,6 +115,78 @@ def test_options_that_are_none_are_refused(
 ) -> None:
     assert main(["launch", "slurm", "--sbatch", "gpu", "train.py"]) == 2
     assert "--sbatch 'gpu' is no option: write --sbatch=--partition=gpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        ("--array=0-3", "each task would need a run directory of its own"),
+        ("-a0-3", "each task would need a run directory of its own"),
+        ("--nodelist=a,b", "a node that is lost could not be replaced"),
+        ("-w a", "a node that is lost could not be replaced"),
+        ("--output=x", "slurm-JOB.txt"),
+        ("--signal=USR1@5", "--drain-s"),
+        ("--job-name=x", "by their names"),
+        ("-N2", "use --nodes"),
+        ("--wait", "returns at once"),
+        ("--time=2", "leaves no time to train"),
+        ("-t 1:30", "leaves no time to train"),
+        ("--partition gpu", "write --sbatch=--partition=..."),
+    ],
+)
+def test_options_that_would_take_ours_away_are_refused(
+    option: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "slurm", f"--sbatch={option}", "train.py"]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_hosts_to_exclude_are_joined(tmp_path: Path) -> None:
+    found = read_options(["--partition=gpu", "--exclude=bad[1-3]", "-x worse"], 60.0)
+    assert found.avoiding(["h4", "h5"]) == ["--partition=gpu", "--exclude=bad[1-3],worse,h4,h5"]
+    assert read_options([]).avoiding() == []
+    assert "#SBATCH --exclude=bad" in write_script(tmp_path, "--sbatch=--exclude=bad")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("5", 300),
+        ("5:30", 330),
+        ("1:02:03", 3723),
+        ("2-3", 183600),
+        ("2-3:4", 183840),
+        ("2-03:04:05", 183845),
+        ("UNLIMITED", None),
+        ("soon", None),
+    ],
+)
+def test_a_time_limit_is_read(text: str, seconds: float | None) -> None:
+    assert read_time(text) == seconds
+
+
+def test_a_name_with_a_percent_sign_is_the_jobs_own(tmp_path: Path) -> None:
+    folder = tmp_path / "%j"
+    folder.mkdir()
+    assert f'"--output={tmp_path}/%%j/a run/slurm-%j.txt"' in write_script(folder)
+
+
+def test_the_environment_of_a_user_does_not_change_answers() -> None:
+    placing = {"SBATCH_ACCOUNT": "a", "SBATCH_PARTITION": "p", "SBATCH_GPUS_PER_NODE": "8"}
+    kept = {**placing, "SLURM_CONF": "c", "SLURM_JOB_ID": "7", "HOME": "/", "SLURM_NTASKS": "2"}
+    changing = ("SQUEUE_PARTITION", "SINFO_FORMAT", "SBATCH_ARRAY_INX", "SBATCH_EXPORT")
+    changing += ("SALLOC_KILL_CMD", "SRUN_EXPORT_ENV", "SCANCEL_STATE", "SLURM_TIME_FORMAT")
+    changing += ("SLURM_EXPORT_ENV", "SLURM_CLUSTERS", "SBATCH_OUTPUT", "SBATCH_WAIT")
+    assert clean_environment({**kept, **dict.fromkeys(changing, "x")}) == kept
+
+
+def test_a_job_that_has_no_checkpoints_is_not_begun_again_when_its_time_is_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = write_script(tmp_path, "--sbatch=--time=60")
+    assert "a job that takes longer than --sbatch=--time does not end" in capsys.readouterr().err
+    assert "scontrol requeue" not in text
+    assert "without --store there is no checkpoint to go on from" in text
 
 
 def run_with_fakes(
@@ -163,19 +236,41 @@ def test_a_node_goes_on_while_slurm_is_away(tmp_path: Path) -> None:
     assert len(told(tmp_path)) == 4
 
 
-@pytest.mark.parametrize(("signal", "requeued"), [("USR1", True), ("TERM", False)])
+@pytest.mark.parametrize(
+    ("signals", "state", "requeued"),
+    [
+        ("USR1", "R", True),
+        ("TERM", "R", False),
+        ("USR1 TERM", "R", False),  # cancelled while it stops for its time limit
+        ("USR1", "CG", False),
+    ],
+)
 def test_a_job_is_requeued_when_its_time_is_over_and_not_when_it_is_cancelled(
-    tmp_path: Path, signal: str, requeued: bool
+    tmp_path: Path, signals: str, state: str, requeued: bool
 ) -> None:
+    # The script passes each signal on, so the next one is sent once the last one has come.
+    first, *second = signals.split()
+    then = f"kill -{second[0]} $PPID; trap 'exit 130' TERM; sleep 20" if second else "exit 130"
     command = (
         "bash",
         "-c",
-        f"trap 'exit 130' TERM; kill -{signal} $PPID; sleep 20 >&- 2>&- & wait",
+        f"trap '{then.replace(chr(39), chr(34))}' TERM; kill -{first} $PPID; "
+        "while true; do sleep 0.1 >&- 2>&-; done",
     )
     script = job_script(
         name="hf-x", prefix="hf-x-", nodes=2, command=command, output="o", signal_s=60
     )
-    jobs = "printf '3 hf-x-1\\n4 other\\n5 hf-x-2\\n'"
+    jobs = f"case $* in *--me*) printf '3 hf-x-1\\n4 other\\n5 hf-x-2\\n';; *) echo {state};; esac"
     assert run_with_fakes(tmp_path, script, squeue=jobs).returncode == 130
     assert [line for line in told(tmp_path) if "scancel" in line] == ["scancel 3", "scancel 5"]
     assert ("scontrol requeue 7" in told(tmp_path)) is requeued
+
+
+def test_a_job_that_is_submitted_twice_leaves_the_first_one_alone(tmp_path: Path) -> None:
+    command = ("bash", "-c", f"exit {STILL_RUNNING}")
+    script = job_script(
+        name="hf-x", prefix="hf-x-", nodes=2, command=command, output="o", signal_s=60
+    )
+    jobs = "printf '3 hf-x-1\\n'"
+    assert run_with_fakes(tmp_path, script, squeue=jobs).returncode == STILL_RUNNING
+    assert not (tmp_path / "told").exists()

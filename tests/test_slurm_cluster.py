@@ -65,7 +65,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 # `sbatch --wait` considers a requeued job ended.
 SUBMIT = """
-id=$(sbatch --parsable "$0") || exit 1
+id=$(env "$@" sbatch --parsable "$0") || exit 1
 echo "$id"
 while true; do
   case "$(scontrol show job "$id" | grep -o 'JobState=[A-Z_]*')" in
@@ -82,13 +82,14 @@ class SlurmRun:
 
     def __init__(self, tmp_path: Path, slurm: SlurmCluster, *options: str) -> None:
         self.run_dir, self.go, self.slurm = tmp_path / "run", tmp_path / "go", slurm
+        self.environment: list[str] = []  # variables that the user of sbatch has set
         words = ["--run-dir", str(self.run_dir), "--host", "127.0.0.1", "--write-script"]
         words += [*options, *OPTIONS, SCRIPT, str(self.go), STEPS]
         assert main(["launch", "slurm", *words]) == 0
 
         def submit(command: list[str], **how: Any) -> subprocess.Popen[str]:
             script = str(self.run_dir / "slurm_job.sh")
-            return subprocess.Popen(["bash", "-c", SUBMIT, script], **how)
+            return subprocess.Popen(["bash", "-c", SUBMIT, script, *self.environment], **how)
 
         self.run = LocalRun(self.run_dir, [], [], popen=submit)
 
@@ -209,3 +210,55 @@ def test_a_job_whose_script_has_lost_its_host_is_requeued_by_a_node(
         job.until(has_new_nodes, "new nodes of the requeued job")
         assert job.script_host() != host
         assert job.digest() == undisturbed
+
+
+@pytest.mark.timeout(400)
+def test_the_environment_and_the_options_of_a_user_change_nothing(
+    tmp_path: Path, cluster: SlurmCluster, undisturbed: str
+) -> None:
+    exclude = f"--sbatch=--exclude={cluster.hosts[0]}"
+    options = ("--nodes", "2", "--sbatch=--export=NONE", exclude)
+    job = SlurmRun(tmp_path, cluster, *options)
+    job.environment = ["SQUEUE_PARTITION=other", "SLURM_TIME_FORMAT=relative", "SINFO_STATES=down"]
+    with job.run:
+        job.begin()
+        job.until(lambda: len(job.serving()) == 2, "two nodes")
+        before, spared = job.serving(), job.script_host()
+        hosts = cluster.slurm("squeue", "--noheader", f"--jobs={job.slurm.allocation}", "-o%N")
+        every = cluster.slurm("scontrol", "show", "hostnames", hosts).split()
+        assert cluster.hosts[0] not in every
+        (other,) = set(every) - {spared}
+        cluster.kill(other)
+        job.until(lambda: len({*job.serving()} - {*before}) == 1, "another node")
+        (further,) = job.further_jobs().values()
+        excluded = cluster.slurm("squeue", "--noheader", f"--jobs={further}", "-o%x")
+        assert cluster.hosts[0] in cluster.slurm("scontrol", "show", "hostnames", excluded).split()
+        assert job.digest() == undisturbed
+
+
+@pytest.mark.timeout(400)
+def test_a_job_that_is_submitted_twice_or_cancelled_is_not_disturbed_by_itself(
+    tmp_path: Path, cluster: SlurmCluster
+) -> None:
+    """The second submission leaves the first one's further job; a cancelled job stays so."""
+    store = ("--store", str(tmp_path / "store"), "--save-every", "10", "--sbatch=--time=2")
+    job = SlurmRun(tmp_path, cluster, "--nodes", "1", "--nodes-max", "2", "--drain-s", "20", *store)
+    with job.run:
+        id_ = job.begin()
+        job.until(lambda: len(job.serving()) == 2, "a further job")
+        before = job.serving()
+        again = cluster.slurm("sbatch", "--parsable", str(job.run_dir / "slurm_job.sh"))
+
+        def is_refused() -> bool:
+            return any("is running already" in path.read_text() for path in job.outputs())
+
+        job.until(is_refused, "the word that the job runs")
+        job.until(
+            lambda: not cluster.slurm("squeue", "--noheader", f"-j{again}", "-tR,CG"), "its end"
+        )
+        assert job.serving() == before
+        job.until(job.steps_saved, "a checkpoint")
+        job.until(lambda: "time limit of Slurm job" in job.log(), "the word of the time limit")
+        cluster.slurm("scancel", id_)
+        job.until(lambda: not cluster.slurm("squeue", "--noheader", "--me"), "the end of all jobs")
+    assert "CANCELLED" in cluster.slurm("scontrol", "show", "job", id_)

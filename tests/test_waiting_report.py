@@ -29,11 +29,16 @@ def test_another_reason_is_reported_after_a_while() -> None:
     assert list(report.read(one, 80.0)) == ["YARN gives 1 of 3 nodes; nm2 is full; nm3 is full"]
 
 
-def test_nothing_is_reported_without_a_reason_or_when_all_run() -> None:
+def test_a_manager_that_gives_no_reason_is_named_all_the_same() -> None:
+    report = WaitingReport("Slurm")
+    assert list(report.read([placed(1), placed(2, "")], 0.0)) == []
+    assert list(report.read([placed(1), placed(2, "")], 10.0)) == ["Slurm gives 1 of 2 nodes"]
+
+
+def test_nothing_is_reported_when_all_run() -> None:
     report = WaitingReport("Slurm")
     for now in (0.0, 100.0):
-        assert list(report.read([placed(1), placed(2, "")], now)) == []
-    assert list(report.read([placed(1), placed(2)], 200.0)) == []
+        assert list(report.read([placed(1), placed(2)], now)) == []
     late = [placed(1), placed(2, "later")]
     assert list(report.read(late, 300.0)) == []  # the wait begins anew
     assert list(report.read(late, 310.0)) == ["Slurm gives 1 of 2 nodes; later"]

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 from holdfast.cli.launch_options import launch_parser, make_run_dir, prefer
 from holdfast.core.errors import UserError
 from holdfast.launch.fleet_plan import job_prefix, read_plan
-from holdfast.launch.slurm_scripts import job_script
+from holdfast.launch.slurm_options import clean_environment, read_options
+from holdfast.launch.slurm_scripts import escape_pattern, job_script
 from holdfast.runtime.rundir import RunDir
 
 SCRIPT = "slurm_job.sh"
-OPTION_MAX = 4096  # characters
 ABANDON_S = 60.0  # only a requeue brings a coordinator back after so long, and that ends all nodes
 
 
 def main(argv: list[str]) -> int:
     """Submit a job, and return at once. Exit status 0: Slurm has taken it in."""
-    found = launch_parser(
+    parser = launch_parser(
         "slurm",
         "Submit a training script to Slurm: one job with --nodes nodes, which starts a coordinator "
         "and one agent on each node, replaces nodes that are lost, leaves nodes that are drained, "
@@ -29,7 +30,7 @@ def main(argv: list[str]) -> int:
             "--abandon-s": f"{ABANDON_S:g}",
         },
     )
-    group = found.add_argument_group("Slurm")
+    group = parser.add_argument_group("Slurm")
     group.add_argument(
         "--sbatch",
         action="append",
@@ -43,15 +44,18 @@ def main(argv: list[str]) -> int:
         action="store_true",
         help="write the batch script and say where it is, instead of submitting it",
     )
-    options = found.parse_args(argv)
+    options = parser.parse_args(argv)
     prefer(options, "nodes.abandon_s", ABANDON_S)
-    for each in options.sbatch:
-        if len(each) > OPTION_MAX:
-            raise UserError(f"--sbatch={each[:40]}... is too long: {OPTION_MAX} characters at most")
-        if not each.startswith("-") or any(char in each for char in '\n"'):
-            raise UserError(f"--sbatch {each!r} is no option: write --sbatch=--partition=gpu")
+    found = read_options(options.sbatch, options.drain_s)
     settings = {"options": "\n".join(options.sbatch), "listen": options.host}
     run_dir = make_run_dir(options, "slurm", settings)
+    if found.time_s is not None and not run_dir.spec().checkpoints.store:
+        print(
+            "holdfast: without --store nothing is kept when the job's time is over: a job that "
+            "takes longer than --sbatch=--time does not end its training",
+            file=sys.stderr,
+            flush=True,
+        )
     write_script(run_dir, options.nodes, options.port)
     if options.write_script:
         print(f"holdfast: submit it with: sbatch {run_dir.path / SCRIPT}", file=sys.stderr)
@@ -66,16 +70,17 @@ def go_on(run_dir: RunDir, host: str, port: int) -> int:
 
 def write_script(run_dir: RunDir, nodes: int, port: int) -> None:
     plan, spec = read_plan(run_dir), run_dir.spec()
-    host = plan.settings["listen"]
+    host, given = plan.settings["listen"], plan.settings["options"]
     listen = (*(("--host", host) if host else ()), "--port", str(port))
     text = job_script(
         name=job_prefix(spec.job).rstrip("-"),
         prefix=job_prefix(spec.job),
         nodes=nodes,
         command=(sys.executable, "-m", "holdfast.launch.cluster_job", plan.run_dir, *listen),
-        output=f"{plan.run_dir}/slurm-%j.txt",
+        output=f"{escape_pattern(plan.run_dir)}/slurm-%j.txt",
         signal_s=plan.drain_s,
-        options=plan.settings["options"].split("\n") if plan.settings["options"] else (),
+        options=read_options(given.split("\n") if given else ()).avoiding(),
+        has_store=bool(spec.checkpoints.store),
     )
     (run_dir.path / SCRIPT).write_text(text)
 
@@ -85,6 +90,7 @@ def submit(run_dir: RunDir) -> int:
     try:
         found = subprocess.run(
             ["sbatch", "--parsable", str(run_dir.path / SCRIPT)],
+            env=clean_environment(os.environ),
             capture_output=True,
             text=True,
             check=False,

@@ -19,7 +19,7 @@ from pathlib import Path
 from holdfast.core.errors import HoldfastError, UserError
 from holdfast.core.fleet.placements import Holding
 from holdfast.launch.cluster_manager import ClusterManager
-from holdfast.launch.fleet_plan import FleetPlan, read_plan
+from holdfast.launch.fleet_plan import STILL_RUNNING, FleetPlan, read_plan
 from holdfast.launch.fleet_process import manager_of
 from holdfast.net.tcp import listen
 from holdfast.runtime.coordinate.journal import FileJournal
@@ -34,13 +34,15 @@ LOOK_S = 1.0
 def launch_cluster_job(run_dir: RunDir, host: str, port: int = 0) -> int:
     """Run a job to its end, on the nodes that its fleet keeps. Returns the exit status.
 
-    It is 0 for success, 1 for failure and 130 after a signal. UserError.
+    It is 0 for success, 1 for failure and 130 after a signal, and STILL_RUNNING if an earlier
+    command runs it. UserError.
     """
     spec, plan = run_dir.spec(), read_plan(run_dir)
     if run_dir.outcome() == "":
         raise UserError(f"the run in {run_dir.path} has succeeded: there is nothing to resume")
     if FileJournal(run_dir.journal).is_held():
-        raise UserError(f"the run in {run_dir.path} is running: there is nothing to resume")
+        say(f"the run in {run_dir.path} is running already: this job leaves it alone")
+        return STILL_RUNNING
     resume = plan.join != ""
     with listen(host, port) as listener:
         shown = f"[{host}]" if ":" in host else host

@@ -16,6 +16,7 @@ from holdfast.runtime.rundir import RunDir, write_json
 from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, read_regular
 
 PLAN_FILE = "fleet.json"
+STILL_RUNNING = 75  # exit status of a job's command while an earlier one still runs the job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,8 @@ from holdfast.core.job_spec import JobSpec
 from holdfast.launch import slurm_tables as tables
 from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
-from holdfast.launch.slurm_scripts import NODE
+from holdfast.launch.slurm_options import SbatchOptions, clean_environment, read_options
+from holdfast.launch.slurm_scripts import NODE, escape_pattern
 
 ENDED_ALREADY = ("Invalid job id", "already completing or completed", "does not exist")
 NO_TOPOLOGY = ("topology", "No switch", "not found")
@@ -35,6 +36,7 @@ class SlurmManager:
 
     `allocation`: id of the job whose hosts are used first; empty: there is none. `options`: of
     sbatch, for further jobs. `drain_s`: how long before the end of its time a job is told.
+    Variables of the environment that change Slurm's answers are not passed on to its commands.
     """
 
     def __init__(
@@ -42,13 +44,13 @@ class SlurmManager:
         folder: Path,
         prefix: str,
         allocation: str = "",
-        options: Sequence[str] = (),
+        options: SbatchOptions | None = None,
         drain_s: float = 60.0,
     ) -> None:
         self._folder = folder
         self._prefix = prefix
         self._allocation = allocation
-        self._options = tuple(options)
+        self._options = options or SbatchOptions()
         self._drain_s = drain_s
         self._alone = asyncio.Lock()
         self._steps: list[subprocess.Popen[bytes]] = []
@@ -57,18 +59,17 @@ class SlurmManager:
     async def observe(self) -> Sequence[Placement]:
         self._steps = [step for step in self._steps if step.poll() is None]
         jobs, nodes = await self._jobs(), await self._nodes()
-        now, wall = time.monotonic(), time.time()
+        now = time.monotonic()
         found = []
         for job in jobs:
             if not job.name.startswith(self._prefix):
                 continue
             node = nodes.get(job.hosts)
             notice = _notice(node)
-            if job.ends_at is not None and job.holding is Holding.RUNNING and notice is None:
-                left_s = job.ends_at - wall
-                if left_s <= 2 * self._drain_s:
-                    notice = Notice(reason="its job's time is over soon", until=now + left_s)
-            found.append(_placement(job.name, job.id, job.holding, job.hosts, notice))
+            if job.left_s is not None and job.holding is Holding.RUNNING and notice is None:
+                if job.left_s <= 2 * self._drain_s:
+                    notice = Notice(reason="its job's time is over soon", until=now + job.left_s)
+            found.append(_placement(job.name, job.id, job.holding, job.hosts, notice, job.why))
         held = await self._allocated(jobs)
         for step in await self._own_steps():
             node = nodes.get(step.host)
@@ -156,6 +157,8 @@ class SlurmManager:
         command = [
             *("srun", f"--jobid={self._allocation}", f"--job-name={order.id}", "--overlap"),
             *("--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mem=0", "--cpu-bind=none"),
+            # Also in a job whose own environment is not exported (SLURM_EXPORT_ENV).
+            "--export=ALL",
             *("--input=none", "--unbuffered", "bash", str(self._node_script()), *order.command),
         ]
         step = _start_apart(command, self._environment(order, keep=True))
@@ -171,18 +174,18 @@ class SlurmManager:
 
     async def _submit(self, order: PlacementOrder) -> None:
         await self._ask(
-            *("sbatch", "--parsable", *self._options, f"--job-name={order.id}"),
-            *("--nodes=1", "--ntasks=1", "--exclusive", "--no-requeue"),
+            *("sbatch", "--parsable", *self._options.avoiding(order.avoid), "--export=ALL"),
+            *(f"--job-name={order.id}", "--nodes=1", "--ntasks=1", "--exclusive", "--no-requeue"),
             f"--signal=B:TERM@{self._drain_s:.0f}",
-            f"--output={self._folder / 'logs' / order.id}.txt",
-            *([f"--exclude={','.join(order.avoid)}"] if order.avoid else []),
+            f"--output={escape_pattern(str(self._folder))}/logs/{order.id}.txt",
             *(str(self._node_script()), *order.command),
             environment=self._environment(order, keep=False),
         )
 
     def _environment(self, order: PlacementOrder, *, keep: bool) -> dict[str, str]:
         """Make the agent's environment; `keep` the variables of the allocation."""
-        own = {n: v for n, v in os.environ.items() if keep or not n.startswith("SLURM_")}
+        own = clean_environment(os.environ)
+        own = {n: v for n, v in own.items() if keep or not n.startswith("SLURM_")}
         own |= {n: v for n, v in os.environ.items() if n == "SLURM_CONF"}
         return {
             **own,
@@ -210,7 +213,7 @@ class SlurmManager:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env=environment,
+                env=clean_environment(os.environ) if environment is None else environment,
             )
         except FileNotFoundError:
             raise Unreachable(f"there is no command {command[0]}: is Slurm installed?") from None
@@ -238,17 +241,19 @@ def _notice(node: tables.SlurmNode | None) -> Notice | None:
 
 
 def _placement(
-    name: str, handle: str, holding: Holding, host: str, notice: Notice | None
+    name: str, handle: str, holding: Holding, host: str, notice: Notice | None, why: str = ""
 ) -> Placement:
-    return Placement(id=PlacementId(name), handle=handle, holding=holding, host=host, notice=notice)
+    id_ = PlacementId(name)
+    return Placement(id=id_, handle=handle, holding=holding, host=host, notice=notice, why=why)
 
 
 def open_manager(plan: FleetPlan, spec: JobSpec) -> SlurmManager:
     """Open the manager of the job in whose allocation we run."""
+    options = plan.settings.get("options", "")
     return SlurmManager(
         Path(plan.run_dir),
         job_prefix(spec.job),
         os.environ.get("SLURM_JOB_ID", ""),
-        plan.settings.get("options", "").split("\n") if plan.settings.get("options") else (),
+        read_options(options.split("\n") if options else ()),
         plan.drain_s,
     )

@@ -5,14 +5,22 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from holdfast.launch.fleet_plan import STILL_RUNNING
+
+# Variables by which a user changes what Slurm's commands print or do.
+PLAIN = """\
+unset "${!SQUEUE_@}" "${!SCANCEL_@}" "${!SCONTROL_@}" SLURM_TIME_FORMAT SLURM_CLUSTERS
+"""
+
 # The job's own allocation: when the coordinator's time is nearly over, the job is stopped, and
-# requeued to go on from its newest checkpoint. Whatever its end, its further jobs are cancelled.
+# requeued to go on from its newest checkpoint. A job that is cancelled meanwhile is not. Whatever
+# its end, its further jobs are cancelled, unless they belong to an earlier job that still runs.
 JOB = """\
 #!/bin/bash
 {directives}
 again=no
-trap 'again=yes; kill -TERM $!' USR1
-trap 'kill -TERM $!' TERM INT
+trap 'again=yes; echo {near}; kill -TERM $!' USR1
+trap 'again=no; kill -TERM $!' TERM INT
 {command} &
 while true; do
   wait $!
@@ -20,19 +28,32 @@ while true; do
 done
 wait $!  # once more: a signal may have ended the last one, and the status been its number
 code=$?
+{plain}
+[ "$code" = {running} ] && exit "$code"
 squeue --me --noheader --format='%i %j' |
   while read -r id name; do case "$name" in {prefix}*) scancel "$id" ;; esac; done
 if [ "$again" = yes ] && [ "$code" = 130 ]; then
-  scontrol requeue "$SLURM_JOB_ID"
+  case "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%t)" in
+    R) {requeue} ;;
+  esac
 fi
 exit "$code"
 """
+NEAR = "holdfast: the time limit of Slurm job $SLURM_JOB_ID is near, so the job is stopped"
+REQUEUE = 'scontrol requeue "$SLURM_JOB_ID"'
+NO_STORE = (
+    'echo "holdfast: it is not begun again: without --store there is no checkpoint to go on from"'
+)
 
 # A node: its agent, and a process that looks after the job. With --no-kill, Slurm lets a job that
 # loses the host of its script hold the other hosts for ever; a node that finds it so requeues it.
-NODE = """\
+NODE = (
+    f"""\
 #!/bin/bash
-look() {
+look() {{
+  {PLAIN.strip()}
+"""
+    + """\
   found=$(squeue --noheader --jobs="$HOLDFAST_SLURM_JOB" --format='%t %B %N' 2>&1)
   case "$? $found" in
     "0 " | *"Invalid job id"*) kill -TERM $$ ;;
@@ -47,6 +68,7 @@ if [ -n "$HOLDFAST_SLURM_JOB" ]; then
 fi
 exec "$@"
 """
+)
 
 
 def job_script(
@@ -58,11 +80,12 @@ def job_script(
     output: str,
     signal_s: float,
     options: Sequence[str] = (),
+    has_store: bool = True,
 ) -> str:
     """Write the batch script of a whole job; `options` are sbatch's, from the user.
 
     `prefix` begins the names of its further jobs. `signal_s`: how long before the end of its time
-    it is told.
+    it is told. `has_store`: its checkpoints outlive its nodes.
     """
     directives = [
         *(f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1", "--exclusive"),
@@ -73,7 +96,16 @@ def job_script(
         directives="\n".join(f"#SBATCH {_directive(each)}" for each in directives),
         command=shlex.join(command),
         prefix=shlex.quote(prefix),
+        plain=PLAIN,
+        near=f'"{NEAR}"',
+        running=STILL_RUNNING,
+        requeue=REQUEUE if has_store else NO_STORE,
     )
+
+
+def escape_pattern(path: str) -> str:
+    """Return a path as sbatch takes the name of an output file, in which % stands for fields."""
+    return path.replace("%", "%%")
 
 
 def _directive(option: str) -> str:

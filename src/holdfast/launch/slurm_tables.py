@@ -6,12 +6,13 @@ Fields are separated by `|`; one that may hold any character comes last.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
 
 from holdfast.core.errors import Damaged
 from holdfast.core.fleet.placements import Holding
+from holdfast.launch.slurm_options import read_time
 
-JOBS = "%i|%t|%B|%N|%e|%j"  # for squeue: id, state, host of the script, hosts, end, name
+# For squeue: id, state, host of the script, hosts, time that is left, reason, name.
+JOBS = "%i|%t|%B|%N|%L|%r|%j"
 STEPS = "%i|%N|%j"  # for squeue --steps
 NODES = "%N|%T|%E"  # for sinfo --Node: name, state, reason
 
@@ -25,14 +26,15 @@ NONE = ("", "n/a", "N/A", "(null)", "NONE", "Unknown")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
-    """Describes a job; `ends_at`: when its time is over, in Unix seconds, if that is known."""
+    """Describes a job. `why`: Slurm's reason why it waits."""
 
     id: str
     name: str
     holding: Holding
     script_host: str = ""
     hosts: str = ""  # as Slurm abbreviates them
-    ends_at: float | None = None
+    left_s: float | None = None  # of its time, if there is a limit
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +55,12 @@ class SlurmNode:
 
 def read_jobs(text: str) -> list[SlurmJob]:
     """Read the output of squeue in the format JOBS. Damaged."""
-    return [_job(*fields) for fields in _rows(text, 6)]
+    return [_job(*fields) for fields in _rows(text, 7)]
 
 
-def _job(id_: str, state: str, script_host: str, hosts: str, end: str, name: str) -> SlurmJob:
+def _job(
+    id_: str, state: str, script_host: str, hosts: str, left: str, why: str, name: str
+) -> SlurmJob:
     holding = Holding.ENDED  # also while it completes: nothing of it is started any more
     if state in RUNNING:
         holding = Holding.RUNNING
@@ -68,7 +72,8 @@ def _job(id_: str, state: str, script_host: str, hosts: str, end: str, name: str
         holding=holding,
         script_host="" if script_host in NONE else script_host,
         hosts="" if hosts in NONE else hosts,
-        ends_at=_time(end),
+        left_s=_time_left(left),
+        why="" if why in ("None", *NONE) else why,
     )
 
 
@@ -107,10 +112,13 @@ def _rows(text: str, fields: int) -> list[list[str]]:
     return [[each.strip() for each in row] for row in rows]
 
 
-def _time(text: str) -> float | None:
-    if text in NONE:
+def _time_left(text: str) -> float | None:
+    """Read a time that is left; one that is over has a negative sign or is called INVALID."""
+    if text in ("UNLIMITED", "NOT_SET", *NONE):
         return None
-    try:
-        return datetime.fromisoformat(text).timestamp()  # Slurm speaks of local time
-    except ValueError:
-        raise Damaged(f"Slurm's answer cannot be read: {text[:40]!r} is no time") from None
+    if text == "INVALID" or text.startswith("-"):
+        return 0.0
+    left_s = read_time(text)
+    if left_s is None:
+        raise Damaged(f"Slurm's answer cannot be read: {text[:40]!r} is no time")
+    return left_s

@@ -13,8 +13,7 @@ AGAIN_S = 60.0  # between two reports whose reasons differ
 class WaitingReport:
     """Makes one line once placements have waited for some time, and again as the reason changes.
 
-    The reasons are the manager's own (`Placement.why`); several placements may have the same one,
-    which is then printed once. Without any reason there is no line.
+    The reasons are the manager's own (`Placement.why`), each printed once, if it gives any.
 
     `manager`: its name for people.
     """
@@ -37,6 +36,6 @@ class WaitingReport:
         count = f"{self._manager} gives {given} of {given + len(waiting)} nodes"
         line = "; ".join((count, *reasons))
         due = now >= max(self._since + PATIENCE_S, self._quiet_until)
-        if reasons and due and line != self._last:
+        if due and line != self._last:
             self._last, self._quiet_until = line, now + AGAIN_S
             yield line
