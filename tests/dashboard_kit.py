@@ -12,8 +12,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from holdfast.core.job_spec import JobSpec
-from holdfast.dashboard.site import Site
-from holdfast.dashboard.web_server import listen, make_server
+from holdfast.dashboard.site import Site, make_dashboard
+from holdfast.net.web_server import listen
 from holdfast.observe.ledger import LedgerEntry, LedgerHeader, LedgerWriter, Place, ledger_path
 from holdfast.observe.time_lines import (
     ProcessHeader,
@@ -35,7 +35,7 @@ class Dashboard:
     def __init__(self, run_dir: Path, host: str = "127.0.0.1") -> None:
         self.site = Site(RunDir(run_dir))
         self._listener = listen(host, 0)
-        self._server, self.url = make_server(self.site, self._listener, host)
+        self._server, self.url = make_dashboard(self.site, self._listener, host)
         self._thread = threading.Thread(
             target=self._server.run, kwargs=dict(sockets=[self._listener]), daemon=True
         )

@@ -20,10 +20,10 @@ from conftest import Start, finish
 from dashboard_kit import BEGAN, LIMIT_S, SCRIPT, Dashboard, write_crashed_run, write_event
 from holdfast.cli import dashboard_command
 from holdfast.cli.main import main
-from holdfast.dashboard.access import Access
 from holdfast.dashboard.feed import Client, Feed
 from holdfast.dashboard.loss_series import LossSeries
 from holdfast.dashboard.step_rates import measure_rates, rate_now
+from holdfast.net.web_server import OwnNames
 from holdfast.observe.file_tails import FileTail, read_log_end
 from holdfast.observe.ledger import LedgerDoubt, LedgerWriter, ledger_path
 from holdfast.observe.time_lines import ProcessTimes, SpentLine, TimeUse
@@ -78,12 +78,12 @@ def test_a_foreign_host_is_refused(dashboard: Dashboard) -> None:
 
 
 def test_hosts_of_other_addresses() -> None:
-    named = Access(host="node7", port=80, token="t")
-    assert [named.is_host(h) for h in ("node7:80", "NODE7:80", "node8:80")] == [True, True, False]
-    anywhere = Access(host="0.0.0.0", port=80, token="t")
+    named = OwnNames.collect("node7", 80)
+    assert [named.is_own(h) for h in ("node7:80", "NODE7:80", "node8:80")] == [True, True, False]
+    anywhere = OwnNames.collect("0.0.0.0", 80)
     names = ("10.0.0.1:80", "[fe80::1]:80", "localhost:80", "evil.example:80")
-    assert [anywhere.is_host(name) for name in names] == [True, True, True, False]
-    assert Access(host="::1", port=80, token="t").is_host("[::1]:80")
+    assert [anywhere.is_own(name) for name in names] == [True, True, True, False]
+    assert OwnNames.collect("::1", 80).is_own("[::1]:80")
 
 
 def test_the_page_loads_nothing_from_elsewhere_and_writes_no_html() -> None:

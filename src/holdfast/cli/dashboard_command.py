@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from holdfast.cli.shared_options import add_secret, add_tls
+from holdfast.cli.shared_options import add_listening, add_secret, add_tls
 from holdfast.core.errors import UserError
 from holdfast.health.measure.ending_signals import ORDERS, leave_ending_signals
 from holdfast.health.measure.lifetime import die_with_parent
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         leave_ending_signals()
         signal.signal(ORDERS[signal.SIGTERM], lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     check_packages()
-    from holdfast.dashboard.access import is_loopback
+    from holdfast.net.web_server import is_loopback
 
     if not is_loopback(options.host):
         text = "without encryption: whoever can read this network can read the token"
@@ -90,10 +90,13 @@ def _serve(
     tell: Callable[[str], None],
     update: Callable[[], None] | None = None,
 ) -> None:
-    from holdfast.dashboard.web_server import serve
+    from holdfast.dashboard.site import Site, make_dashboard
+    from holdfast.net.web_server import listen, serve
 
-    tls = client_of(options.tls)
-    serve(run_dir, tls, host=options.host, port=options.port, tell=tell, update=update)
+    site = Site(run_dir, client_of(options.tls), update=update)
+    listener = listen(options.host, options.port)
+    server, url = make_dashboard(site, listener, options.host)
+    serve(listener, server, lambda: tell(url))
 
 
 def check_packages() -> None:
@@ -131,20 +134,7 @@ def parser() -> argparse.ArgumentParser:
         "coordinator, or the URL of its --election",
     )
     add_secret(found, f"${VARIABLE}; only for an address, as a directory has its own")
-    found.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="listen on this address of this machine (default: 127.0.0.1, for this machine only)",
-    )
-    found.add_argument(
-        "--port", type=_port, default=0, help="listen on this port (default: a free one)"
-    )
+    add_listening(found)
     add_tls(found)
     found.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # ends with this process
     return found
-
-
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and int(text) < 1 << 16):
-        raise argparse.ArgumentTypeError(f"{text} is no port: 0 to 65535")
-    return int(text)

@@ -6,18 +6,20 @@ It asks the coordinator and reads the run's files; it decides nothing and slows 
 from __future__ import annotations
 
 import argparse
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.cli.shared_options import add_tls
+from holdfast.cli.shared_options import add_listening, add_tls
 from holdfast.core.errors import HoldfastError, UserError
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import job_status
 from holdfast.runtime.job_status import JobStatus
 from holdfast.runtime.rundir import RunDir, check_run
 
-MISSING = "metrics need the Python package prometheus_client: pip install 'holdfast[metrics]'"
+MISSING = (
+    "metrics need the Python packages prometheus_client, starlette and uvicorn: "
+    "pip install 'holdfast[metrics]'"
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,7 +30,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         import prometheus_client
 
-        from holdfast.runtime.run_metrics import RunCollector
+        from holdfast.net.web_server import listen, make_server, serve
+        from holdfast.runtime.run_metrics import MetricsPage, RunCollector
     except ImportError:
         raise UserError(MISSING) from None
     tls = client_of(options.tls)
@@ -44,16 +47,10 @@ def main(argv: Sequence[str]) -> int:
     if options.once:
         print(prometheus_client.generate_latest(registry).decode(), end="")
         return 0
-    try:
-        server, _ = prometheus_client.start_http_server(options.port, options.host, registry)
-    except OSError as error:
-        where = f"{options.host}:{options.port}"
-        raise UserError(f"{where} cannot be listened at: {error.strerror}") from None
-    print(f"metrics: http://{options.host}:{server.server_port}/metrics", flush=True)
-    try:
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        server.shutdown()
+    listener = listen(options.host, options.port)
+    page = MetricsPage(lambda: prometheus_client.generate_latest(registry))
+    server, address = make_server(page.application(), listener, options.host)
+    serve(listener, server, lambda: print(f"metrics: http://{address}/metrics", flush=True))
     return 130
 
 
@@ -64,12 +61,7 @@ def parser() -> argparse.ArgumentParser:
         "end. They are made from the run's files and the coordinator's status at each scrape.",
     )
     found.add_argument("run_dir", metavar="RUN", type=Path, help="directory of the run")
-    found.add_argument("--port", type=int, default=0, help="listen here (default: a free port)")
-    found.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="listen on this address (default: 127.0.0.1, this machine only)",
-    )
+    add_listening(found)
     found.add_argument("--once", action="store_true", help="print the metrics once instead")
     add_tls(found)
     return found

@@ -51,6 +51,24 @@ def add_tls(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_listening(parser: argparse._ActionsContainer) -> None:
+    """Add --host and --port of a server for people and their tools."""
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="listen on this address of this machine (default: 127.0.0.1, for this machine only)",
+    )
+    parser.add_argument(
+        "--port", type=_port, default=0, help="listen on this port (default: a free one)"
+    )
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 6 and int(text) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"{text[:20]} is no port: 0 to 65535")
+    return int(text)
+
+
 def add_run_and(parser: argparse.ArgumentParser, what: str, text: str) -> None:
     """Add a job's run directory and, after it, something of the job that `text` describes."""
     parser.add_argument(

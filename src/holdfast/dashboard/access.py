@@ -1,14 +1,13 @@
 """Decides which requests reach the dashboard, and adds headers that bind the browser.
 
 A reader with the token of the printed URL sees the page and gives orders; a cookie keeps the token.
-A page of another site can neither read anything (Host, SameSite) nor give an order (Origin).
+A page of another site can neither read anything (SameSite) nor give an order (Origin). Which names
+of the server a request may use is decided before (net/web_server.py).
 """
 
 from __future__ import annotations
 
 import hmac
-import ipaddress
-import socket
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
@@ -29,15 +28,13 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
-LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 READING = ("GET", "HEAD")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Describes the address at which the dashboard listens, and its token."""
+    """Describes the port at which the dashboard listens, and its token."""
 
-    host: str  # as --host names it
     port: int
     token: str = field(repr=False)
 
@@ -45,18 +42,6 @@ class Access:
     def cookie(self) -> str:
         """Return the name of the cookie: browsers keep one jar for all ports of a host."""
         return f"holdfast-{self.port}"
-
-    def is_host(self, name: str) -> bool:
-        """Return whether a Host header names the address at which the dashboard listens."""
-        host, _, port = name.rpartition(":")
-        if port != str(self.port):
-            return False
-        if is_any(self.host):  # an address cannot be rebound as a name can
-            own = {*LOOPBACK_NAMES, socket.gethostname().lower(), socket.getfqdn().lower()}
-            return host.lower() in own or is_address(host)
-        if is_loopback(self.host):
-            return host.lower() in LOOPBACK_NAMES or host == bracket_host(self.host)
-        return host.lower() == bracket_host(self.host).lower()
 
     def is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(errors="replace"), self.token.encode())
@@ -93,12 +78,10 @@ class AccessGuard:
     def _find_problem(self, scope: Scope, token: str) -> str:
         """Return why a request is refused, as a sentence; empty: it is not."""
         headers, access = Headers(scope=scope), self._access
-        host = headers.get("host", "")
-        if not access.is_host(host):
-            return "This address is not that of the dashboard: use the URL that it has printed."
         if not access.is_token(token or self._token_in_cookie(headers)):
             return "The token is missing or wrong: use the URL that the dashboard has printed."
-        if scope["method"] not in READING and headers.get("origin") != f"http://{host}":
+        own = f"http://{headers.get('host', '')}"
+        if scope["method"] not in READING and headers.get("origin") != own:
             return "Orders are taken only from the dashboard's own page."
         return ""
 
@@ -114,25 +97,3 @@ class AccessGuard:
         except CookieError:
             return ""
         return str(found.value) if found is not None else ""
-
-
-def bracket_host(host: str) -> str:
-    """Return a host as URLs have it: an IPv6 address in brackets."""
-    return f"[{host}]" if ":" in host else host
-
-
-def is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return False
-    return True
-
-
-def is_any(host: str) -> bool:
-    """Return whether this host means all addresses of the machine."""
-    return is_address(host) and ipaddress.ip_address(host).is_unspecified
-
-
-def is_loopback(host: str) -> bool:
-    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -21,6 +23,7 @@ from holdfast.dashboard.access import Access, AccessGuard
 from holdfast.dashboard.feed import QUEUE_MAX, Feed
 from holdfast.dashboard.order_desk import OrderDesk
 from holdfast.dashboard.run_watch import RunWatch
+from holdfast.net.web_server import WebServer, make_server
 from holdfast.runtime.contact import read_worker_log
 from holdfast.runtime.rundir import RunDir
 
@@ -112,6 +115,15 @@ class Site:
             return JSONResponse(await asyncio.to_thread(take, body))
         except (HoldfastError, OSError) as error:
             return _problem(str(error), 409)
+
+
+def make_dashboard(
+    site: Site, listener: socket.socket, host: str, token: str = ""
+) -> tuple[WebServer, str]:
+    """Return a server of a site for a listening socket, and the URL with its token."""
+    access = Access(port=listener.getsockname()[1], token=token or secrets.token_urlsafe(32))
+    server, address = make_server(site.application(access), listener, host, site.feed.close)
+    return server, f"http://{address}/?token={access.token}"
 
 
 def _problem(text: str, status: int) -> Response:

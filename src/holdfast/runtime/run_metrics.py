@@ -1,10 +1,12 @@
 """Turns the state of a run into Prometheus metrics, by the official client, at each scrape.
 
-Needs `prometheus_client`, an extra. It reads the run's files; the caller asks the coordinator.
+Needs `prometheus_client` and `starlette`, an extra. It reads the run's files; the caller asks the
+coordinator.
 """
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import time
 from collections.abc import Callable, Iterator
@@ -17,11 +19,37 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from holdfast.observe.goodput import Goodput, share_out
 from holdfast.observe.run_tail import RunTail
 from holdfast.observe.time_lines import CLASSES_PER_OCTAVE, SHORTEST_STEP_S
 from holdfast.runtime.job_status import JobStatus, NodeStatus
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class MetricsPage:
+    """Serves the text that `collect` returns. Requests that come during one `collect` share it.
+
+    So any number of scrapes need one thread, and the run is read once at a time.
+    """
+
+    def __init__(self, collect: Callable[[], bytes]) -> None:
+        self._collect = collect
+        self._collecting: asyncio.Task[bytes] | None = None
+
+    def application(self) -> Starlette:
+        """Return the application for a server."""
+        return Starlette(routes=[Route("/metrics", self._scrape)])
+
+    async def _scrape(self, _: Request) -> Response:
+        if self._collecting is None or self._collecting.done():
+            self._collecting = asyncio.create_task(asyncio.to_thread(self._collect))
+        return Response(await asyncio.shield(self._collecting), media_type=CONTENT_TYPE)
 
 
 class RunCollector(Collector):
