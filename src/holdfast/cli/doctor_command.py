@@ -32,6 +32,7 @@ from holdfast.health.measure.light import light_checks
 from holdfast.health.measure.network_speed import PeerServer
 from holdfast.net.secret import load_secret
 from holdfast.runtime.contact import parse_address
+from holdfast.store.regular_files import read_named
 
 REPORT_BYTES_MAX = 4 * MIB
 PREFETCH = 2  # batches that each loader of a DataLoader keeps ready, by default
@@ -159,14 +160,11 @@ def _secret(options: argparse.Namespace) -> bytes:
 
 def _read(path: Path) -> Report:
     try:
-        with open(path, "rb") as file:
-            data = file.read(REPORT_BYTES_MAX + 1)
-        if len(data) > REPORT_BYTES_MAX:
-            raise ValueError(f"it is larger than {REPORT_BYTES_MAX} bytes")
-        return doctor.read_report(data)
+        return doctor.read_report(read_named(path, REPORT_BYTES_MAX))
     except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
         raise UserError(
-            f"--against {path} is not a report ({to_one_line(str(error))}): "
+            f"--against {path} is not a report ({to_one_line(why)}): "
             "make one with `holdfast doctor --json`"
         ) from None
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from holdfast.core.errors import Refused, Unreachable
 from holdfast.launch.rest_link import BYTES_MAX, UNKNOWN, RestLink, read_answer
+from holdfast.store.regular_files import read_up_to
 
 SCHEDULER = "/api/v1/scheduler"
 STREAM_ID = "Mesos-Stream-Id"
@@ -127,7 +128,7 @@ def read_records(response: Any) -> Iterator[dict[str, Any]]:
         size = int(line)
         if not 0 < size <= BYTES_MAX:
             raise ValueError(f"a record of {size} bytes")
-        data = response.read(size)
+        data = read_up_to(response, size)
         if len(data) < size:
             raise ValueError("the stream has ended within a record")
         yield json.loads(data)

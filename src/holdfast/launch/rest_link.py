@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from holdfast.core.errors import Refused, Unreachable, UserError, first_line
+from holdfast.store.regular_files import read_up_to
 
 ANSWER_S = 20.0
 BYTES_MAX = 64 << 20
@@ -193,7 +194,7 @@ class RestLink:
 
 def read_answer(found: Any) -> tuple[RestAnswer, str, str]:
     """Read a response; return it with the address it came from and the proofs it asks for."""
-    data: bytes = found.read(BYTES_MAX)
+    data: bytes = read_up_to(found, BYTES_MAX)
     plain = (found.headers.get("Content-Type") or "").startswith("text/plain")
     text = data.decode(errors="replace").strip() if plain else ""
     offers = (found.headers.get("WWW-Authenticate") or "").lower()

@@ -200,8 +200,12 @@ def _decoder_of(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 def receive_exactly(channel: socket.socket, count: int) -> bytes:
     """Receive `count` bytes. OSError, WireError."""
-    data = bytearray(count)
-    fill(channel, memoryview(data))
+    data = bytearray()
+    # The count is only a claim, so memory is taken as the bytes come.
+    while len(data) < count:
+        part = bytearray(min(count - len(data), BLOCK_BYTES))
+        fill(channel, memoryview(part))
+        data += part
     return bytes(data)
 
 

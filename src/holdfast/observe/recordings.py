@@ -37,7 +37,7 @@ from holdfast.core.membership.coordinator_events import (
 from holdfast.core.membership.facts import LatestFacts
 from holdfast.core.membership.group import GroupMachine
 from holdfast.core.types import Tick, View
-from holdfast.store.regular_files import regular_stream
+from holdfast.store.regular_files import read_up_to, regular_stream
 from holdfast.wire.object_graphs import dump_graph, load_graph
 from holdfast.wire.strict import StrictDecoder
 
@@ -215,7 +215,7 @@ def _read_records(stream: IO[bytes]) -> Iterator[bytes]:
             (length,) = _LENGTH.unpack(head)
             if length > RECORD_BYTES_MAX:
                 raise zstandard.ZstdError(f"a record of {length} bytes cannot be right")
-            data = plain.read(length)
+            data = read_up_to(plain, length)
             if len(data) < length:
                 return  # the process was killed as it wrote
             yield data

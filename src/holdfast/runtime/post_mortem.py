@@ -18,7 +18,7 @@ from holdfast.observe.recordings import RECORDINGS_DIR, order_of_name
 from holdfast.observe.time_lines import TIMES_DIR
 from holdfast.runtime.job_events import read_events
 from holdfast.runtime.rundir import BUNDLES_DIR, STACKS_DIR, RunDir
-from holdfast.store.regular_files import regular_stream
+from holdfast.store.regular_files import read_up_to, regular_stream
 
 BUNDLES_MAX = 32  # in a run directory; older ones are removed
 BUNDLE_BYTES_MAX = 32 << 20
@@ -125,5 +125,5 @@ def _end_of(path: Path, bytes_max: int) -> bytes:
     with contextlib.suppress(OSError), regular_stream(path) as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(size - bytes_max, 0))
-        return file.read(bytes_max)
+        return read_up_to(file, bytes_max)
     return b""

@@ -11,9 +11,18 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 DOCUMENT_BYTES_MAX = 16 << 20  # a small file of a run directory
+READ_BYTES = 1 << 20  # at a time, where the size is not known
+
+
+class Readable(Protocol):
+    """Is a file, a response or a decompressed stream."""
+
+    def read(self, size: int, /) -> bytes:
+        """Read at most `size` bytes; none at the end."""
+        ...
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
@@ -69,13 +78,23 @@ def read_regular(path: str | os.PathLike[str], bytes_max: int) -> bytes:
         if size > bytes_max:
             why = f"it has {size} bytes, more than the {bytes_max} that can be right"
             raise OSError(errno.EFBIG, why, os.fspath(path))
-        return file.read(bytes_max)
+        return file.read(size)  # a reader takes as much memory as it is asked to read
+
+
+def read_up_to(stream: Readable, bytes_max: int) -> bytes:
+    """Read a stream to its end, at most `bytes_max` bytes; the limit itself takes no memory."""
+    parts: list[bytes] = []
+    left = bytes_max
+    while left and (part := stream.read(min(left, READ_BYTES))):
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
 
 
 def read_named(path: str | os.PathLike[str], bytes_max: int = DOCUMENT_BYTES_MAX) -> bytes:
     """Read a small file that somebody named to us, which may be a pipe. OSError if it is large."""
     with open(path, "rb") as file:
-        data = file.read(bytes_max + 1)
+        data = read_up_to(file, bytes_max + 1)
     if len(data) > bytes_max:
         why = f"it has more than the {bytes_max} bytes that can be right"
         raise OSError(errno.EFBIG, why, os.fspath(path))

@@ -41,7 +41,8 @@ def read_tensors(store: Checkpoints, step: int, only: str = "") -> dict[str, tor
         if entry.whole in ((), entry.shape):
             tensors[entry.name] = tensor
             continue
-        whole = tensors.setdefault(entry.name, torch.empty(entry.whole, dtype=tensor.dtype))
+        if (whole := tensors.get(entry.name)) is None:
+            whole = tensors[entry.name] = torch.empty(entry.whole, dtype=tensor.dtype)
         place = zip(entry.offset, entry.shape, strict=True)
         whole[tuple(slice(start, start + size) for start, size in place)] = tensor
     return tensors
@@ -94,7 +95,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def _bytes_to_read(entries: Sequence[Entry]) -> int:
     """Return what `read_tensors` allocates: all entries, and tensors that consist of several."""
     wholes = {
-        entry.name: math.prod(entry.whole) * (entry.size // max(math.prod(entry.shape), 1))
+        entry.name: math.prod(entry.whole) * _dtype(entry).itemsize
         for entry in entries
         if entry.whole not in ((), entry.shape)
     }

@@ -16,6 +16,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from holdfast.core.errors import Aborted
 from holdfast.train.exchange.wires import PARTS_MAX, Part, Wire
 
@@ -260,7 +262,8 @@ class GroupConnection:
                 raise Aborted(
                     f"rank {self.peer} has sent {self._early_bytes} bytes too early", self.peer
                 )
-            early = Incoming(tag, memoryview(bytearray(size)))
+            # Its pages are touched only as the bytes come.
+            early = Incoming(tag, np.empty(size, np.uint8).data)
             self._early.setdefault(tag, deque()).append(early)
             return early
 
