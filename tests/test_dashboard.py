@@ -291,7 +291,12 @@ def test_an_address_that_is_taken_or_foreign_is_named(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_command_prints_its_url_and_ends_when_asked(crashed: Path, number: int) -> None:
+def test_the_command_prints_its_url_and_ends_when_asked(
+    crashed: Path, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
     command = [sys.executable, "-m", "holdfast.cli.main", "dashboard", str(crashed)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as it:
         assert it.stdout is not None
@@ -302,6 +307,7 @@ def test_the_command_prints_its_url_and_ends_when_asked(crashed: Path, number: i
         _, errors = it.communicate(timeout=LIMIT_S)
         assert it.returncode == (0 if number == signal.SIGINT else -signal.SIGTERM)
         assert errors == ""
+    assert list(place.iterdir()) == []
 
 
 def test_a_live_run_is_shown_and_a_node_is_drained(start: Start, tmp_path: Path) -> None:

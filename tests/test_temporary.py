@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,42 @@ def test_the_folder_of_a_killed_process_is_removed_when_the_next_one_is_made(par
         assert not held.exists()
         assert own.exists()
     assert list(parent.iterdir()) == [other]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_process_that_is_asked_to_end_removes_its_folder(parent: Path, number: int) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        held = Path(holder.stdout.readline().strip())
+        assert held.exists()
+        holder.send_signal(number)
+        assert holder.wait(60) == 128 + number
+    assert list(parent.iterdir()) == []
+
+
+def make_one() -> bool:
+    with temporary_folder() as folder:
+        return folder.exists()
+
+
+def test_handlers_of_signals_stay_as_they_were(parent: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    mine = signal.getsignal(signal.SIGTERM)
+    try:
+        with temporary_folder():
+            assert signal.getsignal(signal.SIGTERM) is mine
+        assert signal.getsignal(signal.SIGTERM) is mine
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with temporary_folder(), temporary_folder():
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        with ThreadPoolExecutor(1) as pool, temporary_folder():
+            assert pool.submit(make_one).result()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_link_is_not_followed(parent: Path) -> None:

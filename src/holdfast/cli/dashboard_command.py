@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from holdfast.cli.shared_options import add_listening, add_secret, add_tls
 from holdfast.core.errors import UserError
@@ -48,13 +47,13 @@ def main(argv: Sequence[str]) -> int:
         else:  # standard output belongs to the job's script
             print(f"holdfast: dashboard: {url}", file=sys.stderr, flush=True)
 
-    with temporary_folder("dashboard-") as folder:
-        if is_address(options.run):
+    if is_address(options.run):
+        with temporary_folder("dashboard-") as folder:
             _serve_from_afar(options, folder, tell)
-        else:
-            run_dir = RunDir(Path(options.run))
-            run_dir.spec()  # refuses a directory without a run
-            _serve(options, run_dir, tell)
+    else:
+        run_dir = RunDir(Path(options.run))
+        run_dir.spec()  # refuses a directory without a run
+        _serve(options, run_dir, tell)
     return 0
 
 
@@ -73,15 +72,9 @@ def _serve_from_afar(
     """Serve what the coordinator sends of its run directory."""
     contact = contact_by(options.run, client_of(options.tls))
     secret = load_secret(os.environ, file=options.secret_file)
-    signal.signal(signal.SIGTERM, _end)
     mirror = RunMirror(contact, secret, folder / options.run.replace("/", "_"))
     mirror.update()
     _serve(options, mirror.run_dir, tell, mirror.update)
-
-
-def _end(number: int, _: object) -> NoReturn:
-    """End so that the temporary directory, which holds the secret, is removed."""
-    raise SystemExit(128 + number)
 
 
 def _serve(

@@ -1,7 +1,7 @@
 """Makes temporary folders that do not outlive their process: one that is killed removes nothing.
 
-Each folder holds a lock for as long as its process lives. Whoever makes the next folder removes
-those whose locks are free.
+A process that is asked to end (SIGTERM, SIGHUP) removes its folder first. Each folder holds a lock
+for as long as its process lives. Whoever makes the next folder removes those whose locks are free.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 PREFIX = "holdfast-"
 LOCK = ".lock"
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
@@ -24,10 +28,30 @@ def temporary_folder(purpose: str = "") -> Iterator[Path]:
     _sweep(Path(tempfile.gettempdir()))
     folder, lock = _make(purpose)
     try:
-        yield folder
+        with _ending_in_order():
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+@contextlib.contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Turn the signals that would end this process at once into SystemExit, in the main thread."""
+    is_main = threading.current_thread() is threading.main_thread()
+    taken = [n for n in ENDING if is_main and signal.getsignal(n) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, _end)
+    try:
+        yield
+    finally:
+        for number in taken:
+            if signal.getsignal(number) is _end:  # else a later handler took its place
+                signal.signal(number, signal.SIG_DFL)
+
+
+def _end(number: int, _: object) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _make(purpose: str) -> tuple[Path, int]:
