@@ -7,12 +7,15 @@ the system's choice, as are those of gloo and NCCL: whoever cannot reach it coul
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import socket
 import time
 
 from holdfast.health.limits import GIB, MIB
+from holdfast.net.readiness import wait_readable
+from holdfast.net.strangers import Strangers
 
 TOKEN_BYTES = 32
 COUNT_BYTES = 8
@@ -20,6 +23,7 @@ BLOCK_BYTES = 1 * MIB
 STREAM_BYTES_MAX = 4 * GIB
 STREAM_S_MAX = 10.0
 SILENCE_S = 5.0
+STRANGERS_MAX = 16
 
 
 class Acceptor:
@@ -33,8 +37,8 @@ class Acceptor:
     @classmethod
     def open(cls, host: str, direction: str) -> Acceptor:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family, backlog=1)
-        listener.settimeout(SILENCE_S)
+        listener = socket.create_server((host, 0), family=family, backlog=STRANGERS_MAX)
+        listener.setblocking(False)
         return cls(listener, direction, os.urandom(TOKEN_BYTES))
 
     @property
@@ -47,16 +51,51 @@ class Acceptor:
     def run(self) -> int:
         """Serve the one stream, then close; returns the bytes moved. OSError when nobody comes."""
         with self._listener:
-            connection, _ = self._listener.accept()
+            connection = self._meet()
         with connection:
             connection.settimeout(SILENCE_S)
-            if not hmac.compare_digest(receive_exactly(connection, TOKEN_BYTES), self.token):
-                raise ConnectionError("a stream began with a wrong token")
             if self._direction == "up":
                 moved = drain(connection, STREAM_S_MAX)
                 connection.sendall(moved.to_bytes(COUNT_BYTES, "big"))
                 return moved
             return pour(connection, STREAM_S_MAX)
+
+    def _meet(self) -> socket.socket:
+        """Return the connection that has sent the token. OSError if none does in time."""
+        strangers: Strangers[socket.socket] = Strangers(STRANGERS_MAX)
+        end = time.monotonic() + SILENCE_S
+        try:
+            while (left_s := end - time.monotonic()) > 0:
+                # The listener comes last, because an admission may close one of the others.
+                for each in wait_readable([*strangers.list_all(), self._listener], left_s):
+                    if each is self._listener:
+                        self._admit(strangers, left_s)
+                        continue
+                    strangers.leave(each)
+                    if self._has_token(each):
+                        return each
+                    each.close()
+        finally:
+            for stranger in strangers.list_all():
+                stranger.close()
+        raise TimeoutError("timed out")
+
+    def _admit(self, strangers: Strangers[socket.socket], left_s: float) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+            connection, address = self._listener.accept()
+            # It can be read once the whole token is there, or the connection has ended.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, TOKEN_BYTES)
+            host = str(address[0])
+            for closed, _ in strangers.enter(connection, host, time.monotonic(), left_s):
+                closed.close()
+
+    def _has_token(self, connection: socket.socket) -> bool:
+        try:
+            data = connection.recv(TOKEN_BYTES, socket.MSG_DONTWAIT)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        except OSError:
+            return False
+        return hmac.compare_digest(data, self.token)
 
 
 def send_stream(host: str, port: int, token: bytes, budget_s: float) -> tuple[int, float]:
