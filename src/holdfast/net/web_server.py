@@ -26,11 +26,11 @@ from holdfast.core.errors import UserError
 from holdfast.net.strangers import Strangers
 from holdfast.net.tcp import tune
 
-BACKLOG = 64
+BACKLOG = 64  # accepted at once, too
 HEAD_S = 5  # to send the head of a request
 HEAD_BYTES_MAX = 16 << 10
-STRANGERS_MAX = 128
-WORKING_MAX = 64  # requests that are answered while there are STRANGERS_MAX strangers
+STRANGERS_MAX = 512  # several times BACKLOG: a request is read some turns after its connection came
+WORKING_MAX = 64
 DEAD_S = 20.0
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 NAME_SHOWN_MAX = 100
@@ -59,23 +59,43 @@ class OwnNames:
         return known and port == str(self.port)
 
 
-class HostGuard:
-    """Lets requests through to an application if they call the server by one of its names."""
+class WebGuard:
+    """Lets requests through to an application if they call the server by one of its names.
+
+    At most WORKING_MAX requests are let through at any one time.
+    """
 
     def __init__(self, app: ASGIApp, names: OwnNames) -> None:
         self._app = app
         self._names = names
+        self._working = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection, as ASGI has it."""
-        name = Headers(scope=scope).get("host", "") if scope["type"] == "http" else None
-        if name is None or self._names.is_own(name):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        shown = repr(name[:NAME_SHOWN_MAX])
-        text = f"The name {shown} is foreign to this server: use the URL that it printed.\n"
+        refusal = self._find_refusal(Headers(scope=scope).get("host", ""))
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        self._working += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._working -= 1
+
+    def _find_refusal(self, name: str) -> PlainTextResponse | None:
+        """Return the answer to a request that is refused."""
         plain = {"x-content-type-options": "nosniff"}
-        await PlainTextResponse(text, status_code=403, headers=plain)(scope, receive, send)
+        if not self._names.is_own(name):
+            shown = repr(name[:NAME_SHOWN_MAX])
+            text = f"The name {shown} is foreign to this server: use the URL that it printed.\n"
+            return PlainTextResponse(text, status_code=403, headers=plain)
+        if self._working >= WORKING_MAX:
+            text = f"{WORKING_MAX} requests are being answered: try again later.\n"
+            return PlainTextResponse(text, status_code=503, headers=plain)
+        return None
 
 
 class WebState(ServerState):
@@ -147,7 +167,7 @@ def make_server(
     """Return a server for a listening socket, and the HOST:PORT for its URL."""
     port = listener.getsockname()[1]
     config = uvicorn.Config(
-        HostGuard(app, OwnNames.collect(host, port)),
+        WebGuard(app, OwnNames.collect(host, port)),
         log_level="error",
         access_log=False,
         http=WebConnection,
@@ -157,7 +177,6 @@ def make_server(
         proxy_headers=False,
         server_header=False,
         backlog=BACKLOG,
-        limit_concurrency=STRANGERS_MAX + WORKING_MAX,
         timeout_keep_alive=HEAD_S,
         timeout_graceful_shutdown=1,
         h11_max_incomplete_event_size=HEAD_BYTES_MAX,
