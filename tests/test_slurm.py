@@ -185,7 +185,11 @@ def test_a_job_that_has_no_checkpoints_is_not_begun_again_when_its_time_is_over(
 ) -> None:
     text = write_script(tmp_path, "--sbatch=--time=60")
     assert "a job that takes longer than --sbatch=--time does not end" in capsys.readouterr().err
-    assert "scontrol requeue" not in text
+    loop = "kill -USR1 $PPID; while true; do sleep 0.1 >&- 2>&-; done"
+    script = write_job("bash", "-c", f"trap 'exit 130' TERM; {loop}", has_store=False)
+    ended = run_with_fakes(tmp_path, script, squeue=fake_queue("R", "N/A"))
+    assert "without --store there is no checkpoint to go on from" in ended.stdout
+    assert "scontrol requeue 7" not in told(tmp_path)
     assert "without --store there is no checkpoint to go on from" in text
 
 
@@ -236,6 +240,43 @@ def test_a_node_goes_on_while_slurm_is_away(tmp_path: Path) -> None:
     assert len(told(tmp_path)) == 4
 
 
+def fake_queue(state: str, preempted_at: str) -> str:
+    """Return a squeue that lists three jobs, and knows the state of ours."""
+    listed = "printf '3 hf-x-1\\n4 other\\n5 hf-x-2\\n'"
+    runs = "echo 7" if state == "R" else "true"
+    return f"case $* in *--me*) {listed};; *--states=R*) {runs};; *) echo {preempted_at};; esac"
+
+
+def write_job(*command: str, has_store: bool = True) -> str:
+    return job_script(
+        name="hf-x",
+        prefix="hf-x-",
+        nodes=2,
+        command=command,
+        output="o",
+        signal_s=60,
+        has_store=has_store,
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "preempted_at", "requeued"),
+    [
+        (1, "R", "2026-11-29T20:12:21", True),
+        (1, "R", "N/A", False),
+        (0, "R", "2026-11-29T20:12:21", False),
+        (1, "CG", "2026-11-29T20:12:21", False),
+    ],
+)
+def test_a_job_that_slurm_preempts_is_requeued_after_its_end(
+    tmp_path: Path, code: int, state: str, preempted_at: str, requeued: bool
+) -> None:
+    script = write_job("bash", "-c", f"exit {code}")
+    queue = fake_queue(state, preempted_at)
+    assert run_with_fakes(tmp_path, script, squeue=queue).returncode == code
+    assert ("scontrol requeue 7" in told(tmp_path)) is requeued
+
+
 @pytest.mark.parametrize(
     ("signals", "state", "requeued"),
     [
@@ -257,10 +298,8 @@ def test_a_job_is_requeued_when_its_time_is_over_and_not_when_it_is_cancelled(
         f"trap '{then.replace(chr(39), chr(34))}' TERM; kill -{first} $PPID; "
         "while true; do sleep 0.1 >&- 2>&-; done",
     )
-    script = job_script(
-        name="hf-x", prefix="hf-x-", nodes=2, command=command, output="o", signal_s=60
-    )
-    jobs = f"case $* in *--me*) printf '3 hf-x-1\\n4 other\\n5 hf-x-2\\n';; *) echo {state};; esac"
+    script = write_job(*command)
+    jobs = fake_queue(state, "N/A")
     assert run_with_fakes(tmp_path, script, squeue=jobs).returncode == 130
     assert [line for line in told(tmp_path) if "scancel" in line] == ["scancel 3", "scancel 5"]
     assert ("scontrol requeue 7" in told(tmp_path)) is requeued
@@ -268,9 +307,7 @@ def test_a_job_is_requeued_when_its_time_is_over_and_not_when_it_is_cancelled(
 
 def test_a_job_that_is_submitted_twice_leaves_the_first_one_alone(tmp_path: Path) -> None:
     command = ("bash", "-c", f"exit {STILL_RUNNING}")
-    script = job_script(
-        name="hf-x", prefix="hf-x-", nodes=2, command=command, output="o", signal_s=60
-    )
+    script = write_job(*command)
     jobs = "printf '3 hf-x-1\\n'"
     assert run_with_fakes(tmp_path, script, squeue=jobs).returncode == STILL_RUNNING
     assert not (tmp_path / "told").exists()

@@ -262,3 +262,31 @@ def test_a_job_that_is_submitted_twice_or_cancelled_is_not_disturbed_by_itself(
         cluster.slurm("scancel", id_)
         job.until(lambda: not cluster.slurm("squeue", "--noheader", "--me"), "the end of all jobs")
     assert "CANCELLED" in cluster.slurm("scontrol", "show", "job", id_)
+
+
+@pytest.mark.timeout(400)
+def test_a_job_that_slurm_preempts_saves_and_is_begun_again_when_there_is_room(
+    tmp_path: Path, cluster: SlurmCluster, undisturbed: str
+) -> None:
+    """All its nodes are told to leave, with a time that nobody knows."""
+    free = cluster.states().count("idle")
+    store = ("--store", str(tmp_path / "store"), "--save-every", "100000", "--abandon-s", "8")
+    low = ("--sbatch=--partition=low", "--nodes=2")
+    job = SlurmRun(tmp_path, cluster, *low, *store)
+    with job.run:
+        id_ = job.begin()
+        job.until(lambda: len(job.serving()) == 2, "two nodes")
+        other = cluster.slurm("sbatch", "--parsable", f"--nodes={free}", "--wrap=sleep 300")
+        job.until(lambda: "Slurm preempts job" in job.log(), "the word of the preemption")
+        job.until(job.steps_saved, "a last checkpoint")
+
+        def is_other_running() -> bool:
+            return cluster.slurm("squeue", "--noheader", f"-j{other}", "-o%t") == "R"
+
+        job.until(is_other_running, "room for the other job")
+        assert not job.further_jobs()
+        assert cluster.slurm("squeue", "--noheader", f"-j{id_}", "-o%t") == "PD"
+        cluster.slurm("scancel", other)
+        job.until(job.serving, "the nodes of the requeued job")
+        assert "from the checkpoint of step" in job.log()
+        assert job.digest() == undisturbed

@@ -59,6 +59,14 @@ MinJobAge=30
 MessageTimeout=5
 ReturnToService=2
 TopologyPlugin=topology/tree
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+"""
+# Jobs of the partition "low" make room for those of "main", after some time.
+GRACE_S = 20
+PARTITIONS = f"""\
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=low Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={GRACE_S}
 """
 
 
@@ -107,7 +115,7 @@ class SlurmCluster:
                 f"NodeName={host} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 "
                 f"Port={port} CPUs=1 RealMemory=100\n"
             )
-        text += "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
+        text += PARTITIONS
         (self.folder / "slurm.conf").write_text(text)
         (self.folder / "topology.conf").write_text(topology(self.hosts))
         self._before = os.environ.get("SLURM_CONF")
@@ -174,7 +182,8 @@ class SlurmCluster:
 
     def states(self) -> list[str]:
         """Return the state of each host, in order."""
-        return self.slurm("sinfo", "--noheader", "--Node", "--format=%T").split()
+        where = "--partition=main"
+        return self.slurm("sinfo", "--noheader", "--Node", where, "--format=%T").split()
 
     def allocate(self, hosts: int) -> str:
         """Hold `hosts` hosts as an allocation, from which placements are served first."""

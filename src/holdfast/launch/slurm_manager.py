@@ -19,7 +19,7 @@ from holdfast.core.errors import Refused, Unreachable
 from holdfast.core.fleet.placements import Holding, Notice, Placement, PlacementId
 from holdfast.core.job_spec import JobSpec
 from holdfast.launch import slurm_tables as tables
-from holdfast.launch.cluster_manager import PlacementOrder
+from holdfast.launch.cluster_manager import PlacementOrder, StoppedByOperator
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
 from holdfast.launch.slurm_options import SbatchOptions, clean_environment, read_options
 from holdfast.launch.slurm_scripts import NODE, escape_pattern
@@ -58,6 +58,7 @@ class SlurmManager:
 
     async def observe(self) -> Sequence[Placement]:
         self._steps = [step for step in self._steps if step.poll() is None]
+        await self._look_for_preemption()
         jobs, nodes = await self._jobs(), await self._nodes()
         now = time.monotonic()
         found = []
@@ -104,6 +105,15 @@ class SlurmManager:
             *("squeue", "--me", "--noheader", "--all", "--states=all"), f"--format={tables.JOBS}"
         )
         return tables.read_jobs(text)
+
+    async def _look_for_preemption(self) -> None:
+        """Raise StoppedByOperator if the whole allocation is taken away soon."""
+        if not self._allocation:
+            return
+        mine = f"--jobs={self._allocation}"
+        text = await self._ask("squeue", "--noheader", mine, f"--Format={tables.PREEMPTION}")
+        if text.strip() not in tables.NONE:
+            raise StoppedByOperator(f"Slurm preempts job {self._allocation}")
 
     async def _nodes(self) -> dict[str, tables.SlurmNode]:
         text = await self._ask("sinfo", "--noheader", "--all", "--Node", f"--format={tables.NODES}")

@@ -15,6 +15,7 @@ unset "${!SQUEUE_@}" "${!SCANCEL_@}" "${!SCONTROL_@}" SLURM_TIME_FORMAT SLURM_CL
 # The job's own allocation: when the coordinator's time is nearly over, the job is stopped, and
 # requeued to go on from its newest checkpoint. A job that is cancelled meanwhile is not. Whatever
 # its end, its further jobs are cancelled, unless they belong to an earlier job that still runs.
+# A job that Slurm preempts ends after a last checkpoint, and is requeued as Slurm would have done.
 JOB = """\
 #!/bin/bash
 {directives}
@@ -32,11 +33,11 @@ code=$?
 [ "$code" = {running} ] && exit "$code"
 squeue --me --noheader --format='%i %j' |
   while read -r id name; do case "$name" in {prefix}*) scancel "$id" ;; esac; done
-if [ "$again" = yes ] && [ "$code" = 130 ]; then
-  case "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%t)" in
-    R) {requeue} ;;
-  esac
-fi
+runs=$(squeue --noheader --jobs="$SLURM_JOB_ID" --states=R --format=%i)
+case "$(squeue --noheader --jobs="$SLURM_JOB_ID" --Format=preempttime)" in
+  [0-9]*) [ "$code" != 0 ] && [ -n "$runs" ] && scontrol requeue "$SLURM_JOB_ID" ;;
+  *) [ "$again $code" = "yes 130" ] && [ -n "$runs" ] && {requeue} ;;
+esac
 exit "$code"
 """
 NEAR = "holdfast: the time limit of Slurm job $SLURM_JOB_ID is near, so the job is stopped"

@@ -14,6 +14,7 @@ from holdfast.launch.slurm_options import read_time
 # For squeue: id, state, host of the script, hosts, time that is left, reason, name.
 JOBS = "%i|%t|%B|%N|%L|%r|%j"
 STEPS = "%i|%N|%j"  # for squeue --steps
+PREEMPTION = "preempttime"  # for squeue --Format: when it was told to make room for another job
 NODES = "%N|%T|%E"  # for sinfo --Node: name, state, reason
 
 WAITING = ("PD", "CF", "RQ", "RF", "RH", "RD", "RS", "SE", "SO")
@@ -21,7 +22,7 @@ RUNNING = ("R", "S", "ST", "SI", "RV")
 FLAGS = "*~#!%$@^-+"  # characters that may follow a node's state
 LEAVING = ("draining", "drained", "drng", "drain", "maint", "perfctrs", "reboot")
 GONE = ("down", "fail", "failing", "powered_down", "unknown", "future", "error")
-NONE = ("", "n/a", "N/A", "(null)", "NONE", "Unknown")
+NONE = ("", "n/a", "N/A", "(null)", "NONE", "None", "Unknown")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ def _job(
         script_host="" if script_host in NONE else script_host,
         hosts="" if hosts in NONE else hosts,
         left_s=_time_left(left),
-        why="" if why in ("None", *NONE) else why,
+        why="" if why in NONE else why,
     )
 
 
