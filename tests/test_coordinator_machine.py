@@ -443,6 +443,21 @@ def test_a_job_that_is_taken_away_whole_is_saved_at_once_and_as_late_as_can_be()
     assert texts[0] == "all workers are taken away in 60 s: a checkpoint is made"
 
 
+def test_a_job_whose_nodes_are_all_to_be_left_some_time_is_saved_every_few_seconds() -> None:
+    job = begun("a", "b", keeps=True)
+    job.say("a", 0, committed=6)
+    job.node("a", draining="asked")
+    assert not job.told["a"].save_wanted  # worker 1 can go on
+    job.node("b", draining="asked")
+    first = job.told["a"].save_wanted
+    assert first
+    for now, orders in ((105.0, 0), (119.0, 0), (120.5, 1), (139.0, 1), (141.0, 2)):
+        job.pass_time(now)
+        assert job.told["a"].save_wanted == first + orders
+    (text,) = (e.text for e in job.done if isinstance(e, ce.Announce) and e.kind == "save")
+    assert text.startswith("all nodes are to be left, and nobody has said when they end")
+
+
 def test_an_operator_stops_the_job_at_once_or_after_a_last_checkpoint() -> None:
     plain = begun("a", "b")
     plain.feed(ce.StopRequested("enough", saves=False))

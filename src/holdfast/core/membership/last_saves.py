@@ -1,7 +1,8 @@
 """Orders checkpoints before all holders of the state are taken away, and nobody can go on. Pure.
 
 One is ordered as soon as that is known, and another one as late as there is time for it, so that
-the last seconds of a notice are used for training.
+the last seconds of a notice are used for training. If all nodes are to be left and nobody has said
+when they end, one is ordered every few seconds.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from dataclasses import dataclass
 from holdfast.core.membership.coordinator_events import Announce
 from holdfast.core.membership.facts import Facts
 from holdfast.core.membership.formation import candidates
+from holdfast.core.membership.roster import NodeState
 from holdfast.core.types import ViewNumber
 
 TOOK_S = 2.0  # for one checkpoint, until it is known
 SPARE_S = 1.0  # before the end, in which a checkpoint should be durable
 ORDERS_PER_TERM = 1 << 20
+AGAIN_S, AGAIN_TIMES = 10.0, 10.0  # between two without a known end: seconds, and times of one
 NEVER = float("inf")
 
 
@@ -51,19 +54,29 @@ class LastSaves:
             took_s = max(now - self.ordered_at, 0.0)
             found = dataclasses.replace(self, took_s=took_s, ordered_at=0.0)
         end = _end_time(facts)
+        repeats = end == NEVER and not before_end
         end = NEVER if end is None and before_end else end
         if view is None or end is None:
             return dataclasses.replace(found, ends=None, due_at=None), []
         due_at = end - SPARE_S - 2 * found.took_s
+        if repeats:
+            due_at = now + max(AGAIN_S, AGAIN_TIMES * found.took_s)
         known = found.ends
         if known is None or known[0] != view.number or end < known[1] - SPARE_S:
             found = dataclasses.replace(found, ends=(view.number, end), due_at=due_at)
             text = f"all workers are taken away in {end - now:.3g} s: a checkpoint is made"
-            if end == NEVER:
+            if repeats:
+                text = "all nodes are to be left, and nobody has said when they end: a checkpoint"
+                text += f" is made, and one every {due_at - now:.3g} s"
+            elif end == NEVER:
                 text = "a checkpoint is made before all workers begin again"
             return found.order(durable, now), [Announce("save", text)]
         if found.due_at is None:
             return found, []
+        if repeats:
+            if now < found.due_at:
+                return found, []
+            return dataclasses.replace(found, due_at=due_at).order(durable, now), []
         if now < due_at:
             return dataclasses.replace(found, due_at=due_at), []
         text = "a last checkpoint is made before all workers are taken away"
@@ -72,12 +85,23 @@ class LastSaves:
 
 
 def _end_time(facts: Facts) -> float | None:
-    """Return when the last member is taken away; None if others can go on, or nobody knows."""
+    """Return when the last member is taken away; None: others can go on.
+
+    The time is infinite if all nodes are to be left, and nobody has said when they end.
+    """
     roster, members = facts.roster, facts.members
-    if not any(node.leave_by < float("inf") for node in roster.nodes.values()):
-        return None  # no node has a deadline, as almost always
+    if not any(_is_left(node) for node in roster.nodes.values()):
+        return None  # as almost always
     if not members or facts.abreast or facts.feeding or candidates(facts):
         return None
-    nodes = [[roster.nodes.get(name) for name in member.nodes] for member in members]
-    ends = [min(n.leave_by if n is not None else float("inf") for n in each) for each in nodes]
-    return max(ends) if max(ends) < float("inf") else None
+    every = [
+        [node for name in member.nodes if (node := roster.nodes.get(name)) is not None]
+        for member in members
+    ]
+    if not all(any(_is_left(node) for node in each) for each in every):
+        return None
+    return max(min(node.leave_by for node in each) for each in every)
+
+
+def _is_left(node: NodeState) -> bool:
+    return bool(node.draining) or node.report.leaves or node.leave_by < NEVER
