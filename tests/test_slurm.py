@@ -74,6 +74,24 @@ def test_an_answer_of_slurm_that_cannot_be_read_is_reported_as_damaged(text: str
         tables.read_jobs(text)
 
 
+MUNGE_IS_AWAY = """\
+squeue: error: If munged is up, restart with --num-threads=10
+squeue: error: Munge encode failed: Failed to connect to "/run/munge.sock": Connection refused
+squeue: error: slurm_send_node_msg: auth_g_create: REQUEST_JOB_INFO has authentication error
+slurm_load_jobs error: Protocol authentication error
+"""
+
+
+def test_the_cause_of_a_problem_is_reported_and_not_the_advice() -> None:
+    """As Slurm 22.05 prints it when munged has been killed."""
+    cause = 'Munge encode failed: Failed to connect to "/run/munge.sock": Connection refused'
+    assert tables.read_problem(MUNGE_IS_AWAY) == f"{cause}; is munged running on this host?"
+    refused = "sbatch: error: Batch job submission failed: Invalid partition name specified\n"
+    why = "Batch job submission failed: Invalid partition name specified"
+    assert tables.read_problem(refused) == why
+    assert tables.read_problem("") == ""
+
+
 def test_without_slurm_the_manager_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Unreachable, match="there is no command squeue: is Slurm installed"):

@@ -129,3 +129,15 @@ def test_names_of_peers() -> None:
     assert name_of(("10.0.0.1", 7)) == "10.0.0.1:7"
     assert name_of(("::1", 7, 0, 0)) == "[::1]:7"
     assert name_of(None) == "a peer without an address"
+
+
+def test_an_address_asks_no_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resolver may be slow when the machine is, and its threads may all be busy."""
+
+    async def connect() -> None:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "getaddrinfo", None, raising=False)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            (await dial("127.0.0.1", listener.getsockname()[1], 5.0)).close()
+
+    asyncio.run(connect())

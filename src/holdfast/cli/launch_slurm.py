@@ -11,6 +11,7 @@ from holdfast.core.errors import UserError
 from holdfast.launch.fleet_plan import job_prefix, read_plan
 from holdfast.launch.slurm_options import clean_environment, read_options
 from holdfast.launch.slurm_scripts import escape_pattern, job_script
+from holdfast.launch.slurm_tables import read_problem
 from holdfast.runtime.rundir import RunDir
 
 SCRIPT = "slurm_job.sh"
@@ -100,6 +101,6 @@ def submit(run_dir: RunDir) -> int:
             "there is no command sbatch here: use a machine that submits jobs"
         ) from None
     if found.returncode:
-        raise UserError(f"sbatch refuses the job: {found.stderr.strip()}")
+        raise UserError(f"sbatch refuses the job: {read_problem(found.stderr)}")
     print(f"holdfast: submitted as Slurm job {found.stdout.strip()}", file=sys.stderr, flush=True)
     return 0

@@ -235,7 +235,8 @@ class SlurmManager:
             raise
         problem = err.decode(errors="replace").strip()
         if process.returncode and not any(each in problem for each in allow):
-            raise Unreachable(f"{command[0]}: {problem or f'exit status {process.returncode}'}")
+            told = tables.read_problem(problem) or f"exit status {process.returncode}"
+            raise Unreachable(f"{command[0]}: {told}")
         return out.decode(errors="replace")
 
 

@@ -105,6 +105,14 @@ def read_leaf_switch(text: str) -> str:
     return ""
 
 
+def read_problem(text: str) -> str:
+    """Return what a command of Slurm complains of, without the advice that it begins with."""
+    lines = [line.partition(": error: ")[2] or line for line in text.strip().splitlines()]
+    told = [line.strip() for line in lines if "--num-threads" not in line]
+    problem = told[0] if told else ""
+    return f"{problem}; is munged running on this host?" if "unge" in problem else problem
+
+
 def _rows(text: str, fields: int) -> list[list[str]]:
     rows = [line.split("|", fields - 1) for line in text.splitlines() if line.strip()]
     for row in rows:

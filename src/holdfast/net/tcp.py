@@ -9,10 +9,13 @@ receive buffer has been full for `dead_s`; it can connect again when it wakes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import math
 import re
 import socket
+from collections.abc import Sequence
+from typing import Any
 
 from holdfast.core.errors import UserError
 
@@ -41,14 +44,21 @@ def tune(sock: socket.socket, dead_s: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(dead_s * 1000)))
 
 
-async def dial(host: str, port: int, connect_s: float) -> socket.socket:
-    """Return a connected socket; each address of the host is tried for `connect_s`. OSError."""
-    loop = asyncio.get_running_loop()
-    resolving = loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+async def _resolve(host: str, port: int) -> Sequence[tuple[Any, ...]]:
+    """Return the addresses of a host. One that is an address itself asks no resolver. OSError."""
+    with contextlib.suppress(socket.gaierror):
+        numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=numeric)
+    resolving = asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     try:
-        found = await asyncio.wait_for(resolving, RESOLVE_S)
+        return await asyncio.wait_for(resolving, RESOLVE_S)
     except asyncio.TimeoutError:
         raise TimeoutError(f"the name {host} is not resolved within {RESOLVE_S:g} s") from None
+
+
+async def dial(host: str, port: int, connect_s: float) -> socket.socket:
+    """Return a connected socket; each address of the host is tried for `connect_s`. OSError."""
+    loop, found = asyncio.get_running_loop(), await _resolve(host, port)
     failure: OSError = ConnectionError(f"{host} has no address")
     for family, kind, protocol, _, address in found:
         sock = socket.socket(family, kind, protocol)

@@ -144,7 +144,8 @@ class Supervisor:
                     return
                 asked = self._requests.first
                 self._kept[0].running[0].send_signal(ORDERS[asked])
-                self._say(f"{signal.Signals(asked).name}: stopping (Ctrl-C twice more to kill)")
+                hint = " (Ctrl-C twice more to kill)" if asked == signal.SIGINT else ""
+                self._say(f"{signal.Signals(asked).name}: stopping{hint}")
             for kept in self._kept:
                 if kept.running and kept.pidfd in readable:
                     self._handle_end(kept)
