@@ -15,6 +15,7 @@ from holdfast.core.errors import UserError
 from holdfast.core.types import AgentId, ProcessRole
 from holdfast.health.external_checks import parse_all_checks, save_checks
 from holdfast.net.secret import load_secret
+from holdfast.net.standard_streams import print_plain
 from holdfast.net.tls import peer_tls_of
 from holdfast.runtime.contact import ask, contact_by
 from holdfast.runtime.launcher import Node, incarnation_after, launch_node
@@ -98,7 +99,7 @@ def main(argv: list[str]) -> int:
     run_dir.attach(spec, secret)
     save_checks(run_dir.path, name, checks)
     os.chdir(spec.cwd)
-    print(f"holdfast: node {name} joins {contact}", file=sys.stderr, flush=True)
+    print_plain(f"holdfast: node {name} joins {contact}", file=sys.stderr, flush=True)
     return launch_node(
         Node(
             run_dir=run_dir,

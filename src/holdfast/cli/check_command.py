@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from holdfast.cli.plain_console import PlainConsole
 from holdfast.cli.run_command import check_present, script_of
 from holdfast.core.errors import UserError
+from holdfast.net.standard_streams import print_plain
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.testing import fault_script  # tidy: allow layers because users test their jobs
 from holdfast.testing.local_run import LocalRun  # tidy: allow layers because of the same
@@ -96,12 +97,12 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--steps {options.steps} is too few: give more than {KILL_STEP}")
     if not 0 < options.timeout < float("inf"):
         raise UserError(f"--timeout {options.timeout:g}: give a number of seconds above 0")
-    console = Console(stderr=options.json)
+    console = PlainConsole(stderr=options.json, markup=True)
     try:
         with temporary_folder("check-") as directory:
             runs, findings, steps = check(options, directory, console)
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+        print_plain("stopped", file=sys.stderr)
         return 130
     except OSError as error:
         raise UserError(
@@ -109,14 +110,14 @@ def main(argv: list[str]) -> int:
             "make room there, or set TMPDIR to another folder"
         ) from None
     if options.json:
-        print(json.dumps(to_dict(runs, findings, steps), indent=2))
+        print_plain(json.dumps(to_dict(runs, findings, steps), indent=2))
     else:
         report(runs, findings, steps, console)
     return 1 if findings or any(run.problem or run.told for run in runs) else 0
 
 
 def check(
-    options: argparse.Namespace, directory: Path, console: Console
+    options: argparse.Namespace, directory: Path, console: PlainConsole
 ) -> tuple[list[TracedRun], list[Divergence], int]:
     """Run the script three times, and compare. Returns the runs, what differs, and the steps."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
@@ -185,7 +186,7 @@ def _is_enough(traces: Path, steps: int, kill: int | None) -> bool:
 
 
 def report(
-    runs: Sequence[TracedRun], findings: Sequence[Divergence], steps: int, console: Console
+    runs: Sequence[TracedRun], findings: Sequence[Divergence], steps: int, console: PlainConsole
 ) -> None:
     """Print the findings, for people."""
     unlike = {each.run: each for each in findings}

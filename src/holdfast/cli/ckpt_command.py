@@ -6,18 +6,18 @@ import argparse
 import contextlib
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
-from rich.text import Text
 
+from holdfast.cli.plain_console import PlainConsole
 from holdfast.core.errors import Damaged, UserError, WorldError
 from holdfast.core.replica.retention import Retention
+from holdfast.net.standard_streams import print_plain
+from holdfast.observe.summary import DATE_AND_TIME, format_clock
 from holdfast.store.checkpoint_reading import Bad
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.manifest import DIGEST_BYTES, ITEM_BYTES, Entry, Manifest
@@ -35,10 +35,10 @@ def main(argv: list[str]) -> int:
     try:
         return command(options)
     except Damaged as error:
-        print(f"holdfast: {error}", file=sys.stderr)
+        print_plain(f"holdfast: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print_plain("interrupted", file=sys.stderr)
         return 130
 
 
@@ -114,7 +114,7 @@ def _open(options: argparse.Namespace) -> Checkpoints:
 
 
 def _warn(line: str) -> None:
-    print(f"holdfast: {line}", file=sys.stderr)
+    print_plain(f"holdfast: {line}", file=sys.stderr)
 
 
 def _check_not_empty(store: Checkpoints) -> None:
@@ -158,18 +158,18 @@ def list_all(options: argparse.Namespace) -> int:
             code = 1
             rows.append({"step": step, "damage": str(error)})
     if options.json:
-        print(json.dumps(rows, indent=2))
+        print_plain(json.dumps(rows, indent=2))
         return code
     table = Table("step", "saved", "entries", "size", "written", "about")
     for row in rows:
         if row["damage"]:
-            damage = Text(_plain(row["damage"]))
+            damage = row["damage"]
             table.add_row(str(row["step"]), "", "", "", "", damage, style="bold red")
             continue
         about = " ".join(f"{k}={v}" for k, v in sorted(row["about"].items()))
         sizes = str(row["entries"]), _size(row["bytes"]), _size(row["written_bytes"])
-        table.add_row(str(row["step"]), _format_time(row["time"]), *sizes, Text(_plain(about)))
-    Console().print(table if rows else "no checkpoints")
+        table.add_row(str(row["step"]), format_clock(row["time"], DATE_AND_TIME), *sizes, about)
+    PlainConsole().print(table if rows else "no checkpoints")
     return code
 
 
@@ -180,16 +180,21 @@ def show(options: argparse.Namespace) -> int:
             {"name": e.label, "dtype": e.dtype, "shape": e.shape, "bytes": e.size}
             for e in found.entries
         ]
-        print(json.dumps({"step": found.step, "about": found.about, "entries": entries}, indent=2))
+        print_plain(
+            json.dumps({"step": found.step, "about": found.about, "entries": entries}, indent=2)
+        )
         return 0
     table = Table(
-        "name", "dtype", "shape", "size", title=f"step {found.step}, {_format_time(found.time)}"
+        "name",
+        "dtype",
+        "shape",
+        "size",
+        title=f"step {found.step}, {format_clock(found.time, DATE_AND_TIME)}",
     )
     for entry in found.entries:
         shape = "x".join(map(str, entry.shape)) if entry.dtype else ""
-        texts = (Text(_plain(text)) for text in (entry.label, entry.dtype or "bytes"))
-        table.add_row(*texts, shape, _size(entry.size))
-    Console().print(table)
+        table.add_row(entry.label, entry.dtype or "bytes", shape, _size(entry.size))
+    PlainConsole().print(table)
     return 0
 
 
@@ -208,12 +213,12 @@ def diff(options: argparse.Namespace) -> int:
     }
     equal = sum(name in new for name in old) - len(found["changed"])
     if options.json:
-        print(json.dumps(found | {"equal": equal}, indent=2))
+        print_plain(json.dumps(found | {"equal": equal}, indent=2))
     else:
         for what, names in found.items():
             for name in names:
-                print(_plain(f"{what:8} {name}{_change(old, new, name)}"))
-        print(f"{equal} entries are equal")
+                print_plain(f"{what:8} {name}{_change(old, new, name)}")
+        print_plain(f"{equal} entries are equal")
     return 1 if any(found.values()) else 0
 
 
@@ -257,12 +262,16 @@ def verify(options: argparse.Namespace) -> int:
         except WorldError as error:
             findings[step] = [str(error)]
     if options.json:
-        print(json.dumps([{"step": s, "damage": bad} for s, bad in findings.items()], indent=2))
+        print_plain(
+            json.dumps([{"step": s, "damage": bad} for s, bad in findings.items()], indent=2)
+        )
     else:
         for step, bad in findings.items():
-            print(f"step {step}: {'every byte is right' if not bad else f'{len(bad)} damaged'}")
+            print_plain(
+                f"step {step}: {'every byte is right' if not bad else f'{len(bad)} damaged'}"
+            )
             for line in bad:
-                print(f"  {_plain(line)}")
+                print_plain(f"  {line}")
     return 1 if any(findings.values()) else 0
 
 
@@ -306,12 +315,12 @@ def repair(options: argparse.Namespace) -> int:
             try:
                 for line in volumes.repair(name):
                     mended += 1
-                    print(f"repaired: {line}")
+                    print_plain(f"repaired: {line}")
             except WorldError as error:
                 code = 1
-                print(f"lost: {error}")
+                print_plain(f"lost: {error}")
             advance(1)
-    print(f"{len(names)} objects, {mended} repairs")
+    print_plain(f"{len(names)} objects, {mended} repairs")
     return code
 
 
@@ -324,7 +333,7 @@ def collect(options: argparse.Namespace) -> int:
     steps = (
         f"checkpoints of steps {', '.join(map(str, done.steps))}" if done.steps else "no checkpoint"
     )
-    print(f"removed {steps}, and {done.packs} packs of {_size(done.freed_bytes)}")
+    print_plain(f"removed {steps}, and {done.packs} packs of {_size(done.freed_bytes)}")
     return 0
 
 
@@ -341,7 +350,7 @@ def export(options: argparse.Namespace) -> int:
         raise UserError(f"no tensor of step {step} has {options.only!r} in its name")
     write_file(tensors, options.file, options.format)
     size = sum(t.nbytes for t in tensors.values())
-    print(f"{len(tensors)} tensors of {_size(size)} are in {options.file}")
+    print_plain(f"{len(tensors)} tensors of {_size(size)} are in {options.file}")
     return 0
 
 
@@ -353,7 +362,9 @@ def import_file(options: argparse.Namespace) -> int:
         raise UserError(f"there is a checkpoint of step {options.step} already: choose another")
     items = read_file(options.file)
     found = store.save(options.step, items, {"from": options.file.name})
-    print(f"{len(items)} tensors of {_size(found.size)} are the checkpoint of step {found.step}")
+    print_plain(
+        f"{len(items)} tensors of {_size(found.size)} are the checkpoint of step {found.step}"
+    )
     return 0
 
 
@@ -368,7 +379,7 @@ def _progress(what: str, total: int, *, bytes_: bool = True) -> Iterator[Callabl
         return
     shown = (DownloadColumn(), TransferSpeedColumn()) if bytes_ else ()
     columns = (TextColumn("{task.description}"), BarColumn(), *shown)
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=PlainConsole(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.update(task, advance=count)
 
@@ -380,15 +391,3 @@ def _size(count: object) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
-
-
-def _plain(text: object) -> str:
-    """Return a text that others have written, without characters that a terminal obeys."""
-    return "".join(each if each.isprintable() else "?" for each in str(text))
-
-
-def _format_time(seconds: object) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(str(seconds))))
-    except (OverflowError, ValueError, OSError):  # no clock shows this
-        return "unknown"

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from holdfast.net.standard_streams import print_plain
 from holdfast.observe.run_comparison import Comparison, compare_runs
 from holdfast.observe.step_records import read_steps
 from holdfast.runtime.rundir import RunDir
@@ -22,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     ours, theirs = (read_steps(each) for each in (options.first, options.second))
     first, second = (_parts_of_states(each) for each in (options.first, options.second))
     found = compare_runs(ours, theirs, first[0], has_states=first == second)
-    print(json.dumps(found.to_dict(), indent=2) if options.json else render(found))
+    print_plain(json.dumps(found.to_dict(), indent=2) if options.json else render(found))
     return 0 if found.first is None else 1
 
 

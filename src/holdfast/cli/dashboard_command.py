@@ -16,6 +16,7 @@ from holdfast.core.errors import UserError
 from holdfast.health.measure.ending_signals import ORDERS, leave_ending_signals
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.net.secret import VARIABLE, load_secret
+from holdfast.net.standard_streams import print_plain
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import contact_by, parse_address
 from holdfast.runtime.coordinate.election import SCHEMES
@@ -39,13 +40,13 @@ def main(argv: Sequence[str]) -> int:
 
     if not is_loopback(options.host):
         text = "without encryption: whoever can read this network can read the token"
-        print(f"holdfast: the dashboard listens on {options.host} {text}", file=sys.stderr)
+        print_plain(f"holdfast: the dashboard listens on {options.host} {text}", file=sys.stderr)
 
     def tell(url: str) -> None:
         if options.parent is None:
-            print(f"dashboard: {url}", flush=True)
+            print_plain(f"dashboard: {url}", flush=True)
         else:  # standard output belongs to the job's script
-            print(f"holdfast: dashboard: {url}", file=sys.stderr, flush=True)
+            print_plain(f"holdfast: dashboard: {url}", file=sys.stderr, flush=True)
 
     if is_address(options.run):
         with temporary_folder("dashboard-") as folder:

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import Progress
 
+from holdfast.cli.plain_console import PlainConsole
 from holdfast.core.errors import UserError, first_line
+from holdfast.net.standard_streams import print_plain
 from holdfast.store.data_index import (
     BLOCK_BYTES,
     FileIndex,
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
     try:
         return int(options.command(options))
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print_plain("interrupted", file=sys.stderr)
         return 130
 
 
@@ -87,7 +88,7 @@ def index(options: argparse.Namespace) -> int:
         size = sum(file.size for file in found.files)
         told = {"index": str(out), "files": len(found.files), "bytes": size}
     text = ", ".join(f"{value} {name}" for name, value in told.items() if name != "index")
-    print(json.dumps(told) if options.json else f"{out}: digests of {text}")
+    print_plain(json.dumps(told) if options.json else f"{out}: digests of {text}")
     return 0
 
 
@@ -109,13 +110,13 @@ def verify(options: argparse.Namespace) -> int:
                 {"file": each.name, "block": each.block, "problem": each.problem} for each in found
             ]
     if options.json:
-        print(json.dumps({"ok": not differing, "differing": differing}))
+        print_plain(json.dumps({"ok": not differing, "differing": differing}))
     else:
         for each in differing[:SHOWN_MAX]:
-            print(_describe_bad_record(each, options.data))
+            print_plain(_describe_bad_record(each, options.data))
         if len(differing) > SHOWN_MAX:
-            print(f"and {len(differing) - SHOWN_MAX} more: --json lists them all")
-        print(f"{len(differing)} differ" if differing else "everything is as the index says")
+            print_plain(f"and {len(differing) - SHOWN_MAX} more: --json lists them all")
+        print_plain(f"{len(differing)} differ" if differing else "everything is as the index says")
     return 1 if differing else 0
 
 
@@ -188,7 +189,7 @@ def _size(root: Path) -> int:
 @contextlib.contextmanager
 def _progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
     """Show on the terminal's standard error how far a long work is."""
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bars:
         bar = bars.add_task(what, total=total)
         yield lambda count: bars.advance(bar, count)

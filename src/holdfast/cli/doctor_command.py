@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 import holdfast
+from holdfast.cli.plain_console import PlainConsole
 from holdfast.cli.shared_options import add_checks
 from holdfast.core.errors import UserError
 from holdfast.health import examination as doctor
@@ -31,6 +31,7 @@ from holdfast.health.limits import GIB, KIB, MIB
 from holdfast.health.measure.light import light_checks
 from holdfast.health.measure.network_speed import PeerServer
 from holdfast.net.secret import load_secret
+from holdfast.net.standard_streams import print_plain
 from holdfast.runtime.contact import parse_address
 from holdfast.store.regular_files import read_named
 
@@ -55,10 +56,10 @@ def main(argv: list[str]) -> int:
         with _progress(quiet=options.json) as progress:
             report = doctor.examine(wanted, progress)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print_plain("interrupted", file=sys.stderr)
         return 130
     if options.json:
-        print(json.dumps(doctor.to_plain(report), indent=2))
+        print_plain(json.dumps(doctor.to_plain(report), indent=2))
     else:
         show(report)
     return 1 if worst(report.findings) is Grade.FAIL else 0
@@ -176,7 +177,7 @@ def _progress(*, quiet: bool) -> Iterator[doctor.Progress]:
         yield lambda done, total, title: None
         return
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=PlainConsole(stderr=True), transient=True) as bar:
         task = bar.add_task("examining", total=None)
 
         def progress(done: int, total: int, title: str) -> None:
@@ -187,7 +188,7 @@ def _progress(*, quiet: bool) -> Iterator[doctor.Progress]:
 
 def show(report: Report) -> None:
     """Print the table, what to do, and the verdict."""
-    console = Console() if sys.stdout.isatty() else Console(width=WIDTH_ELSEWHERE)
+    console = PlainConsole() if sys.stdout.isatty() else PlainConsole(width=WIDTH_ELSEWHERE)
     table = Table("check", "", "found", "limit", box=SIMPLE_HEAD)
     for finding in collapse(report.findings):
         style = STYLES[finding.grade]
@@ -237,12 +238,14 @@ def serve(options: argparse.Namespace) -> int:
     except (OSError, OverflowError) as error:
         raise UserError(f"cannot listen on {options.host}:{options.port}: {error}") from None
     host, port = listener.getsockname()[:2]
-    print(f"holdfast: serving on {host}:{port} for {options.for_s:g} s", flush=True)
-    server = PeerServer(secret, lambda text: print(f"holdfast: {to_one_line(text)}", flush=True))
+    print_plain(f"holdfast: serving on {host}:{port} for {options.for_s:g} s", flush=True)
+    server = PeerServer(
+        secret, lambda text: print_plain(f"holdfast: {to_one_line(text)}", flush=True)
+    )
     try:
         asyncio.run(server.serve(listener, options.for_s))
     except KeyboardInterrupt:
-        print("holdfast: stopped", flush=True)
+        print_plain("holdfast: stopped", flush=True)
     finally:
         listener.close()
     return 0
@@ -262,9 +265,9 @@ def watch(options: argparse.Namespace) -> int:
             bad = [f for f in findings if f.grade in (Grade.WARN, Grade.FAIL)]
             if options.json:
                 told = {"health": verdict.health.value, "reason": verdict.reason}
-                print(json.dumps(told | {"findings": doctor.to_plain(bad)}), flush=True)
+                print_plain(json.dumps(told | {"findings": doctor.to_plain(bad)}), flush=True)
             else:
-                print(_round(verdict, bad), flush=True)
+                print_plain(_round(verdict, bad), flush=True)
             time.sleep(max(0.0, min(options.every_s, end - time.monotonic())))
     except KeyboardInterrupt:
         pass

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from holdfast.cli.shared_options import add_run_and, add_tls, show_waiting, take_run
+from holdfast.net.standard_streams import print_plain
 from holdfast.net.tls import client_of
 from holdfast.runtime.operator_orders import DRAIN_REASON, await_drained, describe_drained, drain
 from holdfast.runtime.rundir import RunDir
@@ -20,7 +21,7 @@ def main(argv: list[str]) -> int:
     nodes = list(dict.fromkeys(names_given))
     names = " and ".join(nodes)
     for warning in drain(run_dir, tls, nodes, options.reason, options.deadline):
-        print(f"holdfast: {warning}", file=sys.stderr, flush=True)
+        print_plain(f"holdfast: {warning}", file=sys.stderr, flush=True)
     with show_waiting(
         f"{names}: waiting until others have taken the work",
         f"no longer waiting for {names}, still drained",
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> int:
         for node in nodes:
             await_drained(run_dir, tls, node)
     for node in nodes:
-        print(f"holdfast: {describe_drained(node)}")
+        print_plain(f"holdfast: {describe_drained(node)}")
     return 0
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from holdfast.cli.shared_options import add_tls
 from holdfast.core.errors import HoldfastError, UserError
+from holdfast.net.standard_streams import print_plain
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import ask, contact_of
 from holdfast.runtime.post_mortem import write_bundle
@@ -30,15 +31,15 @@ def main(argv: Sequence[str]) -> int:
             time.sleep(STACKS_S)
         except (HoldfastError, OSError) as error:
             text = f"without new stacks of the workers: {error}"
-            print(f"holdfast: {text}", file=sys.stderr, flush=True)
+            print_plain(f"holdfast: {text}", file=sys.stderr, flush=True)
     path = options.output or Path(f"{run_dir.path.resolve().name}-{time.strftime('%H%M%S')}.zip")
     try:
         left_out = write_bundle(run_dir, path, options.event)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
-    print(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
+    print_plain(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
     if left_out:
-        print(f"left out for lack of room: {', '.join(left_out)}")
+        print_plain(f"left out for lack of room: {', '.join(left_out)}")
     return 0
 
 

@@ -12,8 +12,10 @@ from typing import Any
 
 from holdfast.cli.shared_options import add_tls
 from holdfast.core.errors import NoAnswer, UserError
+from holdfast.net.standard_streams import print_plain
 from holdfast.net.tls import client_of
 from holdfast.observe.run_tail import RunTail
+from holdfast.observe.summary import format_clock
 from holdfast.runtime.contact import job_status
 from holdfast.runtime.rundir import RunDir, read_run_events
 
@@ -51,7 +53,7 @@ def _follow(run: RunDir, options: argparse.Namespace) -> int:
         if over:
             return 0
         if news := watch.look(time.monotonic()):
-            print(f"holdfast: {news}", file=sys.stderr, flush=True)
+            print_plain(f"holdfast: {news}", file=sys.stderr, flush=True)
         if watch.is_gone and not options.wait:
             return CRASHED
         time.sleep(POLL_S)
@@ -60,7 +62,7 @@ def _follow(run: RunDir, options: argparse.Namespace) -> int:
 def _show(events: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     for event in events:
         if options.kind in (None, event["kind"]):
-            print(json.dumps(event) if options.json else render(event), flush=True)
+            print_plain(json.dumps(event) if options.json else render(event), flush=True)
 
 
 class CoordinatorWatch:
@@ -108,7 +110,7 @@ class CoordinatorWatch:
 
 def render(event: dict[str, object]) -> str:
     """Return one event for people."""
-    at = time.strftime("%H:%M:%S", time.localtime(float(str(event["time"]))))
+    at = format_clock(float(str(event["time"])))
     causes = event.get("causes")
     because = f"  <- {', '.join(map(str, causes))}" if isinstance(causes, list) and causes else ""
     return f"{at}  {event.get('id', ''):<8} {event['kind']:<11} {event['text']}{because}"

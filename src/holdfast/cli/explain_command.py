@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from holdfast.net.standard_streams import print_plain
 from holdfast.observe.incidents import (
     describe_cost,
     find_incident,
@@ -18,6 +18,7 @@ from holdfast.observe.incidents import (
     list_incidents,
     tell_story,
 )
+from holdfast.observe.summary import format_clock
 from holdfast.runtime.rundir import RunDir, read_run_events, shorten_failure
 
 
@@ -29,27 +30,29 @@ def main(argv: Sequence[str]) -> int:
     incidents = list_incidents(events)
     if options.event is not None:
         found = find_incident(incidents, options.event)
-        print(
+        print_plain(
             json.dumps(found.to_dict(), indent=2) if options.json else "\n".join(tell_story(found))
         )
         return 0
     if options.json:
-        print(json.dumps([each.to_dict() for each in incidents], indent=2))
+        print_plain(json.dumps([each.to_dict() for each in incidents], indent=2))
         return 0
     for each in incidents:
-        at = time.strftime("%H:%M:%S", time.localtime(each.began_at))
-        print(f"{each.name:<8} {at}  {each.title}; {describe_cost(each)}")
+        at = format_clock(each.began_at)
+        print_plain(f"{each.name:<8} {at}  {each.title}; {describe_cost(each)}")
     if unsaved := find_unsaved(events):
-        print(unsaved)
+        print_plain(unsaved)
     if not incidents:
-        print(f"no {'other ' if unsaved else ''}incidents in {len(events)} events")
+        print_plain(f"no {'other ' if unsaved else ''}incidents in {len(events)} events")
     else:
-        print(f"for the story of one: holdfast explain {options.run_dir} {incidents[-1].name}")
+        print_plain(
+            f"for the story of one: holdfast explain {options.run_dir} {incidents[-1].name}"
+        )
     outcome = run_dir.outcome()
     if outcome:
-        print(f"the run is over: {shorten_failure(outcome)}")
+        print_plain(f"the run is over: {shorten_failure(outcome)}")
     if outcome is None:
-        print(
+        print_plain(
             "the run has recorded no end: it is still running, or all of it was killed; "
             f"`holdfast status {options.run_dir}` tells which"
         )

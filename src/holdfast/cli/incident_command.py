@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
+import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.errors import Damaged, UserError
+from holdfast.net.standard_streams import print_plain
 from holdfast.observe.decision_replay import ReplayResult, describe_effect, describe_event, replay
 from holdfast.observe.recordings import (
     Recording,
@@ -21,7 +22,14 @@ from holdfast.observe.recordings import (
     read_header,
     read_recording,
 )
+from holdfast.observe.replay_limits import limit_memory
+from holdfast.observe.summary import format_clock
 
+# What the file system and the library for zip files raise.
+UNREADABLE = (
+    *(OSError, EOFError, RuntimeError, ValueError),
+    *(zipfile.BadZipFile, zlib.error, struct.error),
+)
 SHOWN_MAX = 12  # effects of a decision that differs
 
 
@@ -32,11 +40,11 @@ def main(argv: Sequence[str]) -> int:
     if not results:
         raise UserError(f"{options.source} holds no recording of a coordinator")
     if options.json:
-        print(json.dumps([describe(*each) for each in results], indent=2))
+        print_plain(json.dumps([describe(*each) for each in results], indent=2))
     else:
         for each in results:
             for line in tell(*each):
-                print(line)
+                print_plain(line)
     return int(any(found.difference is not None for _, _, found in results))
 
 
@@ -47,7 +55,7 @@ def _replay_all(source: Path) -> Iterator[tuple[str, Recording, ReplayResult]]:
     UserError.
     """
     try:
-        with open_recordings(source) as streams:
+        with limit_memory(), open_recordings(source) as streams:
             headers = {}
             for name, open_stream in streams.items():
                 with open_stream() as stream:
@@ -62,7 +70,7 @@ def _replay_all(source: Path) -> Iterator[tuple[str, Recording, ReplayResult]]:
                 yield name, replace(recording, records=()), found
     except Damaged as error:
         raise UserError(f"{source} cannot be used: {error}") from None
-    except (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+    except UNREADABLE as error:
         raise UserError(f"{source} cannot be read: {error}") from None
 
 
@@ -126,7 +134,8 @@ def describe(name: str, recording: Recording, found: ReplayResult) -> dict[str, 
 
 
 def _clock(at: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at * 10) % 10}"
+    clock = format_clock(at)
+    return clock if clock == "unknown" else f"{clock}.{int(at * 10) % 10}"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -47,7 +47,7 @@ def read_config(path: Path) -> JobConfig:
         found = msgspec.toml.decode(read_named(path))
     except OSError as error:
         raise UserError(f"--config {path} cannot be read: {error.strerror}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise UserError(f"--config {path} is not TOML: {error}") from None
     script, args = found.pop("script", ""), found.pop("args", [])
     if not isinstance(script, str):

@@ -15,6 +15,7 @@ from holdfast.cli.launch_options import ABANDON_S, HERE, REACHED, WAIT, launch_p
 from holdfast.core.errors import UserError, WorldError, first_line
 from holdfast.launch.cluster_job import launch_cluster_job
 from holdfast.launch.fleet_plan import read_plan
+from holdfast.net.standard_streams import print_plain
 from holdfast.runtime.rundir import RunDir
 
 DESCRIPTION = (
@@ -103,7 +104,7 @@ def end_application(end: Callable[[], None], name: str, remedy: str) -> None:
     try:
         end()
     except (WorldError, OSError) as error:
-        print(
+        print_plain(
             f"holdfast: {name} may still be there ({first_line(error)}): remove it with `{remedy}`",
             file=sys.stderr,
             flush=True,

@@ -6,6 +6,7 @@ import importlib
 
 from holdfast.core.errors import UserError
 from holdfast.launch.fleet_plan import read_plan
+from holdfast.net.standard_streams import print_plain
 from holdfast.runtime.rundir import RunDir
 
 LAUNCHERS = {
@@ -21,10 +22,10 @@ LAUNCHERS = {
 def main(argv: list[str]) -> int:
     """Run the launcher that the first argument names; each is a module holdfast.cli.launch_NAME."""
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: holdfast launch MANAGER [OPTION ...] SCRIPT [ARG ...]\n")
+        print_plain("usage: holdfast launch MANAGER [OPTION ...] SCRIPT [ARG ...]\n")
         for name, text in LAUNCHERS.items():
-            print(f"  {name:<6} {text}")
-        print("\nholdfast launch MANAGER --help tells more of one.")
+            print_plain(f"  {name:<6} {text}")
+        print_plain("\nholdfast launch MANAGER --help tells more of one.")
         return 0 if argv else 2
     if argv[0] not in LAUNCHERS:
         raise UserError(f"there is no launcher {argv[0]!r}: use one of {', '.join(LAUNCHERS)}")

@@ -33,8 +33,10 @@ from holdfast.launch.kubernetes_manifests import (
 )
 from holdfast.launch.kubernetes_names import AGENT, COMPONENT, INSTANCE, ZONE, instance_of
 from holdfast.launch.kubernetes_resume import job_again
+from holdfast.net.standard_streams import print_plain
 from holdfast.store.regular_files import read_named
 
+POD_VALUES_MAX = 10_000
 PORT = 29600
 RUN_DIR = "/holdfast/run"
 KEPT_BACK = {  # options of `holdfast run` that mean this machine
@@ -125,7 +127,7 @@ def main(argv: list[str]) -> int:
     deliver(options, text)
     name = instance_of(job_prefix(spec.job))
     logs = f"kubectl -n {site.namespace} logs -f"
-    print(
+    print_plain(
         f"holdfast: job {name}\nholdfast: its events: {logs} job/{name}\n"
         f"holdfast: its output: {logs} -l {INSTANCE}={name},{COMPONENT}={AGENT}",
         file=sys.stderr,
@@ -198,12 +200,26 @@ def resources(options: argparse.Namespace) -> dict[str, str]:
     return {name: value for name, value in asked.items() if value}
 
 
+def is_small(value: object) -> bool:
+    """Return whether a value of YAML stays small when its aliases are written out."""
+    waiting, count = [value], 0
+    while waiting and count <= POD_VALUES_MAX:
+        each, count = waiting.pop(), count + 1
+        if isinstance(each, dict):
+            waiting += each.values()
+        elif isinstance(each, list):
+            waiting += each
+    return count <= POD_VALUES_MAX
+
+
 def read_pod(path: Path) -> dict[str, Any]:
     """Read the user's pod template. UserError."""
     yaml = import_yaml()
     try:
         found = yaml.safe_load(read_named(path).decode())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        if not is_small(found):
+            raise ValueError(f"it has more than {POD_VALUES_MAX} values, with all its aliases")
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"--pod {path} cannot be read: {error}") from None
     pod = dict(found) if isinstance(found, dict) else {"": None}
     for key in ("apiVersion", "kind"):
@@ -238,9 +254,9 @@ def deliver(options: argparse.Namespace, text: str) -> None:
         except OSError as error:
             raise UserError(f"--out {options.out} cannot be written: {error.strerror}") from None
     if options.apply:
-        print(kubectl("apply", "-f", "-", given=text), end="", file=sys.stderr)
+        print_plain(kubectl("apply", "-f", "-", given=text), end="", file=sys.stderr)
     elif options.out is None:
-        print(text, end="")
+        print_plain(text, end="")
 
 
 def resume(name: str, namespace: str) -> int:

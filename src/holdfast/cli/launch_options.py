@@ -18,6 +18,7 @@ from holdfast.core.errors import UserError
 from holdfast.core.job_spec import JobSpec
 from holdfast.health.external_checks import parse_all_checks
 from holdfast.launch.fleet_plan import FleetPlan
+from holdfast.net.standard_streams import print_plain
 from holdfast.net.tcp import check_endpoint
 from holdfast.net.tls import peer_tls_of
 from holdfast.runtime.rundir import RunDir
@@ -128,7 +129,7 @@ def make_run_dir(options: argparse.Namespace, manager: str, settings: Mapping[st
         agent_options=agent_options(options),
         settings=dict(settings),
     ).write()
-    print(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
+    print_plain(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
     return run_dir
 
 

@@ -12,6 +12,7 @@ from holdfast.launch.fleet_plan import job_prefix, read_plan
 from holdfast.launch.slurm_options import clean_environment, read_options
 from holdfast.launch.slurm_scripts import escape_pattern, job_script
 from holdfast.launch.slurm_tables import read_problem
+from holdfast.net.standard_streams import print_plain
 from holdfast.runtime.rundir import RunDir
 
 SCRIPT = "slurm_job.sh"
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> int:
     settings = {"options": "\n".join(options.sbatch), "listen": options.host}
     run_dir = make_run_dir(options, "slurm", settings)
     if found.time_s is not None and not run_dir.spec().checkpoints.store:
-        print(
+        print_plain(
             "holdfast: without --store nothing is kept when the job's time is over: a job that "
             "takes longer than --sbatch=--time does not end its training",
             file=sys.stderr,
@@ -59,7 +60,7 @@ def main(argv: list[str]) -> int:
         )
     write_script(run_dir, options.nodes, options.port)
     if options.write_script:
-        print(f"holdfast: submit it with: sbatch {run_dir.path / SCRIPT}", file=sys.stderr)
+        print_plain(f"holdfast: submit it with: sbatch {run_dir.path / SCRIPT}", file=sys.stderr)
         return 0
     return submit(run_dir)
 
@@ -102,5 +103,7 @@ def submit(run_dir: RunDir) -> int:
         ) from None
     if found.returncode:
         raise UserError(f"sbatch refuses the job: {read_problem(found.stderr)}")
-    print(f"holdfast: submitted as Slurm job {found.stdout.strip()}", file=sys.stderr, flush=True)
+    print_plain(
+        f"holdfast: submitted as Slurm job {found.stdout.strip()}", file=sys.stderr, flush=True
+    )
     return 0

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.core.errors import UserError
+from holdfast.net.standard_streams import print_plain
 from holdfast.observe.ledger_audit import LedgerReport, verify
 from holdfast.observe.ledger_claims import claims_of_record
 from holdfast.runtime.rundir import RunDir
@@ -31,9 +32,9 @@ def main(argv: Sequence[str]) -> int:
         record = RunDir(Path(arguments.run_dir)).load_record()
         report = verify(arguments.run_dir, plan_of, claims_of_record(record))
     except UserError as error:
-        print(f"holdfast ledger: {error}", file=sys.stderr)
+        print_plain(f"holdfast ledger: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(report.to_dict(), indent=2) if arguments.json else render(report))
+    print_plain(json.dumps(report.to_dict(), indent=2) if arguments.json else render(report))
     return 0 if report.ok else 1
 
 

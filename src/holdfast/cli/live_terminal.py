@@ -15,11 +15,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from holdfast.cli.plain_console import ScriptConsole
 from holdfast.core.errors import HoldfastError
+from holdfast.core.plain_text import escape_controls
 from holdfast.net.tls import client_of
 from holdfast.observe.run_tail import RunTail
 from holdfast.observe.summary import describe_workers
@@ -37,7 +38,7 @@ CHUNK_BYTES = 64 << 10
 @contextlib.contextmanager
 def live_terminal(run_dir: RunDir, tls: Path | None) -> Iterator[Streams | None]:
     """Yield the streams for a job's processes; None if standard error is no terminal."""
-    console = Console(stderr=True)
+    console = ScriptConsole(stderr=True)
     if not console.is_terminal:
         yield None
         return
@@ -75,7 +76,8 @@ class StatusLine:
         with contextlib.suppress(HoldfastError):
             self._status = job_status(self._run_dir, self._tls)
             self._tail.note_step(self._status.step, time.monotonic())
-        return Text(self._describe(), style="bold cyan", no_wrap=True, overflow="ellipsis")
+        text = escape_controls(self._describe())
+        return Text(text, style="bold cyan", no_wrap=True, overflow="ellipsis")
 
     def _describe(self) -> str:
         status, tail = self._status, self._tail
@@ -108,7 +110,7 @@ class _Copy:
     It reads on when nobody can see the output any more: the job's processes would wait for it.
     """
 
-    def __init__(self, console: Console, shown: bool) -> None:
+    def __init__(self, console: ScriptConsole, shown: bool) -> None:
         read_fd, self.fd = os.pipe2(os.O_CLOEXEC)
         self._console = console if shown else None
         self._rest = b""  # a line that has not ended

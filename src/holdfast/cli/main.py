@@ -6,7 +6,7 @@ import importlib
 import sys
 
 from holdfast.core.errors import HoldfastError
-from holdfast.net.descriptors import fill_standard_streams
+from holdfast.net.standard_streams import fill_standard_streams, print_plain
 
 COMMANDS = {
     "run": "run a training script on this machine, through failures",
@@ -45,25 +45,27 @@ def main(argv: list[str] | None = None) -> int:
     fill_standard_streams()
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in ("-h", "--help", "help"):
-        print("usage: holdfast COMMAND ...\n")
+        print_plain("usage: holdfast COMMAND ...\n")
         for name, text in COMMANDS.items():
-            print(f"  {name:<11} {text}")
-        print("\n`holdfast COMMAND --help` describes a command and its options.")
+            print_plain(f"  {name:<11} {text}")
+        print_plain("\n`holdfast COMMAND --help` describes a command and its options.")
         return 0 if args else 2
     if args[0] == "--version":
         import holdfast
 
-        print(f"holdfast {holdfast.__version__}")
+        print_plain(f"holdfast {holdfast.__version__}")
         return 0
     if args[0] not in COMMANDS:
         names = ", ".join(COMMANDS)
-        print(f"holdfast: there is no command {args[0]!r}: use one of {names}", file=sys.stderr)
+        print_plain(
+            f"holdfast: there is no command {args[0]!r}: use one of {names}", file=sys.stderr
+        )
         return 2
     module = importlib.import_module(f"holdfast.cli.{args[0]}_command")
     try:
         return int(module.main(args[1:]))
     except HoldfastError as error:
-        print(f"holdfast: {error}", file=sys.stderr)
+        print_plain(f"holdfast: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         return 1

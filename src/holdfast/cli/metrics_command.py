@@ -11,6 +11,7 @@ from pathlib import Path
 
 from holdfast.cli.shared_options import add_listening, add_tls
 from holdfast.core.errors import HoldfastError, UserError
+from holdfast.net.standard_streams import print_plain
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import job_status
 from holdfast.runtime.job_status import JobStatus
@@ -45,12 +46,12 @@ def main(argv: Sequence[str]) -> int:
     registry = prometheus_client.CollectorRegistry()
     registry.register(RunCollector(run_dir.path, ask))
     if options.once:
-        print(prometheus_client.generate_latest(registry).decode(), end="")
+        print_plain(prometheus_client.generate_latest(registry).decode(), end="")
         return 0
     listener = listen(options.host, options.port)
     page = MetricsPage(lambda: prometheus_client.generate_latest(registry))
     server, address = make_server(page.application(), listener, options.host)
-    serve(listener, server, lambda: print(f"metrics: http://{address}/metrics", flush=True))
+    serve(listener, server, lambda: print_plain(f"metrics: http://{address}/metrics", flush=True))
     return 130
 
 

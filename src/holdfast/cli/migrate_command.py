@@ -6,6 +6,7 @@ import argparse
 
 from holdfast.cli.shared_options import add_run_and, add_tls, show_waiting, take_run
 from holdfast.core.errors import UserError
+from holdfast.net.standard_streams import print_plain
 from holdfast.net.tls import client_of
 from holdfast.runtime.operator_orders import (
     MOVE_REASON,
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> int:
     waiting = describe_migrated(worker, options.to)
     with show_waiting(waiting, f"no longer waiting; {waiting} all the same"):
         await_migrated(run_dir, tls, worker)
-    print(f"holdfast: {waiting}")
+    print_plain(f"holdfast: {waiting}")
     return 0
 
 

@@ -18,10 +18,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from holdfast.cli.plain_console import PlainConsole
 from holdfast.core.errors import HoldfastError, UserError
+from holdfast.net.standard_streams import print_plain
 from holdfast.observe.ledger import StepLine, Uses
 from holdfast.observe.step_records import (
     RunSteps,
@@ -95,9 +96,9 @@ def conclude(
     `about`: more for JSON. `before`, `after`: more lines for people.
     """
     if as_json:
-        print(json.dumps({**about, **to_dict(found)}, indent=2))
+        print_plain(json.dumps({**about, **to_dict(found)}, indent=2))
     else:
-        print("\n".join([*before, render(found), *after]))
+        print_plain("\n".join([*before, render(found), *after]))
     return 1 if found.differences else 0
 
 
@@ -135,7 +136,7 @@ def replay(
     with (
         temporary_folder("replay-") as place,
         Progress(
-            *columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty()
+            *columns, console=PlainConsole(stderr=True), disable=quiet or not sys.stderr.isatty()
         ) as bar,
     ):
         for begin, end in sorted(last.items()):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.core.errors import NoAnswer, UserError
+from holdfast.net.standard_streams import print_plain
 from holdfast.observe.summary import summarize
 from holdfast.runtime.contact import job_status
 from holdfast.runtime.run_report import read_goodput, write_report
@@ -22,17 +23,17 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     run_dir = RunDir(Path(options.run_dir))
     if options.json:
-        print(json.dumps(read_goodput(run_dir).to_dict(), indent=2))
+        print_plain(json.dumps(read_goodput(run_dir).to_dict(), indent=2))
         return 0
     path = options.output or run_dir.path / "report.html"
     for line in summarize(write_report(run_dir, path)):
-        print(line)
+        print_plain(line)
     if run_dir.outcome() is None and _is_deserted(run_dir):
-        print(
+        print_plain(
             "the run has no end and no live coordinator: if it was killed, "
             f"`holdfast resume {run_dir.path}` goes on with it"
         )
-    print(f"report: {path}")
+    print_plain(f"report: {path}")
     return 0
 
 

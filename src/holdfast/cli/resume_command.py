@@ -14,6 +14,7 @@ from holdfast.cli.shared_options import add_dashboard, add_plain, add_tls
 from holdfast.core.errors import UserError
 from holdfast.launch.fleet_plan import PLAN_FILE
 from holdfast.net.secret import VARIABLE
+from holdfast.net.standard_streams import print_plain
 from holdfast.net.tcp import listen
 from holdfast.net.tls import peer_tls_of
 from holdfast.runtime.coordinate.journal import FileJournal
@@ -44,7 +45,7 @@ def main(argv: list[str]) -> int:
         text = (
             f"{', '.join(changed)} changed since the run began: steps to come follow the new text"
         )
-        print(f"holdfast: {text}; what is in the state stays", file=sys.stderr, flush=True)
+        print_plain(f"holdfast: {text}; what is in the state stays", file=sys.stderr, flush=True)
     tls = tls.absolute() if tls is not None else None
     os.environ.pop(VARIABLE, None)  # the run directory holds the secret
     os.chdir(spec.cwd)
@@ -55,7 +56,7 @@ def main(argv: list[str]) -> int:
         check_writable(open_storage(spec.checkpoints.store), spec.checkpoints.store)
     with listen(options.host, options.port) as listener:
         run_dir.reopen()
-        print(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
+        print_plain(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
         site = CoordinatorSite(run_dir=run_dir, listener=listener, host=options.host, tls=tls)
         beside = [keep_beside(run_dir, tls)] if options.dashboard else []
         show = choose_show(plain=options.plain)

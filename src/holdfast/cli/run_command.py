@@ -30,6 +30,7 @@ from holdfast.core.job_spec import JobSpec, with_settings
 from holdfast.core.settings import Setting
 from holdfast.health.external_checks import parse_all_checks, save_checks
 from holdfast.net.secret import SECRET_BYTES_MIN, VARIABLE, load_secret
+from holdfast.net.standard_streams import print_plain
 from holdfast.net.tcp import listen
 from holdfast.net.tls import peer_tls_of
 from holdfast.runtime.coordinate.election import parse_election
@@ -142,7 +143,7 @@ def main(argv: list[str]) -> int:
     with listen(options.host, options.port) as listener:
         run_dir.create(spec, make_secret(options))
         save_checks(run_dir.path, FIRST_NODE, checks)
-        print(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
+        print_plain(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
         site = CoordinatorSite(
             run_dir=run_dir, listener=listener, host=options.host, tls=options.tls
         )
@@ -168,7 +169,7 @@ def choose_show(*, plain: bool) -> Show:
 def write_new(path: Path, text: str) -> None:
     """Write a file that does not exist yet; `-` is standard output. UserError."""
     if str(path) == "-":
-        print(text, end="")
+        print_plain(text, end="")
         return
     if path.exists():
         raise UserError(f"--write-config {path} exists already: name another file")
@@ -204,7 +205,7 @@ def _warn_of_misplaced(options: argparse.Namespace) -> None:
     given = {word.partition("=")[0] for word in options.args}
     for flag in sorted(given & OURS_ALONE):
         text = f"{flag} stands after the script, which receives it: options of Holdfast go before"
-        print(f"holdfast: {text}", file=sys.stderr, flush=True)
+        print_plain(f"holdfast: {text}", file=sys.stderr, flush=True)
 
 
 def script_of(options: argparse.Namespace) -> str:

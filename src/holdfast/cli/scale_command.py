@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from holdfast.cli.shared_options import add_tls, show_waiting
+from holdfast.net.standard_streams import print_plain
 from holdfast.net.tls import client_of
 from holdfast.runtime.operator_orders import await_scaled, describe_scaled, scale
 from holdfast.runtime.rundir import RunDir
@@ -24,9 +25,9 @@ def main(argv: list[str]) -> int:
     ):
         is_done = await_scaled(run_dir, tls, options.servers)
     if not is_done:
-        print(f"holdfast: the run is over before {there}", file=sys.stderr)
+        print_plain(f"holdfast: the run is over before {there}", file=sys.stderr)
         return 1
-    print(f"holdfast: {there}")
+    print_plain(f"holdfast: {there}")
     return 0
 
 

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from rich.console import Console
-
+from holdfast.cli.plain_console import PlainConsole
 from holdfast.health.external_checks import LIMIT_S
+from holdfast.net.standard_streams import print_plain
 from holdfast.runtime.node.notices import notice_source
 
 
@@ -91,10 +91,10 @@ def take_run(
 def show_waiting(waiting: str, interrupted: str) -> Iterator[None]:
     """Show `waiting` on the terminal meanwhile. Ctrl-C prints `interrupted`, and ends with 130."""
     try:
-        with Console(stderr=True).status(waiting):
+        with PlainConsole(stderr=True).status(waiting):
             yield
     except KeyboardInterrupt:
-        print(f"holdfast: {interrupted}", file=sys.stderr)
+        print_plain(f"holdfast: {interrupted}", file=sys.stderr)
         raise SystemExit(130) from None
 
 

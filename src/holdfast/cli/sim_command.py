@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+from holdfast.net.standard_streams import print_plain
 from holdfast.sim.swarm import Result, Summary, run_many, run_seed
 from holdfast.sim.table_servers import find_failure
 
@@ -26,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
             return _run_tables(args)
         return _run_one(args) if args.seed is not None else _run_seeds(args)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print_plain("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         return 1
@@ -90,12 +91,12 @@ def _run_tables(args: argparse.Namespace) -> int:
     found = _with_progress(((seed, find_failure(seed)) for seed in seeds), seeds)
     failed = [{"seed": seed, "failure": failure} for seed, failure in found if failure]
     if args.json:
-        print(json.dumps({"seeds": len(seeds), "failed": failed}))
+        print_plain(json.dumps({"seeds": len(seeds), "failed": failed}))
         return 1 if failed else 0
     for each in failed:
-        print(f"seed {each['seed']}: {each['failure']}")
-        print(f"  holdfast sim --tables --seed {each['seed']}")
-    print(f"{len(seeds)} seeds of servers of tables, {len(failed)} failed")
+        print_plain(f"seed {each['seed']}: {each['failure']}")
+        print_plain(f"  holdfast sim --tables --seed {each['seed']}")
+    print_plain(f"{len(seeds)} seeds of servers of tables, {len(failed)} failed")
     return 1 if failed else 0
 
 
@@ -106,7 +107,7 @@ def _run_one(args: argparse.Namespace) -> int:
     summary = Summary()
     summary.add(result)
     if args.json:
-        print(json.dumps(dataclasses.asdict(result) | {"replay": result.replay}))
+        print_plain(json.dumps(dataclasses.asdict(result) | {"replay": result.replay}))
     else:
         _show(result, events=not args.trace)
         _show_summary(summary, time.perf_counter() - started)
@@ -126,7 +127,7 @@ def _run_seeds(args: argparse.Namespace) -> int:
     elapsed_s = time.perf_counter() - started
     if args.json:
         rate = {"elapsed_s": elapsed_s, "events_per_s": summary.events / elapsed_s}
-        print(json.dumps(dataclasses.asdict(summary) | rate | {"failed": failed}))
+        print_plain(json.dumps(dataclasses.asdict(summary) | rate | {"failed": failed}))
     else:
         _show_summary(summary, elapsed_s)
     return 1 if failed else 0
@@ -137,31 +138,34 @@ def _with_progress(results: Iterator[T], seeds: Sequence[int]) -> Iterator[T]:
     if not sys.stderr.isatty():
         yield from results
         return
-    from rich.console import Console
     from rich.progress import track
 
-    yield from track(results, "simulating", len(seeds), console=Console(stderr=True))
+    from holdfast.cli.plain_console import PlainConsole
+
+    yield from track(results, "simulating", len(seeds), console=PlainConsole(stderr=True))
 
 
 def _show(result: Result, events: bool) -> None:
     if not result.failure:
         return
     for line in result.story if events else ():
-        print(line)
-    print(f"seed {result.options.seed} FAILED at {result.simulated_s:.3f} s: {result.failure}")
-    print(f"  replay: {result.replay}")
+        print_plain(line)
+    print_plain(
+        f"seed {result.options.seed} FAILED at {result.simulated_s:.3f} s: {result.failure}"
+    )
+    print_plain(f"  replay: {result.replay}")
 
 
 def _show_summary(summary: Summary, elapsed_s: float) -> None:
     verdict = f"{summary.failures} FAILED" if summary.failures else "all clean"
     seeds = "1 seed" if summary.seeds == 1 else f"{summary.seeds} seeds"
-    print(
+    print_plain(
         f"{seeds}, {verdict}: {summary.events} events ({summary.events / elapsed_s:,.0f}/s), "
         f"{summary.simulated_s:,.0f} simulated s in {elapsed_s:.1f} s"
     )
     faults = ", ".join(f"{kind} {count}" for kind, count in sorted(summary.faults.items()))
     total = sum(summary.faults.values())
-    print(
+    print_plain(
         f"  {summary.views} views, {summary.commits} commits by workers, "
         f"{summary.spawns} processes, {total} faults ({faults or 'none'})"
     )

@@ -6,12 +6,14 @@ import argparse
 import json
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from holdfast.cli.plain_console import PlainConsole
 from holdfast.cli.shared_options import add_tls
 from holdfast.core.errors import NoAnswer, UserError
 from holdfast.core.membership.server_places import name_count
+from holdfast.net.standard_streams import print_plain
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import job_status
 from holdfast.runtime.job_status import JobStatus, NodeStatus
@@ -38,7 +40,7 @@ def main(argv: list[str]) -> int:
             "goes on with it"
         ) from None
     if options.json:
-        print(json.dumps(status.to_dict(), indent=2))
+        print_plain(json.dumps(status.to_dict(), indent=2))
     else:
         show(status)
     return 0
@@ -56,11 +58,12 @@ def describe_node(node: NodeStatus) -> str:
 
 
 def show(status: JobStatus) -> None:
-    console = Console()
+    console = PlainConsole()
     agents = ", ".join(map(describe_node, status.agents))
     console.print(
-        f"[bold]{status.state.value}[/bold]  view {status.view}  step {status.step}  "
-        f"coordinator pid {status.coordinator.pid}  agents {agents}"
+        Text(status.state.value, "bold"),
+        f" view {status.view}  step {status.step}  coordinator pid {status.coordinator.pid}  "
+        f"agents {agents}",
     )
     if (memory := status.memory) is not None:
         console.print(

@@ -10,18 +10,19 @@ import ssl
 import time
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.cli.plain_console import PlainConsole
 from holdfast.cli.shared_options import add_tls
 from holdfast.core.errors import HoldfastError
 from holdfast.net.tls import client_of
 from holdfast.observe.goodput import Goodput, share_out
 from holdfast.observe.incidents import describe_cost
 from holdfast.observe.run_tail import RunTail
-from holdfast.observe.summary import summarize
+from holdfast.observe.summary import format_clock, summarize
 from holdfast.observe.time_left import describe_left
 from holdfast.runtime.contact import job_status
 from holdfast.runtime.job_status import JobStatus, ProcessPhase
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
     """Run the command; `argv` follows `holdfast top`."""
     options = parser().parse_args(argv)
     picture = Picture(RunDir(options.run_dir), client_of(options.tls))
-    console = Console()
+    console = PlainConsole()
     if options.once or not console.is_terminal:
         console.print(picture.draw())
         return 0
@@ -105,7 +106,7 @@ class Picture:
         if self._goodput is not None:
             parts += [Text(line) for line in summarize(self._goodput)[1:3]]
         for incident in tail.incidents[-INCIDENTS:]:
-            at = time.strftime("%H:%M:%S", time.localtime(incident.began_at))
+            at = format_clock(incident.began_at)
             parts.append(Text(f"{at}  {incident.title}; {describe_cost(incident)}", "dim"))
         return Group(*parts)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from holdfast.core.errors import UserError
+from holdfast.net.standard_streams import print_plain
 from holdfast.observe.time_lines import read_times
 from holdfast.observe.trace import trace_entries
 from holdfast.runtime.rundir import RunDir, read_run_events
@@ -25,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
             count = _write(file, entries)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
-    print(f"trace: {path}, {count} entries; open it at https://ui.perfetto.dev")
+    print_plain(f"trace: {path}, {count} entries; open it at https://ui.perfetto.dev")
     return 0
 
 

@@ -12,6 +12,8 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from holdfast.core.plain_text import escape_values
+
 CLIENTS_MAX = 32
 QUEUE_MAX = 64  # messages
 LIST_MAX = 500  # newest items of a topic that grows
@@ -20,7 +22,7 @@ QUIET_S = 10.0  # then a line without meaning shows whether the client is still 
 
 def encode_message(topic: str, value: Any) -> str:
     """Return one message of a server-sent stream."""
-    return f"event: {topic}\ndata: {json.dumps(value, allow_nan=False)}\n\n"
+    return f"event: {topic}\ndata: {json.dumps(escape_values(value), allow_nan=False)}\n\n"
 
 
 class Client:

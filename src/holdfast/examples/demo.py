@@ -22,12 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from holdfast.cli.plain_console import PlainConsole
 from holdfast.core.errors import HoldfastError, UserError, WorldError
 from holdfast.examples import fault_kit
+from holdfast.net.standard_streams import print_plain
 from holdfast.observe.ledger import LEDGER_DIR
 from holdfast.observe.ledger_audit import LedgerReport, verify
 from holdfast.observe.summary import describe_workers
@@ -108,7 +109,7 @@ class RunPlan:
 class Screen:
     """Shows a live bar with events above it, or plain lines when not on a terminal."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: PlainConsole) -> None:
         self.console = console
         self._progress: Progress | None = None
         self._task: Any = None
@@ -166,7 +167,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--steps {options.steps}: faults and recoveries need at least {STEPS_MIN}")
     out = options.out or Path("holdfast-demo") / time.strftime("%Y%m%d-%H%M%S")
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # treat it like Ctrl-C
-    console = Console(stderr=options.json)
+    console = PlainConsole(stderr=options.json, markup=True)
     try:
         proof = prove(options, out, Screen(console))
     except KeyboardInterrupt:
@@ -175,7 +176,7 @@ def main(argv: list[str]) -> int:
     finally:
         signal.signal(signal.SIGTERM, previous)
     if options.json:
-        print(json.dumps(to_dict(proof, options.seed), indent=2))
+        print_plain(json.dumps(to_dict(proof, options.seed), indent=2))
     else:
         report(proof, console, is_open=options.steps is None)
     return 1 if proof.problems else 0
@@ -457,7 +458,7 @@ def explain_missed(proof: Proof, *, is_open: bool) -> str:
     return f"{proof.steps} steps had no room for: {names}; without --steps the demo makes room."
 
 
-def report(proof: Proof, console: Console, *, is_open: bool) -> None:
+def report(proof: Proof, console: PlainConsole, *, is_open: bool) -> None:
     """Print the report for people. `is_open`: without --steps."""
     faulty, calm = proof.faulty, proof.calm
     console.print("\n[bold]3. What the faults cost[/bold]")

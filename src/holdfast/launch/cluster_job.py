@@ -21,6 +21,7 @@ from holdfast.core.fleet.placements import Holding
 from holdfast.launch.cluster_manager import ClusterManager
 from holdfast.launch.fleet_plan import STILL_RUNNING, FleetPlan, read_plan
 from holdfast.launch.fleet_process import manager_of
+from holdfast.net.standard_streams import print_plain
 from holdfast.net.tcp import listen
 from holdfast.runtime.coordinate.journal import FileJournal
 from holdfast.runtime.launcher import INTERRUPTED, CoordinatorSite
@@ -104,7 +105,9 @@ def main(argv: list[str]) -> int:
     try:
         return launch_cluster_job(RunDir(options.run_dir), options.host, options.port)
     except (HoldfastError, OSError, asyncio.TimeoutError) as error:
-        print(f"holdfast: {error or 'the manager does not answer'}", file=sys.stderr, flush=True)
+        print_plain(
+            f"holdfast: {error or 'the manager does not answer'}", file=sys.stderr, flush=True
+        )
         return 2
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +12,7 @@ from holdfast.core.fleet.placements import FleetPolicy, PlacementId
 from holdfast.core.job_spec import JobSpec
 from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.runtime.rundir import RunDir, write_json
-from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, read_regular
+from holdfast.store.regular_files import read_json
 
 PLAN_FILE = "fleet.json"
 STILL_RUNNING = 75  # exit status of a job's command while an earlier one still runs the job
@@ -67,7 +66,7 @@ def read_plan(run_dir: RunDir) -> FleetPlan:
     """Read the plan of a job. UserError if there is none, or it cannot be read."""
     path = run_dir.path / PLAN_FILE
     try:
-        return FleetPlan(**json.loads(read_regular(path, DOCUMENT_BYTES_MAX)))
+        return FleetPlan(**read_json(path))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} is no plan of a cluster's job: {error}") from None
 

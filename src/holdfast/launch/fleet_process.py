@@ -21,6 +21,7 @@ from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.launch.cluster_manager import ClusterManager
 from holdfast.launch.fleet_driver import FleetDriver, FleetPace, JobLink
 from holdfast.launch.fleet_plan import FleetPlan, read_plan
+from holdfast.net.standard_streams import print_plain
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import contact_by
 from holdfast.runtime.outlet import free_output
@@ -99,7 +100,7 @@ def new_epoch() -> str:
 
 
 def say(text: str) -> None:
-    print(f"holdfast: {text}", file=sys.stderr, flush=True)
+    print_plain(f"holdfast: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from holdfast.launch.kubernetes_manifests import (
 from holdfast.launch.kubernetes_names import instance_of
 from holdfast.launch.kubernetes_resume import RESUME_VARIABLE
 from holdfast.net.secret import load_secret, write_run_dir
+from holdfast.net.standard_streams import print_plain
 from holdfast.net.tcp import listen
 from holdfast.runtime.contact import parse_address
 from holdfast.runtime.coordinate.journal import FileJournal
@@ -53,10 +54,10 @@ def main(argv: list[str]) -> int:
     try:
         return run(RunDir(Path(argv[0])))
     except UserError as error:
-        print(f"holdfast: {error}", file=sys.stderr, flush=True)
+        print_plain(f"holdfast: {error}", file=sys.stderr, flush=True)
         return 2
     except HoldfastError as error:
-        print(f"holdfast: {error}", file=sys.stderr, flush=True)
+        print_plain(f"holdfast: {error}", file=sys.stderr, flush=True)
         return CRASHED
 
 
@@ -83,12 +84,14 @@ def run(run_dir: RunDir) -> int:
     if resume and outcome:
         run_dir.reopen()
     elif outcome is not None:
-        print(f"holdfast: the job is over: {outcome or 'it succeeded'}", file=sys.stderr)
+        print_plain(f"holdfast: the job is over: {outcome or 'it succeeded'}", file=sys.stderr)
         return 1 if outcome else 0
     waited = False
     while FileJournal(run_dir.journal).is_held():
         if not waited:
-            print("holdfast: another pod still coordinates: waiting", file=sys.stderr, flush=True)
+            print_plain(
+                "holdfast: another pod still coordinates: waiting", file=sys.stderr, flush=True
+            )
         waited = True
         time.sleep(LOOK_S)
     host, port = parse_address(plan.settings["address"])
@@ -120,7 +123,7 @@ async def no_more_pods(namespace: str, prefix: str) -> None:
         await client.patch(Job, instance_of(prefix), limit, patch_type=PatchType.MERGE)
         await client.close()
     except (ApiError, ConfigError, HTTPError) as error:
-        print(f"holdfast: Kubernetes will try again ({first_line(error)})", file=sys.stderr)
+        print_plain(f"holdfast: Kubernetes will try again ({first_line(error)})", file=sys.stderr)
 
 
 def prepare(run_dir: RunDir) -> FleetPlan:

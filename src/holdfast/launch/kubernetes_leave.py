@@ -20,6 +20,7 @@ from holdfast.core.errors import HoldfastError
 from holdfast.core.types import AgentId
 from holdfast.launch.kubernetes_manifests import POD_VARIABLE
 from holdfast.net.secret import load_secret
+from holdfast.net.standard_streams import print_plain
 from holdfast.net.tls import client_of
 from holdfast.runtime.contact import Contact, contact_by, exchange
 from holdfast.runtime.job_status import parse_status
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         contact = contact_by(argv[0], tls, job=argv[2])
         asyncio.run(leave(contact, secret, node, float(argv[1])))
     except (HoldfastError, OSError, asyncio.TimeoutError) as error:
-        print(f"holdfast: {node} cannot be drained ({error})", file=sys.stderr, flush=True)
+        print_plain(f"holdfast: {node} cannot be drained ({error})", file=sys.stderr, flush=True)
         return 1
     return 0
 

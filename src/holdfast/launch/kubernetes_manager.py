@@ -26,6 +26,7 @@ from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
 from holdfast.launch.kubernetes_names import AGENT, instance_of, labels_of
 from holdfast.launch.kubernetes_notices import Sightings, placement_of
+from holdfast.net.standard_streams import print_plain
 
 RELEASE_S = 10  # for what runs in a pod that is given back to end by itself
 FORBIDDEN, MISSING, CONFLICT, TOO_MANY, BROKEN = 403, 404, 409, 429, 500
@@ -94,7 +95,7 @@ class KubernetesManager:
                 raise
             if not self._blind:
                 self._blind = True
-                print(
+                print_plain(
                     "holdfast: nodes may not be listed, so taints are not seen; pods' evictions and"
                     " deletions are",
                     file=sys.stderr,

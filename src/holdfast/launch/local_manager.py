@@ -23,7 +23,7 @@ from holdfast.core.job_spec import JobSpec
 from holdfast.health.measure.procfs import start_time
 from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
-from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, append_regular, read_regular
+from holdfast.store.regular_files import append_regular, read_json
 
 FOLDER = "placements"
 
@@ -125,7 +125,7 @@ class LocalManager:
 def _read(path: Path) -> LocalPlacement:
     """Read the description of a placement. WorldError."""
     try:
-        return LocalPlacement(**json.loads(read_regular(path, DOCUMENT_BYTES_MAX)))
+        return LocalPlacement(**read_json(path))
     except (OSError, ValueError, TypeError) as error:
         raise WorldError(f"{path} describes no placement: {error}; remove it") from None
 

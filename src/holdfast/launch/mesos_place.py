@@ -18,6 +18,7 @@ from holdfast.core.errors import HoldfastError
 from holdfast.core.fleet.placements import PlacementId
 from holdfast.launch.order_book import ORDERS, OrderBook
 from holdfast.launch.ray_place import end_with, start
+from holdfast.net.standard_streams import print_plain
 
 
 def main(argv: list[str]) -> NoReturn:
@@ -31,7 +32,7 @@ def main(argv: list[str]) -> NoReturn:
         sys.exit(
             f"holdfast: {run_dir} has no order {id_}: is it shared with {os.uname().nodename}?"
         )
-    print(f"holdfast: this task on {entry.host} is node {id_}", flush=True)
+    print_plain(f"holdfast: this task on {entry.host} is node {id_}", flush=True)
     given = {**entry.order.environment, "HOLDFAST_PLACEMENT": id_}
     end_with(start(entry.order.command, given, run_dir / "logs" / f"{id_}.txt"))
 

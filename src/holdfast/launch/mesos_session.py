@@ -16,6 +16,7 @@ from holdfast.core.errors import Refused, Unreachable
 from holdfast.core.fleet.placements import PlacementId
 from holdfast.launch.mesos_stream import SCHEDULER, STREAM_ID, MesosStream, subscribe
 from holdfast.launch.rest_link import RestLink
+from holdfast.net.standard_streams import print_plain
 from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, create_regular, read_regular
 
 FRAMEWORK = "mesos_framework"  # in the run directory
@@ -152,4 +153,4 @@ class MesosSession:
 
 
 def say(text: str) -> None:
-    print(f"holdfast: {text}", file=sys.stderr, flush=True)
+    print_plain(f"holdfast: {text}", file=sys.stderr, flush=True)

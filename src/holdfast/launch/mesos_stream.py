@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import os
 import queue
 import socket
@@ -19,7 +18,7 @@ from typing import Any
 
 from holdfast.core.errors import Refused, Unreachable
 from holdfast.launch.rest_link import BYTES_MAX, UNKNOWN, RestLink, read_answer
-from holdfast.store.regular_files import read_up_to
+from holdfast.store.regular_files import parse_json, read_up_to
 
 SCHEDULER = "/api/v1/scheduler"
 STREAM_ID = "Mesos-Stream-Id"
@@ -131,4 +130,4 @@ def read_records(response: Any) -> Iterator[dict[str, Any]]:
         data = read_up_to(response, size)
         if len(data) < size:
             raise ValueError("the stream has ended within a record")
-        yield json.loads(data)
+        yield parse_json(data)

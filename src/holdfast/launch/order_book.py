@@ -18,7 +18,7 @@ from holdfast.core.domains import Domains
 from holdfast.core.errors import Damaged
 from holdfast.core.fleet.placements import PlacementId
 from holdfast.launch.cluster_manager import PlacementOrder
-from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, create_regular, read_regular
+from holdfast.store.regular_files import create_regular, read_json
 
 ORDERS = "orders"  # in the run directory
 ORDER, CLAIM = ".order", ".claim"
@@ -122,6 +122,6 @@ class OrderBook:
 
     def _read(self, path: Path) -> Any:
         try:
-            return json.loads(read_regular(path, DOCUMENT_BYTES_MAX))
+            return read_json(path)
         except ValueError as error:
             raise Damaged(f"{path} cannot be read: {error}") from None

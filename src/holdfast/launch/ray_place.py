@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from holdfast.launch import local_place
 from holdfast.net.readiness import wait_readable
+from holdfast.net.standard_streams import print_plain
 from holdfast.store.regular_files import append_regular
 
 
@@ -60,7 +61,7 @@ def end_with(pid: int) -> NoReturn:
 def main(argv: list[str]) -> int:
     pid = os.fork()
     if pid:
-        print(pid, flush=True)
+        print_plain(pid, flush=True)
         return 0
     os.setsid()
     os.dup2(

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from holdfast.core.errors import Refused, Unreachable, UserError, first_line
-from holdfast.store.regular_files import read_up_to
+from holdfast.store.regular_files import parse_json, read_up_to
 
 ANSWER_S = 20.0
 BYTES_MAX = 64 << 20
@@ -203,7 +203,7 @@ def read_answer(found: Any) -> tuple[RestAnswer, str, str]:
 
 def _parse(text: bytes) -> Any:
     try:
-        return json.loads(text) if text.strip() else None
+        return parse_json(text) if text.strip() else None
     except ValueError:
         return NOT_JSON
 

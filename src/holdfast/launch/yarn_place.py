@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from holdfast.launch.order_book import ORDERS, OrderBook
 from holdfast.launch.ray_place import end_with, start
+from holdfast.net.standard_streams import print_plain
 
 LOOK_S = 0.5
 
@@ -33,10 +34,10 @@ def main(argv: list[str]) -> NoReturn:
     while (order := book.take(container, host)) is None:
         problem = find_problem(run_dir)
         if problem and problem != told:
-            print(f"holdfast: {host} does not see the run directory {problem}", flush=True)
+            print_plain(f"holdfast: {host} does not see the run directory {problem}", flush=True)
         told = problem
         time.sleep(LOOK_S)
-    print(f"holdfast: {container} on {host} is node {order.id}", flush=True)
+    print_plain(f"holdfast: {container} on {host} is node {order.id}", flush=True)
     given = {**order.environment, "HOLDFAST_PLACEMENT": order.id}
     # The agent may have ended by now, or be killed with all else: this container ends in any case.
     end_with(start(order.command, given, run_dir / "logs" / f"{order.id}.txt"))

@@ -1,30 +1,12 @@
-"""Keeps descriptors in order: the first three are open, and a lack of others is noticed."""
+"""Notices a lack of file descriptors, and raises their limit."""
 
 from __future__ import annotations
 
 import os
 import resource
-import sys
 
 SOFT_MAX = 1 << 16  # more would slow down programs that close all descriptors they may have
 FEW_SHARE = 0.1
-
-
-def fill_standard_streams() -> None:
-    """Open standard input, output and error where they are closed, for this process and children.
-
-    Otherwise the next sockets and files would get their numbers, and with these all output.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the kernel takes the lowest number
-            os.set_inheritable(number, True)
-    # Python has made no streams for closed descriptors: print() would use the wrong one, or none.
-    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
-    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
-    sys.stderr = sys.stderr or os.fdopen(2, "w", buffering=1, closefd=False)
 
 
 def raise_limit() -> None:

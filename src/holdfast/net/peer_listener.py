@@ -24,6 +24,7 @@ from holdfast.net import tls
 from holdfast.net.complaints import Complaints
 from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_stream import PeerProof, Purpose
+from holdfast.net.standard_streams import print_plain
 from holdfast.net.strangers import Strangers
 from holdfast.net.tcp import name_of, tune
 
@@ -62,7 +63,7 @@ class _Stranger:
 
 def say_to_log(text: str) -> None:
     """Write a line to this process's log."""
-    sys.stderr.write(f"holdfast: {text}\n")
+    print_plain(f"holdfast: {text}", file=sys.stderr)
 
 
 def open_listener(host: str) -> tuple[socket.socket, str]:

@@ -6,7 +6,10 @@ Only TLS 1.3 is spoken, since all processes of a job run the same release.
 
 from __future__ import annotations
 
+import errno
+import os
 import ssl
+import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,12 +130,22 @@ def describe_error(error: ssl.SSLError) -> str:
     return f"TLS failed: {reason}"
 
 
+def _check_file(path: Path) -> None:
+    """Raise OSError if this is no regular file that can be read: reading a pipe may never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is not a regular file")
+
+
 def _fill(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     for path in (files.cert, files.key, files.ca):
         try:
-            with open(path, "rb"):  # the ssl module's own errors do not name the file
-                pass
+            _check_file(path)  # the ssl module's own errors do not name the file
         except OSError as error:
             raise UserError(f"the TLS file {path} cannot be read: {error.strerror}") from None
     try:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+
+from holdfast.core.plain_text import escape_html
 
 WIDTH = 960.0
 LEFT = 64.0  # for the labels of the vertical axis
@@ -96,7 +97,7 @@ def draw_bars(bars: Sequence[tuple[str, float, str]], *, label: str, height: flo
         top = place.y(value)
         shapes.append(
             f'<rect class="bar" x="{left:.1f}" y="{top:.1f}" width="{max(right - left, 0.5):.1f}" '
-            f'height="{max(place.y(0) - top, 0):.1f}"><title>{escape(text)}</title></rect>'
+            f'height="{max(place.y(0) - top, 0):.1f}"><title>{escape_html(text)}</title></rect>'
         )
     return _svg(height, shapes, label)
 
@@ -117,7 +118,7 @@ def draw_lanes(
             left, right = place.x(began), place.x(ended)
             shapes.append(
                 f'<rect class="{kind}" x="{left:.2f}" y="{top:.1f}" width="{right - left:.2f}" '
-                f'height="{row * 0.82:.1f}"><title>{escape(name)}: {kind}, '
+                f'height="{row * 0.82:.1f}"><title>{escape_html(name)}: {kind}, '
                 f"{ended - began:.2f} s from {began:.2f} s on</title></rect>"
             )
     shapes += [_mark(place.x(mark.at), height - 32, mark.text) for mark in marks]
@@ -142,20 +143,20 @@ def _merge(bands: Sequence[Band], least: float) -> list[tuple[str, float, float]
 def _mark(x: float, height: float, text: str) -> str:
     return (
         f'<g class="mark"><line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height:.1f}"/>'
-        f'<circle cx="{x:.1f}" cy="5" r="5"/><title>{escape(text)}</title></g>'
+        f'<circle cx="{x:.1f}" cy="5" r="5"/><title>{escape_html(text)}</title></g>'
     )
 
 
 def _svg(height: float, shapes: Sequence[str], label: str) -> str:
     body = "\n".join(shapes)
-    name = escape(label, quote=True)
+    name = escape_html(label)
     return (
         f'<svg viewBox="0 0 {WIDTH:g} {height:g}" role="img" aria-label="{name}">\n{body}\n</svg>'
     )
 
 
 def _text(kind: str, x: float, y: float, text: str) -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape_html(text)}</text>'
 
 
 class _Frame:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from holdfast.core.errors import Damaged
 from holdfast.core.membership.coordinator_events import (
     Announce,
     CoordinatorEffect,
@@ -28,6 +29,7 @@ from holdfast.observe.recordings import (
     digest_effects,
     thaw,
 )
+from holdfast.observe.replay_limits import limit_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +72,18 @@ def replay(recording: Recording) -> ReplayResult:
     coordinator's process died: the machine is told it too, and any decision is right.
     """
     header, found = recording.header, ReplayResult()
-    machine = thaw(header.machine)
+    with limit_time():
+        machine = thaw(header.machine)
     events = list(_pair(recording.records))
     for heard, decided in events:
         event = heard.event()
         found.events += 1
         found.seconds = heard.at - header.clock
         wall = header.began + found.seconds
-        effects, error = _decide(machine, event, heard.at)
+        with limit_time():
+            effects, digest, error = _decide(machine, event, heard.at)
         is_last = found.events == len(events)
-        if error or (digest_effects(effects) if effects else None) != decided:
+        if error or digest != decided:
             if is_last and decided is None and not error:
                 return found
             found.difference = FirstDifference(found.events, wall, event, tuple(effects), error)
@@ -108,11 +112,15 @@ def _pair(
 
 def _decide(
     machine: Machine, event: CoordinatorEvent, at: float
-) -> tuple[list[CoordinatorEffect], str]:
+) -> tuple[list[CoordinatorEffect], int | None, str]:
+    """Return the effects, their digest, and what the machine raised; empty if it decided."""
     try:
-        return machine.handle(event, at), ""
+        effects = machine.handle(event, at)
+        return effects, digest_effects(effects) if effects else None, ""
+    except (Damaged, MemoryError):  # it is stopped by limits
+        raise
     except Exception as error:  # noqa: BLE001 - a bug of the machine is a result
-        return [], f"{type(error).__name__}: {error}"
+        return [], None, f"{type(error).__name__}: {error}"
 
 
 def describe_event(event: CoordinatorEvent) -> str:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.store.regular_files import open_regular, regular_stream
+from holdfast.store.regular_files import open_regular, regular_stream, skip_hole
 
 CHUNK_BYTES = 1 << 20  # a longer line is skipped
 LOG_BYTES = 32 << 10  # read from the end of a log
@@ -46,7 +46,7 @@ class FileTail:
             if not newline:
                 if len(data) < CHUNK_BYTES:
                     return  # the line is not finished yet
-                self._at += len(data)
+                self._at = skip_hole(descriptor, self._at + len(data))
                 continue
             self._at += len(whole) + 1
             yield from whole.split(b"\n")

@@ -6,17 +6,21 @@ files or processes.
 
 from __future__ import annotations
 
-import json
-import math
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+import msgspec
 
 from holdfast.core.errors import UserError
 from holdfast.observe.diagnoses import Diagnosis, Event, diagnose, find_headline
+from holdfast.store.regular_files import parse_json
 
 E = TypeVar("E", bound=Event)
-_KINDS: dict[str, type | tuple[type, ...]] = {"time": (int, float), "kind": str, "text": str}
+TIME_MAX = 253402300800.0  # the year 10000, in seconds since the epoch
+COST_MAX = 1e15
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)] | None
 # The kinds of faults that a new view or group answers, and of those that need none.
 STOPPING = (
     *("lost", "quarantined", "back", "drain", "leave", "late"),
@@ -27,24 +31,33 @@ TELLING = (*STOPPING, *PASSING)  # each line of these kinds makes an incident
 LASTING = frozenset((*TELLING, "view", "join"))  # what a run's workers did depends on these
 
 
+class _KnownFields(msgspec.Struct):
+    """Gives the types of the fields that are read here; an event may have more."""
+
+    time: Annotated[float, msgspec.Meta(ge=0, lt=TIME_MAX)]
+    kind: str
+    text: str
+    worker: _Number = None
+    view: _Number = None
+    step: _Number = None
+    node: str | None = None
+    id: str = ""
+    causes: tuple[str, ...] = ()
+    cost: dict[str, Annotated[float, msgspec.Meta(ge=0, le=COST_MAX)]] | None = None
+    members: str = ""
+    again: bool = False
+
+
 def parse_event(line: str | bytes) -> dict[str, Any] | None:
     """Return the event of a line of the log; None if it is none, as a half-written one."""
     try:
-        found = json.loads(line, parse_float=_require_finite, parse_constant=_require_finite)
-    except (ValueError, RecursionError):
+        found: dict[str, Any] = parse_json(line)
+    except ValueError:
         return None
-    fits = isinstance(found, dict) and all(
-        isinstance(found.get(name), kind) for name, kind in _KINDS.items()
-    )
-    return found if fits else None
-
-
-def _require_finite(text: str) -> float:
-    """Return a number, which others can write as JSON again. ValueError."""
-    found = float(text)
-    if not math.isfinite(found):
-        raise ValueError(f"{text} is no finite number")
-    return found
+    with contextlib.suppress(msgspec.ValidationError, UnicodeEncodeError):
+        msgspec.convert(found, _KnownFields)
+        return found
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,12 @@ result and record, and the newest checkpoint, how long it has to be.
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core.types import JobRecord
-from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, read_regular
+from holdfast.store.regular_files import read_json
 
 RESULT_FILE = "result.json"
 
@@ -38,9 +37,9 @@ class Claim:
 def claim_of_result(run_dir: str | os.PathLike[str]) -> Claim | None:
     """Return the claim of the run's result.json; None if that is missing or damaged."""
     try:
-        found = json.loads(read_regular(Path(run_dir) / RESULT_FILE, DOCUMENT_BYTES_MAX))
+        found = read_json(Path(run_dir) / RESULT_FILE)
         steps, ended_well = int(found["step"]), found["outcome"] == ""
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return Claim(steps=steps, source=RESULT_FILE, surely=ended_well)
 

@@ -201,12 +201,23 @@ def open_recordings(
     if source.is_dir():
         paths = (source / RECORDINGS_DIR).glob("*.zst")
         yield {path.name: partial(regular_stream, path) for path in paths}
-    elif zipfile.is_zipfile(source):
-        with zipfile.ZipFile(source) as bundle:
-            names = [n for n in bundle.namelist() if n.startswith(f"{RECORDINGS_DIR}/")]
-            yield {name: partial(bundle.open, name) for name in names}
-    else:
-        yield {source.name: partial(regular_stream, source)}
+        return
+    with regular_stream(source) as file:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as bundle:
+                yield {name: partial(bundle.open, name) for name in _list_recordings(bundle)}
+        else:
+            yield {source.name: partial(regular_stream, source)}
+
+
+def _list_recordings(bundle: zipfile.ZipFile) -> list[str]:
+    """Return the names of a bundle's recordings. BadZipFile if one is compressed otherwise."""
+    found = [i for i in bundle.infolist() if i.filename.startswith(f"{RECORDINGS_DIR}/")]
+    for each in found:
+        if each.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            text = f"{each.filename!r} is compressed in a way that no bundle of Holdfast is"
+            raise zipfile.BadZipFile(text)
+    return [each.filename for each in found]
 
 
 def _read_records(stream: IO[bytes]) -> Iterator[bytes]:

@@ -6,17 +6,22 @@ ended, or that crashed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
+from holdfast.core.plain_text import escape_html
 from holdfast.observe.charts import Band, Mark, draw_bars, draw_lanes, draw_line
 from holdfast.observe.goodput import MEANINGS, QUANTILES, Goodput
 from holdfast.observe.incident_costs import IncidentCost, Part
 from holdfast.observe.incidents import describe_cost, tell_story
-from holdfast.observe.summary import describe_seconds, describe_unseen, describe_workers
+from holdfast.observe.summary import (
+    DATE_AND_TIME,
+    describe_seconds,
+    describe_unseen,
+    describe_workers,
+    format_clock,
+)
 from holdfast.observe.time_lines import class_seconds
 
 _COLOURS = {  # light, dark
@@ -53,8 +58,8 @@ def write_page(facts: RunFacts) -> str:
     """Return the report as HTML."""
     title = f"Holdfast: {facts.name}"
     parts = [
-        f"<h1>{escape(facts.name)}</h1>",
-        f'<p class="dim">{escape(_headline(facts))}</p>',
+        f"<h1>{escape_html(facts.name)}</h1>",
+        f'<p class="dim">{escape_html(_headline(facts))}</p>',
         _tiles(facts),
         *_loss(facts),
         *_waterfall(facts.goodput),
@@ -69,13 +74,13 @@ def write_page(facts: RunFacts) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{style}</style></head>\n"
+        f"<title>{escape_html(title)}</title>\n<style>{style}</style></head>\n"
         f"<body>\n{body}\n</body></html>\n"
     )
 
 
 def _headline(facts: RunFacts) -> str:
-    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts.goodput.began))
+    began = format_clock(facts.goodput.began, DATE_AND_TIME)
     if facts.outcome is None:
         state = "not ended, as far as its files tell"
     else:
@@ -94,7 +99,9 @@ def _tiles(facts: RunFacts) -> str:
         (describe_seconds(goodput.step_quantile(0.5)), "median step"),
         (f"{incidents}", "incident" if incidents == 1 else "incidents"),
     ]
-    cells = "".join(f'<div class="tile"><b>{a}</b><span>{escape(b)}</span></div>' for a, b in tiles)
+    cells = "".join(
+        f'<div class="tile"><b>{a}</b><span>{escape_html(b)}</span></div>' for a, b in tiles
+    )
     return f'<div class="tiles">{cells}</div>'
 
 
@@ -122,13 +129,13 @@ def _waterfall(goodput: Goodput) -> list[str]:
             f'<td class="number">{share:.1%}</td>'
             f'<td class="wide"><div class="track"><div class="fill {part.value}" '
             f'style="width:{share:.2%}"></div></div></td>'
-            f'<td class="dim">{escape(MEANINGS[part])}</td></tr>'
+            f'<td class="dim">{escape_html(MEANINGS[part])}</td></tr>'
         )
     head = f"Time of all workers, {describe_seconds(goodput.total_s)}, by its use."
     body = "".join(rows)
     return [
         "<h2>Where the time went</h2>",
-        *(f'<p class="dim">{escape(text)}.</p>' for text in describe_unseen(goodput)),
+        *(f'<p class="dim">{escape_html(text)}.</p>' for text in describe_unseen(goodput)),
         f'<p class="dim">{head}</p><div class="scroll"><table>{body}</table></div>',
     ]
 
@@ -174,11 +181,11 @@ def _incidents(goodput: Goodput) -> list[str]:
     for cost in goodput.costs:
         incident = cost.incident
         at = describe_seconds(max(incident.began_at - goodput.began, 0.0))
-        story = escape("\n".join(tell_story(incident)))
+        story = escape_html("\n".join(tell_story(incident)))
         price = f"{describe_cost(incident)}; {describe_worker_seconds(cost)}"
         found.append(
-            f'<details><summary><b>{escape(incident.title)}</b> <span class="dim">after {at}: '
-            f"{escape(price)}</span></summary><pre>{story}</pre></details>"
+            f'<details><summary><b>{escape_html(incident.title)}</b> <span class="dim">after {at}: '
+            f"{escape_html(price)}</span></summary><pre>{story}</pre></details>"
         )
     return found
 

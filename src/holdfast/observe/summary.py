@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 from holdfast.observe.goodput import Goodput
 from holdfast.observe.incident_costs import IncidentCost, Part
 
 PARTS_SHOWN = 4
 INCIDENTS_SHOWN = 3
 NAMED_MAX = 8
+
+DATE_AND_TIME = "%Y-%m-%d %H:%M:%S"
 
 
 def summarize(goodput: Goodput) -> list[str]:
@@ -94,3 +98,11 @@ def describe_seconds(seconds: float) -> str:
     if hours < 48:
         return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
     return f"{hours // 24} d {hours % 24} h"
+
+
+def format_clock(at: float, form: str = "%H:%M:%S") -> str:
+    """Return a time, in seconds since the epoch, by this machine's clock; "unknown" if absurd."""
+    try:
+        return time.strftime(form, time.localtime(at))
+    except (OverflowError, ValueError, OSError):
+        return "unknown"

@@ -24,6 +24,7 @@ LINE_BYTES_MAX = 64 << 10
 LAST_BYTES = 32 << 10  # read from the end of a file for an estimate
 LAST_FILES = 4
 _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+_StepClass = Annotated[int, msgspec.Meta(ge=0, lt=512)]  # up to 58 million years
 _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e10)]
 
 
@@ -76,7 +77,7 @@ class SpentLine(
 
     step: _Natural
     spent: dict[TimeUse, _Seconds]
-    steps: dict[int, _Natural] = {}
+    steps: dict[_StepClass, _Natural] = {}
     left: _Natural = 0
 
     @property

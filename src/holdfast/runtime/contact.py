@@ -15,6 +15,7 @@ from typing import TypeVar
 from holdfast.core.errors import HoldfastError, NoAnswer, UserError, WorldError
 from holdfast.core.types import WorkerId
 from holdfast.net.channel import Channel, connect
+from holdfast.net.standard_streams import print_plain
 from holdfast.observe.file_tails import read_log_end
 from holdfast.runtime.coordinate.election import SCHEMES, locate, parse_election, read_outcome
 from holdfast.runtime.job_status import JobStatus, parse_status
@@ -139,7 +140,9 @@ def ask(
             raise NoAnswer(problem)
         if not told:
             told = True
-            print(f"holdfast: {problem}; trying for {patience_s:g} s", file=sys.stderr, flush=True)
+            print_plain(
+                f"holdfast: {problem}; trying for {patience_s:g} s", file=sys.stderr, flush=True
+            )
         time.sleep(AGAIN_S)
 
 

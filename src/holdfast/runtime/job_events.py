@@ -6,6 +6,7 @@ Each line has a kind, a text for people, and the worker, view and step that it i
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 import msgspec
 
 from holdfast.core.routine_lines import RoutineLines
+from holdfast.net.standard_streams import print_plain
 from holdfast.observe.incidents import parse_event
 from holdfast.runtime.outlet import LogFile
-from holdfast.store.regular_files import regular_stream
+from holdfast.store.regular_files import open_regular, read_whole_lines
 
+EVENT_BYTES_MAX = 1 << 20  # a longer line is no event
 FAILED = "failed"  # kind of the event that tells the outcome of a failed job
 
 
@@ -44,7 +47,7 @@ class EventSink:
     """
 
     def __init__(self, path: Path) -> None:
-        self._log = LogFile(path, lambda text: print(f"holdfast: {text}", file=sys.stderr))
+        self._log = LogFile(path, lambda text: print_plain(f"holdfast: {text}", file=sys.stderr))
         self._lines = RoutineLines()
         self._own_lines = 0
 
@@ -58,7 +61,7 @@ class EventSink:
         self._log.write(json.dumps(msgspec.to_builtins(event)).encode() + b"\n")
         shown = self._lines.show(event.kind, event.text, event.time)
         if shown and event.kind != FAILED:  # the launcher shows the outcome, once
-            print(f"holdfast: {shown}", file=sys.stderr, flush=True)
+            print_plain(f"holdfast: {shown}", file=sys.stderr, flush=True)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -67,8 +70,8 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     A line that is only half written, because its writer is at work or was killed, is left out.
     """
     try:
-        with regular_stream(path) as file:
-            lines = file.read().decode(errors="replace").splitlines()
+        os.close(open_regular(path))
     except FileNotFoundError:
         return []
+    lines = read_whole_lines(path, EVENT_BYTES_MAX)
     return [event for event in map(parse_event, lines) if event is not None]

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from holdfast.core.errors import WireError
+from holdfast.store.regular_files import parse_json
 
 
 class JobPhase(enum.Enum):
@@ -129,7 +130,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as `holdfast status --json` prints it."""
-        found: dict[str, Any] = json.loads(encode_status(self))
+        found: dict[str, Any] = parse_json(encode_status(self))
         return found
 
     def node(self, name: str) -> NodeStatus | None:
@@ -145,7 +146,7 @@ def encode_status(status: JobStatus) -> str:
 def parse_status(text: str) -> JobStatus:
     """Parse a coordinator's answer. WireError if it is not one of this version of Holdfast."""
     try:
-        return msgspec.convert(json.loads(text), JobStatus)
+        return msgspec.convert(parse_json(text), JobStatus)
     except ValueError as error:
         raise WireError(
             f"the coordinator's status cannot be read ({error}): install the same version of "

@@ -21,6 +21,7 @@ from holdfast.core.domains import Domains
 from holdfast.core.errors import UserError
 from holdfast.core.job_spec import JobSpec
 from holdfast.core.types import AgentId, ProcessRole
+from holdfast.net.standard_streams import print_plain
 from holdfast.observe.summary import summarize
 from holdfast.runtime.contact import ENDED_ALONE
 from holdfast.runtime.coordinate.coordinator_server import DEPOSED
@@ -210,7 +211,7 @@ def launch_job(
 
 def _tell_of_lost_node() -> None:
     text = "this node takes no part any more: the job continues on other nodes, or waits for one"
-    print(f"holdfast: {text}", file=sys.stderr, flush=True)
+    print_plain(f"holdfast: {text}", file=sys.stderr, flush=True)
 
 
 def _tell_how_it_went(run_dir: RunDir) -> None:

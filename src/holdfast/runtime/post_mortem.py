@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from holdfast.core.errors import UserError
+from holdfast.core.plain_text import escape_controls
 from holdfast.observe.incidents import Event, Incident, find_incident, list_incidents, tell_story
 from holdfast.observe.recordings import RECORDINGS_DIR, order_of_name
 from holdfast.observe.time_lines import TIMES_DIR
@@ -73,7 +74,8 @@ def write_bundle(run_dir: RunDir, path: Path, event: str = "") -> list[str]:
                 room -= len(data)
                 bundle.writestr(name, data)
             missing = f"Left out for lack of room: {', '.join(left_out)}\n" if left_out else ""
-            bundle.writestr("README.txt", README.format(story=story, left_out=missing))
+            text = README.format(story=escape_controls(story), left_out=missing)
+            bundle.writestr("README.txt", text)
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from holdfast.core.plain_text import escape_controls
 from holdfast.observe.goodput import Goodput, share_out
 from holdfast.observe.run_tail import RunTail
 from holdfast.observe.time_lines import CLASSES_PER_OCTAVE, SHORTEST_STEP_S
@@ -87,7 +88,7 @@ class RunCollector(Collector):
     def _event_metrics(self) -> Iterator[Metric]:
         events = CounterMetricFamily("holdfast_events", "Lines of the event log.", labels=["kind"])
         for kind, count in collections.Counter(e["kind"] for e in self._tail.events).items():
-            events.add_metric([str(kind)], count)
+            events.add_metric([escape_controls(kind)], count)
         yield events
         incidents = self._tail.incidents
         text = "Faults, and what followed until a step was committed again."

@@ -17,7 +17,7 @@ from holdfast.net.secret import read_run_dir, write_run_dir
 from holdfast.runtime.coordinate.journal import read_record
 from holdfast.runtime.job_events import read_events
 from holdfast.runtime.node.user_script import SOURCES_FILE, encode_sources
-from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, read_regular
+from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, parse_json, read_json, read_regular
 from holdfast.wire.job_document import JOB_FILE, decode_job, encode_job
 
 STACKS_DIR = "stacks"  # workers write there where their threads are
@@ -128,7 +128,7 @@ class RunDir:
     def outcome(self) -> str | None:
         """Return how the run ended; None while it has not."""
         try:
-            return str(json.loads(read_regular(self.result, DOCUMENT_BYTES_MAX))["outcome"])
+            return str(read_json(self.result)["outcome"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -161,7 +161,7 @@ class RunDir:
 
     def _read_json(self, name: str) -> Any:
         try:
-            return json.loads(self._read(name))
+            return parse_json(self._read(name))
         except ValueError as error:
             raise UserError(f"{self.path / name} cannot be read: {error}") from None
 

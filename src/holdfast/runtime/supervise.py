@@ -24,6 +24,7 @@ from holdfast.health.measure.orphans import (
     list_children,
 )
 from holdfast.net.readiness import wait_readable
+from holdfast.net.standard_streams import print_plain
 from holdfast.runtime.outlet import STALLED_S, Outlet
 
 RESTARTS_MAX = 10  # restarts of one process within RESTART_WINDOW_S
@@ -205,7 +206,7 @@ class Supervisor:
 def say(text: str) -> None:
     """Print a line for people. A terminal that is gone, or a closed pipe, is no failure."""
     try:
-        print(f"holdfast: {text}", file=sys.stderr, flush=True)
+        print_plain(f"holdfast: {text}", file=sys.stderr, flush=True)
     except OSError:
         # What stays in the stream's buffer would make the end of this process fail.
         with contextlib.suppress(OSError, ValueError):

@@ -29,10 +29,15 @@ ACTIONS = {
     "kill": "SIGKILL to itself in the first task of the step",
     "freeze": "SIGSTOP to itself in the first task of the step",
 }
-_WHO = r"(?:worker (?P<workers>\d+(?:,\d+)*)|any worker)"
-_WHEN = r"(?:step (?P<only>\d+)|steps (?P<first>\d+)-(?P<last>\d+)|from step (?P<begin>\d+)|always)"
+SHOWN_MAX = 100  # characters of a line
+_INT = r"[0-9]{1,15}"
+_WHO = rf"(?:worker (?P<workers>{_INT}(?:,{_INT})*)|any worker)"
+_WHEN = (
+    rf"(?:step (?P<only>{_INT})|steps (?P<first>{_INT})-(?P<last>{_INT})|"
+    rf"from step (?P<begin>{_INT})|always)"
+)
 _LINE = re.compile(rf"{_WHO}\s+{_WHEN}\s+(?P<what>\S.*)")
-_NUMBER = r"(\d+(?:\.\d+)?(?:e-?\d+)?)"
+_NUMBER = rf"({_INT}(?:\.[0-9]{{1,30}})?(?:e-?[0-9]{{1,2}})?)"
 _WHAT = {
     "slow": re.compile(rf"slow {_NUMBER}(?: at random {_NUMBER})?"),
     "stall": re.compile(rf"stall {_NUMBER}"),
@@ -73,8 +78,8 @@ def parse(text: str, name: str) -> tuple[Disturbance, ...]:
             if disturbance is None:
                 known = "; ".join(ACTIONS)
                 raise UserError(
-                    f"{name}, line {number}: {words!r} is not `worker N step N ACTION`, with an "
-                    f"ACTION out of: {known}"
+                    f"{name}, line {number}: {words[:SHOWN_MAX]!r} is not `worker N step N "
+                    f"ACTION`, with an ACTION out of: {known}"
                 )
             found.append(disturbance)
     return tuple(found)

@@ -42,12 +42,18 @@ def dump_graph(root: object, fresh: Collection[type] = ()) -> bytes:
 
 def load_graph(data: bytes, fresh: Collection[type] = ()) -> Any:
     """Make a graph from its bytes. Damaged says why these describe none."""
+    was_on = gc.isenabled()
+    # Else the collector examines the new objects again and again: seconds for millions of them.
+    gc.disable()
     try:
         return _Reader(fresh).read(msgspec.msgpack.decode(data))
     except (msgspec.MsgspecError, TypeError, ValueError, AttributeError, KeyError) as error:
         raise Damaged(f"no graph of objects: {error}") from None
     except (IndexError, ImportError, RecursionError) as error:
         raise Damaged(f"no graph of objects: {error!r}") from None
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _Writer:

@@ -19,6 +19,7 @@ import msgspec
 from holdfast.core.errors import HoldfastError
 from holdfast.health.measure.ending_signals import leave_ending_signals
 from holdfast.health.measure.lifetime import die_with_parent
+from holdfast.net.standard_streams import print_plain
 
 # Modules and functions that measure; imported only in the child, since some need numpy.
 MEASUREMENTS = {
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> int:
         while sys.stdin.buffer.readline():
             _tell(look())
     except (HoldfastError, OSError, MemoryError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print_plain(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -9,13 +9,15 @@ import signal
 import sys
 from typing import NoReturn
 
+from holdfast.net.standard_streams import print_plain
+
 PR_SET_PDEATHSIG = 1
 
 
 def end_lost(why: str) -> NoReturn:
     """End this process at once: it is lost, and its script has not failed."""
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"holdfast: this process ends: {why}\n")
+        print_plain(f"holdfast: this process ends: {why}", file=sys.stderr)
         sys.stderr.flush()
     os.kill(os.getpid(), signal.SIGKILL)
     raise SystemExit(1)

@@ -37,6 +37,7 @@ from holdfast.core.types import (
     WorkerId,
 )
 from holdfast.net.channel import Channel, Gate
+from holdfast.net.standard_streams import print_plain
 from holdfast.net.tls import server_of
 from holdfast.runtime.coordinate.black_box import BlackBox
 from holdfast.runtime.coordinate.journal import Journal
@@ -465,4 +466,4 @@ def crash() -> NoReturn:
 
 
 def tell(text: str) -> None:
-    print(f"holdfast: {text}", file=sys.stderr, flush=True)
+    print_plain(f"holdfast: {text}", file=sys.stderr, flush=True)

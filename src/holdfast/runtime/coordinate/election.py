@@ -49,6 +49,7 @@ from holdfast.runtime.coordinate.etcd import (
     read,
 )
 from holdfast.runtime.coordinate.journal import NO_DAMAGE, Loaded, seal, unseal
+from holdfast.store.regular_files import parse_json
 from holdfast.wire.job_document import decode_job, encode_job
 
 PORT = 2379
@@ -368,7 +369,7 @@ class Election:
         if entry is None:
             return None
         try:
-            found = json.loads(entry.value)
+            found = parse_json(entry.value)
             text, proof = str(found["spec"]), str(found["proof"])
         except (ValueError, KeyError, TypeError):
             raise UserError(

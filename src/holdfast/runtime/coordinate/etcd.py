@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.core.errors import Refused, Unreachable
+from holdfast.store.regular_files import parse_json
 
 ANSWER_BYTES_MAX = 16 << 20
 ROUND_S_MIN = 0.05  # between two rounds over all servers
@@ -218,7 +219,7 @@ def _split(answer: bytes) -> tuple[int, bytes]:
 def _judge(path: str, status: int, body: bytes) -> Any:
     """Return the answer's JSON, out of its stream; _Unusable and Refused as for the client."""
     try:
-        answer = json.loads(body)
+        answer = parse_json(body)
     except ValueError:
         answer = None
     error = None

@@ -46,6 +46,7 @@ from holdfast.net.descriptors import raise_limit
 from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_listener import open_listener
 from holdfast.net.secret import derive_peer_key, read_run_dir
+from holdfast.net.standard_streams import print_plain
 from holdfast.net.tls import client_of
 from holdfast.observe.clocks import measure, write_clock
 from holdfast.observe.file_tails import read_log_end
@@ -202,7 +203,7 @@ class AgentServer:
         while rate:
             await asyncio.sleep(MEND_S)
             for line in await asyncio.to_thread(mending.round, rate, self._peers):
-                print(f"holdfast: agent: {line}", file=sys.stderr, flush=True)
+                print_plain(f"holdfast: agent: {line}", file=sys.stderr, flush=True)
                 self._note_memory()
 
     def _forget(self, process: WorkerProcess) -> None:
@@ -232,7 +233,7 @@ class AgentServer:
                 if not problem:
                     problem = first_line(error)
                     text = f"holdfast: agent: no notices can be heard ({problem})"
-                    print(text, file=sys.stderr, flush=True)
+                    print_plain(text, file=sys.stderr, flush=True)
             await asyncio.sleep(NOTICE_EVERY_S)
 
     async def _talk(self, contact: Contact, secret: bytes) -> None:
@@ -273,7 +274,7 @@ class AgentServer:
             except WorldError as error:
                 if str(error) != refused:
                     refused = str(error)
-                    print(f"holdfast: agent: {error}", file=sys.stderr, flush=True)
+                    print_plain(f"holdfast: agent: {error}", file=sys.stderr, flush=True)
             except OSError:
                 pass
             if self._coordinator is not None:
@@ -513,7 +514,7 @@ def main(argv: list[str]) -> int:
     with run_forking(template):
         problem = asyncio.run(serve())
     if problem:
-        print(f"holdfast: {problem}", file=sys.stderr, flush=True)
+        print_plain(f"holdfast: {problem}", file=sys.stderr, flush=True)
     return ENDED_ALONE if problem else 0
 
 

@@ -25,6 +25,7 @@ from holdfast.core.types import ViewNumber
 from holdfast.health.measure.ending_signals import Orders
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.net.readiness import wait_readable
+from holdfast.net.standard_streams import print_plain
 from holdfast.runtime.outlet import free_output
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
@@ -176,7 +177,7 @@ def _probe(storage: Storage, text: str) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"holdfast: {text}", file=sys.stderr, flush=True)
+    print_plain(f"holdfast: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

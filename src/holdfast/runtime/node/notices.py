@@ -8,7 +8,6 @@ notice, else with 200 and JSON: {"in_s": seconds from now, "reason": text}.
 from __future__ import annotations
 
 import email.utils
-import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from holdfast.core.errors import UserError, WorldError, first_line
+from holdfast.store.regular_files import parse_json
 
 LIMIT_S = 5.0  # for one answer
 BYTES_MAX = 1 << 16
@@ -67,7 +67,7 @@ class NoticeSource:
         found = _get(f"{base}/latest/meta-data/spot/instance-action", headers)
         if found is None:
             return None
-        answer = json.loads(found)
+        answer = parse_json(found)
         at = datetime.fromisoformat(answer["time"].replace("Z", "+00:00"))
         return MachineNotice(
             in_s=_seconds_until(at), reason=f"the spot instance is to {answer['action']}"
@@ -90,7 +90,7 @@ class NoticeSource:
             MachineNotice(
                 in_s=_azure_s(event), reason=f"the machine is to {event['EventType']}".lower()
             )
-            for event in json.loads(found or "{}").get("Events", [])
+            for event in parse_json(found or "{}").get("Events", [])
             if event["EventType"] in AZURE_KINDS and (name or "") in event["Resources"]
         ]
         return min(notices, key=lambda notice: notice.in_s, default=None)
@@ -108,7 +108,7 @@ def notice_source(text: str) -> NoticeSource | None:
 def _read_own(found: str | None) -> MachineNotice | None:
     if not found:
         return None
-    answer = json.loads(found)
+    answer = parse_json(found)
     in_s = float(answer["in_s"])
     if not in_s >= 0:
         raise ValueError(f"in_s {in_s} is no time from now")

@@ -18,6 +18,7 @@ from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.net.descriptors import raise_limit
 from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_stream import SendRate
+from holdfast.net.standard_streams import print_plain
 from holdfast.runtime.node import bootstrap
 from holdfast.runtime.rundir import RunDir
 from holdfast.store.checkpoints import Checkpoints
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> int:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"holdfast: {text}\n")
+    print_plain(f"holdfast: {text}", file=sys.stderr)
     sys.stderr.flush()
 
 

@@ -21,6 +21,7 @@ from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy
 from holdfast.core.servers import server_host as machine
 from holdfast.core.types import RunningServer, Tick
 from holdfast.health.measure.procfs import sample_process
+from holdfast.net.standard_streams import print_plain
 from holdfast.runtime.node import fork_server, row_server
 from holdfast.runtime.node.fork_server import ForkedProcess
 from holdfast.runtime.node.local_process import (
@@ -154,7 +155,7 @@ class ServerProcesses:
 
 
 def _say(text: str) -> None:
-    print(f"holdfast: agent: {text}", file=sys.stderr, flush=True)
+    print_plain(f"holdfast: agent: {text}", file=sys.stderr, flush=True)
 
 
 async def _read_line(descriptor: int) -> str:

@@ -27,6 +27,7 @@ from holdfast.health.measure.ending_signals import leave_ending_signals
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.health.measure.procfs import sample_process
 from holdfast.net.readiness import wait_readable
+from holdfast.net.standard_streams import print_plain
 from holdfast.runtime.node.gpu_shares import VARIABLE, visible_gpus
 from holdfast.runtime.node.spread_processes import (
     DONE,
@@ -168,7 +169,7 @@ class ShardProcesses:
 
     def _give_up(self, text: str) -> None:
         """Report to the agent why, and end this process, which is lost with the other one."""
-        sys.stderr.write(f"holdfast: {text}: it ends\n")
+        print_plain(f"holdfast: {text}: it ends", file=sys.stderr)
         sys.stderr.flush()
         if self._first:
             tell_failure(self._failure_fd, text.encode())

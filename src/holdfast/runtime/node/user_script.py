@@ -14,7 +14,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, read_regular
+from holdfast.store.regular_files import read_json
 
 MODULE_MARK = "-m "
 SOURCES_FILE = "sources.json"  # its name in every run directory
@@ -51,7 +51,7 @@ def encode_sources(cwd: str | os.PathLike[str], script: str) -> bytes:
 def changed_sources(run_dir: Path, cwd: str | os.PathLike[str], script: str) -> list[str]:
     """Return the script's files that were changed since the run began; none if not known."""
     try:
-        before = json.loads(read_regular(run_dir / SOURCES_FILE, DOCUMENT_BYTES_MAX))
+        before = read_json(run_dir / SOURCES_FILE)
         now = _digest_sources(cwd, script)
         changed = [name for name, digest in before.items() if now.get(name) != digest]
     except (OSError, ValueError, AttributeError):

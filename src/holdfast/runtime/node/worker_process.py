@@ -36,6 +36,7 @@ from holdfast.health.measure.host import advise_on_shared_memory
 from holdfast.health.measure.oom_kills import OomKills
 from holdfast.health.measure.orphans import end_orphans
 from holdfast.net import secret
+from holdfast.net.standard_streams import print_plain
 from holdfast.runtime.node import bootstrap, fork_server, group_member, group_store
 from holdfast.runtime.node.fork_server import ForkedProcess
 from holdfast.runtime.node.gpu_shares import VARIABLE, share_of_gpus, visible_gpus
@@ -409,4 +410,4 @@ class StackDumps:
 
 
 def _say(text: str) -> None:
-    print(f"holdfast: agent: {text}", file=sys.stderr, flush=True)
+    print_plain(f"holdfast: agent: {text}", file=sys.stderr, flush=True)

@@ -22,6 +22,7 @@ from holdfast.core.errors import WorldError, first_line
 from holdfast.core.recurring import Recurring
 from holdfast.core.step.events import SaveEnded
 from holdfast.core.types import View, ViewNumber, WorkerId
+from holdfast.net.standard_streams import print_plain
 from holdfast.store.manifest import SKELETON, name_in_shard
 from holdfast.store.snapshot import (
     ALIGN,
@@ -217,4 +218,4 @@ def _slot(name: str, named: NamedTensor, each: Slice, at: int) -> StagedItem:
 
 def say(text: str) -> None:
     """Write a line to the worker's log."""
-    sys.stderr.write(f"holdfast: {text}\n")
+    print_plain(f"holdfast: {text}", file=sys.stderr)

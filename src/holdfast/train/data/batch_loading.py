@@ -28,6 +28,7 @@ from torch.utils.data._utils import pin_memory, signal_handling
 from holdfast.core.errors import UserError, WorldError
 from holdfast.core.machine_errors import MachineError, Raised, judge_error
 from holdfast.health.measure.host import advise_on_shared_memory
+from holdfast.net.standard_streams import print_plain
 from holdfast.train.data.data_workers import enter_data_worker, sweep_shared_memory
 from holdfast.train.data.map_style import dataset_length
 from holdfast.train.data.plain_data import are_plain_samples, holds_tensors, is_plain_collate
@@ -75,7 +76,7 @@ class LoadStats:
 
 
 def _write_line(text: str) -> None:
-    sys.stderr.write(f"holdfast: {text}\n")
+    print_plain(f"holdfast: {text}", file=sys.stderr)
 
 
 class LoadPlan(Protocol):
