@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.membership import protection
+from holdfast.core.membership import coordinator, protection, view_end
 from holdfast.core.membership.facts import Facts
 from holdfast.core.membership.handover import Handover
 from holdfast.core.membership.protection import Protection
@@ -16,12 +16,14 @@ from holdfast.core.redundancy import KeptPieces, Piece, Recall
 from holdfast.core.replica import protecting
 from holdfast.core.replica.ends import SinkKind
 from holdfast.core.replica.protecting import Protecting
+from holdfast.core.replica.saves import Saves
 from holdfast.core.step import effects as ef
 from holdfast.core.step.step_machine import StepMachine
 from holdfast.core.step.verdicts import Decided
 from holdfast.core.step.vote import Tally
 from holdfast.core.types import AgentId
 from holdfast.core.worker.machine import WorkerMachine
+from holdfast.core.worker.standing import Standing
 from holdfast.sim import memories
 from holdfast.sim.world import Machines
 from mutation_kit import MEMORY, SPREAD, TUNED, mutation
@@ -167,15 +169,36 @@ def who_leaves_waits_only_until_a_view_is_formed_without_it(
 
 
 @mutation
-def the_last_workers_end_before_their_state_is_saved(patch: pytest.MonkeyPatch) -> Machines:
+def the_last_workers_end_before_memory_has_their_state(patch: pytest.MonkeyPatch) -> Machines:
     patch.setattr(Handover, "may_end", True)
+    return Machines()
+
+
+@mutation
+def the_last_workers_end_before_their_state_is_saved(patch: pytest.MonkeyPatch) -> Machines:
+    for module in (coordinator, view_end):
+        patch.setattr(module, "awaits_last_save", lambda facts, policy: False)
+    return Machines()
+
+
+@mutation
+def a_view_ends_at_a_boundary_that_is_not_saved(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(Saves, "has_ended", lambda self, view: False)
+    patch.setattr(Standing, "ends_saved", False)
     return Machines()
 
 
 LEAVES = SPREAD | {"faults": ("leave",)}
 TUNED["a_node_that_leaves_takes_needed_pieces_along"] = MEMORY | {"faults": ("leave",)}
 TUNED["who_leaves_waits_only_until_a_view_is_formed_without_it"] = LEAVES | {"pieces": (1, 0)}
-TUNED["the_last_workers_end_before_their_state_is_saved"] = LEAVES | {
-    "pieces": (0, 0),
-    "save_every": 3,
-}
+TUNED["the_last_workers_end_before_memory_has_their_state"] = LEAVES | {"pieces": (1, 0)}
+for _name in (
+    "the_last_workers_end_before_their_state_is_saved",
+    "a_view_ends_at_a_boundary_that_is_not_saved",
+):
+    TUNED[_name] = {
+        "shard_optimizer": True,
+        "pieces": (0, 0),
+        "save_every": 3,
+        "faults": ("leave",),
+    }

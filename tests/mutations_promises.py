@@ -11,6 +11,7 @@ import pytest
 from holdfast.core.job_spec import CoordinatorPolicy
 from holdfast.core.membership import coordinator as co
 from holdfast.core.membership import decision_loop, node_process, view_making
+from holdfast.core.membership import view_end as ve
 from holdfast.core.membership.agent import (
     AgentEffect,
     AgentEvent,
@@ -203,12 +204,12 @@ def what_was_not_reported_does_not_run(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def too_few_workers_go_on(patch: pytest.MonkeyPatch) -> Machines:
-    plain = co.choose_change
+    plain = ve.choose_change
 
     def why_change(facts: Facts, workers_min: int, step: int) -> tuple[str, str] | None:
         return plain(facts, 1, step)
 
-    patch.setattr(co, "choose_change", why_change)
+    patch.setattr(ve, "choose_change", why_change)
     return Machines()
 
 
@@ -329,11 +330,11 @@ def a_worker_in_its_own_code_is_taken_to_rest(patch: pytest.MonkeyPatch) -> Mach
 
 @mutation
 def nobody_is_asked_to_join(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(co, "choose_change", lambda facts, workers_min, step: None)
+    patch.setattr(ve, "choose_change", lambda facts, workers_min, step: None)
     return Machines()
 
 
 @mutation
 def views_follow_each_other_for_no_reason(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(co, "choose_change", lambda facts, workers_min, step: ("join", "again"))
+    patch.setattr(ve, "choose_change", lambda facts, workers_min, step: ("join", "again"))
     return Machines()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.membership import coordinator, formation
+from holdfast.core.membership import formation, view_end
 from holdfast.core.step import effects as ef
 from holdfast.core.step.link_detector import Wait
 from holdfast.core.step.speeds import Speeds
@@ -132,5 +132,5 @@ def the_late_one_goes_on_in_the_old_view(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def who_stays_away_is_forgotten(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(coordinator, "find_too_far_behind", lambda facts, step: [])
+    patch.setattr(view_end, "find_too_far_behind", lambda facts, step: [])
     return Machines()

@@ -203,7 +203,8 @@ def _orders(new: Directive | WorkerDirective, old: Directive | WorkerDirective) 
     if new.stop_view > old.stop_view:
         words.append(f"stop view {new.stop_view}")
     if new.pending_view > old.pending_view:
-        words.append(f"view {new.pending_view} is to change")
+        saved = ", at a saved boundary" if new.pending_save else ""
+        words.append(f"view {new.pending_view} is to change{saved}")
     if new.release_loop > old.release_loop:
         over = new.release_loop == RELEASE_ALL
         words.append("let everybody go" if over else f"release loop {new.release_loop}")

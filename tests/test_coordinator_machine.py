@@ -49,9 +49,14 @@ class Job:
     """A coordinator, and nodes of one worker each, whose reports a test writes."""
 
     def __init__(
-        self, *names: str, record: JobRecord | None = None, forgotten: int = 0, **fields: Any
+        self,
+        *names: str,
+        record: JobRecord | None = None,
+        forgotten: int = 0,
+        now: float = 100.0,
+        **fields: Any,
     ) -> None:
-        self.now = 100.0
+        self.now = now
         self.pause_s = 0.001  # between two reports; changes that come faster wait for each other
         policy = dataclasses.replace(POLICY, **fields)
         self.machine = CoordinatorMachine(policy, 7, record, self.now, forgotten)

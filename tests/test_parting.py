@@ -22,8 +22,11 @@ def evaluates(job: Job, size: int) -> Any:
     return job.evaluate(lambda batch: batch[0].mean(), dataset(), batch_size=size)
 
 
-def outcome(habit: Habit, workers: int = 2) -> str:
-    """Train, with a habit that is called between steps with the worker's number of the view."""
+def outcome(habit: Habit, workers: int = 2, *, shards: bool = False) -> str:
+    """Train, with a habit that is called between steps with the worker's number of the view.
+
+    `shards`: the workers share out the optimizer's state.
+    """
 
     def script(job: Job, me: ThreadWorker) -> None:
         model = net()
@@ -38,7 +41,8 @@ def outcome(habit: Habit, workers: int = 2) -> str:
         job._end_open_loop()
         job._wait_for_others()
 
-    spec = with_settings(SPEC, {"workers.nproc": workers, "workers.virtual": 4})
+    settings = {"workers.nproc": workers, "workers.virtual": 4, "workers.shard_optimizer": shards}
+    spec = with_settings(SPEC, settings)
     return ThreadCluster(spec, script).run()
 
 
@@ -66,8 +70,9 @@ def test_the_others_are_told_too_where_most_agree() -> None:
     assert "calls job.agree" in outcome(lambda job, me: me == 2 and job.agree(3), workers=3)
 
 
+@pytest.mark.parametrize("shards", [False, True], ids=["copies", "shares"])
 @pytest.mark.parametrize("leaves", [0, 1])
-def test_a_loop_that_one_worker_leaves_is_named(leaves: int) -> None:
-    told = outcome(lambda job, me: "break" if me == leaves else "")
+def test_a_loop_that_one_worker_leaves_is_named(leaves: int, shards: bool) -> None:
+    told = outcome(lambda job, me: "break" if me == leaves else "", shards=shards)
     assert f"worker {leaves} has left its loop after step 4 (test_parting.py, line" in told
     assert f"worker {1 - leaves} begins another step (test_parting.py, line" in told

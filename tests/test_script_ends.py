@@ -44,16 +44,19 @@ for step in job.steps(data, until=4):
     optimizer.zero_grad()
     if sys.argv[1] == "loop" and step.index == 2:
         sys.exit(0)
+    if sys.argv[1] == "leader" and job.is_leader and step.index == 2:
+        sys.exit(0)
 if sys.argv[1] == "evaluation":
     job.evaluate(evaluated, dataset, batch_size=2)
 print("done", flush=True)
 """
 
 
-def quits(folder: Path, where: str) -> LocalRun:
+def quits(folder: Path, where: str, *options: str, nproc: int = 1) -> LocalRun:
     script = folder / "quits.py"
     script.write_text(QUITS)
-    return LocalRun(folder / "run", ["--nproc", "1", "--virtual", "2"], [str(script), where])
+    flags = ["--nproc", str(nproc), "--virtual", "2", *options]
+    return LocalRun(folder / "run", flags, [str(script), where])
 
 
 def test_a_leader_that_exits_with_status_0_in_a_step_is_lost_like_any_other(
@@ -137,3 +140,14 @@ def test_a_sentence_for_the_user_names_the_line_of_the_script(
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert bootstrap.describe(caught.value).endswith(" (train.py, line 4)")
     assert bootstrap.describe(UserError("x")) == f"{FOR_USER}x"
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["copies", "shares"])
+def test_a_leader_that_exits_alone_between_two_steps_is_named_with_both_places(
+    shares: bool, tmp_path: Path
+) -> None:
+    options = ("--shard-optimizer", "--store", str(tmp_path / "store")) if shares else ()
+    with quits(tmp_path, "leader", *options, nproc=2) as run:
+        assert run.wait(RUN_S) == 1
+    (said,) = {line for line in run.err if "has left its loop after step 3" in line}
+    assert "where that of worker 1 begins another step (quits.py, line" in said

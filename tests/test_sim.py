@@ -172,12 +172,27 @@ def test_jobs_end_as_they_should() -> None:
         "failed: its script raises": {"fails_in": 3, "fails_by_machine": False},
         "(a disk is full on every worker): its script raises": {"fails_in": 3} | ON_ALL,
         "the script of worker 0 has left its loop after step 4": PARTS,
+        "of worker 0 has left its loop after step 4": PARTS | {"shard_optimizer": True},
     }
     for outcome, tuned in outcomes.items():
         for seed in (0, 8, 10):  # processes still ran here when the job was said to be over
             result = run_seed(seed, small=True, tuned=STOPS | GOES_ON | tuned)
             assert not result.failure, f"{result.failure}\n{result.replay}"
             assert outcome in (result.outcome or ""), (seed, outcome, result.outcome)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("pieces", [(0, 0), (1, 1)])
+def test_a_leader_that_ends_alone_is_named_although_coordinators_come_and_go(
+    shares: bool, pieces: tuple[int, int]
+) -> None:
+    faults = ("coordinator_crash", "coordinator_crash_inside", "coordinator_freeze")
+    tuned = STOPS | GOES_ON | PARTS | {"pieces": pieces, "shard_optimizer": shares}
+    tuned |= {"save_every": 2, "faults": faults, "faults_end_s": 20.0, "fault_every_s": 0.7}
+    for seed in range(10):
+        result = run_seed(seed, small=True, tuned=tuned)
+        assert not result.failure, f"{result.failure}\nseed {seed}"
+        assert "has left its loop" in (result.outcome or ""), seed
 
 
 @pytest.mark.parametrize("small", [True, False])

@@ -18,6 +18,7 @@ from typing import NamedTuple, NewType
 from holdfast.core.domains import Domains
 from holdfast.core.machine_errors import MachineError
 from holdfast.core.redundancy import KeptPieces, Recall
+from holdfast.core.setbacks import NO_SETBACKS, Setbacks
 
 # The usual number of the signal that asks a process to end.
 SIGTERM = 15
@@ -85,6 +86,7 @@ class Phase(enum.Enum):
     COMPUTING = "computing"  # its tasks of the step
     WAITING = "waiting"  # its tasks of the step are done; it waits for others
     OVERDUE = "overdue"  # it has waited for others for longer than steps take
+    LEAVING = "leaving"  # it has left its loop; other workers or a save still need this process
     ENDED = "ended"  # its loop has run all its steps
 
 
@@ -174,6 +176,7 @@ class WorkerStatus:
     address: str = ""  # where it can be fed, before it is a member
     meets_at: str = ""  # HOST:PORT where its processes on further nodes find it
     place: int = 0  # the number of the node among the worker's nodes; it tells of its own processes
+    saving: int = 0  # the step at which its view has ended, while its share of that is saved
     abreast: int = 0  # the number of the order by which it was fed until nothing was missing
     unproven: bool = False  # it has joined, and none of its tasks has been committed yet
     unfed: int = 0  # number of the newest order to follow that failed here
@@ -225,6 +228,11 @@ class WorkerStatus:
     def ended(self) -> bool:
         """Return whether its current loop has run all its steps."""
         return self.phase is Phase.ENDED
+
+    @property
+    def has_left_loop(self) -> bool:
+        """Return whether its script takes no further step in its current loop."""
+        return self.phase in (Phase.LEAVING, Phase.ENDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -487,6 +495,7 @@ class Directive:
     wanted: tuple[WantedProcess, ...] = ()
     stop_view: ViewNumber = NO_VIEW
     pending_view: ViewNumber = NO_VIEW
+    pending_save: bool = False  # that view ends at a boundary that is saved
     view_number: ViewNumber = NO_VIEW  # the newest view formed
     view: View | None = None  # the newest view, for agents that may not know it
     release_loop: int = 0
@@ -506,6 +515,7 @@ class WorkerDirective:
 
     stop_view: ViewNumber = NO_VIEW
     pending_view: ViewNumber = NO_VIEW
+    pending_save: bool = False
     view: View | None = None
     release_loop: int = 0
     save_wanted: int = 0
@@ -530,6 +540,21 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeaderEnd:
+    """Records that the script of a leader has ended: all scripts must end after the same step.
+
+    `is_exact`: its last status was heard, so that it has not come further than `committed`.
+    """
+
+    worker: WorkerId
+    view: ViewNumber
+    loop: int
+    committed: int
+    line: str = ""
+    is_exact: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
     """Keeps the facts that a coordinator must never forget: journalled before anyone is told."""
 
@@ -545,3 +570,5 @@ class JobRecord:
     invalidations: tuple[Invalidation, ...] = ()
     outcome: str | None = None  # None while running, "" after success, else the reason of failure
     layout: ServerLayout | None = None  # None: as the job began
+    setbacks: Setbacks = NO_SETBACKS
+    ended: LeaderEnd | None = None  # the first leader whose script has ended, while others have not

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from holdfast.core.step.balance import BalancePolicy
 from holdfast.core.step.events import EventNoted, GroupBroken, LinkLost, Row
 from holdfast.core.step.step_policy import Counting
-from holdfast.core.step.vote import Tally, Vote
+from holdfast.core.step.vote import Tally, Wish, count_votes
 from holdfast.core.types import View, WorkerId
 from holdfast.sim.arithmetic import Key
 from holdfast.sim.crowd import CROWD, Meetings
@@ -179,10 +179,15 @@ class DataNetwork:
             self._held = (prints, {w: found[w] for w in found if w not in without})
         return self._held[1]
 
-    def announces(self, votes: Sequence[Row]) -> bool:
-        """Return whether a member has announced a change of the view in its vote."""
+    def announces(self, votes: Sequence[Row], *, can_save: bool) -> bool:
+        """Return whether these votes announce that the view ends at the next boundary.
+
+        `can_save`: the state there can be saved, because it lies within a loop.
+        """
         if votes is not self._announced[0]:
-            self._announced = (votes, any(Vote.of(row).pending for row in votes))
+            tally = count_votes(votes)
+            saves = tally.save is Wish.END_SAVE and can_save
+            self._announced = (votes, tally.pending or saves)
         return self._announced[1]
 
     # ------------------------------------------------------------ ends and cuts

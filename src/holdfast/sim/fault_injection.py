@@ -309,19 +309,16 @@ class Faults:
             case "drain":
                 self.note(kind)
                 host.drained = True
-                world.truth.leaves.record_order(host)
                 host.handle(ag.Drained("asked for", rng.choice(("", "disk"))))
                 self.heal_later(duration_s, host.handle, ag.Drained(""))
             case "leave":  # for good; another machine comes once it has left
                 self.note(kind)
                 host.drained = True
-                world.truth.leaves.record_order(host)
                 host.handle(ag.Drained("it is needed elsewhere", leave=True))
                 self.heal_later(duration_s, start_another, self, host)
             case "notice":  # a notice of this machine's end; another machine comes later
                 self.note(kind)
                 host.drained = True
-                world.truth.leaves.record_order(host)
                 in_s = rng.uniform(0.5, 8.0)
                 world.truth.leaves.record_notice(host, in_s)
                 host.handle(ag.Drained("taken away", leave=True, deadline_s=in_s))

@@ -9,9 +9,17 @@ from __future__ import annotations
 from typing import Protocol
 
 from holdfast.core.invalidations import Invalidations
-from holdfast.core.types import RELEASE_ALL, AgentId, JobRecord, View, ViewNumber
+from holdfast.core.types import (
+    RELEASE_ALL,
+    AgentId,
+    JobRecord,
+    Phase,
+    View,
+    ViewNumber,
+    WorkerStatus,
+)
 from holdfast.sim.arithmetic import Key
-from holdfast.sim.endings import Endings, is_out_of_time
+from holdfast.sim.endings import is_out_of_time
 from holdfast.sim.memories import LostRows, Memories
 from holdfast.sim.quiet_times import QuietTimes
 from holdfast.sim.run_options import Options
@@ -45,7 +53,6 @@ class JobTruth(Protocol):
     memories: Memories
     rows: LostRows
     quiet_times: QuietTimes
-    endings: Endings
 
     @property
     def known_doubts(self) -> Invalidations: ...
@@ -57,14 +64,13 @@ class PlannedLeaves:
     def __init__(self, truth: JobTruth, options: Options) -> None:
         self._truth = truth
         self._options = options
-        # By node: the view in which it was to be left, and the step that a coordinator knew of.
-        self._ordered: dict[AgentId, tuple[int, int]] = {}
+        self._given_up: dict[int, bool] = {}  # views that did not end by plan
         self._taken_at: dict[tuple[AgentId, int], float] = {}  # by the node's own clock
 
-    def record_order(self, node: LeavingNode) -> None:
-        """Record that a node is to be left from now on."""
-        truth = self._truth
-        self._ordered.setdefault(node.name, (truth.newest, truth.endings.heard))
+    def record_status(self, status: WorkerStatus) -> None:
+        """Record that a member has given its view up before it rested at the end of it."""
+        if status.has_stopped and status.phase is not Phase.BOUNDARY:
+            self._given_up[status.view] = True
 
     def record_notice(self, node: LeavingNode, in_s: float) -> None:
         """Record that a node's machine is taken away after so many seconds."""
@@ -80,7 +86,6 @@ class PlannedLeaves:
         disk = self._truth.disk
         over = over or disk is None or disk.release_loop == RELEASE_ALL or disk.outcome is not None
         is_taken = node.clock() >= self._taken_at.get((node.name, node.incarnation), NEVER)
-        self._ordered.pop(node.name, None)
         if over or is_taken or self._is_in_doubt():
             return
         before, after = self._find_newest(), self._find_newest(node.name)
@@ -125,10 +130,14 @@ class PlannedLeaves:
         memories, shares = self._truth.memories, self._options.shard_optimizer
         if not sound or memories.has_lost_any() or (len(holders) > 1 and not shares):
             return  # something has gone wrong, or another one goes on
-        kept, done = self._find_newest(), process.machine.snapshot().committed
-        if not self._options.redundancy.data:  # a checkpoint is some steps behind
-            orders = [self._ordered.get(name, (0, 0)) for name in process.spread.agents]
-            done = max((step for number, step in orders if number == view.number), default=0)
+        status = process.machine.snapshot()
+        kept, done = self._find_newest(), status.committed
+        if not self._options.redundancy.data:
+            unannounced = process.last_step_of != status.view
+            unplanned = unannounced and (status.has_stopped or shares)
+            unplanned = unplanned or status.view in self._given_up
+            if not self._options.save_every or unplanned or done in self._truth.stored.failed:
+                return  # nothing keeps the state, its view was not ended by plan, or a save failed
         if kept < done and not self._is_in_doubt() and not self._truth.stored.rotten:
             raise Violation(f"worker {process.key} is ended by plan at step {done}: {kept} is kept")
 

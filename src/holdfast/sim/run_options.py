@@ -7,6 +7,7 @@ once spends its life in the same few recovery paths.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -162,6 +163,10 @@ class Options:
     def rests_before(self, step: int) -> bool:
         """Return whether there is a boundary before this step."""
         return step % self.rounds == 0 or step in self.loops
+
+    def next_rest(self, step: int) -> int:
+        """Return the step before which the first boundary after this step lies."""
+        return next(each for each in itertools.count(step + 1) if self.rests_before(each))
 
     def kind_of(self, step: int) -> StepKind:
         values = self.tells_values and not self.rests_before(step)

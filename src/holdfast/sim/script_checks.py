@@ -55,6 +55,6 @@ def _disagreement(script: Script, status: WorkerStatus) -> str:
             return f"its tasks of step {step} are not done"
         case Phase.COMPUTING if open_now and done and not script.is_busy:
             return f"its tasks of step {step} are done"
-        case Phase.ENDED if script.step < script.until:
+        case Phase.LEAVING | Phase.ENDED if script.step < script.until:
             return f"it has come to step {script.step} of {script.until}"
     return ""

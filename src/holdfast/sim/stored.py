@@ -17,6 +17,7 @@ class StoredCheckpoints:
     def __init__(self) -> None:
         self.saved: dict[int, Copy] = {}  # those that count, by step
         self.saved_in: dict[int, ViewNumber] = {}  # their views
+        self.failed: dict[int, bool] = {}  # steps that could not be saved, once at least
         self.rotten: dict[int, bool] = {}  # steps of those that cannot be read
         self.durable: dict[Stored, Copy] = {}  # whether or not they count yet
         self.unlike: dict[Stored, bool] = {}  # only some shares have a flip

@@ -287,8 +287,10 @@ class Process(Running):
                 # Its tasks that have not begun are cancelled.
                 kept = [each for each in self._script if not isinstance(each, ef.Compute)]
                 self._script = deque([*kept, effect])
-                if isinstance(event, ev.Gathered) and world.data.announces(event.rows):
-                    self.last_step_of = event.view
+                if isinstance(event, ev.Gathered):
+                    can_save = world.options.next_rest(effect.step) < self.until
+                    if world.data.announces(event.rows, can_save=can_save):
+                        self.last_step_of = event.view
                 number, by_vote = self.machine.snapshot().view, isinstance(event, ev.Gathered)
                 world.truth.check_vote(self, effect.step, by_vote=by_vote)
                 if by_vote:
@@ -338,6 +340,7 @@ class Process(Running):
         world = self.world
         before, self._said = self._said, status
         world.truth.check_status(self, before, status)
+        world.truth.leaves.record_status(status)
         world.truth.proofs.record_promise(self.key, before, status, world.now)
         if status.proved_at != before.proved_at:
             proved_at = self.host.world_time(status.proved_at)
@@ -384,6 +387,7 @@ class Process(Running):
 
     def _leave_loop(self) -> None:
         """Leave the loop: a leader that shares the state waits until all have theirs."""
+        self.feed(ev.LoopFinishing())
         if not self.world.options.shard_optimizer:
             self._finish_loop()
             return
@@ -393,7 +397,6 @@ class Process(Running):
             self._finish_loop()
 
     def _finish_loop(self) -> None:
-        self.feed(ev.LoopFinishing())
         self.feed(ev.LoopEnded())
 
     def _rest(self) -> None:

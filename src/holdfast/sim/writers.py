@@ -32,6 +32,7 @@ class WriterHost:
         lost, self._under_way = self._under_way, []
         for process, order in lost:
             event = SaveEnded(order.step, order.view.number, problem="the writer died")
+            self._truth.stored.failed[order.step] = True
             process.post(self._world.delay(0.01), process.feed, event)
 
     def save(self, process: Actor, share: CopyState) -> None:
@@ -76,5 +77,7 @@ class WriterHost:
         else:
             world.call_later(LOOK_S, self._await_others, starts, order, until)
             return
+        if event.problem:
+            self._truth.stored.failed[step] = True
         self._under_way.remove(order)
         process.post(0.001, process.feed, event)

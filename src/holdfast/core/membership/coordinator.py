@@ -41,11 +41,9 @@ from holdfast.core.membership.formation import (
     BasisOfView,
     announce_view,
     choose_beginners,
-    choose_change,
     choose_unreachable,
     find_dirty,
     find_state_source,
-    find_too_far_behind,
     find_useless,
     has_learnt,
     present_nodes,
@@ -92,11 +90,15 @@ from holdfast.core.membership.restart import (
 from holdfast.core.membership.review_schedule import Agenda
 from holdfast.core.membership.server_places import ServerPlaces
 from holdfast.core.membership.stopping import Stopping
-from holdfast.core.membership.teams import end_team, find_team_to_end
+from holdfast.core.membership.view_end import (
+    ViewEnd,
+    awaits_last_save,
+    plan_change,
+    plan_handover,
+)
 from holdfast.core.membership.view_making import Proposal, check_view, initial_view, make_view
 from holdfast.core.step.speculation import Budget
 from holdfast.core.types import (
-    NO_VIEW,
     RELEASE_ALL,
     AgentId,
     AgentReport,
@@ -129,10 +131,11 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         self._release_loop = record.release_loop if record else 0
         self._stopping: Stopping | None = None  # what its operator has asked for
         self._durable = Durable(record.saved, record.invalidations) if record else Durable()
-        self._stop_view = self._pending_view = NO_VIEW
+        self._view_end = ViewEnd()
         self._witness_at: float | None = None  # see core/membership/lease.py
         self._wanting_since: float | None = None  # since when a first view could not be formed
-        self._progress = Progress(self._view.resume_step if self._view else 0)
+        past = (record.setbacks, record.ended) if record else ()
+        self._progress = Progress(self._view.resume_step if self._view else 0, *past)
         self._budget = Budget(policy.speculation, policy.virtual_ranks)
         self._followers = Followers(enabled=policy.feeds, newest=term * ORDERS_PER_TERM)
         held_back = ReservePolicy(
@@ -153,7 +156,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         return self._agenda.deadline
 
     def snapshot(self) -> CoordinatorSnapshot:
-        return self._snapshot(self._progress.step, self._stop_view, self._pending_view)
+        return self._snapshot(self._progress.step, self._view_end.stopped, self._view_end.planned)
 
     def foresee_loss(self, node: AgentId, now: float) -> str:
         """Return a warning for people about a node that is asked to leave; empty: there is none."""
@@ -164,7 +167,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         if view is not None and view is not self._checked:
             self._checked = view
             check_view(view, self._policy.virtual_ranks)
-        require(self._stop_view <= self._number, "stopping a view that does not exist")
+        require(self._view_end.stopped <= self._number, "stopping a view that does not exist")
         super().check()
 
     # ------------------------------------------------------------ facts
@@ -266,6 +269,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             yield from (n.heard_at + lease.fence_s for n in self._roster.nodes.values())
 
     def _decide(self, now: float) -> list[CoordinatorEffect]:
+        self._progress.settle()
         self._apply(self._plan_to_learn(self._facts(now)), now)
         if self._learn_until is not None:
             return []
@@ -324,13 +328,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         return [*plan, Remember(attendance), *lines]
 
     def _plan_handover(self, facts: Facts) -> Plan:
-        """Keep nodes that leave for as long as they are needed; end workers that have to be."""
-        policy, team = self._policy, find_team_to_end(facts)
-        changes = not policy.replicated and choose_change(facts, policy.workers_min, 0)
-        ends = bool(team or changes)
-        handover, lines = self._handover.review(facts, self._protection, self._durable, ends)
-        end = end_team(facts, team) if team and handover.may_end else []
-        return [Remember(handover), *lines, *end]
+        kept = self._protection, self._durable
+        return plan_handover(facts, self._policy, self._handover, *kept)
 
     def _plan_servers(self, facts: Facts) -> Plan:
         places, lines = self._server_places.review(facts)
@@ -344,7 +343,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         if facts.now < still_since + hang_s:
             return [Stir()] if unheard else []
         if are_all_waiting(facts):
-            return break_standstill(facts, self._progress, still_since, hang_s, self._stop_view)
+            stopped = self._view_end.stopped
+            return break_standstill(facts, self._progress, still_since, hang_s, stopped)
         return [*replace_all(find_hung(facts), f"hung for {hang_s:g} s"), Stir()]
 
     def _plan_for_lost(self, facts: Facts) -> Plan:
@@ -379,7 +379,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
     def _plan_stop(self, facts: Facts) -> Plan:
         """Stop the present view if it is broken."""
         view = facts.view
-        if view is None or self._stop_view >= view.number:
+        if view is None or self._view_end.stopped >= view.number:
             return []
         waited_s = facts.now - self._agenda.still_since
         minds_late = self._budget.allows(self._progress.step)
@@ -396,6 +396,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         return [change for worker in left_out for change in quarantine(facts, worker, restart)]
 
     def _source(self, facts: Facts) -> BasisOfView:
+        if awaits_last_save(facts, self._policy):
+            return BasisOfView.AWAITED
         awaits = partial(self._protection.awaits, facts, self._durable)
         finishing = self._release_loop == RELEASE_ALL
         return find_state_source(facts, finishing, self._policy.replicated, awaits)
@@ -463,9 +465,9 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
 
     def _plan_feeding(self, facts: Facts) -> Plan:
         """Have workers that could join fed, and replace those that were, in vain."""
-        policy, number = self._policy, self._number
-        trains = self._stop_view < number and self._pending_view < number
-        trains = trains and len(facts.members) >= policy.workers_min and self._stopping is None
+        policy = self._policy
+        trains = not self._view_end.is_decided(self._number) and self._stopping is None
+        trains = trains and len(facts.members) >= policy.workers_min
         trains = trains and not any(status.ended for status in facts.known)
         room = room_beside_drained(facts)
         followers, lines = self._followers.review(facts, room, may_order=trains)
@@ -474,18 +476,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         return [Remember(followers), *lines, *plan]
 
     def _plan_change(self, facts: Facts) -> Plan:
-        """Plan a change at the next boundary: somebody can join, or too few are left."""
-        step, number = self._progress.step, self._number
-        if max(self._stop_view, self._pending_view) >= number:  # the view's end is decided
-            return []
-        found = find_too_far_behind(facts, step)
-        plan = Plan(replace_all(found, "it was suspended and has missed too many steps"))
-        change = choose_change(facts, self._policy.workers_min, step)
-        may_change = self._policy.replicated or self._handover.may_end
-        if change is not None and may_change and not any(status.ended for status in facts.known):
-            text = f"{change[1]} at the next step boundary"
-            plan += [PlanChange(number), Announce(change[0], text)]
-        return plan
+        step = self._progress.step
+        return plan_change(facts, self._view_end, self._policy, self._handover, step)
 
     def _plan_last_saves(self, facts: Facts) -> Plan:
         saves, lines = self._last_saves.review(facts, self._durable.step, self._handover.saves)
@@ -516,9 +508,9 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
                 self._durable.judge()
             case StopView(number):
                 self._budget.record_trial(self._progress.step)
-                self._stop_view = number
-            case PlanChange(number):
-                self._pending_view = number
+                self._view_end = self._view_end.stop(number)
+            case PlanChange():
+                self._view_end = self._view_end.plan(change)
             case AwaitBeginners(since):
                 self._wanting_since = since
             case GoBack(invalidations):
@@ -571,8 +563,9 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
     def _orders(self) -> Directive:
         return dataclasses.replace(
             super()._orders(),
-            stop_view=self._stop_view,
-            pending_view=self._pending_view,
+            stop_view=self._view_end.stopped,
+            pending_view=self._view_end.planned,
+            pending_save=self._view_end.saved,
             release_loop=self._release_loop,
             save_wanted=self._last_saves.newest,
             follow=self._followers.order,
@@ -595,4 +588,6 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             servers=self._server_places.book,
             layout=self._server_places.layout if self._policy.servers else None,
             invalidations=self._durable.invalidations,
+            setbacks=self._progress.setbacks,
+            ended=self._progress.ended,
         )

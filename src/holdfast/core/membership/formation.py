@@ -469,7 +469,9 @@ def find_dirty(facts: Facts, replicated: bool) -> list[tuple[WorkerStatus, str]]
     found = sorted((s for s in ready if s.dirty or s.has_state), key=lambda s: s.worker)
     why = "its state is neither initial nor the job's"
     share = "it holds its share of the state only"
-    return [(s, share if s.has_state and not replicated else why) for s in found]
+    reasons = [share if s.has_state and not replicated else why for s in found]
+    unsaved = [f"; step {s.saving} is not saved" if s.saving else "" for s in found]
+    return [(s, why + more) for s, why, more in zip(found, reasons, unsaved, strict=True)]
 
 
 def reason_to_begin_again(facts: Facts, known: Invalidations, replicated: bool) -> str:

@@ -72,9 +72,10 @@ class StopView:
 
 @dataclass(frozen=True, slots=True)
 class PlanChange:
-    """Have the view's members stop at the next boundary."""
+    """Have the view's members stop at the next boundary; `saved`: at one whose state is saved."""
 
     view: ViewNumber
+    saved: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,7 @@ class LiveRoster(Roster):
 _OFFERS = attrgetter("slots", "spares", "draining", "failing", "ending", "leaving", "servers")
 _DECISIVE = attrgetter(
     *("incarnation", "stage", "view", "promised", "state", "at_boundary", "late", "ended"),
+    *("has_left_loop", "saving"),
     *("loop", "unreached", "saved", "unreadable", "invalidations", "events", "detail"),
     *("address", "meets_at", "abreast", "unfed", "unrecalled", "heirs", "layout"),
 )

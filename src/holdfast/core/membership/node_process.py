@@ -60,6 +60,7 @@ def directive_for_worker(directive: Directive, until: float) -> WorkerDirective:
     return WorkerDirective(
         stop_view=directive.stop_view,
         pending_view=directive.pending_view,
+        pending_save=directive.pending_save,
         view=directive.view,
         release_loop=directive.release_loop,
         save_wanted=directive.save_wanted,

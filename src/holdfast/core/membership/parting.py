@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from holdfast.core.membership.facts import Facts
-from holdfast.core.types import WorkerStatus
+from holdfast.core.types import LeaderEnd, WorkerStatus
 
 
 def find_parting(facts: Facts) -> str:
@@ -27,13 +27,13 @@ def find_parting(facts: Facts) -> str:
 def describe_parting(left: WorkerStatus, others: Iterable[WorkerStatus]) -> str:
     """Return a sentence on another member that takes steps in a loop that `left` has left."""
     for other in others:
-        is_left = left.loop > other.loop or (left.loop == other.loop and left.ended)
+        is_left = left.loop > other.loop or (left.loop == other.loop and left.has_left_loop)
         if is_left and other.opened > left.committed:
             return describe_uneven_ends(left, other)
     return ""
 
 
-def describe_uneven_ends(left: WorkerStatus, other: WorkerStatus) -> str:
+def describe_uneven_ends(left: WorkerStatus | LeaderEnd, other: WorkerStatus) -> str:
     """Return a sentence on a worker that has left a loop, and another worker that continues it."""
     return (
         f"the script of worker {left.worker} has left its loop after step {left.committed}"
@@ -56,5 +56,5 @@ def describe_waits(statuses: Iterable[WorkerStatus]) -> str:
     return f"all workers wait for each other: {', '.join(each)}"
 
 
-def _place(status: WorkerStatus) -> str:
+def _place(status: WorkerStatus | LeaderEnd) -> str:
     return f" ({status.line})" if status.line else ""

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
 from holdfast.core.invalidations import Invalidations
-from holdfast.core.membership.fall_causes import FallCauses
+from holdfast.core.membership.fall_causes import FallCauses, describe_alike_falls
 from holdfast.core.membership.machine_losses import MachineLoss, MachineLosses
 from holdfast.core.membership.parting import describe_uneven_ends
-from holdfast.core.types import AgentId, WorkerId, WorkerStatus
+from holdfast.core.setbacks import NO_SETBACKS, Setbacks
+from holdfast.core.types import AgentId, LeaderEnd, Stage, WorkerId, WorkerStatus
 
 KILLED = ("ended by SIGKILL", "ended by signal 9")  # from outside, not by a mistake of its own
 
@@ -26,45 +27,55 @@ class Progress:
     one.
     """
 
-    def __init__(self, step: int) -> None:
+    def __init__(
+        self, step: int, setbacks: Setbacks = NO_SETBACKS, ended: LeaderEnd | None = None
+    ) -> None:
         self.step = step
         self.losses = 0
         self._last_loss = ""  # why the last worker was lost
         self._lost_since_begun = False
         self._crashes = 0  # processes that ended by a signal of their own, since the furthest step
-        self._falls = 0  # times it began again after losses, since it last reached a new step
         self._causes = FallCauses()
-        self._furthest = step
-        self._retreats = 0  # since the job last reached a new step
+        self._setbacks = setbacks if setbacks.has_any else Setbacks(furthest=step)
         self._machine_losses = MachineLosses()
         self._invalidations: Invalidations = ()  # those for which the job has gone back
-        self._ended: WorkerStatus | None = None  # status of the first leader whose script has ended
-        self._exited: WorkerStatus | None = None  # the same, older than the end of its script
-        self.standstills = 0  # times that all members waited for each other, since then
+        self.ended = ended  # the first leader whose script has ended
+
+    @property
+    def setbacks(self) -> Setbacks:
+        """Return what was counted since the furthest step, for the journal; mostly nothing."""
+        return self._setbacks if self._setbacks.has_any else NO_SETBACKS
+
+    @property
+    def standstills(self) -> int:
+        """Return how often all members have waited for each other since the furthest step."""
+        return self._setbacks.standstills
 
     def record_step(self, step: int) -> bool:
         """Record the step of a member of the view; return whether it is the newest."""
         if step <= self.step:
             return False
         self.step, self.losses = step, 0
-        if step > self._furthest:
-            self._furthest, self._retreats, self._falls, self._crashes = step, 0, 0, 0
-            self._causes.forgive()
-            self.standstills = 0
         return True
+
+    def settle(self) -> None:
+        """Forget the setbacks if the job has come further by now."""
+        if self.step > self._setbacks.furthest:
+            self._setbacks, self._crashes = Setbacks(furthest=self.step), 0
 
     def begin(self, step: int) -> None:
         """Begin the job, or begin it again after all workers were lost, from this step.
 
         The nodes' memory may hold steps that no worker has lived to report.
         """
-        if step > self._furthest:
-            self.record_step(step)
+        if step > self._setbacks.furthest:
+            self.losses = 0
         self.step = step
-        self._exited = None
-        self._falls += self._lost_since_begun
+        self.settle()
+        if self.ended is not None and not self.ended.is_exact:
+            self.ended = None
+        self._setbacks = self._setbacks.fall(step, lost=self._lost_since_begun)
         self._lost_since_begun = False
-        self._causes.begin(step)
 
     def record_words(self, status: WorkerStatus) -> None:
         """Record what a worker has reported last of wrong results: it may leave for that reason."""
@@ -76,7 +87,8 @@ class Progress:
         self._lost_since_begun = True
         self._last_loss = why.partition("\n")[0]
         self._crashes += is_crash(why)
-        self._causes.count_loss(worker, self._last_loss if is_crash(why) else "")
+        crash = self._last_loss if is_crash(why) else ""
+        self._setbacks = self._setbacks.blame(self._causes.find_cause(worker, crash))
         if machine is not None:
             self._machine_losses.count(worker, machine, self.step)
 
@@ -86,13 +98,13 @@ class Progress:
             return ""
         times = "twice" if self._crashes == 2 else f"{self._crashes} times"
         return (
-            f"; lost {times} at step {self._furthest}: is it the script? After more than "
+            f"; lost {times} at step {self._setbacks.furthest}: is it the script? After more than "
             f"{losses_max} losses without a step the job gives up (--losses-max)"
         )
 
     def count_standstill(self) -> None:
         """Count that all members waited for each other, for too long."""
-        self.standstills += 1
+        self._setbacks = self._setbacks.stand_still()
 
     def has_gone_back(self, invalidations: Invalidations) -> bool:
         """Return whether the job has gone back already because of these."""
@@ -101,35 +113,44 @@ class Progress:
     def go_back(self, invalidations: Invalidations) -> None:
         """Count a retreat: workers computed different results."""
         self._invalidations = invalidations
-        self._retreats += 1
+        self._setbacks = self._setbacks.go_back()
 
     def record_end(self, leader: WorkerStatus) -> None:
         """Record that the script of a leader has ended, though its newest status may be older."""
-        if leader.ended:
-            self._ended = self._ended or leader
-        else:
-            self._exited = self._exited or leader
+        if self.ended is None or (leader.ended and not self.ended.is_exact):
+            self.ended = LeaderEnd(
+                worker=leader.worker,
+                view=leader.view,
+                loop=leader.loop,
+                committed=leader.committed,
+                line=leader.line,
+                is_exact=leader.ended,
+            )
 
     def record_resume(self, step: int) -> None:
         """Record that survivors have formed a view, in which they resume at this step.
 
         A leader whose last status was lost has come one step further at most.
         """
-        if self._ended is None and self._exited is not None:
-            self._ended = dataclasses.replace(self._exited, committed=step + 1)
+        if self.ended is not None and not self.ended.is_exact:
+            self.ended = dataclasses.replace(self.ended, committed=step + 1, is_exact=True)
 
     def reason_of_uneven_ends(self, statuses: Iterable[WorkerStatus]) -> str:
         """Return why scripts do not all end after the same step; empty if they may.
 
-        Statuses of views before the one in which the leader ended do not count: since then the
-        job may have begun again from an earlier step.
+        Statuses of views before the one in which a script ended do not count: since then the
+        job may have begun again from an earlier step. If the journal was lost, the statuses of
+        ended workers are all that is left.
         """
-        ended = self._ended
-        if ended is None:
-            return ""
-        same = [s for s in statuses if s.loop == ended.loop and s.view >= ended.view]
-        further = [s for s in same if max(s.committed, s.opened) > ended.committed]
-        return describe_uneven_ends(ended, further[0]) if further else ""
+        known, first = list(statuses), self.ended
+        ends: list[WorkerStatus | LeaderEnd] = [first] if first and first.is_exact else []
+        ends += [each for each in known if each.stage is Stage.EXITED and each.ended]
+        for end in ends:
+            same = [s for s in known if s.loop == end.loop and s.view >= end.view]
+            further = [s for s in same if max(s.committed, s.opened) > end.committed]
+            if further:
+                return describe_uneven_ends(end, further[0])
+        return ""
 
     def reason_by_machines(self, list_places: Callable[[], Mapping[WorkerId, AgentId]]) -> str:
         """Return why to give up because all machines have the same error; empty to continue.
@@ -140,7 +161,8 @@ class Progress:
 
     def reason_to_give_up(self, losses_max: int, retreats_max: int) -> str:
         """Return why to give up; empty to go on."""
-        if why := self._causes.reason_to_give_up():
+        setbacks = self._setbacks
+        if why := describe_alike_falls(setbacks):
             return why
         if self.losses > losses_max:
             count = "1 worker was" if self.losses == 1 else f"{self.losses} workers were"
@@ -149,16 +171,18 @@ class Progress:
                 f"between (the last one: {self._last_loss}): see the worker logs; raise "
                 "--losses-max if the machines are to blame"
             )
-        if self._falls > losses_max:
+        if setbacks.falls > losses_max:
             return (
-                f"the job began again {self._falls} times and never came further than step "
-                f"{self._furthest}, where its workers were lost (the last one: {self._last_loss}): "
+                f"the job began again {setbacks.falls} times and never came further than step "
+                f"{setbacks.furthest}, where its workers were lost (the last one: "
+                f"{self._last_loss or 'before this coordinator'}): "
                 "see the worker logs; raise --losses-max if the machines are to blame"
             )
-        if self._retreats > retreats_max:
+        if setbacks.retreats > retreats_max:
             return (
-                f"workers came to different results {self._retreats} times, not further than step "
-                f"{self._furthest}, and the job went back each time: `holdfast doctor` may tell "
-                "which machine computes wrongly; with three workers or more the majority decides"
+                f"workers came to different results {setbacks.retreats} times, not further than "
+                f"step {setbacks.furthest}, and the job went back each time: `holdfast doctor` "
+                "may tell which machine computes wrongly; with three workers or more the majority "
+                "decides"
             )
         return ""

@@ -233,6 +233,8 @@ class Replica:
             now = self._standing.now
             copied = self.saves.record_copy(event.step, now, event.stall_s, event.problem)
             self._standing.carry(copied)
+            if self._standing.status.saving:
+                self._standing.change(saving=self.saves.ending)
 
     def copy_next(self, done: SinkKind | None, *, within: bool) -> bool:
         """Order the next copy of the state that is due at this boundary; return whether one is.
@@ -247,6 +249,8 @@ class Replica:
         found: list[ef.Outcome] = []
         if done is None and within:
             found = self.saves.next_copy(step)
+            if self.saves.ending:
+                standing.change(saving=self.saves.ending)
         if not found and acts and view is not None and done in (None, SinkKind.STORE):
             found = self.feeding.next_copy(step, view, within=within)
         if not found and acts and within:
@@ -268,7 +272,7 @@ class Replica:
             return
         standing.change(phase=Phase.COMPUTING)
         step, agreed, view = standing.status.committed, self.saves.agreed, standing.view
-        whole = agreed is not None and agreed[0] == step
+        whole = agreed is not None and agreed.after == step
         whole = whole or self.protecting.looks_at_all(step)
         joined = view is not None and bool(view.joiners) and step == view.resume_step
         standing.order(ef.Begin(step, whole, joined))
@@ -345,7 +349,11 @@ class Replica:
 
     def record_save_end(self, event: ev.SaveEnded) -> None:
         """Take in what the writer says of a share."""
-        self._count_checkpoints(self.saves.record_end(event, self._standing.status.committed))
+        standing = self._standing
+        self._count_checkpoints(self.saves.record_end(event, standing.status.committed))
+        if standing.status.saving != self.saves.ending:
+            standing.change(saving=self.saves.ending)
+            standing.tell()
 
     def finish_loop(self) -> None:
         """Count checkpoints that no further step compares."""

@@ -7,7 +7,7 @@ copied states of all members have been compared, which happens in the next step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from holdfast.core.invalidations import Invalidations, is_invalidated
 from holdfast.core.recurring import Recurring
@@ -41,11 +41,29 @@ class SavedUpTo:
     view: ViewNumber
 
 
+@dataclass(frozen=True, slots=True)
+class AgreedSave:
+    """Records that all members of a view save the state after `after` steps, and why.
+
+    `copied`: this worker has copied its share.
+    """
+
+    after: int
+    view: View
+    wish: Wish
+    copied: bool = False
+
+    @property
+    def is_end(self) -> bool:
+        """Return whether the view has ended with this state."""
+        return self.copied and self.wish is Wish.END_SAVE
+
+
 class Saves:
     """Decides one worker's part in saving; `until` is where the present loop of its script ends."""
 
     def __init__(self, policy: SavePolicy, me: WorkerId) -> None:
-        self.agreed: tuple[int, View] | None = None  # steps before it, and the view that agreed
+        self.agreed: AgreedSave | None = None
         self._policy = policy
         self._me = me
         self._pace: Pace | None = None
@@ -80,8 +98,13 @@ class Saves:
         if order > self._order:
             self._order, self._wanted = order, True
 
-    def opinion(self, step: int, now: float, leads: bool) -> tuple[Wish, bool]:
-        """Return, once for each step, whether to save the state after it; and whether busy."""
+    def opinion(
+        self, step: int, now: float, *, leads: bool, ends: bool = False
+    ) -> tuple[Wish, bool]:
+        """Return, once for each step, whether to save the state after it; and whether busy.
+
+        `ends`: the view should end, and the state in which it ends is to be saved.
+        """
         policy, busy = self._policy, self._busy is not None
         if not policy.enabled or self._pace is None:
             return Wish.NONE, False
@@ -93,32 +116,47 @@ class Saves:
             if policy.every
             else self._pace.is_due(now)
         )
+        if ends:
+            return Wish.END_SAVE, busy
         if self._wanted:
             return Wish.LAST_SAVE, busy
         return Wish.SAVE if due and leads else Wish.NONE, busy
 
     def agree(self, after: int, view: View, wish: Wish) -> None:
         """Record that all members save the state after `after` steps."""
-        self.agreed, self._wanted = (after, view), False
-        if wish is Wish.LAST_SAVE:
+        self.agreed, self._wanted = AgreedSave(after, view, wish), False
+        if wish >= Wish.LAST_SAVE:
             self._last_save = after
 
     def postpone(self, step: int) -> None:
         """Record that the script did not rest after `step` steps: save at the next boundary."""
-        if self.agreed is not None and self.agreed[0] == step:
-            self.agreed = step + 1, self.agreed[1]
+        if self.agreed is not None and self.agreed.after == step:
+            self.agreed = replace(self.agreed, after=step + 1)
             self._last_save += self._last_save == step
 
     def next_copy(self, step: int) -> list[Outcome]:
         """Return the order to copy, if the state as it is now was agreed on."""
         agreed = self.agreed
-        if not self._policy.enabled or agreed is None or agreed[0] != step:
+        if not self._policy.enabled or agreed is None or agreed.after != step:
             return []
         self._last = self._busy = step
-        if self._are_all_here(agreed[1].members):  # else nobody can compare it
-            self._savers[step, agreed[1].number] = agreed[1].members
+        self.agreed, view = replace(agreed, copied=True), agreed.view
+        if self._are_all_here(view.members):  # else nobody can compare it
+            self._savers[step, view.number] = view.members
         checked = self._policy.compared and step == self._last_save
-        return [CopyState(SinkKind.STORE, step, agreed[1], checked=checked)]
+        return [CopyState(SinkKind.STORE, step, view, checked=checked)]
+
+    def has_ended(self, view: ViewNumber) -> bool:
+        """Return whether the state in which this view ends was copied, so that it ends here."""
+        agreed = self.agreed
+        return agreed is not None and agreed.is_end and agreed.view.number == view
+
+    @property
+    def ending(self) -> int:
+        """Return the step at which the newest agreed save ends its view, while it is written."""
+        agreed = self.agreed
+        is_busy = agreed is not None and agreed.is_end and self._busy == agreed.after
+        return agreed.after if agreed is not None and is_busy else 0
 
     def _are_all_here(self, savers: tuple[Member, ...]) -> bool:
         """Return whether all of these are members of the present view."""

@@ -91,7 +91,12 @@ class StateProtected:
 
 @dataclass(frozen=True, slots=True)
 class LoopFinishing:
-    """The script's loop has no further step; saves under way are still waited for."""
+    """The script has left its loop; it still waits for saves, or for other workers.
+
+    `line`: the script's line that has left it, for people.
+    """
+
+    line: str = ""
 
 
 @dataclass(frozen=True, slots=True)

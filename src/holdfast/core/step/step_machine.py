@@ -504,11 +504,12 @@ class StepMachine:
         self._record_reduced(is_believed)
         standing, sums, replica = self._standing, self._sums, self._replica
         assert sums is not None, "a vote without sums"
-        save, busy = replica.saves.opinion(self.step, standing.now, standing.leads_now)
+        leads, ends = standing.leads_now, standing.ends_saved
+        save, busy = replica.saves.opinion(self.step, standing.now, leads=leads, ends=ends)
         vote = Vote(
             view=self._view.number,
             step=self.step,
-            pending=standing.is_change_pending,
+            pending=standing.is_change_pending and not standing.ends_saved,
             save=save,
             busy=busy,
             alike=int(self._audits.alike),

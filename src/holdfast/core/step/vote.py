@@ -17,6 +17,7 @@ class Wish(enum.IntEnum):
     NONE = 0
     SAVE = 1
     LAST_SAVE = 2  # the workers are about to end: nobody may take a further step
+    END_SAVE = 3  # the same, and the view ends after this step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

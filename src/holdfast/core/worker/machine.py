@@ -166,12 +166,13 @@ class WorkerMachine:
                 self._handle_group(event)
 
     def _handle_loop_end(self, event: ev.LoopFinishing | ev.LoopEnded) -> None:
-        if isinstance(event, ev.LoopFinishing):
-            self._replica.finish_loop()
-            return
-        self._standing.change(phase=Phase.ENDED, line=event.line)
+        is_over = isinstance(event, ev.LoopEnded)
+        self._standing.change(phase=Phase.ENDED if is_over else Phase.LEAVING, line=event.line)
         self._standing.tell()
-        self._membership.release()
+        if is_over:
+            self._membership.release()
+        else:
+            self._replica.finish_loop()
         self._catch_up()
 
     def _handle_step_opened(self, event: ev.StepOpened) -> None:
@@ -334,7 +335,9 @@ class WorkerMachine:
             pass
         elif standing.status.promised >= view.number:
             standing.tell()
-        elif self._membership.ends_at_boundary(view.number):
+        elif self._membership.ends_at_boundary(view.number) or self._replica.saves.has_ended(
+            view.number
+        ):
             self._membership.promise_at_rest(view.number)
         elif view.joiners and not self._step.is_synced and not self._replica.is_behind(view):
             self._catch_up()

@@ -47,7 +47,9 @@ class Membership:
         standing = self._standing
         standing.acting_until = directive.acting_until
         self._release_loop = max(self._release_loop, directive.release_loop)
-        standing.pending_view = max(standing.pending_view, directive.pending_view)
+        if directive.pending_view >= standing.pending_view:
+            standing.pending_view = directive.pending_view
+            standing.pending_save = directive.pending_save
         self.promise(directive.stop_view)
 
     def enter(self, view: View | None) -> bool:

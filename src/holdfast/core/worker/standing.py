@@ -34,6 +34,7 @@ class Standing:
         self.status = WorkerStatus(worker=worker, incarnation=incarnation)
         self.view: View | None = None  # the newest view installed
         self.pending_view = NO_VIEW  # the newest view that is known to be left soon
+        self.pending_save = False  # it ends at a boundary that is saved
         self.acting_until = FOREVER  # the end of the right to act, by this node's clock
         self.is_exact = False  # on a sound machine a task of the script has the same bits each time
         self.now = 0.0
@@ -107,6 +108,11 @@ class Standing:
         return self.view is not None and self.pending_view >= self.view.number
 
     @property
+    def ends_saved(self) -> bool:
+        """Return whether the state in which its view will end is to be saved, as its votes say."""
+        return self.is_change_pending and self.pending_save
+
+    @property
     def rests(self) -> bool:
         """Return whether the script has applied every committed step, and waits."""
-        return self.status.phase in (Phase.BOUNDARY, Phase.ENDED)
+        return self.status.phase is Phase.BOUNDARY or self.status.has_left_loop

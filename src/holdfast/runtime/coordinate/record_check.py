@@ -14,6 +14,7 @@ def problem_of_record(record: JobRecord) -> str:
         f"view {record.views_used}": record.views_used,
         f"{record.workers_named} workers named": record.workers_named,
         f"{record.forgotten} records lost": record.forgotten,
+        f"a furthest step {record.setbacks.furthest}": record.setbacks.furthest,
     }
     for what, count in counts.items():
         if not _is_count(count):

@@ -330,14 +330,14 @@ class ScriptThread:
 
     def _wait_for_release(self) -> None:
         """Wait for others at a loop's end, and for saves that are under way."""
-        driver = self._driver
+        driver, line = self._driver, name_line()
+        driver.post(ev.LoopFinishing(line))
         view = driver.view
         if self._data.sharding is not None and view is not None:
             self._data.sharding.meet(view.rank(view.leader))
         driver.times.enter(TimeUse.END)
-        driver.post(ev.LoopFinishing())
         self._mover.finish()
-        driver.post(ev.LoopEnded(name_line()))
+        driver.post(ev.LoopEnded(line))
         while not isinstance(driver.next_for_script(), ef.Release):
             pass
 
