@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -98,6 +99,38 @@ def test_other_things_in_the_place_of_files_are_not_waited_for(
             if "--json" not in argv and kit.is_about(argv, path):
                 assert kit.find_fault(argv) == "", (path, argv)
         restore(path, data, mode)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"loss": "0x1p99999"},
+        {"loss": "one"},
+        {"hosts": []},
+        {"counts": [1]},
+        {"digests": []},
+        {"losses": "00" * 8},
+        {"gradients": "ab" * 24},
+    ],
+)
+def test_a_step_whose_lists_do_not_fit_together_is_left_out(
+    change: dict[str, object], tmp_path: Path
+) -> None:
+    """Ledgers of two runs are compared, and the first differs in each of its lines."""
+    world = kit.make_world(tmp_path)
+    shutil.copytree(world / "kept", world / "out" / "kept")
+    for path in (world / "kept" / "ledger").iterdir():
+        lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+        changed = [each | change if each["kind"] == "step" else each for each in lines]
+        path.write_text("".join(json.dumps(each) + "\n" for each in changed))
+    for argv in (
+        ["compare", str(world / "kept"), str(world / "out" / "kept")],
+        ["ledger", "verify", str(world / "kept")],
+        ["report", str(world / "kept"), "--output", str(tmp_path / "page")],
+        ["top", "--once", str(world / "kept")],
+        ["metrics", "--once", str(world / "kept")],
+    ):
+        assert kit.find_fault(argv) == "", argv
 
 
 def test_a_recording_whose_numbers_are_absurd_ends_in_a_sentence(tmp_path: Path) -> None:

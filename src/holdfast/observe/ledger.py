@@ -176,6 +176,23 @@ class StepLine(
     sum: _Hex64 = NOT_TAKEN
     chain: _Hex64 | None = None  # digest of all lines of the file up to this one, doubts left out
 
+    def __post_init__(self) -> None:
+        """Raise ValueError, which makes a line malformed, if the loss is no number."""
+        try:
+            float.fromhex(self.loss)
+        except OverflowError:
+            raise ValueError(f"the loss {self.loss[:40]} is too large") from None
+
+    @property
+    def is_consistent(self) -> bool:
+        """Return whether the lists have an entry for each virtual rank, or are left out."""
+        ranks = len(self.hosts)
+        return (
+            len(self.counts) == len(self.digests) == ranks
+            and len(self.losses) in (0, 16 * ranks)
+            and len(self.gradients) in (0, 16 * ranks)
+        )
+
     def all_losses(self) -> tuple[float, ...]:
         """Return the losses of all virtual ranks; none if an older release has written the line."""
         data = bytes.fromhex(self.losses)
@@ -248,7 +265,9 @@ def read_lines(path: Path, *, having: Sequence[bytes] = ()) -> Iterator[Line]:
     for line in read_whole_lines(path, LINE_BYTES_MAX):
         if not having or any(mark in line for mark in having):
             with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
-                yield decode_line(line)
+                found = decode_line(line)
+                if not isinstance(found, StepLine) or found.is_consistent:
+                    yield found
 
 
 def read_doubts(paths: Sequence[Path]) -> list[DoubtLine]:
