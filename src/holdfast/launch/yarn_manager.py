@@ -314,6 +314,7 @@ class YarnManager:
         if running > len(_containers(found)) and now < self._absent_at + AGAIN_S:
             raise Unreachable(f"the master of service {self.name} does not list all containers")
         self._ended |= absent
+        self._absent_at = None
 
     async def _drop(self, idle: Sequence[Mapping[str, Any]]) -> None:
         """Give back containers that nobody has wanted for a while."""
