@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from labs.slurm_cluster import our_processes
 from labs.yarn_lab import YarnLab
 
 RM_VARIABLE = "HOLDFAST_YARN_RM"
+REGISTERED_S = 60.0
 
 
 class YarnCluster:
@@ -79,7 +81,22 @@ class YarnCluster:
         return self._lab
 
     def kill(self, host: str) -> None:
+        """End a host, which may run a service's master as well.
+
+        A new master releases a container that the one before has not registered, with its address,
+        some seconds after it was started: so that is waited for.
+        """
+        deadline = time.monotonic() + REGISTERED_S
+        while not self._are_registered():
+            assert time.monotonic() < deadline, "the masters register their containers"
+            time.sleep(0.2)
         self.lab.kill(host)
+
+    def _are_registered(self) -> bool:
+        """Return whether each container of all services has an address."""
+        found = [self._link.ask_now("GET", f"{SERVICES}/{name}") for name in self._managers]
+        components = [c for each in found if each.accepted for c in each.document["components"]]
+        return all("ip" in container for c in components for container in c["containers"])
 
     def drain(self, host: str, reason: str) -> str:
         self.lab.drain(host)

@@ -48,6 +48,7 @@ NO_RACK = "/default-rack"  # for nodes on a rack unknown to YARN
 DECOMMISSIONED = "YARN decommissions its node"
 IDLE_S = 30.0  # a container without an order is given back after this time
 AGAIN_S = 30.0  # a raise whose containers have not come by then may have been lost
+RECOVERY_S = 12.0  # for a new master to list what the one before had started
 NEVER = "1000000"
 # A long job must not end for failures that it survives; nor may YARN start a node again in place.
 PROPERTIES = {
@@ -124,6 +125,7 @@ class YarnManager:
         self._idle_since: dict[str, float] = {}  # by container
         self._ended: set[str] = set()  # containers that have had orders
         self._absent_at: float | None = None  # since when others are not listed
+        self._new_until = float("-inf")  # until then a master may be new
         self._raised = (0, frozenset[str]())  # number and containers, as they were seen last
         self._raised_at = float("-inf")  # when these changed
         self._unread = UnreadOrders(run_dir, sys.executable)
@@ -197,6 +199,7 @@ class YarnManager:
         if _says_unknown(answer):
             return None
         if not answer.accepted:
+            self._new_until = time.monotonic() + RECOVERY_S
             raise self._link.failure(answer)
         found: dict[str, Any] = answer.document
         self._application = str(found.get("id") or self._application)
@@ -301,9 +304,10 @@ class YarnManager:
         A new master is up for some seconds before it lists the containers of the one before.
         `claimed`: containers that have had orders; one that is not listed has ended.
         """
-        if not _has_master(found):
-            raise Unreachable(f"the master of service {self.name} is being started")
         now = time.monotonic()
+        if not _has_master(found):
+            self._new_until = now + RECOVERY_S
+            raise Unreachable(f"the master of service {self.name} is being started")
         absent = claimed - {each["id"] for each in _list_all(found)} - self._ended
         if not absent:
             self._absent_at = None
@@ -311,7 +315,8 @@ class YarnManager:
         self._absent_at = now if self._absent_at is None else self._absent_at
         about = await self._describe(self._application)
         running = int(about.get("runningContainers", 0)) - 1  # the master's own is one of them
-        if running > len(_containers(found)) and now < self._absent_at + AGAIN_S:
+        more = running > len(_containers(found)) and now < self._absent_at + AGAIN_S
+        if more or now < self._new_until:
             raise Unreachable(f"the master of service {self.name} does not list all containers")
         self._ended |= absent
         self._absent_at = None
