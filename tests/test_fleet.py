@@ -133,6 +133,36 @@ def test_a_waiting_request_is_made_anew_once_a_host_may_be_used_again() -> None:
     assert [e.avoid for e in again if isinstance(e, fe.Request)] == [()]
 
 
+@pytest.mark.parametrize("others_run", [True, False])
+def test_what_an_error_on_its_host_keeps_waiting_is_replaced_if_others_run(
+    others_run: bool,
+) -> None:
+    """An image that no host can pull is an error of the job: no host is to blame for it."""
+    machine = FleetMachine(FleetPolicy(prefix=PREFIX, nodes=2, nodes_max=3), "e")
+    machine.handle(fe.Observed((), 0.0), 0.0)
+    machine.handle(fe.JobHeard(()), 0.0)
+    waits = dataclasses.replace(placed(1), holding=Holding.WAITING, why="ErrImagePull on h1")
+    stuck = dataclasses.replace(waits, stuck=True)
+    other = placed(2) if others_run else dataclasses.replace(stuck, id=placed(2).id, host="h2")
+    seen = [other, stuck]
+    machine.handle(fe.Observed(tuple(seen), 1.0), 1.0)
+    machine.handle(fe.JobHeard((serving(2),) if others_run else ()), 1.0)
+    starts = dataclasses.replace(stuck, why="", stuck=False)
+    machine.handle(fe.Observed((other, starts), 50.0), 50.0)  # it is tried again
+    machine.handle(fe.Observed(tuple(seen), 55.0), 55.0)
+    assert machine.handle(Tick(), 110.0) == []
+    effects = machine.handle(Tick(), 115.0)
+    assert ids(effects, fe.ReleasePlacement) == (["e-1"] if others_run else [])
+    assert machine.snapshot().avoided == (("h1",) if others_run else ())
+    if others_run:
+        told = next(e.text for e in effects if isinstance(e, fe.Note))
+        assert "its host keeps it waiting (ErrImagePull on h1); h1 is avoided" in told
+        (request,) = [
+            e for e in machine.handle(Tick(), 120.0) + effects if isinstance(e, fe.Request)
+        ]
+        assert request.avoid == ("h1",)
+
+
 def test_nothing_is_done_before_the_manager_was_asked_once() -> None:
     machine = FleetMachine(FleetPolicy(prefix=PREFIX, nodes=1, nodes_max=3), "f")
     heard = fe.JobHeard((serving(1), serving(2), serving(3)))
@@ -186,10 +216,10 @@ def an_old_listing_is_believed(patch: pytest.MonkeyPatch) -> Faults | None:
 def the_manager_decides_who_is_lost(patch: pytest.MonkeyPatch) -> Faults | None:
     plain = FleetNode.judge
 
-    def judge(self: FleetNode, policy: FleetPolicy, now: float) -> tuple[str, bool]:
+    def judge(self: FleetNode, policy: FleetPolicy, now: float, **facts: bool) -> tuple[str, bool]:
         if self.ended_since is not None:
             return "its manager has ended it", False
-        return plain(self, policy, now)
+        return plain(self, policy, now, **facts)
 
     patch.setattr(FleetNode, "judge", judge)
     return Faults(disown_every_s=40.0)

@@ -251,6 +251,9 @@ def test_a_change_is_planned_for_joiners_then_for_drains_then_for_too_few() -> N
     back = Cluster(member(0), member(1, **WAITING)).facts(view)
     assert fo.choose_change(with_room(back, 2), 1, 8) == ("join", "worker 1 joins")
     assert fo.choose_change(with_room(back, 1), 1, 8) is None
+    waits = dataclasses.replace(with_room(back, 2), held_back=frozenset({WorkerId(1)}))
+    assert fo.choose_change(waits, 1, 8) is None
+    assert fo.choose_change(waits, 2, 8) == ("join", "worker 1 joins")  # the job waits for it
 
 
 def test_a_node_is_left_only_if_others_can_go_on() -> None:

@@ -195,13 +195,15 @@ def test_manifests_are_delivered_as_asked(
     assert oct(out.stat().st_mode)[-3:] == "600"
     assert main([*command[:4], "--out", str(out), "train.py"]) == 2
     kubectl = tmp_path / "kubectl"
-    kubectl.write_text(f'#!/bin/sh\necho "$@" > {applied}\ncat >> {applied}\n')
+    kubectl.write_text(
+        f'#!/bin/sh\ncase "$1" in apply) echo "# $@" >> {applied}; cat >> {applied} ;; esac\n'
+    )
     kubectl.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert main([*command[:4], "--apply", "train.py"]) == 0
-    first, rest = applied.read_text().split("\n", 1)
-    assert first == "apply -f -"
-    assert len(list(yaml.safe_load_all(rest))) == 10  # one node needs no disruption budget
+    first, secret, rest = applied.read_text().split("# apply -f -\n")
+    assert (first, yaml.safe_load(secret)["kind"]) == ("", "Secret")
+    assert len(list(yaml.safe_load_all(rest))) == 9  # one node needs no disruption budget
     kubectl.write_text("#!/bin/sh\nexit 3\n")
     assert main([*command[:4], "--apply", "train.py"]) == 2
     assert capsys.readouterr().out == ""
@@ -234,24 +236,24 @@ def test_a_job_that_failed_is_resumed_by_another_of_its_name(
     monkeypatch.chdir(tmp_path)
     command = ["launch", "k8s", "--resume", name]
 
-    for ended, problem in (("", "is running"), ("Complete", "has succeeded")):
+    for ended, problem in (
+        ("", "is running"),
+        ("SuccessCriteriaMet", "has succeeded"),
+        ("Complete", "has succeeded"),
+    ):
         job["status"] = {"conditions": [{"type": ended, "status": "True"}] if ended else []}
         (tmp_path / "job").write_text(json.dumps(job))
         assert main(command) == 2
         assert f"the job {name} {problem}: there is nothing to resume" in capsys.readouterr().err
     assert not (tmp_path / "created").exists()
 
-    job["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
-    (tmp_path / "job").write_text(json.dumps(job))
-    assert main(command) == 0
-    again = json.loads((tmp_path / "created").read_text())
-    environment = again["spec"]["template"]["spec"]["containers"][0]["env"]
-    word = environment.pop()
-    assert word["name"] == "HOLDFAST_RESUME"
-    assert len(word["value"]) == 8
-    assert again == made
-    asked = (tmp_path / "asked").read_text().splitlines()
-    assert asked[-2].startswith(f"delete job {name} --namespace default --cascade=foreground")
+    for ended in ("FailureTarget", "Failed"):
+        job["status"] = {"conditions": [{"type": ended, "status": "True"}]}
+        (tmp_path / "job").write_text(json.dumps(job))
+        assert main(command) == 0
+        assert json.loads((tmp_path / "created").read_text()) == made
+        asked = (tmp_path / "asked").read_text().splitlines()
+        assert asked[-2].startswith(f"delete job {name} --namespace default --cascade=foreground")
 
     (tmp_path / "full").touch()
     assert main(command) == 2
@@ -308,6 +310,41 @@ def test_a_pod_is_read() -> None:
     assert read(phase="Succeeded") == read(phase="Failed") == (Holding.ENDED, None)
 
 
+def waiting(reason: str, message: str = "") -> list[dict[str, Any]]:
+    state = {"waiting": {"reason": reason, "message": message}}
+    parts = {"image": "", "imageID": "", "ready": False, "restartCount": 0}
+    return [{"name": "agent", "state": state, **parts}]
+
+
+UNPLACED = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes: Insufficient cpu."}
+
+
+@pytest.mark.parametrize(
+    ("host", "status", "why"),
+    [
+        ("", {"conditions": [UNPLACED]}, "0/3 nodes: Insufficient cpu."),
+        ("n", {"conditions": [{**UNPLACED, "status": "True"}]}, ""),
+        ("n", {"containerStatuses": waiting("ContainerCreating")}, ""),
+        ("n", {"containerStatuses": waiting("ImagePullBackOff", "Back-off pulling image \"i\"")},
+         'ImagePullBackOff on n: Back-off pulling image "i"'),
+        ("n", {"initContainerStatuses": waiting("CreateContainerConfigError")},
+         "CreateContainerConfigError on n"),
+        ("n", {"phase": "Running", "containerStatuses": waiting("CrashLoopBackOff")}, ""),
+    ],
+)  # fmt: skip
+def test_what_a_pod_waits_for_is_kubernetes_own_reason(
+    host: str, status: dict[str, Any], why: str
+) -> None:
+    made = {
+        "metadata": {"name": "hf-1", "uid": "u"},
+        "spec": {"containers": [], "nodeName": host},
+        "status": {"phase": "Pending", **status},
+    }
+    typed: Any = Pod.from_dict(made)
+    found = placement_of(typed, {}, Sightings())
+    assert (found.why, found.stuck) == (why, bool(host and why))
+
+
 def deleted(grace_s: int, clock_s: float = 0.0) -> dict[str, Any]:
     """Return metadata of a pod that is being deleted, in a cluster whose clock may be wrong."""
     return {
@@ -357,8 +394,8 @@ def test_a_deletion_with_a_shorter_grace_period_is_a_new_one() -> None:
     [
         ([taint("maintenance", "NoExecute", "fan")], ("maintenance=fan:NoExecute", 995.0)),
         ([taint("maintenance", "NoExecute")], ("maintenance:NoExecute", 995.0)),
-        ([taint("node.kubernetes.io/unreachable", "NoExecute")],
-         ("node.kubernetes.io/unreachable:NoExecute", 1025.0)),
+        ([taint("node.kubernetes.io/unreachable", "NoExecute")], None),
+        ([taint("node.kubernetes.io/not-ready", "NoExecute")], None),
         ([taint("node.kubernetes.io/unreachable", "NoSchedule")], None),
         ([taint("node.kubernetes.io/memory-pressure", "NoSchedule")], None),
         ([taint("ToBeDeletedByClusterAutoscaler", "NoSchedule", "17")],
@@ -471,7 +508,7 @@ def test_a_job_that_failed_for_good_gets_no_more_pods(
         patch: Any = cluster.client.patch
         patch(Job, "hf-fake", {"spec": {"backoffLimit": 100}})
         monkeypatch.setenv("KUBECONFIG", str(config))
-        asyncio.run(kubernetes_job.no_more_pods("default", "hf-fake-"))
+        asyncio.run(kubernetes_job.finish_job("default", "hf-fake-", 1))
         found = cluster.client.get(Job, "hf-fake").to_dict()
         assert found["spec"]["backoffLimit"] == 0
-        asyncio.run(kubernetes_job.no_more_pods("default", "hf-none-"))  # says so, and that is all
+        asyncio.run(kubernetes_job.finish_job("default", "hf-none-", 1))  # says so, and that is all

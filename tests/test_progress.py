@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.core.membership.progress import Progress
-from holdfast.core.types import JobEvent, WorkerId
-from roster_kit import invalid, status
+from holdfast.core.types import Incarnation, JobEvent, LateWorker, WorkerId
+from roster_kit import invalid, status, view_of
 
 FIRST = WorkerId(0)
 
@@ -95,3 +95,29 @@ def test_a_job_does_not_begin_again_from_one_step_for_one_reason_for_ever(
     assert not ends or f"from step 5 3 times for the same reason: {text or why}" in told
     progress.record_step(8)
     assert progress.reason_to_give_up(30, 30) == ""
+
+
+def test_a_worker_that_is_late_again_and_again_is_taken_back_later_each_time() -> None:
+    """It is late in the step after each return, and is then on time for a while."""
+    progress, delays = Progress(0), []
+    step = 0
+    for _ in range(8):
+        lag = LateWorker(worker=FIRST, incarnation=Incarnation(1), committed=step)
+        view = view_of(1, 2, suspended=(lag,), resume_step=step)
+        progress.note_view(view, begins=False)
+        progress.record_step(step)
+        began = step
+        while FIRST in progress.held_back(view):
+            step += 1
+            progress.record_step(step)
+        delays.append(step - began)
+        progress.note_view(view_of(0, 1, 2, resume_step=step), begins=False)
+        step += 1
+    assert delays == [0, 2, 4, 8, 16, 32, 32, 32]
+    step += 200
+    progress.note_view(view_of(0, 1, resume_step=step), begins=False)
+    lag = LateWorker(worker=FIRST, incarnation=Incarnation(1), committed=step)
+    view = view_of(1, 2, suspended=(lag,), resume_step=step)
+    progress.note_view(view, begins=False)
+    progress.record_step(step)
+    assert progress.held_back(view) == frozenset()

@@ -3,6 +3,24 @@
 It treats objects as the real one does in the points that matter: names are taken, uids are new, a
 pod's kubelet deletes it after its grace period, selectors choose. Kubelets are those of the test
 kit (kubelet.py). Nothing is validated; a schema does that (kubernetes-validate).
+
+The same cases run against a real control plane (test_kubernetes_jobs.py and
+test_kubernetes_coordinators.py; docs/kubernetes.md names the versions). They compare with it:
+
+- names that are taken (409) or missing (404), labels as selectors, merge patches;
+- the grace period of deletions, evictions, and that pods go with their Job;
+- where pods are scheduled: taints, cordons, anti-affinity, hosts to avoid;
+- a Job whose pods are lost without its finalizer, or fail; its conditions Complete and Failed.
+
+These are guesses, by the source of Kubernetes 1.37 or its documents, and no test compares them:
+
+- the growth of a Job's delay after failures (backoff_utils.go), and `status.active` of a Job;
+- the moment at which a pod with a finalizer goes;
+- a node's taint of unreachability, which a real one gets with a second one, NoSchedule;
+- 403 for forbidden resources: the text of a real answer is longer.
+
+It knows neither the disruption budget nor quotas, nor the interim conditions FailureTarget and
+SuccessCriteriaMet, events, admission or priorities.
 """
 
 from __future__ import annotations
@@ -18,11 +36,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from holdfast.launch.kubernetes_names import JOB_UID, TRACKING
+
 Object = dict[str, Any]
 Place = tuple[str, str]  # resource, and namespace or ""
 
 ACT_S = 0.02
 GRACE_S = 30
+BACKOFF_MAX_S = 600.0
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
@@ -39,9 +60,37 @@ class Status(Exception):
         return {"kind": "Status", "apiVersion": "v1", "metadata": {}, **parts}
 
 
+class JobCounts:
+    """Counts the ends of a Job's pods that have the finalizer, as the controller of Jobs does."""
+
+    def __init__(self) -> None:
+        self.succeeded = False
+        self.failures = 0
+        self._failed_at = float("-inf")
+
+    def count(self, pod: Object) -> bool:
+        """Count a pod that has ended, or is being deleted; return whether it has."""
+        about, phase = pod["metadata"], pod["status"]["phase"]
+        is_over = phase in ("Succeeded", "Failed") or "deletionTimestamp" in about
+        if not is_over or TRACKING not in about.get("finalizers", ()):
+            return False
+        if phase == "Succeeded":
+            self.succeeded = True
+        else:
+            self.failures, self._failed_at = self.failures + 1, time.monotonic()
+        return True
+
+    def next_at(self, backoff_s: float) -> float:
+        """Return when the next pod may be created: twice as late after each failure."""
+        if not self.failures:
+            return float("-inf")
+        return self._failed_at + min(backoff_s * 2.0 ** (self.failures - 1), BACKOFF_MAX_S)
+
+
 class FakeKubernetes:
     """Keeps all objects; used as a context manager it serves them at `url`.
 
+    `backoff_s`: how long a Job waits after the first failure of a pod. A real one waits for 10 s.
     `away` has it answer nothing. A node whose lease is not renewed for `grace_s` is unreachable and
     loses its pods: kubelets may be late while other programs are at work.
     """
@@ -49,6 +98,8 @@ class FakeKubernetes:
     def __init__(self, grace_s: float = 5.0) -> None:
         self.away = threading.Event()
         self.forbidden: set[str] = set()  # resources
+        self.backoff_s = 0.1
+        self._counts: dict[str, JobCounts] = {}  # by the uids of Jobs
         self._grace_s = grace_s
         self._objects: dict[Place, dict[str, Object]] = {}
         self._lock = threading.RLock()
@@ -153,6 +204,10 @@ class FakeKubernetes:
                 if until < about.get("deletionTimestamp", "9"):  # it never gets later
                     about.update(deletionTimestamp=until, deletionGracePeriodSeconds=grace_s)
                 return self._new(found)
+        if found["metadata"].get("finalizers"):  # it goes once they are removed
+            found["metadata"].setdefault("deletionTimestamp", _stamp())
+            found["metadata"]["deletionGracePeriodSeconds"] = 0
+            return self._new(found)
         return here.pop(name)
 
     # ------------------------------------------------------------ controllers
@@ -165,6 +220,7 @@ class FakeKubernetes:
                     self._schedule()
                     self._evict()
                     self._run_jobs()
+                    self._collect()
 
     def _all(self, resource: str) -> Iterator[Object]:
         for (each, _), found in list(self._objects.items()):
@@ -212,22 +268,48 @@ class FakeKubernetes:
                     self._delete(self._objects["pods", about["namespace"]], about["name"], {})
                     deleted = True
 
+    def _collect(self) -> None:
+        """Delete the pods of Jobs that are gone."""
+        jobs = {job["metadata"]["uid"] for job in self._all("jobs")}
+        for pod in list(self._all("pods")):
+            about = pod["metadata"]
+            owners = {each["uid"] for each in about.get("ownerReferences", ())}
+            owners |= {about["labels"][JOB_UID]} if JOB_UID in about.get("labels", {}) else set()
+            here = self._objects["pods", about["namespace"]]
+            if owners and not owners & jobs:
+                about["finalizers"] = []
+                if "deletionTimestamp" not in about:
+                    self._delete(here, about["name"], {})
+            if about.get("deletionGracePeriodSeconds") == 0 and not about.get("finalizers"):
+                here.pop(about["name"], None)
+
     def _run_jobs(self) -> None:
         for job in self._all("jobs"):
             about, spec = job["metadata"], job["spec"]
             here = self._objects.setdefault(("pods", about["namespace"]), {})
-            mine = [p for p in here.values() if p["metadata"].get("job") == about["uid"]]
-            phases = [p["status"]["phase"] for p in mine]
-            ended = "Succeeded" in phases or phases.count("Failed") > spec["backoffLimit"]
+            mine = [p for p in here.values() if _is_pod_of(p, about["uid"])]
+            counts = self._counts.setdefault(about["uid"], JobCounts())
+            for pod in mine:
+                if counts.count(pod):
+                    pod["metadata"]["finalizers"].remove(TRACKING)
             going = [p for p in mine if "deletionTimestamp" not in p["metadata"]]
             alive = [p for p in going if p["status"]["phase"] in ("Pending", "Running")]
-            if ended:
-                done = "Complete" if "Succeeded" in phases else "Failed"
+            failed = counts.failures > spec["backoffLimit"]
+            if counts.succeeded or failed:
+                done = "Complete" if counts.succeeded else "Failed"
                 job["status"] = {"conditions": [{"type": done, "status": "True"}]}
-            elif not alive and spec.get("parallelism", 1):
+                continue
+            job["status"] = {"active": len(alive)} if alive else {}
+            due = time.monotonic() >= counts.next_at(self.backoff_s)
+            if not alive and due and spec.get("parallelism", 1):
                 pod = json.loads(json.dumps(spec["template"]))
-                pod["metadata"].update(generateName=f"{about['name']}-", job=about["uid"])
+                pod["metadata"].update(generateName=f"{about['name']}-", finalizers=[TRACKING])
+                pod["metadata"].setdefault("labels", {})[JOB_UID] = about["uid"]
                 self._create(("pods", about["namespace"]), here, pod)
+
+
+def _is_pod_of(pod: Object, uid: str) -> bool:
+    return bool(pod["metadata"].get("labels", {}).get(JOB_UID) == uid)
 
 
 def _answer(request: BaseHTTPRequestHandler, fake: FakeKubernetes) -> None:

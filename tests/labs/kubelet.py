@@ -200,7 +200,10 @@ class Kubelet:
                 data = secret.get("data", {}).get(wanted["key"], "")
                 found[each["name"]] = plain or base64.b64decode(data).decode()
             elif "fieldRef" in source:
-                fields = {"status.podIP": ADDRESS, "metadata.name": pod["metadata"]["name"]}
+                about = pod["metadata"]
+                fields = {"status.podIP": ADDRESS, "metadata.name": about["name"]}
+                for key, value in about.get("labels", {}).items():
+                    fields[f"metadata.labels['{key}']"] = value
                 found[each["name"]] = fields[source["fieldRef"]["fieldPath"]]
             else:
                 found[each["name"]] = each.get("value", "")

@@ -8,18 +8,18 @@ import importlib
 import json
 import os
 import re
-import secrets
-import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from holdfast.cli import run_command
+from holdfast.cli import kubectl, run_command
 from holdfast.cli.launch_options import (
     agent_options,
     hide_options,
     launch_parser,
     make_launch,
+    prefer,
 )
 from holdfast.core.errors import UserError
 from holdfast.core.job_problems import as_flag, find_unheeded
@@ -28,16 +28,27 @@ from holdfast.launch.fleet_plan import FleetPlan, job_prefix
 from holdfast.launch.kubernetes_manifests import (
     AGENT_OPTIONS,
     KubernetesSite,
+    Manifest,
     manifests,
     service_host,
 )
-from holdfast.launch.kubernetes_names import AGENT, COMPONENT, INSTANCE, ZONE, instance_of
-from holdfast.launch.kubernetes_resume import job_again
+from holdfast.launch.kubernetes_names import (
+    AGENT,
+    COMPONENT,
+    COORDINATOR,
+    INSTANCE,
+    ZONE,
+    instance_of,
+)
+from holdfast.launch.kubernetes_template import check_template, drop_empty
 from holdfast.net.standard_streams import print_plain
 from holdfast.store.regular_files import read_named
 
 POD_VALUES_MAX = 10_000
 PORT = 29600
+# Kubernetes lets the next pod of a Job wait for up to 600 s, and another 30 s until it takes pods
+# from a node that is away.
+ABANDON_S = 900.0
 RUN_DIR = "/holdfast/run"
 KEPT_BACK = {  # options of `holdfast run` that mean this machine
     "tls": "--tls names a folder of this machine: with Kubernetes use --tls-secret",
@@ -55,6 +66,10 @@ SPREAD = "failure domains: spread agents over the values of this label of nodes"
 POD = (
     "a pod template in YAML (metadata, spec) that agents' pods are made from, for tolerations, "
     "node selectors, volumes; a container `agent` in it is ours"
+)
+COORDINATOR_POD = (
+    "the same for the coordinator's pod, such as resources and a security context; a container "
+    "`coordinator` in it is ours"
 )
 RESUME = (
     "go on with this job of --namespace, which was stopped or has failed, from its newest "
@@ -90,11 +105,12 @@ def main(argv: list[str]) -> int:
     """Print the manifests, write them to a file, or apply them. Returns the exit status."""
     options = parser().parse_args(argv)
     if options.resume:
-        return resume(options.resume, options.namespace)
+        return kubectl.resume(options.resume, options.namespace)
     _check_values(options)
     for name, problem in KEPT_BACK.items():
         if getattr(options, name) is not None:
             raise UserError(problem)
+    prefer(options, "nodes.abandon_s", ABANDON_S)
     spec, wanted = make_launch(options, make_spec)
     run_dir = PurePosixPath(options.run_dir or RUN_DIR)
     if not run_dir.is_absolute() or len(run_dir.parts) < 3:
@@ -108,7 +124,8 @@ def main(argv: list[str]) -> int:
         storage=options.storage,
         spread=options.spread,
         resources=resources(options),
-        pod=read_pod(options.pod) if options.pod is not None else {},
+        pod=shape(options, AGENT),
+        coordinator_pod=shape(options, COORDINATOR),
         certificates=options.tls_secret,
     )
     address = f"{options.host or service_host(spec, site.namespace)}:{site.port}"
@@ -123,9 +140,8 @@ def main(argv: list[str]) -> int:
         agent_options=(*AGENT_OPTIONS, *agent_options(options)),
         settings={"namespace": site.namespace, "address": address, "domain": site.spread},
     )
-    text = as_yaml(manifests(site, spec, plan, run_command.make_secret(options)))
-    deliver(options, text)
     name = instance_of(job_prefix(spec.job))
+    deliver(options, name, manifests(site, spec, plan, run_command.make_secret(options)))
     logs = f"kubectl -n {site.namespace} logs -f"
     print_plain(
         f"holdfast: job {name}\nholdfast: its events: {logs} job/{name}\n"
@@ -153,7 +169,12 @@ def parser() -> argparse.ArgumentParser:
         "k8s",
         "Write the manifests of a job for Kubernetes: a coordinator, which keeps the number of "
         "agents' pods that the job needs, and replaces lost ones. They hold the job's secret.",
-        {"--host": "the name of the job's service", "--port": str(PORT), "--run-dir": RUN_DIR},
+        {
+            "--host": "the name of the job's service",
+            "--port": str(PORT),
+            "--run-dir": RUN_DIR,
+            "--abandon-s": f"{ABANDON_S:g}",
+        },
     )
     found.set_defaults(port=PORT)
     hide_options(found, *(f"--{name}" for name in KEPT_BACK))
@@ -175,6 +196,7 @@ def parser() -> argparse.ArgumentParser:
         shown = f"{text} (default: {default})" if default else text
         group.add_argument(f"--{name}", metavar=metavar, default=default, help=shown)
     group.add_argument("--pod", type=Path, metavar="FILE", help=POD)
+    group.add_argument("--coordinator-pod", type=Path, metavar="FILE", help=COORDINATOR_POD)
     group.add_argument("--out", type=Path, metavar="FILE", help=OUT)
     group.add_argument("--apply", action="store_true", help="apply them with kubectl instead")
     return found
@@ -212,7 +234,18 @@ def is_small(value: object) -> bool:
     return count <= POD_VALUES_MAX
 
 
-def read_pod(path: Path) -> dict[str, Any]:
+def shape(options: argparse.Namespace, part: str) -> dict[str, Any]:
+    """Return the user's template for pods of a part; empty: there is none. UserError."""
+    name = "--pod" if part == AGENT else "--coordinator-pod"
+    path = options.pod if part == AGENT else options.coordinator_pod
+    pod = read_pod(path, name) if path is not None else {}
+    # Only the pods of agents have a hook that leaves the node.
+    drain_s = options.drain_s if part == AGENT else 0.0
+    check_template(pod, part, f"{name} {path}", options.image, drain_s)
+    return pod
+
+
+def read_pod(path: Path, option: str = "--pod") -> dict[str, Any]:
     """Read the user's pod template. UserError."""
     yaml = import_yaml()
     try:
@@ -220,16 +253,16 @@ def read_pod(path: Path) -> dict[str, Any]:
         if not is_small(found):
             raise ValueError(f"it has more than {POD_VALUES_MAX} values, with all its aliases")
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"--pod {path} cannot be read: {error}") from None
-    pod = dict(found) if isinstance(found, dict) else {"": None}
+        raise UserError(f"{option} {path} cannot be read: {error}") from None
+    pod = drop_empty(found) if isinstance(found, dict) else {"": None}
     for key in ("apiVersion", "kind"):
         pod.pop(key, None)
     if not all(k in ("metadata", "spec") and isinstance(part, dict) for k, part in pod.items()):
-        raise UserError(f"--pod {path} is no pod template: it has parts `metadata` and `spec`")
+        raise UserError(f"{option} {path} is no pod template: it has parts `metadata` and `spec`")
     return pod
 
 
-def as_yaml(objects: list[dict[str, Any]]) -> str:
+def as_yaml(objects: Sequence[Manifest]) -> str:
     apart = json.loads(json.dumps(objects))  # else equal parts would become aliases
     text: str = import_yaml().safe_dump_all(apart, sort_keys=False, width=100)
     return text
@@ -244,8 +277,9 @@ def import_yaml() -> Any:
         ) from None
 
 
-def deliver(options: argparse.Namespace, text: str) -> None:
+def deliver(options: argparse.Namespace, name: str, objects: list[Manifest]) -> None:
     """Print, write or apply the manifests, as the options say. UserError."""
+    text = as_yaml(objects)
     if options.out is not None:
         try:
             descriptor = os.open(options.out, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -254,33 +288,6 @@ def deliver(options: argparse.Namespace, text: str) -> None:
         except OSError as error:
             raise UserError(f"--out {options.out} cannot be written: {error.strerror}") from None
     if options.apply:
-        print_plain(kubectl("apply", "-f", "-", given=text), end="", file=sys.stderr)
+        kubectl.apply(objects, name, options.namespace, as_yaml)
     elif options.out is None:
         print_plain(text, end="")
-
-
-def resume(name: str, namespace: str) -> int:
-    """Start the Job of a job again. Returns the exit status. UserError."""
-    job = ("job", name, "--namespace", namespace)
-    again = job_again(json.loads(kubectl("get", *job, "--output=json")), secrets.token_hex(4))
-    kubectl("delete", *job, "--cascade=foreground", "--wait")
-    try:
-        kubectl("create", "-f", "-", given=json.dumps(again))
-    except UserError as error:
-        kept = Path(f"{name}.json")
-        kept.write_text(json.dumps(again))
-        raise UserError(f"{error}: the Job is in {kept}, for `kubectl create -f`") from None
-    return 0
-
-
-def kubectl(*words: str, given: str = "") -> str:
-    """Run kubectl, and return its output. UserError; kubectl has said why."""
-    try:
-        found = subprocess.run(
-            ["kubectl", *words], input=given, stdout=subprocess.PIPE, text=True, check=False
-        )
-    except OSError as error:
-        raise UserError(f"kubectl cannot be run ({error.strerror}): use --out FILE") from None
-    if found.returncode:
-        raise UserError(f"kubectl {words[0]} has failed ({found.returncode})")
-    return found.stdout

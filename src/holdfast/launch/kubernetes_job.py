@@ -5,6 +5,8 @@
 The job, its plan and its secret come from the environment; RUN_DIR is on a volume that outlives
 the pod. Its address stays the same, so agents find the next pod, and the job goes on. So SIGTERM,
 with which Kubernetes ends pods, ends only this pod; SIGINT stops the job, as Ctrl-C does.
+
+A pod of another Job than the last one resumes the job: the pods of the earlier Job go with it.
 """
 
 from __future__ import annotations
@@ -22,28 +24,30 @@ from pathlib import Path
 
 from holdfast.core.errors import Damaged, HoldfastError, UserError, first_line
 from holdfast.health.measure.lifetime import die_with_parent
-from holdfast.launch.cluster_job import coordinate
+from holdfast.launch.cluster_job import coordinate, release_all
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
+from holdfast.launch.fleet_process import manager_of
 from holdfast.launch.kubernetes_manifests import (
     ADDRESS_VARIABLE,
     JOB_VARIABLE,
     PLAN_VARIABLE,
+    POD_VARIABLE,
+    UID_VARIABLE,
 )
-from holdfast.launch.kubernetes_names import instance_of
-from holdfast.launch.kubernetes_resume import RESUME_VARIABLE
+from holdfast.launch.kubernetes_names import TRACKING, UNCOUNTED, instance_of
 from holdfast.net.secret import load_secret, write_run_dir
 from holdfast.net.standard_streams import print_plain
 from holdfast.net.tcp import listen
 from holdfast.runtime.contact import parse_address
 from holdfast.runtime.coordinate.journal import FileJournal
-from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.rundir import RunDir, write_json
 from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, read_regular
 from holdfast.wire.job_document import decode_job
 
 CRASHED = 3  # worth another pod
 ENDED = 128 + signal.SIGTERM
 INSIDE = "--inside"
-RESUMED_FILE = "resumed"
+UID_FILE = "kubernetes.json"
 LOOK_S = 1.0
 
 
@@ -56,8 +60,9 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print_plain(f"holdfast: {error}", file=sys.stderr, flush=True)
         return 2
-    except HoldfastError as error:
-        print_plain(f"holdfast: {error}", file=sys.stderr, flush=True)
+    except (HoldfastError, asyncio.TimeoutError) as error:
+        problem = error or "the pods of the job's earlier nodes do not end"
+        print_plain(f"holdfast: {problem}", file=sys.stderr, flush=True)
         return CRASHED
 
 
@@ -78,12 +83,11 @@ def run(run_dir: RunDir) -> int:
     """Begin the job, or go on with it where another pod left it. Returns the exit status."""
     if importlib.util.find_spec("lightkube") is None:
         raise UserError("this image lacks a package: build it with holdfast[kubernetes]")
-    word = os.environ.pop(RESUME_VARIABLE, "")
+    uid = os.environ.get(UID_VARIABLE, "")
     plan = prepare(run_dir)
-    resume, outcome = word != find_resumed(run_dir), run_dir.outcome()
-    if resume and outcome:
-        run_dir.reopen()
-    elif outcome is not None:
+    known, outcome = read_uid(run_dir), run_dir.outcome()
+    is_another = bool(uid) and known is not None and known[0] != uid
+    if outcome == "" or (outcome and not is_another):
         print_plain(f"holdfast: the job is over: {outcome or 'it succeeded'}", file=sys.stderr)
         return 1 if outcome else 0
     waited = False
@@ -94,33 +98,56 @@ def run(run_dir: RunDir) -> int:
             )
         waited = True
         time.sleep(LOOK_S)
+    if is_another:
+        asyncio.run(release_all(manager_of(plan, run_dir)))
+        run_dir.reopen(ended=True)
+    if uid and (is_another or not known):
+        # Each pod of a Job that resumes the job says so: the first may end before it has begun.
+        known = (uid, is_another)
+        write_json(run_dir.path / UID_FILE, {"uid": uid, "resumes": is_another})
     host, port = parse_address(plan.settings["address"])
     with listen(os.environ[ADDRESS_VARIABLE], port) as listener:
-        code = coordinate(run_dir, plan, listener, host, resume=resume)
-    if resume and run_dir.outcome() is not None:
-        (run_dir.path / RESUMED_FILE).write_text(word)  # until then the next pod resumes it, too
-    if code and run_dir.outcome() is not None:
-        asyncio.run(no_more_pods(plan.settings["namespace"], job_prefix(run_dir.spec().job)))
+        code = coordinate(run_dir, plan, listener, host, resume=known is not None and known[1])
+    if run_dir.outcome() is not None:
+        end_job = finish_job(plan.settings["namespace"], job_prefix(run_dir.spec().job), code)
+        asyncio.run(end_job)
     return code
 
 
-def find_resumed(run_dir: RunDir) -> str:
-    """Return the word by which a Job has resumed the run and ended; empty: none has."""
-    path = run_dir.path / RESUMED_FILE
-    return read_regular(path, DOCUMENT_BYTES_MAX).decode() if path.exists() else ""
+def read_uid(run_dir: RunDir) -> tuple[str, bool] | None:
+    """Return the uid of the last Job that ran the job, and whether it resumed it; None: none ran.
+
+    UserError.
+    """
+    path = run_dir.path / UID_FILE
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(read_regular(path, DOCUMENT_BYTES_MAX))
+        return str(found["uid"]), bool(found["resumes"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged: {error}; remove it to go on") from None
 
 
-async def no_more_pods(namespace: str, prefix: str) -> None:
-    """Let the Job fail with this pod: another one could change nothing."""
+async def finish_job(namespace: str, prefix: str, code: int) -> None:
+    """Make the Job end with this pod: another pod could change nothing."""
     from httpx2 import HTTPError
     from lightkube import ApiError, AsyncClient, ConfigError
     from lightkube.resources.batch_v1 import Job
+    from lightkube.resources.core_v1 import Pod
     from lightkube.types import PatchType
 
     try:
         client = AsyncClient(namespace=namespace)
-        limit = {"spec": {"backoffLimit": 0}}
-        await client.patch(Job, instance_of(prefix), limit, patch_type=PatchType.MERGE)
+        if code:
+            limit = {"spec": {"backoffLimit": 0}}
+            await client.patch(Job, instance_of(prefix), limit, patch_type=PatchType.MERGE)
+        if pod := os.environ.get(POD_VARIABLE):
+            about = (await client.get(Pod, pod)).metadata
+            # The controller has removed it (see kubernetes_manager.py), but this pod's end counts.
+            if about is not None and UNCOUNTED in (about.annotations or {}):
+                counted = {"metadata": {"finalizers": [*(about.finalizers or ()), TRACKING]}}
+                await client.patch(Pod, pod, counted, patch_type=PatchType.MERGE)
         await client.close()
     except (ApiError, ConfigError, HTTPError) as error:
         print_plain(f"holdfast: Kubernetes will try again ({first_line(error)})", file=sys.stderr)

@@ -3,12 +3,17 @@
 A pod that exists already cannot be created again, so a repeated request changes nothing. All
 knowledge is in the cluster: pods are found by their labels, never remembered. Only the age of an
 announcement is counted here, by our own clock.
+
+Kubernetes lets the next pod of a Job wait for twice as long after each one that was lost, up to 10
+minutes, and never forgets a loss. A coordinator that has served for a while is therefore no longer
+counted: the loss of its pod is replaced at once. Its Job does so without the finalizer of the pod.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,16 +23,25 @@ from httpx2 import HTTPError
 from lightkube import ApiError, AsyncClient
 from lightkube.resources.batch_v1 import Job
 from lightkube.resources.core_v1 import Node, Pod, PodTemplate
+from lightkube.types import PatchType
 
 from holdfast.core.errors import Refused, Unreachable, first_line
 from holdfast.core.fleet.placements import Placement, PlacementId
 from holdfast.core.job_spec import JobSpec
 from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
-from holdfast.launch.kubernetes_names import AGENT, instance_of, labels_of
+from holdfast.launch.kubernetes_manifests import POD_VARIABLE
+from holdfast.launch.kubernetes_names import (
+    AGENT,
+    TRACKING,
+    UNCOUNTED,
+    instance_of,
+    labels_of,
+)
 from holdfast.launch.kubernetes_notices import Sightings, placement_of
 from holdfast.net.standard_streams import print_plain
 
+FORGIVE_S = 60.0  # the coordinator's pod is not counted if it is lost after it has served so long
 RELEASE_S = 10  # for what runs in a pod that is given back to end by itself
 FORBIDDEN, MISSING, CONFLICT, TOO_MANY, BROKEN = 403, 404, 409, 429, 500
 
@@ -37,16 +51,20 @@ class KubernetesManager:
 
     The ids of its placements begin with `prefix`. They are made from the PodTemplate of the job's
     name; they go when the Job of that name goes. `label`: the label of nodes whose values are
-    failure domains.
+    failure domains. `pod`: the coordinator's pod, if this process is in one.
     """
 
-    def __init__(self, client: AsyncClient, namespace: str, prefix: str, label: str = "") -> None:
+    def __init__(
+        self, client: AsyncClient, namespace: str, prefix: str, label: str = "", pod: str = ""
+    ) -> None:
         self._client = client
         self._namespace = namespace
         self._prefix = prefix
         self._label = label
         self._blind = False  # towards nodes, and it has been said
         self._sightings = Sightings()
+        self._pod = pod  # empty once it is not counted
+        self._served_since: float | None = None
 
     async def observe(self) -> Sequence[Placement]:
         with told_apart():
@@ -54,7 +72,11 @@ class KubernetesManager:
             listed = self._client.list(Pod, namespace=self._namespace, labels=labels)
             pods = [pod async for pod in listed]
             nodes = await self._nodes() if pods else {}
-        self._sightings.begin(time.monotonic())
+        now = time.monotonic()
+        self._sightings.begin(now)
+        self._served_since = now if self._served_since is None else self._served_since
+        if self._pod and now >= self._served_since + FORGIVE_S:
+            await self._forgive()
         return [placement_of(pod, nodes, self._sightings, self._label) for pod in pods]
 
     async def request(self, order: PlacementOrder) -> None:
@@ -85,6 +107,23 @@ class KubernetesManager:
 
     async def close(self) -> None:
         await self._client.close()
+
+    async def _forgive(self) -> None:
+        """Take the coordinator's pod from those that its Job counts when they are lost."""
+        pod, self._pod = self._pod, ""
+        with contextlib.suppress(ApiError, HTTPError):  # then it counts, as it does by itself
+            found = await self._client.get(Pod, pod, namespace=self._namespace)
+            kept = (found.metadata.finalizers if found.metadata is not None else None) or []
+            if TRACKING in kept:
+                change = {
+                    "finalizers": [each for each in kept if each != TRACKING],
+                    "annotations": {UNCOUNTED: "true"},
+                }
+                await self._client.patch(
+                    *(Pod, pod, {"metadata": change}),
+                    namespace=self._namespace,
+                    patch_type=PatchType.MERGE,
+                )
 
     async def _nodes(self) -> dict[str, Node]:
         """Return the cluster's nodes by name; none if we may not see them."""
@@ -149,4 +188,5 @@ def open_manager(plan: FleetPlan, spec: JobSpec) -> KubernetesManager:
     """Open the manager of a plan, inside a pod or with the user's own kubeconfig."""
     namespace = plan.settings["namespace"]
     client, label = AsyncClient(namespace=namespace), plan.settings.get("domain", "")
-    return KubernetesManager(client, namespace, job_prefix(spec.job), label)
+    pod = os.environ.get(POD_VARIABLE, "")
+    return KubernetesManager(client, namespace, job_prefix(spec.job), label, pod)

@@ -14,7 +14,14 @@ from typing import Any
 
 from holdfast.core.job_spec import JobSpec
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
-from holdfast.launch.kubernetes_names import AGENT, COORDINATOR, ZONE, instance_of, labels_of
+from holdfast.launch.kubernetes_names import (
+    AGENT,
+    COORDINATOR,
+    JOB_UID,
+    ZONE,
+    instance_of,
+    labels_of,
+)
 from holdfast.net.secret import VARIABLE
 from holdfast.wire.job_document import encode_job
 
@@ -22,9 +29,11 @@ Manifest = dict[str, Any]
 
 JOB_VARIABLE, PLAN_VARIABLE = "HOLDFAST_JOB", "HOLDFAST_PLAN"
 POD_VARIABLE, ADDRESS_VARIABLE = "HOLDFAST_POD", "HOLDFAST_POD_IP"
+UID_VARIABLE = "HOLDFAST_JOB_UID"
 # Kubernetes puts the value in. What the coordinator sees may be the address of a node.
 AGENT_OPTIONS = ("--host", f"$({ADDRESS_VARIABLE})")
 SECRET_KEY, JOB_KEY, PLAN_KEY = "secret", "job.json", "fleet.json"
+COORDINATOR_KEY = "coordinator.json"  # the Job, from which --resume makes another one
 HOSTNAME = "kubernetes.io/hostname"
 AWAY_S = 30  # a node that is not ready for so long loses its pods; the job's lease is quicker
 SPARE_S = 15  # after a drain, before the kubelet kills
@@ -39,7 +48,8 @@ class KubernetesSite:
 
     `claim`: a volume claim that all pods share; without one the coordinator alone gets a new one.
     `volume`: its mount point. `spread`: the label of nodes over whose values pods are spread.
-    `resources`: limits of an agent. `pod`: a pod template that the agents' pods are made from.
+    `resources`: limits of an agent. `pod`: a pod template that the agents' pods are made from, and
+    `coordinator_pod` one for the coordinator's; both are checked (kubernetes_template.py).
     `certificates`: a Secret with all pods' certificates, for TLS.
     """
 
@@ -52,6 +62,7 @@ class KubernetesSite:
     spread: str = ZONE
     resources: Mapping[str, str] = field(default_factory=dict)
     pod: Mapping[str, Any] = field(default_factory=dict)
+    coordinator_pod: Mapping[str, Any] = field(default_factory=dict)
     certificates: str = ""
 
     @property
@@ -81,6 +92,9 @@ def manifests(
         PLAN_KEY: json.dumps(dataclasses.asdict(plan)),
     }
     coordinator = labels_of(prefix, COORDINATOR)
+    described = _coordinator_job(site, name, plan.run_dir, coordinator)
+    job = make_manifest("batch/v1", "Job", spec=described)
+    held[COORDINATOR_KEY] = json.dumps(job)
     found = [
         make_manifest("v1", "Secret", type="Opaque", stringData=held),
         make_manifest("v1", "ServiceAccount"),
@@ -105,8 +119,7 @@ def manifests(
         claim = {"accessModes": ["ReadWriteOnce"], "resources": storage}
         found.append(make_manifest("v1", "PersistentVolumeClaim", spec=claim))
     found.append(make_manifest("v1", "PodTemplate", template=agent_template(site, spec, plan)))
-    job = _coordinator_job(site, name, plan.run_dir, coordinator)
-    return [*found, make_manifest("batch/v1", "Job", spec=job)]
+    return [*found, job]
 
 
 def _rights(site: KubernetesSite, name: str, make_manifest: Any) -> list[Manifest]:
@@ -119,7 +132,7 @@ def _rights(site: KubernetesSite, name: str, make_manifest: Any) -> list[Manifes
         (
             "Role",
             [
-                _rule("", "pods", "create", "get", "list", "delete"),
+                _rule("", "pods", "create", "get", "list", "delete", "patch"),
                 {**_rule("", "podtemplates", "get"), "resourceNames": [name]},
                 {**_rule("batch", "jobs", "get", "patch"), "resourceNames": [name]},
             ],
@@ -146,49 +159,61 @@ def _rule(group: str, resource: str, *verbs: str) -> dict[str, list[str]]:
 def _coordinator_job(
     site: KubernetesSite, name: str, run_dir: str, labels: Mapping[str, str]
 ) -> Manifest:
-    container = {
-        "name": COORDINATOR,
-        "image": site.image,
+    pod, container = _complete(site, site.coordinator_pod, COORDINATOR, labels)
+    container |= {
         "command": ["python3", "-m", "holdfast.launch.kubernetes_job", run_dir],
         "env": [
+            *container.get("env", ()),
             _from_secret(VARIABLE, name, SECRET_KEY),
             _from_secret(JOB_VARIABLE, name, JOB_KEY),
             _from_secret(PLAN_VARIABLE, name, PLAN_KEY),
             _from_pod(ADDRESS_VARIABLE, "status.podIP"),
+            _from_pod(POD_VARIABLE, "metadata.name"),
+            _from_pod(UID_VARIABLE, f"metadata.labels['{JOB_UID}']"),
         ],
-        "ports": [{"name": "holdfast", "containerPort": site.port}],
+        "ports": [*container.get("ports", ()), {"name": "holdfast", "containerPort": site.port}],
     }
-    shared = {key: site.pod["spec"][key] for key in SHARED if key in site.pod.get("spec", {})}
-    spec: Manifest = {
-        **shared,
-        "serviceAccountName": name,
-        "restartPolicy": "Never",
-        "tolerations": _tolerate_absence(),
-        "containers": [container],
-    }
+    spec, agents = pod["spec"], site.pod.get("spec", {})
+    for key in SHARED:
+        if key in agents:
+            spec.setdefault(key, agents[key])
+    spec["serviceAccountName"] = name
     _mount_all(site, spec, container, site.claim or name)
-    return {
-        "backoffLimit": TRIES_MAX,
-        "template": {"metadata": {"labels": dict(labels)}, "spec": spec},
-    }
+    return {"backoffLimit": TRIES_MAX, "template": pod}
+
+
+def _complete(
+    site: KubernetesSite, template: Mapping[str, Any], name: str, labels: Mapping[str, str]
+) -> tuple[Manifest, Manifest]:
+    """Return a pod made from a user's template, and its container of this name, not yet complete.
+
+    It has what all pods of a job have.
+    """
+    pod: Manifest = json.loads(json.dumps(dict(template)))
+    metadata, spec = pod.setdefault("metadata", {}), pod.setdefault("spec", {})
+    metadata["labels"] = {**metadata.get("labels", {}), **labels}
+    containers = spec.setdefault("containers", [])
+    container = next((each for each in containers if each.get("name") == name), None)
+    if container is None:
+        containers.append(container := {"name": name})
+    container["image"] = site.image
+    spec["restartPolicy"] = "Never"
+    spec["tolerations"] = [*spec.get("tolerations", ()), *_tolerate_absence()]
+    if spec.get("hostNetwork"):  # else pods could not find the job's service by its name
+        spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")
+    return pod, container
 
 
 def agent_template(site: KubernetesSite, job: JobSpec, plan: FleetPlan) -> Manifest:
     """Make the common part of all agents' pods, on top of the user's own template."""
     prefix = job_prefix(job.job)
     name = instance_of(prefix)
-    pod: Manifest = json.loads(json.dumps(dict(site.pod)))
-    metadata, spec = pod.setdefault("metadata", {}), pod.setdefault("spec", {})
     labels = labels_of(prefix, AGENT)
-    metadata["labels"] = {**metadata.get("labels", {}), **labels}
-    containers = spec.setdefault("containers", [])
-    agent = next((each for each in containers if each.get("name") == AGENT), None)
-    if agent is None:
-        containers.append(agent := {"name": AGENT})
-    agent["image"] = site.image
+    pod, agent = _complete(site, site.pod, AGENT, labels)
+    spec = pod["spec"]
     leave = ["python3", "-m", "holdfast.launch.kubernetes_leave", plan.join, f"{plan.drain_s:g}"]
     leave += [job.job, *([plan.tls] if plan.tls else [])]
-    agent["lifecycle"] = {"preStop": {"exec": {"command": leave}}}
+    agent.setdefault("lifecycle", {})["preStop"] = {"exec": {"command": leave}}
     agent["env"] = [
         *agent.get("env", ()),
         _from_secret(VARIABLE, name, SECRET_KEY),
@@ -196,13 +221,14 @@ def agent_template(site: KubernetesSite, job: JobSpec, plan: FleetPlan) -> Manif
         _from_pod(POD_VARIABLE, "metadata.name"),
     ]
     if site.resources:
-        agent["resources"] = {"limits": dict(site.resources), "requests": dict(site.resources)}
+        given = agent.setdefault("resources", {})
+        for part in ("limits", "requests"):
+            given[part] = {**given.get(part, {}), **site.resources}
     _mount_all(site, spec, agent, site.claim)
-    _mount(spec, agent, "/dev/shm", {"name": "memory", "emptyDir": {"medium": "Memory"}})
+    _mount(spec, agent, "/dev/shm", {"name": "holdfast-memory", "emptyDir": {"medium": "Memory"}})
     spec.setdefault("automountServiceAccountToken", False)
-    spec["restartPolicy"] = "Never"
-    spec["terminationGracePeriodSeconds"] = round(plan.drain_s) + SPARE_S
-    spec["tolerations"] = [*spec.get("tolerations", ()), *_tolerate_absence()]
+    given_s = spec.get("terminationGracePeriodSeconds", 0)
+    spec["terminationGracePeriodSeconds"] = max(round(plan.drain_s) + SPARE_S, given_s)
     _spread(spec, site.spread, labels)
     return pod
 
@@ -210,16 +236,16 @@ def agent_template(site: KubernetesSite, job: JobSpec, plan: FleetPlan) -> Manif
 def _mount_all(site: KubernetesSite, spec: Manifest, container: Manifest, claim: str) -> None:
     """Mount a place for the run directory, on a claim or not, and certificates in a pod."""
     shared = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
-    _mount(spec, container, site.volume, {"name": "run", **shared})
+    _mount(spec, container, site.volume, {"name": "holdfast-run", **shared})
     if site.tls:
         held = {"secretName": site.certificates, "defaultMode": READABLE}
-        _mount(spec, container, site.tls, {"name": "tls", "secret": held})
+        _mount(spec, container, site.tls, {"name": "holdfast-tls", "secret": held})
 
 
 def _mount(spec: Manifest, container: Manifest, path: str, volume: Manifest) -> None:
     """Mount a volume, unless the user's template has one there."""
     mounts = container.setdefault("volumeMounts", [])
-    if all(each["mountPath"] != path for each in mounts):
+    if all(each["mountPath"].rstrip("/") != path for each in mounts):
         mounts.append({"name": volume["name"], "mountPath": path})
         spec.setdefault("volumes", []).append(volume)
 
@@ -231,11 +257,10 @@ def _spread(spec: Manifest, key: str, labels: Mapping[str, str]) -> None:
     alone = {"labelSelector": chosen, "topologyKey": HOSTNAME}
     required = "requiredDuringSchedulingIgnoredDuringExecution"
     apart[required] = [*apart.get(required, ()), alone]
-    domain = {"maxSkew": 1, "topologyKey": key, "whenUnsatisfiable": "ScheduleAnyway"}
-    spec["topologySpreadConstraints"] = [
-        *spec.get("topologySpreadConstraints", ()),
-        {**domain, "labelSelector": chosen},
-    ]
+    domain = {"topologyKey": key, "whenUnsatisfiable": "ScheduleAnyway"}
+    given = spec.setdefault("topologySpreadConstraints", [])
+    if not any(domain.items() <= each.items() for each in given):  # Kubernetes takes no second one
+        given.append({"maxSkew": 1, **domain, "labelSelector": chosen})
 
 
 def _tolerate_absence() -> list[Manifest]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 ZONE = "topology.kubernetes.io/zone"  # label of nodes
 AGENT = "agent"
 COORDINATOR = "coordinator"
+# Kubernetes labels the pods of a Job with its uid, and keeps the Job's count of failures by this
+# finalizer of pods.
+JOB_UID, TRACKING = "controller-uid", "batch.kubernetes.io/job-tracking"
+UNCOUNTED = "holdfast/uncounted"  # annotation of a pod from which we have removed the finalizer
 NAME, INSTANCE, COMPONENT = (
     f"app.kubernetes.io/{key}" for key in ("name", "instance", "component")
 )

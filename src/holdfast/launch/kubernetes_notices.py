@@ -21,10 +21,12 @@ REASON = "holdfast/reason"  # an operator's own words, as an annotation of a nod
 # is away never does, and another one may still be taking its volumes from it.
 OVERDUE_AWAY_S, OVERDUE_S = 2.0, 60.0
 OVER = ("Succeeded", "Failed")
+STARTING = ("ContainerCreating", "PodInitializing")  # reasons to wait that are no errors
 UNSCHEDULABLE, UNREACHABLE = (
     f"node.kubernetes.io/{name}" for name in ("unschedulable", "unreachable")
 )
-# They come and go by themselves; those of them that evict have the effect NoExecute too.
+# They come and go by themselves, while the job may well hear the agent. Kubernetes deletes the pods
+# that have not tolerated one of them for long enough, and the deletion is a notice.
 PASSING = frozenset(
     f"node.kubernetes.io/{name}"
     for name in (
@@ -65,7 +67,7 @@ def placement_of(
     assert pod.metadata is not None
     assert pod.spec is not None
     host = pod.spec.nodeName or ""
-    node = nodes.get(host)
+    node, why = nodes.get(host), _reason_to_wait(pod)
     return Placement(
         id=PlacementId(pod.metadata.name or ""),
         handle=pod.metadata.uid or "",
@@ -73,7 +75,26 @@ def placement_of(
         host=host,
         notice=_notice(pod, node, sightings),
         domains=_domains(node, label),
+        why=why,
+        stuck=bool(why and host),
     )
+
+
+def _reason_to_wait(pod: Pod) -> str:
+    """Return Kubernetes' reason why a pod does not run yet, or "" if it only takes its time."""
+    status = pod.status
+    if status is None or status.phase not in (None, "Pending"):
+        return ""
+    for each in status.conditions or ():
+        if each.type == "PodScheduled" and each.status == "False":
+            return each.message or each.reason or ""
+    host = pod.spec.nodeName if pod.spec is not None else ""
+    for container in (*(status.initContainerStatuses or ()), *(status.containerStatuses or ())):
+        waiting = container.state.waiting if container.state is not None else None
+        if waiting is not None and waiting.reason and waiting.reason not in STARTING:
+            said = f": {waiting.message}" if waiting.message else ""
+            return f"{waiting.reason} on {host}{said}"
+    return ""
 
 
 def _domains(node: Node | None, label: str) -> Domains:
@@ -137,6 +158,8 @@ def _of_node(pod: Pod, node: Node, sightings: Sightings) -> Iterator[Notice]:
         yield Notice(reason=f"its node is cordoned{named}")
     tolerations = (pod.spec.tolerations if pod.spec is not None else None) or []
     for taint in node.spec.taints or ():
+        if taint.key in PASSING:
+            continue
         value = f"={taint.value}" if taint.value else ""
         reason = f"its node is tainted {taint.key}{value}:{taint.effect}{named}"
         bearable_s = [t.tolerationSeconds for t in tolerations if tolerates(t, taint)]
@@ -144,7 +167,7 @@ def _of_node(pod: Pod, node: Node, sightings: Sightings) -> Iterator[Notice]:
             limited_s = min((s for s in bearable_s if s is not None), default=0)
             first = sightings.see(f"taint {node.metadata.name} {taint.key} {taint.timeAdded}")
             yield Notice(reason=reason, until=first + limited_s)
-        elif taint.effect == "NoSchedule" and not bearable_s and taint.key not in PASSING:
+        elif taint.effect == "NoSchedule" and not bearable_s:
             if taint.key != UNSCHEDULABLE:  # a cordon, which is handled above
                 yield Notice(reason=reason)
 

@@ -1,7 +1,7 @@
-"""Makes the Job again of a job in Kubernetes that was stopped or has failed, so that it goes on.
+"""Makes the Job again of a job in Kubernetes that was stopped, has failed or was deleted.
 
-A Job cannot be started twice. Another one of the same name finds the run directory on its claim,
-and a word in its environment that the run directory does not know tells it to go on.
+A Job cannot be started twice. Another one of the same name finds the run directory on its claim.
+Its uid differs from the uid that the run directory has recorded, so the job goes on.
 """
 
 from __future__ import annotations
@@ -14,31 +14,27 @@ from holdfast.core.errors import UserError
 from holdfast.launch.kubernetes_manifests import TRIES_MAX
 from holdfast.launch.kubernetes_names import COORDINATOR
 
-RESUME_VARIABLE = "HOLDFAST_RESUME"
 GIVEN_LABELS = ("controller-uid", "job-name")  # by Kubernetes, also with a prefix
 KEPT = ("name", "namespace", "labels")
+# Since Kubernetes 1.31 a Job has the first condition of each pair until its pods have ended.
+FAILED, COMPLETE = ("FailureTarget", "Failed"), ("SuccessCriteriaMet", "Complete")
 
 
-def job_again(job: Mapping[str, Any], word: str) -> dict[str, Any]:
+def job_again(job: Mapping[str, Any]) -> dict[str, Any]:
     """Make the Job that goes on, of the one that Kubernetes lists. UserError if it has not failed.
 
-    `word`: a new one for each time.
+    The caller deletes the old Job first, and waits until its pods are gone.
     """
     name = job["metadata"]["name"]
-    ended = [
-        c["type"] for c in job.get("status", {}).get("conditions", ()) if c["status"] == "True"
-    ]
-    if "Failed" not in ended:
-        how = "has succeeded" if "Complete" in ended else "is running"
+    conditions = job.get("status", {}).get("conditions", ())
+    ended = {each["type"] for each in conditions if each["status"] == "True"}
+    if not ended.intersection(FAILED):
+        how = "has succeeded" if ended.intersection(COMPLETE) else "is running"
         raise UserError(f"the job {name} {how}: there is nothing to resume")
     made: dict[str, Any] = json.loads(json.dumps(dict(job)))
     metadata, spec, template = made["metadata"], made["spec"], made["spec"]["template"]
-    containers = template["spec"]["containers"]
-    found = next((each for each in containers if each["name"] == COORDINATOR), None)
-    if found is None:
+    if all(each["name"] != COORDINATOR for each in template["spec"]["containers"]):
         raise UserError(f"the job {name} is none of Holdfast's: it has no {COORDINATOR}")
-    old = [each for each in found["env"] if each["name"] != RESUME_VARIABLE]
-    found["env"] = [*old, {"name": RESUME_VARIABLE, "value": word}]
     for labels in (metadata.get("labels", {}), template["metadata"].get("labels", {})):
         for key in [key for key in labels if key.rpartition("/")[2] in GIVEN_LABELS]:
             del labels[key]

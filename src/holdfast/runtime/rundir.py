@@ -78,11 +78,16 @@ class RunDir:
         except OSError as error:
             raise make_unwritable_error(self.path, error) from None
 
-    def reopen(self) -> None:
-        """Forget how the run ended, but not that it did: it is to go on."""
+    def reopen(self, *, ended: bool = False) -> None:
+        """Forget how the run ended, but not that it did: it is to go on.
+
+        `ended`: all of its processes have ended, although it may have no result.
+        """
         try:
             if self.result.exists():
                 self.result.replace(self._earlier)
+            elif ended:
+                self._earlier.touch()
             else:
                 self._earlier.unlink(missing_ok=True)
         except OSError as error:

@@ -199,13 +199,14 @@ class FleetMachine:
 
     def _judge(self, now: float) -> Iterator[FleetEffect]:
         policy = self._policy
+        others_run = any(n.is_alive or n.runs_since is not None for n in self._nodes.values())
         for node in self._nodes.values():
             if not node.over and self._ended_at is not None:
                 node.over = JOB_OVER
                 node.release_at = now + policy.farewell_s if node.is_alive else now
             if node.over or not self._job_heard:
                 continue
-            node.over, blame = node.judge(policy, now)
+            node.over, blame = node.judge(policy, now, others_run=others_run)
             if not node.over:
                 continue
             if not node.heard and node.host and node.notice is None:

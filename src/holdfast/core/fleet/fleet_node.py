@@ -36,6 +36,8 @@ class FleetNode:
     takes_any: bool = False
     #: When the manager was first seen to let it wait for a host. None: it does not wait.
     waits_since: float | None = None
+    #: When the manager was first seen to report an error on its host, which keeps it waiting.
+    stuck_since: float | None = None
     kept: Placement | None = None  # as the manager lists it
     copies: tuple[Placement, ...] = ()  # further ones of the same id
     host: str = ""
@@ -96,6 +98,7 @@ class FleetNode:
             was = self.kept is not None or bool(listed) or self.heard
             self.host = self.host or (listed[0].host if listed else "")
             self.kept, self.copies, self.notice, self.waits_since = None, (), None, None
+            self.stuck_since = None
             if was and self.ended_since is None and asked_at > self.tried_at:
                 self.ended_since = now
             return
@@ -108,6 +111,10 @@ class FleetNode:
             self.waits_since = None
         elif self.waits_since is None:
             self.waits_since = now
+        if not self.kept.stuck:
+            self.stuck_since = None
+        elif self.stuck_since is None:
+            self.stuck_since = now
         if self.kept.holding is not Holding.RUNNING:
             self.runs_since = None
         elif self.runs_since is None:
@@ -165,13 +172,16 @@ class FleetNode:
             return "it has waited for long, so hosts that have failed may be used"
         return ""
 
-    def judge(self, policy: FleetPolicy, now: float) -> tuple[str, bool]:
+    def judge(
+        self, policy: FleetPolicy, now: float, *, others_run: bool = False
+    ) -> tuple[str, bool]:
         """Return why it is over, or "", and whether its host is to blame.
 
         Only for when the job has been heard: an agent that it then does not know holds no work.
+        `others_run`: placements on other hosts run, so an error is not one of the whole job.
         """
         if not self.heard:
-            return self._judge_unheard(policy, now)
+            return self._judge_unheard(policy, now, others_run)
         unasked = not (self.leaving or self.notice is not None)
         if self.silent_since is not None:
             wait_s = policy.lost_s if self.ended_since is None else 0.0
@@ -182,11 +192,15 @@ class FleetNode:
             return "it has left", not asked_for
         return "", False
 
-    def _judge_unheard(self, policy: FleetPolicy, now: float) -> tuple[str, bool]:
+    def _judge_unheard(self, policy: FleetPolicy, now: float, others_run: bool) -> tuple[str, bool]:
         if self.ended_since is not None:
             return "it ended before its agent was heard", bool(self.host)
         if self.notice is not None:
             return f"its host is about to be taken ({self.notice.reason})", False
+        stuck_since = self.stuck_since if others_run else None
+        if stuck_since is not None and now >= stuck_since + policy.stuck_s:
+            why = self.kept.why if self.kept is not None else ""
+            return f"its host keeps it waiting ({why})", True
         if self.runs_since is not None and now >= self.runs_since + policy.join_s:
             return f"its agent was not heard in {policy.join_s:g} s", True
         if self.granted_at is not None and self.kept is None:
@@ -203,6 +217,7 @@ class FleetNode:
             (self.silent_since, policy.lost_s),
             (self.empty_since, policy.lost_s),
             (None if self.heard else self.runs_since, policy.join_s),
+            (None if self.heard else self.stuck_since, policy.stuck_s),
             (self.waits_since, policy.again_s),
             (self.waits_since, policy.picky_s),
             (self.notice.until if self.notice is not None else None, -policy.drain_lead_s),

@@ -234,6 +234,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             witness_at=self._witness_at,
             now=now,
             room=self._reserve.room(),
+            held_back=self._progress.held_back(self._view),
         )
         sources = (self._roster.version, self._followers)
         return self._latest_facts.update(plain, sources, self._followers.add_to)
@@ -533,8 +534,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         return Announce("lost", text, lost.worker, node=self._roster.slots[lost.worker].agent)
 
     def _install_view(self, change: InstallView, now: float) -> None:
-        begin_or_resume = self._progress.begin if change.begins else self._progress.record_resume
-        begin_or_resume(change.view.resume_step)
+        self._progress.note_view(change.view, begins=change.begins)
         self._budget.spend(change.redone)
         self._view, self._views_used = change.view, change.view.number
         self._witness_at = None

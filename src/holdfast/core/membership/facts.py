@@ -25,6 +25,7 @@ class Facts:
     `silent`: nodes not heard for a while. `witness_at`: when some member of the view was first
     heard to have stopped acting in it. `abreast`: followers that have caught up. `waiting_for`:
     workers that are fed, or will be, so that they do not join in a pause. `now`: seconds.
+    `held_back`: suspended workers for which the view is not changed yet.
     """
 
     view: View | None
@@ -37,6 +38,7 @@ class Facts:
     waiting_for: frozenset[WorkerId] = frozenset()
     feeding: bool = False  # a worker is being fed
     room: Room = NO_LIMIT
+    held_back: frozenset[WorkerId] = frozenset()
     _found: dict[tuple[Callable[[Facts], Any], int], Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

@@ -255,6 +255,8 @@ def choose_change(facts: Facts, workers_min: int, step: int) -> tuple[str, str] 
     room = members < facts.room.members
     joiners = joiners_in_a_pause(facts) if room else []
     back = find_returning(facts, step) if room else []
+    if members >= workers_min:
+        back = [lag for lag in back if lag.worker not in facts.held_back]
     fed = facts.abreast if room_beside_drained(facts) else ()
     joining = _names(joiners, back, fed)
     left = find_leaving(facts, workers_min)
