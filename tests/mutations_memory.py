@@ -169,12 +169,6 @@ def who_leaves_waits_only_until_a_view_is_formed_without_it(
 
 
 @mutation
-def the_last_workers_end_before_memory_has_their_state(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(Handover, "may_end", True)
-    return Machines()
-
-
-@mutation
 def the_last_workers_end_before_their_state_is_saved(patch: pytest.MonkeyPatch) -> Machines:
     for module in (coordinator, view_end):
         patch.setattr(module, "awaits_last_save", lambda facts, policy: False)
@@ -191,14 +185,6 @@ def a_view_ends_at_a_boundary_that_is_not_saved(patch: pytest.MonkeyPatch) -> Ma
 LEAVES = SPREAD | {"faults": ("leave",)}
 TUNED["a_node_that_leaves_takes_needed_pieces_along"] = MEMORY | {"faults": ("leave",)}
 TUNED["who_leaves_waits_only_until_a_view_is_formed_without_it"] = LEAVES | {"pieces": (1, 0)}
-TUNED["the_last_workers_end_before_memory_has_their_state"] = LEAVES | {"pieces": (1, 0)}
-for _name in (
-    "the_last_workers_end_before_their_state_is_saved",
-    "a_view_ends_at_a_boundary_that_is_not_saved",
-):
-    TUNED[_name] = {
-        "shard_optimizer": True,
-        "pieces": (0, 0),
-        "save_every": 3,
-        "faults": ("leave",),
-    }
+STORE_ONLY = {"shard_optimizer": True, "pieces": (0, 0), "save_every": 3, "faults": ("leave",)}
+TUNED["the_last_workers_end_before_their_state_is_saved"] = STORE_ONLY
+TUNED["a_view_ends_at_a_boundary_that_is_not_saved"] = STORE_ONLY

@@ -11,6 +11,13 @@ from roster_kit import invalid, status, view_of
 FIRST = WorkerId(0)
 
 
+def comes_to(progress: Progress, step: int) -> bool:
+    """Hear of a step, and decide; return whether it is the newest."""
+    is_new = progress.record_step(step)
+    progress.settle()
+    return is_new
+
+
 def test_progress_forgives_losses_and_only_new_steps_forgive_going_back() -> None:
     progress = Progress(5)
     assert progress.losses == 0
@@ -21,17 +28,17 @@ def test_progress_forgives_losses_and_only_new_steps_forgive_going_back() -> Non
     progress.count_loss(FIRST, "out of memory\nand more")
     assert "4 workers were lost at step 6" in progress.reason_to_give_up(3, 1)
     assert "(the last one: out of memory): see" in progress.reason_to_give_up(3, 1)
-    assert progress.record_step(7)
+    assert comes_to(progress, 7)
     assert progress.reason_to_give_up(3, 1) == ""
     for count in (1, 2):
         assert not progress.has_gone_back((invalid(count, count),))
         progress.go_back((invalid(count, count),))
         assert progress.has_gone_back((invalid(count, count),))
         progress.step = 2
-        assert progress.record_step(7)  # no further than before
+        assert comes_to(progress, 7)  # no further than before
     assert progress.reason_to_give_up(3, 2) == ""
     assert "2 times, not further than step 7" in progress.reason_to_give_up(3, 1)
-    assert progress.record_step(8)
+    assert comes_to(progress, 8)
     assert progress.reason_to_give_up(3, 1) == ""
 
 
@@ -39,7 +46,7 @@ def test_a_job_that_is_lost_again_and_again_before_a_new_step_is_given_up() -> N
     progress = Progress(0)
     for _ in range(3):
         progress.begin(5)
-        assert progress.record_step(7)
+        assert comes_to(progress, 7)
         assert progress.reason_to_give_up(2, 1) == ""
         progress.count_loss(FIRST, "ended by SIGKILL")
     progress.begin(5)
@@ -48,14 +55,14 @@ def test_a_job_that_is_lost_again_and_again_before_a_new_step_is_given_up() -> N
     assert "began again 3 times and never came further than step 7" in progress.reason_to_give_up(
         2, 1
     )
-    assert progress.record_step(8)
+    assert comes_to(progress, 8)
     assert progress.reason_to_give_up(2, 1) == ""
 
 
 def test_steps_that_only_the_memory_of_nodes_shows_forgive_losses_as_well() -> None:
     """All workers may be lost before they have reported the steps that they committed."""
     progress = Progress(0)
-    assert progress.record_step(10)
+    assert comes_to(progress, 10)
     for step in (10, 12):
         for _ in range(2):
             progress.count_loss(FIRST, "ended by SIGKILL")
@@ -83,7 +90,7 @@ def test_a_job_does_not_begin_again_from_one_step_for_one_reason_for_ever(
     for count in range(3):
         assert progress.reason_to_give_up(30, 30) == ""
         progress.begin(5)
-        progress.record_step(7)
+        comes_to(progress, 7)
         if text:
             events = (JobEvent(number=count + 1, kind="wrong", text=text),)
             progress.record_words(status(0, events=events))
@@ -93,7 +100,7 @@ def test_a_job_does_not_begin_again_from_one_step_for_one_reason_for_ever(
     told = progress.reason_to_give_up(30, 30)
     assert bool(told) is ends
     assert not ends or f"from step 5 3 times for the same reason: {text or why}" in told
-    progress.record_step(8)
+    comes_to(progress, 8)
     assert progress.reason_to_give_up(30, 30) == ""
 
 

@@ -29,7 +29,7 @@ class Setbacks:
     furthest: int = 0
     #: How often the job began again after workers were lost.
     falls: int = 0
-    #: How often workers came to different results, so that the job went back.
+    #: How often the job went back because workers came to different results.
     retreats: int = 0
     #: How often all members of a view waited for each other.
     standstills: int = 0

@@ -495,7 +495,7 @@ class Directive:
     wanted: tuple[WantedProcess, ...] = ()
     stop_view: ViewNumber = NO_VIEW
     pending_view: ViewNumber = NO_VIEW
-    pending_save: bool = False  # that view ends at a boundary that is saved
+    pending_save: bool = False  # the state at that boundary is saved
     view_number: ViewNumber = NO_VIEW  # the newest view formed
     view: View | None = None  # the newest view, for agents that may not know it
     release_loop: int = 0

@@ -45,7 +45,7 @@ class Progress:
 
     @property
     def setbacks(self) -> Setbacks:
-        """Return what was counted since the furthest step, for the journal; mostly nothing."""
+        """Return the counts since the furthest step, for the journal; mostly they are all zero."""
         return self._setbacks if self._setbacks.has_any else NO_SETBACKS
 
     @property
@@ -79,6 +79,7 @@ class Progress:
 
         The nodes' memory may hold steps that no worker has lived to report.
         """
+        self.settle()
         if step > self._setbacks.furthest:
             self.losses = 0
         self.step = step
@@ -150,8 +151,8 @@ class Progress:
         """Return why scripts do not all end after the same step; empty if they may.
 
         Statuses of views before the one in which a script ended do not count: since then the
-        job may have begun again from an earlier step. If the journal was lost, the statuses of
-        ended workers are all that is left.
+        job may have begun again from an earlier step. Ended workers still report their statuses
+        after the journal was lost.
         """
         known, first = list(statuses), self.ended
         ends: list[WorkerStatus | LeaderEnd] = [first] if first and first.is_exact else []
