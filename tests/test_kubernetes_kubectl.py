@@ -1,4 +1,4 @@
-"""`holdfast launch k8s` has kubectl apply and resume jobs, and reports what it refuses."""
+"""`holdfast launch k8s` has kubectl apply and resume jobs, and reports refusals of Kubernetes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ esac
 
 @pytest.fixture
 def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a kubectl on the path; return the folder with its answers and what it was given."""
+    """Put a kubectl on the path; return the folder with its answers and its input."""
     program = tmp_path / "kubectl"
     program.write_text(KUBECTL.format(folder=tmp_path))
     program.chmod(0o755)

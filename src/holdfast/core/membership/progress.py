@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 from holdfast.core.invalidations import Invalidations
 from holdfast.core.membership.fall_causes import FallCauses, describe_alike_falls
-from holdfast.core.membership.lateness import Lateness
 from holdfast.core.membership.machine_losses import MachineLoss, MachineLosses
 from holdfast.core.membership.parting import describe_uneven_ends
+from holdfast.core.membership.suspensions import Suspensions
 from holdfast.core.setbacks import NO_SETBACKS, Setbacks
 from holdfast.core.types import AgentId, LeaderEnd, Stage, View, WorkerId, WorkerStatus
 
@@ -38,7 +38,7 @@ class Progress:
         self._crashes = 0  # processes that ended by a signal of their own, since the furthest step
         self._causes = FallCauses()
         self._setbacks = setbacks if setbacks.has_any else Setbacks(furthest=step)
-        self._lateness = Lateness()
+        self._suspensions = Suspensions()
         self._machine_losses = MachineLosses()
         self._invalidations: Invalidations = ()  # those for which the job has gone back
         self.ended = ended  # the first leader whose script has ended
@@ -68,11 +68,11 @@ class Progress:
     def note_view(self, view: View, *, begins: bool) -> None:
         """Record a new view, in which the job begins, or survivors resume."""
         (self.begin if begins else self.record_resume)(view.resume_step)
-        self._lateness.note_view(view)
+        self._suspensions.note_view(view)
 
     def held_back(self, view: View | None) -> frozenset[WorkerId]:
         """Return the suspended workers of a view that are not taken back yet."""
-        return self._lateness.held_back(view, self.step)
+        return self._suspensions.held_back(view, self.step)
 
     def begin(self, step: int) -> None:
         """Begin the job, or begin it again after all workers were lost, from this step.

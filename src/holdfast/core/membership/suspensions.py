@@ -28,7 +28,7 @@ class LateTimes:
         return min(1 << min(self.count - 1, 30), DELAY_MAX) if self.count > 1 else 0
 
 
-class Lateness:
+class Suspensions:
     """Keeps the workers that were late not long ago, by name."""
 
     def __init__(self) -> None:
