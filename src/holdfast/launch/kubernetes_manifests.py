@@ -187,7 +187,7 @@ def _complete(
 ) -> tuple[Manifest, Manifest]:
     """Return a pod made from a user's template, and its container of this name, not yet complete.
 
-    It has what all pods of a job have.
+    The pod already has the parts that are common to all pods of a job.
     """
     pod: Manifest = json.loads(json.dumps(dict(template)))
     metadata, spec = pod.setdefault("metadata", {}), pod.setdefault("spec", {})

@@ -1,4 +1,4 @@
-"""Checks a user's pod template: what it may not set is refused, so that nothing is lost silently.
+"""Checks a user's pod template: fields that it may not set are refused, so nothing is lost silently.
 
 Everything else is joined with what Holdfast sets (kubernetes_manifests.py). Pure.
 """
