@@ -103,6 +103,20 @@ def test_a_node_is_drained(tmp_path: Path, reference: Reference) -> None:
     assert computed_twice(run) == []
 
 
+def test_a_node_is_drained_where_only_the_store_keeps_the_state(
+    tmp_path: Path, reference: Reference
+) -> None:
+    options = ("--shard-optimizer", "--store", str(tmp_path / "store"), "--save-every", "1000")
+    with job(tmp_path, "none", 3, *options, steps=300) as (run, others):
+        until_step(run, LATER)
+        (tmp_path / "go").touch()
+        done = holdfast_drain(run, "node2")
+        assert done.returncode == 0, done.stderr
+        assert reference(300) in end(run, others)
+    assert len(run.events("view")) >= 2
+    assert computed_twice(run) == []
+
+
 def holdfast_drain(run: LocalRun, name: str) -> subprocess.CompletedProcess[str]:
     words = [
         sys.executable,
