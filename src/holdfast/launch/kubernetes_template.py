@@ -1,4 +1,4 @@
-"""Checks a user's pod template: fields that it may not set are refused, so nothing is lost silently.
+"""Checks a user's pod template: it may not set fields by which something of ours would be lost.
 
 Everything else is joined with what Holdfast sets (kubernetes_manifests.py). Pure.
 """
