@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
         print_plain(f"holdfast: {error}", file=sys.stderr, flush=True)
         return 2
     except (HoldfastError, asyncio.TimeoutError) as error:
-        problem = error or "the pods of the job's earlier nodes do not end"
+        problem = str(error) or "the pods of the job's earlier nodes do not end"
         print_plain(f"holdfast: {problem}", file=sys.stderr, flush=True)
         return CRASHED
 

@@ -77,6 +77,7 @@ class KubernetesManager:
         self._served_since = now if self._served_since is None else self._served_since
         if self._pod and now >= self._served_since + FORGIVE_S:
             await self._forgive()
+            self._served_since = now  # until the next try, if this one has failed
         return [placement_of(pod, nodes, self._sightings, self._label) for pod in pods]
 
     async def request(self, order: PlacementOrder) -> None:
@@ -110,8 +111,8 @@ class KubernetesManager:
 
     async def _forgive(self) -> None:
         """Take the coordinator's pod from those that its Job counts when they are lost."""
-        pod, self._pod = self._pod, ""
-        with contextlib.suppress(ApiError, HTTPError):  # then it counts, as it does by itself
+        pod = self._pod
+        with contextlib.suppress(ApiError, HTTPError):
             found = await self._client.get(Pod, pod, namespace=self._namespace)
             kept = (found.metadata.finalizers if found.metadata is not None else None) or []
             if TRACKING in kept:
@@ -124,6 +125,7 @@ class KubernetesManager:
                     namespace=self._namespace,
                     patch_type=PatchType.MERGE,
                 )
+            self._pod = ""
 
     async def _nodes(self) -> dict[str, Node]:
         """Return the cluster's nodes by name; none if we may not see them."""
