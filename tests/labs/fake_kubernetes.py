@@ -16,7 +16,6 @@ These are guesses, by the source of Kubernetes 1.37 or its documents, and no tes
 
 - the growth of a Job's delay after failures (backoff_utils.go), and `status.active` of a Job;
 - the moment at which a pod with a finalizer goes;
-- a node's taint of unreachability, which a real one gets with a second one, NoSchedule;
 - 403 for forbidden resources: the text of a real answer is longer.
 
 It knows neither the disruption budget nor quotas, nor the interim conditions FailureTarget and
@@ -238,9 +237,10 @@ class FakeKubernetes:
             key = "node.kubernetes.io/unreachable"
             known = [taint for taint in taints if taint["key"] == key]
             if age_s > self._grace_s and not known:
-                taints.append({"key": key, "effect": "NoExecute", "timeAdded": _stamp()})
+                for effect in ("NoSchedule", "NoExecute"):
+                    taints.append({"key": key, "effect": effect, "timeAdded": _stamp()})
             elif age_s <= self._grace_s and known:
-                taints.remove(known[0])
+                node["spec"]["taints"] = [taint for taint in taints if taint not in known]
 
     def _schedule(self) -> None:
         pods = list(self._all("pods"))
