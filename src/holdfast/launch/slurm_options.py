@@ -69,7 +69,7 @@ TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SbatchOptions:
-    """Holds the options of sbatch that a user has given. `exclude`: hosts, as Slurm writes them."""
+    """Keeps the options of sbatch that a user has given. `exclude`: hosts, as Slurm writes them."""
 
     options: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ class SbatchOptions:
 
 
 def read_options(given: Sequence[str], drain_s: float = 0.0) -> SbatchOptions:
-    """Read options of sbatch, one a text. UserError: what is none, or would take ours away.
+    """Read options of sbatch. UserError for a text that is none, and for one that takes ours away.
 
     `drain_s`: how long before the end of its time the job is told.
     """

@@ -9,7 +9,7 @@ word; at most `nodes_max` places are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from holdfast.core.domains import has_other_keys
@@ -305,10 +305,6 @@ class FleetMachine:
         """Return whether the job and the manager were both heard, so that it is known what runs."""
         return self._job_heard and self._observed_at > float("-inf")
 
-    def _noticed_hosts(self) -> set[str]:
-        """Return the hosts that are to be left, as the manager has announced."""
-        return {n.host for n in self._nodes.values() if n.notice is not None and n.host}
-
     def _add_node(self, now: float, *, takes_any: bool = False) -> None:
         self._made += 1
         id_ = PlacementId(f"{self._policy.prefix}{self._epoch}-{self._made}")
@@ -318,7 +314,7 @@ class FleetMachine:
         """Repeat requests that wait although a host that they avoid may be used by now."""
         if self._ended_at is not None or not self._knows_nodes():
             return
-        avoided = {*self._hosts.hosts_to_avoid(now), *self._noticed_hosts()}
+        avoided = {*self._hosts.hosts_to_avoid(now), *_list_noticed(self._nodes.values())}
         for node in list(self._nodes.values()):
             if why := node.reason_to_renew(self._policy, avoided, now):
                 node.over = f"it is asked for again: {why}"
@@ -336,7 +332,7 @@ class FleetMachine:
         if now >= self._request_from:
             for _ in range(min(room, missing)):
                 self._add_node(now)
-        noticed = self._noticed_hosts()
+        noticed = _list_noticed(nodes)
         for node in self._nodes.values():
             if node.retry_at is None or now < node.retry_at or node.over:
                 continue
@@ -349,6 +345,11 @@ class FleetMachine:
             failed = () if node.takes_any else self._hosts.hosts_to_avoid(now)
             node.avoid = tuple(sorted({*failed, *noticed}))
             yield Request(node.id, node.avoid)
+
+
+def _list_noticed(nodes: Iterable[FleetNode]) -> set[str]:
+    """Return the hosts that are to be left, as the manager has announced."""
+    return {node.host for node in nodes if node.notice is not None and node.host}
 
 
 def _double_delay(first_s: float, times: int, most_s: float) -> float:

@@ -39,7 +39,6 @@ from holdfast.core.membership.followers import ORDERS_PER_TERM, Followers, find_
 from holdfast.core.membership.formation import (
     LEAVE_RESERVE_S,
     BasisOfView,
-    announce_view,
     choose_beginners,
     choose_unreachable,
     find_dirty,
@@ -96,7 +95,13 @@ from holdfast.core.membership.view_end import (
     plan_change,
     plan_handover,
 )
-from holdfast.core.membership.view_making import Proposal, check_view, initial_view, make_view
+from holdfast.core.membership.view_making import (
+    Proposal,
+    announce_view,
+    check_view,
+    initial_view,
+    make_view,
+)
 from holdfast.core.step.speculation import Budget
 from holdfast.core.types import (
     RELEASE_ALL,

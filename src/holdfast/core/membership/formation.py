@@ -16,7 +16,7 @@ from holdfast.core.membership.facts import Facts, is_given_up
 from holdfast.core.membership.resume import resume_step
 from holdfast.core.membership.roster import Roster
 from holdfast.core.membership.view_making import Proposal, choose_hosts
-from holdfast.core.naming import name_workers, say_of_workers, spans
+from holdfast.core.naming import name_workers, say_of_workers
 from holdfast.core.types import (
     NO_VIEW,
     AgentId,
@@ -587,16 +587,3 @@ def replace_left_out(facts: Facts, proposal: Proposal) -> list[OrderNext | Annou
         if lag not in proposal.catching_up and roster.wants(lag.worker, lag.incarnation):
             plan.append(OrderNext(lag.worker))  # the steps that it missed are dropped
     return plan
-
-
-def announce_view(view: View, *, again: bool) -> Announce:
-    """Return the line of the event log on a view; `again`: it may repeat committed steps."""
-    members = spans(view.workers)
-    return Announce(
-        "view",
-        f"view {view.number}: workers {members}; {view.reason}",
-        view=view.number,
-        step=view.resume_step,
-        members=members,
-        again=again,
-    )

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from holdfast.core.assignment import assign_at_boundary
 from holdfast.core.errors import require
+from holdfast.core.membership.coordinator_events import Announce
 from holdfast.core.membership.roster import Roster
+from holdfast.core.naming import spans
 from holdfast.core.redundancy import Recall
 from holdfast.core.types import (
     Follower,
@@ -151,3 +153,16 @@ def check_view(view: View, vranks: int) -> None:
     spare = set(view.spares)
     require(spare <= set(workers) - set(view.owners), f"view {view.number}: a spare owns a rank")
     require(len(view.owners) == vranks, f"view {view.number}: a virtual rank has no owner")
+
+
+def announce_view(view: View, *, again: bool) -> Announce:
+    """Return the line of the event log on a view; `again`: it may repeat committed steps."""
+    members = spans(view.workers)
+    return Announce(
+        "view",
+        f"view {view.number}: workers {members}; {view.reason}",
+        view=view.number,
+        step=view.resume_step,
+        members=members,
+        again=again,
+    )
