@@ -156,7 +156,7 @@ def test_agents_are_told_where_notices_and_checks_come_from() -> None:
         ("ray", ["reaches this machine)", "(default: 60)", "a free port)"]),
         ("yarn", ["reaches this machine)", "(default: 60)"]),
         ("mesos", ["reaches this machine)", "(default: 60)"]),
-        ("k8s", ["the name of the job's service)", "(default: 300)", "(default: 29600)"]),
+        ("k8s", ["the name of the job's service)", "(default: 900)", "(default: 29600)"]),
         ("local", ["(default: 127.0.0.1, this machine only)", "(default: 300)"]),
     ],
 )

@@ -96,6 +96,7 @@ def test_crashes_at_one_step_cast_doubt_on_the_script() -> None:
     assert "--losses-max" in again
     assert "lost 3 times at step 5" in lost()
     progress.record_step(6)
+    progress.settle()
     assert "script" not in lost()
 
 

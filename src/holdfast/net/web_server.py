@@ -147,7 +147,13 @@ class WebServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, before_end: Callable[[], None]) -> None:
         super().__init__(config)
         self.server_state: WebState = WebState()
+        self.is_up = asyncio.Event()
         self._before_end = before_end
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start as uvicorn does; from then on requests and signals are answered."""
+        await super().startup(sockets)
+        self.is_up.set()
 
     async def on_tick(self, counter: int) -> bool:
         """End late strangers, ten times a second; return whether the server is to end."""
@@ -186,10 +192,20 @@ def make_server(
 
 
 def serve(listener: socket.socket, server: WebServer, announce: Callable[[], None]) -> None:
-    """Announce the server, serve until Ctrl-C, and close the listening socket."""
+    """Serve until Ctrl-C, announce the server once it is up, and close the listening socket."""
     with contextlib.closing(listener), contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(listener, server, announce))
+
+
+async def _serve(listener: socket.socket, server: WebServer, announce: Callable[[], None]) -> None:
+    # Before the server is up, a signal may be lost: Python ignores what it raises in a destructor.
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    rising = asyncio.create_task(server.is_up.wait())
+    await asyncio.wait({serving, rising}, return_when=asyncio.FIRST_COMPLETED)
+    rising.cancel()
+    if server.started:
         announce()
-        server.run(sockets=[listener])
+    await serving
 
 
 def listen(host: str, port: int) -> socket.socket:
