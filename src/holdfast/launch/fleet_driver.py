@@ -37,6 +37,8 @@ FAILURES = (WorldError, UserError, OSError, asyncio.TimeoutError)
 TICK_S_MIN = 0.01
 DEADLINE_S_MIN = 0.001  # an overdue drain is still one at once
 LOOK_S = 1.0  # between two looks at the progress of orders
+# A second order to stop ends the job without its last checkpoint, for which it waits 25 s at most.
+STOP_AGAIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +132,7 @@ class FleetDriver:
         self._timer: asyncio.TimerHandle | None = None
         self._told: dict[str, str] = {}  # problems, so that each is told once
         self._waiting = WaitingReport(name)
+        self._stop_at = float("-inf")  # the job is not asked to stop before
 
     async def run(self) -> None:
         """Keep the job's nodes, until the job is over. A cancellation leaves them as they are.
@@ -188,10 +191,11 @@ class FleetDriver:
         except StoppedByOperator as error:
             if self._ended:
                 return ()
-            if self._told.get("") != str(error):
-                self._told[""] = str(error)
+            now = time.monotonic()
+            if now >= self._stop_at:
+                await self._job.stop(str(error))
+                self._stop_at = now + STOP_AGAIN_S
                 self._say(f"{error}: the job ends")
-            await self._job.stop(str(error))
             return None
 
     async def _watch_job(self) -> None:
