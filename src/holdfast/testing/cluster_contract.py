@@ -66,10 +66,6 @@ def order(number: int, avoid: Sequence[str] = (), prefix: str = PREFIX) -> Place
     return PlacementOrder(id=id_, command=SLEEPER, environment={MARK: "a b'c"}, avoid=tuple(avoid))
 
 
-async def find_placements(manager: ClusterManager, id_: PlacementId) -> list[Placement]:
-    return [p for p in await manager.observe() if p.id == id_ and p.holding is not Holding.ENDED]
-
-
 async def until(ready: Callable[[], Awaitable[Any]], what: str, within_s: float = CASE_S) -> Any:
     """Look until what `ready` returns is truthy, and return that; what fails is tried again."""
     deadline = time.monotonic() + within_s
@@ -81,6 +77,19 @@ async def until(ready: Callable[[], Awaitable[Any]], what: str, within_s: float 
             what = f"{what.partition(' (')[0]} ({error})"
         assert time.monotonic() < deadline, f"not in {within_s:g} s: {what}"
         await asyncio.sleep(LOOK_S)
+
+
+async def find_placements(manager: ClusterManager, id_: PlacementId) -> list[Placement]:
+    """Return the placements of an id that have not ended.
+
+    A manager may have no answer for a moment, as while a master is replaced: it is asked again.
+    """
+
+    async def look() -> tuple[Sequence[Placement]]:
+        return (await manager.observe(),)
+
+    (found,) = await until(look, "the manager lists the placements")
+    return [p for p in found if p.id == id_ and p.holding is not Holding.ENDED]
 
 
 async def run_placement(
