@@ -265,9 +265,7 @@ def test_a_node_is_left_without_the_controller(fake: KubernetesCluster, undistur
 def test_a_job_that_is_stopped_is_not_tried_again_until_it_is_resumed(
     fake: KubernetesCluster, undisturbed: str
 ) -> None:
-    run, go = launched(fake, "--store", str(fake.folder / "store"), "--save-every", "5")
-    run.until(lambda: len(run.serving()) == 3, STEP_S, "three nodes")
-    run.until(lambda: run.status()["step"] >= 7, STEP_S, "a checkpoint")
+    run, go = launched_and_saved(fake)
     stop(run)
     assert len(fake.pods(run.prefix, COORDINATOR)) == 1
     job = fake.client.get(Job, run.name).to_dict()
@@ -283,9 +281,7 @@ def test_a_job_whose_job_was_deleted_goes_on_when_it_is_applied_again(
     fake: KubernetesCluster, undisturbed: str
 ) -> None:
     """The nodes of the time before are gone, and nothing waits for them."""
-    run, go = launched(fake, "--store", str(fake.folder / "store"), "--save-every", "5")
-    run.until(lambda: len(run.serving()) == 3, STEP_S, "three nodes")
-    run.until(lambda: run.status()["step"] >= 7, STEP_S, "a checkpoint")
+    run, go = launched_and_saved(fake)
     job = fake.client.get(Job, run.name).to_dict()
     before = set(run.serving())
     fake.client.delete(Job, run.name)
@@ -299,6 +295,14 @@ def test_a_job_whose_job_was_deleted_goes_on_when_it_is_applied_again(
     go.touch()
     assert run.finish() == undisturbed
     assert "from the checkpoint of step" in run.run_dir.events.read_text()
+
+
+def launched_and_saved(fake: KubernetesCluster) -> tuple[KubernetesRun, Path]:
+    """Start a job with a store, and return once three nodes have come beyond a checkpoint."""
+    run, go = launched(fake, "--store", str(fake.folder / "store"), "--save-every", "5")
+    run.until(lambda: len(run.serving()) == 3, STEP_S, "three nodes")
+    run.until(lambda: run.status()["step"] >= 7, STEP_S, "a checkpoint")
+    return run, go
 
 
 def stop(run: KubernetesRun) -> None:

@@ -12,7 +12,7 @@ FIRST = WorkerId(0)
 
 
 def comes_to(progress: Progress, step: int) -> bool:
-    """Hear of a step, and decide; return whether it is the newest."""
+    """Record a step, and decide; return whether it is the newest."""
     is_new = progress.record_step(step)
     progress.settle()
     return is_new

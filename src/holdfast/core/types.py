@@ -543,7 +543,7 @@ class Slot:
 class LeaderEnd:
     """Records that the script of a leader has ended: all scripts must end after the same step.
 
-    `is_exact`: its last status was heard, so that it has not come further than `committed`.
+    `is_exact`: its last status has come, so it has not got further than `committed`.
     """
 
     worker: WorkerId

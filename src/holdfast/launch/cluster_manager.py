@@ -49,7 +49,7 @@ class ClusterManager(Protocol):
         Those that have ended may be listed as such, with the host that they had, or not at all.
         It must never leave out a placement that was there when it was called, so a manager that is
         away is an error, not an empty list. StoppedByOperator: no placement is left, and none may
-        be asked for. A placement that waits may say why (`Placement.why`).
+        be asked for. A placement that waits may have the reason (`Placement.why`).
         """
         ...
 

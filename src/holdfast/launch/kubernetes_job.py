@@ -102,7 +102,7 @@ def run(run_dir: RunDir) -> int:
         asyncio.run(release_all(manager_of(plan, run_dir)))
         run_dir.reopen(ended=True)
     if uid and (is_another or not known):
-        # Each pod of a Job that resumes the job says so: the first may end before it has begun.
+        # Each pod of a resuming Job writes this, because the first may end before it has begun.
         known = (uid, is_another)
         write_json(run_dir.path / UID_FILE, {"uid": uid, "resumes": is_another})
     host, port = parse_address(plan.settings["address"])

@@ -25,8 +25,8 @@ STARTING = ("ContainerCreating", "PodInitializing")  # reasons to wait that are 
 UNSCHEDULABLE, UNREACHABLE = (
     f"node.kubernetes.io/{name}" for name in ("unschedulable", "unreachable")
 )
-# They come and go by themselves, while the job may well hear the agent. Kubernetes deletes the pods
-# that have not tolerated one of them for long enough, and the deletion is a notice.
+# They come and go by themselves, while the agent may well answer the job. Once a pod does not
+# tolerate one of them any longer, Kubernetes deletes it, and the deletion is a notice.
 PASSING = frozenset(
     f"node.kubernetes.io/{name}"
     for name in (

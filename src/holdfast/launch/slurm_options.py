@@ -1,4 +1,4 @@
-"""Reads what a user says to Slurm, in options of sbatch and in the environment. Pure.
+"""Reads a user's options of sbatch and variables of the environment for Slurm. Pure.
 
 Options that would take ours away are refused. Hosts to exclude are joined with those that a request
 avoids. Variables of the environment that change what Slurm's commands print are left out.
@@ -29,9 +29,6 @@ SHORT = {
     "-M": "--clusters",
     "-V": "--version",
     "-h": "--help",
-    "-k": "--no-kill",
-    "-Q": "--quiet",
-    "-d": "--dependency",
     "-s": "--oversubscribe",
 }
 REFUSED = {
@@ -56,7 +53,7 @@ REFUSED = {
     "--help": "it is no option of a job",
     "--usage": "it is no option of a job",
 }
-# What a user's environment may say for sbatch. The other variables replace options of the script.
+# Variables for sbatch that a user may set. The others replace options of the script.
 KEPT = re.compile(
     "SBATCH_(ACCOUNT|PARTITION|QOS|RESERVATION|CONSTRAINT|TIMELIMIT|GRES|GPUS.*|MEM_PER_.*|WCKEY)"
 )
@@ -83,9 +80,9 @@ class SbatchOptions:
 
 
 def read_options(given: Sequence[str], drain_s: float = 0.0) -> SbatchOptions:
-    """Read options of sbatch. UserError for a text that is none, and for one that takes ours away.
+    """Read options of sbatch. UserError for other texts, and for options that replace ours.
 
-    `drain_s`: how long before the end of its time the job is told.
+    `drain_s`: how long before the end of its time Slurm signals the job.
     """
     options: list[str] = []
     exclude: list[str] = []

@@ -20,7 +20,7 @@ JOB = """\
 #!/bin/bash
 {directives}
 again=no
-trap 'again=yes; echo {near}; kill -TERM $!' USR1
+trap 'again=yes; {near}; kill -TERM $!' USR1
 trap 'again=no; kill -TERM $!' TERM INT
 {command} &
 while true; do
@@ -40,7 +40,7 @@ case "$(squeue --noheader --jobs="$SLURM_JOB_ID" --Format=preempttime)" in
 esac
 exit "$code"
 """
-NEAR = "holdfast: the time limit of Slurm job $SLURM_JOB_ID is near, so the job is stopped"
+NEAR = 'echo "holdfast: the time limit of Slurm job $SLURM_JOB_ID is near, so the job is stopped"'
 REQUEUE = 'scontrol requeue "$SLURM_JOB_ID"'
 NO_STORE = (
     'echo "holdfast: it is not begun again: without --store there is no checkpoint to go on from"'
@@ -48,13 +48,10 @@ NO_STORE = (
 
 # A node: its agent, and a process that looks after the job. With --no-kill, Slurm lets a job that
 # loses the host of its script hold the other hosts for ever; a node that finds it so requeues it.
-NODE = (
-    f"""\
+NODE = """\
 #!/bin/bash
-look() {{
-  {PLAIN.strip()}
-"""
-    + """\
+look() {
+  {plain}
   found=$(squeue --noheader --jobs="$HOLDFAST_SLURM_JOB" --format='%t %B %N' 2>&1)
   case "$? $found" in
     "0 " | *"Invalid job id"*) kill -TERM $$ ;;
@@ -68,8 +65,7 @@ if [ -n "$HOLDFAST_SLURM_JOB" ]; then
   (while sleep "${HOLDFAST_SLURM_LOOK_S:-30}" && kill -0 $$; do look; done) >/dev/null 2>&1 &
 fi
 exec "$@"
-"""
-)
+""".replace("{plain}", PLAIN.strip())
 
 
 def job_script(
@@ -86,7 +82,7 @@ def job_script(
     """Write the batch script of a whole job; `options` are sbatch's, from the user.
 
     `prefix` begins the names of its further jobs. `signal_s`: how long before the end of its time
-    it is told. `has_store`: its checkpoints outlive its nodes.
+    it is signalled. `has_store`: its checkpoints outlive its nodes.
     """
     directives = [
         *(f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1", "--exclusive"),
@@ -98,7 +94,7 @@ def job_script(
         command=shlex.join(command),
         prefix=shlex.quote(prefix),
         plain=PLAIN,
-        near=f'"{NEAR}"',
+        near=NEAR,
         running=STILL_RUNNING,
         requeue=REQUEUE if has_store else NO_STORE,
     )

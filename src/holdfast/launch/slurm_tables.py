@@ -14,7 +14,7 @@ from holdfast.launch.slurm_options import read_time
 # For squeue: id, state, host of the script, hosts, time that is left, reason, name.
 JOBS = "%i|%t|%B|%N|%L|%r|%j"
 STEPS = "%i|%N|%j"  # for squeue --steps
-PREEMPTION = "preempttime"  # for squeue --Format: when it was told to make room for another job
+PREEMPTION = "preempttime"  # for squeue --Format: when Slurm asked it to make room for another job
 NODES = "%N|%T|%E"  # for sinfo --Node: name, state, reason
 
 WAITING = ("PD", "CF", "RQ", "RF", "RH", "RD", "RS", "SE", "SO")
@@ -27,7 +27,7 @@ NONE = ("", "n/a", "N/A", "(null)", "NONE", "None", "Unknown")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
-    """Describes a job. `why`: Slurm's reason why it waits."""
+    """Describes a job. `why`: Slurm's reason for letting it wait."""
 
     id: str
     name: str
@@ -106,7 +106,7 @@ def read_leaf_switch(text: str) -> str:
 
 
 def read_problem(text: str) -> str:
-    """Return what a command of Slurm complains of, without the advice that it begins with."""
+    """Return the first complaint of a command of Slurm, without the advice before it."""
     lines = [line.partition(": error: ")[2] or line for line in text.strip().splitlines()]
     told = [line.strip() for line in lines if "--num-threads" not in line]
     problem = told[0] if told else ""

@@ -126,7 +126,7 @@ class YarnManager:
         self._ended: set[str] = set()  # containers that have had orders
         self._absent_at: float | None = None  # since when others are not listed
         self._new_until = float("-inf")  # until then a master may be new
-        self._raised = (0, frozenset[str]())  # number and containers, as they were seen last
+        self._raised = (0, frozenset[str]())  # the number and the containers of the last look
         self._raised_at = float("-inf")  # when these changed
         self._unread = UnreadOrders(run_dir, sys.executable)
         self._allocation = Allocation(COMPONENT, f"holdfast resume {run_dir}")
@@ -348,7 +348,7 @@ async def list_nodes(link: RestLink) -> list[Mapping[str, Any]]:
 
 
 def is_switched_off(answer: RestAnswer) -> bool:
-    """Return whether a ResourceManager's answer to VERSION says that it has no services API.
+    """Return whether this answer to VERSION comes from a ResourceManager without a services API.
 
     Where that is off, its web server answers by itself: status 500 at first, then 404.
     """
@@ -358,7 +358,7 @@ def is_switched_off(answer: RestAnswer) -> bool:
 
 
 def _says_unknown(answer: RestAnswer) -> bool:
-    """Return whether the services API knows no such service; its web server's pages say nothing."""
+    """Return whether the services API, and not only its web server, knows no such service."""
     document = answer.document
     return answer.status == UNKNOWN and isinstance(document, dict) and "diagnostics" in document
 

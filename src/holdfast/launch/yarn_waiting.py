@@ -13,7 +13,7 @@ from typing import Any
 
 Document = Mapping[str, Any]
 
-UNREAD_S = 20.0  # a container that has not read its order by then does not see it
+UNREAD_S = 20.0  # a container that has not read its order after this time does not see it
 FAILED_MIN = 2  # one container may end because its host is lost
 STALE_S = 60.0  # YARN forgets an ended container's tag within seconds, or not at all
 ASK_S = 5.0  # between two questions to YARN's scheduler
@@ -69,7 +69,7 @@ class UnreadOrders:
 
 
 class Allocation:
-    """Explains why YARN does not allocate a container, by what its scheduler says of each host."""
+    """Explains why YARN does not allocate a container, by its scheduler's reasons for each host."""
 
     def __init__(self, tag: str, resume: str) -> None:
         """Prepare to explain. `tag`: of the containers; `resume`: the command for a new service."""
@@ -130,7 +130,7 @@ def diagnostics(activities: Document) -> Iterator[tuple[str, str]]:
 
 
 def describe_master(application: Document) -> str:
-    """Return why the master of a service is not up yet, as YARN says it; "" if it says nothing."""
+    """Return YARN's reason why the master of a service is not up yet; "" if it has none."""
     text = shorten(application.get("diagnostics"))
     return f"the service's master is not up: {text}" if text else ""
 

@@ -45,7 +45,7 @@ def tune(sock: socket.socket, dead_s: float) -> None:
 
 
 async def _resolve(host: str, port: int) -> Sequence[tuple[Any, ...]]:
-    """Return the addresses of a host. One that is an address itself asks no resolver. OSError."""
+    """Return the addresses of a host. An address needs no resolver. OSError."""
     with contextlib.suppress(socket.gaierror):
         numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=numeric)

@@ -99,7 +99,7 @@ def read_regular(path: str | os.PathLike[str], bytes_max: int) -> bytes:
         if size > bytes_max:
             why = f"it has {size} bytes, more than the {bytes_max} that can be right"
             raise OSError(errno.EFBIG, why, os.fspath(path))
-        # Not bytes_max at once: so much memory would be taken for any small file.
+        # With bytes_max here, Python would take that much memory for any small file.
         return file.read(min(size + GROWTH_BYTES_MAX, bytes_max))
 
 

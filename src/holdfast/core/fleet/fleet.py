@@ -302,7 +302,7 @@ class FleetMachine:
                 del self._nodes[node.id]
 
     def _knows_nodes(self) -> bool:
-        """Return whether the job and the manager were both heard, so that it is known what runs."""
+        """Return whether both the job and the manager have answered, so all nodes are known."""
         return self._job_heard and self._observed_at > float("-inf")
 
     def _add_node(self, now: float, *, takes_any: bool = False) -> None:

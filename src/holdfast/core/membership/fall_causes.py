@@ -25,7 +25,7 @@ class FallCauses:
             self._words[status.worker] = wrong[-1]
 
     def find_cause(self, worker: WorkerId, crash: str) -> str:
-        """Return why a worker was lost; `crash`: the signal of its own making, or empty."""
+        """Return why a worker was lost. `crash`: the signal by which it ended itself, or empty."""
         return self._words.pop(worker, "") or crash
 
 

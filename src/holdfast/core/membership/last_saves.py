@@ -1,8 +1,8 @@
 """Orders checkpoints before all holders of the state are taken away, and nobody can go on. Pure.
 
 One is ordered as soon as that is known, and another one as late as there is time for it, so that
-the last seconds of a notice are used for training. If all nodes are to be left and nobody has said
-when they end, one is ordered every few seconds.
+the last seconds of a notice are used for training. If all nodes are to be left at an
+unknown time, one is ordered every few seconds.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class LastSaves:
 def _end_time(facts: Facts) -> float | None:
     """Return when the last member is taken away; None: others can go on.
 
-    The time is infinite if all nodes are to be left, and nobody has said when they end.
+    The time is infinite if all nodes are to be left at an unknown time.
     """
     roster, members = facts.roster, facts.members
     if not any(_is_left(node) for node in roster.nodes.values()):

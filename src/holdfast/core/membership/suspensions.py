@@ -17,7 +17,7 @@ ON_TIME = 128  # steps without being late, after which earlier times are forgott
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateTimes:
-    """Describes how often a worker was late. `step`: in which it was late last."""
+    """Counts how often a worker was late, and records the last `step` in which it was."""
 
     count: int
     step: int

@@ -147,7 +147,7 @@ class Saves:
         return [CopyState(SinkKind.STORE, step, view, checked=checked)]
 
     def has_ended(self, view: ViewNumber) -> bool:
-        """Return whether the state in which this view ends was copied, so that it ends here."""
+        """Return whether this view ends here, because its last state was copied."""
         agreed = self.agreed
         return agreed is not None and agreed.is_end and agreed.view.number == view
 

@@ -109,7 +109,7 @@ class Standing:
 
     @property
     def ends_saved(self) -> bool:
-        """Return whether the state in which its view will end is to be saved, as its votes say."""
+        """Return whether its votes ask that the last state of its view be saved."""
         return self.is_change_pending and self.pending_save
 
     @property
