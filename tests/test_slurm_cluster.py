@@ -276,7 +276,9 @@ def test_a_job_that_slurm_preempts_saves_and_is_begun_again_when_there_is_room(
     with job.run:
         id_ = job.begin()
         job.until(lambda: len(job.serving()) == 2, "two nodes")
-        other = cluster.slurm("sbatch", "--parsable", f"--nodes={free}", "--wrap=sleep 300")
+        other = cluster.slurm(
+            "sbatch", "--parsable", f"--nodes={free}", "--output=/dev/null", "--wrap=sleep 300"
+        )
         job.until(lambda: "Slurm preempts job" in job.log(), "the word of the preemption")
         job.until(job.steps_saved, "a last checkpoint")
 
