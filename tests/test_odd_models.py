@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.utils.data import TensorDataset
 from holdfast.train.job import Job
 from holdfast.train.step import buckets
 from holdfast.train.step.engine import Engine
+from holdfast.train.step.monitor import Monitor
 from holdfast.train.step.probe import Probe, current
 from loop_kit import Script, digest, results
 from odd_models import train_odd_model
@@ -24,25 +24,47 @@ from thread_cluster import ThreadWorker
 QUICK = (1, 4, 9)  # seeds 1 and 9 hung while each member took its buckets in an order of its own
 
 
+class IdleThreads:
+    """Knows the threads that wait for a monitor, and have not been notified since."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._waits_for: dict[threading.Thread, Monitor] = {}
+        self._wait, self._notify_all = Monitor.wait, Monitor.notify_all
+        monkeypatch.setattr(Monitor, "wait", lambda *args: self._wait_for(*args))
+        monkeypatch.setattr(Monitor, "notify_all", lambda monitor: self._notify(monitor))
+
+    def __contains__(self, thread: threading.Thread) -> bool:
+        return thread in self._waits_for
+
+    def _wait_for(self, monitor: Monitor, timeout: float | None = None) -> bool:
+        self._waits_for[threading.current_thread()] = monitor
+        try:
+            return self._wait(monitor, timeout)
+        finally:
+            self._waits_for.pop(threading.current_thread(), None)
+
+    def _notify(self, monitor: Monitor) -> None:
+        for thread, awaited in list(self._waits_for.items()):
+            if awaited is monitor:
+                self._waits_for.pop(thread, None)
+        self._notify_all(monitor)
+
+
 class EagerEngines(Probe):
     """Delays a backward pass, bucket by bucket, until the engine has no more work.
 
     So sums begin in the middle of each pass, whichever of a worker's threads is quicker.
     """
 
+    def __init__(self, idle: IdleThreads) -> None:
+        self._idle = idle
+
     def handle_gradient(self, vrank: int, leaf: torch.Tensor) -> None:
         script = threading.current_thread()
         for engine in threading.enumerate():
             if isinstance(engine, Engine) and engine._driver.mortal.thread is script:
-                while engine.is_alive() and not waits(engine):
+                while engine.is_alive() and engine not in self._idle:
                     os.sched_yield()  # the other thread needs its turn
-
-
-def waits(thread: threading.Thread) -> bool:
-    """Return whether a thread waits for a condition, and has not been notified yet."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    waiter = frame.f_locals.get("waiter") if frame is not None else None
-    return waiter is not None and waiter.locked()
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +72,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give almost every parameter a bucket of its own, as large models do."""
     monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 1)
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 40)
-    monkeypatch.setattr(current, "probe", EagerEngines())
+    monkeypatch.setattr(current, "probe", EagerEngines(IdleThreads(monkeypatch)))
 
 
 def assert_equal_everywhere(script: Script) -> None:
