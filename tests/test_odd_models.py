@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 from holdfast.train.job import Job
 from holdfast.train.step import buckets
 from holdfast.train.step.engine import Engine
-from holdfast.train.step.monitor import Monitor
 from holdfast.train.step.probe import Probe, current
 from loop_kit import Script, digest, results
 from odd_models import train_odd_model
@@ -25,29 +24,30 @@ QUICK = (1, 4, 9)  # seeds 1 and 9 hung while each member took its buckets in an
 
 
 class IdleThreads:
-    """Knows the threads that wait for a monitor, and have not been notified since."""
+    """Knows the threads that wait for a condition, and have not been notified since."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._waits_for: dict[threading.Thread, Monitor] = {}
-        self._wait, self._notify_all = Monitor.wait, Monitor.notify_all
-        monkeypatch.setattr(Monitor, "wait", lambda *args: self._wait_for(*args))
-        monkeypatch.setattr(Monitor, "notify_all", lambda monitor: self._notify(monitor))
+        self._wait_for: dict[threading.Thread, threading.Condition] = {}
+        plain_wait, plain_notify = threading.Condition.wait, threading.Condition.notify
+
+        def wait(condition: threading.Condition, timeout: float | None = None) -> bool:
+            self._wait_for[threading.current_thread()] = condition
+            try:
+                return plain_wait(condition, timeout)
+            finally:
+                self._wait_for.pop(threading.current_thread(), None)
+
+        def notify(condition: threading.Condition, n: int = 1) -> None:
+            for thread, awaited in list(self._wait_for.items()):
+                if awaited is condition:
+                    self._wait_for.pop(thread, None)
+            plain_notify(condition, n)
+
+        monkeypatch.setattr(threading.Condition, "wait", wait)
+        monkeypatch.setattr(threading.Condition, "notify", notify)
 
     def __contains__(self, thread: threading.Thread) -> bool:
-        return thread in self._waits_for
-
-    def _wait_for(self, monitor: Monitor, timeout: float | None = None) -> bool:
-        self._waits_for[threading.current_thread()] = monitor
-        try:
-            return self._wait(monitor, timeout)
-        finally:
-            self._waits_for.pop(threading.current_thread(), None)
-
-    def _notify(self, monitor: Monitor) -> None:
-        for thread, awaited in list(self._waits_for.items()):
-            if awaited is monitor:
-                self._waits_for.pop(thread, None)
-        self._notify_all(monitor)
+        return thread in self._wait_for
 
 
 class EagerEngines(Probe):
