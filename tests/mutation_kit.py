@@ -134,6 +134,10 @@ COMBINED: dict[str, dict[str, object]] = {  # faults at the same time, in jobs o
             "loss": 0.15,
             "duplicate": 0.1,
         },
+        "full disks and lost workers": {
+            "faults": ("no_room", "worker_crash", "link_break", "drain"),
+            "save_every": 1000,
+        },
     }.items()
 }
 LATE = {
@@ -468,6 +472,7 @@ TUNED: dict[str, dict[str, object]] = {
     | {"faults": ("worker_crash", "lossy"), "loss": 0.1, "duplicate": 0.4, "control_s": 0.2},
     "deposed_agent_is_believed": JOINS
     | {"faults": ("agent_crash", "lossy"), "loss": 0.1, "duplicate": 0.3, "control_s": 0.05},
+    "who_has_room_again_goes_on_in_a_view_that_has_ended": COMBINED["full disks and lost workers"],
     "worker_installs_a_view_it_gave_up": JOINS
     | {"faults": ("link_break", "lossy"), "loss": 0.3, "duplicate": 0.2},
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.core.replica.room_wait import RoomWait
 from holdfast.core.replica.saves import Saves
 from holdfast.core.replica.store_wait import StoreWait
 from holdfast.core.step import backup
@@ -230,4 +231,10 @@ def a_store_that_refuses_for_ever_is_asked_for_ever(patch: pytest.MonkeyPatch) -
         return plain(self, reason, now)
 
     patch.setattr(StoreWait, "record_silence", silent)
+    return Machines()
+
+
+@mutation
+def who_has_room_again_goes_on_in_a_view_that_has_ended(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(RoomWait, "close", lambda self: None)
     return Machines()

@@ -17,6 +17,7 @@ from holdfast.cli.main import main
 from holdfast.observe.ledger_audit import verify
 from holdfast.runtime.rundir import RunDir
 from holdfast.testing.local_run import LocalRun
+from holdfast.train.data.sampling import SamplePlan
 from support import SPEC, until
 
 HOLDFAST = [sys.executable, "-m", "holdfast.cli.main"]
@@ -253,20 +254,23 @@ def test_a_run_directory_is_not_used_twice(start: Start, tmp_path: Path) -> None
 
 
 def test_a_disk_that_is_full_under_all_ledgers_at_the_last_step(start: Start) -> None:
-    """The job fails: else nothing would prove its last step."""
-    with start("full", nproc=2, script="faulty.py") as run:
+    """The job waits, and then fails: else nothing would prove its last step."""
+    patience = ("--abandon-s", "5")
+    with start("full", nproc=2, script="faulty.py", options=patience) as run:
         assert run.wait(RUN_S) == 1, run.log()
         assert run.leftovers() == []
     outcome = run.run_dir.outcome() or ""
     assert "cannot grow (No space left on device): free space there" in outcome, outcome
     assert "Traceback" not in run.log()
+    assert len([line for line in run.err if "training waits for room there, 5 s" in line]) == 1
 
 
-def test_a_disk_that_is_full_under_one_ledger_costs_its_worker(start: Start) -> None:
-    with start("full for one", nproc=2, script="faulty.py") as run:
+def test_a_disk_that_stays_full_under_one_ledger_costs_its_worker(start: Start) -> None:
+    patience = ("--abandon-s", "5")
+    with start("full for one", nproc=2, script="faulty.py", options=patience) as run:
         assert run.wait(RUN_S) == 0, run.log()
         assert run.leftovers() == []
-    assert verify(run.run_dir.path).ok
+    assert verify(run.run_dir.path, SamplePlan.from_dict).ok
     assert "cannot grow" in (run.run_dir.logs / "worker-1-1.log").read_text()
 
 

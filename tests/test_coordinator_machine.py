@@ -262,10 +262,14 @@ def test_when_all_keep_still_while_somebody_waits_the_others_are_replaced() -> N
     job.pass_time(100.0 + POLICY.hang_s + 1.0)
     assert job.announced("replaced") == ["worker 1 is replaced: hung for 60 s"]
     assert [w.incarnation for w in job.told["b"].wanted] == [2]
-    calm = begun("a", "b")  # where nobody waits, a script may take as long as it likes
+    full, calm = begun("a", "b"), begun("a", "b")
+    full.say("b", 1, phase=Phase.BOUNDARY, no_room=True)
+    full.say("a", 0, phase=Phase.WAITING, hosted=(0,))
+    full.pass_time(100.0 + 2 * POLICY.hang_s)
+    # where nobody waits, a script may take as long as it likes
     calm.say("a", 0, phase=Phase.WAITING)  # a worker that hosts nothing is always waiting
     calm.pass_time(100.0 + 2 * POLICY.hang_s)
-    assert calm.announced("replaced") == []
+    assert full.announced("replaced") == calm.announced("replaced") == []
 
 
 def test_a_silent_node_stops_the_view_and_is_gone_a_lease_after_the_witness() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from conftest import SCRIPTS, finish
+from full_disk import fill, mount_small_disk
 from holdfast.cli.main import main
 from holdfast.core.errors import HoldfastError
 from holdfast.store.checkpoints import Checkpoints
@@ -292,3 +293,26 @@ def test_a_job_that_slurm_preempts_saves_and_is_begun_again_when_there_is_room(
         job.until(job.serving, "the nodes of the requeued job")
         assert "from the checkpoint of step" in job.log()
         assert job.digest() == undisturbed
+
+
+@pytest.mark.timeout(400)
+def test_a_shared_run_directory_may_be_full_for_a_while(
+    tmp_path: Path, cluster: SlurmCluster, undisturbed: str
+) -> None:
+    saved = Checkpoints(open_storage(str(tmp_path / "store")))
+    store = ("--store", str(tmp_path / "store"), "--save-every", "100000")
+    with mount_small_disk(tmp_path / "disk") as disk:
+        job = SlurmRun(disk, cluster, "--nodes", "2", *store)
+        with job.run:
+            job.begin()
+            job.until(lambda: len(job.serving()) == 2, "two nodes")
+            filler = fill(disk)
+
+            def do_all_wait() -> bool:
+                return all("waits for room" in w["detail"] for w in job.run.status()["workers"])
+
+            job.until(do_all_wait, "the wait")
+            job.until(saved.steps, "a checkpoint")
+            filler.unlink()
+            assert job.digest() == undisturbed
+            assert "was lost" not in job.log()

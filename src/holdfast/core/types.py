@@ -183,6 +183,7 @@ class WorkerStatus:
     heirs: tuple[str, ...] = ()  # addresses of servers and their heirs that have all new rows
     layout: ServerLayout | None = None  # of servers, the newest that it uses: `heirs` goes by it
     machine_error: MachineError | None = None  # of its own, by which the process has ended
+    no_room: bool = False  # its ledger cannot grow: it rests at a boundary until there is room
 
     @property
     def has_state(self) -> bool:

@@ -23,7 +23,7 @@ from holdfast.launch.cluster_manager import ClusterManager, PlacementOrder, Stop
 from holdfast.launch.waiting_report import WaitingReport
 from holdfast.runtime.contact import Contact, exchange
 from holdfast.runtime.job_status import JobStatus, parse_status
-from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.rundir import RunDir, is_full
 from holdfast.wire.messages import (
     DrainRequest,
     LabelRequest,
@@ -33,6 +33,7 @@ from holdfast.wire.messages import (
     StopRequest,
 )
 
+FULL = "its coordinator does not answer, and the file system of {path} is full: free space there"
 FAILURES = (WorldError, UserError, OSError, asyncio.TimeoutError)
 TICK_S_MIN = 0.01
 DEADLINE_S_MIN = 0.001  # an overdue drain is still one at once
@@ -66,7 +67,12 @@ class JobLink:
 
     async def nodes(self) -> tuple[NodeSeen, ...]:
         """Return the nodes that the coordinator knows. Raises what FAILURES lists."""
-        reply = await exchange(self._contact, self._secret, StatusRequest(), StatusReply)
+        try:
+            reply = await exchange(self._contact, self._secret, StatusRequest(), StatusReply)
+        except ConnectionError:
+            if is_full(self._run_dir.path):
+                raise WorldError(FULL.format(path=self._run_dir.path)) from None
+            raise
         if reply is None:
             raise WorldError("the coordinator has closed the connection")
         return read_nodes(parse_status(reply.text))

@@ -12,7 +12,8 @@ import enum
 import errno
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,6 +31,7 @@ from holdfast.observe.ledger_chain import (
 from holdfast.store.regular_files import append_regular, read_whole_lines
 
 LEDGER_DIR = "ledger"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # a disk is full, or a quota is used up
 _DOUBT = b'"doubt"'  # occurs in each line that holds a doubt
 
 Host = tuple[int, int]  # (worker, incarnation)
@@ -280,18 +282,21 @@ class LedgerWriter:
     """Appends to one file, with one write per line.
 
     A line is with the operating system before `append` returns: the death of the process loses
-    none. It is not forced to the disk: the death of the machine may lose some.
+    none. It is not forced to the disk: the death of the machine may lose some. Where a full file
+    system may be given room (`may_wait`), lines that it does not take are kept for `write_kept`.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], may_wait: Callable[[], bool] = lambda: False
+    ) -> None:
         self.path = Path(path)
+        self._may_wait = may_wait
         self._file: int | None = None
-        self._size = 0
         self._chain: str | None = None  # the last line's; None: not looked up yet
+        self._kept: deque[tuple[bytes, bool]] = deque()  # without chain, and whether to have one
 
     def begin(self, header: LedgerHeader) -> None:
         """Open the file if it is not open, and write the header of the entries that follow."""
-        self._open()
         line = HeaderLine(
             seed=header.seed,
             virtual_ranks=header.virtual_ranks,
@@ -304,7 +309,7 @@ class LedgerWriter:
             digest_steps=header.digest_steps,
             format=FORMAT,
         )
-        self._append(line)
+        self._put(_encode(line), opens=True)
 
     def append(self, entry: LedgerEntry) -> None:
         step, index, uses = entry.place.step, entry.place.index, entry.place.uses
@@ -326,58 +331,81 @@ class LedgerWriter:
             gradients="".join(f"{digest:016x}" for digest in gradients),
             sum=f"{entry.of.sum:016x}",
         )
-        self._append(line)
+        self._put(_encode(line))
 
     def doubt(self, doubt: LedgerDoubt) -> None:
         """Record a doubt, which also covers what other workers have written."""
-        self._open()
-        self._write(_encode(DoubtLine(step=doubt.step, view=doubt.view, again=doubt.again)))
+        line = _encode(DoubtLine(step=doubt.step, view=doubt.view, again=doubt.again))
+        self._put(line, chained=False, opens=True)
 
-    def _append(self, line: HeaderLine | StepLine) -> None:
-        """Write a line with the digest of all lines up to it."""
-        whole, chain = add_chain(_encode(line), self._find_chain())
-        self._write(whole)
-        self._chain = chain
+    @property
+    def has_kept(self) -> bool:
+        """Return whether lines wait for room."""
+        return bool(self._kept)
 
-    def _find_chain(self) -> str:
-        """Return the chain of the file's last line. WorldError."""
-        if self._chain is None:
+    def write_kept(self) -> OSError | None:
+        """Write the lines that were kept; return the error if there is still no room for one.
+
+        Raises WorldError if they cannot be written for another reason.
+        """
+        while self._kept:
+            line, is_chained = self._kept[0]
             try:
-                self._chain = find_last_chain(self.path) if self._size else CHAIN_BEGIN
+                self._open()
+                self._write(line, is_chained=is_chained)
             except OSError as error:
-                raise _disk_error(self.path, error) from error
-        return self._chain
+                if error.errno in NO_ROOM and self._may_wait():
+                    return error
+                raise make_disk_error(self.path, error) from error
+            self._kept.popleft()
+        return None
+
+    def _put(self, line: bytes, *, chained: bool = True, opens: bool = False) -> None:
+        """Write a line after those that were kept, or keep it, too. WorldError."""
+        if self._file is None and not (opens or self._kept):
+            raise WorldError(f"the ledger {self.path} is not open for writing")
+        self._kept.append((line, chained))
+        try:
+            self.write_kept()
+        except WorldError:
+            self._kept.clear()
+            raise
 
     def _open(self) -> None:
         if self._file is None:
-            try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = append_regular(self.path)
-                self._size = os.fstat(self._file).st_size
-            except OSError as error:
-                raise _disk_error(self.path, error) from error
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = append_regular(self.path)
 
     def close(self) -> None:
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
-    def _write(self, line: bytes) -> None:
-        if self._file is None:
-            raise WorldError(f"the ledger {self.path} is not open for writing")
+    def _write(self, line: bytes, *, is_chained: bool) -> None:
+        """Write one line, whole or not at all. OSError.
+
+        `is_chained`: it gets the digest of all lines up to it.
+        """
+        assert self._file is not None, "the file is open"
+        size = os.fstat(self._file).st_size
+        chain = self._chain
+        if is_chained:
+            if chain is None:
+                chain = find_last_chain(self.path) if size else CHAIN_BEGIN
+            line, chain = add_chain(line, chain)
         rest = memoryview(line + b"\n")
         try:
             while rest:
                 rest = rest[os.write(self._file, rest) :]
-        except OSError as error:
+        except OSError:
             with contextlib.suppress(OSError):  # half a line must not stay in front of later ones
-                os.ftruncate(self._file, self._size)
-            raise _disk_error(self.path, error) from error
-        self._size += len(line) + 1
+                os.ftruncate(self._file, size)
+            raise
+        self._chain = chain
 
 
-def _disk_error(path: Path, error: OSError) -> WorldError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+def make_disk_error(path: Path, error: OSError) -> WorldError:
+    if error.errno in NO_ROOM:
         return WorldError(
             f"the ledger {path} cannot grow ({error.strerror}): free space there or move the run"
         )

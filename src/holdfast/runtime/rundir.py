@@ -18,7 +18,7 @@ from holdfast.runtime.coordinate.journal import read_record
 from holdfast.runtime.job_events import read_events
 from holdfast.runtime.node.user_script import SOURCES_FILE, encode_sources
 from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, parse_json, read_json, read_regular
-from holdfast.wire.job_document import JOB_FILE, decode_job, encode_job
+from holdfast.wire.job_document import COORDINATOR_FILE, JOB_FILE, decode_job, encode_job
 
 STACKS_DIR = "stacks"  # workers write there where their threads are
 BUNDLES_DIR = "post-mortem"  # a file for each incident
@@ -56,7 +56,7 @@ class RunDir:
 
     @property
     def coordinator(self) -> Path:
-        return self.path / "coordinator.json"
+        return self.path / COORDINATOR_FILE
 
     @property
     def journal(self) -> Path:
@@ -124,7 +124,7 @@ class RunDir:
 
     def address(self) -> tuple[str, int]:
         """Return the host and port at which the coordinator listens."""
-        found = self._read_json("coordinator.json")
+        found = self._read_json(COORDINATOR_FILE)
         try:
             return str(found["host"]), int(found["port"])
         except (KeyError, TypeError, ValueError):
@@ -169,6 +169,13 @@ class RunDir:
             return parse_json(self._read(name))
         except ValueError as error:
             raise UserError(f"{self.path / name} cannot be read: {error}") from None
+
+
+def is_full(path: Path) -> bool:
+    """Return whether the file system of a directory has no block left for this user."""
+    with contextlib.suppress(OSError):
+        return os.statvfs(path).f_bavail == 0
+    return False
 
 
 def make_unwritable_error(path: Path, error: OSError) -> UserError:

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 from holdfast.core.machine_errors import MachineError
 from holdfast.core.membership import agent as ag
+from holdfast.core.step.events import RoomSeen
 from holdfast.core.step.script_blame import STEADY_MAX
-from holdfast.core.types import Leaving, WorkerId
+from holdfast.core.types import Leaving, Stage, WorkerId
 from holdfast.sim.endings import SCRIPT_FAILED
 from holdfast.sim.hosts import AgentHost, HostWorld
 from holdfast.sim.run_options import RACK_SHARE, STORE_LOST
@@ -166,6 +167,9 @@ class Faults:
                     world.truth.endings.store_silent_since = world.now
                     if kind != STORE_LOST:
                         self.heal_later(self._duration_s(), self._store_answers)
+            case "no_room":
+                self.note(kind)
+                fill_disk(self, live, rng, self._duration_s())
             case "machine_error":
                 if process := find_failing(live, self._failing, rng):
                     self.note(kind)
@@ -415,6 +419,15 @@ class Faults:
         self.count[kind] = self.count.get(kind, 0) + 1
         self.disturbed_until = max(self.disturbed_until, self._world.now)
         self._world.mark(f"fault: {kind}")
+
+
+def fill_disk(faults: Faults, live: list[Process], rng: Random, duration_s: float) -> None:
+    """Leave all workers, or one of them, without room for their ledgers for a while."""
+    ready = [each for each in live if each.machine.snapshot().stage is Stage.READY]
+    for process in ready if rng.random() < 0.5 else ready[: rng.randint(0, 1)]:
+        process.post(0.0, process.feed, RoomSeen(has_room=False))
+        seen = process.feed, RoomSeen(has_room=True)
+        faults.heal_later(duration_s * rng.random(), process.post, 0.0, *seen)
 
 
 def start_another(faults: Faults, host: AgentHost, waited_s: float = 0.0) -> None:

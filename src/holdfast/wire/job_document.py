@@ -16,6 +16,7 @@ from holdfast.core.release import describe_newer_writer
 
 FORMAT = 1
 JOB_FILE = "job.json"  # its name in every run directory
+COORDINATOR_FILE = "coordinator.json"  # where the coordinator listens, in its own run directory
 
 
 def encode_job(spec: JobSpec) -> bytes:

@@ -343,11 +343,11 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
 
     def _plan_for_hung(self, facts: Facts) -> Plan:
         """Replace workers if nothing has moved for very long while a member waits for others."""
-        unheard = any(facts.find_silent_node(member) for member in facts.members)
-        still_since = facts.now if unheard else self._agenda.still_since
+        excused = facts.has_no_room() or any(map(facts.find_silent_node, facts.members))
+        still_since = facts.now if excused else self._agenda.still_since
         hang_s = self._policy.hang_s
         if facts.now < still_since + hang_s:
-            return [Stir()] if unheard else []
+            return [Stir()] if excused else []
         if are_all_waiting(facts):
             stopped = self._view_end.stopped
             return break_standstill(facts, self._progress, still_since, hang_s, stopped)

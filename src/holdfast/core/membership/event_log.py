@@ -14,7 +14,9 @@ from holdfast.core.types import (
     WorkerStatus,
 )
 
-OF_THE_JOB = ("wrong", "not_finite")  # kinds that are not about the worker that reports them
+ROOM = "room"  # kind of events on the run directory's file system, from each worker that uses it
+# Kinds that are not about the worker that reports them.
+OF_THE_JOB = ("wrong", "not_finite", ROOM)
 Rotten = tuple[ViewNumber, str]  # a view, and the checkpoint that its members cannot read
 
 
@@ -28,7 +30,8 @@ def _find_subject(event: JobEvent, reporter: WorkerId) -> WorkerId | None:
 class EventLog:
     """Finds events that are new.
 
-    Every member of a view may find the same damaged checkpoint: only the first event on it is new.
+    Every member of a view may find the same damaged checkpoint, or the same disk full: only the
+    first event on it is new.
 
     `before`: processes that another coordinator has heard: their first words are known already.
     """
@@ -37,6 +40,7 @@ class EventLog:
         self._told: dict[WorkerId, tuple[Incarnation, int]] = {}
         self._before = {(slot.worker, slot.incarnation) for slot in before}
         self._rotten: dict[Rotten, bool] = {}
+        self._room = ""  # the last event on the room that workers have
 
     def is_told(self, status: WorkerStatus) -> bool:
         """Return whether all events of a worker are marked as told."""
@@ -46,11 +50,13 @@ class EventLog:
 
     def news(self, statuses: Iterable[WorkerStatus]) -> list[Announce]:
         """Return the events of workers that have not been told yet."""
-        found, rotten = list[Announce](), dict(self._rotten)
+        found, rotten, room = list[Announce](), dict(self._rotten), self._room
         for status in statuses:
             for event in self._find_new(status):
                 checkpoint = _find_rotten(status, event)
-                if checkpoint not in rotten:
+                is_known = event.kind == ROOM and event.text == room
+                room = event.text if event.kind == ROOM else room
+                if checkpoint not in rotten and not is_known:
                     about = _find_subject(event, status.worker)
                     found.append(Announce(event.kind, event.text, about))
                 if checkpoint is not None:
@@ -59,8 +65,10 @@ class EventLog:
 
     def mark(self, status: WorkerStatus) -> None:
         """Count the events of a worker as told."""
-        found = (_find_rotten(status, event) for event in self._find_new(status))
+        new = self._find_new(status)
+        found = (_find_rotten(status, event) for event in new)
         self._rotten.update({each: True for each in found if each is not None})
+        self._room = next((e.text for e in reversed(new) if e.kind == ROOM), self._room)
         self._told[status.worker] = status.incarnation, status.events[-1].number
 
     def _find_new(self, status: WorkerStatus) -> list[JobEvent]:

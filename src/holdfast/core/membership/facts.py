@@ -64,6 +64,10 @@ class Facts:
         found = [self.status(member) for member in self.members]
         return [status for status in found if status is not None]
 
+    def has_no_room(self) -> bool:
+        """Return whether a member rests because its ledger cannot grow."""
+        return self.find_once(_find_no_room)
+
     def status(self, member: Member) -> WorkerStatus | None:
         return self.roster.status(member.worker, member.incarnation)
 
@@ -133,6 +137,10 @@ class Facts:
         fenced_at = roster.heard_at(member.agent) + self.lease.fence_s
         silent = member.agent in self.silent and self.now >= fenced_at
         return silent and roster.is_crippled(worker, incarnation)
+
+
+def _find_no_room(facts: Facts) -> bool:
+    return any(status.no_room for status in facts.known)
 
 
 class LatestFacts:

@@ -226,7 +226,7 @@ def reason_to_stop(
             reason = reason or f"worker {member.worker} knows that something wrong was used"
         elif status.promised < view.number:
             waiting = waiting or status.waiting
-            if status.late and minds_late:
+            if status.late and minds_late and not facts.has_no_room():
                 reason = reason or f"worker {member.worker} waits for {_name_late(facts)}"
         elif status.at_boundary and status.committed > view.resume_step:
             stopped = True  # a planned change, if the others stop, too

@@ -17,6 +17,7 @@ from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.replica.feeding import Feeding
 from holdfast.core.replica.following import FedEvent, Following
 from holdfast.core.replica.protecting import Protecting
+from holdfast.core.replica.room_wait import RoomWait
 from holdfast.core.replica.saves import SavedUpTo, Saves
 from holdfast.core.replica.store_wait import StoreWait
 from holdfast.core.step import effects as ef
@@ -61,6 +62,7 @@ class Replica:
 
     def __init__(self, standing: Standing, policy: StepPolicy) -> None:
         self.saves = Saves(policy.saves, standing.me)
+        self.room = RoomWait(standing, self.saves)
         self.feeding = Feeding()
         self.protecting = Protecting(policy.protect_every)
         self._stage = SyncStage.CLOSED
@@ -99,6 +101,7 @@ class Replica:
     def close(self) -> None:
         """Give the view up."""
         self._go_to(SyncStage.CLOSED)
+        self.room.close()
 
     def begin_sync(self) -> bool:
         """Begin to bring all members to one state; return whether they hold it already."""
@@ -268,7 +271,7 @@ class Replica:
     def begin(self) -> None:
         """Have the script leave its boundary and open the next step, if it is at one."""
         standing = self._standing
-        if standing.status.phase is not Phase.BOUNDARY:
+        if standing.status.phase is not Phase.BOUNDARY or self.room.holds():
             return
         standing.change(phase=Phase.COMPUTING)
         step, agreed, view = standing.status.committed, self.saves.agreed, standing.view
@@ -354,6 +357,8 @@ class Replica:
         if standing.status.saving != self.saves.ending:
             standing.change(saving=self.saves.ending)
             standing.tell()
+        if self.room.is_held:
+            self.begin()
 
     def finish_loop(self) -> None:
         """Count checkpoints that no further step compares."""

@@ -98,6 +98,15 @@ class Saves:
         if order > self._order:
             self._order, self._wanted = order, True
 
+    def want_now(self) -> None:
+        """Save at the next boundary: this worker may have to rest there for long."""
+        self._wanted = True
+
+    @property
+    def can_save(self) -> bool:
+        """Return whether one more step has the state saved that is wanted."""
+        return self._policy.enabled and self._wanted and self._busy is None
+
     def opinion(
         self, step: int, now: float, *, leads: bool, ends: bool = False
     ) -> tuple[Wish, bool]:

@@ -57,6 +57,13 @@ class AtBoundary:
 
 
 @dataclass(frozen=True, slots=True)
+class RoomSeen:
+    """The worker's ledger cannot grow any more, or all of its lines are written again."""
+
+    has_room: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StepOpened:
     """The script is ready to compute tasks of `step`.
 
@@ -389,6 +396,7 @@ Obtained = StateObtained | StepObtained | ObtainFailed
 WorkerEvent = (
     LoopEntered
     | AtBoundary
+    | RoomSeen
     | StepOpened
     | TaskDone
     | LoopFinishing

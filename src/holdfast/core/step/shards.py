@@ -21,7 +21,7 @@ from holdfast.core.types import Tick, WorkerId
 # Whoever notices it first is heard at once; it may be told again by others.
 _AT_ONCE = (
     *(ev.GroupBroken, ev.LinkLost, ev.Loading, ev.EventNoted),
-    *(ev.ObtainFailed, ev.Directed, Tick, ev.StillAwaited, ev.FollowerBehind),
+    *(ev.ObtainFailed, ev.Directed, Tick, ev.StillAwaited, ev.FollowerBehind, ev.RoomSeen),
 )
 # Things that one process does for all of them.
 _ALONE = (ef.Tell, ef.NoteDoubt, ef.Withdraw, ef.LookWhoIsLate, ef.GiveUp, ef.Exit)

@@ -136,6 +136,10 @@ class WorkerMachine:
                 standing.tell()
             case ev.AtBoundary():
                 self._copy_next(None, within=self._replica.is_within_loop())
+            case ev.RoomSeen(has_room):
+                self._replica.room.see(has_room=has_room)
+                if self._replica.room.is_held:
+                    self._replica.begin()
             case ev.LoopFinishing() | ev.LoopEnded():
                 self._handle_loop_end(event)
             case ev.StepOpened():
@@ -354,6 +358,9 @@ class WorkerMachine:
                 replica.begin()
             self._follow()
         replica.heed(directive.follow)
+        if replica.room.makes_way():
+            why = "waits for room, so the planned change comes at once"
+            membership.promise(self._standing.status.view, why)
         self._look_at_clock()
         membership.release()
 

@@ -20,6 +20,8 @@ from holdfast.runtime.job_status import (
     ServerStatus,
 )
 
+NO_ROOM = "waits for room in the run directory: free space there"
+
 
 def make_status(snapshot: CoordinatorSnapshot, spec: JobSpec) -> JobStatus:
     """Describe the job for people and programs. The calling process is the coordinator."""
@@ -140,7 +142,7 @@ def processes_of(snapshot: CoordinatorSnapshot) -> tuple[ProcessStatus, ...]:
                 state=phase,
                 virtual_ranks=tuple(vranks) if member else (),
                 step=status.committed,
-                detail=status.detail,
+                detail=status.detail or (NO_ROOM if status.no_room else ""),
             )
         )
     return tuple(found)

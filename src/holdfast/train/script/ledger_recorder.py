@@ -6,7 +6,7 @@ The script's thread uses it; doubts arrive from the engine's thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from holdfast.core.step.backup import DropTally
 from holdfast.core.step.events import EventNoted
@@ -15,7 +15,6 @@ from holdfast.observe.ledger import (
     LedgerDoubt,
     LedgerEntry,
     LedgerHeader,
-    LedgerWriter,
     Place,
     StepDigests,
     Uses,
@@ -25,8 +24,9 @@ from holdfast.train.data.quarantine import Bad, Quarantine
 from holdfast.train.data.sampling import SamplePlan
 from holdfast.train.data.sources import Plan
 from holdfast.train.script.environment import WorkerEnvironment
+from holdfast.train.script.patient_ledger import PatientLedger
 from holdfast.train.script.step_mean import StepMean
-from holdfast.train.step.driver import Driver
+from holdfast.train.step.driver import Driver, ScriptOrder
 from holdfast.train.step.step_table import StepTable
 
 EMPTY = (
@@ -44,7 +44,7 @@ class LedgerRecorder:
         self._seed = seed
         self._driver = driver
         self._plan: Plan  # plan of the present loop
-        self._ledger: LedgerWriter | None = None
+        self._ledger = self._make_ledger()
         self._quarantine: Quarantine | None = None  # quarantine of the loop's dataset
         self._header_due = False  # a header must still be written for the present loop
         self._tally = DropTally()  # counts the samples dropped in the present loop
@@ -74,7 +74,7 @@ class LedgerRecorder:
             self._note_dropped(place.index, table, dropped)
         if not mean.weight:
             self._note_empty(place.index)
-        ledger = self._open()
+        ledger = self._ledger
         if ledger is None:
             return
         if self._header_due:
@@ -111,9 +111,31 @@ class LedgerRecorder:
 
     def doubt(self, step: int, view: int, again: bool) -> None:
         """Record that steps from this one on, committed up to `view`, may be wrong."""
-        if (ledger := self._open_writer()) is not None:
-            ledger.doubt(LedgerDoubt(step=step, view=view, again=again))
-            ledger.close()
+        if self._ledger is not None:
+            self._ledger.doubt(LedgerDoubt(step=step, view=view, again=again))
+
+    def rest(self, next_order: Callable[[float], ScriptOrder | None]) -> ScriptOrder:
+        """Return the script's next order at a boundary; lines that wait for room are written.
+
+        `next_order`: waits so many seconds at most for an order. WorldError.
+        """
+        while (order := next_order(self._again_s)) is None:
+            self._write_kept()
+        return order
+
+    def wait(self) -> None:
+        """Wait, after a loop's last step, until all lines are written. WorldError."""
+        while self._again_s < float("inf"):
+            self._driver.next_for_script(self._again_s)
+            self._write_kept()
+
+    @property
+    def _again_s(self) -> float:
+        return float("inf") if self._ledger is None else self._ledger.again_s
+
+    def _write_kept(self) -> None:
+        if self._ledger is not None:
+            self._ledger.write_kept()
 
     def end(self) -> None:
         """End the loop: no further step follows."""
@@ -147,16 +169,12 @@ class LedgerRecorder:
     def _tell(self, kind: str, text: str) -> None:
         self._driver.post(EventNoted(kind, text))
 
-    def _open(self) -> LedgerWriter | None:
-        if self._ledger is None:
-            self._ledger = self._open_writer()
-        return self._ledger
-
-    def _open_writer(self) -> LedgerWriter | None:
+    def _make_ledger(self) -> PatientLedger | None:
         me = self._environment
         if me.run_dir is None:
             return None
-        return LedgerWriter(ledger_path(me.run_dir, me.worker, me.incarnation))
+        path = ledger_path(me.run_dir, me.worker, me.incarnation)
+        return PatientLedger(path, self._driver, me.spec.nodes.abandon_s)
 
     def _header(self) -> LedgerHeader:
         me = self._environment

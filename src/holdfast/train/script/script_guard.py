@@ -105,10 +105,13 @@ class ScriptGuard:
         """Prepare to compute a task several times, because workers disagree."""
         self.memory.mark()
 
-    def next_order(self, driver: Driver) -> ScriptOrder:
-        """Wait for the script's next order. UserError names suspects in the script."""
+    def next_order(self, driver: Driver, within_s: float = float("inf")) -> ScriptOrder | None:
+        """Wait for the script's next order; None if none comes within that time.
+
+        UserError names suspects in the script.
+        """
         try:
-            return driver.next_for_script()
+            return driver.next_for_script(within_s)
         except ScriptFault as fault:
             raise self._name_suspects(fault) from None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import msgspec
@@ -337,6 +338,7 @@ class ScriptThread:
             self._data.sharding.meet(view.rank(view.leader))
         driver.times.enter(TimeUse.END)
         self._mover.finish()
+        self._recorder.wait()
         driver.post(ev.LoopEnded(line))
         while not isinstance(driver.next_for_script(), ef.Release):
             pass
@@ -366,7 +368,8 @@ class ScriptThread:
         driver = self._driver
         self.progress.trained.scatter()
         driver.post(ev.AtBoundary())
-        while not isinstance(order := self.guard.next_order(driver), ef.Begin):
+        next_order = partial(self.guard.next_order, driver)
+        while not isinstance(order := self._recorder.rest(next_order), ef.Begin):
             if isinstance(order, ef.CopyState):
                 self.progress.row_updates.write()
                 driver.post(self._mover.copy(order))

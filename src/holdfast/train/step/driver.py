@@ -216,15 +216,21 @@ class Driver:
 
     # ------------------------------------------------------------ orders
 
-    def next_for_script(self) -> ScriptOrder:
-        """Wait for the script's next order. Raises the error of a thread that has failed."""
+    def next_for_script(self, within_s: float = float("inf")) -> ScriptOrder | None:
+        """Wait for the script's next order; None if none comes within that time.
+
+        Raises the error of a thread that has failed.
+        """
+        until = time.monotonic() + within_s
         with self.monitor:
             if not self._script:
                 self.times.wait(self._machine.snapshot())
             while not self._script:
                 if self.failure is not None:
                     raise self.failure
-                self._wait()
+                if time.monotonic() >= until:
+                    return None
+                self._wait(until)
             order = self._script.popleft()
             self.times.take(order, self._machine.snapshot().view)
             if self._shards is not None:
@@ -248,10 +254,11 @@ class Driver:
                 self.monitor.wait()
             self._rows_of = (0, -1)
 
-    def _wait(self) -> None:
-        """Wait for a change, or until it is time to report that others are late."""
-        self._script_until = until = self._machine.deadline()
-        left_s = None if until in (None, float("inf")) else until - time.monotonic()
+    def _wait(self, most: float) -> None:
+        """Wait for a change, or until it is time to report that others are late; up to `most`."""
+        self._script_until = deadline = self._machine.deadline()
+        until = most if deadline is None else min(deadline, most)
+        left_s = None if until == float("inf") else until - time.monotonic()
         self._script_waits = True
         try:
             changed = (left_s is None or left_s > 0) and self.monitor.wait(left_s)
