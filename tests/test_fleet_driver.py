@@ -10,7 +10,14 @@ import pytest
 
 from holdfast.core.errors import WorldError
 from holdfast.core.fleet.fleet import FleetMachine
-from holdfast.core.fleet.placements import FleetPolicy, NodeSeen, Placement
+from holdfast.core.fleet.placements import (
+    FleetPolicy,
+    Holding,
+    NodeSeen,
+    Placement,
+    PlacementId,
+)
+from holdfast.launch import waiting_report
 from holdfast.launch.cluster_manager import StoppedByOperator
 from holdfast.launch.fleet_driver import FleetDriver, FleetPace
 
@@ -42,6 +49,9 @@ class SavingJob:
     async def nodes(self) -> tuple[NodeSeen, ...]:
         return ()
 
+    async def note_awaited(self, text: str) -> None:
+        assert text == ""
+
     async def stop(self, reason: str) -> None:
         if self._failures:
             self._failures -= 1
@@ -67,3 +77,58 @@ def test_a_job_whose_placements_are_ended_is_asked_to_stop_once(failures: int) -
     assert manager.looks >= LOOKS
     assert job.stops == ["Slurm preempts job 7"]
     assert told.count("Slurm preempts job 7: the job ends") == 1
+
+
+class ShortManager:
+    """Is a manager that does not give the job's only node for some time."""
+
+    def __init__(self) -> None:
+        self.given = self.ended = False
+
+    async def release(self, id_: PlacementId, handle: str) -> None:
+        self.ended = True
+
+    async def observe(self) -> Sequence[Placement]:
+        if self.ended:
+            return ()
+        holding = Holding.RUNNING if self.given else Holding.WAITING
+        return [Placement(id=PlacementId("hf-e-1"), handle="7", holding=holding, why="Resources")]
+
+
+class PatientJob:
+    """Is a job whose node is given once its status has shown that it waits."""
+
+    def __init__(self, manager: ShortManager) -> None:
+        self.shown: list[str] = []
+        self._manager = manager
+
+    def is_over(self) -> bool:
+        return self.shown[-1:] == [""] and self._manager.given
+
+    async def nodes(self) -> tuple[NodeSeen, ...]:
+        return ()
+
+    async def note_awaited(self, text: str) -> None:
+        self.shown += [text] if self.shown[-1:] != [text] else []
+        self._manager.given = self._manager.given or bool(text)
+
+
+def test_what_a_job_waits_for_is_in_its_status_while_it_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waiting_report, "PATIENCE_S", 0.0)
+    manager, told = ShortManager(), list[str]()
+    job = PatientJob(manager)
+    doubles: tuple[Any, Any] = (manager, job)
+    machine = FleetMachine(FleetPolicy(prefix="hf-", nodes=1, nodes_max=1), "e")
+    pace = FleetPace(observe_s=0.01, hear_s=0.01, release_s=0.01)
+
+    def order(*_: object) -> Any:
+        raise AssertionError("nothing is asked for")
+
+    driver = FleetDriver(machine, *doubles, order, told.append, pace, "Slurm")
+    asyncio.run(asyncio.wait_for(driver.run(), 60))
+    line = "Slurm gives 0 of 1 nodes; Resources"
+    assert [text for text in job.shown if text] == [line]
+    assert job.shown[-1] == ""
+    assert told.count(line) == 1

@@ -51,7 +51,7 @@ def test_a_status_is_read_as_it_was_made() -> None:
     assert found == json.loads(encode_status(STATUS))
     assert list(found) == (
         "view step state coordinator agents workers leader group memory "
-        "servers servers_held servers_wanted".split()
+        "servers servers_held servers_wanted awaited".split()
     )
     assert found["workers"] == [
         {

@@ -16,7 +16,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from lightkube.resources.batch_v1 import Job
-from lightkube.resources.core_v1 import Node, Pod
+from lightkube.resources.core_v1 import Event, Node, Pod
 
 from holdfast.cli import launch_k8s
 from holdfast.cli.main import main
@@ -24,6 +24,7 @@ from holdfast.core.errors import Refused, UserError
 from holdfast.core.fleet.placements import Holding, PlacementId
 from holdfast.launch import kubernetes_job
 from holdfast.launch.cluster_manager import PlacementOrder
+from holdfast.launch.kubernetes_events import find_failures
 from holdfast.launch.kubernetes_manager import KubernetesManager, fill
 from holdfast.launch.kubernetes_manifests import POD_VARIABLE
 from holdfast.launch.kubernetes_notices import OVERDUE_AWAY_S, OVERDUE_S, Sightings, placement_of
@@ -253,7 +254,7 @@ def test_a_job_that_failed_is_resumed_by_another_of_its_name(
         assert main(command) == 0
         assert json.loads((tmp_path / "created").read_text()) == made
         asked = (tmp_path / "asked").read_text().splitlines()
-        assert asked[-2].startswith(f"delete job {name} --namespace default --cascade=foreground")
+        assert asked[-2].startswith(f"delete job {name} --namespace default --cascade=background")
 
     (tmp_path / "full").touch()
     assert main(command) == 2
@@ -512,3 +513,36 @@ def test_a_job_that_failed_for_good_gets_no_more_pods(
         found = cluster.client.get(Job, "hf-fake").to_dict()
         assert found["spec"]["backoffLimit"] == 0
         asyncio.run(kubernetes_job.finish_job("default", "hf-none-", 1))  # says so, and that is all
+
+
+def event(reason: str, at_s: float, uid: str = "u", **more: Any) -> Event:
+    about = {"name": f"{uid}{reason}", "namespace": "ml"}
+    given = {"involvedObject": {"uid": uid}, "reason": reason, "message": "it\n fails"}
+    when = {"lastTimestamp": later(at_s)}
+    made: Event = Event.from_dict({"metadata": about, **given, **(more or when)})
+    return made
+
+
+@pytest.mark.parametrize(
+    ("events", "failure"),
+    [
+        ([event("FailedMount", 5)], "FailedMount: it fails"),
+        ([event("FailedMount", 5), event("Pulling", 5)], ""),
+        ([event("Pulling", 6), event("FailedMount", 5)], ""),
+        ([event("FailedAttachVolume", 5), event("SuccessfulAttachVolume", 6)], ""),
+        ([event("SuccessfulAttachVolume", 6), event("FailedMount", 7)], "FailedMount: it fails"),
+        ([event("FailedCreatePodSandBox", 5), event("SandboxChanged", 6)],
+         "FailedCreatePodSandBox: it fails"),
+        ([event("FailedMount", 5), event("Scheduled", 9)], "FailedMount: it fails"),
+        ([event("FailedMount", 0, eventTime=later(5)), event("Pulled", 4)],
+         "FailedMount: it fails"),
+        ([event("FailedMount", 0, firstTimestamp=later(5))], "FailedMount: it fails"),
+        ([event("Pulled", 4), event("FailedMount", 0, eventTime=later(1),
+          series={"lastObservedTime": later(5)})], "FailedMount: it fails"),
+    ],
+)  # fmt: skip
+def test_what_keeps_a_pod_from_being_started_is_in_its_events(
+    events: list[Event], failure: str
+) -> None:
+    found = find_failures([*events, event("Pulled", 99, uid="other")])
+    assert found == ({"u": failure} if failure else {})

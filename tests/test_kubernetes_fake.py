@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,14 @@ import pytest
 from httpx2 import ConnectError
 from lightkube.resources.core_v1 import Pod
 
-from holdfast.testing.cluster_contract import CLUSTER_CASES, Case, run_cluster_case
+from holdfast.core.fleet.placements import Placement, PlacementId
+from holdfast.launch import kubernetes_manager
+from holdfast.launch.cluster_manager import PlacementOrder
+from holdfast.launch.kubernetes_manager import KubernetesManager
+from holdfast.testing.cluster_contract import CLUSTER_CASES, Case, run_cluster_case, until
 from labs.fake_kubernetes import FakeKubernetes
-from labs.kubelet import Kubelet
-from labs.kubernetes_cluster import KubernetesCluster, write_kubeconfig
+from labs.kubelet import UNMOUNTED, Kubelet
+from labs.kubernetes_cluster import PREFIX, KubernetesCluster, write_kubeconfig
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +79,53 @@ def test_a_kubelet_says_again_that_a_pod_runs(
     pod.popen.kill()
     pod.popen.wait()
     assert api.pod["status"]["phase"] == "Running"
+
+
+def test_a_volume_that_a_node_cannot_mount_is_the_reason_to_wait(
+    cluster: KubernetesCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pod stays in ContainerCreating; the events of the pod have the reason."""
+    monkeypatch.setattr(kubernetes_manager, "START_S", 0.0)
+    wanted = PlacementOrder(id=PlacementId(f"{PREFIX}mount"), command=("true",))
+
+    async def scene() -> None:
+        manager = cluster.manager(PREFIX)
+        await manager.request(wanted)
+        found = await until(lambda: reason_to_wait(manager, wanted.id), "a reason")
+        assert found.stuck
+        assert found.why == f"FailedMount on {found.host}: {UNMOUNTED}"
+        await manager.release(found.id, found.handle)
+        await manager.close()
+
+    for host in cluster.hosts:
+        cluster.break_mounts(host, True)
+    try:
+        asyncio.run(scene())
+    finally:
+        for host in cluster.hosts:
+            cluster.break_mounts(host, False)
+
+
+async def reason_to_wait(manager: KubernetesManager, id_: PlacementId) -> Placement | None:
+    return next((p for p in await manager.observe() if p.id == id_ and p.why), None)
+
+
+def test_a_role_of_an_earlier_release_that_has_no_right_to_events_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes_manager, "START_S", 0.0)
+
+    async def scene() -> None:
+        manager = cluster.manager()
+        wanted = PlacementOrder(id=PlacementId("hf-fake-1"), command=("true",))
+        await manager.request(wanted)
+        cluster.client.patch(Pod, wanted.id, {"spec": {"nodeName": "node0"}})
+        (found,) = await manager.observe()
+        assert (found.host, found.why) == ("node0", "")
+        await manager.close()
+
+    with FakeKubernetes() as api:
+        api.forbidden.add("events")
+        config = write_kubeconfig(tmp_path / "config", api.url)
+        cluster = KubernetesCluster(tmp_path, config, lambda away: None)
+        asyncio.run(scene())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from holdfast.launch import mesos_place, mesos_stream
 from holdfast.launch.mesos_manager import MAINTENANCE, MesosManager
 from holdfast.launch.mesos_session import MesosFramework
 from holdfast.launch.mesos_stream import read_records
+from holdfast.launch.mesos_waiting import DeclinedOffers
 from holdfast.testing.cluster_contract import (
     CLUSTER_CASES,
     Case,
@@ -95,6 +97,32 @@ def test_a_task_takes_the_resources_it_needs_and_no_revocable_ones() -> None:
     }
     less = [each for each in offer["resources"] if each != scalar("cpus", 4)]
     assert framework.task(PlacementId("hf-1"), {**offer, "resources": less}) is None
+
+
+def offer_of(host: str, cpus: float, *, revocable: float = 0.0) -> dict[str, Any]:
+    resources = [scalar("cpus", cpus), scalar("cpus", revocable, revocable={}), scalar("mem", 512)]
+    return {"hostname": host, "resources": [*resources, {"name": "ports", "ranges": {}}]}
+
+
+def test_why_no_offer_is_taken_is_kept_while_an_order_waits() -> None:
+    declined = DeclinedOffers({"cpus": 2.0, "mem": 1024, "gpus": 0})
+    declined.decline(offer_of("c", 1.0), "is avoided")
+    assert declined.reason() == ""
+    declined.look(True, 3600.0)
+    start = "no offer of Mesos since 01:00:00 UTC fits cpus 2, mem 1024"
+    assert declined.reason() == f"{start} (it has made none)"
+    declined.look(True, 3605.0)
+    declined.decline(offer_of("b", 1.0), "is avoided")
+    declined.decline(offer_of("a", 9.0), "")
+    declined.decline(offer_of("a", 1.5, revocable=8.0), "")
+    assert declined.reason() == f"{start} (a offers cpus 1.5, mem 512; b is avoided)"
+    declined.take("a", 3661.0)
+    assert "since 01:01:01 UTC fits cpus 2, mem 1024 (a has a node" in declined.reason()
+    for number in range(9):
+        declined.decline(offer_of(f"c{number}", 1.0), "is avoided")
+    assert declined.reason().endswith("; c5 is avoided; and 3 more)")
+    declined.look(False, 3700.0)
+    assert declined.reason() == ""
 
 
 def test_records_are_told_apart_by_their_lengths() -> None:
@@ -314,15 +342,21 @@ def test_offers_that_are_too_small_are_declined_until_a_larger_one_comes(fake: F
         agents = fake.agents.values()
         for agent in agents:
             agent.memory_mb = 512.0
-        wanted = order(1)
+        wanted, lacks = order(1), list[str]()
         await manager.request(wanted)
 
         async def are_declined() -> bool:
             (found,) = await find_placements(manager, wanted.id)
             assert (found.holding, found.host) == (Holding.WAITING, "")
+            lacks.append(found.why)
             return len(framework_of(fake).refused) == len(fake.hosts)
 
         await until(are_declined, "all offers are declined")
+        assert re.fullmatch(
+            r"no offer of Mesos since [0-9:]{8} UTC fits cpus 1, mem 1024 "
+            r"\(agent0 offers cpus 8, mem 512; .*agent3 offers cpus 8, mem 512\)",
+            lacks[-1],
+        )
         wait_s = [until_ - time.monotonic() for until_ in framework_of(fake).refused.values()]
         assert all(0 < each <= 5 for each in wait_s)
         fake.agents["agent2"].memory_mb = 2048.0

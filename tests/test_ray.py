@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -25,10 +26,12 @@ from holdfast.launch.fleet_plan import read_plan
 from holdfast.launch.ray_link import RayLink
 from holdfast.launch.ray_manager import RayManager, RayShare
 from holdfast.launch.ray_tables import RayTables, read_tables, selector
+from holdfast.launch.ray_waiting import RayDemand
 from holdfast.runtime.rundir import RunDir
 from holdfast.testing.cluster_contract import CLUSTER_CASES, Case, order, run_cluster_case, until
 from labs.fake_ray import FakeRay
 from labs.slurm_cluster import our_processes
+from ray_kit import check_reasons
 
 WAIT_S = 30.0
 
@@ -105,6 +108,38 @@ def test_hosts_to_avoid_become_a_selector_of_nodes() -> None:
     assert found.ids(["10.0.0.1", "10.0.0.9"]) == ["a", "b"]
     assert selector(["a", "b"]) == {"ray.io/node-id": "!in(a,b)"}
     assert selector([]) == {}
+
+
+USED = {"resources": {"CPU": 8.0}, "free": {"CPU": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("resources", "why"),
+    [
+        ({"CPU": 4.0, "GPU": 1.0},
+         "CPU 4, GPU 1 is infeasible in Ray: none of its 6 nodes has so much"),
+        ({"CPU": 4.0}, "CPU 4 is pending in Ray: of its 6 nodes 1 is too small, 1 drains, "
+         "2 have a node of the job, 1 is avoided, 1 is in use"),
+        ({"CPU": 2.0}, "CPU 2 is pending in Ray: of its 6 nodes 1 drains, "
+         "2 have a node of the job, 1 is avoided, 2 are free"),
+    ],
+)  # fmt: skip
+def test_why_ray_does_not_start_an_actor_is_what_its_nodes_lack(
+    resources: dict[str, float], why: str
+) -> None:
+    nodes = {
+        "small": {"resources": {"CPU": 2.0}, "free": {"CPU": 2.0}},
+        "busy": USED,
+        "leaves": {**USED, "drains": True},
+        "first": {**USED, "taken": ["hf-x-", "hf-y-"]},
+        "second": {**USED, "taken": ["hf-x-"]},
+        "failed": USED,
+    }
+    found = tables(("hf-x-1", "PENDING_CREATION", ""), ("hf-x-2", "ALIVE", "first"), **nodes)
+    mine = RayDemand(unit="hf-x-", resources=resources, avoid=["failed"])
+    other = RayDemand(unit="hf-y-", resources={"CPU": 99.0})
+    found = dataclasses.replace(found, demands=(mine, other, mine))
+    assert [each.why for each in found.placements("hf-x-", 0.0, 0.0)] == [why, ""]
 
 
 @pytest.mark.parametrize("answer", [{"nodes": []}, {"nodes": [{"id": "a"}], "actors": []}])
@@ -264,6 +299,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeRay]:
 @pytest.mark.parametrize("case", CLUSTER_CASES, ids=lambda case: case.__name__)
 def test_the_adapter_keeps_the_contract(case: Case, cluster: FakeRay) -> None:
     run_cluster_case(case, cluster)
+
+
+def test_why_an_actor_waits_is_found(tmp_path: Path) -> None:
+    with FakeRay(tmp_path, hosts=2) as cluster:
+        asyncio.run(check_reasons(cluster, small=0))
 
 
 class Recorder(FakeRay):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -23,6 +24,7 @@ from holdfast.testing.cluster_contract import (
 )
 from holdfast.testing.local_run import LocalRun, strike
 from labs.ray_cluster import RayCluster
+from ray_kit import check_reasons
 
 SCRIPT, STEPS = str(SCRIPTS / "paced.py"), "600"
 OPTIONS = ["--nproc", "1", "--virtual", "4"]
@@ -45,6 +47,12 @@ def contract_cluster() -> Iterator[RayCluster]:
 @pytest.mark.parametrize("case", CLUSTER_CASES, ids=lambda case: case.__name__)
 def test_ray_keeps_the_contract(case: Case, contract_cluster: RayCluster) -> None:
     run_cluster_case(case, contract_cluster)
+
+
+def test_why_ray_does_not_start_an_actor_is_found() -> None:
+    """The head has no CPUs."""
+    with RayCluster(hosts=2) as cluster:
+        asyncio.run(check_reasons(cluster, small=1))
 
 
 # ---------------------------------------------------------------- jobs

@@ -42,3 +42,20 @@ def test_nothing_is_reported_when_all_run() -> None:
     late = [placed(1), placed(2, "later")]
     assert list(report.read(late, 300.0)) == []  # the wait begins anew
     assert list(report.read(late, 310.0)) == ["Slurm gives 1 of 2 nodes; later"]
+
+
+def test_what_is_waited_for_now_is_kept_for_the_jobs_status() -> None:
+    report = WaitingReport("Ray")
+    shown = []
+    for now, why in (
+        (0.0, "no room"),
+        (9.0, "no room"),
+        (10.0, "no room"),
+        (20.0, "node2 is full"),
+    ):
+        list(report.read([placed(1, why)], now))
+        shown.append(report.current)
+    start = "Ray gives 0 of 1 nodes"
+    assert shown == ["", "", f"{start}; no room", f"{start}; node2 is full"]
+    list(report.read([placed(1)], 30.0))
+    assert report.current == ""

@@ -207,7 +207,19 @@ class FakeKubernetes:
             found["metadata"].setdefault("deletionTimestamp", _stamp())
             found["metadata"]["deletionGracePeriodSeconds"] = 0
             return self._new(found)
-        return here.pop(name)
+        gone = here.pop(name)
+        if gone.get("kind") == "Job" and (how.get("propagationPolicy") or "Orphan") == "Orphan":
+            self._orphan(gone["metadata"]["uid"])
+        return gone
+
+    def _orphan(self, uid: str) -> None:
+        """Keep the objects of a Job that is deleted without them, as the API does by default."""
+        for each in (*self._all("pods"), *self._all("configmaps")):
+            about = each["metadata"]
+            if about.get("labels", {}).get(JOB_UID) == uid:
+                del about["labels"][JOB_UID]
+            owners = about.get("ownerReferences", ())
+            about["ownerReferences"] = [owner for owner in owners if owner["uid"] != uid]
 
     # ------------------------------------------------------------ controllers
 
@@ -269,14 +281,18 @@ class FakeKubernetes:
                     deleted = True
 
     def _collect(self) -> None:
-        """Delete the pods of Jobs that are gone."""
+        """Delete the objects whose owners are gone: ConfigMaps and pods."""
         jobs = {job["metadata"]["uid"] for job in self._all("jobs")}
+        for each in list(self._all("configmaps")):
+            if _owners(each) and not _owners(each) & jobs:
+                about = each["metadata"]
+                self._objects["configmaps", about["namespace"]].pop(about["name"])
+        left = jobs | {each["metadata"]["uid"] for each in self._all("configmaps")}
         for pod in list(self._all("pods")):
-            about = pod["metadata"]
-            owners = {each["uid"] for each in about.get("ownerReferences", ())}
+            about, owners = pod["metadata"], _owners(pod)
             owners |= {about["labels"][JOB_UID]} if JOB_UID in about.get("labels", {}) else set()
             here = self._objects["pods", about["namespace"]]
-            if owners and not owners & jobs:
+            if owners and not owners & left:
                 about["finalizers"] = []
                 if "deletionTimestamp" not in about:
                     self._delete(here, about["name"], {})
@@ -306,6 +322,10 @@ class FakeKubernetes:
                 pod["metadata"].update(generateName=f"{about['name']}-", finalizers=[TRACKING])
                 pod["metadata"].setdefault("labels", {})[JOB_UID] = about["uid"]
                 self._create(("pods", about["namespace"]), here, pod)
+
+
+def _owners(found: Object) -> set[str]:
+    return {each["uid"] for each in found["metadata"].get("ownerReferences", ())}
 
 
 def _is_pod_of(pod: Object, uid: str) -> bool:

@@ -1,13 +1,18 @@
 """Plays masters of Mesos with the v1 scheduler HTTP API, and the agents behind them, by real HTTP.
 
 It keeps frameworks, offers and tasks as Mesos' own code does where that matters, and starts a real
-process for each task. Shapes and words are from Mesos 1.11:
+process for each task. No answer is a recording, and no test has ever compared one with a real
+Mesos: shapes and words are from the documents and sources of Mesos 1.11, which these names cite
+where they are used:
 
 * `API`: https://mesos.apache.org/documentation/latest/scheduler-http-api/
 * `scheduler.proto`, `mesos.proto`: include/mesos/v1/ of https://github.com/apache/mesos
 * `Master`: src/master/master.cpp and src/master/http.cpp there
 * `Maintenance`: https://mesos.apache.org/documentation/latest/maintenance/
 * `Operator`: https://mesos.apache.org/documentation/latest/operator-http-api/
+
+It guesses: all times; that each agent is offered whole, to one framework at a time; the order of
+events; which messages a master loses when it ends; how long agents take to come again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Answers the calls that fake masters of Mesos get (fake_mesos.py), and streams their events."""
+"""Answers the calls that fake masters of Mesos get (fake_mesos.py), and streams their events.
+
+No answer is a recording: statuses and texts are those of the sources of Mesos 1.11 that
+fake_mesos.py names. How a connection is cut is a guess.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Keeps the records of a fake Mesos (fake_mesos.py), in the shapes that its master sends.
 
+No real master was asked: fields and values are those of the sources, the ids are made up.
+
 * `mesos.proto`, `scheduler.proto`: include/mesos/v1/ of https://github.com/apache/mesos, at 1.11
 """
 

@@ -2,6 +2,20 @@
 
 It stands where RayLink does, and is a harness for the contract of adapters. An actor is a process
 of this machine that makes the same object as a real one.
+
+None of its answers is a recording: they have the shape that ray_driver.py gives to Ray's. The same
+cases run against a real cluster of Ray 2.60 (test_ray_cluster.py). They compare with it:
+
+- the contract of adapters: names that are taken, nodes that are killed, drained or avoided;
+- the reasons to wait, made of the demands that Ray lists and of the use of each node.
+
+These are guesses, by Ray's source or documents, and no test compares them:
+
+- the first node in order is taken, and an actor is placed at once when it is looked at;
+- an actor that waits has the state PENDING_CREATION, never DEPENDENCIES_UNREADY;
+- an actor of a lost node is gone at once; a real one is listed until Ray misses the node.
+
+It knows neither Ray's autoscaler, its head node, memory, GPUs nor custom resources.
 """
 
 from __future__ import annotations
@@ -25,6 +39,7 @@ from holdfast.testing.cluster_contract import PREFIX
 from holdfast.testing.fake_cluster import kill_tree
 from labs.slurm_cluster import our_processes
 
+CPUS = 1.0  # each node has these
 ACTOR = """
 import json, sys, threading
 from holdfast.launch.ray_place import RayPlace
@@ -85,6 +100,7 @@ class FakeRay:
         for actor in self._actors.values():
             if actor.process is None:
                 self._place(actor)
+        waits = any(actor.process is None for actor in self._actors.values())
         return {
             "actors": [
                 {
@@ -99,15 +115,30 @@ class FakeRay:
                 {
                     "id": f"id-{host}",
                     "name": host,
-                    "resources": {"CPU": 1.0},
+                    "resources": {"CPU": CPUS},
                     "labels": {"rack": host},
                     "drains": host in self._drained,
                     "drained_at": self._drained.get(host, 0.0),
+                    **(self._use(host) if waits else {}),
                 }
                 for host in self.hosts
                 if host not in self._down
             ],
+            "demands": [
+                {
+                    "unit": actor.order["unit"],
+                    "resources": {"CPU": actor.order["cpus"]},
+                    "avoid": actor.order["avoid"],
+                }
+                for actor in self._actors.values()
+                if actor.process is None
+            ],
         }
+
+    def _use(self, host: str) -> dict[str, Any]:
+        there = [a.order for a in self._actors.values() if a.process and a.node == host]
+        free = CPUS - sum(order["cpus"] for order in there)
+        return {"free": {"CPU": free} if free else {}, "taken": [o["unit"] for o in there]}
 
     def _start(self, order: Mapping[str, Any]) -> None:
         name = order["name"]
@@ -128,6 +159,7 @@ class FakeRay:
         barred = selector(order["avoid"]).get(NODE_LABEL, "")
         for host in self.hosts:
             taken = host in near or host in self._down or host in self._drained
+            taken = taken or self._use(host)["free"].get("CPU", 0.0) < order["cpus"]
             if not taken and f"id-{host}" not in barred:
                 given = json.dumps([order["command"], order["environment"], order["output"]])
                 actor.node = host
@@ -136,8 +168,8 @@ class FakeRay:
 
     # ------------------------------------------------------------ harness
 
-    def manager(self, job: str = PREFIX) -> RayManager:
-        return RayManager(self, job, self.folder, RayShare(label="rack"))
+    def manager(self, job: str = PREFIX, cpus: float = 0.5) -> RayManager:
+        return RayManager(self, job, self.folder, RayShare(label="rack", cpus=cpus))
 
     def kill(self, host: str) -> None:
         self._down.add(host)

@@ -28,7 +28,7 @@ from typing import Any
 from httpx2 import HTTPError
 from lightkube import ApiError, Client
 from lightkube.resources.coordination_v1 import Lease
-from lightkube.resources.core_v1 import Node, Pod, Secret, ServiceAccount
+from lightkube.resources.core_v1 import Event, Node, Pod, Secret, ServiceAccount
 from lightkube.types import PatchType
 
 from holdfast.health.measure.lifetime import die_with_parent
@@ -38,6 +38,8 @@ LOOK_S = 0.05
 RENEW_S = 0.5
 LEASES = "kube-node-lease"
 ADDRESS = "127.0.0.1"
+UNMOUNTABLE = "unmountable"  # a folder below DIR; a node whose name is there mounts no volume
+UNMOUNTED = 'MountVolume.SetUp failed for volume "data" : mount failed: exit status 32'
 POD_MARK, NODE_MARK = "HOLDFAST_TEST_POD", "HOLDFAST_TEST_NODE"
 
 
@@ -94,6 +96,7 @@ class Kubelet:
         self._root = root
         self._pods: dict[str, RunningPod] = {}  # by uid
         self._renewed_at = float("-inf")
+        self._failed_at = float("-inf")
 
     def run(self) -> None:
         while True:
@@ -120,7 +123,10 @@ class Kubelet:
             elif "deletionTimestamp" in pod["metadata"]:
                 self._delete(pod["metadata"]["namespace"], pod["metadata"]["name"])
             elif pod["status"].get("phase") == "Pending":
-                self._start(uid, pod)
+                if (self._root / UNMOUNTABLE / self._name).exists():
+                    self._fail_to_mount(pod)
+                else:
+                    self._start(uid, pod)
             elif pod["status"].get("phase") == "Running":
                 self._tell(pod["metadata"]["namespace"], pod["metadata"]["name"], "Failed", 137)
 
@@ -187,6 +193,36 @@ class Kubelet:
             )
         self._pods[uid] = RunningPod(name, namespace, container, environment, popen)
         self._tell(namespace, name, "Running")
+
+    def _fail_to_mount(self, pod: dict[str, Any]) -> None:
+        """Record that a pod cannot be started, as a real kubelet does: in an event that it repeats.
+
+        By the source of Kubernetes 1.37: pkg/kubelet/kubelet.go (FailedMountVolume).
+        """
+        if time.monotonic() < self._failed_at + RENEW_S:
+            return
+        self._failed_at = time.monotonic()
+        about = {key: pod["metadata"][key] for key in ("name", "namespace", "uid")}
+        name, namespace = f"{about['name']}.mount", about["namespace"]
+        now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        create: Any = self._client.create
+        patch: Any = self._client.patch
+        try:
+            how = {"namespace": namespace, "patch_type": PatchType.MERGE}
+            patch(Event, name, {"lastTimestamp": now}, **how)
+        except ApiError as error:
+            if error.response.status_code != 404:
+                raise
+            told = {
+                "metadata": {"name": name, "namespace": namespace},
+                "involvedObject": {"kind": "Pod", "apiVersion": "v1", **about},
+                "type": "Warning",
+                "reason": "FailedMount",
+                "message": UNMOUNTED,
+                "firstTimestamp": now,
+                "lastTimestamp": now,
+            }
+            create(Event.from_dict(told))
 
     def _environment(self, pod: dict[str, Any], container: dict[str, Any]) -> dict[str, str]:
         found: dict[str, str] = {}

@@ -32,7 +32,7 @@ from holdfast.launch.kubernetes_manager import KubernetesManager
 from holdfast.launch.kubernetes_names import AGENT, ZONE, instance_of, labels_of
 from holdfast.launch.kubernetes_notices import REASON
 from labs import kubelet
-from labs.kubelet import NODE_MARK, POD_MARK, kill_marked, marked, name_in
+from labs.kubelet import NODE_MARK, POD_MARK, UNMOUNTABLE, kill_marked, marked, name_in
 
 NAMESPACE = "default"
 UP_S = 60.0
@@ -126,6 +126,19 @@ class KubernetesCluster:
         """Stop a node's kubelet but not its processes: the node is unreachable for others."""
         self._kubelets[host].send_signal(signal.SIGSTOP)
 
+    def break_mounts(self, host: str, broken: bool = True) -> None:
+        """Have a node mount no volume any more, so that it starts no pod; or mount them again."""
+        folder = self.folder / UNMOUNTABLE
+        folder.mkdir(exist_ok=True)
+        if broken:
+            (folder / host).touch()
+        else:
+            (folder / host).unlink(missing_ok=True)
+
+    def thaw(self, host: str) -> None:
+        """Let a node's kubelet go on."""
+        self._kubelets[host].send_signal(signal.SIGCONT)
+
     def drain(self, host: str, reason: str) -> None:
         """Cordon a node, and say why."""
         about = {"annotations": {REASON: reason}}
@@ -133,6 +146,9 @@ class KubernetesCluster:
 
     def taint(self, host: str, key: str, effect: str) -> None:
         self._patch_node(host, {"spec": {"taints": [{"key": key, "effect": effect}]}})
+
+    def untaint(self, host: str) -> None:
+        self._patch_node(host, {"spec": {"taints": None}})
 
     def _patch_node(self, host: str, change: dict[str, Any]) -> None:
         self.client.patch(Node, host, change, patch_type=PatchType.MERGE)

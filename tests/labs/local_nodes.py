@@ -1,4 +1,10 @@
-"""Runs further nodes of a local run's job on this machine, each an agent with its own processes."""
+"""Runs further nodes of a local run's job on this machine, each an agent with its own processes.
+
+Nothing is faked or recorded: agents, workers and connections are real. It is a guess that they
+behave as on machines of their own, because these nodes share one clock, disk, kernel and loopback
+network. They end by a signal, which closes their connections at once; a machine that loses its
+power or its network closes none (network_lab.py).
+"""
 
 from __future__ import annotations
 

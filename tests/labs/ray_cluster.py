@@ -141,10 +141,9 @@ class RayCluster:
 
     # ------------------------------------------------------------ harness
 
-    def manager(self, job: str = PREFIX) -> RayManager:
-        return RayManager(
-            self.link(), job, self.folder / "placements", RayShare(cpus=0.5, label="rack")
-        )
+    def manager(self, job: str = PREFIX, cpus: float = 0.5) -> RayManager:
+        share = RayShare(cpus=cpus, label="rack")
+        return RayManager(self.link(), job, self.folder / "placements", share)
 
     def raylet(self, host: str) -> int:
         """Return the process that makes a host part of the cluster."""

@@ -1,6 +1,8 @@
 """Trains slowly until a file appears, then as fast as it can; the last line is the digest.
 
 paced.py FILE [STEPS]
+
+The worker whose number FILE.late holds is late in every step that it computes.
 """
 
 from __future__ import annotations
@@ -9,12 +11,21 @@ import hashlib
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 
 import holdfast
 
-PACE_S = 0.3
+PACE_S, LATE_S = 0.3, 5.0
+
+
+def is_late(path: str, worker: int) -> bool:
+    """Return whether a file holds a worker's number."""
+    try:
+        return Path(path).read_text() == str(worker)
+    except FileNotFoundError:
+        return False
 
 
 def main(go: str, steps: int) -> None:
@@ -26,6 +37,8 @@ def main(go: str, steps: int) -> None:
     dataset = torch.utils.data.TensorDataset(torch.randn(256, 20))
     for step in job.steps(job.batches(dataset, batch_size=4), until=steps):
         for (x,) in step:
+            if is_late(f"{go}.late", job.worker):
+                time.sleep(LATE_S)
             step.backward((model(x) - 1).square().mean())
         optimizer.step()
         optimizer.zero_grad()

@@ -117,7 +117,7 @@ def resume(name: str, namespace: str) -> int:
     text = run_kubectl("get", "job", *place, "--ignore-not-found", "--output=json")
     if text.strip():
         again = job_again(json.loads(text))
-        run_kubectl("delete", "job", *place, "--cascade=foreground", "--wait")
+        run_kubectl("delete", "job", *place, "--cascade=background", "--wait")
     else:
         again = deleted_job(*place)
     try:

@@ -65,6 +65,8 @@ def show(status: JobStatus) -> None:
         f" view {status.view}  step {status.step}  coordinator pid {status.coordinator.pid}  "
         f"agents {agents}",
     )
+    if status.awaited:
+        console.print(Text(status.awaited))
     if (memory := status.memory) is not None:
         console.print(
             f"{memory.redundancy}: the nodes' memory holds the state until step "

@@ -27,6 +27,7 @@ from holdfast.runtime.rundir import RunDir, is_full
 from holdfast.wire.messages import (
     DrainRequest,
     LabelRequest,
+    NodesAwaited,
     OrderReply,
     StatusReply,
     StatusRequest,
@@ -60,6 +61,7 @@ class JobLink:
         self._run_dir = run_dir
         self._contact = contact
         self._secret = secret
+        self._awaited = ""  # as the coordinator has it
 
     def is_over(self) -> bool:
         """Return whether the job has ended, as its run directory says."""
@@ -75,7 +77,14 @@ class JobLink:
             raise
         if reply is None:
             raise WorldError("the coordinator has closed the connection")
-        return read_nodes(parse_status(reply.text))
+        status = parse_status(reply.text)
+        self._awaited = status.awaited
+        return read_nodes(status)
+
+    async def note_awaited(self, text: str) -> None:
+        """Have the job's status show which nodes are waited for, unless it does. Ask first."""
+        if text != self._awaited:
+            await exchange(self._contact, self._secret, NodesAwaited(text=text), OrderReply)
 
     async def drain(self, name: str, reason: str, deadline_s: float = float("inf")) -> None:
         """Have a node drained, within a time; that it is not connected just now is no error."""
@@ -155,6 +164,7 @@ class FleetDriver:
                     self._tasks.discard(task)
                     task.result()  # a bug of ours ends the driver
         finally:
+            self._finished.set()
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -181,7 +191,8 @@ class FleetDriver:
     # ------------------------------------------------------------ asking
 
     async def _watch_manager(self) -> None:
-        while True:
+        # asyncio loses a cancellation that comes as an answer does (until Python 3.12).
+        while not self._finished.is_set():
             asked_at = time.monotonic()
             found = await self._try("the manager", self._observe())
             if found is not None:
@@ -205,13 +216,15 @@ class FleetDriver:
             return None
 
     async def _watch_job(self) -> None:
-        while True:
+        while not self._finished.is_set():
             if self._job.is_over():
                 self.end()
                 return
             found = await self._try("the job", self._job.nodes())
             if found is not None:
                 self._feed(fe.JobHeard(found))
+                shown = self._job.note_awaited(self._waiting.current)
+                await self._try("the job, to show what it waits for,", shown)
             await asyncio.sleep(self._pace.hear_s)
 
     async def _try(self, whom: str, question: Coroutine[Any, Any, Any]) -> Any:

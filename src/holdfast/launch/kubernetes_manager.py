@@ -21,8 +21,9 @@ from typing import Any
 
 from httpx2 import HTTPError
 from lightkube import ApiError, AsyncClient
+from lightkube.models.meta_v1 import ObjectMeta, OwnerReference
 from lightkube.resources.batch_v1 import Job
-from lightkube.resources.core_v1 import Node, Pod, PodTemplate
+from lightkube.resources.core_v1 import ConfigMap, Event, Node, Pod, PodTemplate
 from lightkube.types import PatchType
 
 from holdfast.core.errors import Refused, Unreachable, first_line
@@ -30,6 +31,7 @@ from holdfast.core.fleet.placements import Placement, PlacementId
 from holdfast.core.job_spec import JobSpec
 from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
+from holdfast.launch.kubernetes_events import find_failures, is_starting
 from holdfast.launch.kubernetes_manifests import POD_VARIABLE
 from holdfast.launch.kubernetes_names import (
     AGENT,
@@ -41,6 +43,7 @@ from holdfast.launch.kubernetes_names import (
 from holdfast.launch.kubernetes_notices import Sightings, placement_of
 from holdfast.net.standard_streams import print_plain
 
+START_S = 10.0  # a pod may be started for so long before its events are asked for
 FORGIVE_S = 60.0  # the coordinator's pod is not counted if it is lost after it has served so long
 RELEASE_S = 10  # for what runs in a pod that is given back to end by itself
 FORBIDDEN, MISSING, CONFLICT, TOO_MANY, BROKEN = 403, 404, 409, 429, 500
@@ -72,13 +75,17 @@ class KubernetesManager:
             listed = self._client.list(Pod, namespace=self._namespace, labels=labels)
             pods = [pod async for pod in listed]
             nodes = await self._nodes() if pods else {}
-        now = time.monotonic()
-        self._sightings.begin(now)
+            now = time.monotonic()
+            self._sightings.begin(now)
+            failures = await self._failures(pods)
         self._served_since = now if self._served_since is None else self._served_since
         if self._pod and now >= self._served_since + FORGIVE_S:
             await self._forgive()
             self._served_since = now  # until the next try, if this one has failed
-        return [placement_of(pod, nodes, self._sightings, self._label) for pod in pods]
+        return [
+            placement_of(pod, nodes, self._sightings, self._label, failures.get(uid_of(pod), ""))
+            for pod in pods
+        ]
 
     async def request(self, order: PlacementOrder) -> None:
         name, namespace = instance_of(self._prefix), self._namespace
@@ -86,7 +93,8 @@ class KubernetesManager:
             job = await self._client.get(Job, name, namespace=namespace)
             template = await self._client.get(PodTemplate, name, namespace=namespace)
             pod = fill(template.to_dict()["template"], order)
-            pod["metadata"]["ownerReferences"] = [reference(job)]
+            owner = reference(await self._owner(job), controller=True)
+            pod["metadata"]["ownerReferences"] = [owner.to_dict()]
             create: Any = self._client.create  # its types do not fit those of from_dict
             try:
                 await create(Pod.from_dict(pod), namespace=namespace)
@@ -109,6 +117,28 @@ class KubernetesManager:
     async def close(self) -> None:
         await self._client.close()
 
+    async def _owner(self, job: Job) -> ConfigMap:
+        """Return the object that owns a Job's agents, and goes with the Job; make it if need be.
+
+        It shows `kubectl drain` that a controller replaces these pods. A Job that was named as
+        their controller would disown them, since it does not select them.
+        """
+        owner = reference(job)
+        create: Any = self._client.create  # its types do not fit
+        about = ObjectMeta(
+            name=f"{owner.name}-{owner.uid[:8]}",
+            namespace=self._namespace,
+            labels=labels_of(self._prefix, AGENT),
+            ownerReferences=[owner],
+        )
+        try:
+            made: ConfigMap = await create(ConfigMap(metadata=about), namespace=self._namespace)
+        except ApiError as error:
+            if error.response.status_code != CONFLICT:
+                raise
+            return await self._client.get(ConfigMap, about.name or "", namespace=self._namespace)
+        return made
+
     async def _forgive(self) -> None:
         """Take the coordinator's pod from those that its Job counts when they are lost."""
         pod = self._pod
@@ -126,6 +156,20 @@ class KubernetesManager:
                     patch_type=PatchType.MERGE,
                 )
             self._pod = ""
+
+    async def _failures(self, pods: Sequence[Pod]) -> dict[str, str]:
+        """Return what keeps pods from being started, by their uids; none if we may not see it."""
+        seen = [self._sightings.see(f"start of {uid_of(p)}") for p in pods if is_starting(p)]
+        if min(seen, default=self._sightings.now) > self._sightings.now - START_S:
+            return {}
+        chosen: Any = {"involvedObject.kind": "Pod"}
+        try:
+            listed = self._client.list(Event, namespace=self._namespace, fields=chosen)
+            return find_failures([event async for event in listed])
+        except ApiError as error:
+            if error.response.status_code != FORBIDDEN:
+                raise
+            return {}  # an earlier release has made the job's role
 
     async def _nodes(self) -> dict[str, Node]:
         """Return the cluster's nodes by name; none if we may not see them."""
@@ -146,11 +190,16 @@ class KubernetesManager:
         return {node.metadata.name: node for node in found if node.metadata and node.metadata.name}
 
 
-def reference(job: Job) -> dict[str, str]:
-    """Return what makes a pod go when the Job goes."""
-    assert job.metadata is not None
-    name, uid = job.metadata.name or "", job.metadata.uid or ""
-    return {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": uid}
+def uid_of(pod: Pod) -> str:
+    return (pod.metadata.uid if pod.metadata is not None else None) or ""
+
+
+def reference(owner: Job | ConfigMap, *, controller: bool | None = None) -> OwnerReference:
+    """Return what makes an object go when its owner goes."""
+    assert owner.metadata is not None
+    name, uid = owner.metadata.name or "", owner.metadata.uid or ""
+    version, kind = ("batch/v1", "Job") if isinstance(owner, Job) else ("v1", "ConfigMap")
+    return OwnerReference(apiVersion=version, kind=kind, name=name, uid=uid, controller=controller)
 
 
 def fill(template: Mapping[str, Any], order: PlacementOrder) -> dict[str, Any]:

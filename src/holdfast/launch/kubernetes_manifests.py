@@ -133,6 +133,8 @@ def _rights(site: KubernetesSite, name: str, make_manifest: Any) -> list[Manifes
             "Role",
             [
                 _rule("", "pods", "create", "get", "list", "delete", "patch"),
+                _rule("", "events", "list"),
+                _rule("", "configmaps", "create", "get"),
                 {**_rule("", "podtemplates", "get"), "resourceNames": [name]},
                 {**_rule("batch", "jobs", "get", "patch"), "resourceNames": [name]},
             ],

@@ -61,13 +61,16 @@ class Sightings:
 
 
 def placement_of(
-    pod: Pod, nodes: Mapping[str, Node], sightings: Sightings, label: str = ""
+    pod: Pod, nodes: Mapping[str, Node], sightings: Sightings, label: str = "", failure: str = ""
 ) -> Placement:
-    """Return the placement that a pod is. `label`: of nodes, whose values are failure domains."""
+    """Return the placement that a pod is. `label`: of nodes, whose values are failure domains.
+
+    `failure`: what keeps it from being started on its node, by its events.
+    """
     assert pod.metadata is not None
     assert pod.spec is not None
     host = pod.spec.nodeName or ""
-    node, why = nodes.get(host), _reason_to_wait(pod)
+    node, why = nodes.get(host), _reason_to_wait(pod, failure)
     return Placement(
         id=PlacementId(pod.metadata.name or ""),
         handle=pod.metadata.uid or "",
@@ -80,7 +83,7 @@ def placement_of(
     )
 
 
-def _reason_to_wait(pod: Pod) -> str:
+def _reason_to_wait(pod: Pod, failure: str) -> str:
     """Return Kubernetes' reason why a pod does not run yet, or "" if it only takes its time."""
     status = pod.status
     if status is None or status.phase not in (None, "Pending"):
@@ -94,7 +97,8 @@ def _reason_to_wait(pod: Pod) -> str:
         if waiting is not None and waiting.reason and waiting.reason not in STARTING:
             said = f": {waiting.message}" if waiting.message else ""
             return f"{waiting.reason} on {host}{said}"
-    return ""
+    what, _, message = failure.partition(": ")
+    return f"{what} on {host}: {message}" if failure else ""
 
 
 def _domains(node: Node | None, label: str) -> Domains:

@@ -23,7 +23,8 @@ FAILED, COMPLETE = ("FailureTarget", "Failed"), ("SuccessCriteriaMet", "Complete
 def job_again(job: Mapping[str, Any]) -> dict[str, Any]:
     """Make the Job that goes on, of the one that Kubernetes lists. UserError if it has not failed.
 
-    The caller deletes the old Job first, and waits until its pods are gone.
+    The caller deletes the old Job first, but does not wait for its pods: one on a lost node would
+    stay. The next coordinator waits for the earlier one's lock, and for the end of its agents.
     """
     name = job["metadata"]["name"]
     conditions = job.get("status", {}).get("conditions", ())

@@ -12,7 +12,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from holdfast.launch.mesos_session import (
     say,
 )
 from holdfast.launch.mesos_stream import MesosStream
+from holdfast.launch.mesos_waiting import DeclinedOffers
 from holdfast.launch.order_book import ORDERS, BookEntry, OrderBook
 from holdfast.launch.rest_link import ANSWER_S, RestAccess, RestLink
 from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, read_regular
@@ -58,6 +59,7 @@ class MesosManager:
         self._stream: MesosStream | None = None
         self._states: dict[str, str] = {}  # by task
         self._offers: dict[str, dict[str, Any]] = {}
+        self._declined = DeclinedOffers(framework.needs)
         self._notices: dict[str, tuple[str, Notice]] = {}  # by agent, with the inverse offer's id
 
     async def observe(self) -> Sequence[Placement]:
@@ -140,6 +142,7 @@ class MesosManager:
             host=entry.host,
             notice=notice[1] if notice and holding is Holding.RUNNING else None,
             domains=entry.domains,
+            why=self._declined.reason() if entry.waits else "",
         )
 
     # ------------------------------------------------------------ events
@@ -211,12 +214,15 @@ class MesosManager:
         """Launch the orders that wait on offers that fit; all other offers are declined."""
         waiting = [entry for entry in entries if entry.waits]
         taken = {entry.host for entry in entries if entry.holder and not self._is_over(entry)}
+        self._declined.look(bool(waiting), time.time())
         offers, self._offers, declined = list(self._offers.values()), {}, []
         for offer in offers:
             host = offer["hostname"]
             entry = next((e for e in waiting if host not in e.order.avoid), None)
             task = entry and self._framework.task(entry.order.id, offer)
-            if not entry or not task or host in taken or "unavailability" in offer:
+            lack = _lack(offer, taken, avoided=entry is None)
+            if not entry or not task or lack:
+                self._declined.decline(offer, lack)
                 declined.append(offer["id"])
                 continue
             waiting.remove(entry)
@@ -224,6 +230,7 @@ class MesosManager:
                 entry.order.id, offer["agent_id"]["value"], host, _domains_of(offer)
             ):
                 taken.add(host)
+                self._declined.take(host, time.time())
                 self._states[entry.order.id] = "TASK_STAGING"
                 launch = {"type": "LAUNCH", "launch": {"task_infos": [task]}}
                 accepted = {"offer_ids": [offer["id"]], "operations": [launch]}
@@ -233,6 +240,15 @@ class MesosManager:
         if declined:
             again = {"refuse_seconds": REFUSE_S if waiting else REFUSE_IDLE_S}
             self.session.send(stream, "DECLINE", {"offer_ids": declined, "filters": again})
+
+
+def _lack(offer: Mapping[str, Any], taken: Container[str], *, avoided: bool) -> str:
+    """Return why an offer does not fit for another reason than its size; empty if it may."""
+    if offer["hostname"] in taken:
+        return "has a node of the job"
+    if "unavailability" in offer:
+        return "is about to be maintained"
+    return "is avoided" if avoided else ""
 
 
 def _task_of(entry: BookEntry) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from holdfast.core.errors import Refused, Unreachable
 from holdfast.core.fleet.placements import PlacementId
 from holdfast.launch.mesos_stream import SCHEDULER, STREAM_ID, MesosStream, subscribe
+from holdfast.launch.mesos_waiting import UNUSABLE
 from holdfast.launch.rest_link import RestLink
 from holdfast.net.standard_streams import print_plain
 from holdfast.store.regular_files import DOCUMENT_BYTES_MAX, create_regular, read_regular
@@ -41,6 +42,11 @@ class MesosFramework:
     gpus: int = 0
     failover_s: float = 3600.0
 
+    @property
+    def needs(self) -> dict[str, float]:
+        """Return what a task needs, by Mesos' names of resources."""
+        return {"cpus": self.cpus, "mem": self.memory_mb, "gpus": self.gpus}
+
     def info(self, id_: str = "") -> dict[str, Any]:
         """Return the description by which Mesos knows the framework (FrameworkInfo)."""
         gpus = [{"type": "GPU_RESOURCES"}] if self.gpus else []
@@ -58,10 +64,9 @@ class MesosFramework:
     def task(self, id_: PlacementId, offer: Mapping[str, Any]) -> dict[str, Any] | None:
         """Describe a task on an offer (TaskInfo); None if the offer has too little."""
         resources: list[dict[str, Any]] = []
-        needs = {"cpus": self.cpus, "mem": self.memory_mb, "gpus": self.gpus}
-        for name, need in needs.items():
+        for name, need in self.needs.items():
             for each in offer["resources"]:
-                usable = each["name"] == name and not {"revocable", "shared"} & set(each)
+                usable = each["name"] == name and not UNUSABLE & set(each)
                 if usable and need > 0:
                     used = min(need, each["scalar"]["value"])
                     resources.append({**each, "scalar": {"value": used}})

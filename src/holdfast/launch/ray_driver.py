@@ -19,13 +19,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.core.generated import gcs_pb2
 
 from holdfast.core.errors import first_line
 from holdfast.launch.ray_place import RayPlace
-from holdfast.launch.ray_tables import NAMESPACE, STATES, selector
+from holdfast.launch.ray_tables import (
+    NAMESPACE,
+    NODE_LABEL,
+    RUNNING_STATE,
+    STATES,
+    selector,
+)
 
 ASK_S = 10.0
+UNIT = ray._raylet.IMPLICIT_RESOURCE_PREFIX
 
 
 class RayDriver:
@@ -52,7 +60,28 @@ class RayDriver:
                 found["labels"] = dict(node.labels)
                 found |= {"drains": id_ in draining, "drained_at": draining.get(id_, 0) / 1000}
                 nodes.append(found)
-        return {"actors": actors, "nodes": nodes}
+        waits = any(actor["state"] != RUNNING_STATE for actor in actors)
+        return {"actors": actors, "nodes": nodes, "demands": self._demands(nodes) if waits else []}
+
+    def _demands(self, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """List what our actors that wait demand, and add its use to each node."""
+        state = get_cluster_resource_state(self._gcs)
+        free = {node.node_id.hex(): dict(node.available_resources) for node in state.node_states}
+        for node in nodes:
+            node["free"] = free.get(node["id"], {})
+            node["taken"] = [
+                key.removeprefix(UNIT) for key, left in node["free"].items()
+                if key.startswith(UNIT) and left < 1
+            ]  # fmt: skip
+        found = []
+        for each in state.pending_resource_requests:
+            wanted = dict(each.request.resources_bundle)
+            rules = [r for s in each.request.label_selectors for r in s.label_constraints]
+            avoid = [id_ for r in rules if r.label_key == NODE_LABEL for id_ in r.label_values]
+            for key in [key for key in wanted if key.startswith(UNIT)]:
+                del wanted[key]
+                found.append({"unit": key.removeprefix(UNIT), "resources": wanted, "avoid": avoid})
+        return found
 
     def start(self, order: Mapping[str, Any]) -> None:
         """Have an actor made, unless there is one of that name: one node never gets two of a unit.
@@ -60,7 +89,7 @@ class RayDriver:
         Every node has one of each implicit resource; so Ray itself keeps agents apart, and what
         waits for a node shows an autoscaler that one is wanted.
         """
-        unit = f"{ray._raylet.IMPLICIT_RESOURCE_PREFIX}{order['unit']}"
+        unit = f"{UNIT}{order['unit']}"
         place: Any = ray.remote(RayPlace)
         place.options(
             name=order["name"],

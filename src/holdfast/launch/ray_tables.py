@@ -12,6 +12,7 @@ from typing import Any
 from holdfast.core.domains import Domains
 from holdfast.core.errors import Damaged
 from holdfast.core.fleet.placements import Holding, Notice, Placement, PlacementId
+from holdfast.launch.ray_waiting import RayDemand, explain_demand
 
 # An actor that may yet run is in one of these, and goes through them in this order only, since it
 # is never restarted: asked for one after the other, they leave none out.
@@ -24,7 +25,11 @@ NODE_LABEL = "ray.io/node-id"  # Ray gives it to every node
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayNode:
-    """Describes a node that is up; `drained_at`: on the clock on the wall, 0 if nobody has said."""
+    """Describes a node that is up; `drained_at`: on the clock on the wall, 0 if nobody has said.
+
+    `free`: of its resources. `taken`: the units of the jobs that have an agent there. Ray is asked
+    for these two only while an actor waits.
+    """
 
     id: str
     name: str
@@ -32,6 +37,8 @@ class RayNode:
     drains: bool = False
     drained_at: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict)
+    free: Mapping[str, float] = field(default_factory=dict)
+    taken: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +55,7 @@ class RayActor:
 class RayTables:
     nodes: tuple[RayNode, ...]
     actors: tuple[RayActor, ...]
+    demands: tuple[RayDemand, ...] = ()
 
     def placements(self, prefix: str, now: float, wall: float, label: str = "") -> list[Placement]:
         """Return the placements of one job. `now` and `wall`: one moment on two clocks.
@@ -57,7 +65,9 @@ class RayTables:
         """
         nodes = {node.id: node for node in self.nodes}
         mine = {actor.id: actor for actor in self.actors if actor.name.startswith(prefix)}
-        found = [_placement(actor, nodes, now - wall) for actor in mine.values()]
+        lacks = [explain_demand(d, self.nodes) for d in self.demands if d.unit == prefix]
+        why = "; ".join(dict.fromkeys(lacks))
+        found = [_placement(actor, nodes, now - wall, why) for actor in mine.values()]
         labels = {node.name: node.labels for node in self.nodes}
         return [replace(p, domains=_domains(labels.get(p.host, {}), label)) for p in found]
 
@@ -79,6 +89,7 @@ def read_tables(answer: Mapping[str, Any]) -> RayTables:
         return RayTables(
             nodes=tuple(RayNode(**each) for each in answer["nodes"]),
             actors=tuple(RayActor(**each) for each in answer["actors"]),
+            demands=tuple(RayDemand(**each) for each in answer.get("demands", ())),
         )
     except (KeyError, TypeError) as error:
         raise Damaged(f"Ray's answer cannot be read: {error}") from None
@@ -93,10 +104,12 @@ def _domains(labels: Mapping[str, str], label: str) -> Domains:
     return (f"{label}={labels[label]}",) if labels.get(label) else ()
 
 
-def _placement(actor: RayActor, nodes: Mapping[str, RayNode], ahead_s: float) -> Placement:
+def _placement(
+    actor: RayActor, nodes: Mapping[str, RayNode], ahead_s: float, why: str
+) -> Placement:
     id_ = PlacementId(actor.name)
     if actor.state != RUNNING_STATE:  # the node that it then has is only where it waits
-        return Placement(id=id_, handle=actor.id, holding=Holding.WAITING)
+        return Placement(id=id_, handle=actor.id, holding=Holding.WAITING, why=why)
     node = nodes.get(actor.node)
     if node is None:  # Ray knows of a lost node a moment before it ends its actors
         return Placement(id=id_, handle=actor.id, holding=Holding.ENDED)

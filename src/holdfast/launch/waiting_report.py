@@ -23,19 +23,23 @@ class WaitingReport:
         self._since: float | None = None  # when the oldest placement that waits was first listed
         self._quiet_until = float("-inf")
         self._last = ""
+        self.current = ""  # the line as of the last listing, whether it is due again or not
 
     def read(self, placements: Sequence[Placement], now: float) -> Iterator[str]:
         """Take in a listing, and yield the line that is due."""
         waiting = [each for each in placements if each.holding is Holding.WAITING]
         if not waiting:
             self._since, self._last, self._quiet_until = None, "", float("-inf")
+            self.current = ""
             return
         self._since = now if self._since is None else self._since
         reasons = dict.fromkeys(each.why for each in waiting if each.why)
         given = sum(each.holding is Holding.RUNNING for each in placements)
         count = f"{self._manager} gives {given} of {given + len(waiting)} nodes"
         line = "; ".join((count, *reasons))
-        due = now >= max(self._since + PATIENCE_S, self._quiet_until)
-        if due and line != self._last:
+        if now < self._since + PATIENCE_S:
+            return
+        self.current = line
+        if now >= self._quiet_until and line != self._last:
             self._last, self._quiet_until = line, now + AGAIN_S
             yield line

@@ -127,6 +127,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     servers: tuple[ServerStatus, ...] = ()  # the tables' servers
     servers_held: int = 0  # this many hold all rows together; 0: the job has none
     servers_wanted: int = 0  # this many were asked for
+    awaited: str = ""  # nodes that the cluster manager does not give yet, and its reasons
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as `holdfast status --json` prints it."""

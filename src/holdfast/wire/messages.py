@@ -120,6 +120,13 @@ class LabelRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodesAwaited:
+    """Reports which nodes the cluster manager does not give yet, and why; empty: it gives all."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StacksRequest:
     """Asks that workers write where their threads are; the coordinator and agents pass it on."""
 
@@ -254,6 +261,7 @@ KINDS: dict[int, type] = {
     24: LogRequest,
     25: LogReply,
     26: ScaleRequest,
+    27: NodesAwaited,
 }
 _KIND_OF = {cls: kind for kind, cls in KINDS.items()}
 _ENCODER = msgspec.msgpack.Encoder()

@@ -61,6 +61,7 @@ from holdfast.wire.messages import (
     LogReply,
     LogRequest,
     MoveRequest,
+    NodesAwaited,
     OrderReply,
     ScaleRequest,
     StacksRequest,
@@ -78,6 +79,7 @@ Incoming = (
     | DrainRequest
     | MoveRequest
     | LabelRequest
+    | NodesAwaited
     | ScaleRequest
     | StacksRequest
     | ClockRequest
@@ -149,9 +151,13 @@ class AddressRoll:
 
 
 class ExpectedNodes:
-    """Knows how many nodes have asked what the job is, and have yet to start their agents."""
+    """Knows how many nodes have asked what the job is, and have yet to start their agents.
+
+    `awaited`: the fleet's last report of nodes that the cluster manager does not give.
+    """
 
     def __init__(self) -> None:
+        self.awaited = ""
         self._until: list[float] = []  # monotonic; one for each node
         self._come: set[AgentId] = set()
 
@@ -286,7 +292,8 @@ class CoordinatorServer:
                         channel.send(reply)
                         self._expected.note_question(time.monotonic())
                     case StatusRequest():
-                        status = make_status(self._core.snapshot(), self._spec)
+                        awaited = self._expected.awaited
+                        status = make_status(self._core.snapshot(), self._spec, awaited)
                         channel.send(StatusReply(text=encode_status(status)))
                     case StopRequest():
                         self.stop(message.reason)
@@ -306,6 +313,9 @@ class CoordinatorServer:
                         channel.send(OrderReply(problem=problem, warning=warning))
                     case MoveRequest() | LabelRequest():
                         channel.send(OrderReply(problem=self._pass_on(message)))
+                    case NodesAwaited(text=text):
+                        self._expected.awaited = text
+                        channel.send(OrderReply(problem=""))
                     case ScaleRequest(servers=count):
                         problem = find_scale_problem(self._spec, count)
                         if not problem:

@@ -23,8 +23,11 @@ from holdfast.runtime.job_status import (
 NO_ROOM = "waits for room in the run directory: free space there"
 
 
-def make_status(snapshot: CoordinatorSnapshot, spec: JobSpec) -> JobStatus:
-    """Describe the job for people and programs. The calling process is the coordinator."""
+def make_status(snapshot: CoordinatorSnapshot, spec: JobSpec, awaited: str = "") -> JobStatus:
+    """Describe the job for people and programs. The calling process is the coordinator.
+
+    `awaited`: the nodes that the cluster manager does not give, as the job's fleet reports.
+    """
     view, layout = snapshot.record.view, snapshot.record.layout
     return JobStatus(
         view=view.number if view else 0,
@@ -39,6 +42,7 @@ def make_status(snapshot: CoordinatorSnapshot, spec: JobSpec) -> JobStatus:
         servers=servers_of(snapshot),
         servers_held=layout.count if layout else spec.servers.count,
         servers_wanted=layout.goal if layout else spec.servers.count,
+        awaited=awaited,
     )
 
 

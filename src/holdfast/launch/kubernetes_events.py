@@ -1,0 +1,53 @@
+"""Reads from the events of pods why Kubernetes cannot start one on its node. Pure.
+
+The status of such a pod is no more than ContainerCreating, as it is while an image is pulled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightkube.resources.core_v1 import Event, Pod
+
+# Reasons of events, after which Kubernetes tries the same again on the same node.
+FAILURES = frozenset(
+    ("FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox")
+)
+# Reasons of events that a pod has once these failures are over.
+PROGRESS = frozenset(
+    ("SuccessfulAttachVolume", "Pulling", "Pulled", "BackOff", "Failed", "Created", "Started")
+)
+NEVER = datetime.min.replace(tzinfo=timezone.utc)
+
+
+def is_starting(pod: Pod) -> bool:
+    """Return whether a pod has a node, where it does not run yet."""
+    phase = pod.status.phase if pod.status is not None else None
+    return bool(pod.spec is not None and pod.spec.nodeName and phase in (None, "Pending"))
+
+
+def find_failures(events: Iterable[Event]) -> dict[str, str]:
+    """Return, by the uids of pods, the failure that keeps each from being started.
+
+    A failure that progress has followed is over.
+    """
+    newest: dict[str, tuple[datetime, bool, str]] = {}
+    for event in events:
+        uid, reason = event.involvedObject.uid or "", event.reason or ""
+        if reason in FAILURES or reason in PROGRESS:
+            message = " ".join((event.message or "").split())
+            text = f"{reason}: {message}" if reason in FAILURES else ""
+            found = (_moment(event), reason in PROGRESS, text)
+            newest[uid] = max(newest.get(uid, found), found)
+    return {uid: text for uid, (_, _, text) in newest.items() if text}
+
+
+def _moment(event: Event) -> datetime:
+    """Return when an event was last seen."""
+    last = event.series.lastObservedTime if event.series is not None else None
+    return (
+        last or event.lastTimestamp or event.eventTime or event.metadata.creationTimestamp or NEVER
+    )
