@@ -479,3 +479,17 @@ def test_a_job_that_has_waited_long_enough_or_not_begun_ends(patience_s: float, 
         assert full.left == 2
 
     asyncio.run(scenario())
+
+
+def test_an_older_record_does_not_hold_up_the_end_of_a_job() -> None:
+    async def scenario() -> None:
+        full = FullJournal(MemoryStore())
+        is_over = iter((False, False, True))
+        patient = PatientJournal(full, 60.0, lambda line: None, lambda: next(is_over), again_s=0.0)
+        term = (await patient.load()).term
+        full.left = 9
+        with pytest.raises(UserError, match="No space left"):
+            await patient.save(record(term))
+        assert full.left == 6
+
+    asyncio.run(scenario())

@@ -123,7 +123,9 @@ async def work_alone(setup: CoordinatorSetup, orders: Orders, resume: bool = Fal
         loaded = dataclasses.replace(loaded, record=record)
     spec = setup.run_dir.spec()
     core = make_machine(spec, loaded)
-    journal = PatientJournal(file, spec.lease().abandon_s, tell)
+    journal = PatientJournal(
+        file, spec.lease().abandon_s, tell, lambda: core.snapshot().record.outcome is not None
+    )
     server = CoordinatorServer(setup, spec, core, journal)
     if resume:
         server.say("resume", "the job is resumed: all of its processes had ended")

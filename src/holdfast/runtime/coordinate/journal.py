@@ -300,13 +300,20 @@ class PatientJournal:
 
     The workers train in the meantime, and changes wait. A record without a view, or of
     a job that has ended, is not worth it.
-    `say` takes a sentence for people. Times are in seconds.
+    `say` takes a sentence for people. `is_over` returns whether the job has ended while an older
+    record waits. Times are in seconds.
     """
 
     def __init__(
-        self, inner: Journal, patience_s: float, say: Callable[[str], None], again_s: float = 1.0
+        self,
+        inner: Journal,
+        patience_s: float,
+        say: Callable[[str], None],
+        is_over: Callable[[], bool] = lambda: False,
+        again_s: float = 1.0,
     ) -> None:
         self._inner = inner
+        self._is_over = is_over
         self._patience_s = patience_s
         self._say = say
         self._again_s = again_s
@@ -322,7 +329,7 @@ class PatientJournal:
                 await self._inner.save(record)
             except UserError as error:
                 is_pointless = record.view is None or record.outcome is not None
-                if is_pointless or time.monotonic() >= until:
+                if is_pointless or self._is_over() or time.monotonic() >= until:
                     raise
                 if tries == 1:
                     self._say(f"{error}: all changes wait, for {self._patience_s:g} s at most")
