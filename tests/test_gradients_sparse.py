@@ -328,8 +328,9 @@ def test_a_copy_of_a_task_is_used_as_the_task_itself_or_compared_with_it() -> No
         layout = Layout(me.rank, 2, 4, hosts, nodes, ())
         summing = RowsSum(mine.active_tables, layout, counts=True)
         transport = me.open("sum")
-        summing.gather(transport)
-        summing.spread(transport)
+        summing.begin(transport)
+        while summing.advance(transport):
+            pass
         summing.finish()
         found[me.rank] = mine.tables[0].result
         if me.rank == 0:

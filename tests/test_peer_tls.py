@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import re
+import select
 import signal
 import socket
 import ssl
@@ -36,7 +37,7 @@ from holdfast.testing.transports import (
     run_contract,
     run_contract_in_threads,
 )
-from holdfast.train.exchange.group_connection import GroupConnection
+from holdfast.train.exchange.group_network import GroupNetwork
 from holdfast.train.exchange.seam import Transport
 from holdfast.train.exchange.tcp_transport import TcpListener, TcpTransport
 from holdfast.train.exchange.wires import RECORD_BYTES, WRITE_BYTES, TlsWire
@@ -232,39 +233,47 @@ def test_a_send_that_would_block_goes_on_where_it_stopped(ours: Path) -> None:
     def receive() -> None:
         at = 0
         while at < len(got):
-            at += far.receive(got[at:], whole=True)
+            count = far.receive(got[at:])
+            at += count or 0
+            if count is None:
+                select.select([far.receives], [], [], PATIENCE_S)
 
     reader = threading.Thread(target=receive)
-    sent = near.send(parts, wait=False)
+    sent = near.send(parts)
     assert 0 < sent < len(got)  # nobody reads yet
     reader.start()
     flat = memoryview(b"".join(parts))
-    rest: list[memoryview] = []
-    for part in parts:  # as GroupConnection leaves them
-        if sent < len(part):
-            rest.append(part[sent:])
-        sent = max(sent - len(part), 0)
-    assert near.send(rest, wait=True) == sum(map(len, rest))
+    while sent < len(flat):
+        rest, before = [], sent
+        for part in parts:  # as a link leaves them
+            if before < len(part):
+                rest.append(part[before:])
+            before = max(before - len(part), 0)
+        count = near.send(rest)
+        sent += count
+        if not count:
+            select.select([], [near.sends], [], PATIENCE_S)
     reader.join(PATIENCE_S)
     assert got == flat
     near.shut()
-    assert far.receive(got, whole=True) == 0
+    assert far.receive(got) == 0
     with pytest.raises(OSError, match=r".+"):
-        near.send([b"x"], wait=True)
+        near.send([b"x"])
     near.close()
     far.close()
 
 
-def test_a_send_that_is_stuck_ends_with_the_connection(ours: Path) -> None:
+def test_a_send_that_is_stuck_ends_with_the_group(ours: Path) -> None:
     near, far = wires(ours)
-    link = GroupConnection(1, near, lambda: None)
-    link.start()
-    batch = link.send([(1, memoryview(bytearray(64 << 20)))])  # nobody reads it
-    assert batch is not None
-    threading.Timer(0.1, link.end).start()
+    network = GroupNetwork()
+    network.connect(1, near)
+    data = memoryview(bytearray(64 << 20))  # nobody reads it
+    expected, leaving = network.exchange({network.link(1): [(1, data)]}, [], 1)
+    assert leaving
+    threading.Timer(0.1, network.abort).start()
     with pytest.raises(Aborted):
-        link.wait_until_sent(batch)
-    link.close()
+        network.wait(expected, leaving)
+    network.close()
     far.close()
 
 

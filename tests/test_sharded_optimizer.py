@@ -28,6 +28,7 @@ from holdfast.train.exchange.layout import TAG_UPDATE, Layout
 from holdfast.train.exchange.seam import AloneTransport
 from holdfast.train.exchange.tensor_bytes import as_bytes
 from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
+from mailboxes import mailboxes, together
 from test_memory_tier import (
     LATER,
     end,
@@ -37,7 +38,6 @@ from test_memory_tier import (
     refused,
     until_step,
 )
-from test_training import mailboxes, together
 
 Reference = Callable[[int], str]
 SHORT = 12

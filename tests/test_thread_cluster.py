@@ -22,7 +22,7 @@ from support import SPEC, until
 from thread_cluster import Killed, ThreadCluster, ThreadWorker
 
 STEPS = 6
-EXCHANGES = 60  # more than a worker begins in a run
+EXCHANGES = 80  # more than a worker begins in a run
 
 
 def spec(workers: int, settings: dict[str, Any]) -> JobSpec:

@@ -28,7 +28,7 @@ from holdfast.train.checkpoint.gathered_state import GatheredState
 from holdfast.train.checkpoint.state import PROTECTED_AS, Extent
 from holdfast.train.exchange.tensor_bytes import as_bytes
 from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
-from holdfast.train.step import engine
+from holdfast.train.step import bucket_sums, engine
 from holdfast.train.step import reduction as exchange
 
 STATE_POINTS = ("donate", "receive", "load", "open")
@@ -85,9 +85,10 @@ class Faults:
     def install(self, model: nn.Module) -> None:
         """Wrap the library's own steps, so that the strike is at an exact place inside them."""
         model.last.weight.register_hook(lambda grad: self.at("backward"))
-        _wrap(exchange.BucketSum, "gather", after=lambda: self.at("gather"))
-        _wrap(exchange.BucketSum, "spread", after=lambda: self.at("spread"))
-        _wrap(exchange.TableGather, "gather", after=lambda: self.at("table"))
+        for summing in (bucket_sums.BucketSum, bucket_sums.FlatSum):
+            _wrap(summing, "begin", after=lambda: self.at("gather"))
+            _wrap(summing, "advance", after=lambda: self.at("spread"))
+        _wrap(exchange.TableGather, "begin", after=lambda: self.at("table"))
         gather = engine.all_gather
 
         def gather_votes(transport: object, layout: object, mine: object, tag: int) -> object:

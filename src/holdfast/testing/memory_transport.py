@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -66,7 +66,9 @@ class MemoryTransport:
         self._rank = -1
         self._size = 0
 
-    def open(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
+    def open(
+        self, rank: int, size: int, rendezvous: Rendezvous, peers: Collection[int] | None = None
+    ) -> None:
         rendezvous.publish(self._address)
         addresses = tuple(
             self._address if peer == rank else rendezvous.lookup(peer) for peer in range(size)
@@ -97,6 +99,18 @@ class MemoryTransport:
                 self._network.changed.wait()
             self.check()
             return box.popleft()
+
+    def has_all(self, peers: Iterable[int], tag: int) -> bool:
+        """Return whether a message of each of these has come, or none can come any more."""
+        group = self._group
+        with self._network.changed:
+            if group.aborted or group.gone:
+                return True
+            wanted = collections.Counter(peers)
+            return all(len(group.boxes[p, self._rank, tag]) >= n for p, n in wanted.items())
+
+    def go_on(self) -> None:
+        return
 
     def lost_ranks(self) -> Sequence[int]:
         with self._network.changed:
@@ -132,7 +146,7 @@ class MemoryTransport:
             return tensor
         self.damages_next = False
         damaged = tensor.clone()
-        damaged.view(torch.uint8)[7] ^= 1
+        damaged.view(-1).view(torch.uint8)[7] ^= 1
         return damaged
 
 
@@ -152,6 +166,9 @@ class _PendingInMemory:
         self._copies = copies
         self._receives = receives
         self._tag = tag
+
+    def is_done(self) -> bool:
+        return self._transport.has_all((peer for peer, _ in self._receives), self._tag)
 
     def wait(self, waits: Waits | None = None) -> None:
         self._transport.check()

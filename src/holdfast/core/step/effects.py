@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from holdfast.core.invalidations import Invalidations
 from holdfast.core.replica.ends import SinkKind, SourceKind
+from holdfast.core.step.audit import NO_SUM_CHECKS, SumChecks
 from holdfast.core.step.events import EventNoted, Purpose, Row, Topic
 from holdfast.core.types import (
     FollowOrder,
@@ -264,13 +265,15 @@ class Gather:
 class Reduce:
     """Sum the buckets of `step` as they fill, exchanged by who hosts what (`owners`).
 
-    `counted`: ranks whose results count; this worker adds zeros if its own do not.
+    `counted`: ranks whose results count; this worker adds zeros if its own do not. `checks`: which
+    sums will be checked, so one worker has to answer for each piece of them.
     """
 
     view: ViewNumber
     step: int
     owners: tuple[WorkerId, ...]
     counted: Sequence[int]
+    checks: SumChecks = NO_SUM_CHECKS
 
 
 @dataclass(frozen=True, slots=True)

@@ -316,7 +316,8 @@ class StepMachine:
             counted = found
             self._continue_script()  # the script skips dropped tasks
         self._go_to(Activity.SUM)
-        self._standing.order(Reduce(self._view.number, self.step, self.owners, counted))
+        checks = self._audits.sum_checks(self.step)
+        self._standing.order(Reduce(self._view.number, self.step, self.owners, counted, checks))
 
     def _say_done(self, used: int) -> None:
         number = self._view.number
@@ -421,7 +422,7 @@ class StepMachine:
         assert self._sums is not None, "sums are checked before they are here"
         buckets = self._sums.buckets
         alone = len(self._view.members) == 1
-        self._to_check = [] if alone else list(self._audits.sums(self.step, buckets))
+        self._to_check = [] if alone else list(self._audits.sum_checks(self.step).buckets(buckets))
         self._go_to(Activity.CHECK_SUMS)
         self._check_next()
 

@@ -11,7 +11,9 @@ import torch
 
 from holdfast.core import tree
 from holdfast.core.partition import part_of
+from holdfast.core.sum_plan import SumPlan, plan_sum
 from holdfast.core.types import Peer, View, WorkerId
+from holdfast.train.exchange.cut_plan import PIECE_ALIGN, CutPlan
 from holdfast.train.exchange.seam import Transport
 
 TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_AUDIT, TAG_VALUES, TAG_ROWS, TAG_PLAN = 1, 2, 3, 4, 5, 6, 7
@@ -19,10 +21,9 @@ TAG_UPDATE = 8
 TAG_STATE = 16
 TAG_BUCKETS = 1024
 TAG_OF_PLAN = 1 << 16  # times the plan's number, so that two plans never share a tag
-PIECE_ALIGN = 64  # elements; pieces start on cache lines
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """Maps the nodes of the tree to the members of one view, seen from one member."""
 
@@ -59,6 +60,41 @@ class Layout:
         """Return every other rank, starting after one's own, so that not all send to 0 first."""
         return _other_ranks(self.rank, self.size)
 
+    @functools.cached_property
+    def turns(self) -> tuple[tuple[int, int, int], ...]:
+        """Return the turns in which something spreads from every member to every other.
+
+        Each has a distance, 1, 2, 4 and so on, the rank to give to and the rank to get from.
+        """
+        distances = [1 << k for k in range((self.size - 1).bit_length())]
+        size = self.size
+        return tuple((d, (self.rank - d) % size, (self.rank + d) % size) for d in distances)
+
+    @functools.cached_property
+    def peers(self) -> frozenset[int]:
+        """Return the ranks with which this one exchanges in each step."""
+        first = next((rank for rank, hosted in enumerate(self.hosted) if 0 in hosted), 0)
+        giver, takers = find_branches(self.rank, first, self.size)
+        of_turns = [rank for _, *ranks in self.turns for rank in ranks]
+        found = {*self.plan.peers, *of_turns, *takers}
+        return frozenset(found if giver is None else found | {giver})
+
+    @functools.cached_property
+    def plan(self) -> SumPlan:
+        """Return this member's plan for sums along the tree."""
+        return plan_sum(self.nodes, self.vranks, self.rank)
+
+    def cut_plan(self, numel: int) -> CutPlan:
+        """Return the plan for buffers of `numel` elements."""
+        found = self._cut_plans.get(numel)
+        if found is None:
+            found = self._cut_plans[numel] = CutPlan.of(self.plan, numel)
+        return found
+
+    @functools.cached_property
+    def _cut_plans(self) -> dict[int, CutPlan]:
+        return {}
+
     def piece(self, rank: int, numel: int, turned: int = 0) -> slice:
         """Return which elements of a flat buffer `rank` sums; `turned`: those of a later rank."""
         return piece_of((rank + turned) % self.size, self.size, numel)
@@ -75,13 +111,18 @@ def piece_of(rank: int, size: int, numel: int) -> slice:
 
 
 def all_gather(transport: Transport, layout: Layout, mine: torch.Tensor, tag: int) -> torch.Tensor:
-    """Return every member's small record, by rank: [size, *mine.shape]. Blocks; raises Aborted."""
-    table = torch.empty((layout.size, *mine.shape), dtype=mine.dtype)
-    table[layout.rank] = mine
-    transport.exchange(
-        [(p, mine) for p in layout.others], [(p, table[p]) for p in layout.others], tag
-    ).wait()
-    return table
+    """Return every member's small record, by rank: [size, *mine.shape]. Blocks; raises Aborted.
+
+    In each of log2 N turns a member sends all records that it has to one other member, which
+    doubles the number of records that it has.
+    """
+    rows = torch.empty((layout.size, *mine.shape), dtype=mine.dtype)
+    rows[0] = mine  # row i belongs to the i-th rank after this one
+    for distance, give_to, get_from in layout.turns:
+        count = min(distance, layout.size - distance)
+        come = rows[distance : distance + count]
+        transport.exchange([(give_to, rows[:count])], [(get_from, come)], tag).wait()
+    return rows.roll(layout.rank, 0)
 
 
 def gather_bytes(transport: Transport, layout: Layout, mine: bytes) -> list[bytes]:
@@ -92,3 +133,14 @@ def gather_bytes(transport: Transport, layout: Layout, mine: bytes) -> list[byte
     padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     table = all_gather(transport, layout, padded, TAG_AUDIT)
     return [row[:size].numpy().tobytes() for row, size in zip(table, lengths, strict=True)]
+
+
+def find_branches(rank: int, root: int, size: int) -> tuple[int | None, tuple[int, ...]]:
+    """Return the rank from which a member gets what spreads from `root`, and those it gives it to."""
+    place = (rank - root) % size
+    below = 1 << place.bit_length()
+    branches = [place + (below << k) for k in range(size.bit_length())]
+    takers = tuple((each + root) % size for each in branches if each < size)
+    if not place:
+        return None, takers
+    return (place - (below >> 1) + root) % size, takers

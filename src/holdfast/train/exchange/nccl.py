@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -73,6 +73,10 @@ class _NcclPending:
     transport: NcclTransport
     host: Pending | None
 
+    def is_done(self) -> bool:
+        is_here = self.host is None or self.host.is_done()
+        return self.transport.aborted or (is_here and self.done.query())
+
     def wait(self, waits: Waits | None = None) -> None:
         # `waits` gets no times: NCCL does not report which peer's messages have arrived, and times
         # of messages through the host do not measure the links between GPUs. The event is polled,
@@ -100,8 +104,10 @@ class NcclTransport:
         self._stream: torch.cuda.Stream | None = None
         self.aborted = False
 
-    def open(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
-        self._host.open(rank, size, rendezvous)
+    def open(
+        self, rank: int, size: int, rendezvous: Rendezvous, peers: Collection[int] | None = None
+    ) -> None:
+        self._host.open(rank, size, rendezvous, peers)
         self.connect(rank, size)
 
     def connect(self, rank: int, size: int) -> None:
@@ -124,6 +130,9 @@ class NcclTransport:
         if host is not None and not (device_sends or device_receives):
             return host
         return _NcclPending(self._exchange_on_device(device_sends, device_receives), self, host)
+
+    def go_on(self) -> None:
+        self._host.go_on()
 
     def lost_ranks(self) -> Sequence[int]:
         return self._host.lost_ranks()  # NCCL itself does not know
@@ -185,8 +194,10 @@ class GpuTransport:
         self._aborted = False
         self.ordered = False
 
-    def open(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
-        self._host.open(rank, size, rendezvous)
+    def open(
+        self, rank: int, size: int, rendezvous: Rendezvous, peers: Collection[int] | None = None
+    ) -> None:
+        self._host.open(rank, size, rendezvous, peers)
         over: NcclTransport | StagedTransport
         if can_use_nccl(self._all_devices(rank, size)):
             over = NcclTransport(self._host, self._device)
@@ -203,6 +214,9 @@ class GpuTransport:
         if self._over is None:
             raise Aborted("the view was given up")
         return self._over.exchange(sends, receives, tag)
+
+    def go_on(self) -> None:
+        self._host.go_on()
 
     def lost_ranks(self) -> Sequence[int]:
         return self._host.lost_ranks()

@@ -8,7 +8,7 @@ Aborted on all sides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,22 +38,37 @@ class Pending(Protocol):
         """
         ...
 
+    def is_done(self) -> bool:
+        """Return whether `wait` would return, or raise, at once."""
+        ...
+
 
 class Transport(Protocol):
-    """Carries messages of one view's group. `open` blocks until all members are connected.
+    """Carries messages of one view's group.
 
-    `ordered`: tags are ignored, so all members must start the same exchanges in the same order.
+    `open` blocks until the ranks in `peers`, with which this one exchanges in each step, are
+    connected; None: all. Any other is connected when it is first needed. `ordered`: tags are
+    ignored, so all members must start the same exchanges in the same order.
     """
 
     ordered: bool
 
-    def open(self, rank: int, size: int, rendezvous: Rendezvous) -> None: ...
+    def open(
+        self, rank: int, size: int, rendezvous: Rendezvous, peers: Collection[int] | None = None
+    ) -> None: ...
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
         """Start sending and receiving; both sides of a message use the same tag and size.
 
         Tensors must stay untouched until the wait returns. Messages between one pair of ranks under
         one tag arrive in the order sent.
+        """
+        ...
+
+    def go_on(self) -> None:
+        """Move messages also while no thread waits for them, until nothing is under way.
+
+        To be called by a thread that is about to wait for something else.
         """
         ...
 
@@ -80,6 +95,9 @@ class NothingPending:
     def wait(self, waits: Waits | None = None) -> None:
         return
 
+    def is_done(self) -> bool:
+        return True
+
 
 class AloneTransport:
     """Implements `Transport` for a view with one member: nothing to send, nobody to lose."""
@@ -89,7 +107,9 @@ class AloneTransport:
     def __init__(self) -> None:
         self._aborted = False
 
-    def open(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
+    def open(
+        self, rank: int, size: int, rendezvous: Rendezvous, peers: Collection[int] | None = None
+    ) -> None:
         if (rank, size) != (0, 1):
             raise Aborted(f"a view of {size} members needs a real transport")
 
@@ -97,6 +117,9 @@ class AloneTransport:
         if self._aborted or sends or receives:
             raise Aborted("the view was given up")
         return NothingPending()
+
+    def go_on(self) -> None:
+        return
 
     def lost_ranks(self) -> Sequence[int]:
         return ()
@@ -106,3 +129,8 @@ class AloneTransport:
 
     def close(self) -> None:
         self._aborted = True
+
+
+def is_done(pending: Pending | None) -> bool:
+    """Return whether there is nothing to wait for."""
+    return pending is None or pending.is_done()

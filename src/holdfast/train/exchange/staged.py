@@ -8,7 +8,7 @@ of its own: the GPU waits for these copies, the host does not.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -137,6 +137,9 @@ class _StagedPending:
         self.received: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.after: Moment | None = None  # a moment after the work queued before the exchange
 
+    def is_done(self) -> bool:
+        return self._inner.is_done()
+
     def wait(self, waits: Waits | None = None) -> None:
         self._inner.wait(waits)
         self._rooms.give_back(self._sent)
@@ -159,8 +162,10 @@ class StagedTransport:
         self._host = host
         self._rooms = rooms
 
-    def open(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
-        self._host.open(rank, size, rendezvous)
+    def open(
+        self, rank: int, size: int, rendezvous: Rendezvous, peers: Collection[int] | None = None
+    ) -> None:
+        self._host.open(rank, size, rendezvous, peers)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
         if not any(tensor.is_cuda for _, tensor in (*sends, *receives)):
@@ -193,6 +198,9 @@ class StagedTransport:
         pending = _StagedPending(inner, self._rooms, sent)
         pending.received, pending.after = received, after
         return pending
+
+    def go_on(self) -> None:
+        self._host.go_on()
 
     def lost_ranks(self) -> Sequence[int]:
         return self._host.lost_ranks()

@@ -1,9 +1,11 @@
 """Carries host tensors over TCP connections of our own, which are proved before they are used.
 
-A process has one listener, for all its groups. Each pair of members has one connection, or with TLS
-one for each direction (wires.py). The lower rank opens them, and each side proves that it has the
-job's peer key before any message is read (net/peer_listener.py). Strangers never reach a group. To
-abort a group its connections are shut down, which frees all waiting threads on both sides at once.
+A process has one listener, for all its groups. Members that exchange something have a connection,
+or with TLS one for each direction (wires.py): those to a group's nearest members are opened with
+the group, others when they are first needed. The lower rank opens them, and each side proves that
+it has the job's peer key before any message is read (net/peer_listener.py). Strangers never reach
+a group. To abort a group its connections are shut down, which frees all waiting threads on both
+sides at once.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -25,7 +27,8 @@ from holdfast.net import peer_stream, tls
 from holdfast.net.peer_identity import PeerIdentity, split_address
 from holdfast.net.peer_listener import PeerListener, open_listener
 from holdfast.train.exchange import sockets
-from holdfast.train.exchange.group_connection import GIVEN_UP, GroupConnection, Incoming, Outgoing
+from holdfast.train.exchange.group_link import GroupLink
+from holdfast.train.exchange.group_network import Expected, GroupNetwork, Leaving
 from holdfast.train.exchange.seam import Message, Pending, Rendezvous
 from holdfast.train.exchange.tensor_bytes import memory_of
 from holdfast.train.exchange.waits import Waits
@@ -91,22 +94,22 @@ class TcpListener:
 class _TcpPending:
     """Is one exchange whose messages are under way."""
 
-    def __init__(self, transport: TcpTransport) -> None:
-        self.incoming: list[tuple[GroupConnection, Incoming]] = []
-        self.outgoing: list[tuple[GroupConnection, Outgoing]] = []
-        self._transport = transport
+    def __init__(
+        self, network: GroupNetwork, expected: list[Expected], leaving: list[Leaving]
+    ) -> None:
+        self._network = network
+        self._expected = expected
+        self._leaving = leaving
+
+    def is_done(self) -> bool:
+        return self._network.are_done(self._expected, self._leaving)
 
     def wait(self, waits: Waits | None = None) -> None:
         if waits is not None:
             waits.begin_wait()
-        for link, message in self.incoming:
-            link.wait_for(message)
-            if waits is not None:
-                waits.record_arrival(link.peer)
-        for link, batch in self.outgoing:
-            link.wait_until_sent(batch)
-        self.incoming, self.outgoing = [], []
-        self._transport.check()
+        record = None if waits is None else waits.record_arrival
+        self._network.wait(self._expected, self._leaving, record)
+        self._expected, self._leaving = [], []
 
 
 class TcpTransport:
@@ -120,42 +123,54 @@ class TcpTransport:
         self._listener = listener
         self._build_s = build_s
         self._ended_s = ended_s
-        self._changed = threading.Condition()
+        self._network = GroupNetwork()
         self._number = 0
-        self._awaited: set[_Way] = set()  # connections of lower ranks that are still missing
+        self._rank = self._size = 0
+        self._rendezvous: Rendezvous | None = None
+        self._opening = threading.Lock()  # held by the thread that opens connections
+        self._reached: set[int] = set()  # higher ranks with connections
+        self._changed = threading.Lock()
         self._dialing: dict[_Way, socket.socket] = {}
         self._proved: dict[_Way, socket.socket] = {}  # connections whose pair is not complete yet
-        self._links: dict[int, GroupConnection] = {}  # by rank
         self._began_at = math.inf
         self._ended_at = math.inf  # when a connection was first seen to have ended
-        self.aborted = False
 
     # ------------------------------------------------------------ building
 
-    def open(self, rank: int, size: int, rendezvous: Rendezvous) -> None:
-        ways = self._listener.ways
-        self._awaited = {(peer, way) for peer in range(rank) for way in ways}
+    def open(
+        self, rank: int, size: int, rendezvous: Rendezvous, peers: Collection[int] | None = None
+    ) -> None:
+        self._rank, self._size, self._rendezvous = rank, size, rendezvous
         self._number, address = self._listener.expect(self)
+        wanted = set(range(size) if peers is None else peers) - {rank}
         try:
             rendezvous.publish(address)
-            addresses = {peer: rendezvous.lookup(peer) for peer in range(size) if peer != rank}
-            self._began_at = time.monotonic()
-            deadline = self._began_at + self._build_s
-            to_dial = [(peer, way) for peer in range(rank + 1, size) for way in ways]
-            dialed = [(each, self._dial(each, addresses[each[0]])) for each in to_dial]
-            for each, channel in dialed:
-                self._meet(rank, each, channel, addresses[each[0]], deadline)
-            self._await_lower_ranks(deadline)
+            deadline = self._connect([peer for peer in sorted(wanted) if peer > rank])
+            lower = [peer for peer in wanted if peer < rank]
+            late = self._network.await_connections(lower, deadline)
+            if late:
+                raise Aborted(f"ranks {sorted(late)} have not connected", min(late))
         except Aborted:
             self.close()
             raise
+
+    def _connect(self, higher: Sequence[int]) -> float:
+        """Open connections to higher ranks, and return when that has to be done."""
+        assert self._rendezvous is not None, "a group is opened before it is used"
+        addresses = {peer: self._rendezvous.lookup(peer) for peer in higher}
+        self._began_at = time.monotonic()
+        deadline = self._began_at + self._build_s
+        to_dial = [(peer, way) for peer in higher for way in self._listener.ways]
+        try:
+            dialed = [(each, self._dial(each, addresses[each[0]])) for each in to_dial]
+            for each, channel in dialed:
+                self._meet(each, channel, addresses[each[0]], deadline)
         finally:
-            self._listener.forget(self._number)
             with self._changed:
-                unmet = [*self._dialing.values(), *self._proved.values()]
-                self._dialing, self._proved = {}, {}
+                unmet, self._dialing = list(self._dialing.values()), {}
             for channel in unmet:
                 channel.close()
+        return deadline
 
     def _dial(self, which: _Way, address: bytes) -> socket.socket:
         """Begin to connect."""
@@ -165,13 +180,11 @@ class TcpTransport:
         channel.setblocking(False)
         with self._changed:
             self._dialing[which] = channel
-            self.check()
+            self._network.check()
         channel.connect_ex((host, port))
         return channel
 
-    def _meet(
-        self, rank: int, which: _Way, channel: socket.socket, address: bytes, deadline: float
-    ) -> None:
+    def _meet(self, which: _Way, channel: socket.socket, address: bytes, deadline: float) -> None:
         """Finish connecting to a higher rank, and prove each other's job."""
         (number,) = _NUMBER.unpack(address[: _NUMBER.size])
         peer, way = which
@@ -189,8 +202,9 @@ class TcpTransport:
             channel = peer_stream.begin_tls(channel, identity, name)
             with self._changed:
                 self._dialing[which] = channel
-                self.check()
-            peer_stream.introduce(channel, identity.key, MAGIC, (number, rank, way), deadline)
+                self._network.check()
+            purpose = (number, self._rank, way)
+            peer_stream.introduce(channel, identity.key, MAGIC, purpose, deadline)
         except ssl.SSLError as error:
             why = f"rank {peer} cannot be trusted: {tls.describe_error(error)}"
             raise Aborted(why, peer) from None
@@ -204,29 +218,30 @@ class TcpTransport:
                 peer,
             ) from None
         with self._changed:
-            self.check()
+            self._network.check()
             del self._dialing[which]
             self._add(which, channel, dialed=True)
 
     def admit(self, which: _Way, channel: socket.socket) -> bool:
         """Take in a lower rank that has proved itself; return whether it was awaited here."""
+        peer, way = which
         with self._changed:
-            if self.aborted or which not in self._awaited:
+            is_known = 0 <= peer < self._rank and way in self._listener.ways
+            if self._network.aborted or not is_known or which in self._proved:
                 return False
-            self._awaited.remove(which)
-            self._add(which, channel, dialed=False)
-            self._changed.notify_all()
-            return True
+            if peer in self._network.wires():
+                return False
+            return self._add(which, channel, dialed=False)
 
-    def _add(self, which: _Way, channel: socket.socket, *, dialed: bool) -> None:
-        """Add a connection; the link begins once all of the pair's are here."""
+    def _add(self, which: _Way, channel: socket.socket, *, dialed: bool) -> bool:
+        """Add a connection; the link works once all of the pair's are here."""
         peer, _ = which
         sockets.prepare(channel)
         self._proved[which] = channel
         found = [self._proved.get((peer, way)) for way in self._listener.ways]
         channels = [each for each in found if each is not None]
         if len(channels) < len(found):
-            return
+            return True
         for way in self._listener.ways:
             del self._proved[peer, way]
         one, other = channels[0], channels[-1]  # _OUT and _BACK
@@ -234,93 +249,69 @@ class TcpTransport:
             wire: Wire = PlainWire(one)
         else:
             wire = TlsWire(one, other) if dialed else TlsWire(other, one)
-        self._links[peer] = link = GroupConnection(peer, wire, self._wake)
-        link.start()
-
-    def _await_lower_ranks(self, deadline: float) -> None:
-        with self._changed:
-            while self._awaited:
-                self.check()
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    late = sorted({peer for peer, _ in self._awaited})
-                    raise Aborted(f"ranks {late} have not connected", late[0])
-                self._changed.wait(left_s)
-            self.check()
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+        return self._network.connect(peer, wire)
 
     # ------------------------------------------------------------ exchanging
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
-        self.check()
-        pending = _TcpPending(self)
-        for peer, tensor in receives:
-            link = self._link(peer)
-            pending.incoming.append((link, link.expect(tag, _memory(tensor))))
-        batches: dict[int, list[tuple[int, memoryview]]] = {}
+        self._reach(peer for peer, _ in (*sends, *receives))
+        network = self._network
+        places = [(network.link(peer), _memory(tensor)) for peer, tensor in receives]
+        batches: dict[GroupLink, list[tuple[int, memoryview]]] = {}
         for peer, tensor in sends:
-            batches.setdefault(peer, []).append((tag, _memory(tensor)))
-        for peer, batch in batches.items():
-            link = self._link(peer)
-            outgoing = link.send(batch)
-            if outgoing is not None:
-                pending.outgoing.append((link, outgoing))
-        return pending
+            batches.setdefault(network.link(peer), []).append((tag, _memory(tensor)))
+        return _TcpPending(network, *network.exchange(batches, places, tag))
 
-    def _link(self, peer: int) -> GroupConnection:
-        link = self._links.get(peer)
-        if link is None:
-            raise Aborted(GIVEN_UP)
-        return link
+    def _reach(self, peers: Iterable[int]) -> None:
+        """Open connections to the higher ones of these ranks, if there are none. Aborted."""
+        self._network.check()
+        higher = {peer for peer in peers if peer > self._rank}
+        if higher <= self._reached:
+            return
+        with self._opening:
+            self._connect(sorted(higher - self._network.wires().keys()))
+            self._reached |= higher
 
-    def check(self) -> None:
-        """Raise Aborted once the view is given up."""
-        if self.aborted:
-            raise Aborted(GIVEN_UP)
+    def go_on(self) -> None:
+        self._network.go_on()
 
     # ------------------------------------------------------------ the end
 
     def lost_ranks(self) -> Sequence[int]:
         now = time.monotonic()
         with self._changed:
-            if self.aborted:
+            if self._network.aborted:
                 return ()
             late = now >= self._began_at + LOST_S
             dialing = list(self._dialing.items()) if late else []
-            links = list(self._links.values())
-        if any(sockets.has_ended(each) for link in links for each in link.wire.channels):
+        wires = self._network.wires()
+        if any(sockets.has_ended(each) for wire in wires.values() for each in wire.channels):
             self._ended_at = min(self._ended_at, now)
         if now >= self._ended_at + self._ended_s:
             self.abort()
         unanswered = [peer for (peer, _), channel in dialing if sockets.is_connecting(channel)]
         silent = [
-            link.peer
-            for link in links
-            if any(sockets.is_silent(each, LOST_S) for each in link.wire.channels)
+            peer
+            for peer, wire in wires.items()
+            if any(sockets.is_silent(each, LOST_S) for each in wire.channels)
         ]
         return sorted({*unanswered, *silent})
 
     def abort(self) -> None:
+        self._network.abort()
         with self._changed:
-            self.aborted = True
-            links, dialing = list(self._links.values()), list(self._dialing.values())
-            dialing += self._proved.values()
-            self._changed.notify_all()
-        for channel in dialing:
+            unmet = [*self._dialing.values(), *self._proved.values()]
+        for channel in unmet:
             peer_stream.shut(channel)
-        for link in links:
-            link.end()
 
     def close(self) -> None:
         self.abort()
         self._listener.forget(self._number)
         with self._changed:
-            links, self._links = list(self._links.values()), {}
-        for link in links:
-            link.close()
+            unmet, self._proved = list(self._proved.values()), {}
+        for channel in unmet:
+            channel.close()
+        self._network.close()
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:

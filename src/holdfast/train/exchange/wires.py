@@ -1,7 +1,7 @@
-"""Moves bytes between two members of a group: plain, or encrypted with TLS.
+"""Moves bytes between two members of a group: plain, or encrypted with TLS. Nothing here blocks.
 
-OpenSSL's objects must not be read and written by two threads at once. So with TLS a pair of members
-has two connections, one for each direction.
+With TLS a pair of members has two connections, one for each direction: one of OpenSSL's objects
+would have to be read before it could be written to, and the other way round.
 """
 
 from __future__ import annotations
@@ -21,26 +21,30 @@ Part = memoryview | bytes
 
 
 class Wire(Protocol):
-    """Sends and receives bytes for one pair of members. One thread sends, another receives."""
+    """Sends and receives bytes for one pair of members."""
+
+    #: The connection to send by, and the one to receive by; they may be the same.
+    sends: socket.socket
+    receives: socket.socket
 
     @property
     def channels(self) -> Sequence[socket.socket]:
         """Return the connections, to ask the kernel about them."""
         ...
 
-    def send(self, parts: Sequence[Part], *, wait: bool) -> int:
-        """Hand bytes to the kernel, at least some of them if it may `wait`; return their number.
+    def send(self, parts: Sequence[Part]) -> int:
+        """Hand bytes to the kernel, as many as it takes now; return their number.
 
         The unsent rest must come first in the next call. OSError.
         """
         ...
 
-    def receive(self, place: memoryview, *, whole: bool) -> int:
-        """Receive some bytes, or fill `place` if one call can. Return 0 at the end. OSError."""
+    def receive(self, place: memoryview) -> int | None:
+        """Receive what is there, up to `place`; None: nothing is there. 0: the end. OSError."""
         ...
 
     def shut(self) -> None:
-        """End it, which frees threads that send or receive. Never blocks."""
+        """End it on both sides. Never blocks."""
         ...
 
     def close(self) -> None: ...
@@ -50,52 +54,54 @@ class PlainWire:
     """Implements `Wire` by one TCP connection."""
 
     def __init__(self, channel: socket.socket) -> None:
-        channel.setblocking(True)
-        self._channel = channel
+        channel.setblocking(False)
+        self.sends = self.receives = channel
         self.channels = (channel,)
 
-    def send(self, parts: Sequence[Part], *, wait: bool) -> int:
+    def send(self, parts: Sequence[Part]) -> int:
         try:
-            return self._channel.sendmsg(parts[:PARTS_MAX], (), 0 if wait else socket.MSG_DONTWAIT)
+            return self.sends.sendmsg(parts[:PARTS_MAX])
         except BlockingIOError:
             return 0
 
-    def receive(self, place: memoryview, *, whole: bool) -> int:
-        return self._channel.recv_into(place, 0, socket.MSG_WAITALL if whole else 0)
+    def receive(self, place: memoryview) -> int | None:
+        try:
+            return self.receives.recv_into(place)
+        except BlockingIOError:
+            return None
 
     def shut(self) -> None:
-        peer_stream.shut(self._channel)
+        peer_stream.shut(self.sends)
 
     def close(self) -> None:
-        self._channel.close()
+        self.sends.close()
 
 
 class TlsWire:
     """Implements `Wire` by two encrypted connections, one to send by and one to receive by."""
 
     def __init__(self, sends: socket.socket, receives: socket.socket) -> None:
-        sends.setblocking(False)
-        receives.setblocking(True)
-        self._sends = sends
-        self._receives = receives
+        for channel in (sends, receives):
+            channel.setblocking(False)
+        self.sends = sends
+        self.receives = receives
         self.channels = (sends, receives)
-        self._waits = False  # whether a send blocks
 
-    def send(self, parts: Sequence[Part], *, wait: bool) -> int:
-        if wait != self._waits:
-            self._sends.setblocking(wait)
-            self._waits = wait
+    def send(self, parts: Sequence[Part]) -> int:
         sent = 0
         for chunk in _chunks(parts):
             try:
-                self._sends.send(chunk)  # all of it, or it has to be called again with it
+                self.sends.send(chunk)  # all of it, or it has to be called again with it
             except ssl.SSLWantWriteError:
                 return sent
             sent += len(chunk)
         return sent
 
-    def receive(self, place: memoryview, *, whole: bool) -> int:
-        return self._receives.recv_into(place)
+    def receive(self, place: memoryview) -> int | None:
+        try:
+            return self.receives.recv_into(place)
+        except ssl.SSLWantReadError:
+            return None
 
     def shut(self) -> None:
         for channel in self.channels:

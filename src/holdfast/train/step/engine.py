@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,12 +25,12 @@ from holdfast.train.exchange.layout import TAG_AUDIT, TAG_VOTE, Layout, all_gath
 from holdfast.train.exchange.seam import AloneTransport, Rendezvous, Transport
 from holdfast.train.exchange.waits import Waits
 from holdfast.train.step.backup_messages import BackupMessages
+from holdfast.train.step.bucket_sums import BucketSum, FlatSum
 from holdfast.train.step.driver import Driver, EngineOrder, Link, ViewRendezvous
 from holdfast.train.step.filled_buckets import FilledBuckets
 from holdfast.train.step.mover import StateMover, ViewConnections
 from holdfast.train.step.reduction import (
     ActCheck,
-    BucketSum,
     BuffersSpread,
     Operation,
     TableGather,
@@ -185,7 +184,7 @@ class Engine(threading.Thread):
 
         def connect() -> None:
             try:
-                transport.open(layout.rank, layout.size, rendezvous)
+                transport.open(layout.rank, layout.size, rendezvous, layout.peers)
                 result = None
             except BaseException as error:  # noqa: BLE001 - raised by the waiting thread
                 result = error
@@ -241,47 +240,58 @@ class Engine(threading.Thread):
             nodes = layout.nodes[layout.rank]
             self._filled.begin((), [bucket.replace_share(nodes) for bucket in buckets])
         begun, total = 0, len(buckets)
-        gathering: deque[BucketSum] = deque()
-        sums: list[BucketSum] = []
+        checked = order.checks.buckets(total)
+        running: list[BucketSum | FlatSum] = []
+        sums: list[BucketSum | FlatSum] = []
         closing: list[Operation] = []
-        check = self._checker(order.view)
+        check = self._checker(at)
         act = ActCheck(self._data.act, self._plan_of_step(), layout, at.view)
-        while begun < total or gathering or not closing:
+        while begun < total or running or not closing:
             # Where tags are ignored, a sum ends before the next one begins.
-            while not (gathering and at.transport.ordered):
-                bucket = self._filled.take(not gathering, check)
+            while not (running and at.transport.ordered):
+                bucket = self._filled.take(not running, check)
                 if bucket is None:
                     break
                 if not begun:  # just before the bucket: the peer is woken once for both
-                    act.gather(at.transport)
-                begun += 1
+                    act.begin(at.transport)
                 with self._driver.monitor:  # a newer view may merge the partial sums further
                     self._driver.check_alive(order.view)
-                    started = BucketSum(bucket, layout)
+                    is_checked = begun in checked
+                    started = FlatSum(bucket, layout) if is_checked else BucketSum(bucket, layout)
+                begun += 1
                 with at.waits.surround_sending():
-                    started.gather(at.transport)
-                gathering.append(started)
+                    started.begin(at.transport)
+                running.append(started)
+                sums.append(started)
             if begun == total and not closing:  # under way beside the last buckets
                 closing = self._closing_operations(at, order, act.number)
                 if not total:
-                    act.gather(at.transport)
+                    act.begin(at.transport)
                 for operation in closing:
-                    operation.gather(at.transport)
-            if gathering:
-                act.finish(at.transport)
-                gathered = gathering.popleft()
-                gathered.spread(at.transport, None if at.transport.ordered else at.waits)
-                sums.append(gathered)
-        act.finish(at.transport)
-        for operation in closing:
-            operation.spread(at.transport)
+                    operation.begin(at.transport)
+            if running:
+                act.complete(at.transport)
+                waits = None if at.transport.ordered else at.waits
+                running = [
+                    each
+                    for i, each in enumerate(running)
+                    if (i and not each.is_ready()) or each.advance(at.transport, waits)
+                ]
+        act.complete(at.transport)
+        left = closing
+        while left:
+            left = [
+                each
+                for i, each in enumerate(left)
+                if (i and not each.is_ready()) or each.advance(at.transport)
+            ]
         for operation in (*sums, *closing):
             operation.finish()
         by_row = [each for each in closing if isinstance(each, RowsSum)]
         self._driver.post(self._report(at, order, [*sums, *by_row]))
 
     def _report(
-        self, at: TimedConnections, order: ef.Reduce, sums: Sequence[BucketSum | RowsSum]
+        self, at: TimedConnections, order: ef.Reduce, sums: Sequence[BucketSum | FlatSum | RowsSum]
     ) -> ev.Summed:
         data, rows = self._data, self._rows
         assert rows is not None, "sums end with the rows"
@@ -323,8 +333,14 @@ class Engine(threading.Thread):
             text = f"what differs in step {step}: {summarize(found)}"
             self._driver.post(ev.EventNoted("wrong", text))
 
-    def _checker(self, view: int) -> Callable[[], None]:
-        return lambda: self._driver.check_alive(view)
+    def _checker(self, at: TimedConnections) -> Callable[[], None]:
+        """Return what to call before a wait for the script: Aborted once the view is over."""
+
+        def check() -> None:
+            at.transport.go_on()
+            self._driver.check_alive(at.view.number)
+
+        return check
 
     def _plan_of_step(self) -> int:
         """Return 63 bits that stand for the parameters that the step sums; 0: none."""
@@ -340,6 +356,7 @@ class Engine(threading.Thread):
         """
         driver, data, layout = self._driver, self._data, at.layout
         mine = layout.hosted[layout.rank]
+        at.transport.go_on()
         driver.await_rows(order.view, order.step)
         counts = layout.rank in order.counted
         if counts:

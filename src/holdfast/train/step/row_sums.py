@@ -14,7 +14,7 @@ import torch
 from holdfast.core import tree
 from holdfast.core.step.events import FINITE, NOBODYS, SOMEBODYS
 from holdfast.train.exchange.layout import TAG_ROWS, Layout
-from holdfast.train.exchange.seam import Message, Pending, Transport
+from holdfast.train.exchange.seam import Message, Pending, Transport, is_done
 from holdfast.train.step.buckets import Flat
 from holdfast.train.step.probe import current
 from holdfast.train.step.row_table import Rows, RowTable
@@ -39,8 +39,10 @@ class RowsSum:
         ]
         self._sizes: dict[int, torch.Tensor] = {}  # by rank: [tables, nodes, words]
         self._pending: Pending | None = None
+        self._has_sent = False
 
-    def gather(self, transport: Transport) -> None:
+    def begin(self, transport: Transport) -> None:
+        """Exchange the numbers of rows."""
         layout = self._layout
         for rank, nodes in enumerate(layout.nodes):
             self._sizes[rank] = torch.zeros(len(self.tables), len(nodes), _WORDS, dtype=torch.int64)
@@ -52,8 +54,15 @@ class RowsSum:
         receives = [(p, self._sizes[p]) for p in layout.others if self._sizes[p].numel()]
         self._pending = transport.exchange(sends, receives, TAG_ROWS)
 
-    def spread(self, transport: Transport) -> None:
+    def is_ready(self) -> bool:
+        return is_done(self._pending)
+
+    def advance(self, transport: Transport) -> bool:
+        """Exchange the rows, once their numbers are known."""
         self._wait()
+        if self._has_sent:
+            return False
+        self._has_sent = True
         layout = self._layout
         own = _pack(_tensors_of(rows for parts in self._parts for rows in parts.values()))
         sends: list[Message] = [(peer, flat) for peer in layout.others for flat in own]
@@ -66,6 +75,7 @@ class RowsSum:
         for peer in layout.others:
             current.probe.handle_sending(peer, sum(t.nbytes for p, t in sends if p == peer))
         self._pending = transport.exchange(sends, receives, TAG_ROWS)
+        return True
 
     def _make_room(self, peer: int) -> tuple[list[torch.Tensor], dict[tuple[int, tree.Node], Rows]]:
         """Return arrays for what a member sends, and the rows there, by table and node."""
@@ -82,7 +92,7 @@ class RowsSum:
         return flats, found
 
     def finish(self) -> None:
-        self._wait()
+        """Add the rows of all members."""
         others = [n for p in self._layout.others for n in self._layout.nodes[p]]
         for table, parts in zip(self.tables, self._parts, strict=True):
             for node in others:

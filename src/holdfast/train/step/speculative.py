@@ -14,8 +14,8 @@ import torch
 from holdfast.core.errors import WireError
 from holdfast.core.step.audit import Sketch
 from holdfast.core.step.events import Digest
+from holdfast.train.step.bucket_sums import BucketSum, FlatSum
 from holdfast.train.step.buckets import Gradients
-from holdfast.train.step.reduction import BucketSum
 from holdfast.train.step.row_sums import RowsSum
 from holdfast.train.step.step_table import UNWEIGHTED, Buffers, StepTable
 from holdfast.train.step.task_report import NOTHING, TaskReport, read_report
@@ -74,13 +74,13 @@ class SpeculativeTasks:
         return task.report.encode()
 
     def contradicted_vranks(
-        self, sums: Sequence[BucketSum | RowsSum], told: Mapping[int, bytes]
+        self, sums: Sequence[BucketSum | FlatSum | RowsSum], told: Mapping[int, bytes]
     ) -> tuple[int, ...]:
         """Return the virtual ranks for which others have sent other results.
 
-        Each member sees only the piece of a bucket that it sums, and only those parts of a virtual
-        rank that were not added to another one's before. `told`: the reports of all. Tasks that
-        left out records, there or here, are not compared: they were computed from other samples.
+        Each member sees only what it receives of a virtual rank's own gradient, before that is
+        added to another one. `told`: the reports of all. Tasks that left out records, there or
+        here, are not compared: they were computed from other samples.
         """
         found = []
         for vrank in sorted(self._done):

@@ -11,8 +11,8 @@ from holdfast.core.errors import Aborted
 from holdfast.train.exchange.layout import Layout
 from holdfast.train.exchange.seam import Transport
 from holdfast.train.exchange.tensor_bytes import as_bytes
+from holdfast.train.step.bucket_sums import FlatSum
 from holdfast.train.step.buckets import Bucket
-from holdfast.train.step.reduction import BucketSum
 
 
 class SumRuns:
@@ -26,10 +26,10 @@ class SumRuns:
     def add(self, transport: Transport) -> None:
         """Sum the bucket once more, each piece by a later member. Aborted."""
         into = torch.empty_like(self._bucket.result.data)
-        again = BucketSum(self._bucket, self._layout, into=into, turned=len(self._runs))
-        again.gather(transport)
-        again.spread(transport)
-        again.finish()
+        again = FlatSum(self._bucket, self._layout, into=into, turned=len(self._runs))
+        again.begin(transport)
+        while again.advance(transport):
+            pass
         self._runs.append(into)
 
     def digests(self) -> list[int]:

@@ -87,14 +87,19 @@ class ValuesGather:
         return len(self._mine)
 
     def expect(self, sizes: Mapping[int, int]) -> None:
-        """Expect these numbers of bytes by rank; the mapping is complete when `spread` runs."""
+        """Expect these numbers of bytes by rank; the mapping fills as rows come."""
         self._sizes = sizes
 
-    def gather(self, transport: Transport) -> None:
+    def begin(self, transport: Transport) -> None:
         return
 
-    def spread(self, transport: Transport) -> None:
-        """Send and receive the values themselves, now that all sizes are known. Aborted."""
+    def is_ready(self) -> bool:
+        return True
+
+    def advance(self, transport: Transport) -> bool:
+        """Send and receive the values themselves once all sizes are known. Aborted."""
+        if len(self._sizes) < self._layout.size:
+            return True
         sizes = {peer: self._sizes[peer] for peer in self._layout.others}
         if any(not 0 <= size <= VALUES_BYTES_MAX for size in sizes.values()):
             raise Aborted(f"values of impossible sizes were announced: {sizes}")
@@ -105,6 +110,7 @@ class ValuesGather:
             sends = [(peer, mine) for peer in sizes]
         if sends or self._messages:
             self._pending = transport.exchange(sends, self._messages, TAG_VALUES)
+        return False
 
     def finish(self) -> None:
         """Take in the values of all members. Aborted."""

@@ -1,0 +1,208 @@
+"""Plans a sum along the canonical tree, with O(log N) messages for each of N workers. Pure.
+
+Every tree node's sum is computed by the hosts of that node alone. Each of them owns one piece of
+it, all pieces are of one size, and a worker's piece of a node lies where its piece of the node's
+child lay, as far as sizes allow. On the way up, the owner of a piece receives it from the owners in
+both children, and adds the two. On the way down, finished sums travel back along the same ways,
+until every worker has all of them. As each addition is one of the canonical tree, the bits do not
+depend on the hosts. Where each of N workers hosts one block of virtual ranks, a worker talks to
+about log2 N others and sends 2 (1 - 1/N) times the size of the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from holdfast.core import tree
+from holdfast.core.tree import Node
+
+WHOLE = (Fraction(0), Fraction(1))
+_Joined = tuple[Node, Node, Node]  # a node with several hosts, and its two children
+Part = tuple[Fraction, Fraction]  # where a part of a sum starts and stops; the sum goes from 0 to 1
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Describes a part of a node's sum that travels to, or comes from, the worker `peer`."""
+
+    peer: int
+    node: Node
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """Describes this worker's piece of a node's sum; `left` and `right`: the node's children."""
+
+    node: Node
+    left: Node
+    right: Node
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Describes one exchange: its messages, and the additions that follow."""
+
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+    additions: tuple[Addition, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SumPlan:
+    """Describes one worker's part in every sum of a view.
+
+    `up`: the exchanges of partial sums, from the leaves on. `own`: this worker's part of the root's
+    sum, and the node that holds it, if it has one. `down`: the exchanges of finished sums.
+    """
+
+    up: tuple[Level, ...]
+    down: tuple[Level, ...]
+    own: tuple[Node, Part] | None
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Return the workers with which this one exchanges, by rank."""
+        levels = (*self.up, *self.down)
+        return tuple(sorted({m.peer for each in levels for m in (*each.sends, *each.receives)}))
+
+
+class _Hosts:
+    """Orders the hosts of all tree nodes; a node's pieces belong to its hosts in this order."""
+
+    def __init__(self, nodes: Sequence[Sequence[Node]], vranks: int) -> None:
+        self._vranks = vranks
+        self._order = {node: [rank] for rank, each in enumerate(nodes) for node in each}
+        self._index = {node: {hosts[0]: 0} for node, hosts in self._order.items()}
+        # The nodes with several hosts, children before parents.
+        self.joined: list[_Joined] = []
+        self.root = self._visit(tree.root(vranks))
+
+    def _visit(self, node: Node) -> Node:
+        """Order the hosts of a node and of all below it; return the node that holds its sum."""
+        if node in self._order:
+            return node
+        left, right = tree.children(node)
+        left = self._visit(left)
+        if right[0] >= self._vranks:
+            return left
+        right = self._visit(right)
+        places: dict[int, tuple[float, int, int]] = {}
+        for side, child in enumerate((left, right)):
+            hosts = self._order[child]
+            for i, rank in enumerate(hosts):
+                if rank not in places:
+                    # Equal quotients are equal floats, on any machine.
+                    places[rank] = (2 * i + 1) / (2 * len(hosts)), side, rank
+        self._order[node] = [rank for _, _, rank in sorted(places.values())]
+        self._index[node] = {rank: i for i, rank in enumerate(self._order[node])}
+        self.joined.append((node, left, right))
+        return node
+
+    def has(self, node: Node, rank: int) -> bool:
+        """Return whether a worker hosts anything of a node."""
+        return rank in self._index[node]
+
+    def of(self, node: Node) -> Sequence[int]:
+        """Return the hosts of a node, in the order of their pieces."""
+        return self._order[node]
+
+    def piece(self, node: Node, rank: int) -> Part | None:
+        """Return the piece of a node's sum that a worker owns; None if it hosts nothing of it."""
+        i, count = self._index[node].get(rank), len(self._index[node])
+        return None if i is None else (Fraction(i, count), Fraction(i + 1, count))
+
+    def owners(self, node: Node, part: Part | None) -> Iterator[tuple[int, Part]]:
+        """Return the owners of a part of a node's sum, with the elements of each within it."""
+        if part is None:
+            return
+        hosts = self._order[node]
+        count = len(hosts)
+        for i in range(math.floor(part[0] * count), math.ceil(part[1] * count)):
+            start, stop = Fraction(i, count), Fraction(i + 1, count)
+            yield hosts[i], (max(part[0], start), min(part[1], stop))
+
+
+def plan_sum(nodes: Sequence[Sequence[Node]], vranks: int, rank: int) -> SumPlan:
+    """Plan the part of the worker `rank`. `nodes`: the maximal nodes that each worker hosts."""
+    hosts = _Hosts(nodes, vranks)
+    here = [each for each in hosts.joined if hosts.has(each[0], rank)]
+    widths = sorted({node[1] for node, _, _ in here})
+    up = [_plan_up(hosts, [each for each in here if each[0][1] == w], rank) for w in widths]
+    down = []
+    for width in reversed(widths):
+        down.append(_plan_down(hosts, [each for each in here if each[0][1] == width], rank))
+    at_root = hosts.of(hosts.root)
+    idle = [each for each, hosted in enumerate(nodes) if not hosted]
+    tail = [(at_root[i % len(at_root)], each) for i, each in enumerate(idle)]
+    sends = tuple(Message(to, hosts.root, WHOLE) for giver, to in tail if giver == rank)
+    receives = tuple(Message(giver, hosts.root, WHOLE) for giver, to in tail if to == rank)
+    if sends or receives:
+        down.append(Level(sends, receives))
+    piece = hosts.piece(hosts.root, rank)
+    own = None if piece is None else (hosts.root, piece)
+    levels = [each for each in down if each.sends or each.receives]
+    return SumPlan(up=tuple(up), down=tuple(levels), own=own)
+
+
+def _plan_up(hosts: _Hosts, joined: Sequence[_Joined], rank: int) -> Level:
+    """Plan the exchange before the sums of nodes of one width, which `rank` helps to compute."""
+    sends: list[Message] = []
+    receives: list[Message] = []
+    additions: list[Addition] = []
+    for node, left, right in joined:
+        mine = hosts.piece(node, rank)
+        assert mine is not None, "only its hosts compute a node's sum"
+        additions.append(Addition(node, left, right, mine))
+        for child in (left, right):
+            to = hosts.owners(node, hosts.piece(child, rank))
+            sends += [Message(peer, child, part) for peer, part in to if peer != rank]
+            come = hosts.owners(child, mine)
+            receives += [Message(peer, child, part) for peer, part in come if peer != rank]
+    return Level(tuple(sends), tuple(receives), tuple(additions))
+
+
+def _plan_down(hosts: _Hosts, joined: Sequence[_Joined], rank: int) -> Level:
+    """Plan the exchange that brings finished sums from nodes of one width to their children.
+
+    A worker that needs a part for several nodes receives it more than once.
+    """
+    sends: list[Message] = []
+    receives: list[Message] = []
+    for node, left, right in joined:
+        mine = hosts.piece(node, rank)
+        for child in (left, right):
+            for peer, part in hosts.owners(child, mine):
+                if peer != rank:
+                    missing = _subtract(part, hosts.piece(node, peer))
+                    sends += [Message(peer, node, each) for each in missing]
+            for peer, part in hosts.owners(node, hosts.piece(child, rank)):
+                if peer != rank:
+                    receives += [Message(peer, node, each) for each in _subtract(part, mine)]
+    return Level(tuple(sends), tuple(receives))
+
+
+def _overlap(one: Part, other: Part) -> Part | None:
+    start, stop = max(one[0], other[0]), min(one[1], other[1])
+    return (start, stop) if start < stop else None
+
+
+def _subtract(part: Part, held: Part | None) -> list[Part]:
+    """Return a part without the elements of another one: none, one or two parts."""
+    if held is None:
+        return [part]
+    before = _overlap(part, (Fraction(0), held[0]))
+    after = _overlap(part, (held[1], Fraction(1)))
+    return [each for each in (before, after) if each is not None]
+
+
+def cut(part: Part, numel: int, align: int) -> slice:
+    """Return a part of a sum as elements; pieces start at multiples of `align`."""
+    units = -(-numel // align)
+    ends = (bound.numerator * units // bound.denominator * align for bound in part)
+    start, stop = (min(end, numel) for end in ends)
+    return slice(start, stop)
