@@ -136,7 +136,7 @@ def gather_bytes(transport: Transport, layout: Layout, mine: bytes) -> list[byte
 
 
 def find_branches(rank: int, root: int, size: int) -> tuple[int | None, tuple[int, ...]]:
-    """Return the rank from which a member gets what spreads from `root`, and those it gives it to."""
+    """Return the ranks that a member gets from and gives to, as something spreads from `root`."""
     place = (rank - root) % size
     below = 1 << place.bit_length()
     branches = [place + (below << k) for k in range(size.bit_length())]
