@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,7 @@ MODELS = ("mlp", "conv", "small")
 WORKERS = (2, 4)
 ROUNDS = 5
 RUN_S = 900.0
-FIGURES = ("cpu_s", "system_s", "wall_s", "faults")
+FIGURES = ("cpu_s", "system_s", "wall_s", "faults", "threads", "connections", "private_mb")
 SCRIPT = Path(__file__).with_name("step_cost_worker.py")
 
 Run = Callable[[Path, list[str], int], None]  # folder, arguments of the script, processes
@@ -38,6 +38,9 @@ class Launch:
     system_s: float  # the part of the CPU time that the kernel worked
     wall_s: float
     faults: float  # page faults
+    threads: float  # of a process, as its last step ends
+    connections: float  # over TCP
+    private_mb: float  # memory that no other process shares
     parameters: int
     digests: tuple[str, ...]  # all different digests of the final models
 
@@ -59,12 +62,15 @@ class StepCost:
         return self.median("holdfast", figure) / self.median("ddp", figure)
 
 
-def measure(model: str, workers: int, rounds: int = ROUNDS) -> StepCost:
+def measure(
+    model: str, workers: int, rounds: int = ROUNDS, options: Sequence[str] = ()
+) -> StepCost:
+    """Launch both libraries in turn. `options`: more of the script's."""
     found = StepCost(model, workers)
     for number in range(rounds):
         _say(f"{model}, {workers} workers: round {number + 1} of {rounds}")
-        found.ddp.append(_launch(_run_ddp, model, workers))
-        found.holdfast.append(_launch(_run_holdfast, model, workers))
+        found.ddp.append(_launch(_run_ddp, model, workers, options))
+        found.holdfast.append(_launch(_run_holdfast, model, workers, options))
     return found
 
 
@@ -87,12 +93,12 @@ HEAD = (
 )
 
 
-def _launch(run: Run, model: str, workers: int) -> Launch:
+def _launch(run: Run, model: str, workers: int, options: Sequence[str] = ()) -> Launch:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         out = folder / "out"
         out.mkdir()
-        run(folder, ["--model", model, "--out", str(out)], workers)
+        run(folder, ["--model", model, "--out", str(out), *options], workers)
         told = [json.loads(path.read_text()) for path in sorted(out.iterdir())]
     if len(told) != workers:
         raise RuntimeError(f"{len(told)} of {workers} processes have told what they spent")

@@ -7,6 +7,7 @@ it. The costs of a process are read at the end of a warm-up step and again at th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -91,12 +92,29 @@ class Meter:
             names = ("wall_s", "cpu_s", "system_s", "faults")
             pairs = zip(names, self._before, _spent(), strict=True)
             self.spent = {name: (now - then) / (steps - warm_up) for name, then, now in pairs}
+            self.spent |= _held()
 
 
 def _spent() -> tuple[float, ...]:
     used = resource.getrusage(resource.RUSAGE_SELF)  # counts all threads
     cpu_s = used.ru_utime + used.ru_stime
     return time.perf_counter(), cpu_s, used.ru_stime, float(used.ru_minflt)
+
+
+def _held() -> dict[str, float]:
+    """Return the numbers of threads and connections, and the memory of this process alone."""
+    sockets = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
+    ours = set()
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the folder's own
+            ours.add(os.readlink(f"/proc/self/fd/{each}"))
+    established = [line.split() for line in sockets if line.split()[3] == "01"]
+    rollup = Path("/proc/self/smaps_rollup").read_text().split()
+    return {
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "connections": sum(f"socket:[{fields[9]}]" in ours for fields in established),
+        "private_mb": int(rollup[rollup.index("Private_Dirty:") + 1]) / 1024,
+    }
 
 
 def _optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
@@ -143,9 +161,10 @@ def main() -> None:
     parser.add_argument("--model", choices=TASKS, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder for one file a process")
     parser.add_argument("--warm-up", type=int, default=10)
+    parser.add_argument("--steps", type=int, help="steps after those; default: by the model")
     options = parser.parse_args()
     task = TASKS[options.model]
-    steps = task.steps + options.warm_up
+    steps = (options.steps or task.steps) + options.warm_up
     meter = Meter(steps, options.warm_up)
     train = with_ddp if options.library == "ddp" else with_holdfast
     rank, model = train(task, meter, steps)

@@ -160,7 +160,7 @@ def test_a_wrong_state_is_found_before_a_fed_worker_joins() -> None:
                 average.held[-1] += 1
         return digest(model)
 
-    _, cluster = run(flips, 4, {1: 30})
+    _, cluster = run(flips, 4, {1: 60})
     texts = [text for _, text in cluster.events]
     found = [i for i, text in enumerate(texts) if "of worker 2 is not that of the others" in text]
     fed = [i for i, text in enumerate(texts) if "the state while" in text]

@@ -405,6 +405,17 @@ class Sum:
         return vrank not in self._unlike
 
 
+NONE_TAKEN = [0] * 5  # digests of parts of the gradients
+
+
+def test_a_copy_is_compared_by_a_part_of_its_gradient() -> None:
+    noted: Any = Recorder()
+    tasks = SpeculativeTasks(noted, noted, noted)
+    tasks.keep(1, FinishedTask(loss=0.0, count=1, digest=1, part=6))
+    for part, unlike in ((6, ()), (7, (1,)), (0, ())):
+        assert tasks.contradicted_vranks([], {}, [0, part, 0]) == unlike
+
+
 def test_a_copy_is_adopted_with_all_it_has_left_and_is_none_after_that() -> None:
     noted: Any = Recorder()
     tasks = SpeculativeTasks(noted, noted, noted)
@@ -412,9 +423,9 @@ def test_a_copy_is_adopted_with_all_it_has_left_and_is_none_after_that() -> None
     tasks.keep(4, FinishedTask(loss=0.5, count=3, digest=9, weight=1.5, left=left, part=6))
     tasks.keep(2, FinishedTask(loss=0.25, count=2, digest=8))
     sums: Any = [Sum(2), Sum(4)]
-    assert tasks.contradicted_vranks(sums, {}) == (2, 4)
-    assert tasks.contradicted_vranks(sums[:1], {}) == (2,)
-    assert tasks.contradicted_vranks([], {}) == ()
+    assert tasks.contradicted_vranks(sums, {}, NONE_TAKEN) == (2, 4)
+    assert tasks.contradicted_vranks(sums[:1], {}, NONE_TAKEN) == (2,)
+    assert tasks.contradicted_vranks([], {}, NONE_TAKEN) == ()
     tasks.adopt(4, (1, 7))
     tasks.adopt(2, (1, 7))
     assert noted.told == [
@@ -424,11 +435,11 @@ def test_a_copy_is_adopted_with_all_it_has_left_and_is_none_after_that() -> None
         ("put", 2, 0.25, 2, 8, (1, 7), UNWEIGHTED, 0),
         ("adopt", 2),
     ]
-    assert tasks.contradicted_vranks(sums, {}) == ()
+    assert tasks.contradicted_vranks(sums, {}, NONE_TAKEN) == ()
     tasks.keep(1, FinishedTask(loss=0.0, count=1, digest=1))
     tasks.forget()
     unlike: Any = [Sum(1)]
-    assert tasks.contradicted_vranks(unlike, {}) == ()
+    assert tasks.contradicted_vranks(unlike, {}, NONE_TAKEN) == ()
 
 
 def test_a_copy_is_compared_with_what_the_task_has_handed_over() -> None:
@@ -437,9 +448,10 @@ def test_a_copy_is_compared_with_what_the_task_has_handed_over() -> None:
     report = TaskReport(values={"a": b"1"})
     tasks.keep(1, FinishedTask(loss=0.0, count=1, digest=1, report=report))
     alike: Any = [Sum()]
-    assert tasks.contradicted_vranks(alike, {1: report.encode()}) == ()
-    assert tasks.contradicted_vranks(alike, {1: TaskReport(values={"a": b"2"}).encode()}) == (1,)
-    assert tasks.contradicted_vranks(alike, {}) == (1,)
-    assert tasks.contradicted_vranks(alike, {1: b"damaged"}) == (1,)
+    assert tasks.contradicted_vranks(alike, {1: report.encode()}, NONE_TAKEN) == ()
+    other = TaskReport(values={"a": b"2"}).encode()
+    assert tasks.contradicted_vranks(alike, {1: other}, NONE_TAKEN) == (1,)
+    assert tasks.contradicted_vranks(alike, {}, NONE_TAKEN) == (1,)
+    assert tasks.contradicted_vranks(alike, {1: b"damaged"}, NONE_TAKEN) == (1,)
     substituted = TaskReport(values={"a": b"2"}, bad=b"some record")
-    assert tasks.contradicted_vranks(alike, {1: substituted.encode()}) == ()
+    assert tasks.contradicted_vranks(alike, {1: substituted.encode()}, NONE_TAKEN) == ()

@@ -237,7 +237,7 @@ def test_the_choice_of_audits_is_the_same_for_ever() -> None:
     assert [[(a.vrank, *a.auditors) for a in each] for each in planned] == PLANNED
     assert [audit.plan_sums(1, step, 12, 0.25) for step in range(4)] == PLANNED_SUMS
     found = Audits(1, 0.25, 0.0)
-    assert [found.sums(step, 12) for step in range(4)] == PLANNED_SUMS
+    assert [found.sum_checks(step).buckets(12) for step in range(4)] == PLANNED_SUMS
     assert SKETCH_WORDS == 9  # the length of a row about a task
 
 

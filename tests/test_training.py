@@ -253,8 +253,7 @@ def test_a_joiner_receives_the_state() -> None:
 
 
 def test_a_damaged_transfer_is_never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("conftest.RUN_S", 1.0)
-    monkeypatch.setitem(globals(), "RUN_S", 1.0)  # the donor waits in vain for the joiner
+    monkeypatch.setattr("mailboxes.RUN_S", 1.0)  # the donor waits in vain for the joiner
     donor, joiner = nn.Linear(20, 20), nn.Linear(20, 20)
     before = joiner.weight.clone()
     errors = sync_pair(donor, joiner, damage=True)

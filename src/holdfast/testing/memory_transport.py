@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import itertools
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -108,6 +108,26 @@ class MemoryTransport:
                 return True
             wanted = collections.Counter(peers)
             return all(len(group.boxes[p, self._rank, tag]) >= n for p, n in wanted.items())
+
+    def listen(
+        self, tag: int, size: int, hear: Callable[[int, bytes], None], *, always: bool = False
+    ) -> None:
+        def work() -> None:
+            while (found := self._receive_any(tag)) is not None:
+                hear(*found)
+
+        threading.Thread(target=work, daemon=True).start()
+
+    def _receive_any(self, tag: int) -> tuple[int, bytes] | None:
+        """Wait for a message of any member; None at the end of the group."""
+        group, changed = self._group, self._network.changed
+        with changed:
+            while not group.aborted and self._rank not in group.gone:
+                for peer in range(self._size):
+                    if box := group.boxes[peer, self._rank, tag]:
+                        return peer, box.popleft().numpy().tobytes()
+                changed.wait()
+        return None
 
     def go_on(self) -> None:
         return

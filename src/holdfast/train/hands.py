@@ -52,8 +52,8 @@ class StepHands:
                 self._recorder.doubt(step, view, again)
             case ef.Withdraw(invalidations):
                 self._store.withdraw(invalidations)
-            case ef.LookWhoIsLate(view, step):
-                return [ev.StillAwaited(view, step, tuple(self._engine.awaited_ranks()))]
+            case ef.LookWhoIsLate(_, step):
+                self._engine.look_who_is_late(step)
             case _ if isinstance(effect, ef.ReplicaEffect):
                 return self._mover.carry_out_at_once(effect, self._engine.connections)
         return []

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -23,6 +23,9 @@ BUFFER_BYTES = 1 << 16  # read at a time, so that a small message takes one call
 EARLY_BYTES = 1 << 16  # a larger message waits in the kernel until a caller wants it
 EARLY_BYTES_MAX = 4 << 30  # limit for all messages that one peer has sent too early
 GIVEN_UP = "the view was given up"
+
+
+Hear = Callable[[int, bytes], None]  # the sender's rank, and the message
 
 
 class Incoming:
@@ -47,10 +50,68 @@ class Outgoing:
         self.done = False
 
 
-class GroupLink:
-    """Sends to, and receives from, one peer, once `connect` has brought its connections."""
+class Listeners:
+    """Keeps the listeners of one group's member. The group's network locks it."""
 
-    def __init__(self, peer: int) -> None:
+    def __init__(self) -> None:
+        self.is_always_on = False  # some messages may come while no thread waits
+        self._sizes: dict[int, int] = {}  # by tag
+        self._listeners: dict[int, Hear] = {}  # by tag
+        self._heard: deque[tuple[Hear, int, bytes]] = deque()
+
+    def add(self, tag: int, size: int, hear: Hear, *, always: bool) -> None:
+        """Give messages under a tag, of `size` bytes, to `hear` from now on."""
+        self._sizes[tag], self._listeners[tag] = size, hear
+        self.is_always_on |= always
+
+    def size_of(self, tag: int) -> int | None:
+        """Return the size of messages under a tag; None if there is no listener."""
+        return self._sizes.get(tag)
+
+    def put(self, tag: int, peer: int, data: bytes) -> None:
+        """Keep a message for its listener."""
+        self._heard.append((self._listeners[tag], peer, data))
+
+    def take(self) -> tuple[Hear, int, bytes] | None:
+        """Return the next message with its listener and its sender."""
+        return self._heard.popleft() if self._heard else None
+
+
+class _ReadAhead:
+    """Keeps bytes that were read, and belong to no message whose place is known yet."""
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._start = self._stop = 0  # the bytes between them are here
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def room(self) -> memoryview:
+        """Return where to read to; `grow` by the number of bytes that were read."""
+        left = len(self)
+        if self._stop == BUFFER_BYTES or not left:
+            self._buffer[:left] = bytes(self._buffer[self._start : self._stop])
+            self._start, self._stop = 0, left
+        return self._buffer[self._stop :]
+
+    def grow(self, count: int) -> None:
+        self._stop += count
+
+    def take(self, count: int) -> memoryview:
+        """Return the next bytes, until the next `room`."""
+        self._start += count
+        return self._buffer[self._start - count : self._start]
+
+
+class GroupLink:
+    """Sends to, and receives from, one peer, once `connect` has brought its connections.
+
+    `listeners` get messages that no caller expects.
+    """
+
+    def __init__(self, peer: int, listeners: Listeners) -> None:
+        self._listeners = listeners
         self.peer = peer
         self.wire: Wire | None = None
         self.ended = ""  # why
@@ -60,8 +121,7 @@ class GroupLink:
         self._early: dict[int, deque[Incoming]] = {}
         self._early_bytes = 0
         self._leaving: deque[Outgoing] = deque()
-        self._buffer = memoryview(bytearray(BUFFER_BYTES))
-        self._start = self._stop = 0  # the bytes between them have been read, but not taken
+        self._ahead = _ReadAhead()
         # Tag and size of a message whose bytes are still coming.
         self._head: tuple[int, int] | None = None
         self._coming: Incoming | None = None  # the message, once there is a place for it
@@ -87,6 +147,10 @@ class GroupLink:
             self.check()
             self._wanted.setdefault(tag, deque()).append(message)
         return message
+
+    def take_early(self, tag: int) -> list[bytes]:
+        """Return the messages under this tag that have come, which no caller wants any more."""
+        return [bytes(each.place) for each in self._early.pop(tag, ()) if each.done]
 
     def has_come(self, message: Incoming) -> bool:
         """Return whether a message is here."""
@@ -173,21 +237,19 @@ class GroupLink:
     def _read_some(self) -> bool:
         """Take a step in reading; return False if there is nothing to read, or no place."""
         if self._head is None:
-            if self._stop - self._start < HEAD.size and not self._fill():
-                return False
-            if self._stop - self._start < HEAD.size:
-                return True
-            self._head = HEAD.unpack_from(self._buffer, self._start)
-            self._start += HEAD.size
+            if len(self._ahead) < HEAD.size:
+                count = self._receive(self._ahead.room())
+                self._ahead.grow(count)
+                return bool(count)
+            self._head = HEAD.unpack(self._ahead.take(HEAD.size))
         if self._coming is None:
             tag, size = self._head
             self._coming = self._place_for(tag, size)
             if self._coming is None:
                 self.is_held_up = True
                 return False
-            self._at = min(size, self._stop - self._start)
-            self._coming.place[: self._at] = self._buffer[self._start : self._start + self._at]
-            self._start += self._at
+            self._at = min(size, len(self._ahead))
+            self._coming.place[: self._at] = self._ahead.take(self._at)
         place = self._coming.place
         if self._at < len(place):
             count = self._receive(place[self._at :])
@@ -196,20 +258,10 @@ class GroupLink:
             self._at += count
         if self._at == len(place):
             self._coming.done = True
+            if self._listeners.size_of(self._coming.tag) is not None:
+                self._listeners.put(self._coming.tag, self.peer, bytes(place))
             self._head = self._coming = None
         return True
-
-    def _fill(self) -> bool:
-        """Read ahead; return whether anything was there."""
-        if self._start == self._stop:
-            self._start = self._stop = 0
-        elif self._start + HEAD.size > BUFFER_BYTES:
-            left = self._stop - self._start
-            self._buffer[:left] = bytes(self._buffer[self._start : self._stop])
-            self._start, self._stop = 0, left
-        count = self._receive(self._buffer[self._stop :])
-        self._stop += count
-        return bool(count)
 
     def _receive(self, place: memoryview) -> int:
         """Receive some bytes; return 0 if none are there. Aborted at the end of the connection."""
@@ -229,6 +281,10 @@ class GroupLink:
                 del self._wanted[tag]
             _check_size(message.place, size)
             return message
+        if (listened := self._listeners.size_of(tag)) is not None:
+            found = Incoming(tag, memoryview(bytearray(listened)))
+            _check_size(found.place, size)
+            return found
         if size > EARLY_BYTES and not self.waiting:
             return None
         self._early_bytes += size

@@ -7,14 +7,20 @@ of the network's own works while none waits, and only if it was told to go on.
 
 from __future__ import annotations
 
-import os
-import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from holdfast.core.errors import Aborted
-from holdfast.train.exchange.group_link import GIVEN_UP, GroupLink, Incoming, Outgoing
+from holdfast.train.exchange.group_link import (
+    GIVEN_UP,
+    GroupLink,
+    Hear,
+    Incoming,
+    Listeners,
+    Outgoing,
+)
+from holdfast.train.exchange.link_poll import LinkPoll
 from holdfast.train.exchange.wires import Wire
 
 Expected = tuple[GroupLink, Incoming]
@@ -29,12 +35,8 @@ class GroupNetwork:
         self._news = threading.Condition(self._lock)  # wakes threads that wait
         self._more = threading.Condition(self._lock)  # wakes the network's own thread
         self._links: dict[int, GroupLink] = {}  # by rank
-        self._by_descriptor: dict[int, GroupLink] = {}
-        # Events that the kernel is asked for, by descriptor.
-        self._asked: dict[int, int] = {}
-        self._epoll = select.epoll()
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll.register(self._bell, select.EPOLLIN)
+        self._poll = LinkPoll()
+        self._listeners = Listeners()
         self._is_polling = False  # a thread asks the kernel which links are ready
         self._waiting = 0  # threads that wait
         self._goes_on = False  # the network's own thread has work to do
@@ -48,29 +50,30 @@ class GroupNetwork:
         """Return the link to a rank, which may not be connected yet. Aborted."""
         with self._lock:
             self.check()
-            return self._links.setdefault(peer, GroupLink(peer))
+            return self._find(peer)
 
     def connect(self, peer: int, wire: Wire) -> bool:
         """Give a link its connections; return False if the group was given up."""
         with self._lock:
             if self.aborted:
                 return False
-            link = self._links.setdefault(peer, GroupLink(peer))
-            for channel in wire.channels:
-                self._by_descriptor[channel.fileno()] = link
+            link = self._find(peer)
             link.connect(wire)
-            self._ask(link)
+            self._poll.ask(link)
             self._news.notify_all()
             return True
 
     def wires(self) -> dict[int, Wire]:
         """Return the connections that work, or have worked, by rank."""
         with self._lock:
-            return self._wires()
+            every = self._links.items()
+            return {peer: link.wire for peer, link in every if link.wire is not None}
 
-    def _wires(self) -> dict[int, Wire]:
-        every = self._links.items()
-        return {peer: link.wire for peer, link in every if link.wire is not None}
+    def _find(self, peer: int) -> GroupLink:
+        found = self._links.get(peer)
+        if found is None:
+            found = self._links[peer] = GroupLink(peer, self._listeners)
+        return found
 
     def await_connections(self, peers: Iterable[int], until: float) -> set[int]:
         """Wait until these ranks are connected; return those that are missing at `until`. Aborted.
@@ -80,7 +83,7 @@ class GroupNetwork:
         with self._lock:
             while True:
                 self.check()
-                missing = set(peers) - self._wires().keys()
+                missing = {peer for peer in peers if self._find(peer).wire is None}
                 left_s = until - time.monotonic()
                 if not missing or left_s <= 0:
                     return missing
@@ -105,7 +108,7 @@ class GroupNetwork:
                 outgoing = link.send(batch)
                 if outgoing is not None:
                     leaving.append((link, outgoing))
-                    self._ask(link)
+                    self._poll.ask(link)
             return expected, leaving
 
     def wait(
@@ -142,6 +145,17 @@ class GroupNetwork:
             come = all(link.has_come(message) or link.ended for link, message in expected)
             return self.aborted or (come and all(b.done or at.ended for at, b in leaving))
 
+    def listen(self, tag: int, size: int, hear: Hear, *, always: bool) -> None:
+        """Give messages under this tag to `hear`; `always`: also while no thread waits."""
+        with self._lock:
+            self._listeners.add(tag, size, hear, always=always)
+            for peer, link in self._links.items():
+                for data in link.take_early(tag):
+                    self._listeners.put(tag, peer, data)
+            self._deliver()
+        if always:
+            self.go_on()
+
     def go_on(self) -> None:
         """Move messages also while no thread waits, until nothing is under way."""
         with self._lock:
@@ -157,7 +171,9 @@ class GroupNetwork:
 
     def _is_busy(self) -> bool:
         """Return whether messages have to leave, or are expected."""
-        return any(link.wants_to_write or link.is_expecting for link in self._links.values())
+        return self._listeners.is_always_on or any(
+            link.wants_to_write or link.is_expecting for link in self._links.values()
+        )
 
     def _wait_for(self, link: GroupLink, one: Incoming | Outgoing) -> None:
         if one.done:
@@ -179,7 +195,7 @@ class GroupNetwork:
     def _release_held(self, link: GroupLink) -> None:
         """Read on, now that there may be a place for the message that holds a link up."""
         link.read()
-        self._ask(link)
+        self._poll.ask(link)
         if self._waiting:
             self._news.notify_all()
 
@@ -190,46 +206,31 @@ class GroupNetwork:
         self._is_polling = True
         self._lock.release()
         try:
-            ready = self._epoll.poll()
+            reported = self._poll.wait()
         finally:
             self._lock.acquire()
             self._is_polling = False
-        for descriptor, events in ready:
+        for ready in self._poll.find(reported):
             if self.aborted:
                 break
-            link = self._by_descriptor.get(descriptor)
-            if link is None:
-                os.eventfd_read(self._bell)
-                continue
-            if events & select.EPOLLOUT:
-                link.write()
-            if events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
-                link.read()
-            self._ask(link)
-        if self._waiting > 1 or self.aborted:
+            if ready.can_write:
+                ready.link.write()
+            if ready.can_read:
+                ready.link.read()
+            self._poll.ask(ready.link)
+        if self._waiting or self.aborted:
             self._news.notify_all()
+        self._deliver()
 
-    def _ask(self, link: GroupLink) -> None:
-        """Ask the kernel for what matters of a link now."""
-        wire = link.wire
-        if wire is None or self._is_closed:
-            return
-        wanted = dict.fromkeys((channel.fileno() for channel in wire.channels), 0)
-        if link.wants_to_write and not link.ended:
-            wanted[wire.sends.fileno()] |= select.EPOLLOUT
-        if not link.is_held_up and not link.ended:
-            wanted[wire.receives.fileno()] |= select.EPOLLIN
-        for descriptor, events in wanted.items():
-            before = self._asked.get(descriptor, 0)
-            if before and not events:  # the end of a connection would be reported all the time
-                self._epoll.unregister(descriptor)
-            elif events and not before:
-                self._epoll.register(descriptor, events)
-            elif events != before:
-                self._epoll.modify(descriptor, events)
-            self._asked[descriptor] = events
-        if link.ended:
-            self._news.notify_all()
+    def _deliver(self) -> None:
+        """Give messages to who listens for them. The lock is held, but not meanwhile."""
+        while not self.aborted and (found := self._listeners.take()) is not None:
+            hear, peer, data = found
+            self._lock.release()
+            try:
+                hear(peer, data)
+            finally:
+                self._lock.acquire()
 
     def _work(self) -> None:
         """Move messages while no other thread does, for the life of the group."""
@@ -239,14 +240,8 @@ class GroupNetwork:
                     self._goes_on = False
                 if self._goes_on and not self._is_polling and not self._waiting:
                     self._move()
-                    self._hand_work_over()
                 else:
                     self._more.wait()
-
-    def _hand_work_over(self) -> None:
-        """Let a thread that has begun to wait meanwhile do the work."""
-        if self._waiting:
-            self._news.notify_all()
 
     # ------------------------------------------------------------ the end
 
@@ -263,8 +258,7 @@ class GroupNetwork:
             self.aborted = True
             for link in self._links.values():
                 link.end()
-            if not self._is_closed:
-                os.eventfd_write(self._bell, 1)  # wakes the thread that asks the kernel
+            self._poll.ring()
             self._news.notify_all()
             self._more.notify_all()
 
@@ -281,5 +275,4 @@ class GroupNetwork:
                 if link.wire is not None:
                     link.wire.close()
             self._links.clear()
-            self._epoll.close()
-            os.close(self._bell)
+            self._poll.close()

@@ -17,7 +17,7 @@ from holdfast.train.exchange.cut_plan import PIECE_ALIGN, CutPlan
 from holdfast.train.exchange.seam import Transport
 
 TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_AUDIT, TAG_VALUES, TAG_ROWS, TAG_PLAN = 1, 2, 3, 4, 5, 6, 7
-TAG_UPDATE = 8
+TAG_UPDATE, TAG_LATE = 8, 11
 TAG_STATE = 16
 TAG_BUCKETS = 1024
 TAG_OF_PLAN = 1 << 16  # times the plan's number, so that two plans never share a tag

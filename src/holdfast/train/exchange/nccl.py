@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -131,6 +131,11 @@ class NcclTransport:
             return host
         return _NcclPending(self._exchange_on_device(device_sends, device_receives), self, host)
 
+    def listen(
+        self, tag: int, size: int, hear: Callable[[int, bytes], None], *, always: bool = False
+    ) -> None:
+        self._host.listen(tag, size, hear, always=always)
+
     def go_on(self) -> None:
         self._host.go_on()
 
@@ -214,6 +219,11 @@ class GpuTransport:
         if self._over is None:
             raise Aborted("the view was given up")
         return self._over.exchange(sends, receives, tag)
+
+    def listen(
+        self, tag: int, size: int, hear: Callable[[int, bytes], None], *, always: bool = False
+    ) -> None:
+        self._host.listen(tag, size, hear, always=always)
 
     def go_on(self) -> None:
         self._host.go_on()

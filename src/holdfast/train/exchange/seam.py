@@ -8,7 +8,7 @@ Aborted on all sides.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,6 +65,15 @@ class Transport(Protocol):
         """
         ...
 
+    def listen(
+        self, tag: int, size: int, hear: Callable[[int, bytes], None], *, always: bool = False
+    ) -> None:
+        """Have messages under this tag, of `size` bytes, given to `hear` with their sender's rank.
+
+        Any thread may call `hear`. `always`: also while no thread waits for messages.
+        """
+        ...
+
     def go_on(self) -> None:
         """Move messages also while no thread waits for them, until nothing is under way.
 
@@ -117,6 +126,11 @@ class AloneTransport:
         if self._aborted or sends or receives:
             raise Aborted("the view was given up")
         return NothingPending()
+
+    def listen(
+        self, tag: int, size: int, hear: Callable[[int, bytes], None], *, always: bool = False
+    ) -> None:
+        return
 
     def go_on(self) -> None:
         return

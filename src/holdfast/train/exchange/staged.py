@@ -8,7 +8,7 @@ of its own: the GPU waits for these copies, the host does not.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -198,6 +198,11 @@ class StagedTransport:
         pending = _StagedPending(inner, self._rooms, sent)
         pending.received, pending.after = received, after
         return pending
+
+    def listen(
+        self, tag: int, size: int, hear: Callable[[int, bytes], None], *, always: bool = False
+    ) -> None:
+        self._host.listen(tag, size, hear, always=always)
 
     def go_on(self) -> None:
         self._host.go_on()

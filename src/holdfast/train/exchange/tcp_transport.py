@@ -18,7 +18,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
@@ -271,6 +271,11 @@ class TcpTransport:
         with self._opening:
             self._connect(sorted(higher - self._network.wires().keys()))
             self._reached |= higher
+
+    def listen(
+        self, tag: int, size: int, hear: Callable[[int, bytes], None], *, always: bool = False
+    ) -> None:
+        self._network.listen(tag, size, hear, always=always)
 
     def go_on(self) -> None:
         self._network.go_on()

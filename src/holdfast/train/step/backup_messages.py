@@ -1,16 +1,14 @@
 """Lets members of a view agree whose results of a step count (core/step/backup.py).
 
 They may send such messages at any time, also while this worker's script still computes the step
-before, so a thread listens to each possible sender.
+before, so they are heard while no thread waits for messages.
 """
 
 from __future__ import annotations
 
-import threading
-
+import numpy as np
 import torch
 
-from holdfast.core.errors import Aborted
 from holdfast.core.step.backup import FIRST
 from holdfast.core.step.events import CountSettled, MemberDone
 from holdfast.core.types import View
@@ -32,11 +30,8 @@ class BackupMessages:
 
     def listen(self) -> None:
         """Begin to listen, for the life of the view."""
-        layout = self._layout
-        for peer in layout.others if layout.rank == FIRST else [FIRST]:
-            threading.Thread(
-                target=self._listen, args=(peer,), name="holdfast-backup", daemon=True
-            ).start()
+        size = 8 * (1 + self._layout.size)
+        self._transport.listen(TAG_BACKUP, size, self._hear, always=True)
 
     @staticmethod
     def send(
@@ -47,17 +42,11 @@ class BackupMessages:
         words[: 1 + len(said)] = torch.tensor([step, *said])
         transport.exchange([(p, words) for p in to], [], TAG_BACKUP).wait()
 
-    def _listen(self, peer: int) -> None:
-        words = torch.zeros(1 + self._layout.size, dtype=torch.int64)
+    def _hear(self, peer: int, data: bytes) -> None:
+        step, *said = np.frombuffer(data, np.int64).tolist()
         view = self._view.number
-        try:
-            while True:
-                self._transport.exchange([], [(peer, words)], TAG_BACKUP).wait()
-                step, *said = words.tolist()
-                if self._layout.rank == FIRST:
-                    self._driver.post(MemberDone(view, peer, step, said[0]))
-                else:
-                    ranks = tuple(rank for rank, counts in enumerate(said) if counts)
-                    self._driver.post(CountSettled(view, step, ranks))
-        except Aborted:
-            return  # the engine reports it
+        if self._layout.rank == FIRST:
+            self._driver.post(MemberDone(view, peer, step, said[0]))
+        elif peer == FIRST:
+            ranks = tuple(rank for rank, counts in enumerate(said) if counts)
+            self._driver.post(CountSettled(view, step, ranks))

@@ -28,6 +28,7 @@ from holdfast.train.step.backup_messages import BackupMessages
 from holdfast.train.step.bucket_sums import BucketSum, FlatSum
 from holdfast.train.step.driver import Driver, EngineOrder, Link, ViewRendezvous
 from holdfast.train.step.filled_buckets import FilledBuckets
+from holdfast.train.step.late_search import NONE_AWAITED, LateSearch
 from holdfast.train.step.mover import StateMover, ViewConnections
 from holdfast.train.step.reduction import (
     ActCheck,
@@ -83,6 +84,8 @@ class Engine(threading.Thread):
         self._mover = mover
         self._exchange = exchange
         self._rows: TableGather | None = None  # the table of the step that is being summed
+        self._rows_step = -1  # the newest step whose table was begun
+        self._search: LateSearch | None = None
         self._runs: SumRuns | None = None  # the bucket whose sum is checked
         self._in: TimedConnections | None = None
         self._unlike: tuple[str, ...] = ()  # tensors that differed the last time that any did
@@ -105,9 +108,22 @@ class Engine(threading.Thread):
                 self._driver.fail(error)
                 return
 
-    def awaited_ranks(self) -> list[int]:
-        """Return the ranks whose tasks are not finished yet, as far as known here."""
-        return [] if self._rows is None else self._rows.awaited_ranks()
+    def look_who_is_late(self, step: int) -> None:
+        """Begin to search for the member for which a step waits."""
+        if self._search is not None:
+            self._search.look(step)
+
+    def _awaited_rank(self, step: int) -> int:
+        """Return the rank for which this member waits in a step; any thread may ask.
+
+        Its own one if its tasks are not done; NONE_AWAITED if it waits for none.
+        """
+        at, rows = self._in, self._rows
+        if at is None or step < self._rows_step or (rows is None and step == self._rows_step):
+            return NONE_AWAITED
+        if rows is None or step > self._rows_step:
+            return at.layout.rank
+        return NONE_AWAITED if rows.awaited is None else rows.awaited
 
     def put_right(self, digests: Sequence[int]) -> None:
         """Use a correct run for each piece of the checked bucket. Aborted."""
@@ -164,12 +180,15 @@ class Engine(threading.Thread):
             self._data.sharding.enter(at.layout, transport)
         if self._exchange.backs_up:
             BackupMessages(driver, view, at.layout, transport).listen()
+        self._search = LateSearch(driver, view, at.layout, transport, self._awaited_rank)
+        self._search.listen()
         at.waits.begin()
         driver.post(ev.Connected(view.number))
 
     def _leave(self) -> None:
         self._filled.end()
-        self._rows = self._runs = None
+        self._rows = self._runs = self._search = None
+        self._rows_step = -1
         if self._in is not None:
             self._in.transport.close()
             self._in = None
@@ -300,7 +319,8 @@ class Engine(threading.Thread):
         if any(len({each for each in kind if each}) > 1 for kind in zip(*prints, strict=True)):
             self._explain(at, order.step, at.view.workers)
         with self._driver.monitor:
-            unlike = data.speculative.contradicted_vranks(sums, data.values.told)
+            parts = data.table.gradients()
+            unlike = data.speculative.contradicted_vranks(sums, data.values.told, parts)
             leads = at.view.leader == self._exchange.me.worker and not self._exchange.me.shard
             data.record_reduced(order.view, leads=leads)
         doubt = max((each.doubt() for each in sums), default=FINITE)
@@ -369,6 +389,7 @@ class Engine(threading.Thread):
         with driver.monitor:
             values = ValuesGather(data.values, layout, at.view, counts=counts)
         self._rows = TableGather(data.table, used, layout, data.prints, values.size, act)
+        self._rows_step = order.step
         values.expect(self._rows.follows)
         operations: list[Operation] = [self._rows, values]
         if data.gradients.active_tables:

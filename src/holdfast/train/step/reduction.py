@@ -5,6 +5,7 @@ Every operation has several turns, so that many can be under way at once.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
@@ -31,8 +32,8 @@ from holdfast.train.step.step_table import Buffers, StepTable
 # Fingerprints of a part of the state, all of it, its plain values, and the copy for followers;
 # 0: none.
 Prints = tuple[int, int, int, int]
-HEAD_WORDS = 6  # before a message's rows: its flags, the fingerprints, and the size of its values
-HERE, STOPS = 1, 2  # bits of the first word: the message has come, and wants the loop to end
+HEAD_WORDS = 6  # before a member's rows: its flags, the fingerprints, and the size of its values
+STOPS = 1  # the first word of a member whose script wants the loop to end
 
 
 class Operation(Protocol):
@@ -95,7 +96,7 @@ class ActCheck:
 
 
 class TableGather:
-    """Everyone's rows and used flags, in everyone's table. The first word says that it is here.
+    """Spreads all members' rows to every table, in log2 N turns, and joins their used flags.
 
     `follows`: how many bytes of values this member sends after its rows. `act`: the number of what
     it does in the step, so that its rows never meet those of another act.
@@ -110,50 +111,77 @@ class TableGather:
         follows: int = 0,
         act: int = 0,
     ) -> None:
-        # By rank; of all members once `spread` has returned.
+        # By rank; of all members after the last turn.
         self.prints = {layout.rank: prints}
         self.follows = {layout.rank: follows}
+        self.awaited: int | None = None  # the rank whose message of the turn under way is missing
         self._table = table
-        self._used = used
         self._layout = layout
         self._tag = TAG_TABLE + TAG_OF_PLAN * (act % PLANS)
-        self._messages: dict[int, torch.Tensor] = {}
+        self._used = used.to(torch.uint8)
+        self._come = torch.zeros_like(self._used)
+        self._ranks = [(layout.rank + i) % layout.size for i in range(layout.size)]
+        sizes = [HEAD_WORDS + table.words(len(layout.hosted[rank])) for rank in self._ranks]
+        # Where each member's words start, from this member's own on.
+        self._starts = [0, *itertools.accumulate(sizes)]
+        self._words = torch.zeros(self._starts[-1], dtype=torch.int64)
+        self._turns = deque(layout.turns)
+        self._held = 1  # members whose rows are here
         self._pending: Pending | None = None
 
     def begin(self, transport: Transport) -> None:
-        """Send this member's rows to all."""
+        """Begin the first turn."""
         layout = self._layout
         self._table.used.copy_(self._used)
-        flags = HERE | STOPS * self._table.stops
+        flags = STOPS * self._table.stops
         head = (flags, *self.prints[layout.rank], self.follows[layout.rank])
-        mine = self._table.pack(head, layout.hosted[layout.rank], self._used)
-        self._messages = {
-            p: self._table.message(HEAD_WORDS, len(layout.hosted[p])) for p in layout.others
-        }
-        sends = [(p, mine) for p in layout.others]
-        self._pending = transport.exchange(sends, list(self._messages.items()), self._tag)
+        mine = self._table.pack(head, layout.hosted[layout.rank])
+        self._words[: len(mine)] = mine
+        self._begin_turn(transport)
 
     def is_ready(self) -> bool:
         return is_done(self._pending)
 
     def advance(self, transport: Transport) -> bool:
-        """Take in the rows of all members."""
-        if self._pending is not None:
-            self._pending.wait()
-        for peer, message in self._messages.items():
-            brings, *prints, follows = message[:HEAD_WORDS].tolist()
-            self._table.stops |= bool(brings & STOPS)
-            self.prints[peer] = prints[0], prints[1], prints[2], prints[3]
-            self.follows[peer] = follows
-            self._table.unpack(HEAD_WORDS, self._layout.hosted[peer], message)
-        return False
+        """Take in the rows of the turn under way, and begin the next one."""
+        if self._pending is None:
+            return False
+        self._pending.wait()
+        self.awaited = None
+        distance, _, _ = self._turns.popleft()
+        self._used |= self._come
+        for i in range(self._held, min(self._held + distance, self._layout.size)):
+            self._take(self._ranks[i], self._words[self._starts[i] : self._starts[i + 1]])
+        self._held = min(self._held + distance, self._layout.size)
+        self._table.used.copy_(self._used)
+        return self._begin_turn(transport)
 
     def finish(self) -> None:
         return
 
-    def awaited_ranks(self) -> list[int]:
-        """Ranks that are not done with their tasks yet, as far as known here."""
-        return [peer for peer, message in self._messages.items() if not message[0]]
+    def _begin_turn(self, transport: Transport) -> bool:
+        """Send all rows that are here to one member; return False if no turn is left."""
+        self._pending = None
+        if not self._turns:
+            return False
+        distance, give_to, get_from = self._turns[0]
+        count = min(distance, self._layout.size - distance)
+        come = self._words[self._starts[distance] : self._starts[distance + count]]
+        sent = self._words[: self._starts[count]]
+        sends, receives = [(give_to, sent)], [(get_from, come)]
+        if len(self._used):
+            sends.append((give_to, self._used))
+            receives.append((get_from, self._come))
+        self.awaited = get_from
+        self._pending = transport.exchange(sends, receives, self._tag)
+        return True
+
+    def _take(self, rank: int, words: torch.Tensor) -> None:
+        flags, *prints, follows = words[:HEAD_WORDS].tolist()
+        self._table.stops |= bool(flags & STOPS)
+        self.prints[rank] = prints[0], prints[1], prints[2], prints[3]
+        self.follows[rank] = follows
+        self._table.unpack(HEAD_WORDS, self._layout.hosted[rank], words)
 
 
 class BuffersSpread:

@@ -74,13 +74,17 @@ class SpeculativeTasks:
         return task.report.encode()
 
     def contradicted_vranks(
-        self, sums: Sequence[BucketSum | FlatSum | RowsSum], told: Mapping[int, bytes]
+        self,
+        sums: Sequence[BucketSum | FlatSum | RowsSum],
+        told: Mapping[int, bytes],
+        parts: Sequence[int],
     ) -> tuple[int, ...]:
         """Return the virtual ranks for which others have sent other results.
 
         Each member sees only what it receives of a virtual rank's own gradient, before that is
-        added to another one. `told`: the reports of all. Tasks that left out records, there or
-        here, are not compared: they were computed from other samples.
+        added to another one. `told`: the reports of all. `parts`: digests of a part of the
+        gradients of all virtual ranks; 0: not taken. Tasks that left out records, there or here,
+        are not compared: they were computed from other samples.
         """
         found = []
         for vrank in sorted(self._done):
@@ -88,7 +92,9 @@ class SpeculativeTasks:
             if mine.bad or (theirs is not None and theirs.bad):
                 continue
             leaves = self._gradients.copy_of(vrank)
-            if mine != theirs or any(not each.agrees(vrank, leaves) for each in sums):
+            part = self._done[vrank].part
+            is_unlike = part and parts[vrank] and part != parts[vrank]
+            if is_unlike or mine != theirs or any(not s.agrees(vrank, leaves) for s in sums):
                 found.append(vrank)
         return tuple(found)
 

@@ -83,27 +83,22 @@ class StepTable:
     def gradients(self) -> list[int]:
         return self._rows[:, GRADIENT].tolist()
 
-    def pack(self, head: Sequence[int], vranks: Iterable[int], used: torch.Tensor) -> torch.Tensor:
-        """Pack `head`, the rows of `vranks` and this worker's used flags into an int64 message."""
+    def pack(self, head: Sequence[int], vranks: Iterable[int]) -> torch.Tensor:
+        """Pack `head` and the rows of `vranks` into an int64 message."""
         hosted = list(vranks)
-        message = self.message(len(head), len(hosted))
-        split = len(message) - len(self._used)
-        words = message.numpy()
+        words = np.empty(len(head) + self.words(len(hosted)), np.int64)
         words[: len(head)] = head
-        words[len(head) : split] = self._rows[hosted].reshape(-1)
-        words[split:] = used.numpy()
-        return message
+        words[len(head) :] = self._rows[hosted].reshape(-1)
+        return torch.from_numpy(words)
 
     def unpack(self, head: int, vranks: Iterable[int], message: torch.Tensor) -> None:
         """Take in another worker's packed message; its head has `head` words."""
-        words, hosted = message.numpy(), list(vranks)
-        split = len(words) - len(self._used)
-        self._rows[hosted] = words[head:split].reshape(-1, COLUMNS)
-        self._used |= words[split:] != 0
+        self._rows[list(vranks)] = message.numpy()[head:].reshape(-1, COLUMNS)
 
-    def message(self, head: int, hosted: int) -> torch.Tensor:
-        """Return zeros of the size that a worker with `hosted` virtual ranks packs."""
-        return torch.zeros(head + hosted * COLUMNS + len(self._used), dtype=torch.int64)
+    @staticmethod
+    def words(hosted: int) -> int:
+        """Return the number of words in the rows of `hosted` virtual ranks."""
+        return hosted * COLUMNS
 
 
 class Buffers:
