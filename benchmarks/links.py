@@ -85,12 +85,12 @@ def observe_us(workers: int, late: bool, steps: int = 200) -> float:
     dice = random.Random(workers)
     wait_us = 30_000 if late else 0
     rows = [
-        [Wait(dice.randrange(100_000, 110_000), (i + 1) % workers, 1500) for i in range(workers)]
+        [Wait((i + 1) % workers, dice.randrange(1000, 1500), 1500) for i in range(workers)]
         for _ in range(steps)
     ]
     for row in rows:
         for rank in range(1, workers):
-            row[rank] = Wait(row[rank].ready_us, 0, wait_us)
+            row[rank] = Wait(0, wait_us, wait_us)
     detector, compute_us = LinkDetector([WorkerId(i) for i in range(workers)]), [100_000] * workers
     times = []
     for row in rows:
@@ -106,7 +106,7 @@ def wait_ns(waits: int = 100_000) -> float:
     recorder.begin_wait()
     began = time.perf_counter()
     for _ in range(waits):
-        recorder.record_arrival(1)
+        recorder.record_arrival(1, 0)
     return (time.perf_counter() - began) / waits * 1e9
 
 

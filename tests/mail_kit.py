@@ -19,7 +19,9 @@ class Mail:
         self.boxes = boxes
         self.rank = rank
 
-    def exchange(self, sends: list[Message], receives: list[Message], tag: int) -> Mail:
+    def exchange(
+        self, sends: list[Message], receives: list[Message], tag: int, sent_us: int = 0
+    ) -> Mail:
         for peer, tensor in sends:
             self.boxes[self.rank, peer].put(tensor.clone())
         for peer, tensor in receives:
@@ -33,7 +35,9 @@ class Mail:
 class Noisy(Mail):
     """What rank 0 sends loses a bit."""
 
-    def exchange(self, sends: list[Message], receives: list[Message], tag: int) -> Mail:
+    def exchange(
+        self, sends: list[Message], receives: list[Message], tag: int, sent_us: int = 0
+    ) -> Mail:
         if self.rank == 0 and sends:
             sends = [(peer, tensor.clone()) for peer, tensor in sends]
             sends[0][1].view(torch.uint8)[0] ^= 1

@@ -22,7 +22,9 @@ class Mailbox:
         self._changed = changed
         self.damage = False  # a planted fault: the next large message arrives with a flipped bit
 
-    def exchange(self, sends: list[Message], receives: list[Message], tag: int) -> Pending:
+    def exchange(
+        self, sends: list[Message], receives: list[Message], tag: int, sent_us: int = 0
+    ) -> Pending:
         with self._changed:
             for peer, tensor in sends:
                 copy = tensor.clone()

@@ -334,9 +334,9 @@ def test_a_copy_of_a_task_is_used_as_the_task_itself_or_compared_with_it() -> No
         summing.finish()
         found[me.rank] = mine.tables[0].result
         if me.rank == 0:
-            found["alike"] = speculative.contradicted_vranks([summing], {})
+            found["alike"] = speculative.contradicted_vranks([summing], {}, [0] * 4)
             gradients.copy_of(3)[gradients.tables[0].index] = rows_of_two
-            found["unlike"] = speculative.contradicted_vranks([summing], {})
+            found["unlike"] = speculative.contradicted_vranks([summing], {}, [0] * 4)
         me.meet("done")
 
     assert run_contract_in_threads(member, MemoryNetwork().transport, 2) == []

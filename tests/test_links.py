@@ -127,7 +127,11 @@ def test_the_fault_kit_is_told_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Sink(AloneTransport):
         def exchange(
-            self, sends: Sequence[Message], receives: Sequence[Message], tag: int
+            self,
+            sends: Sequence[Message],
+            receives: Sequence[Message],
+            tag: int,
+            sent_us: int = 0,
         ) -> Pending:
             sent.extend(sends)
             return NothingPending()

@@ -343,32 +343,41 @@ def test_without_a_share_all_buckets_are_ready_and_after_the_end_none_is_awaited
 # ---------------------------------------------------------------- waits
 
 
-def test_a_vote_tells_for_whom_was_waited_last_and_since_when_all_was_sent() -> None:
+def test_a_vote_names_the_peer_with_which_the_network_took_longest() -> None:
     now = 10.0
     waits = Waits(lambda: now)
     waits.begin()
     assert waits.wait_of_step() == Wait()
     now = 10.5
-    for sent in (10.75, 11.25):  # each takes a quarter of a second to send
-        with waits.surround_sending():
-            now = sent
-        now = sent + 0.25
+    assert waits.now_us() == 500_000
+    waits.begin_bucket()
     waits.begin_wait()
     now = 12.0
-    waits.record_arrival(3)
-    assert waits.wait_of_step() == Wait(750_000, 3, 750_000)
+    waits.record_arrival(3, 750_000)
+    assert waits.wait_of_step() == Wait(3, 1_250_000, 1_500_000)
     now = 12.0 + SHORT_S / 2
-    waits.record_arrival(2)  # it had arrived by then
-    assert waits.wait_of_step() == Wait(750_000, 3, 750_000)
-    now = 12.0 + 0.0009  # less than a millisecond is no wait
-    waits.record_arrival(2)
+    waits.record_arrival(2, 0)  # it had arrived by then
     assert waits.wait_of_step().peer == 3
     now = 13.0
-    waits.record_arrival(1)
-    assert waits.wait_of_step() == Wait(750_000, 1, 1_750_000)
-    with waits.surround_sending():
-        now = 13.5
+    waits.record_arrival(1, 2_900_000)  # it was sent late
+    assert waits.wait_of_step().peer == 3
+    now = 14.0
+    waits.record_arrival(1, 2_000_000)
+    assert waits.wait_of_step() == Wait(1, 2_000_000, 3_500_000)
+    waits.begin_bucket()
     assert waits.wait_of_step().peer == NOBODY
+
+
+def test_a_member_that_waits_for_none_names_the_peer_that_sent_last() -> None:
+    now = 10.0
+    waits = Waits(lambda: now)
+    waits.begin()
+    waits.begin_bucket()
+    now = 11.0
+    waits.begin_wait()
+    for peer, sent_us in ((1, 300_000), (2, 800_000), (3, 500_000)):
+        waits.record_arrival(peer, sent_us)
+    assert waits.wait_of_step() == Wait(2, 200_000)
 
 
 # ---------------------------------------------------------------- speculative tasks

@@ -307,8 +307,8 @@ class Trusting(GroupNetwork):
 class Scrambled(TcpTransport):
     """A planted bug: messages of one pair may overtake each other."""
 
-    def exchange(self, sends: list, receives: list, tag: int) -> object:
-        return super().exchange(list(reversed(sends)), receives, tag)
+    def exchange(self, sends: list, receives: list, tag: int, sent_us: int = 0) -> object:
+        return super().exchange(list(reversed(sends)), receives, tag, sent_us)
 
 
 def forgetful(rank: int) -> MakeTransport:

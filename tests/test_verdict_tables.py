@@ -92,14 +92,14 @@ def test_a_slow_worker_alone_or_one_of_two_is_found_little_later() -> None:
 
 def waits(rank: int, step: int) -> Wait:
     """Return the end of a usual exchange: each member waits a millisecond for its neighbour."""
-    return Wait(1000 * rank, (rank + 1) % 4, 1000)
+    return Wait((rank + 1) % 4, 1000, 1000)
 
 
 def late(whose: Callable[[int, int], bool], waited_us: int = 20_000) -> Callable[..., Wait]:
     """Return exchanges in which these members wait longer, and for rank 2."""
 
     def exchange(rank: int, step: int) -> Wait:
-        return Wait(1000 * rank, 2, waited_us) if whose(rank, step) else waits(rank, step)
+        return Wait(2, waited_us - 1000, waited_us) if whose(rank, step) else waits(rank, step)
 
     return exchange
 
@@ -113,7 +113,7 @@ LINKS: dict[str, tuple[Callable[..., Wait], list[tuple[int, int, int | None, boo
     ),
     "all wait": (
         late(lambda rank, step: rank != 2 and step < 30),
-        [(7, 12, None, True, 19_000), (44, 12, None, False, 0)],
+        [(7, 12, None, True, 18_000), (44, 12, None, False, 0)],
     ),
     "one waits in every second step": (
         late(lambda rank, step: rank == 0 and step < 40 and step % 2 == 1),
@@ -121,12 +121,10 @@ LINKS: dict[str, tuple[Callable[..., Wait], list[tuple[int, int, int | None, boo
     ),
     "first one, then all": (
         late(lambda rank, step: rank == 0 or (rank != 2 and step >= 20)),
-        [(7, 12, 10, True, 18_000), (27, 12, None, True, 18_750)],
+        [(7, 12, 10, True, 18_000), (27, 12, None, True, 18_000)],
     ),
     "the peer computes longer": (
-        lambda rank, step: (
-            Wait(90_000, NOBODY, 0) if rank == 2 else Wait(1000 * rank, 2, 90_000 - 1000 * rank)
-        ),
+        lambda rank, step: Wait(1, 90_000, 0) if rank == 2 else Wait(2, 1000, 90_000 - 1000 * rank),
         [],
     ),
     "too short to matter": (late(lambda rank, step: rank == 0, waited_us=6_000), []),
@@ -156,7 +154,7 @@ def test_a_wait_that_is_little_of_a_step_is_not_worth_a_line(compute_us: int, to
     ]
     assert bool(found) is told
     assert detector.observe([Wait()], [5]) == []  # a single member waits for nobody
-    assert Wait() == Wait(ready_us=0, peer=NOBODY, waited_us=0)
+    assert Wait() == Wait(peer=NOBODY, took_us=0, waited_us=0)
 
 
 # ---------------------------------------------------------------- assignments

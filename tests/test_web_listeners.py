@@ -6,14 +6,14 @@ import collections
 import http.client
 import os
 import re
-import select
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -89,10 +89,18 @@ def is_socket(path: str) -> bool:
         return False
 
 
+def find_readable(sockets: Sequence[socket.socket], limit_s: float) -> list[socket.socket]:
+    """Return the readable ones, whatever their descriptors are."""
+    with selectors.DefaultSelector() as selector:
+        for each in sockets:
+            selector.register(each, selectors.EVENT_READ)
+        return [key.fileobj for key, _ in selector.select(limit_s)]  # type: ignore[misc]
+
+
 def has_ended(sock: socket.socket) -> bool:
     """Return whether the server has closed a connection; its bytes are dropped."""
     try:
-        while select.select([sock], [], [], 0)[0]:
+        while find_readable([sock], 0):
             if not sock.recv(1 << 16):
                 return True
     except OSError:
@@ -144,7 +152,7 @@ def test_slow_silent_and_idle_connections_are_ended(web: WebCommand) -> None:
         waiting, deadline = [silent, slow, idle, owing], time.monotonic() + LIMIT_S
         while waiting:
             assert time.monotonic() < deadline, f"{len(waiting)} connections are still open"
-            ready = select.select(waiting, [], [], 0.5)[0]
+            ready = find_readable(waiting, 0.5)
             waiting = [each for each in waiting if each not in ready or not has_ended(each)]
             if slow in waiting and not ready:
                 slow.send(bytes([next(head)]).replace(b"\r", b"x").replace(b"\n", b"x"))
@@ -205,7 +213,7 @@ def test_scrapes_at_once_are_bounded_and_look_at_the_run_once() -> None:
             client.sendall(request)
             clients.append(client)
         while len(clients) > WORKING_MAX:
-            ready = select.select(clients, [], [], LIMIT_S)[0]
+            ready = find_readable(clients, LIMIT_S)
             assert ready
             for client in ready:
                 assert client.recv(4096).startswith(b"HTTP/1.1 503")

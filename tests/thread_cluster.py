@@ -67,9 +67,15 @@ class MortalTransport(MemoryTransport):
         self.closed = True
         super().close()
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
+    def exchange(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        tag: int,
+        sent_us: int = 0,
+    ) -> Pending:
         self._worker.cluster.at_exchange(self._worker, tag)
-        return super().exchange(sends, receives, tag)
+        return super().exchange(sends, receives, tag, sent_us)
 
 
 class MortalDriver(Driver):

@@ -38,6 +38,7 @@ class MadeUpExchange:
         self._now = [0.0] * size
         self._waits = [Waits(lambda m=m: self._now[m]) for m in range(size)]  # type: ignore[misc]
         self._arrivals: dict[tuple[int, int, int], float] = {}  # bucket, from, to
+        self._sent_us: dict[tuple[int, int], int] = {}  # bucket, from
         self._link: Callable[[int, int], float] = lambda a, b: 1.0
         self.took_s: list[float] = []  # each member's computing in the last step
 
@@ -74,15 +75,16 @@ class MadeUpExchange:
             if begun == bucket:
                 self._now[me] = max(self._now[me], filled[bucket])
             while begun < BUCKETS and filled[begun] <= self._now[me]:
-                with waits.surround_sending():
-                    self._send(me, peers, begun)
+                waits.begin_bucket()
+                self._send(me, peers, begun)
                 begun += 1
             waits.begin_wait()
             for peer in peers:
                 yield bucket, peer, me
-                waits.record_arrival(peer)
+                waits.record_arrival(peer, self._sent_us[bucket, peer])
 
     def _send(self, me: int, peers: Sequence[int], bucket: int) -> None:
+        self._sent_us[bucket, me] = self._waits[me].now_us()
         for peer in peers:
             free = self._arrivals.get((bucket - 1, me, peer), 0.0)
             took = self._varied(self._message_s, MESSAGE_NOISE) * self._link(me, peer)

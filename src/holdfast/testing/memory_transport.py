@@ -19,7 +19,7 @@ from holdfast.train.exchange.seam import Message, Pending, Rendezvous
 from holdfast.train.exchange.waits import Waits
 
 DAMAGED_NUMEL = 100  # the least number of elements of a message that is damaged on request
-Box = collections.deque[torch.Tensor]
+Box = collections.deque[tuple[torch.Tensor, int]]  # messages, and the times that they carry
 
 
 @dataclass(slots=True)
@@ -79,19 +79,25 @@ class MemoryTransport:
             self._group.aborted |= before.aborted
         self.check()
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
+    def exchange(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        tag: int,
+        sent_us: int = 0,
+    ) -> Pending:
         group, rank = self._group, self._rank
         with self._network.changed:
             self.check()
             copies = [tensor.clone() for _, tensor in sends]
             for (peer, _), copy in zip(sends, copies, strict=True):
                 if not {peer, rank} & group.unplugged:
-                    group.boxes[rank, peer, tag].append(self._carry(copy))
+                    group.boxes[rank, peer, tag].append((self._carry(copy), sent_us))
             self._network.changed.notify_all()
         return _PendingInMemory(self, list(sends), copies, list(receives), tag)
 
-    def receive(self, peer: int, tag: int) -> torch.Tensor:
-        """Wait for a message. Raises Aborted."""
+    def receive(self, peer: int, tag: int) -> tuple[torch.Tensor, int]:
+        """Wait for a message, and return it with the time that it carries. Raises Aborted."""
         box = self._group.boxes[peer, self._rank, tag]
         with self._network.changed:
             while not box:
@@ -125,7 +131,7 @@ class MemoryTransport:
             while not group.aborted and self._rank not in group.gone:
                 for peer in range(self._size):
                     if box := group.boxes[peer, self._rank, tag]:
-                        return peer, box.popleft().numpy().tobytes()
+                        return peer, box.popleft()[0].numpy().tobytes()
                 changed.wait()
         return None
 
@@ -193,9 +199,10 @@ class _PendingInMemory:
     def wait(self, waits: Waits | None = None) -> None:
         self._transport.check()
         for peer, tensor in self._receives:
-            tensor.copy_(self._transport.receive(peer, self._tag))
+            body, sent_us = self._transport.receive(peer, self._tag)
+            tensor.copy_(body)
             if waits is not None:
-                waits.record_arrival(peer)
+                waits.record_arrival(peer, sent_us)
         self._receives = []
         for (peer, tensor), copy in zip(self._sends, self._copies, strict=True):
             ours, sent = (t.contiguous().reshape(-1).view(torch.uint8) for t in (tensor, copy))

@@ -1,11 +1,11 @@
 """Finds slow links between workers: verdicts, with reasons, from the waits in the votes. Pure.
 
-When a member has begun to send the last of its gradients, nothing is left for it to do but to wait
-for those of the others. Its vote says whose came last, and when. Counted from when that peer began
-to send them, this is how long the network took: that a peer computes longer, or has itself waited
-for a third one, is not in it. It counts if it is more than others take in the same step by so much
-that it costs something. A link is slow when that comes from the same peer so often that chance is
-no explanation. If most others wait for the same peer, it is not a link but that worker's network.
+A member's vote says whose gradients the network took longest with, and how long: from the time at
+which that peer began to send them, which they carry, to their arrival. That a peer computes longer,
+or has itself waited for a third one, is not in it. It counts if it is more than others take in the
+same step by so much that it costs something. A link is slow when that comes from the same peer so
+often that chance is no explanation. If most others wait for the same peer, it is not a link but
+that worker's network.
 """
 
 from __future__ import annotations
@@ -29,15 +29,21 @@ NOBODY = -1
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Describes the end of a member's exchange of gradients in a step.
+    """Describes a member's longest wait for the network, as it exchanged gradients in a step.
 
-    `ready_us`: when it began to send its last gradients, after the last vote. `peer`: the rank
-    whose gradients came last, `waited_us` after its own were sent; NOBODY if all were there.
+    `peer`: the rank whose gradients came `took_us` after it began to send them, and `waited_us`
+    after this member began to send its own; NOBODY: unknown. If it waited for none, `waited_us` is
+    0, and the gradients that were sent last took `took_us` at most.
     """
 
-    ready_us: int = 0
     peer: int = NOBODY
+    took_us: int = 0
     waited_us: int = 0
+
+    @property
+    def counted_us(self) -> int:
+        """Return the part of the wait that is the network's."""
+        return min(self.took_us, self.waited_us)
 
 
 NO_WAIT = Wait()
@@ -155,29 +161,19 @@ class LinkDetector:
 
 def _find_long_waits(waits: Sequence[Wait], worth_us: float) -> dict[int, tuple[int, int]]:
     """Find who waited for the network for so long that it counts: for which peer, how long."""
-    if max(wait.waited_us for wait in waits) < worth_us:
+    if max(wait.counted_us for wait in waits) < worth_us:
         return {}
-    # Who waited for nobody had even those in time that were sent last.
-    by_ready = sorted(range(len(waits)), key=lambda rank: waits[rank].ready_us)
-    latest, second = by_ready[-1], by_ready[-2]
-    peers, took_us = [], []
-    for rank, wait in enumerate(waits):
-        sent_last = latest if rank != latest else second
-        peers.append(sent_last if wait.peer == NOBODY else wait.peer)
-        began_us = waits[peers[rank]].ready_us
-        took_us.append(max(0, wait.ready_us + wait.waited_us - began_us))
-    # The usual wait comes from members that name another peer, perhaps only a few.
-    most, many = Counter(peers).most_common(1)[0]
-    usual_us = others_us = statistics.median_low(took_us)
-    if 2 * many > len(peers):
-        named = zip(peers, took_us, strict=True)
-        others_us = statistics.median_low(us for peer, us in named if peer != most)
+    known = [wait for wait in waits if wait.peer != NOBODY]
+    # The usual time comes from members that name another peer, perhaps only a few.
+    most, many = Counter(wait.peer for wait in known).most_common(1)[0]
+    usual_us = others_us = statistics.median_low(wait.took_us for wait in known)
+    others = [wait.took_us for wait in known if wait.peer != most]
+    if 2 * many > len(known) and others:
+        others_us = statistics.median_low(others)
     row = {}
-    for rank, peer in enumerate(peers):
-        # Gradients that were sent before this member was ready can have come at any time.
-        own_us = min(waits[rank].waited_us, took_us[rank])
-        fair_us = others_us if peer == most else usual_us
-        late_us = own_us - fair_us
+    for rank, wait in enumerate(waits):
+        fair_us = others_us if wait.peer == most else usual_us
+        late_us = wait.counted_us - fair_us
         if late_us >= max(worth_us, CLEARLY * fair_us):
-            row[rank] = (peer, late_us)
+            row[rank] = (wait.peer, late_us)
     return row

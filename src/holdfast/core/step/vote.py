@@ -51,7 +51,7 @@ class Vote:
         """Return the vote as it travels."""
         wait = self.wait
         flags = (int(self.pending), int(self.save), int(self.busy), self.alike, self.doubt)
-        waited = (wait.ready_us, wait.peer, wait.waited_us)
+        waited = (wait.peer, wait.took_us, wait.waited_us)
         memory = (int(self.protect), self.staged)
         return (self.view, self.step, *flags, self.compute_us, self.follow, *memory, *waited)
 

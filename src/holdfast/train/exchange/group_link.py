@@ -18,7 +18,7 @@ import numpy as np
 from holdfast.core.errors import Aborted
 from holdfast.train.exchange.wires import Part, Wire
 
-HEAD = struct.Struct("!qQ")  # tag, and bytes that follow
+HEAD = struct.Struct("!qQq")  # tag, bytes that follow, and the time at which they were sent
 BUFFER_BYTES = 1 << 16  # read at a time, so that a small message takes one call
 EARLY_BYTES = 1 << 16  # a larger message waits in the kernel until a caller wants it
 EARLY_BYTES_MAX = 4 << 30  # limit for all messages that one peer has sent too early
@@ -31,11 +31,12 @@ Hear = Callable[[int, bytes], None]  # the sender's rank, and the message
 class Incoming:
     """Is one message that will arrive; `place` is the memory where it goes."""
 
-    __slots__ = ("done", "early", "place", "tag")
+    __slots__ = ("done", "early", "place", "sent_us", "tag")
 
     def __init__(self, tag: int, place: memoryview) -> None:
         self.tag = tag
         self.place = place
+        self.sent_us = 0  # by the sender's clock
         self.done = False
         self.early: Incoming | None = None  # the same message, if it came before it was wanted
 
@@ -122,8 +123,8 @@ class GroupLink:
         self._early_bytes = 0
         self._leaving: deque[Outgoing] = deque()
         self._ahead = _ReadAhead()
-        # Tag and size of a message whose bytes are still coming.
-        self._head: tuple[int, int] | None = None
+        # Tag, size and time of a message whose bytes are still coming.
+        self._head: tuple[int, int, int] | None = None
         self._coming: Incoming | None = None  # the message, once there is a place for it
         self._at = 0  # bytes of it that are here
 
@@ -160,11 +161,12 @@ class GroupLink:
         """Move a message that is here to its place, if it came before it was wanted."""
         if message.early is not None:
             message.place[:] = message.early.place
+            message.sent_us = message.early.sent_us
             message.early = None
             message.done = True
             self._early_bytes -= len(message.place)
 
-    def send(self, messages: Sequence[tuple[int, memoryview]]) -> Outgoing | None:
+    def send(self, messages: Sequence[tuple[int, memoryview]], sent_us: int = 0) -> Outgoing | None:
         """Send messages as far as the kernel takes them now.
 
         Return the rest to wait for, or None if all were sent. Aborted.
@@ -172,7 +174,7 @@ class GroupLink:
         self.check()
         parts: list[Part] = []
         for tag, data in messages:
-            parts += [HEAD.pack(tag, len(data)), data]
+            parts += [HEAD.pack(tag, len(data), sent_us), data]
         batch = Outgoing(parts)
         self._leaving.append(batch)
         if len(self._leaving) == 1:
@@ -243,11 +245,12 @@ class GroupLink:
                 return bool(count)
             self._head = HEAD.unpack(self._ahead.take(HEAD.size))
         if self._coming is None:
-            tag, size = self._head
+            tag, size, sent_us = self._head
             self._coming = self._place_for(tag, size)
             if self._coming is None:
                 self.is_held_up = True
                 return False
+            self._coming.sent_us = sent_us
             self._at = min(size, len(self._ahead))
             self._coming.place[: self._at] = self._ahead.take(self._at)
         place = self._coming.place

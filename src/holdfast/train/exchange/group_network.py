@@ -96,6 +96,7 @@ class GroupNetwork:
         sends: Mapping[GroupLink, Sequence[tuple[int, memoryview]]],
         receives: Sequence[tuple[GroupLink, memoryview]],
         tag: int,
+        sent_us: int = 0,
     ) -> tuple[list[Expected], list[Leaving]]:
         """Begin to send and to receive. Returns the messages that are not done yet. Aborted."""
         with self._lock:
@@ -105,7 +106,7 @@ class GroupNetwork:
                 self._release_held(link)
             leaving = []
             for link, batch in sends.items():
-                outgoing = link.send(batch)
+                outgoing = link.send(batch, sent_us)
                 if outgoing is not None:
                     leaving.append((link, outgoing))
                     self._poll.ask(link)
@@ -115,11 +116,11 @@ class GroupNetwork:
         self,
         expected: Sequence[Expected],
         leaving: Sequence[Leaving],
-        record_arrival: Callable[[int], None] | None = None,
+        record_arrival: Callable[[int, int], None] | None = None,
     ) -> None:
         """Wait until all of these are done. Aborted.
 
-        `record_arrival` gets the rank of each message that was awaited, in their order.
+        `record_arrival` gets the rank of each message, in their order, and the time it carries.
         """
         with self._lock:
             self._waiting += 1
@@ -128,7 +129,7 @@ class GroupNetwork:
                     self._wait_for(link, (message.early or message))
                     link.take(message)
                     if record_arrival is not None:
-                        record_arrival(link.peer)
+                        record_arrival(link.peer, message.sent_us)
                 for link, batch in leaving:
                     self._wait_for(link, batch)
                 self.check()

@@ -119,12 +119,18 @@ class NcclTransport:
         if self.aborted:
             raise Aborted("the view was given up while its group was built")
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
+    def exchange(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        tag: int,
+        sent_us: int = 0,
+    ) -> Pending:
         host_sends = [m for m in sends if not m[1].is_cuda]
         host_receives = [m for m in receives if not m[1].is_cuda]
         host = None
         if host_sends or host_receives or not (sends or receives):
-            host = self._host.exchange(host_sends, host_receives, tag)
+            host = self._host.exchange(host_sends, host_receives, tag, sent_us)
         device_sends = [m for m in sends if m[1].is_cuda]
         device_receives = [m for m in receives if m[1].is_cuda]
         if host is not None and not (device_sends or device_receives):
@@ -215,10 +221,16 @@ class GpuTransport:
         if isinstance(over, NcclTransport):
             over.connect(rank, size)
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
+    def exchange(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        tag: int,
+        sent_us: int = 0,
+    ) -> Pending:
         if self._over is None:
             raise Aborted("the view was given up")
-        return self._over.exchange(sends, receives, tag)
+        return self._over.exchange(sends, receives, tag, sent_us)
 
     def listen(
         self, tag: int, size: int, hear: Callable[[int, bytes], None], *, always: bool = False

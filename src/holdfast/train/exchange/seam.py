@@ -57,8 +57,16 @@ class Transport(Protocol):
         self, rank: int, size: int, rendezvous: Rendezvous, peers: Collection[int] | None = None
     ) -> None: ...
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
+    def exchange(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        tag: int,
+        sent_us: int = 0,
+    ) -> Pending:
         """Start sending and receiving; both sides of a message use the same tag and size.
+
+        `sent_us`: a time that goes with the messages, for the `Waits` of who receives them.
 
         Tensors must stay untouched until the wait returns. Messages between one pair of ranks under
         one tag arrive in the order sent.
@@ -122,7 +130,13 @@ class AloneTransport:
         if (rank, size) != (0, 1):
             raise Aborted(f"a view of {size} members needs a real transport")
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
+    def exchange(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        tag: int,
+        sent_us: int = 0,
+    ) -> Pending:
         if self._aborted or sends or receives:
             raise Aborted("the view was given up")
         return NothingPending()

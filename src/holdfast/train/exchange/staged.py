@@ -167,9 +167,15 @@ class StagedTransport:
     ) -> None:
         self._host.open(rank, size, rendezvous, peers)
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
+    def exchange(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        tag: int,
+        sent_us: int = 0,
+    ) -> Pending:
         if not any(tensor.is_cuda for _, tensor in (*sends, *receives)):
-            return self._host.exchange(sends, receives, tag)
+            return self._host.exchange(sends, receives, tag, sent_us)
         copies = self._rooms.copies
         after = copies.record_event()
         places: dict[int, torch.Tensor] = {}  # by tensor: one may go to several peers
@@ -194,7 +200,7 @@ class StagedTransport:
         except RuntimeError as error:
             raise Aborted(f"a copy from the GPU has failed: {first_line(error)}") from None
         host_sends = [(peer, places.get(id(tensor), tensor)) for peer, tensor in sends]
-        inner = self._host.exchange(host_sends, host_receives, tag)
+        inner = self._host.exchange(host_sends, host_receives, tag, sent_us)
         pending = _StagedPending(inner, self._rooms, sent)
         pending.received, pending.after = received, after
         return pending

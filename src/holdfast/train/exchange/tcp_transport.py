@@ -253,14 +253,20 @@ class TcpTransport:
 
     # ------------------------------------------------------------ exchanging
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
+    def exchange(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        tag: int,
+        sent_us: int = 0,
+    ) -> Pending:
         self._reach(peer for peer, _ in (*sends, *receives))
         network = self._network
         places = [(network.link(peer), _memory(tensor)) for peer, tensor in receives]
         batches: dict[GroupLink, list[tuple[int, memoryview]]] = {}
         for peer, tensor in sends:
             batches.setdefault(network.link(peer), []).append((tag, _memory(tensor)))
-        return _TcpPending(network, *network.exchange(batches, places, tag))
+        return _TcpPending(network, *network.exchange(batches, places, tag, sent_us))
 
     def _reach(self, peers: Iterable[int]) -> None:
         """Open connections to the higher ones of these ranks, if there are none. Aborted."""

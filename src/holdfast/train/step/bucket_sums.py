@@ -27,8 +27,9 @@ from holdfast.train.step.row_table import Rows
 class BucketSum:
     """Sums one bucket over all virtual ranks along the tree, into its `result`."""
 
-    def __init__(self, bucket: Bucket, layout: Layout) -> None:
+    def __init__(self, bucket: Bucket, layout: Layout, waits: Waits | None = None) -> None:
         self.bucket = bucket
+        self._waits = waits
         self._tag = make_tag(bucket)
         self._result = bucket.result.data
         self._layout = layout
@@ -54,13 +55,10 @@ class BucketSum:
         """Return whether the present exchange is complete."""
         return is_done(self._pending)
 
-    def advance(self, transport: Transport, waits: Waits | None = None) -> bool:
-        """Wait for the present exchange, and begin the next one. Return False after the last.
-
-        Only messages of the first exchange carry gradients alone, so only these are timed.
-        """
+    def advance(self, transport: Transport) -> bool:
+        """Wait for the present exchange, and begin the next one. Return False after the last."""
         if self._pending is not None:
-            self._pending.wait(waits if not self._turn else None)
+            self._pending.wait(self._waits)
         self._pending = None
         if self._turn < len(self._plan.up):
             for each in self._plan.up[self._turn].additions:
@@ -98,6 +96,7 @@ class BucketSum:
     def _exchange(self, transport: Transport) -> bool:
         """Begin the exchange of this turn; return False if there is none."""
         plan, turn = self._plan, self._turn
+        sent_us = 0 if self._waits is None else self._waits.now_us()
         sends: list[Message] = []
         receives: list[Message] = []
         if turn < len(plan.up):
@@ -119,7 +118,7 @@ class BucketSum:
             return False
         for peer, part in sends:
             current.probe.handle_sending(peer, part.nbytes)
-        self._pending = transport.exchange(sends, receives, tag)
+        self._pending = transport.exchange(sends, receives, tag, sent_us)
         return True
 
     def _rooms(self, addition: CutAddition, side: Side) -> list[Message]:
@@ -165,9 +164,15 @@ class FlatSum:
     """
 
     def __init__(
-        self, bucket: Bucket, layout: Layout, into: torch.Tensor | None = None, turned: int = 0
+        self,
+        bucket: Bucket,
+        layout: Layout,
+        waits: Waits | None = None,
+        into: torch.Tensor | None = None,
+        turned: int = 0,
     ) -> None:
         self.bucket = bucket
+        self._waits = waits
         self._tag = make_tag(bucket)
         self._total: torch.Tensor | None = None  # sum of all elements of this member's piece
         self._result = bucket.result.data if into is None else into
@@ -183,6 +188,7 @@ class FlatSum:
     def begin(self, transport: Transport) -> None:
         """Send the partial sums of each piece to its owner."""
         layout, bucket = self._layout, self.bucket
+        sent_us = 0 if self._waits is None else self._waits.now_us()
         own = self._pieces[layout.rank]
         width = own.stop - own.start
         sends: list[Message] = []
@@ -199,16 +205,17 @@ class FlatSum:
             parts = [data[self._pieces[peer]] for data in self._own.values()]
             sends += [(peer, part) for part in parts]
             current.probe.handle_sending(peer, sum(part.nbytes for part in parts))
-        self._pending = transport.exchange(drop_empty(sends), drop_empty(receives), self._tag)
+        messages = drop_empty(sends), drop_empty(receives)
+        self._pending = transport.exchange(*messages, self._tag, sent_us)
 
     def is_ready(self) -> bool:
         """Return whether the present exchange is complete."""
         return is_done(self._pending)
 
-    def advance(self, transport: Transport, waits: Waits | None = None) -> bool:
+    def advance(self, transport: Transport) -> bool:
         """Wait for the partial sums, and send this member's sum to all; then wait for theirs."""
         if self._pending is not None:
-            self._pending.wait(None if self._is_folded else waits)
+            self._pending.wait(None if self._is_folded else self._waits)
         self._pending = None
         if self._is_folded:
             return False

@@ -275,11 +275,11 @@ class Engine(threading.Thread):
                     act.begin(at.transport)
                 with self._driver.monitor:  # a newer view may merge the partial sums further
                     self._driver.check_alive(order.view)
-                    is_checked = begun in checked
-                    started = FlatSum(bucket, layout) if is_checked else BucketSum(bucket, layout)
+                    kind = FlatSum if begun in checked else BucketSum
+                    started = kind(bucket, layout, None if at.transport.ordered else at.waits)
                 begun += 1
-                with at.waits.surround_sending():
-                    started.begin(at.transport)
+                at.waits.begin_bucket()
+                started.begin(at.transport)
                 running.append(started)
                 sums.append(started)
             if begun == total and not closing:  # under way beside the last buckets
@@ -290,11 +290,10 @@ class Engine(threading.Thread):
                     operation.begin(at.transport)
             if running:
                 act.complete(at.transport)
-                waits = None if at.transport.ordered else at.waits
                 running = [
                     each
                     for i, each in enumerate(running)
-                    if (i and not each.is_ready()) or each.advance(at.transport, waits)
+                    if (i and not each.is_ready()) or each.advance(at.transport)
                 ]
         act.complete(at.transport)
         left = closing
