@@ -92,7 +92,7 @@ class CutPlan:
 
 
 class _Rooms:
-    """Gives out the memory beside a buffer."""
+    """Divides the memory beside a buffer."""
 
     def __init__(self) -> None:
         self.taken = 0

@@ -40,6 +40,11 @@ class Incoming:
         self.done = False
         self.early: Incoming | None = None  # the same message, if it came before it was wanted
 
+    @property
+    def source(self) -> Incoming:
+        """Return the message as it arrives."""
+        return self.early or self
+
 
 class Outgoing:
     """Stands for messages that have not all been handed to the kernel yet."""
@@ -151,11 +156,9 @@ class GroupLink:
 
     def take_early(self, tag: int) -> list[bytes]:
         """Return the messages under this tag that have come, which no caller wants any more."""
-        return [bytes(each.place) for each in self._early.pop(tag, ()) if each.done]
-
-    def has_come(self, message: Incoming) -> bool:
-        """Return whether a message is here."""
-        return (message.early or message).done
+        early = self._early.pop(tag, ())
+        self._early_bytes -= sum(len(each.place) for each in early)
+        return [bytes(each.place) for each in early if each.done]
 
     def take(self, message: Incoming) -> None:
         """Move a message that is here to its place, if it came before it was wanted."""
@@ -167,7 +170,7 @@ class GroupLink:
             self._early_bytes -= len(message.place)
 
     def send(self, messages: Sequence[tuple[int, memoryview]], sent_us: int = 0) -> Outgoing | None:
-        """Send messages as far as the kernel takes them now.
+        """Send messages until the kernel takes no more.
 
         Return the rest to wait for, or None if all were sent. Aborted.
         """

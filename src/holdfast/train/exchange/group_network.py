@@ -126,7 +126,7 @@ class GroupNetwork:
             self._waiting += 1
             try:
                 for link, message in expected:
-                    self._wait_for(link, (message.early or message))
+                    self._wait_for(link, message.source)
                     link.take(message)
                     if record_arrival is not None:
                         record_arrival(link.peer, message.sent_us)
@@ -143,7 +143,7 @@ class GroupNetwork:
     def are_done(self, expected: Sequence[Expected], leaving: Sequence[Leaving]) -> bool:
         """Return whether `wait` would return, or raise, at once."""
         with self._lock:
-            come = all(link.has_come(message) or link.ended for link, message in expected)
+            come = all(message.source.done or link.ended for link, message in expected)
             return self.aborted or (come and all(b.done or at.ended for at, b in leaving))
 
     def listen(self, tag: int, size: int, hear: Hear, *, always: bool) -> None:
@@ -224,7 +224,7 @@ class GroupNetwork:
         self._deliver()
 
     def _deliver(self) -> None:
-        """Give messages to who listens for them. The lock is held, but not meanwhile."""
+        """Give messages to their listeners. The lock, which is held, is released meanwhile."""
         while not self.aborted and (found := self._listeners.take()) is not None:
             hear, peer, data = found
             self._lock.release()

@@ -68,8 +68,7 @@ class BucketSum:
 
     def finish(self) -> None:
         """Record the sum of all elements."""
-        wide = torch.float32 if self._result.dtype in (torch.float16, torch.bfloat16) else None
-        self._total = self._result.sum(dtype=wide)
+        self._total = add_up(self._result)
 
     @property
     def sums(self) -> list[torch.Tensor]:
@@ -228,8 +227,7 @@ class FlatSum:
         sends = [(p, out) for p in peers]
         receives = [(p, result[self._pieces[p]]) for p in peers]
         self._pending = transport.exchange(drop_empty(sends), drop_empty(receives), self._tag + 1)
-        wide = torch.float32 if result.dtype in (torch.float16, torch.bfloat16) else None
-        self._total = out.sum(dtype=wide)  # computed while the piece is sent
+        self._total = add_up(out)  # computed while the piece is sent
         return True
 
     def finish(self) -> None:
@@ -273,6 +271,12 @@ class FlatSum:
         total = tree.fold(parts, self._layout.vranks, add)
         if total is not out:  # there was nothing to add
             out.copy_(total)
+
+
+def add_up(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of all elements, which is not finite if one of them is not."""
+    wide = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else None
+    return values.sum(dtype=wide)
 
 
 def make_tag(bucket: Bucket) -> int:

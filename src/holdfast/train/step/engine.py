@@ -35,6 +35,7 @@ from holdfast.train.step.reduction import (
     BuffersSpread,
     Operation,
     TableGather,
+    advance_all,
 )
 from holdfast.train.step.row_sums import RowsSum
 from holdfast.train.step.state_differences import explain, summarize
@@ -290,19 +291,11 @@ class Engine(threading.Thread):
                     operation.begin(at.transport)
             if running:
                 act.complete(at.transport)
-                running = [
-                    each
-                    for i, each in enumerate(running)
-                    if (i and not each.is_ready()) or each.advance(at.transport)
-                ]
+                running = advance_all(running, at.transport)
         act.complete(at.transport)
         left = closing
         while left:
-            left = [
-                each
-                for i, each in enumerate(left)
-                if (i and not each.is_ready()) or each.advance(at.transport)
-            ]
+            left = advance_all(left, at.transport)
         for operation in (*sums, *closing):
             operation.finish()
         by_row = [each for each in closing if isinstance(each, RowsSum)]

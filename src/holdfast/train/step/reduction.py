@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -50,6 +50,22 @@ class Operation(Protocol):
         ...
 
     def finish(self) -> None: ...
+
+
+AnyOperation = TypeVar("AnyOperation", bound=Operation)
+
+
+def advance_all(operations: Sequence[AnyOperation], transport: Transport) -> list[AnyOperation]:
+    """Advance the first operation, and others whose turn is complete; return those with turns left.
+
+    All members take operations in one order. A member that waited for a later one could keep the
+    others from completing the first.
+    """
+    return [
+        each
+        for i, each in enumerate(operations)
+        if (i and not each.is_ready()) or each.advance(transport)
+    ]
 
 
 class ActCheck:
@@ -187,7 +203,7 @@ class TableGather:
 class BuffersSpread:
     """Spreads the buffers that virtual rank 0 left, from its host to all: first their size.
 
-    Each member that has them hands them on to log2 N others at most.
+    A member hands them on to log2 N others at most.
 
     If rank 0's do not count, the first virtual rank that a rank in `counted` hosts takes its place.
     """

@@ -15,6 +15,7 @@ from holdfast.core import tree
 from holdfast.core.step.events import FINITE, NOBODYS, SOMEBODYS
 from holdfast.train.exchange.layout import TAG_ROWS, Layout
 from holdfast.train.exchange.seam import Message, Pending, Transport, is_done
+from holdfast.train.step.bucket_sums import add_up
 from holdfast.train.step.buckets import Flat
 from holdfast.train.step.probe import current
 from holdfast.train.step.row_table import Rows, RowTable
@@ -154,5 +155,4 @@ def _take(rest: dict[Kind, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    wide = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else None
-    return cmath.isfinite(values.sum(dtype=wide).item()) or bool(torch.isfinite(values).all())
+    return cmath.isfinite(add_up(values).item()) or bool(torch.isfinite(values).all())
