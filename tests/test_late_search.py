@@ -38,11 +38,15 @@ class Searchers:
     def __init__(self, size: int, late: int, *, answers: bool) -> None:
         workers = [WorkerId(rank) for rank in range(size)]
         view = view_of(*workers, vranks=size)
-        self.questions = 0
+        self.messages = 0
         self.found: dict[int, tuple[int, ...]] = {}
         self._queue: deque[tuple[int, int, bytes]] = deque()
         self._hear: dict[int, Callable[[int, bytes], None]] = {}
         layouts = [Layout.of(view, Peer(worker, 0)) for worker in workers]
+        self.neighbours = [
+            {rank for _, target, source in layout.turns for rank in (target, source)}
+            for layout in layouts
+        ]
         self.awaited = spread_rows(layouts, late)
         self.searches = []
         for rank, layout in enumerate(layouts):
@@ -71,7 +75,8 @@ class End:
 
     def exchange(self, sends: list[tuple[int, torch.Tensor]], receives: list, tag: int) -> None:
         for peer, data in sends:
-            self._searchers.questions += 1
+            assert peer in self._searchers.neighbours[self._rank]
+            self._searchers.messages += 1
             self._searchers._queue.append((peer, self._rank, data.numpy().tobytes()))
 
     def post(self, event: StillAwaited) -> None:
@@ -117,9 +122,10 @@ def test_the_late_member_is_found(
                 assert searchers.found == {}
             for timer in FakeTimer.started:
                 timer.end()
+                searchers.carry()
             waits = searchers.awaited[rank] not in (NONE_AWAITED, rank)
             assert searchers.found == ({rank: (late,)} if waits else {})
-            assert searchers.questions <= 2 * size.bit_length()
+            assert searchers.messages <= 3 * size.bit_length()
 
 
 def test_an_answer_of_another_step_or_of_nonsense_is_ignored(
@@ -129,6 +135,24 @@ def test_an_answer_of_another_step_or_of_nonsense_is_ignored(
     searchers = Searchers(4, 2, answers=True)
     search = searchers.searches[1]
     search.look(STEP)
-    for step, value in ((STEP + 1, 3), (STEP, 99), (STEP, NONE_AWAITED)):
-        search._hear(2, late_search._MESSAGE.pack(late_search._ANSWER, step, value))
+    for sender, what, step, value in (
+        (2, late_search._ANSWER, STEP + 1, 2),
+        (3, late_search._ANSWER, STEP, 3),
+        (3, late_search._FOUND, STEP, 2),
+        (2, late_search._FOUND, STEP, 99),
+        (2, late_search._ANSWER, STEP, NONE_AWAITED),
+        (2, late_search._FOUND, STEP, 2),
+    ):
+        search._hear(sender, late_search._MESSAGE.pack(what, step, value))
     assert searchers.found == {}
+
+
+def test_a_member_asks_once_for_all_that_ask_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(late_search.threading, "Timer", FakeTimer)
+    searchers = Searchers(8, 0, answers=True)
+    for search in searchers.searches:
+        search.look(STEP)
+    searchers.carry()
+    waiting = [rank for rank, awaited in enumerate(searchers.awaited) if awaited >= 0 and rank]
+    assert searchers.found == dict.fromkeys(waiting, (0,))
+    assert searchers.messages <= 3 * len(waiting)

@@ -1,9 +1,11 @@
 """Finds the member for whose tasks a step waits, by asking along the ways that the rows take.
 
 Rows spread in turns, so a member that waits knows only who owes it the next message, and that
-member may itself wait for another one. It asks that member, then the one named in the answer, and
-so on: log2 N questions at most. A member whose tasks are not done is late. One that does not answer
-is taken for late, too: while it computes nobody may read its messages.
+member may itself wait for another one. It asks that member, which answers at once, asks the member
+for which it waits itself, and passes on the rank it found: log2 N questions at most, and only between
+members that exchange rows, so that none goes over a connection that is not open yet. A member whose
+tasks are not done is late. One that does not answer is taken for late, too: while it computes
+nobody may read its messages.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,14 +28,26 @@ from holdfast.train.step.driver import Driver
 ANSWER_S = 0.1  # a member that waits answers sooner
 NONE_AWAITED = -1
 _MESSAGE = struct.Struct("<3q")  # the kind, the step, and a rank
-_QUESTION, _ANSWER = 0, 1
+_QUESTION, _ANSWER, _FOUND = 0, 1, 2
+
+
+@dataclass(eq=False)
+class _Search:
+    """Is one question, until the late member is known."""
+
+    step: int
+    asked: int
+    # The members to which the rank that is found goes; this member's own rank if it posts it.
+    askers: set[int] = field(default_factory=set)
+    # Whether the asked member has answered that it waits, too: the rank it finds will follow.
+    is_answered: bool = False
 
 
 class LateSearch:
     """Asks, and answers, in one view.
 
     `awaited`: returns the rank for which this member waits in a step; its own one if its tasks are
-    not done; NONE_AWAITED.
+    not done; NONE_AWAITED. It is a rank with which this member exchanges rows.
     """
 
     def __init__(
@@ -49,8 +64,7 @@ class LateSearch:
         self._transport = transport
         self._awaited = awaited
         self._lock = threading.Lock()
-        self._asked: tuple[int, int] | None = None  # the step, and the rank that was asked
-        self._left = 0  # questions that may still be asked
+        self._search: _Search | None = None
 
     def listen(self) -> None:
         """Begin to answer, for the life of the view."""
@@ -58,17 +72,21 @@ class LateSearch:
 
     def look(self, step: int) -> None:
         """Begin to search; StillAwaited is posted once a member is found."""
-        self._left = self._layout.size.bit_length() + 1
-        self._ask(step, self._awaited(step))
+        self._ask(step, self._awaited(step), self._layout.rank)
 
-    def _ask(self, step: int, rank: int) -> None:
-        if rank in (NONE_AWAITED, self._layout.rank) or not self._left:
+    def _ask(self, step: int, rank: int, asker: int) -> None:
+        if rank in (NONE_AWAITED, self._layout.rank):
             return
         with self._lock:
-            self._left -= 1
-            self._asked = step, rank
+            before = self._search
+            if before is not None and (before.step, before.asked) == (step, rank):
+                before.askers.add(asker)
+                return
+            search = self._search = _Search(step, rank, {asker})
+            if before is not None and before.step == step:
+                search.askers |= before.askers
         self._send(rank, _QUESTION, step, 0)
-        timer = threading.Timer(ANSWER_S, self._conclude, (step, rank))
+        timer = threading.Timer(ANSWER_S, self._end_patience, (search,))
         timer.daemon = True
         timer.start()
 
@@ -80,21 +98,40 @@ class LateSearch:
     def _hear(self, peer: int, data: bytes) -> None:
         what, step, value = _MESSAGE.unpack(data)
         if what == _QUESTION:
-            self._send(peer, _ANSWER, step, self._awaited(step))
+            awaited = self._awaited(step)
+            self._send(peer, _ANSWER, step, awaited)
+            if awaited != peer:
+                self._ask(step, awaited, peer)
+            return
+        search = self._search
+        if search is None or (search.step, search.asked) != (step, peer):
+            return
+        if what == _FOUND and 0 <= value < self._layout.size:
+            self._conclude(search, value)
         elif what == _ANSWER and value == peer:
-            self._conclude(step, peer)
-        elif what == _ANSWER and self._is_asked(step, peer) and 0 <= value < self._layout.size:
-            self._ask(step, value)
+            self._conclude(search, peer)
+        elif what == _ANSWER and value == NONE_AWAITED:
+            self._take(search)
+        elif what == _ANSWER:
+            search.is_answered = True
 
-    def _is_asked(self, step: int, rank: int) -> bool:
-        """Return whether an answer was awaited; it is not any more."""
+    def _end_patience(self, search: _Search) -> None:
+        if not search.is_answered:
+            self._conclude(search, search.asked)
+
+    def _take(self, search: _Search) -> bool:
+        """Return whether the search is the open one; it is not any more."""
         with self._lock:
-            found = self._asked == (step, rank)
-            if found:
-                self._asked = None
-            return found
+            is_open = self._search is search
+            if is_open:
+                self._search = None
+            return is_open
 
-    def _conclude(self, step: int, rank: int) -> None:
-        """Report a late member, unless its answer was that another one is."""
-        if self._is_asked(step, rank):
-            self._driver.post(StillAwaited(self._view.number, step, (rank,)))
+    def _conclude(self, search: _Search, rank: int) -> None:
+        if not self._take(search):
+            return
+        for asker in search.askers:
+            if asker == self._layout.rank:
+                self._driver.post(StillAwaited(self._view.number, search.step, (rank,)))
+            else:
+                self._send(asker, _FOUND, search.step, rank)
