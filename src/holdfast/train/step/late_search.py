@@ -2,10 +2,10 @@
 
 Rows spread in turns, so a member that waits knows only who owes it the next message, and that
 member may itself wait for another one. It asks that member, which answers at once, asks the member
-for which it waits itself, and passes on the rank it found: log2 N questions at most, and only between
-members that exchange rows, so that none goes over a connection that is not open yet. A member whose
-tasks are not done is late. One that does not answer is taken for late, too: while it computes
-nobody may read its messages.
+for which it waits itself, and passes on the rank it found: log2 N questions at most. Only members
+that exchange rows ask each other, so no question goes over a connection that is not open yet. A
+member whose tasks are not done is late. One that does not answer is taken for late, too: while it
+computes nobody may read its messages.
 """
 
 from __future__ import annotations
