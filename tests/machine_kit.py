@@ -214,7 +214,7 @@ class Company:
 
     def _check(self) -> bool:
         checks = self._all_take(ef.CheckSum)
-        table = ((5,) * len(self.members),) * len(self.members)
+        table = ((5, 5),) * len(self.members)
         for walker, check in zip(self.members, checks, strict=False):
             walker.feed(ev.SumChecked(check.view, check.bucket, table))
         return bool(checks)

@@ -13,6 +13,7 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.events import FINITE, SOMEBODYS, Purpose, Row, Topic
 from holdfast.core.types import View, WorkerId
+from holdfast.sim.sum_answers import answer
 
 SOUND = 7  # the fingerprint of a state in which no bit is wrong
 
@@ -84,6 +85,7 @@ class Group:
         self._rows: dict[str, list[dict[WorkerId, object]]] = {}  # the turns of each exchange
         self._heard: dict[tuple[str, WorkerId], int] = {}  # number of turns that a member has heard
         self.sent: dict[WorkerId, list[int]] = {}  # missed steps under way
+        self.wrongly: list[int] = []  # ranks that have made their parts of a sum wrongly
         self.notes: dict[WorkerId, list[ev.WorkerEvent]] = {}  # news for one member alone
 
     # ------------------------------------------------------------ saying
@@ -96,12 +98,14 @@ class Group:
                 self._say(topic.value, worker, told)
             case ef.Reduce():
                 self.reduces[worker] = effect
+                self.wrongly.clear()
             case ef.ShareRows():
                 self._say("sum", worker, self._part(worker, work))
-            case ef.CheckSum(_, bucket, run):
-                right = 100 * bucket + (self.view.rank(worker) + run) % len(self.view.members)
-                wrong, work.sums_wrongly = work.sums_wrongly, False
-                self._say("check", worker, (bucket, run, right + (900 if wrong else 0)))
+            case ef.CheckSum():
+                if work.sums_wrongly:
+                    self.wrongly.append(self.view.rank(worker))
+                work.sums_wrongly = False
+                self._say("check", worker, effect)
             case ef.SyncState():
                 self._say("states", worker, work.fingerprint)
             case ef.ObtainState(_, _, step):
@@ -195,11 +199,12 @@ class Group:
         )
 
     def checked(self, worker: WorkerId) -> ev.SumChecked:
-        """Hand on the checks that all have made of the pieces they have summed."""
-        rows: list[tuple[int, int, int]] = self.hear("check", worker)  # type: ignore[assignment]
-        (bucket, run, _), size = rows[0], len(rows)
-        table = tuple(rows[(piece - run) % size][2] for piece in range(size))
-        return ev.SumChecked(self.view.number, bucket, (table,) * size)
+        """Hand on the members' answers about a sum."""
+        checks: list[ef.CheckSum] = self.hear("check", worker)  # type: ignore[assignment]
+        hosts = tuple(self.view.rank(owner) for owner in self.reduces[worker].owners)
+        wrongly, size = tuple(sorted(self.wrongly)), len(checks)
+        rows = [answer(e.question, r, hosts, size, wrongly, 100) for r, e in enumerate(checks)]
+        return ev.SumChecked(self.view.number, checks[0].bucket, tuple(rows))
 
     def gathered(self, topic: Topic, worker: WorkerId) -> ev.Gathered:
         """Hand on the rows that all have given for a topic."""

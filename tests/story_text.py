@@ -17,6 +17,7 @@ from holdfast.core.redundancy import Recall
 from holdfast.core.replica.ends import SinkKind, SourceKind
 from holdfast.core.step import effects as ef
 from holdfast.core.step.events import FINITE, NOBODYS, RIGHTLY, SOMEBODYS, Purpose, Topic
+from holdfast.core.step.sum_trial import SumStage
 from holdfast.core.step.vote import Vote
 from holdfast.core.types import (
     NO_VIEW,
@@ -381,10 +382,15 @@ _WORKER_WORDS: dict[type, Callable[[Any], str]] = {
     ef.Forget: lambda e: _FORGOTTEN[e.sink],
     ef.Gather: gather_text,
     ef.ShareRows: lambda e: f"its part of step {e.step} is complete",
-    ef.CheckSum: lambda e: f"check the sum of bucket {e.bucket}{', again' if e.run else ''}",
+    ef.CheckSum: lambda e: _CHECKS[e.question.stage].format(e.bucket),
     ef.SendDone: lambda e: f"tell the first member that it is done with step {e.step}",
     ef.SendCounted: lambda e: f"tell all that ranks {several(e.ranks)} count in step {e.step}",
     ef.LookWhoIsLate: lambda e: f"look who is late in step {e.step}",
+}
+_CHECKS = {
+    SumStage.COMPARE: "sum bucket {} again, and compare",
+    SumStage.FLAT: "sum bucket {} flat",
+    SumStage.TRACE: "compare how bucket {} was summed",
 }
 _AGENT_WORDS: dict[type, Callable[[Any], str]] = {
     ag.Spawn: lambda e: f"start worker {e.worker}{_again(e.incarnation)}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,29 +15,29 @@ from torch import nn
 from holdfast.core import tree
 from holdfast.core.step.events import FINITE, NOBODYS, SOMEBODYS
 from holdfast.core.step.sum_trial import SumTrial
-from holdfast.train.exchange.layout import TAG_AUDIT, Layout, all_gather
-from holdfast.train.step.bucket_sums import BucketSum, FlatSum
+from holdfast.core.sum_plan import find_shared_sums
+from holdfast.train.exchange.cut_plan import CutAddition
+from holdfast.train.exchange.layout import Layout
+from holdfast.train.step import sum_runs
+from holdfast.train.step.bucket_sums import BucketSum, sum_flat
 from holdfast.train.step.buckets import Bucket, Flat
 from holdfast.train.step.sum_runs import SumRuns
 from mailboxes import Mailbox, mailboxes, together
 
 # ---------------------------------------------------------------- sums
 
-KINDS = [BucketSum, FlatSum]
 
-
-def complete(summing: BucketSum | FlatSum, box: Mailbox) -> None:
+def complete(summing: BucketSum, box: Mailbox) -> None:
     summing.begin(box)
     while summing.advance(box):
         pass
     summing.finish()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), vranks=st.integers(1, 9), seed=st.integers(0, 100))
 def test_the_sum_does_not_depend_on_the_assignment(
-    kind: type[BucketSum | FlatSum], data: st.DataObject, vranks: int, seed: int
+    data: st.DataObject, vranks: int, seed: int
 ) -> None:
     size = data.draw(st.integers(1, vranks))
     hosts = data.draw(st.permutations([v % size for v in range(vranks)]))
@@ -56,12 +57,20 @@ def test_the_sum_does_not_depend_on_the_assignment(
             bucket.contribute(v, leaf, vranks)
         buckets.append(bucket)
     layouts = [Layout(rank, size, vranks, hosted, nodes, tuple(hosts)) for rank in range(size)]
-    for _ in range(2):  # a reduction can be repeated: it does not change the partial sums
-        sums = [kind(b, layout) for b, layout in zip(buckets, layouts, strict=True)]
+    for turned in (1, 2, 0):  # a reduction can be repeated: it does not change the partial sums
+        sums = [
+            BucketSum(b, layout, turned=turned) for b, layout in zip(buckets, layouts, strict=True)
+        ]
         pairs = zip(sums, boxes, strict=True)
         assert together(*[lambda s=s, b=b: complete(s, b) for s, b in pairs]) == []
-        for bucket in buckets:
-            assert torch.equal(bucket.result.data, expected)
+        for each in sums:
+            assert torch.equal(each.result, expected)
+        members = list(zip(buckets, layouts, boxes, strict=True))
+
+        def add(bucket: Bucket, layout: Layout, box: Mailbox, turned: int = turned) -> None:
+            assert torch.equal(sum_flat(bucket, layout, box, turned), expected)
+
+        assert together(*[lambda m=m: add(*m) for m in members]) == []
 
     copies = [Flat(buckets[0].params) for _ in range(vranks)]
     for copy, leaf in zip(copies, leaves, strict=True):
@@ -75,17 +84,13 @@ def test_the_sum_does_not_depend_on_the_assignment(
         unlike = [r for r in range(size) if not sums[r].agrees(v, {0: copies[v]})]
         assert hosts[v] not in unlike
         assert bool(unlike) == (alone and size > 1)
-        if kind is FlatSum:
-            pieces = [layouts[r].piece(r, 300) for r in range(size)]
-            wide = [r for r in range(size) if pieces[r].stop > pieces[r].start]
-            assert not alone or unlike == [r for r in wide if r != hosts[v]]
 
 
 # ---------------------------------------------------------------- what is wrong in them
 
 
-def summed_by(size: int) -> tuple[list[Mailbox], list[Layout], list[Bucket], torch.Tensor]:
-    """Return a bucket that these members have summed, on each of them; and the right sum."""
+def members_of(size: int) -> tuple[list[Mailbox], list[Layout], list[Bucket], torch.Tensor]:
+    """Return a bucket with a part on each of these members, and its right sum."""
     dice = torch.Generator().manual_seed(size)
     leaves = torch.randn(size, 1000, generator=dice)
     hosted = tuple((v,) for v in range(size))
@@ -99,87 +104,140 @@ def summed_by(size: int) -> tuple[list[Mailbox], list[Layout], list[Bucket], tor
         bucket.contribute(len(buckets), flat, size)
         buckets.append(bucket)
     total = tree.fold({(v, 1): leaves[v] for v in range(size)}, size, torch.add)
-    for bucket in buckets:
-        bucket.result.data.copy_(total)
     return mailboxes(size), layouts, buckets, total
 
 
-def check_sum(bucket: Bucket, transport: Mailbox, layout: Layout) -> list[int] | None:
-    """Have a trial judge the runs of a bucket's sum, as a worker's machine and engine do."""
-    trial, runs = SumTrial(bucket.index), SumRuns(bucket, layout)
-    while True:
-        mine = torch.tensor(runs.digests(), dtype=torch.int64)
-        rows = all_gather(transport, layout, mine, TAG_AUDIT).tolist()
-        verdict = trial.hear(tuple(tuple(row) for row in rows))
-        if verdict is None:
-            runs.add(transport)
-            continue
-        if verdict.undecided:
-            return None
-        if verdict.amended:
-            runs.put_right(verdict.right)
-        return list(verdict.wrong)
+Damage = Callable[[int, int, torch.Tensor, str], None]  # a rank, a run, values, and their name
 
 
-def checked(size: int, damage: Callable[[list[Bucket]], None]) -> list[list[int] | None]:
-    boxes, layouts, buckets, total = summed_by(size)
-    damage(buckets)
-    found: list[list[int] | None] = [None] * size
+def check_sum(bucket: Bucket, transport: Mailbox, layout: Layout) -> tuple[list[int], int] | None:
+    """Sum a bucket, and have a trial judge that, as a worker's machine and engine do.
+
+    Return the ranks that were wrong, and the number of questions; None without a verdict.
+    """
+    first = BucketSum(bucket, layout)
+    complete(first, transport)
+    trial, runs = SumTrial(bucket.index, range(layout.size), layout.size), SumRuns(first, layout)
+    asked = 0
+    while trial.question is not None:
+        if trial.right:
+            runs.put_right(trial.right)
+        rows = runs.answer(trial.question, transport)
+        trial.hear(tuple(tuple(row) for row in rows))
+        asked += 1
+    return None if trial.is_undecided else (list(trial.wrong), asked)
+
+
+def checked(
+    size: int, damage: Damage, patch: pytest.MonkeyPatch
+) -> list[tuple[list[int], int] | None]:
+    """Check a sum among members, while `damage` may change values that they make or receive."""
+    boxes, layouts, buckets, total = members_of(size)
+    add, advance, flat = BucketSum._add, BucketSum.advance, sum_runs.sum_flat
+
+    def add_wrongly(self: BucketSum, addition: CutAddition) -> None:
+        add(self, addition)
+        made = self._held[addition.node][1]
+        damage(self._layout.rank, self._turned, made, f"node {addition.node}")
+
+    def advance_wrongly(self: BucketSum, transport: Mailbox) -> bool:
+        goes_on = advance(self, transport)
+        if not goes_on:
+            damage(self._layout.rank, self._turned, self.result, "copy")
+        return goes_on
+
+    def sum_wrongly(*args: Any) -> torch.Tensor:
+        found = flat(*args)
+        damage(args[1].rank, args[3], found, "flat")
+        return found
+
+    patch.setattr(BucketSum, "_add", add_wrongly)
+    patch.setattr(BucketSum, "advance", advance_wrongly)
+    patch.setattr(sum_runs, "sum_flat", sum_wrongly)
+    found: list[tuple[list[int], int] | None] = [None] * size
 
     def check(rank: int) -> None:
         found[rank] = check_sum(buckets[rank], boxes[rank], layouts[rank])
 
     assert together(*[lambda r=r: check(r) for r in range(size)]) == []
+    patch.undo()
     if None not in found:
         for bucket in buckets:
             assert torch.equal(bucket.result.data, total)
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_a_sum_is_checked_and_put_right(size: int) -> None:
-    assert checked(size, lambda buckets: None) == [[]] * size
+SIZES = [2, 3, 5, 8]
 
-    def one_copy(buckets: list[Bucket]) -> None:
-        buckets[1].result.data[3] += 1  # the first member's sum, as the second has got it
 
-    def the_sum(buckets: list[Bucket]) -> None:
-        for bucket in buckets:  # the last member's piece
-            bucket.result.data[-1] += 1
+@pytest.mark.parametrize("size", SIZES)
+def test_a_sum_that_is_right_is_made_twice_and_compared_once(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert checked(size, lambda *_: None, monkeypatch) == [([], 1)] * size
 
-    assert checked(size, one_copy) == [[1]] * size
-    layouts = summed_by(size)[1]
-    (last,) = [each.rank for each in layouts if each.piece(each.rank, 1000).stop == 1000][:1]
-    assert checked(size, the_sum) == [[last]] * size
+
+@pytest.mark.parametrize("run", [0, 1])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_damaged_copy_of_a_sum_is_put_right_and_its_holder_blamed(
+    size: int, run: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damage(rank: int, turned: int, values: torch.Tensor, what: str) -> None:
+        if (rank, turned, what) == (1, run, "copy"):
+            values[3] += 1
+
+    assert checked(size, damage, monkeypatch) == [([1], 4)] * size
+
+
+@pytest.mark.parametrize("run", [0, 1])
+@pytest.mark.parametrize("size", SIZES)
+def test_who_makes_a_wrong_sum_at_any_node_in_one_run_is_found(
+    size: int, run: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [tree.maximal_nodes((v,), size) for v in range(size)]
+    for each in find_shared_sums(nodes, size):
+        for maker in each.hosts:
+
+            def damage(rank: int, turned: int, values: torch.Tensor, what: str) -> None:
+                if (rank, turned, what) == (maker, run, f"node {each.node}"):  # noqa: B023
+                    values[-1:] += 1
+
+            assert checked(size, damage, monkeypatch) == [([maker], 4)] * size
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_a_member_that_always_adds_wrongly_is_found(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = members_of(size)[1][1]
+
+    def damage(rank: int, turned: int, values: torch.Tensor, what: str) -> None:
+        if rank == 1 and what not in ("copy", "flat"):
+            values[0] += 1
+        if what == "flat":
+            values[layout.piece(1, 1000, turned)] += 1
+
+    assert checked(size, damage, monkeypatch) == [([1], 5)] * size
 
 
 def test_two_members_that_sum_otherwise_each_time_are_not_believed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain = FlatSum._fold
+    def damage(rank: int, turned: int, values: torch.Tensor, what: str) -> None:
+        if what == "copy":
+            values += 1 + turned
+        elif what == "flat":
+            values += 2**turned
 
-    def fold(self: FlatSum, out: torch.Tensor, piece: slice) -> None:
-        plain(self, out, piece)
-        if self._layout.rank == 1:
-            out += 1
-
-    monkeypatch.setattr(FlatSum, "_fold", fold)
-
-    def as_it_was(buckets: list[Bucket]) -> None:
-        half = Layout(0, 2, 2, (), (), ()).piece(1, 1000)
-        for bucket in buckets:
-            bucket.result.data[half] += 1
-
-    assert checked(2, as_it_was) == [None, None]
+    assert checked(2, damage, monkeypatch) == [None, None]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_a_sum_that_is_not_finite_is_noticed(
-    dtype: torch.dtype, kind: type[BucketSum | FlatSum]
+    dtype: torch.dtype,
 ) -> None:
     for value in (math.nan, math.inf, -math.inf, 1.0):
-        boxes, layouts, buckets, _ = summed_by(2)
+        boxes, layouts, buckets, _ = members_of(2)
         for bucket in buckets:
             bucket.result = Flat([nn.Parameter(torch.zeros(1000, dtype=dtype))])
             for node, flat in bucket.partials.items():
@@ -187,27 +245,22 @@ def test_a_sum_that_is_not_finite_is_noticed(
                 cast.data.copy_(flat.data)
                 bucket.partials[node] = cast
         next(iter(buckets[0].partials.values())).data[999] = value
-        sums = [kind(b, layout) for b, layout in zip(buckets, layouts, strict=True)]
+        sums = [BucketSum(b, layout) for b, layout in zip(buckets, layouts, strict=True)]
         pairs = zip(sums, boxes, strict=True)
         assert together(*[lambda s=s, b=b: complete(s, b) for s, b in pairs]) == []
         found = [each.doubt() for each in sums]
         if math.isfinite(value):
             assert found == [FINITE, FINITE]
         else:
-            assert found == ([SOMEBODYS, NOBODYS] if kind is BucketSum else [FINITE, SOMEBODYS])
+            assert found == [SOMEBODYS, NOBODYS]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_number_that_is_not_finite_is_blamed_on_the_member_whose_part_it_is(
-    kind: type[BucketSum | FlatSum],
-) -> None:
+def test_a_number_that_is_not_finite_is_blamed_on_the_member_whose_part_it_is() -> None:
     for size, bad in ((4, 3), (4, 1), (3, 2), (7, 5)):
-        boxes, layouts, buckets, _ = summed_by(size)
+        boxes, layouts, buckets, _ = members_of(size)
         next(iter(buckets[bad].partials.values())).data[0] = math.nan
-        sums = [kind(b, layout) for b, layout in zip(buckets, layouts, strict=True)]
+        sums = [BucketSum(b, layout) for b, layout in zip(buckets, layouts, strict=True)]
         pairs = zip(sums, boxes, strict=True)
         assert together(*[lambda s=s, b=b: complete(s, b) for s, b in pairs]) == []
         found = [each.doubt() for each in sums]
-        (looked,) = [r for r in range(size) if layouts[r].piece(r, 1000).start == 0]
-        blamed, other = (bad, NOBODYS) if kind is BucketSum else (looked, FINITE)
-        assert found == [SOMEBODYS + bad if r == blamed else other for r in range(size)]
+        assert found == [SOMEBODYS + bad if r == bad else NOBODYS for r in range(size)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 import sys
 from collections.abc import Sequence
@@ -16,8 +15,9 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.audit import FICKLE, SUBSTITUTED
 from holdfast.core.step.shards import ShardEvents, is_shared
-from holdfast.core.step.sum_trial import SumTrial, SumVerdict
+from holdfast.core.step.sum_trial import SumStage, SumTrial
 from holdfast.core.types import Tick, ViewNumber, WorkerId
+from holdfast.sim.sum_answers import answer
 
 VIEW = ViewNumber(3)
 TASK = ev.TaskDone(4, 1, ev.Purpose.HOSTED, 8, digest=11)
@@ -227,18 +227,21 @@ def test_effects_for_one_process_alone_are_those_of_the_agent_and_the_whole_work
 
 
 def test_a_wrong_sum_of_one_shard_is_put_right() -> None:
-    """Three members of two shards sum a bucket again; member 1 is wrong in a piece of shard 1."""
+    """Three members of two shards sum a bucket again; member 1 is wrong in shard 1 at first."""
     right = {0: (10, 11, 12), 1: (20, 21, 22)}
-    trial, verdict = SumTrial(0), None
-    for turned in itertools.count():
+    hosts, size = (0, 1, 2), 3
+    trial = SumTrial(0, hosts, size)
+    while trial.question is not None:
         shards = ShardEvents(2)
         for shard in range(2):
-            pieces = list(right[shard])
-            if shard == 1:  # the piece that member 1 sums in this run
-                pieces[(1 + turned) % 3] += 500
-            told = shards.hear(shard, ev.SumChecked(VIEW, 0, (tuple(pieces),) * 3))
+            wrongly = (1,) if shard == 1 else ()
+            rows = [
+                right[shard]
+                if trial.question.stage is SumStage.FLAT
+                else answer(trial.question, rank, hosts, size, wrongly, shard)
+                for rank in range(size)
+            ]
+            told = shards.hear(shard, ev.SumChecked(VIEW, 0, tuple(rows)))
         (event,) = told
-        verdict = trial.hear(event.digests)
-        if verdict is not None:
-            break
-    assert verdict == SumVerdict(right=right[0] + right[1], wrong=(1,), amended=True)
+        trial.hear(event.rows)
+    assert (trial.right, trial.wrong) == (right[0] + right[1], (1,))

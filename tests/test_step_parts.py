@@ -23,7 +23,6 @@ from holdfast.core.step.rulings import CALM_STEPS, NEVER, Rulings
 from holdfast.core.step.speculation import Budget, Lateness, Patience, choose_copies
 from holdfast.core.step.speeds import Speeds
 from holdfast.core.step.step_policy import Counting, StepPolicy
-from holdfast.core.step.sum_trial import SumTrial, SumVerdict, find_wrong, majority
 from holdfast.core.step.trust import Doubt, Trust
 from holdfast.core.step.verdicts import Doubted
 from holdfast.core.step.vote import Vote, count_votes
@@ -237,47 +236,9 @@ def test_the_choice_of_audits_is_the_same_for_ever() -> None:
     assert [[(a.vrank, *a.auditors) for a in each] for each in planned] == PLANNED
     assert [audit.plan_sums(1, step, 12, 0.25) for step in range(4)] == PLANNED_SUMS
     found = Audits(1, 0.25, 0.0)
-    assert [found.sum_checks(step).buckets(12) for step in range(4)] == PLANNED_SUMS
+    planned_sums = [tuple(found.plan_sum_checks(step, 12)) for step in range(4)]
+    assert planned_sums == PLANNED_SUMS
     assert SKETCH_WORDS == 9  # the length of a row about a task
-
-
-# ---------------------------------------------------------------- sums
-
-
-def test_a_sum_that_all_have_twice_alike_is_right() -> None:
-    trial = SumTrial(4)
-    assert trial.hear(((5, 6), (5, 6))) is None
-    assert trial.hear(((5, 6), (5, 6))) == SumVerdict(right=(5, 6))
-
-
-@pytest.mark.parametrize("odd", [0, 1, 2])
-def test_a_worker_that_sums_a_piece_wrongly_once_is_found_in_the_third_run(odd: int) -> None:
-    """Rank (p - r) % 3 sums piece p in run r, and all members get its result."""
-    trial = SumTrial(0)
-    for turn in range(3):
-        row = [5, 6, 7]
-        for piece in range(3):
-            if (piece - turn) % 3 == odd and turn == 1:
-                row[piece] = 99
-        verdict = trial.hear((tuple(row),) * 3)
-        assert (verdict is None) is (turn < 2)
-    assert verdict == SumVerdict(right=(5, 6, 7), wrong=(odd,), amended=True)
-
-
-def test_a_copy_that_alone_is_wrong_is_its_holders() -> None:
-    right = ((5, 6, 7),) * 3
-    damaged = ((5, 6, 7), (5, 9, 7), (5, 6, 7))
-    assert find_wrong([damaged, right, right], (5, 6, 7)) == (1,)
-    assert majority([damaged, right, right]) == (5, 6, 7)
-
-
-def test_without_a_majority_a_sum_stays_undecided() -> None:
-    each_other = [((n, n),) * 2 for n in range(3)]
-    assert majority(each_other) is None
-    one_only = [((5, 6),) * 2, ((5, 6),) * 2, ((8, 9),) * 2]
-    assert majority(one_only) == (5, 6)
-    trial = SumTrial(0)
-    assert [trial.hear(each) for each in each_other][-1] == SumVerdict(undecided=True)
 
 
 # ---------------------------------------------------------------- since when

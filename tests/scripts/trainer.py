@@ -85,9 +85,8 @@ class Faults:
     def install(self, model: nn.Module) -> None:
         """Wrap the library's own steps, so that the strike is at an exact place inside them."""
         model.last.weight.register_hook(lambda grad: self.at("backward"))
-        for summing in (bucket_sums.BucketSum, bucket_sums.FlatSum):
-            _wrap(summing, "begin", after=lambda: self.at("gather"))
-            _wrap(summing, "advance", after=lambda: self.at("spread"))
+        _wrap(bucket_sums.BucketSum, "begin", after=lambda: self.at("gather"))
+        _wrap(bucket_sums.BucketSum, "advance", after=lambda: self.at("spread"))
         _wrap(exchange.TableGather, "begin", after=lambda: self.at("table"))
         gather = engine.all_gather
 

@@ -20,7 +20,6 @@ from holdfast.core import tree
 from holdfast.core.tree import Node
 
 WHOLE = (Fraction(0), Fraction(1))
-_Joined = tuple[Node, Node, Node]  # a node with several hosts, and its two children
 Part = tuple[Fraction, Fraction]  # where a part of a sum starts and stops; the sum goes from 0 to 1
 
 
@@ -71,26 +70,51 @@ class SumPlan:
         return tuple(sorted({m.peer for each in levels for m in (*each.sends, *each.receives)}))
 
 
-class _Hosts:
-    """Orders the hosts of all tree nodes; a node's pieces belong to its hosts in this order."""
+@dataclass(frozen=True, slots=True)
+class SharedSum:
+    """Describes the sum of a tree node with several hosts; `left` and `right`: its children.
 
-    def __init__(self, nodes: Sequence[Sequence[Node]], vranks: int) -> None:
+    The node's pieces, which are of one size, are computed by `hosts`, in this order.
+    """
+
+    node: Node
+    left: Node
+    right: Node
+    hosts: tuple[int, ...]
+
+
+class _Hosts:
+    """Orders the hosts of all tree nodes; a node's pieces belong to its hosts in this order.
+
+    `turned`: each piece of a node with several hosts belongs to a host that many places later.
+    """
+
+    def __init__(self, nodes: Sequence[Sequence[Node]], vranks: int, turned: int = 0) -> None:
         self._vranks = vranks
         self._order = {node: [rank] for rank, each in enumerate(nodes) for node in each}
         self._index = {node: {hosts[0]: 0} for node, hosts in self._order.items()}
-        # The nodes with several hosts, children before parents.
-        self.joined: list[_Joined] = []
-        self.root = self._visit(tree.root(vranks))
+        joined: list[tuple[Node, Node, Node]] = []
+        self.root = self._visit(tree.root(vranks), joined)
+        for node, _, _ in joined if turned else ():
+            hosts, count = self._order[node], len(self._order[node])
+            self._order[node] = [hosts[(i + turned) % count] for i in range(count)]
+            self._index[node] = {rank: i for i, rank in enumerate(self._order[node])}
+        found = [SharedSum(*each, tuple(self._order[each[0]])) for each in joined]
+        # The nodes with several hosts, narrow ones first.
+        self.shared = sorted(found, key=lambda each: each.node[1])
 
-    def _visit(self, node: Node) -> Node:
-        """Order the hosts of a node and of all below it; return the node that holds its sum."""
+    def _visit(self, node: Node, joined: list[tuple[Node, Node, Node]]) -> Node:
+        """Order the hosts of a node and of all below it; return the node that holds its sum.
+
+        Nodes with several hosts are added to `joined`, with their children.
+        """
         if node in self._order:
             return node
         left, right = tree.children(node)
-        left = self._visit(left)
+        left = self._visit(left, joined)
         if right[0] >= self._vranks:
             return left
-        right = self._visit(right)
+        right = self._visit(right, joined)
         places: dict[int, tuple[float, int, int]] = {}
         for side, child in enumerate((left, right)):
             hosts = self._order[child]
@@ -100,7 +124,7 @@ class _Hosts:
                     places[rank] = (2 * i + 1) / (2 * len(hosts)), side, rank
         self._order[node] = [rank for _, _, rank in sorted(places.values())]
         self._index[node] = {rank: i for i, rank in enumerate(self._order[node])}
-        self.joined.append((node, left, right))
+        joined.append((node, left, right))
         return node
 
     def has(self, node: Node, rank: int) -> bool:
@@ -127,15 +151,18 @@ class _Hosts:
             yield hosts[i], (max(part[0], start), min(part[1], stop))
 
 
-def plan_sum(nodes: Sequence[Sequence[Node]], vranks: int, rank: int) -> SumPlan:
-    """Plan the part of the worker `rank`. `nodes`: the maximal nodes that each worker hosts."""
-    hosts = _Hosts(nodes, vranks)
-    here = [each for each in hosts.joined if hosts.has(each[0], rank)]
-    widths = sorted({node[1] for node, _, _ in here})
-    up = [_plan_up(hosts, [each for each in here if each[0][1] == w], rank) for w in widths]
+def plan_sum(nodes: Sequence[Sequence[Node]], vranks: int, rank: int, turned: int = 0) -> SumPlan:
+    """Plan the part of the worker `rank`. `nodes`: the maximal nodes that each worker hosts.
+
+    `turned`: plan it so that other workers compute each sum: those that many places later.
+    """
+    hosts = _Hosts(nodes, vranks, turned)
+    here = [each for each in hosts.shared if hosts.has(each.node, rank)]
+    widths = sorted({each.node[1] for each in here})
+    up = [_plan_up(hosts, [each for each in here if each.node[1] == w], rank) for w in widths]
     down = []
     for width in reversed(widths):
-        down.append(_plan_down(hosts, [each for each in here if each[0][1] == width], rank))
+        down.append(_plan_down(hosts, [each for each in here if each.node[1] == width], rank))
     at_root = hosts.of(hosts.root)
     idle = [each for each, hosted in enumerate(nodes) if not hosted]
     tail = [(at_root[i % len(at_root)], each) for i, each in enumerate(idle)]
@@ -149,16 +176,23 @@ def plan_sum(nodes: Sequence[Sequence[Node]], vranks: int, rank: int) -> SumPlan
     return SumPlan(up=tuple(up), down=tuple(levels), own=own)
 
 
-def _plan_up(hosts: _Hosts, joined: Sequence[_Joined], rank: int) -> Level:
+def find_shared_sums(
+    nodes: Sequence[Sequence[Node]], vranks: int, turned: int = 0
+) -> list[SharedSum]:
+    """Return the sums that several workers compute, in the order of each worker's additions."""
+    return _Hosts(nodes, vranks, turned).shared
+
+
+def _plan_up(hosts: _Hosts, shared: Sequence[SharedSum], rank: int) -> Level:
     """Plan the exchange before the sums of nodes of one width, which `rank` helps to compute."""
     sends: list[Message] = []
     receives: list[Message] = []
     additions: list[Addition] = []
-    for node, left, right in joined:
-        mine = hosts.piece(node, rank)
+    for each in shared:
+        node, mine = each.node, hosts.piece(each.node, rank)
         assert mine is not None, "only its hosts compute a node's sum"
-        additions.append(Addition(node, left, right, mine))
-        for child in (left, right):
+        additions.append(Addition(node, each.left, each.right, mine))
+        for child in (each.left, each.right):
             to = hosts.owners(node, hosts.piece(child, rank))
             sends += [Message(peer, child, part) for peer, part in to if peer != rank]
             come = hosts.owners(child, mine)
@@ -166,23 +200,23 @@ def _plan_up(hosts: _Hosts, joined: Sequence[_Joined], rank: int) -> Level:
     return Level(tuple(sends), tuple(receives), tuple(additions))
 
 
-def _plan_down(hosts: _Hosts, joined: Sequence[_Joined], rank: int) -> Level:
+def _plan_down(hosts: _Hosts, shared: Sequence[SharedSum], rank: int) -> Level:
     """Plan the exchange that brings finished sums from nodes of one width to their children.
 
     A worker that needs a part for several nodes receives it more than once.
     """
     sends: list[Message] = []
     receives: list[Message] = []
-    for node, left, right in joined:
-        mine = hosts.piece(node, rank)
-        for child in (left, right):
+    for each in shared:
+        node, mine = each.node, hosts.piece(each.node, rank)
+        for child in (each.left, each.right):
             for peer, part in hosts.owners(child, mine):
                 if peer != rank:
                     missing = _subtract(part, hosts.piece(node, peer))
-                    sends += [Message(peer, node, each) for each in missing]
+                    sends += [Message(peer, node, gap) for gap in missing]
             for peer, part in hosts.owners(node, hosts.piece(child, rank)):
                 if peer != rank:
-                    receives += [Message(peer, node, each) for each in _subtract(part, mine)]
+                    receives += [Message(peer, node, gap) for gap in _subtract(part, mine)]
     return Level(tuple(sends), tuple(receives))
 
 

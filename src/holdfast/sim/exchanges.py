@@ -22,6 +22,7 @@ from holdfast.sim.crowd import CROWD
 from holdfast.sim.data_network import DataNetwork
 from holdfast.sim.groups import Group, What
 from holdfast.sim.seams import Actor, Clock
+from holdfast.sim.sum_answers import Row, answer, makers_of
 from holdfast.sim.wrong_bits import Violation
 
 
@@ -74,7 +75,8 @@ class Exchanges:
         self.parts: Parts = ()  # contributions to the newest sum
         self.summed_in: View | None = None  # the view of that
         self._true_total = 0  # the right total of the newest sum
-        self.wrongly: tuple[int, ...] = ()  # ranks that have summed their piece of it wrongly
+        self._hosts: tuple[int, ...] = ()  # the rank of each virtual rank in it
+        self.wrongly: tuple[int, ...] = ()  # ranks that have made their parts of it wrongly
 
     @property
     def rank(self) -> int:
@@ -105,7 +107,9 @@ class Exchanges:
                 self._contribute(group)
             case ef.CheckSum():
                 self._check = effect
-                data.tell_all(process, group, group.turn("piece"), self._piece(effect.run, group))
+                sums = self._hosts, len(group.keys), self.wrongly, self._true_total
+                row = answer(effect.question, self.rank, *sums)
+                data.tell_all(process, group, group.turn("piece"), row)
                 self.receive(group.newest_turn("piece"), group)
             case ef.PutRight():
                 process.total = self._true_total
@@ -186,8 +190,12 @@ class Exchanges:
             return
         self._reduce, self.summed_in = None, group.view
         mine = self._world.data.combine(group, found, self._fold)
-        self.parts, self._true_total, self.wrongly = mine.parts, mine.total, mine.wrongly
-        process.total = hash((mine.total, mine.wrongly)) if mine.wrongly else mine.total
+        self._hosts = tuple(group.view.rank(owner) for owner in reduce.owners)
+        self.parts, self._true_total = mine.parts, mine.total
+        self.wrongly = mine.wrongly
+        if mine.wrongly and len(group.keys) > 1:
+            self.wrongly = makers_of(self._hosts, len(group.keys)).makers_among(mine.wrongly)
+        process.total = hash((mine.total, self.wrongly)) if self.wrongly else mine.total
         process.total_step = reduce.step
         looks = bool(self._world.options.cycle)
         copies = process.copies
@@ -228,21 +236,11 @@ class Exchanges:
         seen = [owner for owner, token in sums.poisoned if token % size == rank]
         return SOMEBODYS + min(seen) if seen else FINITE
 
-    def _piece(self, run: int, group: Group) -> int:
-        """Return the digest of the piece that this member sums in a run, right or not."""
-        process = self._process
-        rank, size = group.view.rank(process.worker), len(group.keys)
-        right = hash((self._true_total, (rank + run) % size))
-        return right + 1 if run == 0 and rank in self.wrongly else right
-
-    def _finish_check(self, pieces: Sequence[int], group: Group) -> None:
-        """Report the digests of the pieces that all members have summed, by rank."""
-        check, size = self._check, len(group.keys)
+    def _finish_check(self, rows: Sequence[Row], group: Group) -> None:
+        """Report what all members have answered, by rank."""
+        check, self._check = self._check, None
         if check is not None:
-            self._check = None
-            row = tuple(pieces[(piece - check.run) % size] for piece in range(size))
-            event = ev.SumChecked(group.view.number, check.bucket, (row,) * size)
-            self._process.feed(event)
+            self._process.feed(ev.SumChecked(group.view.number, check.bucket, tuple(rows)))
 
     def _awaited_ranks(self, group: Group) -> tuple[int, ...]:
         """Return the members that have not sent their part of the present sum."""

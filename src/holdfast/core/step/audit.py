@@ -89,22 +89,6 @@ def plan_sums(seed: int, step: int, buckets: int, share: float) -> tuple[int, ..
     return tuple(b for b, each in enumerate(dice) if each & 0xFFFFFFFF < limit)
 
 
-@dataclass(frozen=True, slots=True)
-class SumChecks:
-    """Says which buckets of a step are summed twice. `share`: of all buckets."""
-
-    seed: int
-    step: int
-    share: float
-
-    def buckets(self, count: int) -> tuple[int, ...]:
-        """Return the numbers of these among so many buckets."""
-        return plan_sums(self.seed, self.step, count, self.share)
-
-
-NO_SUM_CHECKS = SumChecks(0, 0, 0.0)
-
-
 def audit_by_all(audit: Audit, workers: Sequence[WorkerId]) -> Audit:
     """Return an audit of the same task by all workers."""
     return Audit(audit.vrank, audit.owner, tuple(w for w in workers if w != audit.owner))

@@ -18,10 +18,10 @@ from holdfast.core.step.audit import (
     Court,
     Ruling,
     Sentence,
-    SumChecks,
     audit_by_all,
     owed_audits,
     plan,
+    plan_sums,
 )
 from holdfast.core.step.early_audits import plan_early
 from holdfast.core.step.effects import Compute
@@ -149,9 +149,9 @@ class Audits:
         """Return audits of every task of the step."""
         return plan(self._seed, step, owners, view.workers, 1.0)
 
-    def sum_checks(self, step: int) -> SumChecks:
-        """Return which buckets of the step are summed twice."""
-        return SumChecks(self._seed, step, self.share_of(step))
+    def plan_sum_checks(self, step: int, buckets: int) -> list[int]:
+        """Return which of the step's buckets are summed twice."""
+        return list(plan_sums(self._seed, step, buckets, self.share_of(step)))
 
     def order(self, step: int, vrank: int, purpose: Purpose) -> Compute:
         """Return the order to compute a task, which says how to report the result."""

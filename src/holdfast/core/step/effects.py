@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from holdfast.core.invalidations import Invalidations
 from holdfast.core.replica.ends import SinkKind, SourceKind
-from holdfast.core.step.audit import NO_SUM_CHECKS, SumChecks
 from holdfast.core.step.events import EventNoted, Purpose, Row, Topic
+from holdfast.core.step.sum_trial import SumQuestion
 from holdfast.core.types import (
     FollowOrder,
     LateWorker,
@@ -265,15 +265,13 @@ class Gather:
 class Reduce:
     """Sum the buckets of `step` as they fill, exchanged by who hosts what (`owners`).
 
-    `counted`: ranks whose results count; this worker adds zeros if its own do not. `checks`: which
-    sums will be checked, so one worker has to answer for each piece of them.
+    `counted`: ranks whose results count; this worker adds zeros if its own do not.
     """
 
     view: ViewNumber
     step: int
     owners: tuple[WorkerId, ...]
     counted: Sequence[int]
-    checks: SumChecks = NO_SUM_CHECKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,11 +284,11 @@ class ShareRows:
 
 @dataclass(frozen=True, slots=True)
 class CheckSum:
-    """Compare the digests of a bucket's sum; with `run`, sum it again before, by other members."""
+    """Answer a question about a bucket's sum, together with all members: most sum it again."""
 
     view: ViewNumber
     bucket: int
-    run: int
+    question: SumQuestion
 
 
 @dataclass(frozen=True, slots=True)

@@ -346,11 +346,11 @@ class Summed:
 
 @dataclass(frozen=True, slots=True)
 class SumChecked:
-    """Digests of the pieces of a bucket's sum, by rank, as each member has them."""
+    """All members have answered a question about a bucket's sum; `rows`: by rank."""
 
     view: ViewNumber
     bucket: int
-    digests: tuple[tuple[int, ...], ...]
+    rows: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,9 +154,12 @@ class Rulings:
         text = f"several workers come to other results of the same task in step {step}"
         return [GiveUp(f"{text}: {KEEPS}", by_script=True)]
 
-    def record_wrong_sum(self, step: int, wrong: Iterable[WorkerId]) -> list[Outcome]:
+    def record_wrong_sum(self, step: int, wrong: Sequence[WorkerId]) -> list[Outcome]:
         """Record that these workers have summed a bucket wrongly; the sum was put right."""
         out: list[Outcome] = []
+        if not wrong:
+            text = f"a sum of step {step} was wrong, and was made again; its maker is not known"
+            return self.tell(text)
         for worker in wrong:
             out += self.tell(
                 f"worker {worker} has summed a part of step {step} wrongly, or received it "

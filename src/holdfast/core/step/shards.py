@@ -130,12 +130,10 @@ def _join_events(events: Sequence[ev.WorkerEvent]) -> ev.WorkerEvent:
             return dataclasses.replace(first, prints=told)
         case ev.Summed():
             return _join_sums([each for each in events if isinstance(each, ev.Summed)])
-        case ev.SumChecked():  # the pieces of all shards
-            tables = [each.digests for each in events if isinstance(each, ev.SumChecked)]
-            whole = zip(*tables, strict=True)
-            return dataclasses.replace(
-                first, digests=tuple(tuple(itertools.chain(*row)) for row in whole)
-            )
+        case ev.SumChecked():  # the words of all shards
+            tables = [each.rows for each in events if isinstance(each, ev.SumChecked)]
+            joined = tuple(tuple(itertools.chain(*row)) for row in zip(*tables, strict=True))
+            return dataclasses.replace(first, rows=joined)
         case ev.StepKept():
             full = any(each.full for each in events if isinstance(each, ev.StepKept))
             return dataclasses.replace(first, full=full)

@@ -57,7 +57,7 @@ from holdfast.core.step.open_step import OpenStep
 from holdfast.core.step.rulings import Rulings
 from holdfast.core.step.speculation import Lateness, choose_copies
 from holdfast.core.step.step_policy import Counting, StepPolicy
-from holdfast.core.step.sum_trial import SumTrial
+from holdfast.core.step.sum_trial import COMPARE, SumTrial
 from holdfast.core.step.verdicts import Agreed, Decided, Doubted, Failed, Verdict
 from holdfast.core.step.vote import Vote
 from holdfast.core.types import Phase, View, WorkerId
@@ -316,8 +316,7 @@ class StepMachine:
             counted = found
             self._continue_script()  # the script skips dropped tasks
         self._go_to(Activity.SUM)
-        checks = self._audits.sum_checks(self.step)
-        self._standing.order(Reduce(self._view.number, self.step, self.owners, counted, checks))
+        self._standing.order(Reduce(self._view.number, self.step, self.owners, counted))
 
     def _say_done(self, used: int) -> None:
         number = self._view.number
@@ -420,9 +419,9 @@ class StepMachine:
     def _check_sums(self) -> None:
         """A share of the buckets is summed twice, by different members."""
         assert self._sums is not None, "sums are checked before they are here"
-        buckets = self._sums.buckets
         alone = len(self._view.members) == 1
-        self._to_check = [] if alone else list(self._audits.sum_checks(self.step).buckets(buckets))
+        buckets = 0 if alone else self._sums.buckets
+        self._to_check = self._audits.plan_sum_checks(self.step, buckets)
         self._go_to(Activity.CHECK_SUMS)
         self._check_next()
 
@@ -430,29 +429,30 @@ class StepMachine:
         if not self._to_check:
             self._accept()
             return
-        self._trial = SumTrial(self._to_check.pop(0))
-        self._standing.order(CheckSum(self._view.number, self._trial.bucket, 0))
+        hosts = [self._view.rank(owner) for owner in self.owners]
+        self._trial = SumTrial(self._to_check.pop(0), hosts, len(self._view.members))
+        self._standing.order(CheckSum(self._view.number, self._trial.bucket, COMPARE))
 
     def handle_sum_check(self, event: SumChecked) -> None:
-        """Judge one more comparison of a bucket's sum."""
+        """Take in the members' answers about a bucket's sum."""
         trial = self._trial
         if self.activity is not Activity.CHECK_SUMS or trial is None:
             return
         if trial.bucket != event.bucket:
             return
-        verdict = trial.hear(event.digests)
-        if verdict is None:
-            run = len(trial.tables)
-            self._standing.order(CheckSum(self._view.number, trial.bucket, run))
-        elif verdict.undecided:
+        trial.hear(event.rows)
+        if trial.is_undecided:
             self._tell("the workers come to different sums, " + NO_MAJORITY)
             self._leave([], diverged=False)
-        else:
-            if verdict.amended:
-                self._standing.order(PutRight(trial.bucket, verdict.right))
-            wrong = [self._view.workers[rank] for rank in verdict.wrong]
-            self._standing.carry(self._rulings.record_wrong_sum(self.step, wrong))
+        elif (question := trial.question) is None:
+            wrong = [self._view.workers[rank] for rank in trial.wrong]
+            if trial.right:
+                self._standing.carry(self._rulings.record_wrong_sum(self.step, wrong))
             self._check_next()
+        else:
+            if trial.right:
+                self._standing.order(PutRight(trial.bucket, trial.right))
+            self._standing.order(CheckSum(self._view.number, trial.bucket, question))
 
     def _accept(self) -> None:
         """The sums are right, as far as was looked; perhaps they are not finite."""

@@ -79,20 +79,33 @@ class Layout:
         found = {*self.plan.peers, *of_turns, *takers}
         return frozenset(found if giver is None else found | {giver})
 
-    @functools.cached_property
+    @property
     def plan(self) -> SumPlan:
         """Return this member's plan for sums along the tree."""
-        return plan_sum(self.nodes, self.vranks, self.rank)
+        return self.turned_plan(0)
 
-    def cut_plan(self, numel: int) -> CutPlan:
-        """Return the plan for buffers of `numel` elements."""
-        found = self._cut_plans.get(numel)
+    def turned_plan(self, turned: int) -> SumPlan:
+        """Return the plan by which each sum is made by a member that many places later."""
+        found = self._plans.get(turned)
         if found is None:
-            found = self._cut_plans[numel] = CutPlan.of(self.plan, numel)
+            found = plan_sum(self.nodes, self.vranks, self.rank, turned)
+            self._plans[turned] = found
+        return found
+
+    def cut_plan(self, numel: int, turned: int = 0) -> CutPlan:
+        """Return a plan for buffers of `numel` elements."""
+        found = self._cut_plans.get((numel, turned))
+        if found is None:
+            found = CutPlan.of(self.turned_plan(turned), numel)
+            self._cut_plans[numel, turned] = found
         return found
 
     @functools.cached_property
-    def _cut_plans(self) -> dict[int, CutPlan]:
+    def _plans(self) -> dict[int, SumPlan]:
+        return {}
+
+    @functools.cached_property
+    def _cut_plans(self) -> dict[tuple[int, int], CutPlan]:
         return {}
 
     def piece(self, rank: int, numel: int, turned: int = 0) -> slice:

@@ -1,8 +1,8 @@
 """Sums one bucket exactly, among the members of one view.
 
-Most buckets are summed along the canonical tree (core/sum_plan.py): each member exchanges with few
-others. A bucket whose sum is checked is summed flat: each member owns one piece, receives the
-partial sums of all members for it, and folds them, so that one member answers for each piece.
+It is summed along the canonical tree (core/sum_plan.py), where each member exchanges with few
+others. If members dispute a sum, it is made flat: each member owns one piece, receives the partial
+sums of all members for it, and folds them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 
 from holdfast.core import tree
 from holdfast.core.step.events import FINITE, NOBODYS, SOMEBODYS
-from holdfast.train.exchange.cut_plan import CutAddition, Side
+from holdfast.core.sum_plan import cut
+from holdfast.train.exchange.cut_plan import PIECE_ALIGN, CutAddition, Side
 from holdfast.train.exchange.layout import TAG_BUCKETS, TAG_OF_PLAN, Layout
 from holdfast.train.exchange.seam import Message, Pending, Transport, is_done
 from holdfast.train.exchange.tensor_bytes import as_bytes
@@ -25,15 +26,21 @@ from holdfast.train.step.row_table import Rows
 
 
 class BucketSum:
-    """Sums one bucket over all virtual ranks along the tree, into its `result`."""
+    """Sums one bucket over all virtual ranks along the tree, into its `result`.
 
-    def __init__(self, bucket: Bucket, layout: Layout, waits: Waits | None = None) -> None:
+    `turned`: make the same sum again, in memory of its own, and by other members.
+    """
+
+    def __init__(
+        self, bucket: Bucket, layout: Layout, waits: Waits | None = None, turned: int = 0
+    ) -> None:
         self.bucket = bucket
         self._waits = waits
         self._tag = make_tag(bucket)
-        self._result = bucket.result.data
+        self._turned = turned
+        self._result = torch.empty_like(bucket.result.data) if turned else bucket.result.data
         self._layout = layout
-        self._plan = layout.cut_plan(self._result.numel())
+        self._plan = layout.cut_plan(self._result.numel(), turned)
         self._own = {n: bucket.partials[n].data for n in layout.nodes[layout.rank]}
         # Partial sums that are here, each with its first element in the bucket.
         self._held = {node: (0, data) for node, data in self._own.items()}
@@ -46,7 +53,8 @@ class BucketSum:
 
     def begin(self, transport: Transport) -> None:
         """Begin the first exchange."""
-        self._beside = self.bucket.scratch(self._plan.beside)
+        size = self._plan.beside
+        self._beside = self._result.new_empty(size) if self._turned else self.bucket.scratch(size)
         if self._plan.whole is not None:
             self._result.copy_(self._own[self._plan.whole])
         self._exchange(transport)
@@ -71,9 +79,26 @@ class BucketSum:
         self._total = add_up(self._result)
 
     @property
+    def result(self) -> torch.Tensor:
+        """Return the whole sum."""
+        return self._result
+
+    @property
     def sums(self) -> list[torch.Tensor]:
         """Return the tensors with this operation's sums."""
         return [self._result]
+
+    @property
+    def own_piece(self) -> slice:
+        """Return the elements of the whole sum that this member has computed."""
+        own = self._layout.turned_plan(self._turned).own
+        return slice(0, 0) if own is None else cut(own[1], self._result.numel(), PIECE_ALIGN)
+
+    def made_sums(self) -> list[torch.Tensor]:
+        """Return this member's pieces of the sums at tree nodes, in the order of its plan."""
+        levels = self._layout.turned_plan(self._turned).up
+        nodes = [each.node for level in levels for each in level.additions]
+        return [self._held[node][1] if node in self._held else self._result[:0] for node in nodes]
 
     def doubt(self) -> int:
         """Judge the sum: FINITE, or whether this member's part of it is not."""
@@ -156,121 +181,30 @@ class BucketSum:
         return room
 
 
-class FlatSum:
-    """Sums one bucket over all virtual ranks, each piece by one member, into its `result`.
+def sum_flat(bucket: Bucket, layout: Layout, transport: Transport, turned: int = 0) -> torch.Tensor:
+    """Sum a bucket with one member for each piece: it adds the partial sums of all. Aborted.
 
-    With `into`, another buffer, and `turned`, the same sum is computed again by other members.
+    Each member exchanges with all, so this is only for sums that are disputed. `turned`: how many
+    ranks later a piece's member is.
     """
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        layout: Layout,
-        waits: Waits | None = None,
-        into: torch.Tensor | None = None,
-        turned: int = 0,
-    ) -> None:
-        self.bucket = bucket
-        self._waits = waits
-        self._tag = make_tag(bucket)
-        self._total: torch.Tensor | None = None  # sum of all elements of this member's piece
-        self._result = bucket.result.data if into is None else into
-        self._layout = layout
-        numel = self._result.numel()
-        self._pieces = [layout.piece(rank, numel, turned) for rank in range(layout.size)]
-        self._own = {n: bucket.partials[n].data for n in layout.nodes[layout.rank]}
-        self._received: dict[tree.Node, torch.Tensor] = {}
-        self._free: list[torch.Tensor] = []  # rooms for intermediate sums
-        self._pending: Pending | None = None
-        self._is_folded = False
-
-    def begin(self, transport: Transport) -> None:
-        """Send the partial sums of each piece to its owner."""
-        layout, bucket = self._layout, self.bucket
-        sent_us = 0 if self._waits is None else self._waits.now_us()
-        own = self._pieces[layout.rank]
-        width = own.stop - own.start
-        sends: list[Message] = []
-        receives: list[Message] = []
-        incoming = [(p, node) for p in layout.others for node in layout.nodes[p]]
-        count = len(incoming) + tree.held_at_once(len(incoming) + len(self._own), layout.vranks)
-        scratch = bucket.scratch(width * count)
-        rows = [scratch[i * width : (i + 1) * width] for i in range(count)]
-        for i, (peer, node) in enumerate(incoming):
-            self._received[node] = rows[i]
-            receives.append((peer, rows[i]))
-        self._free = rows[len(incoming) + 1 :]  # one of the sums goes straight to the result
-        for peer in layout.others:
-            parts = [data[self._pieces[peer]] for data in self._own.values()]
-            sends += [(peer, part) for part in parts]
-            current.probe.handle_sending(peer, sum(part.nbytes for part in parts))
-        messages = drop_empty(sends), drop_empty(receives)
-        self._pending = transport.exchange(*messages, self._tag, sent_us)
-
-    def is_ready(self) -> bool:
-        """Return whether the present exchange is complete."""
-        return is_done(self._pending)
-
-    def advance(self, transport: Transport) -> bool:
-        """Wait for the partial sums, and send this member's sum to all; then wait for theirs."""
-        if self._pending is not None:
-            self._pending.wait(None if self._is_folded else self._waits)
-        self._pending = None
-        if self._is_folded:
-            return False
-        for part in self._received.values():
-            current.probe.handle_received(part)
-        result, piece, peers = self._result, self._pieces[self._layout.rank], self._layout.others
-        out = result[piece]
-        self._fold(out, piece)
-        self._is_folded = True
-        sends = [(p, out) for p in peers]
-        receives = [(p, result[self._pieces[p]]) for p in peers]
-        self._pending = transport.exchange(drop_empty(sends), drop_empty(receives), self._tag + 1)
-        self._total = add_up(out)  # computed while the piece is sent
-        return True
-
-    def finish(self) -> None:
-        return
-
-    @property
-    def sums(self) -> list[torch.Tensor]:
-        """Return the tensors with this operation's sums."""
-        return [self._result]
-
-    def doubt(self) -> int:
-        """Judge the piece that was summed here: FINITE, or whose part of it is not."""
-        if self._total is None or cmath.isfinite(self._total.item()):
-            return FINITE
-        owner = {node: rank for rank, nodes in enumerate(self._layout.nodes) for node in nodes}
-        piece = self._pieces[self._layout.rank]
-        parts = {**self._received, **{node: data[piece] for node, data in self._own.items()}}
-        wrong = [owner[n] for n, part in parts.items() if not bool(torch.isfinite(part).all())]
-        return NOBODYS if not wrong else SOMEBODYS + min(wrong)
-
-    def agrees(self, vrank: int, leaves: Mapping[int, Flat | Rows]) -> bool:
-        """Return whether a rank's part, as far as it is here, equals its leaf bit for bit."""
-        piece, leaf = self._pieces[self._layout.rank], leaves[self.bucket.index]
-        assert isinstance(leaf, Flat)
-        for (start, width), part in self._received.items():
-            if start == vrank and min(width, self._layout.vranks - start) == 1:
-                return torch.equal(as_bytes(part), as_bytes(leaf.data[piece]))
-        return True
-
-    def _fold(self, out: torch.Tensor, piece: slice) -> None:
-        """Sum into `out`, and leave all parts unchanged: they may be examined afterwards."""
-        parts = {n: data[piece] for n, data in self._own.items()} | self._received
-        kept = {id(part) for part in parts.values()}
-        free = [out, *self._free]  # the first one taken ends up with the whole sum
-
-        def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-            ours = [each for each in (left, right) if id(each) not in kept]
-            free.extend(ours[1:])
-            return torch.add(left, right, out=ours[0] if ours else free.pop(0))
-
-        total = tree.fold(parts, self._layout.vranks, add)
-        if total is not out:  # there was nothing to add
-            out.copy_(total)
+    tag = make_tag(bucket)
+    result = torch.empty_like(bucket.result.data)
+    pieces = [layout.piece(rank, result.numel(), turned) for rank in range(layout.size)]
+    piece = pieces[layout.rank]
+    own = {node: bucket.partials[node].data for node in layout.nodes[layout.rank]}
+    parts = {node: data[piece] for node, data in own.items()}
+    receives: list[Message] = []
+    for peer in layout.others:
+        for node in layout.nodes[peer]:
+            parts[node] = torch.empty_like(result[piece])
+            receives.append((peer, parts[node]))
+    sends = [(peer, data[pieces[peer]]) for peer in layout.others for data in own.values()]
+    transport.exchange(drop_empty(sends), drop_empty(receives), tag).wait()
+    result[piece] = tree.fold(parts, layout.vranks, torch.add)
+    sends = [(peer, result[piece]) for peer in layout.others]
+    receives = [(peer, result[pieces[peer]]) for peer in layout.others]
+    transport.exchange(drop_empty(sends), drop_empty(receives), tag + 1).wait()
+    return result
 
 
 def add_up(values: torch.Tensor) -> torch.Tensor:

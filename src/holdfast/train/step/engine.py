@@ -20,12 +20,13 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.backup import FIRST
 from holdfast.core.step.events import FINITE, StepKind, Topic
+from holdfast.core.step.sum_trial import SumStage
 from holdfast.core.types import Peer, View, WorkerId
 from holdfast.train.exchange.layout import TAG_AUDIT, TAG_VOTE, Layout, all_gather, gather_bytes
 from holdfast.train.exchange.seam import AloneTransport, Rendezvous, Transport
 from holdfast.train.exchange.waits import Waits
 from holdfast.train.step.backup_messages import BackupMessages
-from holdfast.train.step.bucket_sums import BucketSum, FlatSum
+from holdfast.train.step.bucket_sums import BucketSum
 from holdfast.train.step.driver import Driver, EngineOrder, Link, ViewRendezvous
 from holdfast.train.step.filled_buckets import FilledBuckets
 from holdfast.train.step.late_search import NONE_AWAITED, LateSearch
@@ -87,6 +88,7 @@ class Engine(threading.Thread):
         self._rows: TableGather | None = None  # the table of the step that is being summed
         self._rows_step = -1  # the newest step whose table was begun
         self._search: LateSearch | None = None
+        self._sums: list[BucketSum] = []  # those of the present step
         self._runs: SumRuns | None = None  # the bucket whose sum is checked
         self._in: TimedConnections | None = None
         self._unlike: tuple[str, ...] = ()  # tensors that differed the last time that any did
@@ -236,16 +238,12 @@ class Engine(threading.Thread):
         self._driver.post(ev.Gathered(order.view, order.topic, heard))
 
     def _check_sum(self, at: TimedConnections, order: ef.CheckSum) -> None:
-        if order.run == 0:
-            bucket = self._data.gradients.active[order.bucket]
-            self._runs = SumRuns(bucket, at.layout)
-        assert self._runs is not None, "a sum is checked from its first run on"
-        if order.run:
-            self._runs.add(at.transport)
-        mine = torch.tensor(self._runs.digests(), dtype=torch.int64)
-        rows = all_gather(at.transport, at.layout, mine, TAG_AUDIT).tolist()
-        digests = tuple(tuple(each) for each in rows)
-        self._driver.post(ev.SumChecked(order.view, order.bucket, digests))
+        if order.question.stage is SumStage.COMPARE:
+            self._runs = SumRuns(self._sums[order.bucket], at.layout)
+        assert self._runs is not None, "a sum is compared before it is disputed"
+        rows = self._runs.answer(order.question, at.transport)
+        answers = tuple(tuple(each) for each in rows)
+        self._driver.post(ev.SumChecked(order.view, order.bucket, answers))
 
     # ------------------------------------------------------------ sums
 
@@ -260,9 +258,8 @@ class Engine(threading.Thread):
             nodes = layout.nodes[layout.rank]
             self._filled.begin((), [bucket.replace_share(nodes) for bucket in buckets])
         begun, total = 0, len(buckets)
-        checked = order.checks.buckets(total)
-        running: list[BucketSum | FlatSum] = []
-        sums: list[BucketSum | FlatSum] = []
+        running: list[BucketSum] = []
+        self._sums = sums = []
         closing: list[Operation] = []
         check = self._checker(at)
         act = ActCheck(self._data.act, self._plan_of_step(), layout, at.view)
@@ -276,8 +273,8 @@ class Engine(threading.Thread):
                     act.begin(at.transport)
                 with self._driver.monitor:  # a newer view may merge the partial sums further
                     self._driver.check_alive(order.view)
-                    kind = FlatSum if begun in checked else BucketSum
-                    started = kind(bucket, layout, None if at.transport.ordered else at.waits)
+                    waits = None if at.transport.ordered else at.waits
+                    started = BucketSum(bucket, layout, waits)
                 begun += 1
                 at.waits.begin_bucket()
                 started.begin(at.transport)
@@ -302,7 +299,7 @@ class Engine(threading.Thread):
         self._driver.post(self._report(at, order, [*sums, *by_row]))
 
     def _report(
-        self, at: TimedConnections, order: ef.Reduce, sums: Sequence[BucketSum | FlatSum | RowsSum]
+        self, at: TimedConnections, order: ef.Reduce, sums: Sequence[BucketSum | RowsSum]
     ) -> ev.Summed:
         data, rows = self._data, self._rows
         assert rows is not None, "sums end with the rows"

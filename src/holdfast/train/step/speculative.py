@@ -14,7 +14,7 @@ import torch
 from holdfast.core.errors import WireError
 from holdfast.core.step.audit import Sketch
 from holdfast.core.step.events import Digest
-from holdfast.train.step.bucket_sums import BucketSum, FlatSum
+from holdfast.train.step.bucket_sums import BucketSum
 from holdfast.train.step.buckets import Gradients
 from holdfast.train.step.row_sums import RowsSum
 from holdfast.train.step.step_table import UNWEIGHTED, Buffers, StepTable
@@ -75,7 +75,7 @@ class SpeculativeTasks:
 
     def contradicted_vranks(
         self,
-        sums: Sequence[BucketSum | FlatSum | RowsSum],
+        sums: Sequence[BucketSum | RowsSum],
         told: Mapping[int, bytes],
         parts: Sequence[int],
     ) -> tuple[int, ...]:
