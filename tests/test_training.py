@@ -19,20 +19,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from conftest import RUN_S
-from holdfast.core.errors import Aborted, StateMismatch, UserError, WireError
+from holdfast.core.errors import StateMismatch, UserError, WireError
 from holdfast.core.job_spec import with_settings
 from holdfast.runtime.rundir import RunDir
 from holdfast.testing.disturbed import flip_bit
 from holdfast.train.checkpoint import state
-from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.checkpoint.state_comparison import fingerprint
-from holdfast.train.checkpoint.transfer import StateSync
-from holdfast.train.exchange.layout import Layout
 from holdfast.train.exchange.tensor_bytes import as_bytes
 from holdfast.train.script.fingerprints import Fingerprints
 from holdfast.train.step.step_table import Buffers
 from holdfast.train.step.task_digest import TaskDigest
-from mailboxes import mailboxes, together
 from support import SPEC
 
 # ---------------------------------------------------------------- fingerprints
@@ -229,36 +225,6 @@ def test_a_broken_skeleton_is_refused(name: str) -> None:
 def test_an_impossible_tensor_is_refused(meta: state.Meta) -> None:
     with pytest.raises(WireError, match="impossible tensor"):
         state.allocate(meta)
-
-
-def sync_pair(donor: nn.Module, joiner: nn.Module, damage: bool) -> list[BaseException]:
-    boxes = mailboxes(2)
-    boxes[0].damage = damage
-    nodes = (((0, 1),), ((1, 1),))
-    layouts = [Layout(rank, 2, 2, ((0,), (1,)), nodes, (0, 1)) for rank in (0, 1)]
-    loads: list[int] = []
-    syncs = [
-        StateSync(box, layout, LoadedState({"m": module}), lambda: loads.append(1))
-        for box, layout, module in zip(boxes, layouts, (donor, joiner), strict=True)
-    ]
-    errors = together(lambda: syncs[0].run([0], [1]), lambda: syncs[1].run([0], [1]))
-    assert len(loads) == (0 if damage else 1)
-    return errors
-
-
-def test_a_joiner_receives_the_state() -> None:
-    donor, joiner = nn.Linear(20, 20), nn.Linear(20, 20)
-    assert sync_pair(donor, joiner, damage=False) == []
-    assert torch.equal(donor.weight, joiner.weight)
-
-
-def test_a_damaged_transfer_is_never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mailboxes.RUN_S", 1.0)  # the donor waits in vain for the joiner
-    donor, joiner = nn.Linear(20, 20), nn.Linear(20, 20)
-    before = joiner.weight.clone()
-    errors = sync_pair(donor, joiner, damage=True)
-    assert any(isinstance(e, Aborted) and "damaged" in str(e) for e in errors), errors
-    assert torch.equal(joiner.weight, before)
 
 
 def test_a_model_of_another_shape_is_named() -> None:

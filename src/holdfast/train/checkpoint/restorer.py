@@ -35,6 +35,7 @@ from holdfast.train.checkpoint.saver import say
 from holdfast.train.checkpoint.transfer import DIGEST_WORDS, PART_BYTES, digest_of
 from holdfast.train.exchange.layout import TAG_STATE, Layout
 from holdfast.train.exchange.seam import Transport
+from holdfast.train.exchange.shares import spread_shares
 
 SKELETON_BYTES_MAX = 1 << 30
 
@@ -181,17 +182,19 @@ def _parts(flat: torch.Tensor, rank: int, size: int) -> Iterator[torch.Tensor]:
 
 def _exchange(flat: torch.Tensor, transport: Transport, layout: Layout) -> None:
     """Exchange shares, so that every member has all. Aborted."""
-    sends, receives = [], []
-    for part in _parts(flat, layout.rank, layout.size):
-        digest = digest_of(part)
-        sends += [message for peer in layout.others for message in ((peer, part), (peer, digest))]
+    shares: list[list[torch.Tensor]] = []
     arriving = []
-    for peer in layout.others:
+    for peer in range(layout.size):
+        share: list[torch.Tensor] = []
         for part in _parts(flat, peer, layout.size):
-            digest = torch.zeros(DIGEST_WORDS, dtype=torch.int64)
-            receives += [(peer, part), (peer, digest)]
-            arriving.append((peer, part, digest))
-    transport.exchange(sends, receives, TAG_STATE).wait()
+            if peer == layout.rank:
+                share += [part, digest_of(part)]
+            else:
+                digest = torch.zeros(DIGEST_WORDS, dtype=torch.int64)
+                share += [part, digest]
+                arriving.append((peer, part, digest))
+        shares.append(share)
+    spread_shares(transport, range(layout.size), layout.rank, shares, TAG_STATE)
     for peer, part, digest in arriving:
         if not torch.equal(digest_of(part), digest):
             raise Aborted(f"the state that rank {peer} read arrived damaged")

@@ -1,8 +1,9 @@
 """Brings joiners up to date, and proves that every member holds the same state.
 
-The state travels striped over all donors: donor d sends the d-th share of the bytes, each part with
-a digest that the joiner checks before anything is loaded. After loading, every member shows the
-fingerprint of its whole state; only when all agree does the view count as synced.
+Each joiner receives one share of the state, striped over a few donors, and the joiners spread their
+shares among each other. So a donor sends no more than the state's size, however many joiners there
+are. Each part has a digest that the joiner checks before anything is loaded. After loading, every
+member shows the fingerprint of its whole state; only when all agree does the view count as synced.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from holdfast.core.partition import part_of
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.checkpoint.state_comparison import fingerprint
-from holdfast.train.exchange.layout import TAG_STATE, Layout, all_gather
+from holdfast.train.exchange.layout import TAG_STATE, Layout, all_gather, find_branches
 from holdfast.train.exchange.seam import Transport
+from holdfast.train.exchange.shares import spread_shares
 from holdfast.train.exchange.tensor_bytes import as_bytes
 
 PART_BYTES = 32 << 20
 DIGEST_WORDS = 2
+DONORS_MAX = 16  # those that send to one joiner
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class StateSync:
         if self._layout.rank in donors and joiners:
             self._donate(donors, joiners, skeleton, tensors)
         elif self._layout.rank in joiners:
-            self._receive(donors)
+            self._receive(donors, joiners)
             mine = fingerprint(*self._loaded.capture())
         prints = self._gather(mine) if joiners else prints
         wrong = [r for r, p in enumerate(prints) if p != prints[donors[0]]]
@@ -94,39 +97,88 @@ class StateSync:
         if rank == donors[0]:
             size = torch.tensor([len(skeleton)], dtype=torch.int64)
             body = torch.frombuffer(bytearray(skeleton), dtype=torch.uint8)
-            for joiner in joiners:
-                self._transport.exchange([(joiner, size), (joiner, body)], [], TAG_STATE).wait()
-        for part in parts_of([t.numel() * t.element_size() for t in tensors], donors):
-            if part.donor == rank:
+            for message in (size, body):
+                self._hand_on([rank, *joiners], message)
+        stripes = pair_stripes(donors, joiners)
+        for part in parts_of([t.nbytes for t in tensors], range(len(stripes))):
+            donor, joiner = stripes[part.donor]
+            if donor == rank:
                 data = as_bytes(tensors[part.tensor])[part.start : part.stop]
-                digest = digest_of(data)
-                sends = [m for j in joiners for m in ((j, data), (j, digest))]
+                sends = [(joiner, data), (joiner, digest_of(data))]
                 self._transport.exchange(sends, [], TAG_STATE).wait()
 
-    def _receive(self, donors: list[int]) -> None:
+    def _receive(self, donors: list[int], joiners: list[int]) -> None:
         size = torch.zeros(1, dtype=torch.int64)
-        self._transport.exchange([], [(donors[0], size)], TAG_STATE).wait()
+        self._hand_on([donors[0], *joiners], size)
         body = torch.empty(int(size[0]), dtype=torch.uint8)
-        self._transport.exchange([], [(donors[0], body)], TAG_STATE).wait()
+        self._hand_on([donors[0], *joiners], body)
         skeleton = body.numpy().tobytes()
         tensors = [state.allocate(meta) for meta in state.metas(skeleton)]
-        under_way = []
-        for part in parts_of([t.numel() * t.element_size() for t in tensors], donors):
-            data = as_bytes(tensors[part.tensor])[part.start : part.stop]
-            digest = torch.zeros(DIGEST_WORDS, dtype=torch.int64)
-            receives = [(part.donor, data), (part.donor, digest)]
-            pending = self._transport.exchange([], receives, TAG_STATE)
-            under_way.append((part, data, digest, pending))
-        for part, data, digest, pending in under_way:
+        stripes = pair_stripes(donors, joiners)
+        arriving = [
+            Arriving.into(tensors, part, *stripes[part.donor])
+            for part in parts_of([t.nbytes for t in tensors], range(len(stripes)))
+        ]
+        me = self._layout.rank
+        mine = [each for each in arriving if each.joiner == me]
+        under_way = [
+            self._transport.exchange([], [(each.donor, t) for t in each.tensors], TAG_STATE)
+            for each in mine
+        ]
+        for each, pending in zip(mine, under_way, strict=True):
             pending.wait()
-            if not torch.equal(digest_of(data), digest):
-                raise Aborted(f"the state part {part} arrived damaged")
+            each.check()
+        shares = [[t for a in arriving if a.joiner == j for t in a.tensors] for j in joiners]
+        spread_shares(self._transport, joiners, me, shares, TAG_STATE)
+        for each in arriving:
+            if each.joiner != me:
+                each.check()
         self._loading()
         self._loaded.load(skeleton, tensors)
 
+    def _hand_on(self, ranks: list[int], message: torch.Tensor) -> None:
+        """Spread a message of the first of these ranks to all of them."""
+        giver, takers = find_branches(ranks.index(self._layout.rank), 0, len(ranks))
+        if giver is not None:
+            self._transport.exchange([], [(ranks[giver], message)], TAG_STATE).wait()
+        if takers:
+            self._transport.exchange([(ranks[t], message) for t in takers], [], TAG_STATE).wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """Is a part of the state that one joiner receives from one donor, and gives to the others."""
+
+    part: StatePart
+    donor: int
+    joiner: int
+    # The bytes, and their digest.
+    tensors: tuple[torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def into(
+        cls, tensors: Sequence[torch.Tensor], part: StatePart, donor: int, joiner: int
+    ) -> Arriving:
+        """Describe a part that goes into one of these tensors."""
+        data = as_bytes(tensors[part.tensor])[part.start : part.stop]
+        digest = torch.zeros(DIGEST_WORDS, dtype=torch.int64)
+        return cls(part, donor, joiner, (data, digest))
+
+    def check(self) -> None:
+        """Compare the bytes with their digest. Aborted."""
+        data, digest = self.tensors
+        if not torch.equal(digest_of(data), digest):
+            raise Aborted(f"the state part {self.part} arrived damaged")
+
+
+def pair_stripes(donors: Sequence[int], joiners: Sequence[int]) -> list[tuple[int, int]]:
+    """Return for each stripe of the state the donor that sends it, and the joiner that gets it."""
+    each = min(DONORS_MAX, -(-len(donors) // len(joiners)))
+    return [(donors[i % len(donors)], joiners[i // each]) for i in range(each * len(joiners))]
+
 
 def parts_of(sizes: Sequence[int], donors: Sequence[int]) -> list[StatePart]:
-    """Cut all tensors' bytes into one contiguous share per donor, in parts of bounded size."""
+    """Cut all tensors' bytes into one contiguous share for each donor, in parts of bounded size."""
     parts: list[StatePart] = []
     for number, donor in enumerate(donors):
         begin, end = part_of(sum(sizes), number, len(donors))

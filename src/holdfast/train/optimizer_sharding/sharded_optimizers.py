@@ -9,7 +9,6 @@ is gone, and all start again from the nodes' memory.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -18,8 +17,9 @@ import xxhash
 
 from holdfast.core.errors import Aborted, Damaged, UserError
 from holdfast.core.partition import share_out
-from holdfast.train.exchange.layout import TAG_UPDATE, Layout, gather_bytes
+from holdfast.train.exchange.layout import TAG_UPDATE, Layout, find_branches, gather_bytes
 from holdfast.train.exchange.seam import AloneTransport, Message, Transport
+from holdfast.train.exchange.shares import spread_shares
 
 ON_SERVERS = "is_on_servers"  # an attribute of optimizers whose rows servers hold and update
 DIGEST_BYTES = 16
@@ -81,21 +81,20 @@ class ShardedOptimizers:
         layout = self.layout
         if layout is None or layout.size == 1 or not updated:
             return
-        sends: list[Message] = []
-        receives: list[Message] = []
+        shares: list[list[torch.Tensor]] = [[] for _ in range(layout.size)]
         scattered: list[tuple[torch.Tensor, torch.Tensor]] = []
         for p in updated:
             if not p.numel():
                 continue
             held, owner = p.detach(), self._owners[id(p)]
             compact = held.contiguous()
-            data = compact.reshape(-1).view(torch.uint8)
-            if owner == layout.rank:
-                sends += [(peer, data) for peer in layout.others]
-            else:
-                receives.append((owner, data))
-                scattered += [] if held.is_contiguous() else [(held, compact)]
-        self.exchange(sends, receives)
+            shares[owner].append(compact.reshape(-1).view(torch.uint8))
+            if owner != layout.rank and not held.is_contiguous():
+                scattered.append((held, compact))
+        try:
+            spread_shares(self.transport, range(layout.size), layout.rank, shares, TAG_UPDATE)
+        except Aborted:
+            self._wait_for_end()
         for held, compact in scattered:
             held.copy_(compact)
 
@@ -107,12 +106,16 @@ class ShardedOptimizers:
         layout = self.layout
         if layout is None or layout.size == 1:
             return
-        words = torch.zeros(layout.size, dtype=torch.int64)
-        if layout.rank == leader:
-            self.exchange([], [(peer, words[peer : peer + 1]) for peer in layout.others])
-            return
-        with contextlib.suppress(Aborted):  # then the leader does not end the loop
-            self.transport.exchange([(leader, words[:1])], [], TAG_UPDATE).wait()
+        awaits, follows = find_branches(layout.rank, leader, layout.size)
+        word = torch.zeros(1, dtype=torch.int64)
+        try:
+            receives = [(peer, word.clone()) for peer in follows]
+            self.transport.exchange([], receives, TAG_UPDATE).wait()
+            if awaits is not None:
+                self.transport.exchange([(awaits, word)], [], TAG_UPDATE).wait()
+        except Aborted:
+            if layout.rank == leader:  # otherwise the leader does not end the loop
+                self._wait_for_end()
 
     def exchange(self, sends: list[Message], receives: list[Message]) -> None:
         """Exchange messages with other members; does not return if the view is given up."""

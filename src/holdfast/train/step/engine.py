@@ -18,7 +18,6 @@ import torch
 from holdfast.core.errors import Aborted
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
-from holdfast.core.step.backup import FIRST
 from holdfast.core.step.events import FINITE, StepKind, Topic
 from holdfast.core.step.sum_trial import SumStage
 from holdfast.core.types import Peer, View, WorkerId
@@ -156,11 +155,9 @@ class Engine(threading.Thread):
             case ef.CheckSum():
                 self._check_sum(at, order)
             case ef.SendDone(_, step, samples):
-                BackupMessages.send(at.transport, at.layout, [FIRST], step, [samples])
+                self._backup_of(at).send_done(step, samples)
             case ef.SendCounted(_, step, ranks):
-                flags = [int(rank in ranks) for rank in range(at.layout.size)]
-                others = list(at.layout.others)
-                BackupMessages.send(at.transport, at.layout, others, step, flags)
+                self._backup_of(at).send_counted(step, ranks)
             case _:
                 for event in self._mover.carry_out(order, at):
                     if isinstance(event, ev.StatesCompared) and event.prints:
@@ -182,11 +179,14 @@ class Engine(threading.Thread):
         if self._data.sharding is not None:
             self._data.sharding.enter(at.layout, transport)
         if self._exchange.backs_up:
-            BackupMessages(driver, view, at.layout, transport).listen()
+            self._backup_of(at).listen()
         self._search = LateSearch(driver, view, at.layout, transport, self._awaited_rank)
         self._search.listen()
         at.waits.begin()
         driver.post(ev.Connected(view.number))
+
+    def _backup_of(self, at: TimedConnections) -> BackupMessages:
+        return BackupMessages(self._driver, at.view, at.layout, at.transport)
 
     def _leave(self) -> None:
         self._filled.end()
