@@ -54,15 +54,19 @@ def details(run: LocalRun) -> list[str]:
     return [worker["detail"] for worker in run.status()["workers"]]
 
 
-def test_workers_save_their_state_and_wait_for_room(disk: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_save_their_state_and_wait_for_room(
+    workers: int, disk: Path, tmp_path: Path
+) -> None:
     store = tmp_path / "store"
-    with paced(disk, store, 60, FOUR) as run:
+    with paced(disk, store, 60, [*FOUR, "--nproc", str(workers)]) as run:
         run.until(lambda: run.status()["step"] > 3, RUN_S, "some steps")
         filler = fill(disk)
         run.until(lambda: lines_with(run, "waits for room"), RUN_S, "the wait")
         step = run.until(newest(store), RUN_S, "a checkpoint")
         assert run.until(lambda: all(details(run)), RUN_S, "its status")
-        assert details(run) == ["waits for room in the run directory: free space there"] * 2
+        waits = "waits for room in the run directory: free space there"
+        assert details(run) == [waits] * workers
         assert run.status()["step"] == step
         filler.unlink()
         (tmp_path / "go").touch()
