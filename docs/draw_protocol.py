@@ -1,7 +1,8 @@
 """Draw the tables of docs/protocol.md from the code: `python docs/draw_protocol.py [--check]`.
 
 The events and effects are read from the core's own types; the worker's transitions are found by
-running the real machine from its start along every event, until no new situation appears.
+running the real machine from its start along every event, until no new situation appears. The ways
+of a sum are those of the real plan.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+from holdfast.core import tree
 from holdfast.core.membership import agent, coordinator_events
 from holdfast.core.replica.ends import SourceKind
 from holdfast.core.replica.replica import SYNC_MOVES, SyncStage
@@ -21,6 +23,7 @@ from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.activities import ACTIVITY_MOVES, Activity
 from holdfast.core.step.vote import Vote
+from holdfast.core.sum_plan import plan_sum
 from holdfast.core.transitions import Transitions
 from holdfast.core.types import (
     AgentId,
@@ -39,6 +42,8 @@ BEGIN, END = "<!-- drawn: {} -->", "<!-- end -->"
 ME, OTHER = WorkerId(0), WorkerId(1)
 SAVED = 8  # the step of a checkpoint
 DEPTH = 24  # events from the start; every situation is reached well before
+SUMMED = 8  # workers of the drawn sum, with a virtual rank each
+MACHINE = 4  # workers on each of their machines
 PHASES = {
     Phase.BOUNDARY: "held at a boundary",
     Phase.WAITING: "its tasks done",
@@ -204,6 +209,43 @@ def transitions() -> Iterator[str]:
                 yield f"| {before} | {name} | {after_text} | {names} |"
 
 
+def sum_ways() -> Iterator[str]:
+    """Draw which workers exchange how much of a sum on the way up; down they exchange the same."""
+    nodes = [tree.maximal_nodes([worker], SUMMED) for worker in range(SUMMED)]
+    plans = [plan_sum(nodes, SUMMED, worker) for worker in range(SUMMED)]
+    ways = [
+        (worker, each.peer, each.part[1] - each.part[0])
+        for worker, plan in enumerate(plans)
+        for level in plan.up
+        for each in level.sends
+        if worker < each.peer
+    ]
+    arrows = {(one, other): f"w{one} <-->|S/{1 / size}| w{other}" for one, other, size in ways}
+    yield "```mermaid"
+    yield "flowchart LR"
+    for machine in range(SUMMED // MACHINE):
+        yield f'    subgraph machine{machine}["machine {machine}"]'
+        for (one, other), arrow in arrows.items():
+            if one // MACHINE == other // MACHINE == machine:
+                yield f"        {arrow}"
+        yield "    end"
+    for (one, other), arrow in arrows.items():
+        if one // MACHINE != other // MACHINE:
+            yield f"    {arrow}"
+    yield "```"
+    yield ""
+    yield f"| level | {' | '.join(f'worker {worker}' for worker in range(SUMMED))} |"
+    yield "|---" * (SUMMED + 1) + "|"
+    for number in range(len(plans[0].up)):
+        cells = []
+        for plan in plans:
+            (addition,) = plan.up[number].additions
+            (first, width), pieces = addition.node, 1 / (addition.part[1] - addition.part[0])
+            piece = addition.part[0] * pieces + 1
+            cells.append(f"{first} to {first + width - 1}: piece {piece} of {pieces}")
+        yield f"| {number + 1} | {' | '.join(cells)} |"
+
+
 def diagram(transitions: Transitions[Any]) -> Iterator[str]:
     """Draw the legal moves between phases; each phase may also end with the view."""
     yield "```mermaid"
@@ -231,6 +273,7 @@ def _run(path: tuple[ev.WorkerEvent, ...]) -> WorkerMachine:
 def drawn(text: str) -> str:
     """Return the page with every marked section drawn again."""
     sections = {
+        "sum": "\n".join(sum_ways()),
         "worker": "\n".join(tables(ev.WorkerEvent, ef.WorkerEffect)),
         "worker transitions": "\n".join(transitions()),
         "activities": "\n".join(diagram(ACTIVITY_MOVES)),

@@ -47,6 +47,7 @@ ENTRY_POINTS = (
     "holdfast.integrations.trackers",
     "holdfast.integrations.transformers",
     "holdfast.launch.fleet_process",
+    "holdfast.plan.network",
     "holdfast.train.checkpoint.dcp",
     "holdfast.testing.disturbed",
     "holdfast.testing.traced",
@@ -368,9 +369,9 @@ RULES = [
     Rule(
         "layers",
         find_layers,
-        "imports go one way (cli, dashboard -> launch -> runtime, sim -> train, servers -> health, "
-        "observe -> store -> net -> wire, coding -> core), so that what is simulated is the "
-        "product and each part can be understood without those above it",
+        "imports go one way (cli, dashboard, plan -> launch -> runtime, sim -> train, servers -> "
+        "health, observe -> store -> net -> wire, coding -> core), so that what is simulated is "
+        "the product and each part can be understood without those above it",
     ),
     Rule(
         "train-layers",

@@ -7,7 +7,7 @@ from __future__ import annotations
 LAYERS = (
     ("", "__main__", "testing", "integrations", "examples"),  # nothing below imports these
     ("cli",),
-    ("dashboard",),
+    ("dashboard", "plan"),
     ("launch",),
     ("runtime", "sim"),
     ("servers",),
