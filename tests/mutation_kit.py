@@ -234,6 +234,16 @@ SERVERS = {  # nodes are drained and come back, and journals are lost
     "fault_every_s": 1.0,
     "servers": 3,
 }
+EXCHANGES = {  # members die, freeze and are cut off within sums and gathers
+    **_THIRTY_STEPS,
+    "slots": 2,
+    "boot_s": 0.1,
+    "data_s": 0.02,
+    "crash_inside": 0.01,
+    "repeats": 0.05,
+    "faults": ("exchange_inside", "link_break"),
+    "fault_every_s": 1.0,
+}
 SCALES = SERVERS | {  # other numbers of servers are asked for, and workers die
     "faults": ("scale", "worker_crash", "partition"),
     "fault_every_s": 0.7,
@@ -306,6 +316,15 @@ COPIES = LATE | {
 LEFT_BEHIND = {"agents": 2, "agents_late": 0, "nodes_min": 1, "nodes_max": 6, "left_behind_s": 4.0}
 LATE_COMERS = {"agents": 3, "agents_late": 2, "nodes_min": 1}
 TUNED: dict[str, dict[str, object]] = {
+    "a_level_of_a_sum_is_skipped": EXCHANGES,
+    "a_level_on_the_way_down_is_skipped": EXCHANGES,
+    "an_owner_forgets_its_piece": EXCHANGES,
+    "the_operands_of_an_addition_are_exchanged": EXCHANGES,
+    "a_piece_of_an_older_view_is_taken": EXCHANGES,
+    "a_piece_of_an_older_step_is_taken": EXCHANGES,
+    "a_gather_ends_one_turn_early": EXCHANGES,
+    "a_member_gets_records_from_the_wrong_side": EXCHANGES,
+    "missing_votes_are_taken_for_granted": EXCHANGES,
     "whoever_is_at_the_address_is_obeyed": LEFT_BEHIND,
     "a_node_of_another_job_keeps_its_workers": LEFT_BEHIND,
     "the_word_that_the_job_is_over_is_not_believed": {

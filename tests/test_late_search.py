@@ -44,7 +44,7 @@ class Searchers:
         self._hear: dict[int, Callable[[int, bytes], None]] = {}
         layouts = [Layout.of(view, Peer(worker, 0)) for worker in workers]
         self.neighbours = [
-            {rank for _, target, source in layout.turns for rank in (target, source)}
+            {rank for turn in layout.turns for rank in (turn.give_to, turn.get_from)}
             for layout in layouts
         ]
         self.awaited = spread_rows(layouts, late)
@@ -92,14 +92,14 @@ def spread_rows(layouts: list[Layout], late: int) -> list[int]:
         moved = False
         for rank, layout in enumerate(layouts):
             if rank != late and done[rank] < len(layout.turns):
-                _, _, source = layout.turns[done[rank]]
+                source = layout.turns[done[rank]].get_from
                 if done[source] >= done[rank]:
                     done[rank] += 1
                     moved = True
     return [
         late
         if rank == late
-        else layout.turns[done[rank]][2]
+        else layout.turns[done[rank]].get_from
         if done[rank] < len(layout.turns)
         else NONE_AWAITED
         for rank, layout in enumerate(layouts)

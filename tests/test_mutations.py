@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import mutations_exchanges  # noqa: F401 - it plants some
 import mutations_feeding  # noqa: F401 - it plants some
 import mutations_memory  # noqa: F401 - and more
 import mutations_promises  # noqa: F401 - it plants more

@@ -100,8 +100,12 @@ class _Hosts:
             self._order[node] = [hosts[(i + turned) % count] for i in range(count)]
             self._index[node] = {rank: i for i, rank in enumerate(self._order[node])}
         found = [SharedSum(*each, tuple(self._order[each[0]])) for each in joined]
-        # The nodes with several hosts, narrow ones first.
+        # The nodes with several hosts, narrow ones first; and those of each host.
         self.shared = sorted(found, key=lambda each: each.node[1])
+        self.shared_by: dict[int, list[SharedSum]] = {rank: [] for rank in range(len(nodes))}
+        for each in self.shared:
+            for rank in each.hosts:
+                self.shared_by[rank].append(each)
 
     def _visit(self, node: Node, joined: list[tuple[Node, Node, Node]]) -> Node:
         """Order the hosts of a node and of all below it; return the node that holds its sum.
@@ -127,10 +131,6 @@ class _Hosts:
         joined.append((node, left, right))
         return node
 
-    def has(self, node: Node, rank: int) -> bool:
-        """Return whether a worker hosts anything of a node."""
-        return rank in self._index[node]
-
     def of(self, node: Node) -> Sequence[int]:
         """Return the hosts of a node, in the order of their pieces."""
         return self._order[node]
@@ -151,29 +151,46 @@ class _Hosts:
             yield hosts[i], (max(part[0], start), min(part[1], stop))
 
 
-def plan_sum(nodes: Sequence[Sequence[Node]], vranks: int, rank: int, turned: int = 0) -> SumPlan:
-    """Plan the part of the worker `rank`. `nodes`: the maximal nodes that each worker hosts.
+class SumPlans:
+    """Plans the parts of all workers. `nodes`: the maximal nodes that each worker hosts.
 
     `turned`: plan it so that other workers compute each sum: those that many places later.
     """
-    hosts = _Hosts(nodes, vranks, turned)
-    here = [each for each in hosts.shared if hosts.has(each.node, rank)]
-    widths = sorted({each.node[1] for each in here})
-    up = [_plan_up(hosts, [each for each in here if each.node[1] == w], rank) for w in widths]
-    down = []
-    for width in reversed(widths):
-        down.append(_plan_down(hosts, [each for each in here if each.node[1] == width], rank))
-    at_root = hosts.of(hosts.root)
-    idle = [each for each, hosted in enumerate(nodes) if not hosted]
-    tail = [(at_root[i % len(at_root)], each) for i, each in enumerate(idle)]
-    sends = tuple(Message(to, hosts.root, WHOLE) for giver, to in tail if giver == rank)
-    receives = tuple(Message(giver, hosts.root, WHOLE) for giver, to in tail if to == rank)
-    if sends or receives:
-        down.append(Level(sends, receives))
-    piece = hosts.piece(hosts.root, rank)
-    own = None if piece is None else (hosts.root, piece)
-    levels = [each for each in down if each.sends or each.receives]
-    return SumPlan(up=tuple(up), down=tuple(levels), own=own)
+
+    def __init__(self, nodes: Sequence[Sequence[Node]], vranks: int, turned: int = 0) -> None:
+        self._hosts = hosts = _Hosts(nodes, vranks, turned)
+        at_root = hosts.of(hosts.root)
+        idle = [each for each, hosted in enumerate(nodes) if not hosted]
+        # By giver: the workers that host nothing. They receive the whole sum at last.
+        self._tail: dict[int, list[int]] = {}
+        self._giver: dict[int, int] = {}
+        for i, each in enumerate(idle):
+            self._giver[each] = at_root[i % len(at_root)]
+            self._tail.setdefault(self._giver[each], []).append(each)
+
+    def of(self, rank: int) -> SumPlan:
+        """Return the part of one worker."""
+        hosts = self._hosts
+        here = hosts.shared_by[rank]
+        widths = sorted({each.node[1] for each in here})
+        up = [_plan_up(hosts, [each for each in here if each.node[1] == w], rank) for w in widths]
+        down = []
+        for width in reversed(widths):
+            down.append(_plan_down(hosts, [each for each in here if each.node[1] == width], rank))
+        givers = [self._giver[rank]] if rank in self._giver else []
+        sends = tuple(Message(to, hosts.root, WHOLE) for to in self._tail.get(rank, ()))
+        receives = tuple(Message(giver, hosts.root, WHOLE) for giver in givers)
+        if sends or receives:
+            down.append(Level(sends, receives))
+        piece = hosts.piece(hosts.root, rank)
+        own = None if piece is None else (hosts.root, piece)
+        levels = [each for each in down if each.sends or each.receives]
+        return SumPlan(up=tuple(up), down=tuple(levels), own=own)
+
+
+def plan_sum(nodes: Sequence[Sequence[Node]], vranks: int, rank: int, turned: int = 0) -> SumPlan:
+    """Plan the part of the worker `rank`, as SumPlans does."""
+    return SumPlans(nodes, vranks, turned).of(rank)
 
 
 def find_shared_sums(

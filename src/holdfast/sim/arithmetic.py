@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Key = tuple[int, int]  # worker, incarnation
 Copy = tuple[int | None, int | None]  # a state, and the trace of a flip in it
 Parts = tuple[tuple[Key, int, int], ...]  # addends of a sum: sender, virtual rank and token
+MISSING = -1  # stands for elements of a sum that a member lacks
 DROPPED = 0  # the token of a task that came too late to count
 _NOT_FINITE = -(1 << 80)  # tokens and sums up to this
 INITIAL_STATE = 1
@@ -22,6 +24,11 @@ def add(left: int, right: int) -> int:
     if is_not_finite(left) or is_not_finite(right):
         return _NOT_FINITE
     return hash((left, right, 5))
+
+
+def mix(pieces: Sequence[int]) -> int:
+    """Return the content of a sum whose pieces do not fit together: it equals no right sum."""
+    return hash((*pieces, 37))
 
 
 def make_not_finite(place: int) -> int:

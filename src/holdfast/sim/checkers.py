@@ -407,11 +407,11 @@ class Truth:
         ):
             raise Violation(f"worker {process.key} gets pieces {shares} of step {step}")
 
-    def check_sync(self, process: Actor, view: View, digests: dict[int, Copy]) -> None:
+    def check_sync(self, process: Actor, view: View, digests: dict[Key, Copy]) -> None:
         if digests is self._synced:
-            return  # all members of a large group share them
+            return  # all members share them
         self._synced = digests
-        for worker, digest in sorted(digests.items()):
+        for (worker, _), digest in sorted(digests.items()):
             right = digest[0] == self.states[view.resume_step] or self.errors.hidden
             if view.joiners and not right:
                 raise Violation(f"worker {worker} starts view {view.number} from a wrong state")
@@ -419,7 +419,7 @@ class Truth:
     def check_sum(self, view: View, step: int, parts: Parts, total: int) -> None:
         """Check a sum that is about to be committed, which these members' tokens went into."""
         if parts is self._reduced:
-            return  # all members of a large group share them
+            return  # all members share them
         self._reduced = parts
         seen: dict[int, Key] = {}
         for sender, vrank, token in parts:

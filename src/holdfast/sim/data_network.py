@@ -7,6 +7,7 @@ of it. This module only carries messages; the step machines decide which are sen
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -16,11 +17,13 @@ from holdfast.core.step.step_policy import Counting
 from holdfast.core.step.vote import Tally, Wish, count_votes
 from holdfast.core.types import View, WorkerId
 from holdfast.sim.arithmetic import Key
-from holdfast.sim.crowd import CROWD, Meetings
-from holdfast.sim.groups import Group, Shapes, What
-from holdfast.sim.seams import Actor, ProcessWorld
+from holdfast.sim.groups import Group, Shapes, TurnOf, What
+from holdfast.sim.seams import Actor
+from holdfast.sim.turns import Turns, TurnWorld, handle_turn
 
 T = TypeVar("T")
+CROWD = 64  # members up to which each one hears of every other one's end
+TELLERS = 3  # this many closing ends of a larger group reach its peers: enough for all
 
 
 class SharedCounting(Counting):
@@ -48,9 +51,10 @@ class SharedCounting(Counting):
 class DataNetwork:
     """Connections between workers, and the place where the members of a view meet."""
 
-    def __init__(self, world: ProcessWorld) -> None:
+    def __init__(self, world: TurnWorld) -> None:
         self.shapes = Shapes()
-        self.meetings = Meetings(world)
+        self.turns = Turns(world, self.send)
+        self._closed: Counter[int] = Counter()  # ends of large groups, by view
         self._world = world
         self._arrived: dict[int, list[Actor]] = {}
         self._last: dict[tuple[int, Key, Key], float] = {}
@@ -62,9 +66,8 @@ class DataNetwork:
         # Results of a gather, computed once for all members of a large group.
         self._ordered: tuple[object, tuple[Any, ...]] = (None, ())
         self._summed: tuple[object, Any] = (None, None)
-        self._named: tuple[object, dict[int, Any]] = (None, {})
         self._held: tuple[object, dict[WorkerId, int]] = (None, {})
-        self._announced: tuple[object, bool] = (None, False)
+        self._announced: tuple[Sequence[Row], Tally] | None = None
 
     def install(self, process: Actor, view: View) -> None:
         """Begin to build the group of `view`, and give up if the others do not come."""
@@ -101,11 +104,6 @@ class DataNetwork:
 
     def tell_all(self, process: Actor, group: Group, what: What, body: object) -> None:
         """Send a message to all members and the sender; each one's `receive` takes it."""
-        if len(group.keys) > CROWD:
-            name = (int(group.number), *what)
-            members = self._arrived[group.number]
-            self.meetings.give(process, members, name, body, handle_gather)
-            return
         group.heard.setdefault(what, {})[process.key] = body
         for key in group.keys:
             if key != process.key:
@@ -116,19 +114,19 @@ class DataNetwork:
         sender: Actor,
         group: Group,
         key: Key,
-        what: What,
+        what: What | TurnOf,
         body: object,
         extra_s: float = 0.0,
     ) -> None:
-        """Send something to one member."""
+        """Send something to one member; messages of turns may overtake each other."""
         world = self._world
         receiver = world.processes.get(key)
         if receiver is None:
             return
         link = (group.number, sender.key, key)
         at = world.now + extra_s + world.delay(world.options.data_s)
-        at = max(at, self._last.get(link, 0.0))
-        self._last[link] = at
+        if len(what) == 2:
+            at = self._last[link] = max(at, self._last.get(link, 0.0))
         world.call_later(at - world.now, self._deliver, link, sender, receiver, what, body)
 
     def _deliver(
@@ -136,7 +134,7 @@ class DataNetwork:
         link: tuple[int, Key, Key],
         sender: Actor,
         receiver: Actor,
-        what: What,
+        what: What | TurnOf,
         body: object,
     ) -> None:
         if sender.cut_through >= link[0] or self._cut_links or self._apart:
@@ -145,7 +143,8 @@ class DataNetwork:
             if self.is_apart(sender, receiver):
                 self._cut_links[link] = True  # order is kept: nothing later may overtake the loss
                 return
-        receiver.deliver(handle_message, (receiver, link[0], what, sender.key, body))
+        handle = handle_turn if len(what) == 3 else handle_message
+        receiver.deliver(handle, (receiver, link[0], what, sender.key, body))
 
     # ------------------------------------------------------------ what all have said
 
@@ -164,12 +163,6 @@ class DataNetwork:
         found: T = self._summed[1]
         return found
 
-    def bodies_by_worker(self, bodies: dict[Key, Any]) -> dict[int, Any]:
-        """Return the messages of all members, by worker."""
-        if bodies is not self._named[0]:
-            self._named = (bodies, {key[0]: body for key, body in bodies.items()})
-        return self._named[1]
-
     def held_prints(self, group: Group, prints: dict[Key, Any]) -> dict[WorkerId, int]:
         """Return the prints of those that hold the state already."""
         if prints is not self._held[0]:
@@ -184,11 +177,10 @@ class DataNetwork:
 
         `can_save`: the state there can be saved, because it lies within a loop.
         """
-        if votes is not self._announced[0]:
-            tally = count_votes(votes)
-            saves = tally.save is Wish.END_SAVE and can_save
-            self._announced = (votes, tally.pending or saves)
-        return self._announced[1]
+        if self._announced is None or votes is not self._announced[0]:
+            self._announced = (votes, count_votes(votes))
+        tally = self._announced[1]
+        return tally.pending or (tally.save is Wish.END_SAVE and can_save)
 
     # ------------------------------------------------------------ ends and cuts
 
@@ -204,8 +196,10 @@ class DataNetwork:
         world, options = self._world, self._world.options
         if world.rng.random() < options.cut_in_flight:
             process.cut_through = max(process.cut_through, group.number)
-        if len(group.keys) > CROWD and not self.meetings.count_closing(group.number):
-            return
+        if len(group.keys) > CROWD:
+            self._closed[group.number] += 1
+            if self._closed[group.number] > TELLERS:
+                return
         for peer in self._arrived.get(group.number, ()):
             if peer is process or not peer.alive or world.rng.random() < options.unheard_break:
                 continue
@@ -269,6 +263,15 @@ class DataNetwork:
         if group is not None and not process.is_connected:
             process.feed(GroupBroken(group.view.number, "the group could not be built in time"))
 
+    def ask_awaited(self, asker: Actor, group: Group, rank: int, step: int) -> int:
+        """Return the rank for which a member waits in a step; its own one if it does not answer."""
+        peer = self._world.processes.get(group.keys[rank])
+        if peer is None or not (peer.alive and peer.is_running and peer.open_group(group.number)):
+            return rank
+        if self.is_apart(asker, peer) or (group.number, asker.key, peer.key) in self._cut_links:
+            return rank
+        return peer.exchanges.awaited_rank(step)
+
     def is_apart(self, a: Actor, b: Actor) -> bool:
         """Return whether the network between the nodes of two processes is cut."""
         return (a.agent, b.agent) in self._apart
@@ -294,12 +297,3 @@ def handle_message(process: Actor, number: int, what: What, sender: Key, body: o
     if group is not None:
         group.heard.setdefault(what, {})[sender] = body
         process.receive(what)
-
-
-def handle_gather(process: Actor, what: tuple[int, str, int], bodies: dict[Key, Any]) -> None:
-    """Give a member what an all-gather of a large group has gathered."""
-    number, kind, turn = what
-    group = process.open_group(number)
-    if group is not None:
-        group.heard[kind, turn] = bodies
-        process.receive((kind, turn))

@@ -14,15 +14,16 @@ from holdfast.core import tree
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.step.effects import WorkerEffect
-from holdfast.core.step.events import FINITE, SOMEBODYS, StepKind, Topic
+from holdfast.core.step.events import FINITE, NOBODYS, SOMEBODYS, StepKind, Topic
 from holdfast.core.types import View
 from holdfast.sim.arithmetic import DROPPED, Key, Parts, add, is_not_finite
 from holdfast.sim.checkers import Truth
-from holdfast.sim.crowd import CROWD
 from holdfast.sim.data_network import DataNetwork
+from holdfast.sim.exchange_checks import check_total
 from holdfast.sim.groups import Group, What
 from holdfast.sim.seams import Actor, Clock
 from holdfast.sim.sum_answers import Row, answer, makers_of
+from holdfast.sim.turns import NONE_AWAITED, LevelSum, TurnedGather
 from holdfast.sim.wrong_bits import Violation
 
 
@@ -71,6 +72,10 @@ class Exchanges:
         self._met: dict[str, Callable[[], None]] = {}  # what follows once all members have come
         self.looked = (-1, -1)  # view and step of its last search for late members
         self._reduce: ef.Reduce | None = None
+        # The sum under way, and the gather of the rows beside it.
+        self._levels: LevelSum | None = None
+        self._rows: TurnedGather | None = None
+        self._rows_step = -1  # the newest step whose rows were begun
         self._check: ef.CheckSum | None = None
         self.parts: Parts = ()  # contributions to the newest sum
         self.summed_in: View | None = None  # the view of that
@@ -86,7 +91,8 @@ class Exchanges:
     def enter(self, view: View) -> None:
         """A view is installed."""
         self.view = view
-        self._reduce = self._check = None
+        self._reduce = self._check = self._rows = self._levels = None
+        self._rows_step = -1
         self._met.clear()
 
     def carry_out(self, effect: WorkerEffect, group: Group) -> None:
@@ -96,21 +102,20 @@ class Exchanges:
             case ef.Gather(_, topic, row):
                 if topic is Topic.CONFESS:
                     row = (*row, hash((process.state, process.spoiling.flipped)))
-                data.tell_all(process, group, group.turn(topic.value), row)
-                self.receive(group.newest_turn(topic.value), group)
+                elif topic is Topic.VOTE:
+                    self._world.truth.proofs.record_given_vote(group.view.number, row, process.key)
+                data.turns.gather(process, group, group.turn(topic.value), row)
             case ef.Reduce():
                 self._world.truth.check_reduce(group.view, effect)
-                self._reduce = effect
-                group.heard.pop(group.newest_turn("part"), None)
-                group.turn("part")
+                self._reduce, self._rows, self._levels = effect, None, None
+                group.turn("rows")
             case ef.ShareRows():
                 self._contribute(group)
             case ef.CheckSum():
                 self._check = effect
                 sums = self._hosts, len(group.keys), self.wrongly, self._true_total
                 row = answer(effect.question, self.rank, *sums)
-                data.tell_all(process, group, group.turn("piece"), row)
-                self.receive(group.newest_turn("piece"), group)
+                data.turns.gather(process, group, group.turn("piece"), row)
             case ef.PutRight():
                 process.total = self._true_total
             case ef.SendDone(_, step, samples):
@@ -119,9 +124,8 @@ class Exchanges:
                 for key in group.keys[1:]:
                     data.send(process, group, key, ("counted", step), ranks)
             case ef.LookWhoIsLate(_, step):
-                late = self._awaited_ranks(group)
                 self.looked = (group.view.number, step)
-                process.feed(ev.StillAwaited(group.view.number, step, late))
+                self._look_who_is_late(group, step)
 
     def meet(self, kind: str, met: Callable[[], None]) -> None:
         """Announce that this member has reached a place; call `met` once all have.
@@ -146,8 +150,8 @@ class Exchanges:
             case "counted":
                 for ranks in group.heard.pop(what).values():
                     process.feed(ev.CountSettled(view, number, ranks))
-            case "part":
-                self._sum(group)
+            case "rows" | "part":
+                self._finish_sum(group)
             case _:
                 found = group.messages_of_all(what)
                 if found is not None and what == group.newest_turn(kind):
@@ -179,17 +183,26 @@ class Exchanges:
         copied = process.feeds.copied_fingerprint(reduce.step)
         kind = self._world.options.kind_of(process.open_step)
         mine = Contribution(tokens, part, whole, copied, kind, wrongly)
-        self._world.data.tell_all(process, group, group.newest_turn("part"), mine)
-        self._sum(group)
+        turns, (_, number) = self._world.data.turns, group.newest_turn("rows")
+        step, self._rows_step = reduce.step, reduce.step
+        levels = turns.start_sum(process, group, ("part", number), step, reduce.owners)
+        self._levels = levels
+        levels.begin(dict(tokens))
+        if process.alive and group.open:
+            self._rows = turns.gather(process, group, ("rows", number), mine)
 
-    def _sum(self, group: Group) -> None:
-        """Sum the contributions in the canonical order, once all have arrived."""
-        process, reduce = self._process, self._reduce
-        found = group.messages_of_all(group.newest_turn("part"))
-        if found is None or reduce is None or process.key not in found:
+    def _finish_sum(self, group: Group) -> None:
+        """Report the sum, once it and the rows of all members are here."""
+        process, reduce, levels = self._process, self._reduce, self._levels
+        rows = group.newest_turn("rows")
+        if rows in group.heard:
+            self._rows = None
+        if rows not in group.heard or reduce is None or levels is None or levels.total is None:
             return
-        self._reduce, self.summed_in = None, group.view
+        found = group.heard.pop(rows)
+        self._reduce, self._levels, self.summed_in = None, None, group.view
         mine = self._world.data.combine(group, found, self._fold)
+        check_total(process.key, reduce.step, levels.total, mine.total)
         self._hosts = tuple(group.view.rank(owner) for owner in reduce.owners)
         self.parts, self._true_total = mine.parts, mine.total
         self.wrongly = mine.wrongly
@@ -229,12 +242,11 @@ class Exchanges:
         return Sums(parts, total, wrongly, bad)
 
     def _doubt(self, sums: Sums, group: Group) -> int:
-        """Return a code: is this member's piece finite; if not, which part of it is to blame."""
+        """Return a code: is the sum finite; if not, whether this member's part of it is."""
         if not sums.poisoned:
             return FINITE
-        rank, size = group.view.rank(self._process.worker), len(group.keys)
-        seen = [owner for owner, token in sums.poisoned if token % size == rank]
-        return SOMEBODYS + min(seen) if seen else FINITE
+        rank = group.rank_of(self._process.key)
+        return SOMEBODYS + rank if rank in dict(sums.poisoned) else NOBODYS
 
     def _finish_check(self, rows: Sequence[Row], group: Group) -> None:
         """Report what all members have answered, by rank."""
@@ -242,10 +254,26 @@ class Exchanges:
         if check is not None:
             self._process.feed(ev.SumChecked(group.view.number, check.bucket, tuple(rows)))
 
-    def _awaited_ranks(self, group: Group) -> tuple[int, ...]:
-        """Return the members that have not sent their part of the present sum."""
-        if len(group.keys) > CROWD:
-            return ()
-        here = group.heard.get(group.newest_turn("part"), {})
-        mine = self._process.key
-        return tuple(r for r, key in enumerate(group.keys) if key not in here and key != mine)
+    def awaited_rank(self, step: int) -> int:
+        """Return the rank for which this member waits in a step; its own one while it computes."""
+        rows = self._rows
+        if step < self._rows_step or (rows is None and step == self._rows_step):
+            return NONE_AWAITED
+        if rows is None or step > self._rows_step:
+            return self.rank
+        return rows.awaited_rank
+
+    def _look_who_is_late(self, group: Group, step: int) -> None:
+        """Ask the member that this one awaits, and so on; report the last one in the chain."""
+        process, world = self._process, self._world
+        rank, asked, delay_s = self.awaited_rank(step), 0, 0.0
+        awaited = rank
+        while rank not in (NONE_AWAITED, self.rank) and asked <= len(group.keys):
+            asked += 1
+            delay_s += 2 * world.delay(world.options.data_s)
+            awaited = world.data.ask_awaited(process, group, rank, step)
+            if awaited == rank:
+                event = ev.StillAwaited(group.view.number, step, (rank,))
+                process.post(delay_s, process.feed, event)
+                return
+            rank = awaited

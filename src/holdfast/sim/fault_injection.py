@@ -15,11 +15,14 @@ from holdfast.core.membership import agent as ag
 from holdfast.core.step.events import RoomSeen
 from holdfast.core.step.script_blame import STEADY_MAX
 from holdfast.core.types import Leaving, Stage, WorkerId
+from holdfast.sim.arithmetic import Key
 from holdfast.sim.endings import SCRIPT_FAILED
 from holdfast.sim.hosts import AgentHost, HostWorld
-from holdfast.sim.run_options import RACK_SHARE, STORE_LOST
+from holdfast.sim.run_options import EXCHANGE_KIND, RACK_SHARE, STORE_LOST
+from holdfast.sim.seams import Actor
 from holdfast.sim.workers import Process
 
+EXCHANGE_TIMES = 3  # how much oftener than between effects a fault strikes between turns
 STAYS_S = 40.0  # longer than that nobody waits for a machine that leaves
 
 
@@ -31,6 +34,8 @@ class FaultyWorld(HostWorld, Protocol):
 
     def live_processes(self) -> list[Process]: ...
 
+    def first_process(self, key: Key) -> Process | None: ...
+
     def mark(self, text: str) -> None: ...
 
 
@@ -41,6 +46,7 @@ class Faults:
         self._world = world
         self._inside_worker = False
         self._inside_coordinator = False
+        self._exchanges = False
         self._journal = False
         self._kinds: tuple[str, ...] = ()
         self.active = False
@@ -57,6 +63,7 @@ class Faults:
         self._journal = "journal_lost" in kinds
         self._inside_worker = "worker_crash_inside" in kinds
         self._inside_coordinator = "coordinator_crash_inside" in kinds
+        self._exchanges = EXCHANGE_KIND in kinds
         self.active = True
         self._world.call_later(self._world.options.faults_end_s, self._stop)
         self._strike_next()
@@ -85,6 +92,13 @@ class Faults:
         if "all_lost" in self._kinds and world.events % 2:  # all others at the same moment
             self._lose_all([each for each in world.live_processes() if each is not process])
         return True
+
+    def strikes_exchange(self, process: Actor, place: str, peer: Actor | None) -> None:
+        """End, freeze or cut off a process between two turns of an exchange, now and then."""
+        world = self._world
+        chance = EXCHANGE_TIMES * world.options.crash_inside
+        if self._exchanges and self.active and world.rng.random() < chance:
+            strike_between_turns(self, process, peer, place, world)
 
     def strikes_coordinator(self) -> bool:
         world = self._world
@@ -240,7 +254,7 @@ class Faults:
             case "slow":
                 process.ailing = True
                 process.slowness = rng.uniform(2.0, 10.0)
-                self.heal_later(rng.uniform(1.0, 20.0), self._hasten, process)
+                self.heal_later(rng.uniform(1.0, 20.0), hasten, process)
 
     def _strike_further(self, kind: str, process: Process) -> None:
         """Strike a worker's processes on one of its further nodes."""
@@ -412,13 +426,39 @@ class Faults:
     def _unstick(self, process: Process) -> None:
         process.stuck = False
 
-    def _hasten(self, process: Process) -> None:
-        process.slowness = 1.0
-
     def note(self, kind: str) -> None:
         self.count[kind] = self.count.get(kind, 0) + 1
         self.disturbed_until = max(self.disturbed_until, self._world.now)
         self._world.mark(f"fault: {kind}")
+
+
+def hasten(process: Process) -> None:
+    """End the slowness of a process."""
+    process.slowness = 1.0
+
+
+def strike_between_turns(
+    faults: Faults, process: Actor, peer: Actor | None, place: str, world: FaultyWorld
+) -> None:
+    """End or freeze a process between two turns, or cut it off from a peer of the next turn."""
+    act = world.rng.choice(("kill", "freeze", "partition"))
+    struck = world.first_process(process.key)
+    if struck is None or (act == "partition" and peer is None):
+        return
+    faults.note(f"{act}_in_{place}")
+    if act == "kill":
+        struck.end(-9, f"killed between two turns of a {place}")
+    elif act == "freeze":
+        struck.stopped = struck.froze = True
+        struck.host.watch(struck)
+        if world.rng.random() < 0.7:  # else only the agent ends it
+            faults.heal_later(world.rng.uniform(0.1, 4.0), struck.resume)
+    elif peer is not None and peer.agent != process.agent:
+        world.data.part(process.agent, peer.agent)
+        duration_s = world.rng.choice((0.2, 1.0, 10.0)) * world.rng.uniform(0.2, 2.0)
+        faults.heal_later(duration_s, world.data.join, process.agent, peer.agent)
+    elif peer is not None and process.group is not None:
+        world.data.cut_link(process, peer, process.group.number)
 
 
 def fill_disk(faults: Faults, live: list[Process], rng: Random, duration_s: float) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from holdfast.core.types import View
 from holdfast.sim.arithmetic import Key
 
 VIEWS_KEPT = 8
 What = tuple[str, int]  # the kind of a message, and which one of its kind
+TurnOf = tuple[str, int, int]  # the same of an exchange, and which message of its sender
+
+
+class UnderWay(Protocol):
+    """Is an exchange that a member has begun, and that is not complete."""
+
+    def advance(self) -> None: ...
 
 
 class Shape:
@@ -22,6 +29,7 @@ class Shape:
         self.joiners = frozenset(view.joiners)
         self.joiner_keys = tuple(key for key in self.keys if key[0] in self.joiners)
         self.donors = len(view.donors)
+        self.ranks = {key: rank for rank, key in enumerate(self.keys)}
 
 
 class Shapes:
@@ -50,6 +58,9 @@ class Group:
         self.open = True
         self.heard: dict[What, dict[Key, Any]] = {}
         self.turns: dict[str, int] = {}  # exchanges begun, by kind
+        self.under_way: dict[What, UnderWay] = {}
+        self.come: dict[tuple[TurnOf, Key], Any] = {}  # messages whose turn has yet to come
+        self._over: dict[str, int] = {}  # the last complete exchange, by kind
 
     def turn(self, kind: str) -> What:
         """Begin the next exchange of this kind; all members begin the same ones in order."""
@@ -59,6 +70,19 @@ class Group:
     def newest_turn(self, kind: str) -> What:
         """Return the exchange of this kind that was begun last."""
         return kind, self.turns.get(kind, -1)
+
+    def rank_of(self, key: Key) -> int:
+        """Return the rank of a member."""
+        return self.shape.ranks[key]
+
+    def finish(self, what: What) -> None:
+        """Record that an exchange is complete here."""
+        self.under_way.pop(what, None)
+        self._over[what[0]] = what[1]
+
+    def is_over(self, kind: str, number: int) -> bool:
+        """Return whether an exchange is complete here."""
+        return number <= self._over.get(kind, -1)
 
     def messages_of_all(self, what: What) -> dict[Key, Any] | None:
         """Return the messages of all members, once they are here."""

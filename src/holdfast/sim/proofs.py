@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from holdfast.core.step.events import Row
+from holdfast.core.step.vote import Vote
 from holdfast.core.types import Incarnation, View, WorkerId, WorkerStatus
 from holdfast.sim.arithmetic import Key
 from holdfast.sim.wrong_bits import Violation
@@ -28,6 +30,8 @@ class Proofs:
     def __init__(self, views: Mapping[int, View]) -> None:
         self._views = views
         self._voted: set[tuple[int, int]] = set()  # views and steps
+        # By view and step: the members that have given their votes.
+        self._given: dict[tuple[int, int], set[Key]] = {}
         # processes in the order in which they ceased: up to which view, and when
         self._ceased: list[tuple[Key, float, float]] = []
         self._by_view: dict[int, _Ceased] = {}
@@ -44,8 +48,21 @@ class Proofs:
             self._ceased.append((key, status.promised, now))
 
     def record_vote(self, number: int, step: int) -> None:
-        """Record that a worker has heard the votes of all members of a view for a step."""
+        """Record that a worker commits a step by the votes of all members of a view."""
+        view, given = self._views.get(number), self._given.get((number, step), set())
+        if view is not None and len(given) < len(view.members):
+            raise Violation(
+                f"step {step} is committed in view {number} by {len(given)} votes of "
+                f"{len(view.members)} members"
+            )
         self._voted.add((number, step))
+
+    def record_given_vote(self, number: int, row: Row, key: Key) -> None:
+        """Record that a member begins to spread its vote."""
+        vote = Vote.of(row)
+        if vote.view != number:
+            raise Violation(f"worker {key} votes in view {number} for view {vote.view}")
+        self._given.setdefault((number, vote.step), set()).add(key)
 
     def check_proof(self, key: Key, number: int, step: int, proved_at: float) -> None:
         """Check that no member of a view had ceased to act in it at a moment of the world's time.

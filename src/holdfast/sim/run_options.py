@@ -45,6 +45,7 @@ FAULT_KINDS = (
 RACK_KINDS = ("rack_crash", "rack_partition")  # several nodes at the same moment
 CLOCK_KIND = "clock_set"  # the clock of a node, by hours
 LATER_KINDS = (*RACK_KINDS, "coordinator_freeze", "rot")
+EXCHANGE_KIND = "exchange_inside"  # processes die, freeze or are cut off between two turns
 WRONG_KINDS = ("flip", "liar", "lie_once")
 SAVE_KINDS = ("writer_crash", "store_silent")
 STORE_LOST = "store_lost"  # for good, so the job may have to end: never drawn
@@ -128,6 +129,7 @@ class Options:
     shard_lag_s: float = 0.0  # by which those of further shards are late, on the average
     servers: int = 0  # processes that hold rows of tables
     shard_optimizer: bool = False  # each worker holds its share of the state only
+    repeats: float = 0.0  # chance that a message between workers comes twice, the second time late
     left_behind_s: float = 0.0  # age at which an earlier job here lost its machine; 0: none has
 
     @property
@@ -569,4 +571,6 @@ _MORE: dict[str, More] = {
     "failing machines": lambda o, rng: dataclasses.replace(o, fails_by_machine=rng.random() < 0.5),
     "clocks": _with_clocks,
     "leaves": _with_leaves,
+    "exchanges": _with_fault(EXCHANGE_KIND, 0.5),  # in the middle of sums and gathers
+    "repeats": lambda o, rng: dataclasses.replace(o, repeats=rng.choice((0.0, 0.02))),
 }

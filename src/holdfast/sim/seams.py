@@ -75,6 +75,8 @@ class SeenSums(Protocol):
     wrongly: tuple[int, ...]
     looked: tuple[int, int]
 
+    def awaited_rank(self, step: int) -> int: ...
+
 
 class Fed(Protocol):
     """Receives states and steps for a process that follows."""
@@ -128,6 +130,9 @@ class Actor(Protocol):
 
     @property
     def until(self) -> int: ...
+
+    @property
+    def is_running(self) -> bool: ...
 
     @property
     def machine(self) -> WorkerMachine: ...

@@ -28,8 +28,7 @@ class SimulatedSync:
     def begin(self, group: Group) -> None:
         """Show the other members a digest of this worker's state."""
         self._under_way = "print"
-        self._world.data.tell_all(self._process, group, ("print", 0), self._digest())
-        self.go_on(group)
+        self._world.data.turns.gather(self._process, group, ("print", 0), self._digest())
 
     def go_on(self, group: Group) -> None:
         """Compare the state among its holders; then send it to joiners, and compare among all."""
@@ -61,7 +60,7 @@ class SimulatedSync:
             and (digests := group.messages_of_all(("digest", 0))) is not None
         ):
             self._under_way = ""
-            self._world.truth.check_sync(process, view, data.bodies_by_worker(digests))
+            self._world.truth.check_sync(process, view, digests)
             process.feed(ev.StatesCompared(view.number))
 
     def _donate(self, group: Group, back: frozenset[WorkerId]) -> None:
@@ -89,7 +88,7 @@ class SimulatedSync:
     def _show(self, group: Group) -> None:
         """Send all members the digest of this worker's state."""
         self._under_way = "digest"
-        self._world.data.tell_all(self._process, group, ("digest", 0), self._digest())
+        self._world.data.turns.gather(self._process, group, ("digest", 0), self._digest())
 
     def _digest(self) -> tuple[int | None, int | None]:
         return self._process.state, self._process.spoiling.flipped

@@ -11,6 +11,7 @@ import torch
 
 from holdfast.core import tree
 from holdfast.core.partition import part_of
+from holdfast.core.spread_turns import Turn, find_branches, plan_turns
 from holdfast.core.sum_plan import SumPlan, plan_sum
 from holdfast.core.types import Peer, View, WorkerId
 from holdfast.train.exchange.cut_plan import PIECE_ALIGN, CutPlan
@@ -61,21 +62,16 @@ class Layout:
         return _other_ranks(self.rank, self.size)
 
     @functools.cached_property
-    def turns(self) -> tuple[tuple[int, int, int], ...]:
-        """Return the turns in which something spreads from every member to every other.
-
-        Each has a distance, 1, 2, 4 and so on, the rank to give to and the rank to get from.
-        """
-        distances = [1 << k for k in range((self.size - 1).bit_length())]
-        size = self.size
-        return tuple((d, (self.rank - d) % size, (self.rank + d) % size) for d in distances)
+    def turns(self) -> tuple[Turn, ...]:
+        """Return the turns in which something spreads from every member to every other."""
+        return plan_turns(self.rank, self.size)
 
     @functools.cached_property
     def peers(self) -> frozenset[int]:
         """Return the ranks with which this one exchanges in each step."""
         first = next((rank for rank, hosted in enumerate(self.hosted) if 0 in hosted), 0)
         giver, takers = find_branches(self.rank, first, self.size)
-        of_turns = [rank for _, *ranks in self.turns for rank in ranks]
+        of_turns = [rank for turn in self.turns for rank in (turn.give_to, turn.get_from)]
         found = {*self.plan.peers, *of_turns, *takers}
         return frozenset(found if giver is None else found | {giver})
 
@@ -131,8 +127,7 @@ def all_gather(transport: Transport, layout: Layout, mine: torch.Tensor, tag: in
     """
     rows = torch.empty((layout.size, *mine.shape), dtype=mine.dtype)
     rows[0] = mine  # row i belongs to the i-th rank after this one
-    for distance, give_to, get_from in layout.turns:
-        count = min(distance, layout.size - distance)
+    for distance, count, give_to, get_from in layout.turns:
         come = rows[distance : distance + count]
         transport.exchange([(give_to, rows[:count])], [(get_from, come)], tag).wait()
     return rows.roll(layout.rank, 0)
@@ -146,14 +141,3 @@ def gather_bytes(transport: Transport, layout: Layout, mine: bytes) -> list[byte
     padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     table = all_gather(transport, layout, padded, TAG_AUDIT)
     return [row[:size].numpy().tobytes() for row, size in zip(table, lengths, strict=True)]
-
-
-def find_branches(rank: int, root: int, size: int) -> tuple[int | None, tuple[int, ...]]:
-    """Return the ranks that a member gets from and gives to, as something spreads from `root`."""
-    place = (rank - root) % size
-    below = 1 << place.bit_length()
-    branches = [place + (below << k) for k in range(size.bit_length())]
-    takers = tuple((each + root) % size for each in branches if each < size)
-    if not place:
-        return None, takers
-    return (place - (below >> 1) + root) % size, takers

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from holdfast.core.errors import InvariantError, UserError
+from holdfast.core.spread_turns import find_branches
 from holdfast.core.types import View
 from holdfast.train.exchange.layout import (
     TAG_BUFFERS,
@@ -21,7 +22,6 @@ from holdfast.train.exchange.layout import (
     TAG_PLAN,
     TAG_TABLE,
     Layout,
-    find_branches,
     gather_bytes,
 )
 from holdfast.train.exchange.seam import Pending, Transport, is_done
@@ -107,8 +107,9 @@ class ActCheck:
     def _begin_turn(self, transport: Transport) -> Pending | None:
         if not self._turns:
             return None
-        _, give_to, get_from = self._turns.popleft()
-        return transport.exchange([(give_to, self._found)], [(get_from, self._come)], TAG_PLAN)
+        turn = self._turns.popleft()
+        sends, receives = [(turn.give_to, self._found)], [(turn.get_from, self._come)]
+        return transport.exchange(sends, receives, TAG_PLAN)
 
 
 class TableGather:
@@ -164,11 +165,11 @@ class TableGather:
             return False
         self._pending.wait()
         self.awaited = None
-        distance, _, _ = self._turns.popleft()
+        count = self._turns.popleft().records
         self._used |= self._come
-        for i in range(self._held, min(self._held + distance, self._layout.size)):
+        for i in range(self._held, self._held + count):
             self._take(self._ranks[i], self._words[self._starts[i] : self._starts[i + 1]])
-        self._held = min(self._held + distance, self._layout.size)
+        self._held += count
         self._table.used.copy_(self._used)
         return self._begin_turn(transport)
 
@@ -180,8 +181,7 @@ class TableGather:
         self._pending = None
         if not self._turns:
             return False
-        distance, give_to, get_from = self._turns[0]
-        count = min(distance, self._layout.size - distance)
+        distance, count, give_to, get_from = self._turns[0]
         come = self._words[self._starts[distance] : self._starts[distance + count]]
         sent = self._words[: self._starts[count]]
         sends, receives = [(give_to, sent)], [(get_from, come)]
