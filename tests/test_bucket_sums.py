@@ -21,7 +21,7 @@ from holdfast.train.exchange.layout import Layout
 from holdfast.train.step import sum_runs
 from holdfast.train.step.bucket_sums import BucketSum, sum_flat
 from holdfast.train.step.buckets import Bucket, Flat
-from holdfast.train.step.sum_runs import SumRuns
+from holdfast.train.step.sum_runs import BucketRuns
 from mailboxes import Mailbox, mailboxes, together
 
 # ---------------------------------------------------------------- sums
@@ -117,7 +117,7 @@ def check_sum(bucket: Bucket, transport: Mailbox, layout: Layout) -> tuple[list[
     """
     first = BucketSum(bucket, layout)
     complete(first, transport)
-    trial, runs = SumTrial(bucket.index, range(layout.size), layout.size), SumRuns(first, layout)
+    trial, runs = SumTrial(bucket.index, range(layout.size), layout.size), BucketRuns(first, layout)
     asked = 0
     while trial.question is not None:
         if trial.right:

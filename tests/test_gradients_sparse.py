@@ -28,7 +28,7 @@ from holdfast.train.step.speculative import FinishedTask, SpeculativeTasks
 from holdfast.train.step.step_data import StepData
 from holdfast.train.step.step_table import Buffers, StepTable
 from loop_kit import Script, digest, everywhere, results
-from thread_cluster import ThreadWorker
+from thread_cluster import MortalTransport, ThreadWorker
 
 WORDS, WIDTH = 40, 5
 
@@ -128,6 +128,15 @@ def test_sparse_gradients_are_the_same_on_any_workers(script: Script) -> None:
     assert results(script, 2) == [expected] * 2
 
 
+def test_sparse_gradients_go_where_all_exchanges_keep_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with NCCL, whose messages have no tags."""
+    (expected,) = results(by_sgd, 1)
+    monkeypatch.setattr(MortalTransport, "ordered", True)
+    assert results(by_sgd, 3) == [expected] * 3
+
+
 @pytest.mark.parametrize(
     "script",
     [
@@ -169,6 +178,23 @@ def test_audits_change_nothing(settings: dict[str, Any]) -> None:
     for script in (sparse, only_rows):
         (expected,) = results(script, 1)
         assert results(script, 3, settings=settings) == [expected] * 3
+
+
+def test_a_wrong_sum_of_rows_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One member adds wrongly once; its worker is named, and the result is right."""
+    (expected,) = results(only_rows, 1)
+    once: list[int] = []
+    take_in = RowsSum._take_in
+
+    def take_in_wrongly(self: RowsSum, arrived: Any) -> None:
+        take_in(self, arrived)
+        if self._layout.rank == 1 and self.made and not once and len(self.made[0][0].rows.places):
+            once.append(1)
+            self.made[0][0].rows.values.add_(1)
+
+    monkeypatch.setattr(RowsSum, "_take_in", take_in_wrongly)
+    assert results(only_rows, 3, settings={"silent_errors.audit": 1.0}) == [expected] * 3
+    assert once == [1]
 
 
 def test_with_backup_workers_replicas_stay_alike() -> None:
@@ -326,7 +352,7 @@ def test_a_copy_of_a_task_is_used_as_the_task_itself_or_compared_with_it() -> No
     def member(me: GroupMember) -> None:
         mine = [gradients, other][me.rank]
         layout = Layout(me.rank, 2, 4, hosts, nodes, ())
-        summing = RowsSum(mine.active_tables, layout, counts=True)
+        summing = RowsSum.of(mine.active_tables, layout, counts=True)
         transport = me.open("sum")
         summing.begin(transport)
         while summing.advance(transport):

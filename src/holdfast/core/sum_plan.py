@@ -138,7 +138,7 @@ class _Hosts:
     def piece(self, node: Node, rank: int) -> Part | None:
         """Return the piece of a node's sum that a worker owns; None if it hosts nothing of it."""
         i, count = self._index[node].get(rank), len(self._index[node])
-        return None if i is None else (Fraction(i, count), Fraction(i + 1, count))
+        return None if i is None else cut_evenly(i, count)
 
     def owners(self, node: Node, part: Part | None) -> Iterator[tuple[int, Part]]:
         """Return the owners of a part of a node's sum, with the elements of each within it."""
@@ -200,6 +200,28 @@ def find_shared_sums(
     return _Hosts(nodes, vranks, turned).shared
 
 
+def plan_flat_sum(
+    nodes: Sequence[Sequence[Node]], vranks: int, rank: int, turned: int = 0
+) -> SumPlan:
+    """Plan a sum where each worker computes one piece from the partial sums of all workers.
+
+    Each worker exchanges with all. `turned`: how many ranks later each worker's piece is.
+    """
+    hosts, size = _Hosts(nodes, vranks), len(nodes)
+    pieces = [cut_evenly((each + turned) % size, size) for each in range(size)]
+    mine, peers = pieces[rank], [(rank + i) % size for i in range(1, size)]
+    up = Level(
+        tuple(Message(peer, node, pieces[peer]) for peer in peers for node in nodes[rank]),
+        tuple(Message(peer, node, mine) for peer in peers for node in nodes[peer]),
+        tuple(Addition(each.node, each.left, each.right, mine) for each in hosts.shared),
+    )
+    down = Level(
+        tuple(Message(peer, hosts.root, mine) for peer in peers),
+        tuple(Message(peer, hosts.root, pieces[peer]) for peer in peers),
+    )
+    return SumPlan(up=(up,), down=(down,), own=(hosts.root, mine))
+
+
 def _plan_up(hosts: _Hosts, shared: Sequence[SharedSum], rank: int) -> Level:
     """Plan the exchange before the sums of nodes of one width, which `rank` helps to compute."""
     sends: list[Message] = []
@@ -229,25 +251,31 @@ def _plan_down(hosts: _Hosts, shared: Sequence[SharedSum], rank: int) -> Level:
         for child in (each.left, each.right):
             for peer, part in hosts.owners(child, mine):
                 if peer != rank:
-                    missing = _subtract(part, hosts.piece(node, peer))
+                    missing = subtract(part, hosts.piece(node, peer))
                     sends += [Message(peer, node, gap) for gap in missing]
             for peer, part in hosts.owners(node, hosts.piece(child, rank)):
                 if peer != rank:
-                    receives += [Message(peer, node, gap) for gap in _subtract(part, mine)]
+                    receives += [Message(peer, node, gap) for gap in subtract(part, mine)]
     return Level(tuple(sends), tuple(receives))
 
 
-def _overlap(one: Part, other: Part) -> Part | None:
+def cut_evenly(piece: int, count: int) -> Part:
+    """Return one of `count` equal pieces of a sum."""
+    return Fraction(piece, count), Fraction(piece + 1, count)
+
+
+def overlap(one: Part, other: Part) -> Part | None:
+    """Return the elements that are in both parts; None if there are none."""
     start, stop = max(one[0], other[0]), min(one[1], other[1])
     return (start, stop) if start < stop else None
 
 
-def _subtract(part: Part, held: Part | None) -> list[Part]:
+def subtract(part: Part, held: Part | None) -> list[Part]:
     """Return a part without the elements of another one: none, one or two parts."""
     if held is None:
         return [part]
-    before = _overlap(part, (Fraction(0), held[0]))
-    after = _overlap(part, (held[1], Fraction(1)))
+    before = overlap(part, (Fraction(0), held[0]))
+    after = overlap(part, (held[1], Fraction(1)))
     return [each for each in (before, after) if each is not None]
 
 

@@ -324,11 +324,12 @@ class Gathered:
 class Summed:
     """All buckets of the step are summed, and every member's rows are here.
 
-    `parts`, `wholes`: by rank, fingerprints of a part of the state and of all of it (0: not taken).
-    `copies`: by rank, a fingerprint of the copy for followers, made one step before.
-    `doubt`: FINITE if the sums made here are finite, else SOMEBODYS plus the rank of a bad part.
-    `bits`: a digest of the sums, if they are not finite. `unlike`: virtual ranks whose gradients
-    differ from this worker's speculative tasks.
+    `buckets`: their number; sparse gradients count as one, the last. `parts`, `wholes`: by rank,
+    fingerprints of a part of the state and of all of it (0: not taken). `copies`: by rank, a
+    fingerprint of the copy for followers, made one step before. `doubt`: FINITE if the sums made
+    here are finite, else SOMEBODYS plus the rank of a bad part. `bits`: a digest of the sums, if
+    they are not finite. `unlike`: virtual ranks whose gradients differ from this worker's
+    speculative tasks.
     """
 
     view: ViewNumber

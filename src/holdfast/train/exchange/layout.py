@@ -12,7 +12,7 @@ import torch
 from holdfast.core import tree
 from holdfast.core.partition import part_of
 from holdfast.core.spread_turns import Turn, find_branches, plan_turns
-from holdfast.core.sum_plan import SumPlan, plan_sum
+from holdfast.core.sum_plan import SumPlan, plan_flat_sum, plan_sum
 from holdfast.core.types import Peer, View, WorkerId
 from holdfast.train.exchange.cut_plan import PIECE_ALIGN, CutPlan
 from holdfast.train.exchange.seam import Transport
@@ -79,6 +79,10 @@ class Layout:
     def plan(self) -> SumPlan:
         """Return this member's plan for sums along the tree."""
         return self.turned_plan(0)
+
+    def flat_plan(self, turned: int) -> SumPlan:
+        """Return the plan of a sum of which each member makes one piece, that many ranks later."""
+        return plan_flat_sum(self.nodes, self.vranks, self.rank, turned)
 
     def turned_plan(self, turned: int) -> SumPlan:
         """Return the plan by which each sum is made by a member that many places later."""

@@ -14,8 +14,7 @@ import torch
 
 from holdfast.core import tree
 from holdfast.core.step.events import FINITE, NOBODYS, SOMEBODYS
-from holdfast.core.sum_plan import cut
-from holdfast.train.exchange.cut_plan import PIECE_ALIGN, CutAddition, Side
+from holdfast.train.exchange.cut_plan import CutAddition, Side
 from holdfast.train.exchange.layout import TAG_BUCKETS, TAG_OF_PLAN, Layout
 from holdfast.train.exchange.seam import Message, Pending, Transport, is_done
 from holdfast.train.exchange.tensor_bytes import as_bytes
@@ -87,12 +86,6 @@ class BucketSum:
     def sums(self) -> list[torch.Tensor]:
         """Return the tensors with this operation's sums."""
         return [self._result]
-
-    @property
-    def own_piece(self) -> slice:
-        """Return the elements of the whole sum that this member has computed."""
-        own = self._layout.turned_plan(self._turned).own
-        return slice(0, 0) if own is None else cut(own[1], self._result.numel(), PIECE_ALIGN)
 
     def made_sums(self) -> list[torch.Tensor]:
         """Return this member's pieces of the sums at tree nodes, in the order of its plan."""

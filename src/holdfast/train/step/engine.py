@@ -40,7 +40,7 @@ from holdfast.train.step.reduction import (
 from holdfast.train.step.row_sums import RowsSum
 from holdfast.train.step.state_differences import explain, summarize
 from holdfast.train.step.step_data import StepData
-from holdfast.train.step.sum_runs import SumRuns, digest_all
+from holdfast.train.step.sum_runs import BucketRuns, RowRuns, digest_all
 from holdfast.train.step.values import ValuesGather
 
 NOT_TOLD = b"-"  # from members without a state to describe
@@ -87,8 +87,9 @@ class Engine(threading.Thread):
         self._rows: TableGather | None = None  # the table of the step that is being summed
         self._rows_step = -1  # the newest step whose table was begun
         self._search: LateSearch | None = None
-        self._sums: list[BucketSum] = []  # those of the present step
-        self._runs: SumRuns | None = None  # the bucket whose sum is checked
+        # Those of the present step; the last one is that of rows, if there are any.
+        self._sums: list[BucketSum | RowsSum] = []
+        self._runs: BucketRuns | RowRuns | None = None  # the runs of the sum that is checked
         self._in: TimedConnections | None = None
         self._unlike: tuple[str, ...] = ()  # tensors that differed the last time that any did
 
@@ -239,7 +240,11 @@ class Engine(threading.Thread):
 
     def _check_sum(self, at: TimedConnections, order: ef.CheckSum) -> None:
         if order.question.stage is SumStage.COMPARE:
-            self._runs = SumRuns(self._sums[order.bucket], at.layout)
+            first = self._sums[order.bucket]
+            if isinstance(first, RowsSum):
+                self._runs = RowRuns(first, at.layout)
+            else:
+                self._runs = BucketRuns(first, at.layout)
         assert self._runs is not None, "a sum is compared before it is disputed"
         rows = self._runs.answer(order.question, at.transport)
         answers = tuple(tuple(each) for each in rows)
@@ -259,7 +264,7 @@ class Engine(threading.Thread):
             self._filled.begin((), [bucket.replace_share(nodes) for bucket in buckets])
         begun, total = 0, len(buckets)
         running: list[BucketSum] = []
-        self._sums = sums = []
+        sums: list[BucketSum] = []
         closing: list[Operation] = []
         check = self._checker(at)
         act = ActCheck(self._data.act, self._plan_of_step(), layout, at.view)
@@ -295,8 +300,8 @@ class Engine(threading.Thread):
             left = advance_all(left, at.transport)
         for operation in (*sums, *closing):
             operation.finish()
-        by_row = [each for each in closing if isinstance(each, RowsSum)]
-        self._driver.post(self._report(at, order, [*sums, *by_row]))
+        self._sums = [*sums, *(each for each in closing if isinstance(each, RowsSum))]
+        self._driver.post(self._report(at, order, self._sums))
 
     def _report(
         self, at: TimedConnections, order: ef.Reduce, sums: Sequence[BucketSum | RowsSum]
@@ -317,7 +322,7 @@ class Engine(threading.Thread):
         return ev.Summed(
             view=order.view,
             step=order.step,
-            buckets=len(data.gradients.active),
+            buckets=len(sums),
             parts=tuple(part for part, _, _, _ in prints),
             wholes=tuple(whole for _, whole, _, _ in prints),
             copies=tuple(copied for _, _, _, copied in prints),
@@ -385,7 +390,7 @@ class Engine(threading.Thread):
             with driver.monitor:
                 driver.check_alive(order.view)
                 tables = data.gradients.active_tables
-                operations.append(RowsSum(tables, layout, counts=counts))
+                operations.append(RowsSum.of(tables, layout, counts=counts))
         if data.kind is StepKind.GRADIENTS and len(data.buffers):
             operations.append(BuffersSpread(data.buffers, layout, order.counted))
         return operations

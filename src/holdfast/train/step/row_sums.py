@@ -1,104 +1,112 @@
-"""Sums sparse gradients exactly: all members receive all partial sums, and each adds them up.
+"""Sums sparse gradients exactly, along the canonical tree (core/sum_plan.py), as buckets are.
 
-Tasks share few rows of a large table, so to sum by parts and to gather the parts would move nearly
-as much. The numbers of rows are sent first, then the rows.
+Each member exchanges with few others. Every exchange of rows follows an exchange of their numbers.
 """
 
 from __future__ import annotations
 
 import cmath
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from holdfast.core import tree
 from holdfast.core.step.events import FINITE, NOBODYS, SOMEBODYS
-from holdfast.train.exchange.layout import TAG_ROWS, Layout
-from holdfast.train.exchange.seam import Message, Pending, Transport, is_done
+from holdfast.core.sum_plan import WHOLE, Message, Part, SumPlan
+from holdfast.train.exchange.layout import Layout
+from holdfast.train.exchange.seam import Transport
 from holdfast.train.step.bucket_sums import add_up
 from holdfast.train.step.buckets import Flat
 from holdfast.train.step.probe import current
+from holdfast.train.step.row_exchange import RowExchange
+from holdfast.train.step.row_pieces import NodeRows, RowPiece
 from holdfast.train.step.row_table import Rows, RowTable
-
-Kind = tuple[torch.dtype, torch.device]
-_WORDS = 2  # for each partial sum: number of rows, and whether it is dense
 
 
 class RowsSum:
-    """Sums the tables of one step, each into its `result`. `counts`: this worker's results count.
+    """Sums the tables of one step, each into its `result`. Implements `Operation`.
 
-    Implements `Operation`.
+    Among N members that each host one block of virtual ranks, a member exchanges with about log2 N
+    others. It sends each of them, on the way up and on the way down, one message of numbers and one
+    for each type of number in the rows: 6 log2 N messages for tables of one type. On the way up it
+    sends at each level at most half as many rows as a member has used, and on the way down
+    S (1 - 1/N) bytes, if the sum has S bytes.
+
+    `own`: this member's partial sums, by table.
     """
 
-    def __init__(self, tables: Sequence[RowTable], layout: Layout, *, counts: bool) -> None:
+    def __init__(
+        self,
+        tables: Sequence[RowTable],
+        layout: Layout,
+        own: Sequence[Mapping[tree.Node, Rows]],
+        plan: SumPlan,
+        *,
+        is_repeated: bool = False,
+    ) -> None:
         self.tables = tables
+        self.plan = plan
+        # The sums by table, and this member's parts of the sums at tree nodes in the plan's order.
+        self.results: list[Rows] = []
+        self.made: list[list[RowPiece]] = []
         self._layout = layout
-        # by table; those of all members once they have arrived
-        self._parts: list[dict[tree.Node, Rows]] = [
-            {n: t.partials[n] if counts else t.make_rows() for n in layout.nodes[layout.rank]}
-            for t in tables
-        ]
-        self._sizes: dict[int, torch.Tensor] = {}  # by rank: [tables, nodes, words]
-        self._pending: Pending | None = None
-        self._has_sent = False
+        self._own = own
+        self._is_repeated = is_repeated
+        # Sums of nodes, as far as they are here. The root's sum is the result.
+        self._held: dict[tree.Node, NodeRows] = {}
+        self._root = tree.root(layout.vranks) if self.plan.own is None else self.plan.own[0]
+        # Leaves of other members: the virtual rank, the part of its rows, and the rows by table.
+        self._leaves: list[tuple[int, Part, list[RowPiece]]] = []
+        self._turn = 0
+        self._exchange: RowExchange | None = None  # under way
+
+    @classmethod
+    def of(cls, tables: Sequence[RowTable], layout: Layout, *, counts: bool) -> RowsSum:
+        """Return the sum of this step. `counts`: this worker's results count."""
+        nodes = layout.nodes[layout.rank]
+        own = [{n: t.partials[n] if counts else t.make_rows() for n in nodes} for t in tables]
+        return cls(tables, layout, own, layout.plan)
+
+    def repeat(self, plan: SumPlan) -> RowsSum:
+        """Return the same sum by another plan, whose results stay apart from the tables."""
+        return RowsSum(self.tables, self._layout, self._own, plan, is_repeated=True)
 
     def begin(self, transport: Transport) -> None:
-        """Exchange the numbers of rows."""
-        layout = self._layout
-        for rank, nodes in enumerate(layout.nodes):
-            self._sizes[rank] = torch.zeros(len(self.tables), len(nodes), _WORDS, dtype=torch.int64)
-        for found, sizes in zip(self._parts, self._sizes[layout.rank], strict=True):
-            for size, rows in zip(sizes, found.values(), strict=True):
-                size.copy_(torch.tensor([len(rows.places), int(rows.dense)]))
-        own = self._sizes[layout.rank]
-        sends = [(p, own) for p in layout.others if own.numel()]
-        receives = [(p, self._sizes[p]) for p in layout.others if self._sizes[p].numel()]
-        self._pending = transport.exchange(sends, receives, TAG_ROWS)
+        """Exchange the first numbers of rows."""
+        if self.plan.up or self.plan.down:
+            for node in self._layout.nodes[self._layout.rank]:
+                self._held[node] = NodeRows()
+                self._held[node].put(WHOLE, [RowPiece.of(found[node]) for found in self._own])
+        self._begin_turn(transport)
 
     def is_ready(self) -> bool:
-        return is_done(self._pending)
+        return self._exchange is None or self._exchange.is_ready()
 
     def advance(self, transport: Transport) -> bool:
-        """Exchange the rows, once their numbers are known."""
-        self._wait()
-        if self._has_sent:
+        """Complete the exchange of this turn, add rows up, and begin the next exchange."""
+        if self._exchange is None:
             return False
-        self._has_sent = True
-        layout = self._layout
-        own = _pack(_tensors_of(rows for parts in self._parts for rows in parts.values()))
-        sends: list[Message] = [(peer, flat) for peer in layout.others for flat in own]
-        receives: list[Message] = []
-        for peer in layout.others:
-            flats, found = self._make_room(peer)
-            receives += [(peer, flat) for flat in flats]
-            for (i, node), rows in found.items():
-                self._parts[i][node] = rows
-        for peer in layout.others:
-            current.probe.handle_sending(peer, sum(t.nbytes for p, t in sends if p == peer))
-        self._pending = transport.exchange(sends, receives, TAG_ROWS)
-        return True
-
-    def _make_room(self, peer: int) -> tuple[list[torch.Tensor], dict[tuple[int, tree.Node], Rows]]:
-        """Return arrays for what a member sends, and the rows there, by table and node."""
-        expected = {}
-        for i, (table, sizes) in enumerate(zip(self.tables, self._sizes[peer], strict=True)):
-            for node, (count, dense) in zip(self._layout.nodes[peer], sizes.tolist(), strict=True):
-                expected[i, node] = table.make_rows(count, dense=bool(dense))
-        flats = _pack(_tensors_of(expected.values()))
-        rest = {_kind_of(flat): flat for flat in flats}
-        found = {}
-        for key, rows in expected.items():
-            places, values = (_take(rest, like) for like in (rows.places, rows.values))
-            found[key] = Rows(places=places, values=values, dense=rows.dense)
-        return flats, found
+        if self._exchange.advance(transport):
+            return True
+        self._take_in(self._exchange.arrived)
+        self._turn += 1
+        return self._begin_turn(transport)
 
     def finish(self) -> None:
-        """Add the rows of all members."""
-        others = [n for p in self._layout.others for n in self._layout.nodes[p]]
-        for table, parts in zip(self.tables, self._parts, strict=True):
-            for node in others:
-                current.probe.handle_received(parts[node].values)
-            table.result = tree.fold(parts, self._layout.vranks, Rows.add)
+        """Hand the sums to the tables."""
+        if self.plan.up or self.plan.down:
+            self.results = self._total.gather()
+        else:
+            self.results = [found[self._root] for found in self._own]
+        self._held = {}
+        if not self._is_repeated:
+            self.use(self.results)
+
+    def use(self, results: list[Rows]) -> None:
+        """Use these as the sums of the tables."""
+        self.results = results
+        for table, result in zip(self.tables, results, strict=True):
+            table.result = result
 
     @property
     def sums(self) -> list[torch.Tensor]:
@@ -106,52 +114,64 @@ class RowsSum:
         return [table.result.values for table in self.tables]
 
     def doubt(self) -> int:
-        """Judge the sums: FINITE, or whose part of them is not."""
-        owner = {node: rank for rank, nodes in enumerate(self._layout.nodes) for node in nodes}
+        """Judge the sums: FINITE, or whether this member's part of them is not."""
         found = FINITE
-        for table, parts in zip(self.tables, self._parts, strict=True):
+        for table, own in zip(self.tables, self._own, strict=True):
             if not _is_finite(table.result.values):
-                wrong = [owner[n] for n, rows in parts.items() if not _is_finite(rows.values)]
-                found = max(found, NOBODYS if not wrong else SOMEBODYS + min(wrong))
+                is_mine = any(not _is_finite(rows.values) for rows in own.values())
+                found = max(found, SOMEBODYS + self._layout.rank if is_mine else NOBODYS)
         return found
 
     def agrees(self, vrank: int, leaves: Mapping[int, Flat | Rows]) -> bool:
-        """Return whether a virtual rank's rows equal those of its leaves bit for bit."""
-        for table, parts in zip(self.tables, self._parts, strict=True):
-            leaf = leaves[table.index]
-            assert isinstance(leaf, Rows)
-            for (start, width), rows in parts.items():
-                alone = start == vrank and min(width, self._layout.vranks - start) == 1
-                if alone and not leaf.equals(rows):
+        """Return whether a rank's rows, as far as they are here, equal its leaves bit for bit."""
+        for whose, part, pieces in self._leaves:
+            if whose != vrank:
+                continue
+            for table, piece in zip(self.tables, pieces, strict=True):
+                leaf = leaves[table.index]
+                assert isinstance(leaf, Rows)
+                if not RowPiece.of(leaf).cut(part).rows.equals(piece.rows):
                     return False
         return True
 
-    def _wait(self) -> None:
-        if self._pending is not None:
-            self._pending.wait()
+    @property
+    def _total(self) -> NodeRows:
+        return self._held.setdefault(self._root, NodeRows())
 
+    def _begin_turn(self, transport: Transport) -> bool:
+        """Begin the exchange of this turn; return False if there is none."""
+        self._exchange = None
+        up, levels = len(self.plan.up), (*self.plan.up, *self.plan.down)
+        if self._turn == len(levels):
+            return False
+        leaving: dict[int, list[RowPiece]] = {}
+        for each in levels[self._turn].sends:
+            held = self._held[each.node] if self._turn < up else self._total
+            leaving.setdefault(each.peer, []).extend(held.take(each.part))
+        self._exchange = RowExchange(self.tables, leaving, levels[self._turn].receives)
+        self._exchange.begin(transport)
+        return True
 
-def _tensors_of(every: Iterable[Rows]) -> list[torch.Tensor]:
-    return [t for rows in every for t in (rows.places, rows.values) if t.numel()]
-
-
-def _pack(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return one flat tensor for each type of number: few messages in place of many."""
-    kinds = dict.fromkeys(map(_kind_of, tensors))
-    return [torch.cat([t.reshape(-1) for t in tensors if _kind_of(t) == kind]) for kind in kinds]
-
-
-def _kind_of(tensor: torch.Tensor) -> Kind:
-    return tensor.dtype, tensor.device
-
-
-def _take(rest: dict[Kind, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Take the next part of a packed tensor, in the shape of another one."""
-    if not like.numel():
-        return like
-    kind = _kind_of(like)
-    part, rest[kind] = rest[kind].tensor_split([like.numel()])
-    return part.view(like.shape)
+    def _take_in(self, arrived: Sequence[tuple[Message, list[RowPiece]]]) -> None:
+        """Take in the rows that have come, and compute the sums of this level."""
+        if self._turn >= len(self.plan.up):
+            for message, pieces in arrived:
+                self._total.put(message.part, pieces)
+            return
+        for message, pieces in arrived:
+            for piece in pieces:
+                current.probe.handle_received(piece.rows.values)
+            self._held.setdefault(message.node, NodeRows()).put(message.part, pieces)
+            start, width = message.node
+            if min(width, self._layout.vranks - start) == 1:
+                self._leaves.append((start, message.part, pieces))
+        for each in self.plan.up[self._turn].additions:
+            left = self._held.pop(each.left).take(each.part)
+            right = self._held.pop(each.right).take(each.part)
+            added = [one.add(other) for one, other in zip(left, right, strict=True)]
+            self._held[each.node] = NodeRows()
+            self._held[each.node].put(each.part, added)
+            self.made.append(added)
 
 
 def _is_finite(values: torch.Tensor) -> bool:

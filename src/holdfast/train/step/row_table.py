@@ -51,6 +51,13 @@ class Rows:
         """Return the sum, with the rows of both; this is the left operand."""
         if not len(other.places) or not len(self.places):
             return self if len(self.places) else other
+        return self.merge(other)
+
+    def merge(self, other: Rows) -> Rows:
+        """Return the sum of parts of two sums that both have rows.
+
+        A row that only the right operand has is added to zeros: -0.0 becomes 0.0 there.
+        """
         both = torch.cat([self.places, other.places])
         places, index = torch.unique(both, sorted=True, return_inverse=True)
         left, right = index[: len(self.places)], index[len(self.places) :]

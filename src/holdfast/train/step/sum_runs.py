@@ -1,29 +1,40 @@
-"""Sums a bucket more than once, each piece by another member, to find wrong sums."""
+"""Sums a bucket, or rows, more than once, each piece by another member, to find wrong sums."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 import xxhash
 
 from holdfast.core.errors import Aborted
-from holdfast.core.step.sum_trial import SumQuestion, SumStage
+from holdfast.core.step.sum_trial import TREE_RUNS, SumQuestion, SumStage
+from holdfast.core.sum_plan import WHOLE, Part, SumPlan, cut, cut_evenly
+from holdfast.train.exchange.cut_plan import PIECE_ALIGN
 from holdfast.train.exchange.layout import TAG_AUDIT, Layout, all_gather, gather_bytes
 from holdfast.train.exchange.seam import Transport
 from holdfast.train.exchange.tensor_bytes import as_bytes
 from holdfast.train.step.bucket_sums import BucketSum, sum_flat
+from holdfast.train.step.row_pieces import NodeRows, RowPiece
+from holdfast.train.step.row_sums import RowsSum
+from holdfast.train.step.row_table import Rows
+
+Tensors = Sequence[torch.Tensor]
+Run = TypeVar("Run", BucketSum, RowsSum)
+Result = TypeVar("Result")
 
 
-class SumRuns:
-    """Keeps one member's runs of one bucket's sum. `first`: that of the step."""
+class SumRuns(ABC, Generic[Run, Result]):
+    """Keeps one member's runs of one sum. `first`: that of the step."""
 
-    def __init__(self, first: BucketSum, layout: Layout) -> None:
-        self._first = first
+    def __init__(self, first: Run, layout: Layout) -> None:
+        self._first: Run = first
         self._layout = layout
-        self._again: BucketSum | None = None
+        self._again: Run | None = None
         # All results: those along the tree, and then the flat ones.
-        self._results: list[torch.Tensor] = []
+        self._results: list[Result] = []
         # Digests of the sums that this member has made at tree nodes, in both runs along the tree.
         self._made: list[int] = []
 
@@ -42,54 +53,172 @@ class SumRuns:
 
     def put_right(self, right: Sequence[int]) -> None:
         """Use a run that has this digest for each piece. Aborted if there is none here."""
-        result = self._first.result
+        digests = [[digest_all(each) for each in self._list_pieces(r)] for r in self._results]
+        chosen = []
         for piece, digest in enumerate(right):
-            where = self._layout.piece(piece, result.numel())
-            runs = (run[where] for run in self._results)
-            found = next((each for each in runs if _digest(each) == digest), None)
-            if found is None:
-                index = self._first.bucket.index
-                raise Aborted(f"piece {piece} of bucket {index} is wrong here in all runs")
-            result[where] = found
+            found = (
+                r for r, had in zip(self._results, digests, strict=True) if had[piece] == digest
+            )
+            if (result := next(found, None)) is None:
+                raise Aborted(f"piece {piece} of {self._name()} is wrong here in all runs")
+            chosen.append(result)
+        self._use(chosen)
 
     def _compare(self, transport: Transport) -> list[int]:
         """Sum along the tree once more; return 63 bits of the results of both runs."""
-        self._again = again = BucketSum(self._first.bucket, self._layout, turned=1)
-        again.begin(transport)
-        while again.advance(transport):
-            pass
-        return [_digest(each.result) for each in (self._first, again)]
+        self._again = again = self._make_again(transport)
+        return [digest_all(self._cut(self._result_of(run), WHOLE)) for run in (self._first, again)]
 
     def _sum_flat(self, transport: Transport, turned: int) -> list[int]:
         """Sum flat; return 63 bits of each piece, in the order of members."""
         if not self._results:
             assert self._again is not None, "a sum is disputed once it was made twice"
-            # The first result is a copy, since a part of it may be put right.
-            self._results = [self._first.result.clone(), self._again.result]
             runs = (self._first, self._again)
-            self._made = [_digest(each) for run in runs for each in run.made_sums()]
-        found = sum_flat(self._first.bucket, self._layout, transport, turned)
+            self._results = [self._copy(self._result_of(run)) for run in runs]
+            self._made = [digest_all(each) for run in runs for each in self._list_made(run)]
+        found = self._make_flat(transport, turned)
         self._results.append(found)
-        pieces = [self._layout.piece(rank, found.numel()) for rank in range(self._layout.size)]
-        return [_digest(found[piece]) for piece in pieces]
+        return [digest_all(each) for each in self._list_pieces(found)]
 
     def _trace(self) -> list[int]:
         """Return what this member has made, and whether its parts and copies were right."""
         assert self._again is not None, "a sum is traced once it was made twice"
-        right = self._first.result
-        both = list(zip((self._first, self._again), self._results, strict=False))
-        parts = [_are_equal(had[run.own_piece], right[run.own_piece]) for run, had in both]
-        copies = [_are_equal(had, right) for _, had in both]
+        right = self._result_of(self._first)
+        parts: list[bool] = []
+        copies: list[bool] = []
+        for turned, had in enumerate(self._results[:TREE_RUNS]):
+            own = self._layout.turned_plan(turned).own
+            parts.append(own is None or self._are_equal(had, right, own[1]))
+            copies.append(self._are_equal(had, right, WHOLE))
         return [*self._made, *map(int, (*parts, *copies))]
 
+    def _are_equal(self, one: Result, other: Result, part: Part) -> bool:
+        pairs = zip(self._cut(one, part), self._cut(other, part), strict=True)
+        return all(torch.equal(as_bytes(had), as_bytes(right)) for had, right in pairs)
 
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether both have the same bits."""
-    return torch.equal(as_bytes(one), as_bytes(other))
+    @abstractmethod
+    def _name(self) -> str: ...
+
+    @abstractmethod
+    def _make_again(self, transport: Transport) -> Run:
+        """Sum once more along the tree, each part by another member. Aborted."""
+
+    @abstractmethod
+    def _make_flat(self, transport: Transport, turned: int) -> Result:
+        """Sum with one member for each piece. Aborted."""
+
+    @abstractmethod
+    def _result_of(self, run: Run) -> Result: ...
+
+    @abstractmethod
+    def _copy(self, result: Result) -> Result:
+        """Return a result that `_use` does not change."""
+
+    @abstractmethod
+    def _cut(self, result: Result, part: Part) -> Tensors:
+        """Return the tensors with a part of a result."""
+
+    @abstractmethod
+    def _list_pieces(self, result: Result) -> Sequence[Tensors]:
+        """Return the pieces of a flat sum, by rank."""
+
+    @abstractmethod
+    def _list_made(self, run: Run) -> Sequence[Tensors]:
+        """Return the sums that this member has made at tree nodes."""
+
+    @abstractmethod
+    def _use(self, chosen: Sequence[Result]) -> None:
+        """Use the piece of each rank from the result that was chosen for it."""
 
 
-def _digest(values: torch.Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(as_bytes(values).numpy().data) >> 1
+class BucketRuns(SumRuns[BucketSum, torch.Tensor]):
+    """Keeps the runs of a bucket's sum."""
+
+    def _name(self) -> str:
+        return f"bucket {self._first.bucket.index}"
+
+    def _make_again(self, transport: Transport) -> BucketSum:
+        again = BucketSum(self._first.bucket, self._layout, turned=1)
+        again.begin(transport)
+        while again.advance(transport):
+            pass
+        return again
+
+    def _make_flat(self, transport: Transport, turned: int) -> torch.Tensor:
+        return sum_flat(self._first.bucket, self._layout, transport, turned)
+
+    def _result_of(self, run: BucketSum) -> torch.Tensor:
+        return run.result
+
+    def _copy(self, result: torch.Tensor) -> torch.Tensor:
+        return result.clone()
+
+    def _cut(self, result: torch.Tensor, part: Part) -> Tensors:
+        return [result[cut(part, result.numel(), PIECE_ALIGN)]]
+
+    def _list_pieces(self, result: torch.Tensor) -> Sequence[Tensors]:
+        layout, numel = self._layout, result.numel()
+        return [[result[layout.piece(rank, numel)]] for rank in range(layout.size)]
+
+    def _list_made(self, run: BucketSum) -> Sequence[Tensors]:
+        return [[each] for each in run.made_sums()]
+
+    def _use(self, chosen: Sequence[torch.Tensor]) -> None:
+        result = self._first.result
+        for rank, each in enumerate(chosen):
+            where = self._layout.piece(rank, result.numel())
+            result[where] = each[where]
+
+
+class RowRuns(SumRuns[RowsSum, list[Rows]]):
+    """Keeps the runs of the sum of all tables' rows."""
+
+    def _name(self) -> str:
+        return "the rows"
+
+    def _make_again(self, transport: Transport) -> RowsSum:
+        return self._repeat(transport, self._layout.turned_plan(1))
+
+    def _make_flat(self, transport: Transport, turned: int) -> list[Rows]:
+        return self._repeat(transport, self._layout.flat_plan(turned)).results
+
+    def _repeat(self, transport: Transport, plan: SumPlan) -> RowsSum:
+        again = self._first.repeat(plan)
+        again.begin(transport)
+        while again.advance(transport):
+            pass
+        again.finish()
+        return again
+
+    def _result_of(self, run: RowsSum) -> list[Rows]:
+        return run.results
+
+    def _copy(self, result: list[Rows]) -> list[Rows]:
+        return result
+
+    def _cut(self, result: list[Rows], part: Part) -> Tensors:
+        if part != WHOLE:
+            result = [RowPiece.of(rows).cut(part).rows for rows in result]
+        return _tensors_of(result)
+
+    def _list_pieces(self, result: list[Rows]) -> Sequence[Tensors]:
+        size, whole = self._layout.size, [RowPiece.of(rows) for rows in result]
+        parts = [cut_evenly(rank, size) for rank in range(size)]
+        return [_tensors_of(each.cut(part).rows for each in whole) for part in parts]
+
+    def _list_made(self, run: RowsSum) -> Sequence[Tensors]:
+        return [_tensors_of(piece.rows for piece in pieces) for pieces in run.made]
+
+    def _use(self, chosen: Sequence[list[Rows]]) -> None:
+        total = NodeRows()
+        for rank, result in enumerate(chosen):
+            part = cut_evenly(rank, self._layout.size)
+            total.put(part, [RowPiece.of(rows).cut(part) for rows in result])
+        self._first.use(total.gather())
+
+
+def _tensors_of(tables: Iterable[Rows]) -> list[torch.Tensor]:
+    return [tensor for rows in tables for tensor in (rows.places, rows.values)]
 
 
 def digest_all(tensors: Sequence[torch.Tensor]) -> int:
