@@ -18,7 +18,8 @@ from holdfast.sim.arithmetic import add, mix
 
 Slots = tuple[int, ...]
 NOWHERE = 0  # the slot of elements that a member does not have
-_Held = list[tuple[Part, int]]  # parts, and the slots in which they are
+_Bounds = tuple[float, float]  # a part; equal fractions are equal floats, and these are quick
+_Held = list[tuple[_Bounds, int]]  # parts, and the slots in which they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Hosting:
             hosted[worker].append(vrank)
         self._nodes = [tree.maximal_nodes(each, self._vranks) for each in hosted.values()]
         self._plans = SumPlans(self._nodes, self._vranks)
-        self._numbers: dict[tuple[Node, Part], int] = {}
+        self._numbers: dict[tuple[Node, _Bounds], int] = {}
         self._made: dict[int, SlotPlan] = {}
 
     def of(self, rank: int) -> SlotPlan:
@@ -99,7 +100,7 @@ class Hosting:
 class _Numbering:
     """Numbers the slots of one member's plan, in the order in which they are filled."""
 
-    def __init__(self, numbers: dict[tuple[Node, Part], int], nodes: tuple[Node, ...]) -> None:
+    def __init__(self, numbers: dict[tuple[Node, _Bounds], int], nodes: tuple[Node, ...]) -> None:
         # The numbers of pieces, the same for all members.
         self._numbers = numbers
         self._nodes = nodes
@@ -118,7 +119,7 @@ class _Numbering:
             node, _ = plan.own
             self._finished += self._partial.get(node, [])
         turns += [self._go_down(level) for level in plan.down]
-        return SlotPlan(self._nodes, tuple(turns), _find(self._finished, WHOLE))
+        return SlotPlan(self._nodes, tuple(turns), _find(self._finished, _measure(WHOLE)))
 
     def _go_up(self, level: Level) -> SumTurn:
         partial = self._partial
@@ -129,7 +130,8 @@ class _Numbering:
         additions = []
         for addition in level.additions:
             operands = (partial.get(node, []) for node in (addition.left, addition.right))
-            left, right = (_find(held, addition.part) for held in operands)
+            where = _measure(addition.part)
+            left, right = (_find(held, where) for held in operands)
             additions.append((left, right))
         for addition in level.additions:
             self._fill(partial.setdefault(addition.node, []), addition.part)
@@ -144,7 +146,7 @@ class _Numbering:
 
     def _fill(self, held: _Held, part: Part) -> None:
         self._filled += 1
-        held.append((part, self._filled))
+        held.append((_measure(part), self._filled))
 
     def _pack(
         self, messages: Sequence[Message], held: Callable[[Message], _Held] | None
@@ -154,18 +156,23 @@ class _Numbering:
         before = self._received if held is None else self._sent
         for each in messages:
             packed.setdefault(each.peer, []).append(each)
-        numbers = self._numbers
-        for peer in packed:
+        found = []
+        for peer, messages_of_peer in packed.items():
             before[peer] = before.get(peer, -1) + 1
-        return tuple(
-            PieceMessage(
-                peer,
-                before[peer],
-                tuple(numbers.setdefault((m.node, m.part), len(numbers)) for m in pieces),
-                tuple(_find(held(m), m.part) for m in pieces) if held is not None else (),
-            )
-            for peer, pieces in packed.items()
-        )
+            pieces, slots = [], []
+            for each in messages_of_peer:
+                where = _measure(each.part)
+                pieces.append(self._numbers.setdefault((each.node, where), len(self._numbers)))
+                if held is not None:
+                    slots.append(_find(held(each), where))
+            found.append(PieceMessage(peer, before[peer], tuple(pieces), tuple(slots)))
+        return tuple(found)
+
+
+def _measure(part: Part) -> _Bounds:
+    """Return the bounds of a part as floats."""
+    start, stop = part
+    return start.numerator / start.denominator, stop.numerator / stop.denominator
 
 
 def _by_peer(messages: Sequence[Message]) -> list[Message]:
@@ -174,13 +181,14 @@ def _by_peer(messages: Sequence[Message]) -> list[Message]:
     return sorted(messages, key=lambda each: order[each.peer])
 
 
-def _find(held: _Held, part: Part) -> Slots:
+def _find(held: _Held, part: _Bounds) -> Slots:
     """Return the slots in which a part lies, and NOWHERE first if elements of it are missing."""
     start, stop = part
     found, at, is_whole = [], start, True
-    for (begins, ends), slot in sorted(held):
+    for (begins, ends), slot in held:
         if begins <= start and ends >= stop:
             return (slot,)
+    for (begins, ends), slot in sorted(held):
         if begins < stop and ends > start:
             is_whole = is_whole and begins <= at
             at = max(at, ends)
