@@ -32,6 +32,7 @@ GOES_ON = {  # each job runs to its end, so that mistakes which show late are se
     "procs": 1,
     "spread": 1,
     "servers": 0,
+    "racks": 0,
 }
 SHARDS = {
     "agents": 2,
@@ -447,6 +448,7 @@ TUNED: dict[str, dict[str, object]] = {
     "a_step_does_not_wait_for_enough": BACKUP,
     "two_members_read_the_settlement_differently": BACKUP,
     "who_is_dropped_adds_its_tasks": BACKUP,
+    "blocks_are_cut_without_regard_to_racks": JOINS | {"agents": 6, "nodes_max": 6, "racks": 3},
     "a_sum_that_is_not_finite_is_committed": SUMS | {"faults": ("poison",)},
     "a_lone_worker_believes_what_is_not_finite": SUMS | LOST | {"slots": 1, "faults": ("poison",)},
     "a_wrong_sum_is_not_put_right": SUMS | {"faults": ("sum_wrongly",), "audit": 1.0},

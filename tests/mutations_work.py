@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.membership import formation, view_end
+from holdfast.core.assignment import assign_at_boundary
+from holdfast.core.membership import formation, view_end, view_making
 from holdfast.core.step import effects as ef
 from holdfast.core.step.link_detector import Wait
 from holdfast.core.step.speeds import Speeds
@@ -23,7 +24,16 @@ from mutation_kit import mutation
 
 @mutation
 def lost_vranks_go_to_nobody(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(formation, "assign_mid_step", lambda survivors, previous: tuple(previous))
+    patch.setattr(formation, "assign_mid_step", lambda survivors, previous, paths: tuple(previous))
+    return Machines()
+
+
+@mutation
+def blocks_are_cut_without_regard_to_racks(patch: pytest.MonkeyPatch) -> Machines:
+    def assign(vranks: int, workers: Any, previous: Any, paths: Any) -> tuple[Any, ...]:
+        return assign_at_boundary(vranks, workers, previous)
+
+    patch.setattr(view_making, "assign_at_boundary", assign)
     return Machines()
 
 

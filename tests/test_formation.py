@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.core.assignment import ONE_MACHINE
 from holdfast.core.errors import InvariantError
 from holdfast.core.membership import formation as fo
 from holdfast.core.membership import view_making as vm
@@ -459,14 +460,15 @@ def test_nobody_waits_for_silent_nodes_where_enough_others_are_there() -> None:
 
 def test_a_first_view_hosts_all_and_says_from_where() -> None:
     ready = [status(w) for w in (2, 5, 7)]
-    fresh = vm.initial_view(ready, Room(hosts=2), 2, STORED[0], "")
+    fresh = vm.initial_view(ready, Room(hosts=2), 2, STORED[0], "", ONE_MACHINE)
     assert (fresh.workers, fresh.owners, fresh.why) == ((2, 5), (2, 5), "the job starts")
     assert fresh.joiners == fresh.workers
-    again = vm.initial_view(ready, Room(hosts=4), 4, STORED[6], "lost")
+    again = vm.initial_view(ready, Room(hosts=4), 4, STORED[6], "lost", ONE_MACHINE)
     assert again.owners == (2, 2, 5, 7)
     assert (again.resume_step, again.why) == (6, "lost: from the checkpoint of step 6")
     assert (
-        vm.initial_view(ready, Room(hosts=4), 4, STORED[0], "lost").why == "lost: from step 0 again"
+        vm.initial_view(ready, Room(hosts=4), 4, STORED[0], "lost", ONE_MACHINE).why
+        == "lost: from step 0 again"
     )
 
 
@@ -496,7 +498,7 @@ def test_a_view_keeps_its_leader_as_long_as_it_holds_the_state() -> None:
         view = vm.make_view(proposal, ViewNumber(7), old, cluster.roster)
         assert (view.number, view.leader) == (7, leader)
         assert [(m.worker, m.agent) for m in view.members] == [(0, "n0"), (1, "n1"), (4, "n4")]
-    first = vm.initial_view([status(4)], Room(hosts=1), 1, STORED[0], "")
+    first = vm.initial_view([status(4)], Room(hosts=1), 1, STORED[0], "", ONE_MACHINE)
     assert vm.make_view(first, THREE, None, cluster.roster).leader == 4
 
 

@@ -511,12 +511,12 @@ def test_copies_and_suspensions_are_a_share_of_the_work() -> None:
 
 
 def test_only_punctual_workers_copy_and_nobody_if_most_are_late() -> None:
-    owners, workers = [W0, W0, W1, W2], [W0, W1, W2]
+    owners, workers = [W0, W0, W1, W2], dict.fromkeys([W0, W1, W2], ())
     assert choose_copies(owners, workers, [W2], W1) == (3,)
     assert choose_copies(owners, workers, [W2], W0) == ()
     assert choose_copies(owners, workers, [W2], W2) == ()
     assert choose_copies(owners, workers, [W1, W2], W0) == ()
-    assert choose_copies([W0, W1], [W0, W1], [W1], W0) == (1,)
+    assert choose_copies([W0, W1], dict.fromkeys([W0, W1], ()), [W1], W0) == (1,)
 
 
 # ---------------------------------------------------------------- speeds

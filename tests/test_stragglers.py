@@ -394,7 +394,7 @@ def test_suspending_workers_costs_at_most_a_share_of_all_tasks() -> None:
 
 
 def test_copies_are_what_one_would_host_if_the_late_were_suspended() -> None:
-    workers, owners = _ids([0, 1, 2, 3]), _ids([0, 1, 2, 2, 3, 3])
+    workers, owners = dict.fromkeys(_ids([0, 1, 2, 3]), ()), _ids([0, 1, 2, 2, 3, 3])
 
     def copies(late: list[int], me: int) -> tuple[int, ...]:
         return choose_copies(owners, workers, _ids(late), WorkerId(me))

@@ -138,7 +138,7 @@ def add_domains(parser: argparse._ActionsContainer) -> None:
         default=[],
         metavar="KEY=VALUE",
         help="this machine is in that failure domain, such as rack=r7, whose machines may all be "
-        "lost at once; repeat it for other kinds of domains",
+        "lost at once, and are near each other: fewer bytes leave it; repeat it for other kinds",
     )
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple, NewType
 
-from holdfast.core.domains import Domains
+from holdfast.core.domains import Domains, Path, find_paths
 from holdfast.core.machine_errors import MachineError
 from holdfast.core.redundancy import KeptPieces, Recall
 from holdfast.core.setbacks import NO_SETBACKS, Setbacks
@@ -245,6 +245,7 @@ class Member:
     agent: AgentId
     shards: int = 1  # processes that it consists of
     further: tuple[AgentId, ...] = ()  # nodes besides `agent`, if it is spread over several
+    domains: Domains = ()  # failure domains of `agent`, as far as they were known
 
     @property
     def nodes(self) -> tuple[AgentId, ...]:
@@ -310,6 +311,11 @@ class View:
     def incarnations(self) -> frozenset[tuple[WorkerId, Incarnation]]:
         """Return which incarnation of each worker is a member."""
         return frozenset((m.worker, m.incarnation) for m in self.members)
+
+    @cached_property
+    def paths(self) -> Mapping[WorkerId, Path]:
+        """Return for each member where its node is; near members have like paths."""
+        return find_paths({m.worker: (m.agent, m.domains) for m in self.members})
 
     @property
     def peers(self) -> tuple[Peer, ...]:

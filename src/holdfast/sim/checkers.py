@@ -35,6 +35,7 @@ from holdfast.sim.arithmetic import (
 )
 from holdfast.sim.endings import Endings, is_out_of_time
 from holdfast.sim.memories import LostRows, Memories
+from holdfast.sim.neighbour_rules import check_neighbours
 from holdfast.sim.planned_leaves import PlannedLeaves
 from holdfast.sim.promises import Promises
 from holdfast.sim.proofs import Proofs
@@ -325,6 +326,7 @@ class Truth:
         owned = sum(map(len, view.list_hosted().values()))
         if len(view.owners) != self.vranks or owned != self.vranks:
             raise Violation(f"view {view.number} hosts {owned} of {self.vranks} virtual ranks")
+        check_neighbours(view)
 
     def check_install(self, process: Actor, view: View, before: int, promised: int) -> None:
         """Check a view when a worker builds its group; `promised`: the view it promised before."""

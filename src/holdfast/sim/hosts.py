@@ -262,6 +262,8 @@ class AgentHost:
         self.machine = world.machines.agent(
             self.name, number, slots, world.agent_policy, job=world.job
         )
+        if labels := world.options.find_domains(self.name):
+            self.handle(ag.Labelled(labels))
         self.handle(Tick())
         if world.coordinator.outcome is not None:
             world.call_later(WORD_S, self.look_for_word)

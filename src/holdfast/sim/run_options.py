@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from holdfast.core.domains import Domains
 from holdfast.core.redundancy import Redundancy
 from holdfast.core.replica.saves import SavePolicy
 from holdfast.core.step.backup import BackupPolicy
@@ -130,6 +132,7 @@ class Options:
     servers: int = 0  # processes that hold rows of tables
     shard_optimizer: bool = False  # each worker holds its share of the state only
     repeats: float = 0.0  # chance that a message between workers comes twice, the second time late
+    racks: int = 0  # failure domains of nodes; 0: none is known
     left_behind_s: float = 0.0  # age at which an earlier job here lost its machine; 0: none has
 
     @property
@@ -161,6 +164,13 @@ class Options:
     @property
     def steps(self) -> int:
         return self.loops[-1]
+
+    def find_domains(self, node: str) -> Domains:
+        """Return the labels of a node: each zone has two racks, which are no neighbours by name."""
+        if not self.racks:
+            return ()
+        rack = zlib.crc32(node.encode()) % self.racks
+        return (f"rack=r{rack}", f"zone=z{rack // 2}")
 
     def rests_before(self, step: int) -> bool:
         """Return whether there is a boundary before this step."""
@@ -338,6 +348,13 @@ def _with_nodes_left_behind(options: Options, rng: Random) -> Options:
     if options.agents < 2 or rng.random() < 0.9:
         return options
     return dataclasses.replace(options, left_behind_s=rng.uniform(2.0, 8.0))
+
+
+def _with_racks(options: Options, rng: Random) -> Options:
+    """Label nodes with their racks and zones, in some runs."""
+    if options.agents < 2 or rng.random() < 0.7:
+        return options
+    return dataclasses.replace(options, racks=rng.randint(1, 4))
 
 
 def _with_timed_protection(options: Options, rng: Random) -> Options:
@@ -573,4 +590,5 @@ _MORE: dict[str, More] = {
     "leaves": _with_leaves,
     "exchanges": _with_fault(EXCHANGE_KIND, 0.5),  # in the middle of sums and gathers
     "repeats": lambda o, rng: dataclasses.replace(o, repeats=rng.choice((0.0, 0.02))),
+    "racks": _with_racks,
 }

@@ -99,6 +99,7 @@ from holdfast.core.membership.view_making import (
     Proposal,
     announce_view,
     check_view,
+    find_worker_paths,
     initial_view,
     make_view,
 )
@@ -453,7 +454,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         if not ready or recall is None:
             return [AwaitBeginners(since)]
         why = reason_to_begin_again(facts, self._durable.invalidations, policy.replicated)
-        proposal = initial_view(ready, facts.room, policy.virtual_ranks, recall, why)
+        paths = find_worker_paths([s.worker for s in ready], facts.roster, facts.view)
+        proposal = initial_view(ready, facts.room, policy.virtual_ranks, recall, why, paths)
         return [AwaitBeginners(None), *self._install(facts, proposal, begins=True)]
 
     def _install(self, facts: Facts, proposal: Proposal, *, begins: bool = False) -> Plan:

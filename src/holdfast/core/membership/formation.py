@@ -8,14 +8,19 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 
-from holdfast.core.assignment import assign_at_boundary, assign_mid_step
+from holdfast.core.assignment import assign_mid_step
 from holdfast.core.invalidations import Invalidations
 from holdfast.core.membership.changes import OrderNext
 from holdfast.core.membership.coordinator_events import Announce
 from holdfast.core.membership.facts import Facts, is_given_up
 from holdfast.core.membership.resume import resume_step
 from holdfast.core.membership.roster import Roster
-from holdfast.core.membership.view_making import Proposal, choose_hosts
+from holdfast.core.membership.view_making import (
+    Proposal,
+    choose_hosts,
+    choose_owners,
+    find_worker_paths,
+)
 from holdfast.core.naming import name_workers, say_of_workers
 from holdfast.core.types import (
     NO_VIEW,
@@ -369,18 +374,16 @@ def propose_view(
     joining = sorted(_names(joiners, back, fed))
     members = sorted([*kept, *joining])
     if at_rest:
-        # A fed worker may still wait for the last step, and hosts nothing until it has voted once.
         arriving = [each.worker for each in fed]
-        hosts = choose_hosts(members, owners_now, facts.room, arriving)
-        now = [worker for worker in hosts if worker not in arriving]
-        owners = assign_at_boundary(len(view.owners), now, owners_now)
+        paths = find_worker_paths(members, facts.roster, view)
+        hosts, owners = choose_owners(members, owners_now, facts.room, arriving, paths)
         if joining:
             why = say_of_workers(joining, "joins", "join")
         elif len(kept) < len(survivors):
             why = say_of_workers(drained, "leaves", "leave")
     else:
         hosts = choose_hosts(kept, owners_now, facts.room)
-        owners = assign_mid_step(hosts, owners_now)
+        owners = assign_mid_step(hosts, owners_now, view.paths)
     if late:
         why = say_who_is_late(late, step)
     return Proposal(
@@ -553,7 +556,7 @@ def propose_last_view(facts: Facts, survivors: Sequence[WorkerStatus]) -> Propos
     hosts = choose_hosts(staying, owners_now, facts.room)
     return Proposal(
         workers=tuple(staying),
-        owners=assign_mid_step(hosts, owners_now),
+        owners=assign_mid_step(hosts, owners_now, view.paths),
         resume_step=step,
         joiners=(),
         spares=tuple(worker for worker in staying if worker not in hosts),

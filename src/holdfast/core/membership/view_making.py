@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from holdfast.core.assignment import assign_at_boundary
+from holdfast.core.assignment import Paths, assign_at_boundary, assign_mid_step
+from holdfast.core.domains import Domains, find_paths
 from holdfast.core.errors import require
 from holdfast.core.membership.coordinator_events import Announce
 from holdfast.core.membership.roster import Roster
@@ -66,12 +67,37 @@ def choose_hosts(
     return sorted(ranked[: max(room.hosts, len(hosting))])
 
 
+def choose_owners(
+    workers: Collection[WorkerId],
+    owners_now: Sequence[WorkerId],
+    room: Room,
+    late: Collection[WorkerId],
+    paths: Paths,
+) -> tuple[list[WorkerId], tuple[WorkerId, ...]]:
+    """Choose the hosts of tasks at a boundary, and the owner of each virtual rank.
+
+    `late`: fed workers, which may still wait for the last step. They own nothing until they have
+    voted once. Then blocks are cut again (core/step/speeds.py), so until then only lost virtual
+    ranks move.
+    """
+    hosts = choose_hosts(workers, owners_now, room, late)
+    now = [worker for worker in hosts if worker not in late]
+    if now == hosts:
+        return hosts, assign_at_boundary(len(owners_now), hosts, owners_now, paths)
+    return hosts, assign_mid_step(now, owners_now, paths)
+
+
 def initial_view(
-    ready: Sequence[WorkerStatus], room: Room, vranks: int, recall: Recall, again: str
+    ready: Sequence[WorkerStatus],
+    room: Room,
+    vranks: int,
+    recall: Recall,
+    again: str,
+    paths: Paths,
 ) -> Proposal:
     """Propose a first view, when nobody holds the state; it starts from a recalled state.
 
-    `again`: why this is not the job's beginning.
+    `again`: why this is not the job's beginning. `paths`: where the workers' nodes are.
     """
     hosts = tuple(sorted(s.worker for s in ready[: room.hosts]))
     members = sorted(ready[: room.members], key=lambda status: status.worker)
@@ -83,7 +109,7 @@ def initial_view(
         where = f"from step {recall.step}, as the nodes' memory has it"
     return Proposal(
         workers=workers,
-        owners=assign_at_boundary(vranks, hosts, ()),
+        owners=assign_at_boundary(vranks, hosts, (), paths),
         resume_step=recall.step,
         joiners=workers,
         catching_up=tuple(
@@ -116,6 +142,7 @@ def make_view(
                 agent=p.agent,
                 shards=procs,
                 further=p.further,
+                domains=_find_domains(w, roster, old),
             )
             for w, p in slots
         ),
@@ -131,6 +158,20 @@ def make_view(
         recall=proposal.recall,
         reason=proposal.why,
     )
+
+
+def find_worker_paths(workers: Iterable[WorkerId], roster: Roster, old: View | None) -> Paths:
+    """Return where the nodes of workers are, as the next view of these workers will have it."""
+    return find_paths({w: (roster.slots[w].agent, _find_domains(w, roster, old)) for w in workers})
+
+
+def _find_domains(worker: WorkerId, roster: Roster, old: View | None) -> Domains:
+    """Return the failure domains of a worker's node; those in the present view if it is unheard."""
+    node = roster.nodes.get(roster.slots[worker].agent)
+    if node is not None:
+        return node.report.domains
+    member = old.member(worker) if old is not None else None
+    return member.domains if member is not None else ()
 
 
 def _find_unproven(proposal: Proposal, old: View | None, roster: Roster) -> tuple[WorkerId, ...]:

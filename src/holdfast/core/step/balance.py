@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from holdfast.core.assignment import ONE_MACHINE, Paths, Takers
 from holdfast.core.types import WorkerId
 
 
@@ -34,10 +35,15 @@ class Balancer:
     """Balances the workers of one view. `owners[v]`: who hosts virtual rank v in the next step."""
 
     def __init__(
-        self, policy: BalancePolicy, workers: Sequence[WorkerId], owners: Sequence[WorkerId]
+        self,
+        policy: BalancePolicy,
+        workers: Sequence[WorkerId],
+        owners: Sequence[WorkerId],
+        paths: Paths = ONE_MACHINE,
     ) -> None:
         self.owners = tuple(owners)
         self._policy = policy
+        self._paths = paths
         self._workers = tuple(workers)
         self._counts = _count_hosted(self._workers, self.owners)
         self._steps = 0
@@ -65,7 +71,7 @@ class Balancer:
         counts = self._retry() or self._find_better()
         if counts is None:
             return False
-        self.owners = _move_owners(self._workers, self.owners, counts)
+        self.owners = _move_owners(self._workers, self.owners, counts, self._paths)
         self._counts = counts
         self._rows.clear()
         self._changed_at = self._steps
@@ -98,7 +104,7 @@ class Balancer:
         best = _makespan(paces, len(self.owners))
         if best * 100 > now * (100 - self._policy.gain):
             return None
-        return _fit_counts(paces, counts, best)
+        return _fit_counts(self._workers, paces, counts, best, self._paths)
 
     def _retry(self) -> list[int] | None:
         """Give one task to a worker that has had none for long, from the worker with most to do."""
@@ -132,33 +138,54 @@ def _makespan(paces: Sequence[int], tasks: int) -> int:
     return end
 
 
-def _fit_counts(paces: Sequence[int], counts: Sequence[int], end: int) -> list[int]:
-    """Return counts with which all is done by `end`, as near to the present ones as can be."""
+def _fit_counts(
+    workers: Sequence[WorkerId],
+    paces: Sequence[int],
+    counts: Sequence[int],
+    end: int,
+    paths: Paths,
+) -> list[int]:
+    """Return counts with which all is done by `end`, as near to the present ones as can be.
+
+    A task goes to the nearest worker that ends it by then, and among these to the first to end it.
+    """
     fitted = [min(n, end // pace) for n, pace in zip(counts, paces, strict=True)]
-    free = [((n + 1) * pace, i) for i, (n, pace) in enumerate(zip(fitted, paces, strict=True))]
-    heapq.heapify(free)
-    for _ in range(sum(counts) - sum(fitted)):
-        done, i = free[0]
-        fitted[i] += 1
-        heapq.heapreplace(free, (done + paces[i], i))
+    number = {worker: i for i, worker in enumerate(workers)}
+    ends = ((n + 1) * pace for n, pace in zip(fitted, paces, strict=True))
+    takers = Takers(dict(zip(workers, ends, strict=True)), paths)
+    surplus = [n - kept for n, kept in zip(counts, fitted, strict=True)]
+    for giver, more in zip(workers, surplus, strict=True):
+        for _ in range(more):
+            taker = takers.find(paths.get(giver, ()), end)
+            assert taker is not None, "all tasks together are done by then"
+            i = number[taker]
+            fitted[i] += 1
+            takers.set_cost(taker, (fitted[i] + 1) * paces[i])
     return fitted
 
 
 def _move_owners(
-    workers: Sequence[WorkerId], owners: Sequence[WorkerId], counts: Sequence[int]
+    workers: Sequence[WorkerId], owners: Sequence[WorkerId], counts: Sequence[int], paths: Paths
 ) -> tuple[WorkerId, ...]:
-    """Return owners with these counts. A worker with too many gives away its last ones."""
+    """Return owners with these counts. A worker with too many gives away its last ones.
+
+    They go to the host of the neighbour in the canonical tree, or the nearest worker to the giver.
+    """
     left = dict(zip(workers, counts, strict=True))
     kept: list[WorkerId | None] = []
     for owner in owners:
         kept.append(owner if left[owner] > 0 else None)
         left[owner] -= 1 if left[owner] > 0 else 0
+    takers = Takers({worker: int(not count) for worker, count in left.items()}, paths)
     for vrank, holder in enumerate(kept):
         if holder is None:
             beside = kept[vrank ^ 1] if vrank ^ 1 < len(kept) else None
             taker = beside if beside is not None and left[beside] else None
             if taker is None:
-                taker = next(w for w in workers if left[w] > 0)
+                taker = takers.find(paths.get(owners[vrank], ()), 0)
+            assert taker is not None, "the counts add up to the number of virtual ranks"
             kept[vrank] = taker
             left[taker] -= 1
+            if not left[taker]:
+                takers.set_cost(taker, 1)
     return tuple(owner for owner in kept if owner is not None)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from holdfast.core.assignment import assign_mid_step
+from holdfast.core.assignment import Paths, assign_mid_step
 from holdfast.core.types import WorkerId
 
 STEPS_TIMED = 16
@@ -152,16 +152,19 @@ class Budget:
 
 def choose_copies(
     owners: Sequence[WorkerId],
-    workers: Iterable[WorkerId],
+    paths: Paths,
     late: Iterable[WorkerId],
     me: WorkerId,
 ) -> tuple[int, ...]:
-    """Virtual ranks that `me` would get if these were suspended; none if they are the most."""
+    """Virtual ranks that `me` would get if these were suspended; none if they are the most.
+
+    `paths`: where the nodes of all members are.
+    """
     slow = frozenset(late)
-    others = [worker for worker in workers if worker not in slow]
+    others = [worker for worker in paths if worker not in slow]
     if me not in others or len(slow) > len(others):
         return ()
-    after = assign_mid_step(others, owners)
+    after = assign_mid_step(others, owners, paths)
     return tuple(v for v, owner in enumerate(after) if owner == me and owners[v] != me)
 
 

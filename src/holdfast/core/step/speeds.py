@@ -26,7 +26,7 @@ class Speeds:
         self._view = view
         self._policy = policy or BalancePolicy()
         self._hosts = tuple(w for w in view.workers if w not in view.spares)
-        self._balancer = Balancer(self._policy, self._hosts, view.owners)
+        self._balancer = Balancer(self._policy, self._hosts, view.owners, view.paths)
         self._detector = Detector(view.workers)
         self._lasting = LastingSlowness()
         self._links = LinkDetector(view.workers)
@@ -87,8 +87,9 @@ class Speeds:
 
     def _with_all(self) -> Balancer:
         """Return the balance once all fed workers have voted: they host as many as others do."""
-        workers, owners = self._hosts, self._view.owners
-        return Balancer(self._policy, workers, assign_at_boundary(len(owners), workers, owners))
+        workers, owners, paths = self._hosts, self._view.owners, self._view.paths
+        blocks = assign_at_boundary(len(owners), workers, owners, paths)
+        return Balancer(self._policy, workers, blocks, paths)
 
     def _is_worth_telling(self, verdict: Verdict, costs: Mapping[WorkerId, int]) -> bool:
         """Return whether a verdict belongs in the event log.

@@ -256,7 +256,7 @@ class StepMachine:
             return owed[0], Purpose.AUDITED
         if not self._late:
             return None
-        tasks = choose_copies(self.owners, self._view.workers, self._late, self._me)
+        tasks = choose_copies(self.owners, self._view.paths, self._late, self._me)
         late = [vrank for vrank in tasks if vrank not in step.speculative]
         return (late[0], Purpose.SPECULATIVE) if late else None
 
