@@ -195,15 +195,16 @@ def draw_losses() -> Iterator[str]:
     yield "| lost of 64 GPUs | virtual ranks | peers | a NIC carries | milliseconds |"
     yield "|---|---|---|---|---|"
     every = tuple(WorkerId(w) for w in range(LOSS_WORKERS))
+    paths = {w: (f"n{w // H100.gpus_per_machine}",) for w in every}
     yield draw_loss("none", "one each", every)
     for name, lost in (("one worker", every[40:41]), ("one machine", every[40:48])):
         left = [w for w in every if w not in lost]
-        moved = assign_mid_step(left, every)
+        moved = assign_mid_step(left, every, paths)
         yield draw_loss(name, "lost ones moved, until the next boundary", moved)
         yield draw_loss(
             name,
             "in blocks again, from the boundary on",
-            assign_at_boundary(LOSS_WORKERS, left, moved),
+            assign_at_boundary(LOSS_WORKERS, left, moved, paths),
         )
 
 
