@@ -13,8 +13,7 @@ from holdfast.core.errors import Aborted
 from holdfast.core.types import WorkerId
 from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.checkpoint.transfer import DONORS_MAX, StateSync
-from holdfast.train.exchange.layout import TAG_STATE, Layout
-from holdfast.train.exchange.shares import spread_shares
+from holdfast.train.exchange.layout import TAG_STATE, Layout, spread_shares
 from mailboxes import mailboxes, together
 
 

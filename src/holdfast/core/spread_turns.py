@@ -29,7 +29,11 @@ def plan_turns(rank: int, size: int) -> tuple[Turn, ...]:
 
 
 def find_branches(rank: int, root: int, size: int) -> tuple[int | None, tuple[int, ...]]:
-    """Return the ranks that a member gets from and gives to, as something spreads from `root`."""
+    """Return the rank that a member gets from, and the ranks that it gives to.
+
+    Something spreads from the member `root` to all, along a binomial tree. The root gets it from
+    none.
+    """
     place = (rank - root) % size
     below = 1 << place.bit_length()
     branches = [place + (below << k) for k in range(size.bit_length())]

@@ -33,9 +33,8 @@ from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.checkpoint.room import check_room
 from holdfast.train.checkpoint.saver import say
 from holdfast.train.checkpoint.transfer import DIGEST_WORDS, PART_BYTES, digest_of
-from holdfast.train.exchange.layout import TAG_STATE, Layout
+from holdfast.train.exchange.layout import TAG_STATE, Layout, spread_shares
 from holdfast.train.exchange.seam import Transport
-from holdfast.train.exchange.shares import spread_shares
 
 SKELETON_BYTES_MAX = 1 << 30
 

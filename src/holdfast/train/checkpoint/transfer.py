@@ -19,9 +19,14 @@ from holdfast.core.partition import part_of
 from holdfast.train.checkpoint import state
 from holdfast.train.checkpoint.loaded_state import LoadedState
 from holdfast.train.checkpoint.state_comparison import fingerprint
-from holdfast.train.exchange.layout import TAG_STATE, Layout, all_gather, find_branches
+from holdfast.train.exchange.layout import (
+    TAG_STATE,
+    Layout,
+    all_gather,
+    find_branches,
+    spread_shares,
+)
 from holdfast.train.exchange.seam import Transport
-from holdfast.train.exchange.shares import spread_shares
 from holdfast.train.exchange.tensor_bytes import as_bytes
 
 PART_BYTES = 32 << 20

@@ -15,7 +15,7 @@ from holdfast.core.spread_turns import Turn, find_branches, plan_turns
 from holdfast.core.sum_plan import SumPlan, plan_flat_sum, plan_sum
 from holdfast.core.types import Peer, View, WorkerId
 from holdfast.train.exchange.cut_plan import PIECE_ALIGN, CutPlan
-from holdfast.train.exchange.seam import Transport
+from holdfast.train.exchange.seam import Message, Transport
 
 TAG_VOTE, TAG_TABLE, TAG_BUFFERS, TAG_AUDIT, TAG_VALUES, TAG_ROWS, TAG_PLAN = 1, 2, 3, 4, 5, 6, 7
 TAG_UPDATE, TAG_LATE = 8, 11
@@ -145,3 +145,31 @@ def gather_bytes(transport: Transport, layout: Layout, mine: bytes) -> list[byte
     padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     table = all_gather(transport, layout, padded, TAG_AUDIT)
     return [row[:size].numpy().tobytes() for row, size in zip(table, lengths, strict=True)]
+
+
+def spread_shares(
+    transport: Transport,
+    ranks: Sequence[int],
+    me: int,
+    shares: Sequence[Sequence[torch.Tensor]],
+    tag: int,
+) -> None:
+    """Send the own share of something large to all of these ranks, and receive theirs. Aborted.
+
+    In each of log2 N turns a member sends all shares that it has to one other member, so each share
+    reaches each member once.
+
+    `ranks`: the members that take part, in the same order on all. `me`: the own one. `shares`: for
+    each of `ranks` the tensors of its share, of the same sizes on all members.
+    """
+    count, place = len(ranks), ranks.index(me)
+    for turn in plan_turns(place, count):
+        have = [shares[(place + i) % count] for i in range(turn.records)]
+        come = [shares[(place + turn.distance + i) % count] for i in range(turn.records)]
+        sends = _messages(ranks[turn.give_to], have)
+        receives = _messages(ranks[turn.get_from], come)
+        transport.exchange(sends, receives, tag).wait()
+
+
+def _messages(peer: int, shares: Sequence[Sequence[torch.Tensor]]) -> list[Message]:
+    return [(peer, tensor) for share in shares for tensor in share if tensor.numel()]

@@ -17,9 +17,14 @@ import xxhash
 
 from holdfast.core.errors import Aborted, Damaged, UserError
 from holdfast.core.partition import share_out
-from holdfast.train.exchange.layout import TAG_UPDATE, Layout, find_branches, gather_bytes
+from holdfast.train.exchange.layout import (
+    TAG_UPDATE,
+    Layout,
+    find_branches,
+    gather_bytes,
+    spread_shares,
+)
 from holdfast.train.exchange.seam import AloneTransport, Message, Transport
-from holdfast.train.exchange.shares import spread_shares
 
 ON_SERVERS = "is_on_servers"  # an attribute of optimizers whose rows servers hold and update
 DIGEST_BYTES = 16
