@@ -64,6 +64,7 @@ SOUND = (
     (True, 459),  # a sound job on a slow network had a fixed time for its last checkpoint
     (True, 556),  # a worker that had committed died, and the one left alone computed wrongly
     (False, 92),  # servers have no rows of older steps, so the nodes' memory of them is of no use
+    (False, 65),  # nodes' memory gave back a step that no worker had committed
 )
 
 

@@ -131,7 +131,9 @@ class PlannedLeaves:
         if not sound or memories.has_lost_any() or (len(holders) > 1 and not shares):
             return  # something has gone wrong, or another one goes on
         status = process.machine.snapshot()
-        kept, done = self._find_newest(), status.committed
+        # The state that nodes' memory gave to the present view is there still.
+        recalled = view.recall.step if view.recall is not None and view.recall.sources else 0
+        kept, done = self._find_newest(recalled=recalled), status.committed
         if not self._options.redundancy.data:
             unannounced = process.last_step_of != status.view
             unplanned = unannounced and (status.has_stopped or shares)
@@ -145,11 +147,14 @@ class PlannedLeaves:
         live = self._truth.live.values()
         return [each for each in live if each.machine.snapshot().has_state and _is_sound(each)]
 
-    def _find_newest(self, without: AgentId | None = None) -> int:
-        """Return the newest step that can be recovered from memory or a checkpoint."""
+    def _find_newest(self, without: AgentId | None = None, recalled: int = 0) -> int:
+        """Return the newest step that can be recovered from memory or a checkpoint.
+
+        `recalled`: the step of a state that memory gives in any case.
+        """
         truth = self._truth
         saved = (step for step in truth.stored.saved if step not in truth.stored.rotten)
-        base = max([truth.memories.find_base(without), *saved])
+        base = max([truth.memories.find_base(without), recalled, *saved])
         return truth.memories.find_newest((), lambda _: True, base, without)
 
     def _is_in_doubt(self) -> bool:
