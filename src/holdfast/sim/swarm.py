@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from holdfast.core.errors import InvariantError
+from holdfast.sim.drawn_options import draw
 from holdfast.sim.large_jobs import draw_large
-from holdfast.sim.run_options import Options, draw
+from holdfast.sim.run_options import Options
 from holdfast.sim.two_jobs import run_after_another
 from holdfast.sim.world import Machines, World
 from holdfast.sim.wrong_bits import Violation
