@@ -239,10 +239,11 @@ class Truth:
             if not self.stored.was_saved(view.base) and not view.invalidations:
                 raise Violation(f"view {view.number} begins from a checkpoint that nobody saved")
         if not view.donors:
+            if before is not None and self._are_rows_of_no_use(before):
+                self.memories.record_useless_states(before.number)
             self.memories.check_new_beginning(
                 view,
                 lambda a: self.reaches(a) and not self.promises.is_given_up(a, now),
-                is_useless=before is not None and self._are_rows_of_no_use(before),
             )
             self.errors.check_view_beginning(view)
             if self._options.backup.workers:

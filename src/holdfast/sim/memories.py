@@ -142,6 +142,7 @@ class Memories:
         # By view: the node that keeps each piece of each shard.
         self._layouts: dict[int, list[tuple[AgentId, int, Piece]]] = {}
         self._summed_in: dict[int, int] = {}  # by step: the view
+        self._useless_until = -1  # the newest view whose states may lack their rows
         self._known_to: dict[int, dict[AgentId, int]] = {}  # by step: whose workers committed it
         # For each step and the view that protected its state: the nodes that know that it counts.
         self._bases: dict[tuple[int, int], dict[AgentId, int]] = {}
@@ -179,15 +180,17 @@ class Memories:
         self._dropped[agent] = max(self._dropped.get(agent, 0), step)
         self._bases.setdefault((step, view), {})[agent] = self.of[agent].losses
 
-    def check_new_beginning(self, view: View, reach: Reach, *, is_useless: bool) -> None:
-        """Check that a view that begins from memory begins as far as it must.
+    def record_useless_states(self, view: int) -> None:
+        """Record that memory may hold states of views up to this one whose rows are lost."""
+        self._useless_until = view
 
-        `is_useless`: memory may hold states whose rows are lost.
-        """
+    def check_new_beginning(self, view: View, reach: Reach) -> None:
+        """Check that a view that begins from memory begins as far as it must."""
         known = view.invalidations
         # A state that counts replaces older ones, even if it is wrong.
         invalid = any(is_invalidated(known, base, ViewNumber(of)) for base, of in self._bases)
         step = self.find_newest(known, reach)
+        is_useless = self._summed_in.get(step, 0) <= self._useless_until
         if view.resume_step < step and not invalid and not is_useless:
             raise Violation(
                 f"view {view.number} begins from step {view.resume_step}: step {step} was committed"
