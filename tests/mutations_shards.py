@@ -56,6 +56,7 @@ for name in (
     TUNED[name] = SHARDS
 TUNED["a_broken_group_counts_once_all_have_noticed"] = SHARDS | {
     "procs": 2,
-    "faults": ("link_break",),
-    "fault_every_s": 0.5,
+    "faults": ("link_break", "data_partition"),
+    "fault_every_s": 1.0,
+    "hang_s": 60.0,
 }

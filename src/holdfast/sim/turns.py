@@ -20,6 +20,7 @@ from holdfast.sim.exchange_checks import check_piece, check_record_range, check_
 from holdfast.sim.groups import Group, TurnOf, What
 from holdfast.sim.seams import Actor, ProcessWorld
 from holdfast.sim.slot_plans import Hosting, read, sum_nodes
+from holdfast.sim.wrong_bits import Violation
 
 HOSTINGS_KEPT = 4
 NONE_AWAITED = -1
@@ -166,6 +167,9 @@ class LevelSum(TurnedExchange):
     def begin(self, tokens: Mapping[int, int]) -> None:
         """Begin with this member's own tokens, by virtual rank."""
         sums = sum_nodes(tokens, self._vranks)
+        missing = [node for node in self._plan.nodes if node not in sums]
+        if missing:
+            raise Violation(f"worker {self._process.key} has no sums of the tree nodes {missing}")
         self._values = [MISSING, *(sums[node] for node in self._plan.nodes)]
         self.go_on()
 
