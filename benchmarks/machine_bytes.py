@@ -36,8 +36,8 @@ class Traffic:
 def measure(owners: Sequence[WorkerId], paths: Paths, depth: int = MACHINE) -> Traffic:
     """Return what leaves the machines, or racks, of the hosts; each has to host something."""
     workers = sorted(set(owners))
-    hosted = [[v for v, owner in enumerate(owners) if owner == worker] for worker in workers]
-    nodes = [tree.maximal_nodes(vranks, len(owners)) for vranks in hosted]
+    rank_of = {worker: rank for rank, worker in enumerate(workers)}
+    nodes = tree.find_host_nodes([rank_of[owner] for owner in owners], len(workers))
     places = [paths[worker][:depth] for worker in workers]
     sent = dict.fromkeys(places, Fraction(0))
     for rank, here in enumerate(places):

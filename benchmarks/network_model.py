@@ -18,7 +18,7 @@ import network_figures as figures
 
 from holdfast.core.assignment import assign_at_boundary, assign_mid_step
 from holdfast.core.sum_plan import plan_sum
-from holdfast.core.tree import maximal_nodes
+from holdfast.core.tree import find_host_nodes
 from holdfast.core.types import WorkerId
 from holdfast.plan.network import (
     AS_WRITTEN,
@@ -211,8 +211,8 @@ def draw_losses() -> Iterator[str]:
 def draw_loss(name: str, how: str, owners: Sequence[WorkerId]) -> str:
     """Return the row of one assignment of virtual ranks."""
     places = sorted(set(owners))
-    hosted = {w: [v for v, owner in enumerate(owners) if owner == w] for w in places}
-    nodes = [maximal_nodes(hosted[w], len(owners)) for w in places]
+    rank_of = {worker: rank for rank, worker in enumerate(places)}
+    nodes = find_host_nodes([rank_of[owner] for owner in owners], len(places))
     plans = {rank: plan_sum(nodes, len(owners), rank) for rank in range(len(places))}
     up, down = count_traffic(H100, plans, places)
     levels = (*up, *down)

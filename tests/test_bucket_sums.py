@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,11 +14,11 @@ from torch import nn
 from holdfast.core import tree
 from holdfast.core.step.events import FINITE, NOBODYS, SOMEBODYS
 from holdfast.core.step.sum_trial import SumTrial
-from holdfast.core.sum_plan import find_shared_sums
-from holdfast.train.exchange.cut_plan import CutAddition
+from holdfast.core.sum_plan import SumPlan, cut, cut_evenly, find_shared_sums
+from holdfast.core.types import WorkerId
+from holdfast.train.exchange.cut_plan import PIECE_ALIGN, CutAddition
 from holdfast.train.exchange.layout import Layout
-from holdfast.train.step import sum_runs
-from holdfast.train.step.bucket_sums import BucketSum, sum_flat
+from holdfast.train.step.bucket_sums import BucketSum
 from holdfast.train.step.buckets import Bucket, Flat
 from holdfast.train.step.sum_runs import BucketRuns
 from mailboxes import Mailbox, mailboxes, together
@@ -59,18 +58,20 @@ def test_the_sum_does_not_depend_on_the_assignment(
     layouts = [Layout(rank, size, vranks, hosted, nodes, tuple(hosts)) for rank in range(size)]
     for turned in (1, 2, 0):  # a reduction can be repeated: it does not change the partial sums
         sums = [
-            BucketSum(b, layout, turned=turned) for b, layout in zip(buckets, layouts, strict=True)
+            BucketSum(b, layout, plan=layout.turned_plan(turned) if turned else None)
+            for b, layout in zip(buckets, layouts, strict=True)
         ]
         pairs = zip(sums, boxes, strict=True)
         assert together(*[lambda s=s, b=b: complete(s, b) for s, b in pairs]) == []
         for each in sums:
             assert torch.equal(each.result, expected)
-        members = list(zip(buckets, layouts, boxes, strict=True))
-
-        def add(bucket: Bucket, layout: Layout, box: Mailbox, turned: int = turned) -> None:
-            assert torch.equal(sum_flat(bucket, layout, box, turned), expected)
-
-        assert together(*[lambda m=m: add(*m) for m in members]) == []
+        flat = [
+            each.repeat(layout.flat_plan(turned))
+            for each, layout in zip(sums, layouts, strict=True)
+        ]
+        pairs = zip(flat, boxes, strict=True)
+        assert together(*[lambda s=s, b=b: complete(s, b) for s, b in pairs]) == []
+        assert all(torch.equal(each.result, expected) for each in flat)
 
     copies = [Flat(buckets[0].params) for _ in range(vranks)]
     for copy, leaf in zip(copies, leaves, strict=True):
@@ -84,6 +85,30 @@ def test_the_sum_does_not_depend_on_the_assignment(
         unlike = [r for r in range(size) if not sums[r].agrees(v, {0: copies[v]})]
         assert hosts[v] not in unlike
         assert bool(unlike) == (alone and size > 1)
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 0, 0), (0, 2, 0, 2), (1, 1, 1, 2)])
+def test_members_that_host_nothing_get_every_sum(hosts: tuple[int, ...]) -> None:
+    size, vranks = 3, len(hosts)
+    hosted = tuple(tuple(v for v in range(vranks) if hosts[v] == r) for r in range(size))
+    nodes = tuple(tree.maximal_nodes(each, vranks) for each in hosted)
+    leaves = torch.randn(vranks, 300, generator=torch.Generator().manual_seed(1))
+    boxes, sums = mailboxes(size), []
+    for rank in range(size):
+        bucket = Bucket(0, [nn.Parameter(torch.zeros(300))], [0])
+        for v in hosted[rank]:
+            leaf = Flat(bucket.params)
+            leaf.data.copy_(leaves[v])
+            bucket.contribute(v, leaf, vranks)
+        layout = Layout(rank, size, vranks, hosted, nodes, tuple(map(WorkerId, hosts)))
+        first = BucketSum(bucket, layout)
+        plans = (layout.turned_plan(1), layout.flat_plan(0), layout.flat_plan(1))
+        sums.append([first, *(first.repeat(plan) for plan in plans)])
+    expected = tree.fold({(v, 1): leaves[v] for v in range(vranks)}, vranks, torch.add)
+    for run in zip(*sums, strict=True):
+        pairs = zip(run, boxes, strict=True)
+        assert together(*[lambda s=s, b=b: complete(s, b) for s, b in pairs]) == []
+        assert all(torch.equal(each.result, expected) for each in run)
 
 
 # ---------------------------------------------------------------- what is wrong in them
@@ -133,27 +158,40 @@ def checked(
 ) -> list[tuple[list[int], int] | None]:
     """Check a sum among members, while `damage` may change values that they make or receive."""
     boxes, layouts, buckets, total = members_of(size)
-    add, advance, flat = BucketSum._add, BucketSum.advance, sum_runs.sum_flat
+    add, advance = BucketSum._add, BucketSum.advance
+
+    flat_plan = Layout.flat_plan
+    flat_plans: list[tuple[SumPlan, int]] = []
+
+    def make_flat_plan(self: Layout, turned: int) -> SumPlan:
+        plan = flat_plan(self, turned)
+        flat_plans.append((plan, turned))
+        return plan
+
+    def run_of(summing: BucketSum) -> tuple[int, bool]:
+        """Return how far a run is turned, and whether it is flat."""
+        for plan, turned in flat_plans:
+            if plan is summing.plan:
+                return turned, True
+        return int(summing.plan is not summing._layout.plan), False
 
     def add_wrongly(self: BucketSum, addition: CutAddition) -> None:
         add(self, addition)
         made = self._held[addition.node][1]
-        damage(self._layout.rank, self._turned, made, f"node {addition.node}")
+        turned, is_flat = run_of(self)
+        if not is_flat:
+            damage(self._layout.rank, turned, made, f"node {addition.node}")
 
     def advance_wrongly(self: BucketSum, transport: Mailbox) -> bool:
         goes_on = advance(self, transport)
         if not goes_on:
-            damage(self._layout.rank, self._turned, self.result, "copy")
+            turned, is_flat = run_of(self)
+            damage(self._layout.rank, turned, self.result, "flat" if is_flat else "copy")
         return goes_on
 
-    def sum_wrongly(*args: Any) -> torch.Tensor:
-        found = flat(*args)
-        damage(args[1].rank, args[3], found, "flat")
-        return found
-
+    patch.setattr(Layout, "flat_plan", make_flat_plan)
     patch.setattr(BucketSum, "_add", add_wrongly)
     patch.setattr(BucketSum, "advance", advance_wrongly)
-    patch.setattr(sum_runs, "sum_flat", sum_wrongly)
     found: list[tuple[list[int], int] | None] = [None] * size
 
     def check(rank: int) -> None:
@@ -209,13 +247,11 @@ def test_who_makes_a_wrong_sum_at_any_node_in_one_run_is_found(
 def test_a_member_that_always_adds_wrongly_is_found(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = members_of(size)[1][1]
-
     def damage(rank: int, turned: int, values: torch.Tensor, what: str) -> None:
         if rank == 1 and what not in ("copy", "flat"):
             values[0] += 1
         if what == "flat":
-            values[layout.piece(1, 1000, turned)] += 1
+            values[cut(cut_evenly((1 + turned) % size, size), 1000, PIECE_ALIGN)] += 1
 
     assert checked(size, damage, monkeypatch) == [([1], 5)] * size
 

@@ -30,7 +30,7 @@ def test_a_part_can_be_sent_before_the_next_one_is_copied(monkeypatch: pytest.Mo
     monkeypatch.setattr(StagedState, "_take", take_slowly)
     model = nn.Linear(3, 2)
     skeleton, tensors = state.capture({"model": model})
-    parts = parts_of([t.nbytes for t in tensors], [0])
+    parts = parts_of([t.nbytes for t in tensors], 1)
     staged = StagedState({"model": model}, compares=True)
     staged.copy(skeleton, tensors, parts, 0)
     staged.await_part(0)
@@ -52,7 +52,7 @@ def test_a_thread_that_waits_for_a_part_hears_that_the_copy_has_failed(
     monkeypatch.setattr(StagedState, "_take", fail)
     model = nn.Linear(3, 2)
     skeleton, tensors = state.capture({"model": model})
-    parts = parts_of([t.nbytes for t in tensors], [0])
+    parts = parts_of([t.nbytes for t in tensors], 1)
     staged = StagedState({"model": model}, compares=True)
     staged.copy(skeleton, tensors, parts, 0)
     with pytest.raises(RuntimeError, match="the state cannot be copied: no memory is left"):

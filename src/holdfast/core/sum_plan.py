@@ -147,7 +147,7 @@ class _Hosts:
         hosts = self._order[node]
         count = len(hosts)
         for i in range(math.floor(part[0] * count), math.ceil(part[1] * count)):
-            start, stop = Fraction(i, count), Fraction(i + 1, count)
+            start, stop = cut_evenly(i, count)
             yield hosts[i], (max(part[0], start), min(part[1], stop))
 
 
@@ -208,11 +208,16 @@ def plan_flat_sum(
     Each worker exchanges with all. `turned`: how many ranks later each worker's piece is.
     """
     hosts, size = _Hosts(nodes, vranks), len(nodes)
+    if not hosts.shared:  # one worker has all partial sums
+        return plan_sum(nodes, vranks, rank)
     pieces = [cut_evenly((each + turned) % size, size) for each in range(size)]
     mine, peers = pieces[rank], [(rank + i) % size for i in range(1, size)]
+    host = {node: each for each, hosted in enumerate(nodes) for node in hosted}
+    children = [child for each in hosts.shared for child in (each.left, each.right)]
+    parts = [(node, host[node]) for node in children if node in host]  # in the order of additions
     up = Level(
-        tuple(Message(peer, node, pieces[peer]) for peer in peers for node in nodes[rank]),
-        tuple(Message(peer, node, mine) for peer in peers for node in nodes[peer]),
+        tuple(Message(p, node, pieces[p]) for p in peers for node, by in parts if by == rank),
+        tuple(Message(by, node, mine) for node, by in parts if by != rank),
         tuple(Addition(each.node, each.left, each.right, mine) for each in hosts.shared),
     )
     down = Level(
@@ -262,6 +267,11 @@ def _plan_down(hosts: _Hosts, shared: Sequence[SharedSum], rank: int) -> Level:
 def cut_evenly(piece: int, count: int) -> Part:
     """Return one of `count` equal pieces of a sum."""
     return Fraction(piece, count), Fraction(piece + 1, count)
+
+
+def have_common_elements(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Return whether two pieces have common elements: each its number, and how many there are."""
+    return overlap(cut_evenly(*one), cut_evenly(*other)) is not None
 
 
 def overlap(one: Part, other: Part) -> Part | None:

@@ -8,7 +8,7 @@ follows this tree, it does not depend on which worker computed which leaf.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 Node = tuple[int, int]
@@ -52,6 +52,14 @@ def maximal_nodes(leaves: Iterable[int], vranks: int) -> tuple[Node, ...]:
         found += [(start, width) for start in starts if start not in taken]
         starts, width = whole, width * 2
     return tuple(sorted([*found, *((start, width) for start in starts)]))
+
+
+def find_host_nodes(hosts: Sequence[int], size: int) -> list[tuple[Node, ...]]:
+    """Return the maximal nodes of each of `size` hosts. `hosts`: the number of each leaf's."""
+    leaves: list[list[int]] = [[] for _ in range(size)]
+    for leaf, host in enumerate(hosts):
+        leaves[host].append(leaf)
+    return [maximal_nodes(each, len(hosts)) for each in leaves]
 
 
 def fold(values: dict[Node, T], vranks: int, add: Callable[[T, T], T]) -> T:

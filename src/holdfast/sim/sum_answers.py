@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from holdfast.core import tree
 from holdfast.core.step.sum_trial import TREE_RUNS, SumQuestion, SumStage
-from holdfast.core.sum_plan import find_shared_sums
+from holdfast.core.sum_plan import find_shared_sums, have_common_elements
 
 Row = tuple[int, ...]
 Piece = tuple[tree.Node, int]  # a node, and the number of one of its pieces
@@ -21,10 +21,7 @@ class SumMakers:
     """Knows who makes which sums. `hosts`: the rank of each virtual rank, of `size` members."""
 
     def __init__(self, hosts: tuple[int, ...], size: int) -> None:
-        hosted: list[list[int]] = [[] for _ in range(size)]
-        for vrank, rank in enumerate(hosts):
-            hosted[rank].append(vrank)
-        nodes = [tree.maximal_nodes(each, len(hosts)) for each in hosted]
+        nodes = tree.find_host_nodes(hosts, size)
         self._runs = [find_shared_sums(nodes, len(hosts), turned) for turned in range(TREE_RUNS)]
 
     def makers_among(self, ranks: Collection[int]) -> tuple[int, ...]:
@@ -56,8 +53,7 @@ class SumMakers:
         for each in self._runs[0]:
             for i, maker in enumerate(each.hosts):
                 if maker in wrongly or any(
-                    i * counts[child] < (j + 1) * len(each.hosts)
-                    and j * len(each.hosts) < (i + 1) * counts[child]
+                    have_common_elements((i, len(each.hosts)), (j, counts[child]))
                     for child in (each.left, each.right)
                     for j in range(counts.get(child, 0))
                     if (child, j) in wrong

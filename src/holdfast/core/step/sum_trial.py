@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from holdfast.core import tree
 from holdfast.core.step.audit import ATTEMPTS_MAX
-from holdfast.core.sum_plan import SharedSum, find_shared_sums
+from holdfast.core.sum_plan import SharedSum, find_shared_sums, have_common_elements
 
 Table = tuple[tuple[int, ...], ...]  # a row of each member
 TREE_RUNS = 2
@@ -132,10 +132,7 @@ def find_wrong(tables: Sequence[Table], right: Sequence[int]) -> tuple[int, ...]
 
 def find_makers(hosts: Sequence[int], size: int, table: Table) -> set[int]:
     """Return the ranks that made a wrong sum along the tree, or whose copy alone was wrong."""
-    hosted: list[list[int]] = [[] for _ in range(size)]
-    for vrank, rank in enumerate(hosts):
-        hosted[rank].append(vrank)
-    nodes = [tree.maximal_nodes(each, len(hosts)) for each in hosted]
+    nodes = tree.find_host_nodes(hosts, size)
     runs = [find_shared_sums(nodes, len(hosts), turned) for turned in range(TREE_RUNS)]
     made = Counter(rank for each in runs[0] for rank in each.hosts)
     found: set[int] = set()
@@ -183,7 +180,7 @@ class _Trace:
     def _differs_below(self, shared: SharedSum, piece: int) -> bool:
         """Return whether the runs differ in the same part of a child's sum."""
         return any(
-            _overlaps(piece, len(shared.hosts), other, self._counts[child])
+            have_common_elements((piece, len(shared.hosts)), (other, self._counts[child]))
             for child in (shared.left, shared.right)
             for other in self._unlike.get(child, ())
         )
@@ -196,7 +193,7 @@ class _Trace:
             parts = (
                 self._verdict(rank, run)
                 for i, rank in enumerate(root)
-                if _overlaps(piece, self._counts[node], i, len(root))
+                if have_common_elements((piece, self._counts[node]), (i, len(root)))
             )
             if not all(parts):
                 wrong.append(maker)
@@ -212,8 +209,3 @@ class _Trace:
 
     def _verdict(self, rank: int, word: int) -> int:
         return self._rows[rank][word - VERDICT_WORDS]
-
-
-def _overlaps(piece: int, count: int, other: int, others: int) -> bool:
-    """Return whether one of `count` equal pieces overlaps one of `others` equal pieces."""
-    return piece * others < (other + 1) * count and other * count < (piece + 1) * others

@@ -36,9 +36,9 @@ DONORS_MAX = 16  # those that send to one joiner
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """Describes a range of one tensor's bytes, sent by one donor."""
+    """Describes a range of one tensor's bytes; `share`: the number of the share that it is in."""
 
-    donor: int
+    share: int
     tensor: int
     start: int
     stop: int
@@ -105,8 +105,8 @@ class StateSync:
             for message in (size, body):
                 self._hand_on([rank, *joiners], message)
         stripes = pair_stripes(donors, joiners)
-        for part in parts_of([t.nbytes for t in tensors], range(len(stripes))):
-            donor, joiner = stripes[part.donor]
+        for part in parts_of([t.nbytes for t in tensors], len(stripes)):
+            donor, joiner = stripes[part.share]
             if donor == rank:
                 data = as_bytes(tensors[part.tensor])[part.start : part.stop]
                 sends = [(joiner, data), (joiner, digest_of(data))]
@@ -121,8 +121,8 @@ class StateSync:
         tensors = [state.allocate(meta) for meta in state.metas(skeleton)]
         stripes = pair_stripes(donors, joiners)
         arriving = [
-            Arriving.into(tensors, part, *stripes[part.donor])
-            for part in parts_of([t.nbytes for t in tensors], range(len(stripes)))
+            Arriving.into(tensors, part, *stripes[part.share])
+            for part in parts_of([t.nbytes for t in tensors], len(stripes))
         ]
         me = self._layout.rank
         mine = [each for each in arriving if each.joiner == me]
@@ -173,7 +173,7 @@ class Arriving:
         """Compare the bytes with their digest. Aborted."""
         data, digest = self.tensors
         if not torch.equal(digest_of(data), digest):
-            raise Aborted(f"the state part {self.part} arrived damaged")
+            raise Aborted(f"the state part {self.part} from rank {self.donor} arrived damaged")
 
 
 def pair_stripes(donors: Sequence[int], joiners: Sequence[int]) -> list[tuple[int, int]]:
@@ -182,16 +182,16 @@ def pair_stripes(donors: Sequence[int], joiners: Sequence[int]) -> list[tuple[in
     return [(donors[i % len(donors)], joiners[i // each]) for i in range(each * len(joiners))]
 
 
-def parts_of(sizes: Sequence[int], donors: Sequence[int]) -> list[StatePart]:
-    """Cut all tensors' bytes into one contiguous share for each donor, in parts of bounded size."""
+def parts_of(sizes: Sequence[int], shares: int) -> list[StatePart]:
+    """Cut all tensors' bytes into contiguous shares of one size, in parts of bounded size."""
     parts: list[StatePart] = []
-    for number, donor in enumerate(donors):
-        begin, end = part_of(sum(sizes), number, len(donors))
+    for share in range(shares):
+        begin, end = part_of(sum(sizes), share, shares)
         at = 0
         for index, size in enumerate(sizes):
             first, last = max(begin - at, 0), min(end - at, size)
             starts = range(first, last, PART_BYTES)
-            parts += [StatePart(donor, index, s, min(s + PART_BYTES, last)) for s in starts]
+            parts += [StatePart(share, index, s, min(s + PART_BYTES, last)) for s in starts]
             at += size
     return parts
 

@@ -92,12 +92,11 @@ class Layout:
             self._plans[turned] = found
         return found
 
-    def cut_plan(self, numel: int, turned: int = 0) -> CutPlan:
-        """Return a plan for buffers of `numel` elements."""
-        found = self._cut_plans.get((numel, turned))
+    def cut_plan(self, numel: int) -> CutPlan:
+        """Return the plan for buffers of `numel` elements."""
+        found = self._cut_plans.get(numel)
         if found is None:
-            found = CutPlan.of(self.turned_plan(turned), numel)
-            self._cut_plans[numel, turned] = found
+            found = self._cut_plans[numel] = CutPlan.of(self.plan, numel)
         return found
 
     @functools.cached_property
@@ -105,12 +104,12 @@ class Layout:
         return {}
 
     @functools.cached_property
-    def _cut_plans(self) -> dict[tuple[int, int], CutPlan]:
+    def _cut_plans(self) -> dict[int, CutPlan]:
         return {}
 
-    def piece(self, rank: int, numel: int, turned: int = 0) -> slice:
-        """Return which elements of a flat buffer `rank` sums; `turned`: those of a later rank."""
-        return piece_of((rank + turned) % self.size, self.size, numel)
+    def piece(self, rank: int, numel: int) -> slice:
+        """Return which elements of a flat buffer fall to `rank`."""
+        return piece_of(rank, self.size, numel)
 
 
 @functools.lru_cache(maxsize=8)  # asked for several times in every exchange

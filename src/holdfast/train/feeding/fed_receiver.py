@@ -52,7 +52,7 @@ class _Feed:
 
     def parts(self) -> list[StatePart]:
         sizes = [t.nbytes for t in self.tensors or ()]
-        return parts_of(sizes, list(range(self.size)))
+        return parts_of(sizes, self.size)
 
     def news(self) -> list[ev.WorkerEvent]:
         """Return an event for each complete part."""
@@ -216,8 +216,8 @@ class FedReceiver:
         while (head := feed_frames.read_head(channel)).kind != "end":
             if head.kind == "part":
                 part = parts[head.index]
-                if part.donor != rank:
-                    raise WireError(f"rank {rank} sends a part of rank {part.donor}")
+                if part.share != rank:
+                    raise WireError(f"rank {rank} sends a part of rank {part.share}")
                 place = bytes_of(tensors[part.tensor])[part.start : part.stop]
                 feed_frames.read_into(channel, place, head.buffers[0])
                 self._record_part(feed, rank, None)
@@ -230,7 +230,7 @@ class FedReceiver:
         _check_room(sum(tensor.nbytes for tensor in tensors))
         with self._lock:
             feed.step, feed.skeleton, feed.tensors = step, skeleton, tensors
-            feed.left = len(parts_of([t.nbytes for t in tensors], list(range(feed.size))))
+            feed.left = len(parts_of([t.nbytes for t in tensors], feed.size))
             self._lock.notify_all()
 
     def _buffers(self, channel: socket.socket, head: FeedHead) -> list[torch.Tensor]:

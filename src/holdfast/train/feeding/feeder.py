@@ -71,8 +71,8 @@ class Feeder:
         self.end(finish=False)
         self._rank, size = view.rank(me), len(view.members)
         skeleton, tensors = state.capture(self._protected)
-        parts = parts_of([t.nbytes for t in tensors], list(range(size)))
-        needed = sum(part.stop - part.start for part in parts if part.donor == self._rank)
+        parts = parts_of([t.nbytes for t in tensors], size)
+        needed = sum(part.stop - part.start for part in parts if part.share == self._rank)
         free = free_bytes()
         if needed > free * MARGIN:
             return f"a copy takes {needed >> 20} MiB of memory, and {free >> 20} MiB are free"

@@ -73,7 +73,7 @@ class StagedState:
         on_gpu, early, late = list[_Piece](), list[_Piece](), list[_Piece]()
         size = 0
         for number, part in enumerate(parts):
-            tensor, mine = tensors[part.tensor].detach(), part.donor == rank
+            tensor, mine = tensors[part.tensor].detach(), part.share == rank
             if mine or self._compares:
                 is_steady = tensor.untyped_storage().data_ptr() in steady
                 pieces = on_gpu if tensor.is_cuda else late if is_steady else early
@@ -120,7 +120,7 @@ class StagedState:
         """Return the number of each part of this rank, and where its bytes will be."""
         memory, at, found = bytes_of(self._arena), 0, list[tuple[int, memoryview]]()
         for number, part in enumerate(parts):
-            if part.donor == rank:
+            if part.share == rank:
                 stop = at + part.stop - part.start
                 found.append((number, memory[at:stop]))
                 at = stop

@@ -1,20 +1,19 @@
 """Sums one bucket exactly, among the members of one view.
 
 It is summed along the canonical tree (core/sum_plan.py), where each member exchanges with few
-others. If members dispute a sum, it is made flat: each member owns one piece, receives the partial
-sums of all members for it, and folds them.
+others.
 """
 
 from __future__ import annotations
 
 import cmath
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
-from holdfast.core import tree
 from holdfast.core.step.events import FINITE, NOBODYS, SOMEBODYS
-from holdfast.train.exchange.cut_plan import CutAddition, Side
+from holdfast.core.sum_plan import SumPlan
+from holdfast.train.exchange.cut_plan import CutAddition, CutPlan, Side
 from holdfast.train.exchange.layout import TAG_BUCKETS, TAG_OF_PLAN, Layout
 from holdfast.train.exchange.seam import Message, Pending, Transport, is_done
 from holdfast.train.exchange.tensor_bytes import as_bytes
@@ -27,19 +26,28 @@ from holdfast.train.step.row_table import Rows
 class BucketSum:
     """Sums one bucket over all virtual ranks along the tree, into its `result`.
 
-    `turned`: make the same sum again, in memory of its own, and by other members.
+    `plan`: make the same sum again, by this plan and in memory of its own.
     """
 
     def __init__(
-        self, bucket: Bucket, layout: Layout, waits: Waits | None = None, turned: int = 0
+        self,
+        bucket: Bucket,
+        layout: Layout,
+        waits: Waits | None = None,
+        plan: SumPlan | None = None,
     ) -> None:
         self.bucket = bucket
+        self.plan = layout.plan if plan is None else plan
         self._waits = waits
         self._tag = make_tag(bucket)
-        self._turned = turned
-        self._result = torch.empty_like(bucket.result.data) if turned else bucket.result.data
+        self._is_repeated = plan is not None
         self._layout = layout
-        self._plan = layout.cut_plan(self._result.numel(), turned)
+        self._result = bucket.result.data
+        if plan is None:
+            self._cut = layout.cut_plan(self._result.numel())
+        else:
+            self._result = torch.empty_like(self._result)
+            self._cut = CutPlan.of(plan, self._result.numel())
         self._own = {n: bucket.partials[n].data for n in layout.nodes[layout.rank]}
         # Partial sums that are here, each with its first element in the bucket.
         self._held = {node: (0, data) for node, data in self._own.items()}
@@ -50,12 +58,19 @@ class BucketSum:
         self._pending: Pending | None = None
         self._total: torch.Tensor | None = None
 
+    def repeat(self, plan: SumPlan) -> BucketSum:
+        """Return the same sum by another plan, whose result stays apart from the bucket."""
+        return BucketSum(self.bucket, self._layout, plan=plan)
+
     def begin(self, transport: Transport) -> None:
         """Begin the first exchange."""
-        size = self._plan.beside
-        self._beside = self._result.new_empty(size) if self._turned else self.bucket.scratch(size)
-        if self._plan.whole is not None:
-            self._result.copy_(self._own[self._plan.whole])
+        size = self._cut.beside
+        if self._is_repeated:
+            self._beside = self._result.new_empty(size)
+        else:
+            self._beside = self.bucket.scratch(size)
+        if self._cut.whole is not None:
+            self._result.copy_(self._own[self._cut.whole])
         self._exchange(transport)
 
     def is_ready(self) -> bool:
@@ -67,8 +82,8 @@ class BucketSum:
         if self._pending is not None:
             self._pending.wait(self._waits)
         self._pending = None
-        if self._turn < len(self._plan.up):
-            for each in self._plan.up[self._turn].additions:
+        if self._turn < len(self._cut.up):
+            for each in self._cut.up[self._turn].additions:
                 self._add(each)
         self._turn += 1
         return self._exchange(transport)
@@ -89,8 +104,7 @@ class BucketSum:
 
     def made_sums(self) -> list[torch.Tensor]:
         """Return this member's pieces of the sums at tree nodes, in the order of its plan."""
-        levels = self._layout.turned_plan(self._turned).up
-        nodes = [each.node for level in levels for each in level.additions]
+        nodes = [each.node for level in self.plan.up for each in level.additions]
         return [self._held[node][1] if node in self._held else self._result[:0] for node in nodes]
 
     def doubt(self) -> int:
@@ -112,7 +126,7 @@ class BucketSum:
 
     def _exchange(self, transport: Transport) -> bool:
         """Begin the exchange of this turn; return False if there is none."""
-        plan, turn = self._plan, self._turn
+        plan, turn = self._cut, self._turn
         sent_us = 0 if self._waits is None else self._waits.now_us()
         sends: list[Message] = []
         receives: list[Message] = []
@@ -174,32 +188,6 @@ class BucketSum:
         return room
 
 
-def sum_flat(bucket: Bucket, layout: Layout, transport: Transport, turned: int = 0) -> torch.Tensor:
-    """Sum a bucket with one member for each piece: it adds the partial sums of all. Aborted.
-
-    Each member exchanges with all, so this is only for sums that are disputed. `turned`: how many
-    ranks later a piece's member is.
-    """
-    tag = make_tag(bucket)
-    result = torch.empty_like(bucket.result.data)
-    pieces = [layout.piece(rank, result.numel(), turned) for rank in range(layout.size)]
-    piece = pieces[layout.rank]
-    own = {node: bucket.partials[node].data for node in layout.nodes[layout.rank]}
-    parts = {node: data[piece] for node, data in own.items()}
-    receives: list[Message] = []
-    for peer in layout.others:
-        for node in layout.nodes[peer]:
-            parts[node] = torch.empty_like(result[piece])
-            receives.append((peer, parts[node]))
-    sends = [(peer, data[pieces[peer]]) for peer in layout.others for data in own.values()]
-    transport.exchange(drop_empty(sends), drop_empty(receives), tag).wait()
-    result[piece] = tree.fold(parts, layout.vranks, torch.add)
-    sends = [(peer, result[piece]) for peer in layout.others]
-    receives = [(peer, result[pieces[peer]]) for peer in layout.others]
-    transport.exchange(drop_empty(sends), drop_empty(receives), tag + 1).wait()
-    return result
-
-
 def add_up(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of all elements, which is not finite if one of them is not."""
     wide = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else None
@@ -209,8 +197,3 @@ def add_up(values: torch.Tensor) -> torch.Tensor:
 def make_tag(bucket: Bucket) -> int:
     """Return the tag of a bucket's partial sums; the next tag is for finished sums."""
     return TAG_BUCKETS + 2 * bucket.index + TAG_OF_PLAN * bucket.plan
-
-
-def drop_empty(messages: Iterable[Message]) -> list[Message]:
-    """Return the messages that have an element."""
-    return [m for m in messages if m[1].numel() > 0]

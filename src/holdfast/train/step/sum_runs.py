@@ -10,13 +10,13 @@ import torch
 import xxhash
 
 from holdfast.core.errors import Aborted
-from holdfast.core.step.sum_trial import TREE_RUNS, SumQuestion, SumStage
+from holdfast.core.step.sum_trial import SumQuestion, SumStage
 from holdfast.core.sum_plan import WHOLE, Part, SumPlan, cut, cut_evenly
 from holdfast.train.exchange.cut_plan import PIECE_ALIGN
 from holdfast.train.exchange.layout import TAG_AUDIT, Layout, all_gather, gather_bytes
 from holdfast.train.exchange.seam import Transport
 from holdfast.train.exchange.tensor_bytes import as_bytes
-from holdfast.train.step.bucket_sums import BucketSum, sum_flat
+from holdfast.train.step.bucket_sums import BucketSum
 from holdfast.train.step.row_pieces import NodeRows, RowPiece
 from holdfast.train.step.row_sums import RowsSum
 from holdfast.train.step.row_table import Rows
@@ -66,7 +66,7 @@ class SumRuns(ABC, Generic[Run, Result]):
 
     def _compare(self, transport: Transport) -> list[int]:
         """Sum along the tree once more; return 63 bits of the results of both runs."""
-        self._again = again = self._make_again(transport)
+        self._again = again = self._repeat(transport, self._layout.turned_plan(1))
         return [digest_all(self._cut(self._result_of(run), WHOLE)) for run in (self._first, again)]
 
     def _sum_flat(self, transport: Transport, turned: int) -> list[int]:
@@ -76,9 +76,18 @@ class SumRuns(ABC, Generic[Run, Result]):
             runs = (self._first, self._again)
             self._results = [self._copy(self._result_of(run)) for run in runs]
             self._made = [digest_all(each) for run in runs for each in self._list_made(run)]
-        found = self._make_flat(transport, turned)
+        found = self._result_of(self._repeat(transport, self._layout.flat_plan(turned)))
         self._results.append(found)
         return [digest_all(each) for each in self._list_pieces(found)]
+
+    def _repeat(self, transport: Transport, plan: SumPlan) -> Run:
+        """Make the sum again, by another plan. Aborted."""
+        again = self._first.repeat(plan)
+        again.begin(transport)
+        while again.advance(transport):
+            pass
+        again.finish()
+        return again
 
     def _trace(self) -> list[int]:
         """Return what this member has made, and whether its parts and copies were right."""
@@ -86,11 +95,17 @@ class SumRuns(ABC, Generic[Run, Result]):
         right = self._result_of(self._first)
         parts: list[bool] = []
         copies: list[bool] = []
-        for turned, had in enumerate(self._results[:TREE_RUNS]):
-            own = self._layout.turned_plan(turned).own
+        runs = (self._first, self._again)
+        for run, had in zip(runs, self._results, strict=False):
+            own = run.plan.own
             parts.append(own is None or self._are_equal(had, right, own[1]))
             copies.append(self._are_equal(had, right, WHOLE))
         return [*self._made, *map(int, (*parts, *copies))]
+
+    def _list_parts(self) -> list[Part]:
+        """Return the parts of a flat sum, by rank."""
+        size = self._layout.size
+        return [cut_evenly(rank, size) for rank in range(size)]
 
     def _are_equal(self, one: Result, other: Result, part: Part) -> bool:
         pairs = zip(self._cut(one, part), self._cut(other, part), strict=True)
@@ -98,14 +113,6 @@ class SumRuns(ABC, Generic[Run, Result]):
 
     @abstractmethod
     def _name(self) -> str: ...
-
-    @abstractmethod
-    def _make_again(self, transport: Transport) -> Run:
-        """Sum once more along the tree, each part by another member. Aborted."""
-
-    @abstractmethod
-    def _make_flat(self, transport: Transport, turned: int) -> Result:
-        """Sum with one member for each piece. Aborted."""
 
     @abstractmethod
     def _result_of(self, run: Run) -> Result: ...
@@ -137,16 +144,6 @@ class BucketRuns(SumRuns[BucketSum, torch.Tensor]):
     def _name(self) -> str:
         return f"bucket {self._first.bucket.index}"
 
-    def _make_again(self, transport: Transport) -> BucketSum:
-        again = BucketSum(self._first.bucket, self._layout, turned=1)
-        again.begin(transport)
-        while again.advance(transport):
-            pass
-        return again
-
-    def _make_flat(self, transport: Transport, turned: int) -> torch.Tensor:
-        return sum_flat(self._first.bucket, self._layout, transport, turned)
-
     def _result_of(self, run: BucketSum) -> torch.Tensor:
         return run.result
 
@@ -157,16 +154,15 @@ class BucketRuns(SumRuns[BucketSum, torch.Tensor]):
         return [result[cut(part, result.numel(), PIECE_ALIGN)]]
 
     def _list_pieces(self, result: torch.Tensor) -> Sequence[Tensors]:
-        layout, numel = self._layout, result.numel()
-        return [[result[layout.piece(rank, numel)]] for rank in range(layout.size)]
+        return [self._cut(result, part) for part in self._list_parts()]
 
     def _list_made(self, run: BucketSum) -> Sequence[Tensors]:
         return [[each] for each in run.made_sums()]
 
     def _use(self, chosen: Sequence[torch.Tensor]) -> None:
         result = self._first.result
-        for rank, each in enumerate(chosen):
-            where = self._layout.piece(rank, result.numel())
+        for part, each in zip(self._list_parts(), chosen, strict=True):
+            where = cut(part, result.numel(), PIECE_ALIGN)
             result[where] = each[where]
 
 
@@ -175,20 +171,6 @@ class RowRuns(SumRuns[RowsSum, list[Rows]]):
 
     def _name(self) -> str:
         return "the rows"
-
-    def _make_again(self, transport: Transport) -> RowsSum:
-        return self._repeat(transport, self._layout.turned_plan(1))
-
-    def _make_flat(self, transport: Transport, turned: int) -> list[Rows]:
-        return self._repeat(transport, self._layout.flat_plan(turned)).results
-
-    def _repeat(self, transport: Transport, plan: SumPlan) -> RowsSum:
-        again = self._first.repeat(plan)
-        again.begin(transport)
-        while again.advance(transport):
-            pass
-        again.finish()
-        return again
 
     def _result_of(self, run: RowsSum) -> list[Rows]:
         return run.results
@@ -202,17 +184,15 @@ class RowRuns(SumRuns[RowsSum, list[Rows]]):
         return _tensors_of(result)
 
     def _list_pieces(self, result: list[Rows]) -> Sequence[Tensors]:
-        size, whole = self._layout.size, [RowPiece.of(rows) for rows in result]
-        parts = [cut_evenly(rank, size) for rank in range(size)]
-        return [_tensors_of(each.cut(part).rows for each in whole) for part in parts]
+        whole = [RowPiece.of(rows) for rows in result]
+        return [_tensors_of(e.cut(part).rows for e in whole) for part in self._list_parts()]
 
     def _list_made(self, run: RowsSum) -> Sequence[Tensors]:
         return [_tensors_of(piece.rows for piece in pieces) for pieces in run.made]
 
     def _use(self, chosen: Sequence[list[Rows]]) -> None:
         total = NodeRows()
-        for rank, result in enumerate(chosen):
-            part = cut_evenly(rank, self._layout.size)
+        for part, result in zip(self._list_parts(), chosen, strict=True):
             total.put(part, [RowPiece.of(rows).cut(part) for rows in result])
         self._first.use(total.gather())
 
