@@ -223,7 +223,7 @@ def draw_loss(name: str, how: str, owners: Sequence[WorkerId]) -> str:
 
 
 def draw_published() -> Iterator[str]:
-    """Draw the model beside each published figure."""
+    """Draw a table of the model and published figures."""
     yield "| what | GPUs | algorithm | published | model | model / published | source, date |"
     yield "|---|---|---|---|---|---|---|"
     for each in figures.PUBLISHED:
@@ -243,7 +243,7 @@ def draw_published() -> Iterator[str]:
 
 
 def draw_measured() -> Iterator[str]:
-    """Draw the model beside the figures of this project."""
+    """Draw a table of the model and our own measurements."""
     fixed, doubling = figures.fit_step_cpu()
     yield "| what | measured | model | model / measured |"
     yield "|---|---|---|---|"

@@ -60,7 +60,7 @@ def connect(layouts: Sequence[Layout], *, all_open: bool = False) -> list[OpenCo
 def complete_all(
     operations: Sequence[Sequence[Operation]], transports: Sequence[OpenConnections]
 ) -> None:
-    """Have each member complete its operations, one beside the other, as an engine does."""
+    """Complete the operations of all members at the same time, as engines do."""
 
     def complete(mine: Sequence[Operation], transport: OpenConnections) -> None:
         try:

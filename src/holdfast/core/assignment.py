@@ -24,7 +24,7 @@ from holdfast.core.errors import require
 from holdfast.core.types import WorkerId
 
 Paths = Mapping[WorkerId, Path]
-ONE_MACHINE: Paths = MappingProxyType({})  # no worker is nearer to another than a third one
+ONE_MACHINE: Paths = MappingProxyType({})  # all workers are equally near to each other
 _DIGITS = re.compile(r"(\d+)")
 
 
@@ -52,8 +52,8 @@ def assign_at_boundary(
     the highest possible power of two, so that blocks are whole subtrees of the canonical tree.
 
     Domains and machines keep the order of their present blocks, and a machine's workers keep most
-    of theirs. A new machine takes the first gap of at least half its size, such as the block of a
-    lost machine, and else the last place. Without blocks the order is by name. So a machine that
+    of theirs. A new machine takes the first gap of at least half its size (a lost machine leaves
+    one), and else the last place. Without blocks the order is by name. So a machine that
     replaces another one takes its virtual ranks, and no others move. If the number of machines
     changes, up to half of the virtual ranks change hosts, or more if a worker has less than two.
     """
@@ -118,7 +118,7 @@ class _Layout:
             yield host[p] if p in host else next(free), len(part)
 
     def _order(self, groups: Sequence[list[WorkerId]], block: range) -> Iterator[list[WorkerId]]:
-        """Yield groups by where their virtual ranks are; those that have none fill the gaps."""
+        """Yield groups in the order of their virtual ranks; new groups fill the gaps."""
         middles = [self._find_middle(group) for group in groups]
         new = [group for group, middle in zip(groups, middles, strict=True) if middle < 0]
         known = sorted((middle, i) for i, middle in enumerate(middles) if middle >= 0)
@@ -137,7 +137,7 @@ class _Layout:
         yield from new
 
     def _find_middle(self, group: Sequence[WorkerId]) -> int:
-        """Return the median of the virtual ranks that workers host now; -1 if they host none."""
+        """Return the median of the virtual ranks that workers host now, or -1."""
         every = sorted(vrank for worker in group for vrank in self._hosted.get(worker, ()))
         return every[(len(every) - 1) // 2] if every else -1
 
@@ -172,7 +172,7 @@ def _natural_key(name: Path) -> tuple[list[str | int], Path]:
 
 
 class Takers:
-    """Finds the worker that is to take a task: the nearest, and of these the one of least cost."""
+    """Finds the nearest worker for a task; among equally near workers the cost decides."""
 
     def __init__(self, costs: Mapping[WorkerId, int], paths: Paths) -> None:
         self._costs = dict(costs)
@@ -253,7 +253,7 @@ def _find_level(loads: Sequence[int], more: int) -> tuple[int, int]:
 
 
 def _find_next(owners: Sequence[WorkerId], present: Container[WorkerId]) -> dict[int, int]:
-    """Return for each lost virtual rank the next one that is not lost, if there is one."""
+    """Map each lost virtual rank to the next virtual rank that a present worker hosts."""
     found: dict[int, int] = {}
     last = -1
     for vrank in reversed(range(len(owners))):

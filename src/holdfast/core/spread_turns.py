@@ -1,7 +1,7 @@
 """Plans how records spread among all members of a view, in about log2 N turns. Pure.
 
-In each turn a member sends its records to a second member and receives as many from a third one,
-so the number of its records doubles. They are in the order of the ranks, from its own rank on.
+In each turn a member sends all its records to one member and receives the same number from another
+one, so the number of its records doubles. They are in the order of the ranks, from its own rank on.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def plan_turns(rank: int, size: int) -> tuple[Turn, ...]:
 def find_branches(rank: int, root: int, size: int) -> tuple[int | None, tuple[int, ...]]:
     """Return the rank that a member gets from, and the ranks that it gives to.
 
-    Something spreads from the member `root` to all, along a binomial tree. The root gets it from
-    none.
+    A message spreads from the member `root` to all along a binomial tree. The first is None for
+    the root.
     """
     place = (rank - root) % size
     below = 1 << place.bit_length()

@@ -86,7 +86,7 @@ class SharedSum:
 class _Hosts:
     """Orders the hosts of all tree nodes; a node's pieces belong to its hosts in this order.
 
-    `turned`: each piece of a node with several hosts belongs to a host that many places later.
+    `turned`: if a node has several hosts, each piece moves on by this number of hosts.
     """
 
     def __init__(self, nodes: Sequence[Sequence[Node]], vranks: int, turned: int = 0) -> None:
@@ -100,7 +100,7 @@ class _Hosts:
             self._order[node] = [hosts[(i + turned) % count] for i in range(count)]
             self._index[node] = {rank: i for i, rank in enumerate(self._order[node])}
         found = [SharedSum(*each, tuple(self._order[each[0]])) for each in joined]
-        # The nodes with several hosts, narrow ones first; and those of each host.
+        # The nodes with several hosts, narrow nodes first. `shared_by` has the same nodes by host.
         self.shared = sorted(found, key=lambda each: each.node[1])
         self.shared_by: dict[int, list[SharedSum]] = {rank: [] for rank in range(len(nodes))}
         for each in self.shared:
@@ -154,7 +154,7 @@ class _Hosts:
 class SumPlans:
     """Plans the parts of all workers. `nodes`: the maximal nodes that each worker hosts.
 
-    `turned`: plan it so that other workers compute each sum: those that many places later.
+    `turned`: each piece is computed by another host of its node, this number of places later.
     """
 
     def __init__(self, nodes: Sequence[Sequence[Node]], vranks: int, turned: int = 0) -> None:
@@ -205,7 +205,7 @@ def plan_flat_sum(
 ) -> SumPlan:
     """Plan a sum where each worker computes one piece from the partial sums of all workers.
 
-    Each worker exchanges with all. `turned`: how many ranks later each worker's piece is.
+    Each worker exchanges with all. `turned`: each worker's piece is this number of ranks later.
     """
     hosts, size = _Hosts(nodes, vranks), len(nodes)
     if not hosts.shared:  # one worker has all partial sums

@@ -245,7 +245,7 @@ class Member:
     agent: AgentId
     shards: int = 1  # processes that it consists of
     further: tuple[AgentId, ...] = ()  # nodes besides `agent`, if it is spread over several
-    domains: Domains = ()  # failure domains of `agent`, as far as they were known
+    domains: Domains = ()  # known failure domains of `agent`
 
     @property
     def nodes(self) -> tuple[AgentId, ...]:

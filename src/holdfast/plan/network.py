@@ -362,7 +362,7 @@ def _latency(network: GpuNetwork, span: Span) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclProtocol:
-    """Describes one of NCCL's protocols for one of its algorithms, as NCCL's own tuner does.
+    """Has the constants of NCCL's tuner for one protocol and one algorithm.
 
     Latencies of a hop are fractions of a link's latency, which the protocol Simple has in a ring.
     """

@@ -22,8 +22,8 @@ from holdfast.sim.seams import Actor
 from holdfast.sim.turns import Turns, TurnWorld, handle_turn
 
 T = TypeVar("T")
-CROWD = 64  # members up to which each one hears of every other one's end
-TELLERS = 3  # this many closing ends of a larger group reach its peers: enough for all
+CROWD = 64  # with more members, only the first TELLERS ends are sent to all
+TELLERS = 3  # ends of a larger group that are sent to its peers
 
 
 class SharedCounting(Counting):
@@ -264,7 +264,7 @@ class DataNetwork:
             process.feed(GroupBroken(group.view.number, "the group could not be built in time"))
 
     def ask_awaited(self, asker: Actor, group: Group, rank: int, step: int) -> int:
-        """Return the rank for which a member waits in a step; its own one if it does not answer."""
+        """Return the rank for which a member waits; its own rank if it does not answer."""
         peer = self._world.processes.get(group.keys[rank])
         if peer is None or not (peer.alive and peer.is_running and peer.open_group(group.number)):
             return rank

@@ -234,7 +234,7 @@ def _with_feeds(options: Options, rng: Random) -> Options:
 
 
 def _with_forgetful_scripts(options: Options, rng: Random) -> Options:
-    """Let some scripts keep what joiners lack, where no machine is at fault for the same."""
+    """Let some scripts keep state that joiners lack, unless machines may be wrong, too."""
     wrong = (*WRONG_KINDS, "poison", "sum_wrongly")
     if options.backup.workers or set(wrong) & set(options.faults) or rng.random() < 0.8:
         return options

@@ -29,7 +29,7 @@ def check_record_range(member: Key, wanted: int, first: int) -> None:
 def check_records(
     member: Key, what: What, keys: Sequence[Key], held: int, records: Mapping[Key, Any]
 ) -> None:
-    """Check that a member that ends a gather has the records of all, and that each gave one."""
+    """Check that a member ends a gather with one record of each member."""
     if held != len(keys) or len(records) != held:
         raise Violation(
             f"worker {member} ends gather {what} with {held} records of {len(keys)} members, of "
@@ -38,6 +38,6 @@ def check_records(
 
 
 def check_total(member: Key, step: int, total: int, right: int) -> None:
-    """Check a member's sum by the fold of what all members have put into it."""
+    """Compare a member's sum with the fold of all members' contributions."""
     if total != right:
         raise Violation(f"worker {member} has summed step {step} otherwise than the tree does")

@@ -249,13 +249,13 @@ class Exchanges:
         return SOMEBODYS + rank if rank in dict(sums.poisoned) else NOBODYS
 
     def _finish_check(self, rows: Sequence[Row], group: Group) -> None:
-        """Report what all members have answered, by rank."""
+        """Report the answers of all members, by rank."""
         check, self._check = self._check, None
         if check is not None:
             self._process.feed(ev.SumChecked(group.view.number, check.bucket, tuple(rows)))
 
     def awaited_rank(self, step: int) -> int:
-        """Return the rank for which this member waits in a step; its own one while it computes."""
+        """Return the rank for which this member waits; its own rank while it computes."""
         rows = self._rows
         if step < self._rows_step or (rows is None and step == self._rows_step):
             return NONE_AWAITED
@@ -264,7 +264,7 @@ class Exchanges:
         return rows.awaited_rank
 
     def _look_who_is_late(self, group: Group, step: int) -> None:
-        """Ask the member that this one awaits, and so on; report the last one in the chain."""
+        """Ask along the chain of awaited members, and report the last one."""
         process, world = self._process, self._world
         rank, asked, delay_s = self.awaited_rank(step), 0, 0.0
         awaited = rank

@@ -29,7 +29,7 @@ def check_neighbours(view: View) -> None:
 
 
 def find_scattered(paths: Sequence[Path], depth: int) -> Path | None:
-    """Return a machine or domain that hosts several blocks, if there is one.
+    """Find a machine or domain that hosts several blocks.
 
     `paths`: where the host of each virtual rank is. `depth`: how many names of a path count.
     """

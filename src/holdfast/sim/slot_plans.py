@@ -66,7 +66,7 @@ def read(values: Sequence[int], slots: Slots) -> int:
 
 
 def sum_nodes(tokens: Mapping[int, int], vranks: int) -> dict[Node, int]:
-    """Sum a member's own tokens, by virtual rank, as far as the tree allows."""
+    """Sum a member's own tokens up to its widest tree nodes. `tokens`: by virtual rank."""
     sums: dict[Node, int] = {}
     for vrank, token in tokens.items():
         tree.merge(sums, (vrank, 1), token, vranks, add)
@@ -151,7 +151,7 @@ class _Numbering:
     def _pack(
         self, messages: Sequence[Message], held: Callable[[Message], _Held] | None
     ) -> tuple[PieceMessage, ...]:
-        """Put the pieces for each member into one message; `held`: where the sender has one."""
+        """Join the pieces for each member to one message. `held`: the slot of each piece."""
         packed: dict[int, list[Message]] = {}
         before = self._received if held is None else self._sent
         for each in messages:

@@ -1,4 +1,4 @@
-"""Answers questions about a simulated sum, of which some members have made their parts wrongly.
+"""Answers questions about a simulated sum to which some members add wrong parts.
 
 These members are wrong in the first run along the tree, at each tree node whose sum they help to
 make; later runs are right. Numbers stand for digests.
@@ -80,5 +80,5 @@ def answer(
 
 @functools.lru_cache(maxsize=64)
 def makers_of(hosts: tuple[int, ...], size: int) -> SumMakers:
-    """Return who makes which sums, which is asked for by each member in each step."""
+    """Return the makers of all sums. Kept, since all members need the same."""
     return SumMakers(hosts, size)

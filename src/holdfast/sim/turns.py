@@ -215,7 +215,7 @@ class Turns:
         self._hostings: dict[tuple[int, int], Hosting] = {}  # by view and step
 
     def gather(self, process: Actor, group: Group, what: What, record: object) -> TurnedGather:
-        """Spread a record to all members; each one's `receive` takes it when it has all."""
+        """Spread a record to all members. `receive` of a member gets all records at once."""
         name = (int(group.number), what)
         records = self._records.setdefault(name, {})
         records[process.key] = record
@@ -256,7 +256,7 @@ class Turns:
         return found
 
     def send(self, process: Actor, group: Group, key: Key, name: TurnOf, body: object) -> None:
-        """Send the message of one turn to one member; some come twice, the second time late."""
+        """Send the message of a turn to one member. Some messages are repeated later."""
         self._send(process, group, key, name, body)
         world = self._world
         repeats = world.options.repeats
@@ -268,7 +268,7 @@ class Turns:
                 world.call_later(later_s, receiver.deliver, handle_turn, arguments)
 
     def strike(self, process: Actor, group: Group, place: str, peer: int | None) -> None:
-        """Let a fault strike between two turns, if one does."""
+        """Give faults a chance to strike between two turns."""
         world = self._world
         other = world.processes.get(group.keys[peer]) if peer is not None else None
         world.faults.strikes_exchange(process, place, other)

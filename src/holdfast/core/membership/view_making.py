@@ -166,7 +166,7 @@ def find_worker_paths(workers: Iterable[WorkerId], roster: Roster, old: View | N
 
 
 def _find_domains(worker: WorkerId, roster: Roster, old: View | None) -> Domains:
-    """Return the failure domains of a worker's node; those in the present view if it is unheard."""
+    """Return the failure domains that a node has reported, or else those of the present view."""
     node = roster.nodes.get(roster.slots[worker].agent)
     if node is not None:
         return node.report.domains

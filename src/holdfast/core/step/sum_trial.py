@@ -1,4 +1,4 @@
-"""Finds out whether a bucket's sum is right, which one is, and who was wrong. Pure.
+"""Finds the right sum of a bucket, and the members that made a wrong one. Pure.
 
 A bucket is summed along the canonical tree, and then once more, each piece of each tree node by
 another member: the members compare their results. Only if these differ the bucket is summed flat:
@@ -186,7 +186,7 @@ class _Trace:
         )
 
     def _blame(self, node: tree.Node, piece: int, makers: Sequence[int]) -> set[int]:
-        """Return the maker of a piece in the run that ended wrongly there, if only one did."""
+        """Return the maker of a piece in the wrong run; nothing if both runs are wrong."""
         wrong = []
         for run, maker in enumerate(makers):
             root = self._runs[run][-1].hosts

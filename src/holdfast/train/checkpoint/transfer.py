@@ -31,12 +31,12 @@ from holdfast.train.exchange.tensor_bytes import as_bytes
 
 PART_BYTES = 32 << 20
 DIGEST_WORDS = 2
-DONORS_MAX = 16  # those that send to one joiner
+DONORS_MAX = 16  # for each joiner
 
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """Describes a range of one tensor's bytes; `share`: the number of the share that it is in."""
+    """Describes a range of one tensor's bytes, within the share of the number `share`."""
 
     share: int
     tensor: int
@@ -152,7 +152,7 @@ class StateSync:
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """Is a part of the state that one joiner receives from one donor, and gives to the others."""
+    """Is a part of the state that goes from one donor to one joiner, and on to all joiners."""
 
     part: StatePart
     donor: int

@@ -81,11 +81,11 @@ class Layout:
         return self.turned_plan(0)
 
     def flat_plan(self, turned: int) -> SumPlan:
-        """Return the plan of a sum of which each member makes one piece, that many ranks later."""
+        """Return the plan of a flat sum: each member makes one piece, `turned` ranks later."""
         return plan_flat_sum(self.nodes, self.vranks, self.rank, turned)
 
     def turned_plan(self, turned: int) -> SumPlan:
-        """Return the plan by which each sum is made by a member that many places later."""
+        """Return the plan of a repeated sum, whose pieces are `turned` places later."""
         found = self._plans.get(turned)
         if found is None:
             found = plan_sum(self.nodes, self.vranks, self.rank, turned)

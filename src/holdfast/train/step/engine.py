@@ -87,7 +87,7 @@ class Engine(threading.Thread):
         self._rows: TableGather | None = None  # the table of the step that is being summed
         self._rows_step = -1  # the newest step whose table was begun
         self._search: LateSearch | None = None
-        # Those of the present step; the last one is that of rows, if there are any.
+        # The sums of the present step: buckets first, and then rows.
         self._sums: list[BucketSum | RowsSum] = []
         self._runs: BucketRuns | RowRuns | None = None  # the runs of the sum that is checked
         self._in: TimedConnections | None = None

@@ -203,7 +203,7 @@ class TableGather:
 class BuffersSpread:
     """Spreads the buffers that virtual rank 0 left, from its host to all: first their size.
 
-    A member hands them on to log2 N others at most.
+    A member sends them to at most log2 N members.
 
     If rank 0's do not count, the first virtual rank that a rank in `counted` hosts takes its place.
     """

@@ -29,7 +29,7 @@ class RowsSum:
     Among N members that each host one block of virtual ranks, a member exchanges with about log2 N
     others. It sends each of them, on the way up and on the way down, one message of numbers and one
     for each type of number in the rows: 6 log2 N messages for tables of one type. On the way up it
-    sends at each level at most half as many rows as a member has used, and on the way down
+    sends at each level at most half of the rows that a member has used, and on the way down
     S (1 - 1/N) bytes, if the sum has S bytes.
 
     `own`: this member's partial sums, by table.
