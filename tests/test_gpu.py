@@ -33,7 +33,7 @@ from holdfast.testing.transports import (
 )
 from holdfast.train.checkpoint.staging import Copier
 from holdfast.train.exchange import nccl
-from holdfast.train.exchange.nccl import NO_NCCL, GpuTransport, gpu_id_of
+from holdfast.train.exchange.nccl import NO_NCCL, GpuTransport, UniqueIdStore, gpu_id_of
 from holdfast.train.exchange.seam import Transport
 from holdfast.train.exchange.staged import Copy, DeviceCopies, HostRooms, Moment, StagedTransport
 from holdfast.train.exchange.tcp_transport import TcpListener, TcpTransport
@@ -42,6 +42,8 @@ from holdfast.train.job import Job
 from holdfast.train.protection.device_image import DeviceImage
 from holdfast.train.protection.tensor_coding import TensorCode
 from labs.local_nodes import LocalNodes, names
+from mailboxes import together
+from peer_kit import OpenConnections, lay_out
 from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker
 
@@ -184,6 +186,39 @@ def test_members_use_nccl_only_if_each_has_a_gpu_of_its_own(
     complaints = run_contract_in_threads(case, network.transport, size=3, device="cuda")
     assert complaints == []
     assert chosen == [Connected if by_nccl else StagedTransport] * 3
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 13])
+def test_members_on_gpus_open_by_messages_between_those_that_are_connected(
+    size: int, fake_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "NcclTransport", Connected)
+    network, addresses, rooms = (
+        MemoryNetwork(),
+        dict[str, bytes](),
+        HostRooms(DeviceCopies(fake_gpu)),
+    )
+    layouts = lay_out([v % size for v in range(2 * size)], size)
+    hosts = [OpenConnections(network, layout.rank, layout.peers) for layout in layouts]
+    unique_ids: dict[int, bytes] = {}
+
+    def open_one(rank: int) -> None:
+        transport = GpuTransport(hosts[rank], fake_gpu, rooms, b"%016d" % rank)
+        rendezvous = SharedRendezvous(addresses, "gpus", rank, threading.Event())
+        store = UniqueIdStore(rank, size, hosts[rank])
+        try:
+            transport.open(rank, size, rendezvous, layouts[rank].peers)
+            assert isinstance(transport._over, Connected)
+            if not rank:
+                store.set("id", b"of the communicator")
+            unique_ids[rank] = store.get("id")
+        except BaseException:
+            transport.abort()  # the other members need not wait
+            raise
+
+    assert together(*[lambda r=r: open_one(r) for r in range(size)]) == []
+    assert unique_ids == dict.fromkeys(range(size), b"of the communicator")
+    assert max(len(host.sent) for host in hosts) <= 3 * (size - 1).bit_length()
 
 
 @pytest.mark.slow

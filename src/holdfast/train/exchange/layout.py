@@ -123,17 +123,25 @@ def piece_of(rank: int, size: int, numel: int) -> slice:
 
 
 def all_gather(transport: Transport, layout: Layout, mine: torch.Tensor, tag: int) -> torch.Tensor:
+    """Return every member's small record, by rank: [size, *mine.shape]. Blocks; raises Aborted."""
+    return gather_records(transport, layout.rank, layout.turns, mine, tag)
+
+
+def gather_records(
+    transport: Transport, rank: int, turns: Sequence[Turn], mine: torch.Tensor, tag: int
+) -> torch.Tensor:
     """Return every member's small record, by rank: [size, *mine.shape]. Blocks; raises Aborted.
 
     In each of log2 N turns a member sends all records that it has to one other member, which
     doubles the number of records that it has.
     """
-    rows = torch.empty((layout.size, *mine.shape), dtype=mine.dtype)
+    size = turns[-1].distance + turns[-1].records if turns else 1
+    rows = torch.empty((size, *mine.shape), dtype=mine.dtype)
     rows[0] = mine  # row i belongs to the i-th rank after this one
-    for distance, count, give_to, get_from in layout.turns:
+    for distance, count, give_to, get_from in turns:
         come = rows[distance : distance + count]
         transport.exchange([(give_to, rows[:count])], [(get_from, come)], tag).wait()
-    return rows.roll(layout.rank, 0)
+    return rows.roll(rank, 0)
 
 
 def gather_bytes(transport: Transport, layout: Layout, mine: bytes) -> list[bytes]:

@@ -21,43 +21,52 @@ import torch
 import torch.distributed as dist
 
 from holdfast.core.errors import Aborted, first_line
+from holdfast.core.spread_turns import find_branches, plan_turns
+from holdfast.train.exchange.layout import gather_records
 from holdfast.train.exchange.seam import Message, Pending, Rendezvous, Transport
 from holdfast.train.exchange.staged import HostRooms, StagedTransport
 from holdfast.train.exchange.waits import Waits
 
-TAG_UNIQUE_ID, TAG_GPU = 8, 10
+TAG_UNIQUE_ID, TAG_GPU = 9, 10
 GPU_ID_BYTES = 16
 NO_NCCL = bytes(GPU_ID_BYTES)
 POLL_S = 0.0005
 UNIQUE_ID_BYTES_MAX = 4096
 
 
-class _UniqueIdStore(dist.Store):
-    """Gives NCCL the store that it expects: rank 0 sets the communicator's id, others get it."""
+class UniqueIdStore(dist.Store):
+    """Gives NCCL the store that it expects: rank 0 sets the communicator's id, all others get it.
+
+    It spreads along a binomial tree, through connections that a view has from its beginning.
+    """
 
     def __init__(self, rank: int, size: int, host: Transport) -> None:
         super().__init__()
-        self._rank = rank
-        self._peers = [r for r in range(size) if r != rank]
+        self._giver, self._takers = find_branches(rank, 0, size)
         self._host = host
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # NCCL sets bytes
         self._values[key] = bytes(value)
-        if self._rank == 0:
+        if self._giver is None:
             body = torch.zeros(UNIQUE_ID_BYTES_MAX, dtype=torch.uint8)
             body[: len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
-            size = torch.tensor([len(value)])
-            sends = [m for p in self._peers for m in ((p, size), (p, body))]
-            self._host.exchange(sends, [], TAG_UNIQUE_ID).wait()
+            self._give(torch.tensor([len(value)]), body)
 
     def get(self, key: str) -> bytes:
-        if key not in self._values and self._rank != 0:
+        if key not in self._values and self._giver is not None:
             size = torch.zeros(1, dtype=torch.int64)
             body = torch.zeros(UNIQUE_ID_BYTES_MAX, dtype=torch.uint8)
-            self._host.exchange([], [(0, size), (0, body)], TAG_UNIQUE_ID).wait()
+            receives = [(self._giver, size), (self._giver, body)]
+            self._host.exchange([], receives, TAG_UNIQUE_ID).wait()
+            self._give(size, body)
             self._values[key] = body[: int(size[0])].numpy().tobytes()
         return self._values[key]
+
+    def _give(self, size: torch.Tensor, body: torch.Tensor) -> None:
+        sends = [message for taker in self._takers for message in ((taker, size), (taker, body))]
+        if sends:
+            self._host.exchange(sends, [], TAG_UNIQUE_ID).wait()
 
     def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
         for key in keys:
@@ -112,7 +121,7 @@ class NcclTransport:
 
     def connect(self, rank: int, size: int) -> None:
         """Connect by NCCL, once the host's transport is open."""
-        store = _UniqueIdStore(rank, size, self._host)
+        store = UniqueIdStore(rank, size, self._host)
         with torch.cuda.device(self._cuda):
             self._stream = torch.cuda.Stream()
             self._group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
@@ -256,10 +265,8 @@ class GpuTransport:
     def _all_devices(self, rank: int, size: int) -> list[bytes]:
         """Return every member's GPU, by rank."""
         mine = torch.frombuffer(bytearray(self._gpu_id), dtype=torch.uint8)
-        theirs = {r: torch.zeros_like(mine) for r in range(size) if r != rank}
-        sends = [(peer, mine) for peer in theirs]
-        self._host.exchange(sends, list(theirs.items()), TAG_GPU).wait()
-        return [bytes(theirs.get(r, mine).tolist()) for r in range(size)]
+        found = gather_records(self._host, rank, plan_turns(rank, size), mine, TAG_GPU)
+        return [row.numpy().tobytes() for row in found]
 
 
 def can_use_nccl(gpu_ids: Sequence[bytes]) -> bool:
