@@ -361,6 +361,16 @@ def test_a_node_that_is_drained_makes_room_before_it_is_left() -> None:
     assert not cluster.roster.workers_of(N2), "two members are enough again"
 
 
+def test_a_drained_node_that_is_lost_makes_no_further_room() -> None:
+    cluster = Cluster(member(0), member(1))
+    cluster.hear("n2")
+    cluster.drain("n1")
+    view, late = view_of(0), 1.0 + LEASE.abandon_s + LEASE.margin_s
+    assert admitted(cluster, view) == ((), []), "it makes room as it is drained"
+    cluster.hear("n3")
+    assert admitted(cluster, view, 1, now=late) == ((AgentId("n3"),), []), "n0 and n2 take part"
+
+
 def test_a_limited_number_of_nodes_takes_part_and_a_lost_one_makes_room() -> None:
     cluster = Cluster(member(0), member(1))
     cluster.hear("n2")

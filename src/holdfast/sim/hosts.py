@@ -345,7 +345,7 @@ class AgentHost:
                 process = self.processes.get(worker)
                 if process is not None and process.key[1] == incarnation:
                     if isinstance(process, Process):
-                        world.truth.leaves.check_kill(process, reason)
+                        world.truth.leaves.check_kill(process, reason, world.now)
                     world.call_later(world.rng.uniform(0.0, 0.05), process.end, -9, reason)
             case ag.Pause(worker, incarnation):
                 process = self.processes.get(worker)

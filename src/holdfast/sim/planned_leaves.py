@@ -97,14 +97,14 @@ class PlannedLeaves:
                 f"recovered with them, and step {after} without"
             )
 
-    def check_kill(self, process: Actor, reason: str) -> None:
+    def check_kill(self, process: Actor, reason: str, now: float) -> None:
         """Check that a worker is ended for a reason that holds."""
         if reason.startswith("frozen") and not process.froze:
             raise Violation(f"worker {process.key} is ended as frozen: it never was")
         disk, truth = self._truth.disk, self._truth
         if disk is None or reason != REPLACED or disk.outcome is not None:
             return
-        self._check_last_holder(process, disk)
+        self._check_last_holder(process, disk, now)
         if process.worker not in truth.ordered:
             return  # another node has taken this one's place
         view = truth.views.get(truth.newest)
@@ -120,7 +120,7 @@ class PlannedLeaves:
         if ordered <= process.key[1] and disk.release_loop != RELEASE_ALL:
             raise Violation(f"worker {process.key} is ended for a directive that does not hold")
 
-    def _check_last_holder(self, process: Actor, disk: JobRecord) -> None:
+    def _check_last_holder(self, process: Actor, disk: JobRecord, now: float) -> None:
         """Check that the last sound holders of the state are not ended before it is kept."""
         view, holders = self._truth.views.get(self._truth.newest), self._holders()
         if view is None or process not in holders or disk.release_loop == RELEASE_ALL:
@@ -137,11 +137,16 @@ class PlannedLeaves:
         if not self._options.redundancy.data:
             unannounced = process.last_step_of != status.view
             unplanned = unannounced and (status.has_stopped or shares)
-            unplanned = unplanned or status.view in self._given_up
+            unplanned = unplanned or status.view in self._given_up or self._seems_to_hang(now)
             if not self._options.save_every or unplanned or done in self._truth.stored.failed:
                 return  # nothing keeps the state, its view was not ended by plan, or a save failed
         if kept < done and not self._is_in_doubt() and not self._truth.stored.rotten:
             raise Violation(f"worker {process.key} is ended by plan at step {done}: {kept} is kept")
+
+    def _seems_to_hang(self, now: float) -> bool:
+        """Return whether nothing has moved for so long that a save under way counts as failed."""
+        shortest_s = self._options.hang_s * (1 - 2 * self._options.drift)
+        return now >= self._truth.quiet_times.moved_at + shortest_s
 
     def _holders(self) -> list[Actor]:
         live = self._truth.live.values()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from holdfast.core.job_spec import CoordinatorPolicy
@@ -130,7 +130,7 @@ def admit(facts: Facts, policy: CoordinatorPolicy) -> tuple[tuple[AgentId, ...],
         if node.processes_for <= placed.get(name, 0) or name in facts.silent:
             continue
         if name not in placed and len(staying) >= nodes_max:
-            lost = _choose_lost(facts, placed)
+            lost = _choose_lost(facts, [n for n in placed if n in staying])
             if lost is None:
                 waiting.append(name)
                 continue
@@ -157,13 +157,13 @@ def _list_staying(facts: Facts, placed: Iterable[AgentId]) -> list[AgentId]:
     return [name for name in placed if not facts.roster.draining(name)]
 
 
-def _choose_lost(facts: Facts, placed: Mapping[AgentId, int]) -> AgentId | None:
-    """Choose a node with slots that is silent and none of whose members may still return."""
-    with_slots = [n for n in placed if n in facts.silent]
-    if not with_slots:
+def _choose_lost(facts: Facts, nodes: Iterable[AgentId]) -> AgentId | None:
+    """Choose one of these nodes that is silent and none of whose members may still return."""
+    silent = [n for n in nodes if n in facts.silent]
+    if not silent:
         return None
     acting = {m.agent for m in facts.members if not facts.is_abandoned(m)}
-    return next((n for n in with_slots if n not in acting), None)
+    return next((n for n in silent if n not in acting), None)
 
 
 def drain(facts: Facts) -> tuple[str, list[Change]]:
