@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import io
 import json
 import math
@@ -190,6 +191,13 @@ def find(prose: list[Prose]) -> list[Found]:
     return sorted(found, key=lambda f: f.line)
 
 
+@functools.cache  # two rules look at all files
+def examine(path: str, source: str) -> tuple[int, tuple[Found, ...]]:
+    """Return the number of words of a file's prose, and every phrase of the dialect in it."""
+    prose = pieces(path, source)
+    return words(prose), tuple(find(prose))
+
+
 def allowed(words_count: int) -> int:
     """Return how many phrases a file with this many words may have."""
     return math.ceil(words_count * PER_1000_WORDS / 1000)
@@ -209,8 +217,8 @@ def read_baseline() -> dict[str, int]:
 
 def judge(path: str, source: str, baseline: dict[str, int]) -> str | None:
     """Return why a file breaks the rule, or None."""
-    prose = pieces(path, source)
-    found, most = find(prose), allowed(words(prose))
+    words_count, found = examine(path, source)
+    most = allowed(words_count)
     old = baseline.get(key(path))
     if old is not None and len(found) < old:
         return f"has {len(found)} phrases, not {old}: run python tests/tidy_prose.py --lower"
@@ -238,10 +246,9 @@ def lower(baseline: dict[str, int]) -> dict[str, int]:
     """Return the baseline with the counts of today where these are less."""
     counts = {}
     for path, source in repository().items():
-        prose = pieces(path, source)
-        count = len(find(prose))
-        least = min(count, baseline.get(key(path), 0))
-        if least > allowed(words(prose)):
+        words_count, found = examine(path, source)
+        least = min(len(found), baseline.get(key(path), 0))
+        if least > allowed(words_count):
             counts[key(path)] = least
     return dict(sorted(counts.items()))
 
@@ -257,7 +264,7 @@ def main(argv: list[str]) -> int:
         return 0
     for path in options.files:
         source = Path(path).read_text(encoding="utf-8")
-        for f in find(pieces(path, source)):
+        for f in examine(path, source)[1]:
             print(f"{path}:{f.line}: {f.text}  ->  {f.better}")
     if not options.files:
         files = {path: pieces(path, source) for path, source in repository().items()}
