@@ -5,6 +5,7 @@
 #   make check test               what every change must pass
 #   make test-all                 the same, with the slow tests, for an hour
 #   make test-clusters            jobs on real cluster managers, where they are installed
+#   make kubernetes-lab           those on Kubernetes, after building its control plane
 #   make docs                     these documents as a site, in build/site
 #   make release                  the packages of a release, in dist, built and tried out
 #   make demo PYTHON=python3.12   with another interpreter
@@ -23,6 +24,8 @@ PYTEST_OPTIONS ?=
 SEED ?= 0
 MUTANTS ?=
 PEERS ?=
+LABS ?= $(HOME)/.cache/holdfast-labs
+export KUBEBUILDER_ASSETS ?= $(wildcard $(LABS)/kubernetes)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,7 +37,7 @@ PEERS_PIP := $(PEERS_ENV)/bin/python -m pip --disable-pip-version-check install 
   -c benchmarks/peers_constraints.txt
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: help demo check lint types rules test test-all coverage test-clusters fuzz sim mutants bench bench-peers docs release clean
+.PHONY: help demo check lint types rules test test-all coverage test-clusters kubernetes-lab fuzz sim mutants bench bench-peers docs release clean
 .DELETE_ON_ERROR:
 
 help:
@@ -73,10 +76,16 @@ coverage: $(VENV)/.installed-coverage
 	$(BIN)/coverage html -q -d build/coverage/html
 	$(BIN)/coverage report --skip-covered --sort=miss | tail -n 40
 
-# Those that are not installed are skipped, with the package that brings them; docs/kubernetes.md
-# says where KUBEBUILDER_ASSETS comes from. One process: each test is a cluster.
+# Managers that are not installed are skipped, with the package that brings them. One process: each
+# test is a cluster.
 test-clusters: $(STAMP)
 	$(PYTEST) -m clusters -rs $(PYTEST_OPTIONS)
+
+# Real servers on this machine. They are built once, from their public packages, and kept in LABS,
+# where test-clusters finds them, too.
+kubernetes-lab: $(STAMP)
+	tests/labs/build_control_plane.sh $(LABS)/kubernetes
+	KUBEBUILDER_ASSETS=$(LABS)/kubernetes $(PYTEST) -m clusters -rs -k kubernetes $(PYTEST_OPTIONS)
 
 # The same as the slow tests of tests/test_fuzz.py; COUNT=N inputs for each of the two fuzzers.
 fuzz: $(STAMP)

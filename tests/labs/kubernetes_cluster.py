@@ -22,7 +22,6 @@ import httpx2
 import yaml
 from lightkube import ApiError, AsyncClient, Client, KubeConfig
 from lightkube.codecs import from_dict
-from lightkube.generic_resource import create_namespaced_resource
 from lightkube.resources.core_v1 import Node, Pod
 from lightkube.types import PatchType
 
@@ -38,12 +37,6 @@ NAMESPACE = "default"
 UP_S = 60.0
 AWAY_S = 1  # a node that is unreachable for this long loses its pods
 PREFIX = "hf-fake-"
-
-
-OLD_BUDGET = "policy/v1beta1"  # the version for servers before 1.21
-create_namespaced_resource(
-    "policy", "v1beta1", "PodDisruptionBudget", "poddisruptionbudgets"
-)  # so that the client knows it
 
 
 class KubernetesCluster:
@@ -86,8 +79,6 @@ class KubernetesCluster:
         """Create objects that are missing."""
         for each in objects:
             code = self._create(each)
-            if code == 404 and each["kind"] == "PodDisruptionBudget":
-                code = self._create({**each, "apiVersion": OLD_BUDGET})
             assert code in (0, 409), f"{each['kind']}: {code}"
 
     def _create(self, found: dict[str, Any]) -> int:
@@ -186,16 +177,13 @@ class KubernetesCluster:
         authority = server.get("certificate-authority")
         trust = ssl.create_default_context(cafile=authority) if authority else True
         token = config["users"][0]["user"].get("token", "")
-        for version in ("v1", "v1beta1"):  # servers before 1.22 know the old one only
-            about = {"name": pod, "namespace": NAMESPACE}
-            answer = httpx2.post(
-                f"{server['server']}/api/v1/namespaces/{NAMESPACE}/pods/{pod}/eviction",
-                json={"apiVersion": f"policy/{version}", "kind": "Eviction", "metadata": about},
-                headers={"Authorization": f"Bearer {token}"},
-                verify=trust,
-            )
-            if answer.status_code != 400:
-                break
+        about = {"name": pod, "namespace": NAMESPACE}
+        answer = httpx2.post(
+            f"{server['server']}/api/v1/namespaces/{NAMESPACE}/pods/{pod}/eviction",
+            json={"apiVersion": "policy/v1", "kind": "Eviction", "metadata": about},
+            headers={"Authorization": f"Bearer {token}"},
+            verify=trust,
+        )
         if answer.is_error:
             raise Refused(str(answer.json()["message"]))
 
