@@ -19,7 +19,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -116,7 +116,21 @@ class YarnLab:
 
     def drain(self, host: str) -> None:
         """Decommission a host, which may go on for an hour."""
-        (self.folder / "exclude").write_text(f"{host}\n")
+        self._exclude([*self._excluded(), host])
+
+    def bring_back(self, host: str) -> None:
+        """Have a host that was killed or drained take part again."""
+        if host in self._excluded():
+            self._exclude([each for each in self._excluded() if each != host])
+        process = self._processes.get(host)
+        if process is None or process.poll() is not None:  # it ends once it is decommissioned
+            self.start(host)
+
+    def _excluded(self) -> list[str]:
+        return (self.folder / "exclude").read_text().split()
+
+    def _exclude(self, hosts: Sequence[str]) -> None:
+        (self.folder / "exclude").write_text("".join(f"{host}\n" for host in hosts))
         command = self._java("", ADMIN, "-refreshNodes", "-g", "3600", "-server")
         subprocess.run(command, env=self._environment(""), check=True, timeout=UP_S)
 
@@ -125,7 +139,7 @@ class YarnLab:
         if away:
             self._end("manager")
             return
-        before = {host for host in self.hosts if host in self._processes}
+        before = {host for host in self.hosts if host in self._processes} - {*self._excluded()}
         self._start("manager", RESOURCE_MANAGER)
         self._until(lambda: self.running() >= before, "the hosts have found their manager")
 

@@ -1,0 +1,175 @@
+"""An operator's acts on real clusters, drawn from seeds: jobs use all that they get, equal bits.
+
+HOLDFAST_WEEKS=A:B chooses the seeds; `make weeks` runs twenty for each manager.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from conftest import SCRIPTS, finish
+from holdfast.core.errors import HoldfastError
+from holdfast.core.fleet.placements import Holding, Placement
+from holdfast.launch.fleet_plan import read_plan
+from holdfast.launch.yarn_manager import open_manager
+from holdfast.testing.cluster_contract import serving_nodes
+from holdfast.testing.local_run import LocalRun, strike
+from labs import control_plane, yarn_lab
+from labs.control_plane import ControlPlane
+from labs.kubernetes_cluster import KubernetesCluster
+from labs.operator_week import OperatedJob, OperatorWeek
+from labs.ray_cluster import RayCluster
+from labs.slurm_cluster import SlurmCluster, our_processes
+from labs.yarn_lab import YarnLab
+from test_kubernetes_jobs import KubernetesRun
+from test_slurm_cluster import SlurmRun
+
+SCRIPT, STEPS = str(SCRIPTS / "paced.py"), "4000"
+OPTIONS = ["--nproc", "1", "--virtual", "4"]
+NODES, ACTS = 3, 8
+END_S = 300.0
+
+first, _, end = os.environ.get("HOLDFAST_WEEKS", "0:1").partition(":")
+SEEDS = range(int(first), int(end or int(first) + 1))
+
+pytestmark = [pytest.mark.slow, pytest.mark.clusters, pytest.mark.timeout(3600)]
+
+
+class Watched(Protocol):
+    """Is a run whose status can be asked for."""
+
+    def status(self) -> dict[str, Any]: ...
+
+
+def find_serving(run: Watched, observe: Callable[[], Sequence[Placement]]) -> dict[str, str]:
+    """Return the hosts of the nodes that train; empty while somebody does not answer."""
+    try:
+        names = serving_nodes(run.status())
+        held = [p for p in observe() if p.holding is Holding.RUNNING]
+    except (HoldfastError, OSError, asyncio.TimeoutError):
+        return {}
+    hosts = {str(p.id): p.host for p in held}
+    return {name: hosts[name] for name in names} if set(names) <= set(hosts) else {}
+
+
+class LaunchedJob:
+    """Is a job whose launcher runs here, and may be killed and resumed."""
+
+    nodes = NODES
+
+    def __init__(self, folder: Path, asked: Sequence[str]) -> None:
+        self.go, self.folder = folder / "go", folder / "run"
+        command = ("launch", *asked, "--host", "127.0.0.1", "--run-dir", str(self.folder))
+        command += ("--nodes", str(NODES), "--nodes-min", "1", "--wait-for-nodes")
+        command += ("--store", str(folder / "store"), "--save-every", "10", "--abandon-s", "8")
+        self.run = LocalRun(self.folder, OPTIONS, [SCRIPT, str(self.go), STEPS], command=command)
+        self.more_acts: Mapping[str, Callable[[], None]] = {
+            "the fleet dies": self._lose_fleet,
+            "the launcher dies and is resumed": self._resume,
+        }
+
+    def __enter__(self) -> LaunchedJob:
+        self.run.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.run.__exit__(*exc)
+
+    def lose(self, node: str) -> None:
+        for pid in our_processes(f"HOLDFAST_PLACEMENT={node}"):
+            strike(pid)
+
+    def log(self) -> str:
+        texts = [path.read_text()[-2000:] for path in self.folder.glob("logs/hf-*.txt")]
+        return "\n".join([self.run.log(), *texts])
+
+    def digest(self) -> str:
+        """Let the job go on to its end, and return its digest; nothing is left."""
+        self.go.touch()
+        finish(self.run)
+        written = "\n".join(path.read_text() for path in self.folder.glob("logs/hf-*.txt"))
+        (found,) = re.findall("^[0-9a-f]{64}$", written, re.MULTILINE)
+        return str(found)
+
+    def _lose_fleet(self) -> None:
+        for pid in self.run.leftovers():
+            with contextlib.suppress(OSError):
+                if b"holdfast.launch.fleet_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    strike(pid)
+
+    def _resume(self) -> None:
+        self.run.signal(signal.SIGKILL)
+        self.run.__exit__()
+        self.run = LocalRun(self.folder, [], [], command=("resume", str(self.folder)))
+        self.run.__enter__()
+
+
+class YarnJob(LaunchedJob):
+    """Is a job on a lab's ResourceManager."""
+
+    # A host counts as lost after 10 s, its container and master after 10 s more each; where YARN
+    # keeps a host empty, the job asks by another service after a minute.
+    notice_s = 90.0
+
+    def __init__(self, folder: Path, lab: YarnLab) -> None:
+        super().__init__(folder, ("yarn", "--rm", lab.url, "--memory", "1024"))
+        self.hosts, self._lab = lab.hosts, lab
+        self.kill, self.away = lab.kill, lab.away
+
+    def serving(self) -> dict[str, str]:
+        return find_serving(self.run, lambda: asyncio.run(self._observe()))
+
+    async def _observe(self) -> Sequence[Placement]:
+        manager = open_manager(read_plan(self.run.run_dir), self.run.run_dir.spec())
+        try:
+            return await asyncio.wait_for(manager.observe(), END_S)
+        finally:
+            await manager.close()
+
+    def drain(self, host: str, reason: str) -> None:
+        self._lab.drain(host)
+
+    def bring_back(self, host: str) -> None:
+        self._lab.bring_back(host)
+
+
+@contextlib.contextmanager
+def on_yarn(folder: Path) -> Iterator[YarnJob]:
+    if why := yarn_lab.missing():
+        pytest.skip(why)
+    with YarnLab(folder / "yarn", hosts=4) as lab, YarnJob(folder, lab) as job:
+        yield job
+
+
+Opened = Callable[[Path], contextlib.AbstractContextManager[Any]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "go").touch()
+    with LocalRun(folder / "run", OPTIONS, [SCRIPT, str(folder / "go"), STEPS]) as run:
+        return finish(run)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("on", [on_yarn])
+def test_a_job_has_equal_bits_after_a_week_of_an_operator(
+    on: Opened, seed: int, tmp_path: Path, undisturbed: str
+) -> None:
+    with on(tmp_path) as job:
+        week = OperatorWeek(job, seed)
+        try:
+            week.work(ACTS)
+            assert job.digest() == undisturbed
+        finally:
+            print("\n".join(week.diary))
