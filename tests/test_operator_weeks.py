@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ import pytest
 
 from conftest import SCRIPTS, finish
 from holdfast.core.errors import HoldfastError
-from holdfast.core.fleet.placements import Holding, Placement
+from holdfast.core.fleet.placements import Holding, Placement, PlacementId
 from holdfast.launch.fleet_plan import read_plan
 from holdfast.launch.yarn_manager import open_manager
 from holdfast.testing.cluster_contract import serving_nodes
@@ -26,20 +26,22 @@ from holdfast.testing.local_run import LocalRun, strike
 from labs import control_plane, yarn_lab
 from labs.control_plane import ControlPlane
 from labs.kubernetes_cluster import KubernetesCluster
-from labs.operator_week import OperatedJob, OperatorWeek
+from labs.operator_week import OperatorWeek
 from labs.ray_cluster import RayCluster
 from labs.slurm_cluster import SlurmCluster, our_processes
 from labs.yarn_lab import YarnLab
-from test_kubernetes_jobs import KubernetesRun
+from test_kubernetes_jobs import JobHarness, KubernetesRun
 from test_slurm_cluster import SlurmRun
 
 SCRIPT, STEPS = str(SCRIPTS / "paced.py"), "4000"
 OPTIONS = ["--nproc", "1", "--virtual", "4"]
-NODES, ACTS = 3, 8
+HOSTS, NODES, ACTS = 4, 3, 8
 END_S = 300.0
 
 first, _, end = os.environ.get("HOLDFAST_WEEKS", "0:1").partition(":")
 SEEDS = range(int(first), int(end or int(first) + 1))
+
+Acts = Mapping[str, Callable[[], Iterable[str]]]
 
 pytestmark = [pytest.mark.slow, pytest.mark.clusters, pytest.mark.timeout(3600)]
 
@@ -65,6 +67,7 @@ class LaunchedJob:
     """Is a job whose launcher runs here, and may be killed and resumed."""
 
     nodes = NODES
+    kept: Sequence[str] = ()
 
     def __init__(self, folder: Path, asked: Sequence[str]) -> None:
         self.go, self.folder = folder / "go", folder / "run"
@@ -72,7 +75,7 @@ class LaunchedJob:
         command += ("--nodes", str(NODES), "--nodes-min", "1", "--wait-for-nodes")
         command += ("--store", str(folder / "store"), "--save-every", "10", "--abandon-s", "8")
         self.run = LocalRun(self.folder, OPTIONS, [SCRIPT, str(self.go), STEPS], command=command)
-        self.more_acts: Mapping[str, Callable[[], None]] = {
+        self.more_acts: Acts = {
             "the fleet dies": self._lose_fleet,
             "the launcher dies and is resumed": self._resume,
         }
@@ -83,6 +86,13 @@ class LaunchedJob:
 
     def __exit__(self, *exc: object) -> None:
         self.run.__exit__(*exc)
+
+    def serving(self) -> dict[str, str]:
+        return find_serving(self.run, self.observe)
+
+    def observe(self) -> Sequence[Placement]:
+        """Return the nodes that the manager has."""
+        raise NotImplementedError
 
     def lose(self, node: str) -> None:
         for pid in our_processes(f"HOLDFAST_PLACEMENT={node}"):
@@ -100,17 +110,20 @@ class LaunchedJob:
         (found,) = re.findall("^[0-9a-f]{64}$", written, re.MULTILINE)
         return str(found)
 
-    def _lose_fleet(self) -> None:
+    def _lose_fleet(self) -> Iterable[str]:
         for pid in self.run.leftovers():
             with contextlib.suppress(OSError):
                 if b"holdfast.launch.fleet_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     strike(pid)
+        return ()
 
-    def _resume(self) -> None:
+    def _resume(self) -> Iterable[str]:
+        nodes = self.serving()
         self.run.signal(signal.SIGKILL)
         self.run.__exit__()
         self.run = LocalRun(self.folder, [], [], command=("resume", str(self.folder)))
         self.run.__enter__()
+        return nodes
 
 
 class YarnJob(LaunchedJob):
@@ -125,8 +138,8 @@ class YarnJob(LaunchedJob):
         self.hosts, self._lab = lab.hosts, lab
         self.kill, self.away = lab.kill, lab.away
 
-    def serving(self) -> dict[str, str]:
-        return find_serving(self.run, lambda: asyncio.run(self._observe()))
+    def observe(self) -> Sequence[Placement]:
+        return asyncio.run(self._observe())
 
     async def _observe(self) -> Sequence[Placement]:
         manager = open_manager(read_plan(self.run.run_dir), self.run.run_dir.spec())
@@ -146,8 +159,155 @@ class YarnJob(LaunchedJob):
 def on_yarn(folder: Path) -> Iterator[YarnJob]:
     if why := yarn_lab.missing():
         pytest.skip(why)
-    with YarnLab(folder / "yarn", hosts=4) as lab, YarnJob(folder, lab) as job:
+    with YarnLab(folder / "yarn", hosts=HOSTS) as lab:
+        job = YarnJob(folder, lab)
+        with job:
+            yield job
+
+
+class SlurmJob:
+    """Is a job of a lab's Slurm; the host of its script, where the coordinator runs, stays."""
+
+    nodes = NODES
+    notice_s = 30.0
+
+    def __init__(self, folder: Path, slurm: SlurmCluster) -> None:
+        store = ("--store", str(folder / "store"), "--save-every", "10", "--abandon-s", "8")
+        self.job = SlurmRun(folder, slurm, "--nodes", str(NODES), "--nodes-min", "1", *store)
+        self._slurm, self.kill, self.away = slurm, slurm.kill, slurm.away
+        self.more_acts: Acts = {"the job is requeued": self._requeue}
+
+    def __enter__(self) -> SlurmJob:
+        self.job.run.__enter__()
+        self.job.begin()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.job.run.__exit__(*exc)
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        return self._slurm.hosts
+
+    @property
+    def kept(self) -> Sequence[str]:
+        return [self.job.script_host()]
+
+    def serving(self) -> dict[str, str]:
+        return find_serving(self.job.run, lambda: asyncio.run(self._observe()))
+
+    async def _observe(self) -> Sequence[Placement]:
+        manager = self._slurm.manager("hf-")
+        return await asyncio.wait_for(manager.observe(), END_S)
+
+    def drain(self, host: str, reason: str) -> None:
+        self._slurm.drain(host, reason)
+
+    def bring_back(self, host: str) -> None:
+        self._slurm.bring_back(host)
+
+    def lose(self, node: str) -> None:
+        for pid in our_processes(f"HOLDFAST_PLACEMENT={node}"):
+            strike(pid)
+
+    def log(self) -> str:
+        return self.job.log()
+
+    def digest(self) -> str:
+        found = self.job.digest()
+        assert not self.job.further_jobs()
+        return found
+
+    def _requeue(self) -> Iterable[str]:
+        nodes = self.serving()
+        self._slurm.slurm("scontrol", "requeue", self._slurm.allocation)
+        return nodes
+
+
+@contextlib.contextmanager
+def on_slurm(folder: Path) -> Iterator[SlurmJob]:
+    if why := SlurmCluster.missing():
+        pytest.skip(why)
+    with SlurmCluster(folder / "slurm", hosts=HOSTS) as slurm, SlurmJob(folder, slurm) as job:
         yield job
+
+
+class RayJob(LaunchedJob):
+    """Is a job on a lab's Ray."""
+
+    notice_s = 60.0
+
+    def __init__(self, folder: Path, ray: RayCluster) -> None:
+        super().__init__(folder, ("ray", "--address", ray.address, "--cpus", "0.5"))
+        self.hosts, self._ray = ray.hosts, ray
+        self.kill, self.away, self.bring_back = ray.kill, ray.away, ray.bring_back
+
+    def observe(self) -> Sequence[Placement]:
+        return self._ray.tables().placements("hf-", 0.0, 0.0)
+
+    def drain(self, host: str, reason: str) -> None:
+        self._ray.drain(host, reason, within_s=30.0)
+
+
+@contextlib.contextmanager
+def on_ray(folder: Path) -> Iterator[RayJob]:
+    if why := RayCluster.missing():
+        pytest.skip(why)
+    with RayCluster(hosts=HOSTS) as ray:
+        job = RayJob(folder, ray)
+        with job:
+            yield job
+
+
+class KubernetesJob:
+    """Is a job of a lab's Kubernetes, whose coordinator has a pod as well."""
+
+    nodes = NODES
+    kept: Sequence[str] = ()
+    # A node is unreachable after 8 s, and its pods are deleted after 30 s; a lost coordinator
+    # comes back after the back-off of its Job.
+    notice_s = 120.0
+
+    def __init__(self, cluster: KubernetesCluster) -> None:
+        store = ("--store", str(cluster.folder / "store"), "--save-every", "10")
+        self.hosts, self._cluster = cluster.hosts, cluster
+        self.kill, self.away, self.drain = cluster.kill, cluster.away, cluster.drain
+        self.run = KubernetesRun(cluster, "--nodes", str(NODES), "--nodes-min", "1", *store)
+        self._go = cluster.folder / "go"
+        self.run.launch(SCRIPT, str(self._go), STEPS)
+        self.more_acts: Acts = {"the coordinator's pod is deleted": self._lose_coordinator}
+
+    def serving(self) -> dict[str, str]:
+        observer = JobHarness(self.run)
+        return find_serving(self.run, lambda: asyncio.run(observer.observe()))
+
+    def bring_back(self, host: str) -> None:
+        self._cluster.bring_back(host)
+
+    def lose(self, node: str) -> None:
+        for pid in self._cluster.processes(PlacementId(node)):
+            strike(pid)
+
+    def log(self) -> str:
+        return self.run.log()
+
+    def digest(self) -> str:
+        self._go.touch()
+        return self.run.finish()
+
+    def _lose_coordinator(self) -> Iterable[str]:
+        self._cluster.delete(self.run.coordinator())
+        return ()
+
+
+@contextlib.contextmanager
+def on_kubernetes(folder: Path) -> Iterator[KubernetesJob]:
+    if why := control_plane.missing():
+        pytest.skip(why)
+    with ControlPlane(folder) as plane:
+        config = plane.config
+        with KubernetesCluster(folder, config, plane.away, nodes=HOSTS) as cluster:
+            yield KubernetesJob(cluster)
 
 
 Opened = Callable[[Path], contextlib.AbstractContextManager[Any]]
@@ -162,7 +322,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("on", [on_yarn])
+@pytest.mark.parametrize("on", [on_yarn, on_slurm, on_ray, on_kubernetes])
 def test_a_job_has_equal_bits_after_a_week_of_an_operator(
     on: Opened, seed: int, tmp_path: Path, undisturbed: str
 ) -> None:

@@ -135,6 +135,12 @@ class KubernetesCluster:
         about = {"annotations": {REASON: reason}}
         self._patch_node(host, {"metadata": about, "spec": {"unschedulable": True}})
 
+    def bring_back(self, host: str) -> None:
+        """Have a node that was killed or drained take part again."""
+        self._patch_node(host, {"spec": {"unschedulable": None}})
+        if host not in self._kubelets:
+            self.start(host)
+
     def taint(self, host: str, key: str, effect: str) -> None:
         self._patch_node(host, {"spec": {"taints": [{"key": key, "effect": effect}]}})
 

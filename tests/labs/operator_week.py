@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,12 +26,17 @@ class OperatedJob(Protocol):
     nodes: int
     # The manager takes at most this many seconds to see that a host is gone, or back.
     notice_s: float
-    # Further acts of this manager's operators, by a phrase that names them.
-    more_acts: Mapping[str, Callable[[], None]]
+    # Further acts, by a phrase that names them; each returns the nodes that it ends.
+    more_acts: Mapping[str, Callable[[], Iterable[str]]]
 
     @property
     def hosts(self) -> Sequence[str]:
-        """Return the hosts that may be killed and drained, and on which nodes may run."""
+        """Return the hosts on which nodes may run."""
+        ...
+
+    @property
+    def kept(self) -> Sequence[str]:
+        """Return those that are neither killed nor drained, since the job ends with them."""
         ...
 
     def serving(self) -> Mapping[str, str]:
@@ -84,15 +89,16 @@ class OperatorWeek:
     def _act(self, rng: random.Random) -> str:
         """Do one act, and return a phrase about it."""
         present = self._present()
+        others = [host for host in present if host not in self.job.kept]
         acts: list[str] = ["lose", "away", *self.job.more_acts]
-        acts += ["kill", "drain"] * (len(present) > PRESENT_MIN)
+        acts += ["kill", "drain"] * (len(present) > PRESENT_MIN and bool(others))
         acts += ["bring back"] * 2 * bool(self._absent)
         act = rng.choice(acts)
         if act == "kill":
-            self.job.kill(host := self._remove(rng.choice(present)))
+            self.job.kill(host := self._remove(rng.choice(others)))
             return f"{host} is killed"
         if act == "drain":
-            self.job.drain(host := self._remove(rng.choice(present)), REASON)
+            self.job.drain(host := self._remove(rng.choice(others)), REASON)
             return f"{host} is drained"
         if act == "bring back":
             host = self._absent.pop(rng.randrange(len(self._absent)))
@@ -107,7 +113,7 @@ class OperatorWeek:
             time.sleep(seconds)  # the length of the fault
             self.job.away(False)
             return f"the manager is away for {seconds:.0f} s while {lost}"
-        self.job.more_acts[act]()
+        self._dead.update(self.job.more_acts[act]())
         return act
 
     def _remove(self, host: str) -> str:
@@ -144,3 +150,4 @@ class OperatorWeek:
                 raise AssertionError(f"seed {self.seed}: {seen}\n{diary}\n{self.job.log()}")
             time.sleep(LOOK_S)
         self.diary.append(f"{done}: {count} nodes train after {taken_s:.1f} s")
+        print(self.diary[-1], flush=True)

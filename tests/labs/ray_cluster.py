@@ -85,15 +85,14 @@ class RayCluster:
         self.address = f"{HOST}:{port}"
         # Two at a time: a node must start within 30 s, and starts processes of its own.
         for pair in zip(self.hosts[::2], [*self.hosts[1::2], ""], strict=False):
-            started = {
-                host: self._start(
-                    *(host, f"--address={self.address}", "--num-cpus=1", f"--labels=rack={host}")
-                )
-                for host in filter(None, pair)
-            }
+            started = {host: self._start_host(host) for host in filter(None, pair)}
             for host, node in started.items():
                 assert node.wait(WAIT_S) == 0, self._log(host)
         self.until(lambda: len(self.tables().nodes) > len(self.hosts), "all nodes are there")
+
+    def _start_host(self, host: str) -> subprocess.Popen[bytes]:
+        options = (f"--address={self.address}", "--num-cpus=1", f"--labels=rack={host}")
+        return self._start(host, *options)
 
     def _start(self, name: str, *options: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-name={name}"]
@@ -151,8 +150,8 @@ class RayCluster:
         return found
 
     def kill(self, host: str) -> None:
-        kill_tree(self.raylet(host))
-        for pid in self.processes_on(host):
+        found = self.processes_on(host)
+        for pid in sorted(found, key=lambda pid: not _is(pid, "raylet")):
             kill_tree(pid)
 
     def kill_actor(self, name: str) -> None:
@@ -170,6 +169,11 @@ class RayCluster:
             *("--reason=DRAIN_NODE_REASON_PREEMPTION", f"--reason-message={reason}"),
         )
         return DRAINED
+
+    def bring_back(self, host: str) -> None:
+        """Start a host again that was killed or drained."""
+        self.kill(host)  # Ray ends a drained one itself, once nothing runs there
+        assert self._start_host(host).wait(WAIT_S) == 0, self._log(host)
 
     def away(self, away: bool) -> None:
         """End the head's server of tables, or start it again as it was."""

@@ -216,6 +216,13 @@ class SlurmCluster:
     def drain(self, host: str, reason: str) -> None:
         self.slurm("scontrol", "update", f"nodename={host}", "state=drain", f"reason={reason}")
 
+    def bring_back(self, host: str) -> None:
+        """Have a host that was killed or drained take part again."""
+        if self._servers[host].poll() is None:
+            self.slurm("scontrol", "update", f"nodename={host}", "state=resume")
+        else:
+            self._start(host, "slurmd", "-D", "-N", host)
+
     def away(self, away: bool) -> None:
         if away:
             self._servers["slurmctld"].terminate()  # SIGKILL would make it forget the last seconds
