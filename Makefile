@@ -24,6 +24,8 @@ PYTEST_OPTIONS ?=
 SEED ?= 0
 MUTANTS ?=
 PEERS ?=
+WEEKS ?= 0:20
+MANAGER ?=
 LABS ?= $(HOME)/.cache/holdfast-labs
 export KUBEBUILDER_ASSETS ?= $(wildcard $(LABS)/kubernetes)
 
@@ -37,7 +39,7 @@ PEERS_PIP := $(PEERS_ENV)/bin/python -m pip --disable-pip-version-check install 
   -c benchmarks/peers_constraints.txt
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: help demo check lint types rules test test-all coverage test-clusters kubernetes-lab fuzz sim mutants bench bench-peers docs release clean
+.PHONY: help demo check lint types rules test test-all coverage test-clusters kubernetes-lab weeks fuzz sim mutants bench bench-peers docs release clean
 .DELETE_ON_ERROR:
 
 help:
@@ -86,6 +88,12 @@ test-clusters: $(STAMP)
 kubernetes-lab: $(STAMP)
 	tests/labs/build_control_plane.sh $(LABS)/kubernetes
 	KUBEBUILDER_ASSETS=$(LABS)/kubernetes $(PYTEST) -m clusters -rs -k kubernetes $(PYTEST_OPTIONS)
+
+# An operator's acts on each manager, drawn from the seeds A to B-1 of WEEKS=A:B: three to ten minutes
+# for each seed and manager. MANAGER=slurm for one of them.
+weeks: $(STAMP)
+	HOLDFAST_WEEKS=$(WEEKS) $(PYTEST) -m clusters -rs -s tests/test_operator_weeks.py -k "$(MANAGER)" \
+	  $(PYTEST_OPTIONS)
 
 # The same as the slow tests of tests/test_fuzz.py; COUNT=N inputs for each of the two fuzzers.
 fuzz: $(STAMP)
