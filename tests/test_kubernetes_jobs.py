@@ -183,7 +183,7 @@ def volume(folder: Path) -> dict[str, Any]:
         "accessModes": ["ReadWriteOnce"],
         "hostPath": {"path": str(folder)},
     }
-    about = {"name": f"volume-{folder.parent.name}"}
+    about = {"name": "volume"}
     return {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": about, "spec": spec}
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import httpx2
 import pytest
 
 from conftest import SCRIPTS, finish
@@ -36,7 +37,7 @@ from test_slurm_cluster import SlurmRun
 SCRIPT, STEPS = str(SCRIPTS / "paced.py"), "4000"
 OPTIONS = ["--nproc", "1", "--virtual", "4"]
 HOSTS, NODES, ACTS = 4, 3, 8
-END_S = 300.0
+END_S = 900.0  # the steps that are left, on a busy machine
 
 first, _, end = os.environ.get("HOLDFAST_WEEKS", "0:1").partition(":")
 SEEDS = range(int(first), int(end or int(first) + 1))
@@ -57,7 +58,7 @@ def find_serving(run: Watched, observe: Callable[[], Sequence[Placement]]) -> di
     try:
         names = serving_nodes(run.status())
         held = [p for p in observe() if p.holding is Holding.RUNNING]
-    except (HoldfastError, OSError, asyncio.TimeoutError):
+    except (HoldfastError, OSError, asyncio.TimeoutError, httpx2.HTTPError):
         return {}
     hosts = {str(p.id): p.host for p in held}
     return {name: hosts[name] for name in names} if set(names) <= set(hosts) else {}
@@ -105,6 +106,7 @@ class LaunchedJob:
     def digest(self) -> str:
         """Let the job go on to its end, and return its digest; nothing is left."""
         self.go.touch()
+        self.run.wait(END_S)
         finish(self.run)
         written = "\n".join(path.read_text() for path in self.folder.glob("logs/hf-*.txt"))
         (found,) = re.findall("^[0-9a-f]{64}$", written, re.MULTILINE)
@@ -173,7 +175,8 @@ class SlurmJob:
 
     def __init__(self, folder: Path, slurm: SlurmCluster) -> None:
         store = ("--store", str(folder / "store"), "--save-every", "10", "--abandon-s", "8")
-        self.job = SlurmRun(folder, slurm, "--nodes", str(NODES), "--nodes-min", "1", *store)
+        nodes = ("--nodes", str(NODES), "--nodes-min", "1")
+        self.job = SlurmRun(folder, slurm, *nodes, *store, steps=STEPS)
         self._slurm, self.kill, self.away = slurm, slurm.kill, slurm.away
         self.more_acts: Acts = {"the job is requeued": self._requeue}
 

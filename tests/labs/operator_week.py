@@ -105,14 +105,9 @@ class OperatorWeek:
             self.job.bring_back(host)
             return f"{host} is back"
         if act == "lose":
-            return self._lose(rng)
+            return self._lose(rng, sorted(self.job.serving()))
         if act == "away":
-            seconds = rng.uniform(1.0, AWAY_MAX_S)
-            self.job.away(True)
-            lost = self._lose(rng) if rng.random() < 0.5 else "nothing else happens"
-            time.sleep(seconds)  # the length of the fault
-            self.job.away(False)
-            return f"the manager is away for {seconds:.0f} s while {lost}"
+            return self._end_manager(rng)
         self._dead.update(self.job.more_acts[act]())
         return act
 
@@ -120,8 +115,16 @@ class OperatorWeek:
         self._absent.append(host)
         return host
 
-    def _lose(self, rng: random.Random) -> str:
-        nodes = sorted(self.job.serving())
+    def _end_manager(self, rng: random.Random) -> str:
+        """End the manager's servers for some seconds, in which a node may die."""
+        nodes, seconds = sorted(self.job.serving()), rng.uniform(1.0, AWAY_MAX_S)
+        self.job.away(True)
+        lost = self._lose(rng, nodes) if rng.random() < 0.5 else "no node dies"
+        time.sleep(seconds)  # the length of the fault
+        self.job.away(False)
+        return f"the manager is away for {seconds:.0f} s, and {lost}"
+
+    def _lose(self, rng: random.Random, nodes: Sequence[str]) -> str:
         if not nodes:
             return "no node trains"
         node = rng.choice(nodes)
