@@ -133,6 +133,17 @@ def test_a_waiting_request_is_made_anew_once_a_host_may_be_used_again() -> None:
     assert [e.avoid for e in again if isinstance(e, fe.Request)] == [()]
 
 
+@pytest.mark.parametrize("why", ["", "OOMKilled"])
+def test_a_lost_node_is_noted_with_the_managers_reason(why: str) -> None:
+    machine = three_nodes()
+    ended = dataclasses.replace(placed(1), holding=Holding.ENDED, why=why)
+    machine.handle(fe.Observed((ended, placed(2), placed(3)), 2.0), 2.0)
+    lost = (serving(1, members=0, silent=True), serving(2), serving(3))
+    notes = [e.text for e in machine.handle(fe.JobHeard(lost), 3.0) if isinstance(e, fe.Note)]
+    said = " (OOMKilled)" if why else ""
+    assert notes == [f"node {PREFIX}e-1 (on h1): its agent is lost{said}; h1 is avoided for 60 s"]
+
+
 @pytest.mark.parametrize("others_run", [True, False])
 def test_what_an_error_on_its_host_keeps_waiting_is_replaced_if_others_run(
     others_run: bool,

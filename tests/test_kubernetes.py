@@ -159,6 +159,39 @@ def test_agents_are_made_from_the_users_template(
     assert "nodeSelector" not in coordinator
 
 
+def test_a_coordinator_that_is_not_root_may_write_to_its_volume(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A template's own security context counts instead, also that for agents."""
+    ours = {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}
+    theirs = {"runAsUser": 7, "fsGroup": 7}
+    path = tmp_path / "pod.yaml"
+    path.write_text(yaml.safe_dump({"spec": {"securityContext": theirs}}))
+    for options, expected in (
+        ([], ours),
+        (["--pod", str(path)], theirs),
+        (["--coordinator-pod", str(path)], theirs),
+    ):
+        found = launch(capsys, *options)
+        assert found["Job"]["spec"]["template"]["spec"]["securityContext"] == expected
+    assert "securityContext" not in launch(capsys)["PodTemplate"]["template"]["spec"]
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_a_container_that_is_read_only_has_a_place_for_temporary_files(
+    read_only: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    confined = {"readOnlyRootFilesystem": read_only}
+    path = tmp_path / "pod.yaml"
+    for name, option in (("agent", "--pod"), ("coordinator", "--coordinator-pod")):
+        container = {"name": name, "securityContext": confined}
+        path.write_text(yaml.safe_dump({"spec": {"containers": [container]}}))
+        found = launch(capsys, option, str(path))
+        owner = found["PodTemplate"] if name == "agent" else found["Job"]["spec"]
+        (made,) = owner["template"]["spec"]["containers"]
+        assert ("/tmp" in [m["mountPath"] for m in made["volumeMounts"]]) == read_only
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
@@ -344,6 +377,35 @@ def test_what_a_pod_waits_for_is_kubernetes_own_reason(
     typed: Any = Pod.from_dict(made)
     found = placement_of(typed, {}, Sightings())
     assert (found.why, found.stuck) == (why, bool(host and why))
+
+
+def ended(reason: str) -> list[dict[str, Any]]:
+    state = {"terminated": {"exitCode": 137, "reason": reason}}
+    parts = {"image": "", "imageID": "", "ready": False, "restartCount": 0}
+    return [{"name": "agent", "state": state, **parts}]
+
+
+LOW = "The node was low on resource: memory.\nContainer agent used 9Gi."
+
+
+@pytest.mark.parametrize(
+    ("status", "why"),
+    [
+        ({"containerStatuses": ended("Error")}, ""),
+        ({"containerStatuses": ended("OOMKilled")},
+         "OOMKilled: it needs more memory than its limit, which --memory sets"),
+        ({"reason": "Evicted", "message": LOW}, f"Evicted: {LOW}".replace("\n", " ")),
+        ({"phase": "Running", "containerStatuses": ended("OOMKilled")}, ""),
+    ],
+)  # fmt: skip
+def test_what_has_ended_a_pod_is_kubernetes_own_reason(status: dict[str, Any], why: str) -> None:
+    made = {
+        "metadata": {"name": "hf-1", "uid": "u"},
+        "spec": {"containers": [], "nodeName": "n"},
+        "status": {"phase": "Failed", **status},
+    }
+    typed: Any = Pod.from_dict(made)
+    assert placement_of(typed, {}, Sightings()).why == why
 
 
 def deleted(grace_s: int, clock_s: float = 0.0) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def volume(folder: Path) -> dict[str, Any]:
     spec = {
         "capacity": {"storage": "10Gi"},
         "accessModes": ["ReadWriteOnce"],
-        "hostPath": {"path": str(folder)},
+        "hostPath": {"path": str(folder / "volume")},
     }
     about = {"name": "volume"}
     return {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": about, "spec": spec}

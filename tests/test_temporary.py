@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.core.errors import UserError
 from holdfast.runtime.temporary import temporary_folder
 
 HOLD = """
@@ -92,3 +93,14 @@ def test_a_link_is_not_followed(parent: Path) -> None:
     os.symlink(parent / "outside", parent / "holdfast-link")
     with temporary_folder():
         assert (parent / "outside" / ".lock").exists()
+
+
+def test_without_a_folder_to_write_to_the_error_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a container whose root file system is read-only."""
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc", "/sys"])
+    expected = pytest.raises(UserError, match=r"make /tmp writable .* or name a folder in TMPDIR")
+    with expected, temporary_folder():
+        pytest.fail("there is no such folder")

@@ -31,6 +31,7 @@ from holdfast.net.channel import Channel, connect
 from holdfast.net.tls import TlsFiles, client_context, server_context
 from holdfast.wire.messages import StatusReply, StatusRequest
 
+SOON_S = 5.0  # asyncio itself waits 30 s for the end of TLS
 LONG_AGO = datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc)
 # The words depend on OpenSSL's version and on how much of its chain the peer sends.
 UNKNOWN = "(unable to get local issuer|self.signed) certificate"
@@ -272,6 +273,25 @@ def test_bytes_altered_inside_tls_are_refused(ours: TlsFiles) -> None:
             await until(lambda: here.lines)
             await one_line(here, client_context(ours), "TLS failed: decryption failed")
             channel.close()
+
+    play(scene)
+
+
+def test_a_connection_that_is_closed_twice_ends_though_the_peer_does_not_answer(
+    ours: TlsFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's asyncio loses track of TLS at a second close: 3.11.2 then fails at an abort."""
+    monkeypatch.setattr("holdfast.net.channel.HANDSHAKE_S", 0.2)
+
+    async def scene() -> None:
+        async with site(tls=server_context(ours)) as here, between(here.port) as tapped:
+            channel = await connect(HOST, tapped.port, SECRET, tls=client_context(ours))
+            tapped.alter = lambda data: b""  # the word that ends TLS does not arrive
+            socket = channel._writer.get_extra_info("socket")
+            channel.close()
+            channel.close()
+            await channel.finish()
+            await asyncio.wait_for(until(lambda: socket.fileno() == -1), SOON_S)
 
     play(scene)
 

@@ -32,6 +32,7 @@ from holdfast.launch.kubernetes_names import AGENT, ZONE, instance_of, labels_of
 from holdfast.launch.kubernetes_notices import REASON
 from labs import kubelet
 from labs.kubelet import NODE_MARK, POD_MARK, UNMOUNTABLE, kill_marked, marked, name_in
+from labs.pod_container import remove_all
 
 NAMESPACE = "default"
 UP_S = 60.0
@@ -42,12 +43,19 @@ PREFIX = "hf-fake-"
 class KubernetesCluster:
     """Runs some kubelets against an API, and disturbs them; used as a context manager.
 
-    `away`: ends the control plane's servers (True), and starts them again.
+    `away`: ends the control plane's servers (True), and starts them again. `image`: a file of the
+    image that pods are containers of (containers.py); without it they are processes.
     """
 
     def __init__(
-        self, folder: Path, config: Path, away: Callable[[bool], None], nodes: int = 3
+        self,
+        folder: Path,
+        config: Path,
+        away: Callable[[bool], None],
+        nodes: int = 3,
+        image: Path | None = None,
     ) -> None:
+        self._image = image
         self.folder = folder
         self.config = config
         self.hosts = tuple(f"node{number}" for number in range(nodes))
@@ -64,6 +72,8 @@ class KubernetesCluster:
     def __exit__(self, *exc: object) -> None:
         for host in self.hosts:
             self.end(host)
+        if self._image is not None:
+            remove_all(self.folder / "containers")
 
     @functools.cached_property
     def client(self) -> Client:
@@ -96,9 +106,15 @@ class KubernetesCluster:
         """Start the kubelet of a node; it does not know the processes there."""
         zone = self.domains[host][0].partition("=")[2]
         command = [sys.executable, str(Path(kubelet.__file__)), host, "--zone", zone]
+        command += ["--image", str(self._image)] if self._image is not None else []
+        found = [str(Path(kubelet.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         self._kubelets[host] = subprocess.Popen(
             [*command, "--root", str(self.folder)],
-            env={**os.environ, "KUBECONFIG": str(self.config)},
+            env={
+                **os.environ,
+                "KUBECONFIG": str(self.config),
+                "PYTHONPATH": os.pathsep.join(filter(None, found)),
+            },
             stdin=subprocess.DEVNULL,
         )
 

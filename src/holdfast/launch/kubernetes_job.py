@@ -114,6 +114,16 @@ def run(run_dir: RunDir) -> int:
     return code
 
 
+def check_volume(path: Path) -> None:
+    """Raise UserError if this pod's user may not write in a run directory, or make it."""
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not os.access(there, os.W_OK):
+        raise UserError(
+            f"user {os.geteuid()} of this pod may not write to the volume at {path.parent}: give "
+            "the pods a template with securityContext: {fsGroup: 1000}, by --coordinator-pod"
+        )
+
+
 def read_uid(run_dir: RunDir) -> tuple[str, bool] | None:
     """Return the uid of the last Job that ran the job, and whether it resumed it; None: none ran.
 
@@ -156,6 +166,7 @@ async def finish_job(namespace: str, prefix: str, code: int) -> None:
 def prepare(run_dir: RunDir) -> FleetPlan:
     """Make the run directory, unless an earlier pod has; return the job's plan. UserError."""
     secret = load_secret(os.environ)
+    check_volume(run_dir.path)
     try:
         spec = decode_job(os.environ.pop(JOB_VARIABLE).encode())
         plan = FleetPlan(**json.loads(os.environ.pop(PLAN_VARIABLE)))

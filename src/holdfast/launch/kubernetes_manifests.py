@@ -38,7 +38,8 @@ HOSTNAME = "kubernetes.io/hostname"
 AWAY_S = 30  # a node that is not ready for so long loses its pods; the job's lease is quicker
 SPARE_S = 15  # after a drain, before the kubelet kills
 TRIES_MAX = 100  # pods of the coordinator, one after the other
-READABLE = 0o440  # by the pod's group, for those that do not run as root
+READABLE = 0o444  # by those that do not run as root; nobody else is in these pods
+GROUP = 1000  # the Dockerfile's user is in it
 SHARED = ("imagePullSecrets", "securityContext")  # all pods take them from the user's template
 
 
@@ -179,8 +180,12 @@ def _coordinator_job(
     for key in SHARED:
         if key in agents:
             spec.setdefault(key, agents[key])
+    # A new volume belongs to root: this lets a pod that does not run as root write there.
+    volume_group = {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch"}
+    spec.setdefault("securityContext", volume_group)
     spec["serviceAccountName"] = name
     _mount_all(site, spec, container, site.claim or name)
+    _mount_temporary(spec, container)
     return {"backoffLimit": TRIES_MAX, "template": pod}
 
 
@@ -228,6 +233,7 @@ def agent_template(site: KubernetesSite, job: JobSpec, plan: FleetPlan) -> Manif
             given[part] = {**given.get(part, {}), **site.resources}
     _mount_all(site, spec, agent, site.claim)
     _mount(spec, agent, "/dev/shm", {"name": "holdfast-memory", "emptyDir": {"medium": "Memory"}})
+    _mount_temporary(spec, agent)
     spec.setdefault("automountServiceAccountToken", False)
     given_s = spec.get("terminationGracePeriodSeconds", 0)
     spec["terminationGracePeriodSeconds"] = max(round(plan.drain_s) + SPARE_S, given_s)
@@ -242,6 +248,12 @@ def _mount_all(site: KubernetesSite, spec: Manifest, container: Manifest, claim:
     if site.tls:
         held = {"secretName": site.certificates, "defaultMode": READABLE}
         _mount(spec, container, site.tls, {"name": "holdfast-tls", "secret": held})
+
+
+def _mount_temporary(spec: Manifest, container: Manifest) -> None:
+    """Let a container whose own file system is read-only write temporary files."""
+    if container.get("securityContext", {}).get("readOnlyRootFilesystem"):
+        _mount(spec, container, "/tmp", {"name": "holdfast-temporary", "emptyDir": {}})
 
 
 def _mount(spec: Manifest, container: Manifest, path: str, volume: Manifest) -> None:

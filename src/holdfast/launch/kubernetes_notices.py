@@ -21,6 +21,8 @@ REASON = "holdfast/reason"  # an operator's own words, as an annotation of a nod
 # is away never does, and another one may still be taking its volumes from it.
 OVERDUE_AWAY_S, OVERDUE_S = 2.0, 60.0
 OVER = ("Succeeded", "Failed")
+# Kubernetes' reason for the end of a container in which the kernel has killed for lack of memory.
+OOM_KILLED = "OOMKilled"
 STARTING = ("ContainerCreating", "PodInitializing")  # reasons to wait that are no errors
 UNSCHEDULABLE, UNREACHABLE = (
     f"node.kubernetes.io/{name}" for name in ("unschedulable", "unreachable")
@@ -71,14 +73,15 @@ def placement_of(
     assert pod.spec is not None
     host = pod.spec.nodeName or ""
     node, why = nodes.get(host), _reason_to_wait(pod, failure)
+    holding = _holding(pod, node, sightings)
     return Placement(
         id=PlacementId(pod.metadata.name or ""),
         handle=pod.metadata.uid or "",
-        holding=_holding(pod, node, sightings),
+        holding=holding,
         host=host,
         notice=_notice(pod, node, sightings),
         domains=_domains(node, label),
-        why=why,
+        why=_reason_to_end(pod) if holding is Holding.ENDED else why,
         stuck=bool(why and host),
     )
 
@@ -99,6 +102,25 @@ def _reason_to_wait(pod: Pod, failure: str) -> str:
             return f"{waiting.reason} on {host}{said}"
     what, _, message = failure.partition(": ")
     return f"{what} on {host}: {message}" if failure else ""
+
+
+def _reason_to_end(pod: Pod) -> str:
+    """Return Kubernetes' reason why a pod has ended, if that was not its own doing.
+
+    By the source of Kubernetes 1.37, the kernel kills all of a container whose memory is used up,
+    where control groups are of version 2: then nothing in the pod is left to say so.
+    """
+    status = pod.status
+    if status is None:
+        return ""
+    if status.reason:  # Evicted, for example
+        said = " ".join((status.message or "").split())
+        return f"{status.reason}: {said}" if said else status.reason
+    for each in status.containerStatuses or ():
+        ended = each.state.terminated if each.state is not None else None
+        if ended is not None and ended.reason == OOM_KILLED:
+            return f"{OOM_KILLED}: it needs more memory than its limit, which --memory sets"
+    return ""
 
 
 def _domains(node: Node | None, label: str) -> Domains:

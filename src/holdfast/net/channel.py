@@ -93,11 +93,13 @@ class Channel:
             raise WireError(f"{self.peer}: {error}") from None
 
     def close(self) -> None:
-        self._writer.close()
+        """Close; no later call closes again, because asyncio could then not abort TLS any more."""
+        if not self._writer.is_closing():
+            self._writer.close()
 
     async def finish(self) -> None:
         """Close once everything that was sent has been handed to the kernel."""
-        self._writer.close()
+        self.close()
         try:
             await asyncio.wait_for(self._writer.wait_closed(), HANDSHAKE_S)
         except (OSError, asyncio.TimeoutError):

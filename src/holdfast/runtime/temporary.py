@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+from holdfast.core.errors import UserError
+
 PREFIX = "holdfast-"
 LOCK = ".lock"
 ENDING = (signal.SIGTERM, signal.SIGHUP)
@@ -24,8 +26,8 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def temporary_folder(purpose: str = "") -> Iterator[Path]:
-    """Make a folder for this process, and remove it at the end. OSError."""
-    _sweep(Path(tempfile.gettempdir()))
+    """Make a folder for this process, and remove it at the end. OSError; UserError."""
+    _sweep(_find_parent())
     folder, lock = _make(purpose)
     try:
         with _ending_in_order():
@@ -33,6 +35,17 @@ def temporary_folder(purpose: str = "") -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def _find_parent() -> Path:
+    """Return the folder that temporary ones are made in. UserError."""
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        raise UserError(
+            "there is nowhere to write temporary files: make /tmp writable (in a container whose "
+            "root file system is read-only, mount a volume there), or name a folder in TMPDIR"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -43,6 +43,7 @@ class FleetNode:
     host: str = ""
     runs_since: float | None = None
     ended_since: float | None = None  # the manager's opinion
+    end_why: str = ""  # the manager's reason for it, if it gives one
     notice: Notice | None = None
     heard: bool = False  # by the job, at any time
     seen: NodeSeen | None = None
@@ -97,6 +98,7 @@ class FleetNode:
             self.missing_at = max(self.missing_at, asked_at)
             was = self.kept is not None or bool(listed) or self.heard
             self.host = self.host or (listed[0].host if listed else "")
+            self.end_why = listed[0].why if listed else self.end_why
             self.kept, self.copies, self.notice, self.waits_since = None, (), None, None
             self.stuck_since = None
             if was and self.ended_since is None and asked_at > self.tried_at:
@@ -186,15 +188,20 @@ class FleetNode:
         if self.silent_since is not None:
             wait_s = policy.lost_s if self.ended_since is None else 0.0
             if now >= self.silent_since + wait_s:
-                return ("its agent is lost" if unasked else "it has left"), unasked
+                lost = f"its agent is lost{self._say_end()}"
+                return (lost if unasked else "it has left"), unasked
         if self.empty_since is not None and now >= self.empty_since + policy.lost_s:
             asked_for = self.drain_at is not None or self.notice is not None
             return "it has left", not asked_for
         return "", False
 
+    def _say_end(self) -> str:
+        """Return the manager's reason for its end, for people; "" if there is none."""
+        return f" ({self.end_why})" if self.ended_since is not None and self.end_why else ""
+
     def _judge_unheard(self, policy: FleetPolicy, now: float, others_run: bool) -> tuple[str, bool]:
         if self.ended_since is not None:
-            return "it ended before its agent was heard", bool(self.host)
+            return f"it ended before its agent was heard{self._say_end()}", bool(self.host)
         if self.notice is not None:
             return f"its host is about to be taken ({self.notice.reason})", False
         stuck_since = self.stuck_since if others_run else None

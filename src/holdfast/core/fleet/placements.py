@@ -40,8 +40,8 @@ class Placement:
     """Describes one placement as its manager lists it.
 
     `handle` is the manager's own name; two listed ones with the same id are a duplicate. `why` is
-    the manager's reason for a placement that waits, where it gives one. `stuck`: the reason is an
-    error on its host.
+    the manager's reason for a placement that waits, or has ended, where it gives one. `stuck`: the
+    reason is an error on its host.
     """
 
     id: PlacementId
