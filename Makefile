@@ -6,6 +6,7 @@
 #   make test-all                 the same, with the slow tests, for an hour
 #   make test-clusters            jobs on real cluster managers, where they are installed
 #   make kubernetes-lab           those on Kubernetes, after building its control plane
+#   make yarn-lab                 all tests of YARN, on a ResourceManager of Hadoop that they start
 #   make docs                     these documents as a site, in build/site
 #   make release                  the packages of a release, in dist, built and tried out
 #   make demo PYTHON=python3.12   with another interpreter
@@ -28,6 +29,7 @@ WEEKS ?= 0:20
 MANAGER ?=
 LABS ?= $(HOME)/.cache/holdfast-labs
 export KUBEBUILDER_ASSETS ?= $(wildcard $(LABS)/kubernetes)
+export HOLDFAST_YARN_JARS ?= $(wildcard $(LABS)/yarn)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -38,8 +40,10 @@ PEERS_ENV := build/peers
 PEERS_PIP := $(PEERS_ENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile \
   -c benchmarks/peers_constraints.txt
 PYTEST := $(BIN)/python -m pytest -q
+FIND_JAVA = command -v java >/dev/null || { echo "make yarn-lab needs Java 17, which runs Hadoop \
+(on Debian: apt-get install openjdk-17-jre-headless)." >&2; exit 1; }
 
-.PHONY: help demo check lint types rules test test-all coverage test-clusters kubernetes-lab weeks fuzz sim mutants bench bench-peers docs release clean
+.PHONY: help demo check lint types rules test test-all coverage test-clusters kubernetes-lab yarn-lab weeks fuzz sim mutants bench bench-peers docs release clean
 .DELETE_ON_ERROR:
 
 help:
@@ -88,6 +92,20 @@ test-clusters: $(STAMP)
 kubernetes-lab: $(STAMP)
 	tests/labs/build_control_plane.sh $(LABS)/kubernetes
 	KUBEBUILDER_ASSETS=$(LABS)/kubernetes $(PYTEST) -m clusters -rs -k kubernetes $(PYTEST_OPTIONS)
+
+# Java 17; Maven and a network the first time.
+yarn-lab: $(STAMP) $(LABS)/yarn/.fetched
+	@$(FIND_JAVA)
+	HOLDFAST_YARN_JARS=$(LABS)/yarn $(PYTEST) -m "" -rs tests/test_yarn*.py $(PYTEST_OPTIONS)
+
+# The stamp comes last here, too. Each jar has a name with its version, so old ones must go first.
+$(LABS)/yarn/.fetched: tests/labs/yarn_pom.xml
+	@$(FIND_JAVA)
+	@command -v mvn >/dev/null || \
+	  { echo "make yarn-lab needs Maven, to fetch Hadoop's jars (on Debian: apt-get install maven)." >&2; exit 1; }
+	rm -rf $(LABS)/yarn
+	mvn -q -B -f $< dependency:copy-dependencies -DoutputDirectory=$(abspath $(LABS))/yarn
+	@touch $@
 
 # An operator's acts on each manager, drawn from the seeds A to B-1 of WEEKS=A:B: three to ten minutes
 # for each seed and manager. MANAGER=slurm for one of them.

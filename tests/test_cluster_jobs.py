@@ -1,15 +1,9 @@
-"""Jobs on YARN and Mesos survive what happens to hosts, nodes, masters and launchers, on fakes.
-
-The last tests use a real ResourceManager on this machine: one that they start from Hadoop's jars,
-or the one that HOLDFAST_YARN_RM names (docs/yarn.md).
-"""
+"""Jobs on YARN and Mesos survive what happens to hosts, nodes, masters and launchers, on fakes."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
-import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,93 +12,17 @@ from typing import Any, Protocol
 
 import pytest
 
-from conftest import SCRIPTS, finish
-from holdfast.core.errors import HoldfastError
+from conftest import finish
 from holdfast.core.fleet.placements import Holding, Placement, PlacementId
 from holdfast.launch.fleet_plan import read_plan
 from holdfast.launch.yarn_manager import open_manager
-from holdfast.testing.cluster_contract import (
-    CLUSTER_CASES,
-    Case,
-    a_drained_host_is_announced,
-    a_killed_host_loses_its_placement_only,
-    a_manager_that_is_away_is_an_error,
-    assert_survives,
-    run_cluster_case,
-    serving_nodes,
-    two_placements_have_hosts_of_their_own,
-)
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.testing.cluster_contract import assert_survives
+from holdfast.testing.local_run import LocalRun
+from labs.cluster_run import JOB_S, ClusterRun, assert_ends_with_its_service, run_undisturbed
 from labs.fake_mesos import FakeMesos
 from labs.fake_yarn import FakeYarn
-from labs.slurm_cluster import our_processes
-from labs.yarn_cluster import RM_VARIABLE, YarnCluster
-from labs.yarn_lab import YarnLab, missing
-
-SCRIPT, STEPS = str(SCRIPTS / "paced.py"), "600"
-OPTIONS = ["--nproc", "1", "--virtual", "4"]
-JOB_S = 240.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-class ClusterRun:
-    """Runs a job that goes on slowly until it is let go, on the nodes of a cluster manager.
-
-    `asked`: the words after `holdfast launch`, which name the manager and where it is.
-    """
-
-    def __init__(self, tmp_path: Path, asked: Sequence[str], *options: str) -> None:
-        self.go, self.folder = tmp_path / "go", tmp_path / "run"
-        command = ("launch", *asked, "--host", "127.0.0.1", "--memory", "1024")
-        command += ("--run-dir", str(self.folder), *options)
-        script = [SCRIPT, str(self.go), STEPS]
-        self.run = LocalRun(self.folder, OPTIONS, script, command=command)
-
-    def serving(self, number: int, without: Sequence[str] = ()) -> list[str]:
-        """Wait until that number of agents train, and none in `without`; return their names."""
-
-        def complete() -> list[str]:
-            with contextlib.suppress(HoldfastError, OSError):
-                found = serving_nodes(self.run.status())
-                return found if len(found) == number and not set(without) & set(found) else []
-            return []
-
-        found: list[str] = self.until(complete, f"{number} nodes without {without}")
-        return found
-
-    def until(self, ready: Callable[[], Any], what: str) -> Any:
-        try:
-            return self.run.until(ready, JOB_S, what)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.written()}") from None
-
-    def written(self) -> str:
-        """Return what agents and workers have printed."""
-        return "\n".join(path.read_text() for path in self.folder.glob("logs/hf-*.txt"))
-
-    def digest(self) -> str:
-        """Let the job go on to its end, and return its digest; nothing is left."""
-        self.go.touch()
-        finish(self.run)
-        (found,) = re.findall("^[0-9a-f]{64}$", self.written(), re.MULTILINE)
-        return str(found)
-
-    def lose(self, name: str) -> None:
-        """Kill all processes of a node's agent, and its container or task with them."""
-        for pid in our_processes(f"HOLDFAST_PLACEMENT={name}"):
-            strike(pid)
-
-    def lose_fleet(self) -> None:
-        """Kill the process that asks the manager for nodes."""
-        strike(self.until(self._fleet, "the fleet's process"))
-
-    def _fleet(self) -> int:
-        for pid in self.run.leftovers():
-            with contextlib.suppress(OSError):
-                if b"holdfast.launch.fleet_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    return pid
-        return 0
 
 
 class Observer(Protocol):
@@ -194,10 +112,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FakeClus
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    (folder / "go").touch()
-    with LocalRun(folder / "run", OPTIONS, [SCRIPT, str(folder / "go"), STEPS]) as run:
-        return finish(run)
+    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 def test_a_job_survives_a_killed_and_a_drained_host(
@@ -267,27 +182,6 @@ def test_a_service_that_an_operator_ends_ends_its_job(tmp_path: Path, undisturbe
         assert not fake.services
 
 
-def assert_ends_with_its_service(
-    folder: Path, asked: Sequence[str], undisturbed: str, stop: Callable[[str], None]
-) -> None:
-    """Run a job whose service is stopped, and resume it. `stop`: as an operator, by its name."""
-    store = ("--store", str(folder / "store"), "--save-every", "10")
-    job = ClusterRun(folder, asked, "--nodes", "2", "--wait-for-nodes", *store)
-    with job.run:
-        job.serving(2)
-        name = job.run.run_dir.spec().job[:8]
-        stop(f"hf-{name}")
-        assert job.run.wait(JOB_S) == 1
-    said = f"YARN has ended service hf-{name}, as by `yarn app -stop hf-{name}` (Stopped by user "
-    reason = [line for line in job.run.err if said in line]
-    assert any("the job ends" in line for line in reason), job.run.err
-    assert any(f"`holdfast resume {job.folder}` continues it" in line for line in reason), reason
-    job.run = LocalRun(job.folder, [], [], command=("resume", str(job.folder)))
-    with job.run:
-        job.serving(2)
-        assert job.digest() == undisturbed
-
-
 def test_nodes_that_a_full_cluster_does_not_give_are_reported(tmp_path: Path) -> None:
     with fake_yarn(tmp_path) as cluster:
         fake: Any = cluster.fake
@@ -305,98 +199,3 @@ def test_nodes_that_a_full_cluster_does_not_give_are_reported(tmp_path: Path) ->
             finish(job.run)
         first = next(line for line in job.run.err if "YARN gives" in line)
         assert "YARN gives 1 of 2 nodes; " in first
-
-
-# ---------------------------------------------------------------- a real ResourceManager
-
-
-NEEDS_AN_OPERATOR = (
-    a_manager_that_is_away_is_an_error,
-    a_drained_host_is_announced,
-    a_killed_host_loses_its_placement_only,
-)
-
-
-@pytest.fixture
-def real_yarn(tmp_path: Path) -> Iterator[YarnCluster]:
-    """Start a lab, or take the ResourceManager that is named."""
-    why = missing()
-    if why and RM_VARIABLE not in os.environ:
-        pytest.skip(f"{why}, and {RM_VARIABLE} names no ResourceManager")
-    with contextlib.ExitStack() as stack:
-        lab = None if why else stack.enter_context(YarnLab(tmp_path / "yarn"))
-        yield stack.enter_context(YarnCluster(lab))
-
-
-# Each case that an operator takes part in has a lab of its own: a ResourceManager of 3.4.2 that was
-# started again does not forget a container's tag, and does not report a lost host to a master.
-IN_ONE_LAB = [case for case in CLUSTER_CASES if case not in NEEDS_AN_OPERATOR]
-
-
-@pytest.mark.clusters
-@pytest.mark.parametrize(
-    "cases",
-    [IN_ONE_LAB, *([case] for case in NEEDS_AN_OPERATOR)],
-    ids=["the others", *(case.__name__ for case in NEEDS_AN_OPERATOR)],
-)
-def test_a_real_resource_manager_keeps_the_contract(
-    real_yarn: YarnCluster, cases: Sequence[Case]
-) -> None:
-    for case in cases:
-        if case in NEEDS_AN_OPERATOR and not real_yarn.has_operator():
-            pytest.skip("only a lab's hosts and manager can be ended")
-        if len(real_yarn.hosts) > 1 or case is not two_placements_have_hosts_of_their_own:
-            run_cluster_case(case, real_yarn)
-
-
-@pytest.mark.clusters
-def test_a_job_survives_a_lost_container_on_a_real_resource_manager(
-    real_yarn: YarnCluster, undisturbed: str
-) -> None:
-    asked = ("yarn", "--rm", real_yarn.url)
-    job = ClusterRun(real_yarn.folder, asked, "--nodes", "2", "--wait-for-nodes")
-    with job.run:
-        first = job.serving(2)
-        job.lose(first[0])
-        job.serving(2, without=first[:1])
-        assert job.digest() == undisturbed
-    shutil.rmtree(real_yarn.folder)
-
-
-@pytest.mark.clusters
-def test_a_job_survives_the_loss_of_its_masters_host(
-    real_yarn: YarnCluster, undisturbed: str
-) -> None:
-    if not real_yarn.has_operator():
-        pytest.skip("only a lab's hosts can be ended")
-    lab = real_yarn.lab
-    job = ClusterRun(real_yarn.folder, ("yarn", "--rm", real_yarn.url), "--nodes", "2")
-    with job.run:
-        job.serving(2)
-        host = environment_of(lab.master())["NM_HOST"]
-        lost = [name for name in job.serving(2) if host_of(name) == host]
-        lab.kill(host)
-        job.serving(2, without=lost)
-        assert job.digest() == undisturbed
-    shutil.rmtree(real_yarn.folder)
-
-
-def host_of(name: str) -> str:
-    """Return the host of a node, by the environment of its agent."""
-    return environment_of(our_processes(f"HOLDFAST_PLACEMENT={name}")[0])["NM_HOST"]
-
-
-def environment_of(pid: int) -> dict[str, str]:
-    words = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
-    return dict(word.split("=", 1) for word in words if "=" in word)
-
-
-@pytest.mark.clusters
-def test_an_operator_ends_a_job_on_a_real_resource_manager(
-    real_yarn: YarnCluster, undisturbed: str
-) -> None:
-    folder = real_yarn.folder / "a b,ü%&;(#!"  # a name that YARN does not change
-    folder.mkdir()
-    asked = ("yarn", "--rm", real_yarn.url)
-    assert_ends_with_its_service(folder, asked, undisturbed, real_yarn.stop)
-    shutil.rmtree(real_yarn.folder)

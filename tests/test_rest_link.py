@@ -19,7 +19,7 @@ import pytest
 
 from certificates import make_certificates
 from holdfast.core.errors import Refused, Unreachable, UserError
-from holdfast.launch.rest_link import RestAccess, RestLink, check_access
+from holdfast.launch.rest_link import RestAccess, RestLink, check_access, describe_ticket
 
 Answer = tuple[int, dict[str, str], bytes]
 
@@ -93,6 +93,14 @@ def test_a_question_is_one_request_in_the_users_name(server: Server) -> None:
         (500, b'{"diagnostics": null}', Unreachable, "YARN says: HTTP status 500"),
         (503, b"<html>", Unreachable, "YARN says: HTTP status 503"),
         (200, b"<html>", Refused, "YARN says: HTTP status 200"),
+        (403, b'{"servlet": "a", "message": "GSS failure"}', Refused, "YARN says: GSS failure"),
+        (
+            500,
+            b'{"servlet": "a", "message": "org.apache.hadoop.security.authentication.util.'
+            b'KerberosName$NoMatchingRule: No rules applied to me@HERE"}',
+            Unreachable,
+            "^YARN says: No rules applied to me@HERE$",
+        ),
         (401, b"", Refused, "YARN demands a proof of identity: use --kerberos, and run kinit"),
     ],
 )
@@ -226,6 +234,31 @@ def test_a_missing_ticket_is_said(server: Server, monkeypatch: pytest.MonkeyPatc
     pretend_gssapi(monkeypatch, fail)
     server.reply = negotiate
     with pytest.raises(Refused, match=r"no Kerberos ticket for HTTP@127.0.0.1 \(No Kerberos"):
+        must(server.link(kerberos=True))
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        ("Ticket expired", "there is no Kerberos ticket for HTTP@rm (Ticket expired): run kinit"),
+        (
+            "Server HTTP/rm@HERE not found in Kerberos database",
+            "Kerberos has no principal HTTP/rm (Server HTTP/rm@HERE not found in Kerberos database)"
+            ": write the address with the host name that the principal of its web server has",
+        ),
+    ],
+)
+def test_a_ticket_that_cannot_be_had_is_explained(problem: str, said: str) -> None:
+    by_gss = "Major (851968): Unspecified GSS failure.  Minor code may provide more information, "
+    assert describe_ticket("rm", f"{by_gss}Minor (2529638944): {problem}") == said
+
+
+def test_a_ticket_that_is_not_accepted_is_said(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gssapi(monkeypatch, lambda: b"other")
+    server.reply = negotiate
+    with pytest.raises(Refused, match="YARN does not accept a Kerberos ticket as a proof of ident"):
         must(server.link(kerberos=True))
 
 

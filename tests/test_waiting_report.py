@@ -59,3 +59,16 @@ def test_what_is_waited_for_now_is_kept_for_the_jobs_status() -> None:
     assert shown == ["", "", f"{start}; no room", f"{start}; node2 is full"]
     list(report.read([placed(1)], 30.0))
     assert report.current == ""
+
+
+def test_a_placement_that_ends_for_a_reason_is_reported_once() -> None:
+    report = WaitingReport("YARN")
+
+    def ended(number: int, why: str) -> Placement:
+        id_ = PlacementId(f"hf-{number}")
+        return Placement(id=id_, handle="", holding=Holding.ENDED, host="nm1", why=why)
+
+    assert list(report.read([placed(1), placed(2), ended(3, "long ago")], 0.0)) == []
+    now = [ended(1, "its disk is full"), ended(2, ""), ended(3, "long ago")]
+    assert list(report.read(now, 1.0)) == ["hf-1 has ended on nm1: its disk is full"]
+    assert list(report.read(now, 2.0)) == []

@@ -24,8 +24,8 @@ from holdfast.launch import yarn_manager
 from holdfast.launch.cluster_manager import StoppedByOperator
 from holdfast.launch.fleet_plan import read_plan
 from holdfast.launch.order_book import ORDERS, OrderBook
-from holdfast.launch.rest_link import RestAccess, RestLink
-from holdfast.launch.yarn_manager import YarnService
+from holdfast.launch.rest_link import FILTER, NOT_JSON, RestAccess, RestAnswer, RestLink
+from holdfast.launch.yarn_manager import YarnService, is_switched_off
 from holdfast.runtime.rundir import RunDir
 from holdfast.testing.cluster_contract import (
     CLUSTER_CASES,
@@ -275,6 +275,27 @@ def test_the_service_is_destroyed_with_all_that_runs(fake: FakeYarn) -> None:
     run(work)
 
 
+def test_yarn_finds_all_processes_of_a_node_below_its_container(fake: FakeYarn) -> None:
+    async def work() -> None:
+        only = order(1)
+        await run_placement(fake, fake.manager(), only)
+        container = service_of(fake).containers["node-0"].process.pid
+        found = fake.processes(only.id)
+        assert found
+        assert all(container in ancestors(pid) for pid in found)
+
+    run(work)
+
+
+def ancestors(pid: int) -> list[int]:
+    """Return a process's parents, the nearest first, as YARN finds them in /proc."""
+    found = []
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
+        found.append(pid)
+    return found
+
+
 def test_a_container_that_is_started_again_in_place_is_no_other_node(tmp_path: Path) -> None:
     book = OrderBook(tmp_path / ORDERS)
     for number in (1, 2):
@@ -323,6 +344,21 @@ def test_a_services_api_that_is_switched_off_is_named(
     for _ in range(2):
         said = refusal(fake, capsys)
         assert "has no services API: set yarn.webapp.api-service.enable to true" in said
+
+
+@pytest.mark.parametrize(
+    ("status", "document", "off"),
+    [
+        (404, None, True),
+        (500, {"servlet": "API-Service", "message": "no root resource classes"}, True),
+        (401, NOT_JSON, False),
+        (403, {"servlet": "default", "message": "GSS failure"}, False),
+        (500, {"servlet": "default", "message": f"{FILTER}.NoMatchingRule: of ann"}, False),
+        (200, {"uri": "/v1"}, False),
+    ],
+)
+def test_a_demand_for_a_proof_is_no_missing_api(status: int, document: Any, *, off: bool) -> None:
+    assert is_switched_off(RestAnswer(status, document)) is off
 
 
 def test_a_queue_that_is_refused_is_named(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from holdfast.core.fleet.placements import Holding
+from holdfast.core.fleet.placements import Holding, Placement, PlacementId
 from holdfast.launch import yarn_manager, yarn_waiting
 from holdfast.launch.yarn_manager import YarnManager
 from holdfast.testing.cluster_contract import order, run_placement, until
@@ -196,5 +197,58 @@ def test_containers_whose_command_fails_are_told(fake: FakeYarn) -> None:
             return "ended before they read an order" in await why_waits(manager)
 
         await until(is_told, "it is told")
+
+    run(work)
+
+
+# ---------------------------------------------------------------- reasons for an end
+
+
+async def why_ended(fake: FakeYarn, manager: YarnManager, id_: PlacementId) -> str:
+    """Kill the only container; return the reason that is given for its end."""
+    service_of(fake).containers["node-0"].process.kill()
+
+    async def ended() -> Placement | None:
+        found = await manager.observe()
+        return next((p for p in found if (p.id, p.holding) == (id_, Holding.ENDED)), None)
+
+    return str((await until(ended, "it has ended")).why)
+
+
+def test_a_container_that_had_too_much_memory_is_told(fake: FakeYarn) -> None:
+    async def work() -> None:
+        manager, only = fake.manager(), order(1)
+        await manager.create(1)
+        service_of(fake).component["launch_command"] += " 1"  # MB
+        await run_placement(fake, manager, only)
+        note = fake.folder / "hf-fake" / "orders" / f"{only.id}.note"
+
+        async def is_noted() -> bool:
+            return note.exists()
+
+        await until(is_noted, "the container finds out")
+        said = await why_ended(fake, manager, only.id)
+        assert re.fullmatch(
+            r"its processes had \d+ MB, more than the 1 MB of its container, as YARN ended it: "
+            "raise --memory",
+            said,
+        )
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [("", ""), ("1/1 local-dirs have errors", "YARN calls the host unhealthy (1/1 local-dirs ")],
+)
+def test_a_host_that_yarn_calls_unhealthy_is_told(fake: FakeYarn, report: str, said: str) -> None:
+    async def work() -> None:
+        manager, only = fake.manager(), order(1)
+        found = await run_placement(fake, manager, only)
+        if report:
+            fake.unhealthy[found.host] = report
+        why = await why_ended(fake, manager, only.id)
+        assert why.startswith(said)
+        assert bool(why) == bool(said)
 
     run(work)

@@ -195,6 +195,7 @@ class FakeYarn:
         self._away = threading.Event()
         self._over = threading.Event()
         self._down: set[str] = set()
+        self.unhealthy: dict[str, str] = {}  # hosts, with their reports
         self._leaving: set[str] = set()
         self._apps = 0
         self.lock = threading.RLock()
@@ -332,11 +333,13 @@ class FakeYarn:
 
     def _node(self, host: str, template: dict[str, Any]) -> dict[str, Any]:
         state = "DECOMMISSIONING" if host in self._leaving else "RUNNING"
+        state = "UNHEALTHY" if host in self.unhealthy else state
         number = sum(host == c.host for s in self.services.values() for c in s.containers.values())
         return {
             **template,
             "rack": self.domains[host][0].removeprefix("rack="),
             "state": "LOST" if host in self._down else state,
+            "healthReport": self.unhealthy.get(host, ""),
             "id": f"{host}:45454",
             "nodeHostName": host,
             "nodeHTTPAddress": f"{host}:8042",

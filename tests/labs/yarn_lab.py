@@ -1,11 +1,8 @@
 """Runs Hadoop's own ResourceManager with its services API, on this machine and its loopback.
 
-HOLDFAST_YARN_JARS names a folder with the jars of Hadoop 3.4 and its libraries; Maven fills one:
-
-    mvn -f tests/labs/yarn_pom.xml dependency:copy-dependencies -DoutputDirectory=DIR
-
-It needs Java 17 and about 2 GiB of memory. The hosts are NodeManagers with names of their own,
-which only these processes know; ZooKeeper keeps the services' registry.
+HOLDFAST_YARN_JARS names a folder with the jars of Hadoop 3.4 and its libraries; `make yarn-lab`
+fills one. It needs Java 17 and about 2 GiB of memory. The hosts are NodeManagers with names of
+their own, which only these processes know; ZooKeeper keeps the services' registry.
 """
 
 from __future__ import annotations
@@ -29,11 +26,14 @@ from labs.slurm_cluster import our_processes
 
 JARS_VARIABLE = "HOLDFAST_YARN_JARS"
 UP_S = 120.0
+OVER = ("FINISHED", "FAILED", "KILLED")  # states of an application
 SILENT_MS = 10_000  # a host that is silent for so long is lost
 RESOURCE_MANAGER = "org.apache.hadoop.yarn.server.resourcemanager.ResourceManager"
 NODE_MANAGER = "org.apache.hadoop.yarn.server.nodemanager.NodeManager"
 ZOOKEEPER = "org.apache.zookeeper.server.ZooKeeperServerMain"
 ADMIN = "org.apache.hadoop.yarn.client.cli.RMAdminCLI"
+REGISTRY_CLIENT = "org.apache.zookeeper.ZooKeeperMain"
+CAPACITY = "yarn.scheduler.capacity."
 LOG4J = """log4j.rootLogger=INFO,A
 log4j.appender.A=org.apache.log4j.ConsoleAppender
 log4j.appender.A.layout=org.apache.log4j.PatternLayout
@@ -43,16 +43,21 @@ log4j.appender.A.layout.ConversionPattern=%d{HH:mm:ss} %p %c{1}: %m%n
 
 def missing() -> str:
     """Return the reason why it cannot run here, or ""."""
-    jars = os.environ.get(JARS_VARIABLE, "")
-    if not list(Path(jars).glob("hadoop-yarn-services-api-*.jar")) or not jars:
-        return f"{JARS_VARIABLE} names no folder with Hadoop's jars (tests/labs/yarn_lab.py)"
-    return "" if shutil.which("java") else "there is no java"
+    if not list(jars().glob("hadoop-yarn-services-api-*.jar")):
+        return f"{JARS_VARIABLE} names no folder with Hadoop's jars: `make yarn-lab` gets them"
+    return "" if shutil.which("java") else "there is no java (package openjdk-17-jre-headless)"
+
+
+def jars() -> Path:
+    """Return the folder of Hadoop's jars."""
+    return Path(os.environ.get(JARS_VARIABLE) or "/nowhere")
 
 
 class YarnLab:
     """Keeps the servers of one cluster; used as a context manager. `folder`: theirs.
 
-    `settings`: further properties of the ResourceManager.
+    `settings`: further properties. The beginning of a name says in which file it belongs; those of
+    core-site.xml are the ResourceManager's alone.
     """
 
     def __init__(
@@ -76,10 +81,10 @@ class YarnLab:
         self._start("zookeeper", ZOOKEEPER, port, str(self.folder / "zookeeper"))
         self._start("manager", RESOURCE_MANAGER)
         try:
-            self._until(self.answers, "the ResourceManager answers")
+            self.until(self.answers, "the ResourceManager answers")
             for host in self.hosts:
                 self.start(host)
-            self._until(lambda: self.running() == {*self.hosts}, "all hosts are there")
+            self.until(lambda: self.running() == {*self.hosts}, "all hosts are there")
         except BaseException:
             self.__exit__()
             raise
@@ -134,6 +139,50 @@ class YarnLab:
         command = self._java("", ADMIN, "-refreshNodes", "-g", "3600", "-server")
         subprocess.run(command, env=self._environment(""), check=True, timeout=UP_S)
 
+    def break_disk(self, host: str) -> None:
+        """Take a host's local directory away: a file has its place."""
+        local = self.folder / host / "local"
+        local.rename(self.folder / host / "local-before")
+        local.touch()
+
+    def registry(self) -> list[str]:
+        """Return the names of all services in the registry, by ZooKeeper's own client."""
+        server = f"127.0.0.1:{self._ports['zookeeper']}"
+        command = self._java("", REGISTRY_CLIENT, "-server", server, "ls", "-R", "/registry")
+        done = subprocess.run(
+            command,
+            env=self._environment(""),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            check=True,
+            timeout=UP_S,
+        )
+        found = (line.partition("/yarn-service/")[2] for line in done.stdout.splitlines())
+        return sorted({name.partition("/")[0] for name in found if name})
+
+    def service_files(self) -> list[Path]:
+        """Return what services have left below their base path."""
+        return sorted(path for path in (self.folder / "services").rglob("*") if path.is_file())
+
+    def applications(self) -> list[str]:
+        """Return the applications that have not ended."""
+        found = (self._get("/ws/v1/cluster/apps").get("apps") or {}).get("app") or []
+        return [each["id"] for each in found if each["state"] not in OVER]
+
+    def containers(self) -> list[int]:
+        """Return all processes of containers, also those whose parents have ended."""
+        names = ("CONTAINER_ID=", f"HADOOP_CONF_DIR={self.folder}/")
+        return [
+            int(path.parent.name)
+            for path in Path("/proc").glob("[0-9]*/environ")
+            if all(name in read(path) for name in names)
+        ]
+
+    def container_files(self) -> list[Path]:
+        """Return what containers have left in the hosts' local directories."""
+        return sorted(self.folder.glob("nm*/local/usercache/*/appcache/*"))
+
     def away(self, away: bool) -> None:
         """End the ResourceManager, or start it again and wait until it knows the hosts."""
         if away:
@@ -141,7 +190,7 @@ class YarnLab:
             return
         before = {host for host in self.hosts if host in self._processes} - {*self._excluded()}
         self._start("manager", RESOURCE_MANAGER)
-        self._until(lambda: self.running() >= before, "the hosts have found their manager")
+        self.until(lambda: self.running() >= before, "the hosts have found their manager")
 
     def master(self) -> int:
         """Return the process of the one service's master."""
@@ -158,7 +207,7 @@ class YarnLab:
         """Write the configuration of the ResourceManager and clients, or of a host."""
         conf = self._conf(host)
         conf.mkdir(exist_ok=True)
-        folder, jars = self.folder, os.environ[JARS_VARIABLE]
+        folder = self.folder
         here = {name: f"127.0.0.1:{port}" for name, port in self._ports.items()}
         (folder / "exclude").touch()
         write_xml(
@@ -167,6 +216,7 @@ class YarnLab:
                 "fs.defaultFS": "file:///",
                 "hadoop.registry.zk.quorum": here["zookeeper"],
                 "hadoop.tmp.dir": f"{folder}/tmp/{host}",
+                **({} if host else self._given("hadoop.")),
             },
         )
         (conf / "log4j.properties").write_text(LOG4J)
@@ -176,6 +226,7 @@ class YarnLab:
                 "yarn.scheduler.capacity.root.queues": "default",
                 "yarn.scheduler.capacity.root.default.capacity": "100",
                 "yarn.scheduler.capacity.maximum-am-resource-percent": "0.9",
+                **self._given(CAPACITY),
             },
         )
         manager, node, service = "yarn.resourcemanager", "yarn.nodemanager", "yarn.service"
@@ -198,15 +249,15 @@ class YarnLab:
             f"{service}.base.path": f"{folder}/services",
             f"{service}.am-resource.memory": "512",
             f"{service}.am.java.opts": f"-Xmx256m -Djdk.net.hosts.file={self._names}",
-            "yarn.application.classpath": f"{jars}/*",
+            "yarn.application.classpath": f"{jars()}/*",
             f"{node}.vmem-check-enabled": "false",
             f"{node}.pmem-check-enabled": "false",
             f"{node}.resource.memory-mb": "4096",
             f"{node}.resource.cpu-vcores": "8",
             f"{node}.disk-health-checker.enable": "false",
             f"{node}.env-whitelist": "JAVA_HOME,HADOOP_CONF_DIR,PATH,LANG",
-            f"{node}.admin-env": f"MALLOC_ARENA_MAX=1,CLASSPATH={jars}/*",
-            **self._settings,
+            f"{node}.admin-env": f"MALLOC_ARENA_MAX=1,CLASSPATH={jars()}/*",
+            **self._given("yarn."),
         }
         if host:
             localizer, web, address = free_ports(3)
@@ -220,6 +271,15 @@ class YarnLab:
             }
         write_xml(conf / "yarn-site.xml", found)
 
+    def _given(self, begin: str) -> dict[str, str]:
+        """Return the properties of a test that belong in the file of such names."""
+        files = (CAPACITY, "hadoop.", "yarn.")
+        return {
+            name: value
+            for name, value in self._settings.items()
+            if next(each for each in files if name.startswith(each)) == begin
+        }
+
     def _conf(self, host: str) -> Path:
         return self.folder / f"conf-{host or 'manager'}"
 
@@ -229,7 +289,7 @@ class YarnLab:
         return {**os.environ, **given}
 
     def _java(self, host: str, *words: str) -> list[str]:
-        path = f"{self._conf(host)}:{os.environ[JARS_VARIABLE]}/*"
+        path = f"{self._conf(host)}:{jars()}/*"
         options = (
             f"-Djdk.net.hosts.file={self._names}",
             "--add-opens",
@@ -263,7 +323,7 @@ class YarnLab:
         except (OSError, ValueError):
             return {}
 
-    def _until(self, ready: Callable[[], object], what: str) -> None:
+    def until(self, ready: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + UP_S
         while not ready():
             assert time.monotonic() < deadline, f"not in {UP_S:g} s: {what} ({self.folder})"

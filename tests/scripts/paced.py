@@ -2,7 +2,8 @@
 
 paced.py FILE [STEPS]
 
-The worker whose number FILE.late holds is late in every step that it computes.
+The worker whose number FILE.late holds is late in every step that it computes. The first one that
+finds FILE.hungry removes it, and takes as many bytes of memory as it says.
 """
 
 from __future__ import annotations
@@ -28,14 +29,26 @@ def is_late(path: str, worker: int) -> bool:
         return False
 
 
+def take_memory(path: str) -> bytearray | None:
+    """Take the memory that a file asks for, once among all workers."""
+    mine = f"{path}.{os.getpid()}"
+    try:
+        os.rename(path, mine)
+    except FileNotFoundError:
+        return None
+    return bytearray(b"x") * int(Path(mine).read_text())
+
+
 def main(go: str, steps: int) -> None:
     torch.manual_seed(0)
     job = holdfast.join()
     model = torch.nn.Sequential(torch.nn.Linear(20, 40), torch.nn.Dropout(0.2), torch.nn.ReLU())
     optimizer = torch.optim.AdamW(model.parameters())
     job.protect(model=model, optimizer=optimizer)
+    taken = None
     dataset = torch.utils.data.TensorDataset(torch.randn(256, 20))
     for step in job.steps(job.batches(dataset, batch_size=4), until=steps):
+        taken = taken or take_memory(f"{go}.hungry")
         for (x,) in step:
             if is_late(f"{go}.late", job.worker):
                 time.sleep(LATE_S)

@@ -24,8 +24,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(argv: list[str]) -> int:
-    # What the placement leaves behind becomes our child, so that it can be found.
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    keep_descendants()
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
     leave_ending_signals()
@@ -53,6 +52,11 @@ def main(argv: list[str]) -> int:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, 0)
     return 0
+
+
+def keep_descendants() -> None:
+    """Become the parent of what any descendant leaves behind, so that it can be found."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants() -> list[int]:

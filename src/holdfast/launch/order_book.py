@@ -21,7 +21,7 @@ from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.store.regular_files import create_regular, read_json
 
 ORDERS = "orders"  # in the run directory
-ORDER, CLAIM = ".order", ".claim"
+ORDER, CLAIM, NOTE = ".order", ".claim", ".note"
 NOBODY = ""
 
 
@@ -87,6 +87,19 @@ class OrderBook:
     def withdraw(self, id_: PlacementId) -> bool:
         """Withdraw an order; return False if a container has claimed it before."""
         return self.claim(id_, NOBODY)
+
+    def note(self, id_: PlacementId, text: str) -> None:
+        """Leave a word for the manager's adapter about a claimed order; "" takes it back."""
+        path = self._path(id_, NOTE)
+        if text:
+            os.replace(self._draft(id_, {"text": text}), path)
+        elif path.exists():
+            path.unlink()
+
+    def read_note(self, id_: PlacementId) -> str:
+        """Return the word that was left about an order, or ""."""
+        path = self._path(id_, NOTE)
+        return str(self._read(path).get("text", "")) if path.exists() else ""
 
     def _read_all(self) -> Iterator[BookEntry]:
         for path in sorted(self._folder.glob(f"*{ORDER}")):

@@ -14,6 +14,7 @@ import http.client
 import importlib
 import importlib.util
 import json
+import re
 import ssl
 import urllib.error
 import urllib.request
@@ -28,7 +29,11 @@ from holdfast.store.regular_files import parse_json, read_up_to
 
 ANSWER_S = 20.0
 BYTES_MAX = 64 << 20
-UNKNOWN, BROKEN, WHO_ASKS, ELSEWHERE = 404, 500, 401, (307, 308)
+UNKNOWN, BROKEN, WHO_ASKS, FORBIDDEN, ELSEWHERE = 404, 500, 401, 403, (307, 308)
+MINOR = re.compile(r"^Major \(.*Minor \(\d+\): ")  # before the mechanism's own words
+FILTER = "org.apache.hadoop.security.authentication"  # also with status 500
+JAVA_CLASS = re.compile(r"^(\w+\.)+[\w$]+: ")  # an exception's message comes after it
+NO_SUCH_SERVER = "not found in Kerberos database"
 NOT_JSON = object()  # in place of the document of an answer
 Answered = TypeVar("Answered")
 
@@ -62,14 +67,25 @@ class RestAnswer:
         return self.status < 300 and self.document is not NOT_JSON
 
     @property
+    def refusal(self) -> str:
+        """Return the reason of the filter that Hadoop's servers ask for users first, or ""."""
+        found = self.document
+        said = str(found.get("message") or "") if isinstance(found, dict) else ""
+        is_by_filter = self.status in (WHO_ASKS, FORBIDDEN) or FILTER in said
+        return said if is_by_filter else ""
+
+    @property
     def problem(self) -> str:
         """Return the manager's reason for not accepting a request."""
         found = self.document
         if isinstance(found, dict):  # YARN's services API, and its other ones
-            found = found.get("diagnostics") or found.get("RemoteException", {}).get("message")
+            remote = found.get("RemoteException") or {}
+            found = found.get("diagnostics") or remote.get("message") or self.refusal
         text = str(found).strip() if isinstance(found, str) else ""
         text = text or self.text
-        return text.splitlines()[0][:500] if text else f"HTTP status {self.status}"
+        return (
+            JAVA_CLASS.sub("", text.splitlines()[0][:500]) if text else f"HTTP status {self.status}"
+        )
 
 
 class SameRequest(urllib.request.HTTPRedirectHandler):
@@ -127,6 +143,8 @@ class RestLink:
 
     def failure(self, answer: RestAnswer) -> Refused | Unreachable:
         """Return the error that an answer stands for."""
+        if answer.status == WHO_ASKS and self._access.kerberos:
+            return Refused(f"{self._name} does not accept a Kerberos ticket as a proof of identity")
         if answer.status == WHO_ASKS:
             return Refused(f"{self._name} demands a proof of identity: {self._proof}")
         kind = Unreachable if answer.status >= BROKEN else Refused
@@ -220,10 +238,19 @@ def make_token(host: str) -> str:
         name = gssapi.Name(f"HTTP@{host}", gssapi.NameType.hostbased_service)
         token: bytes = gssapi.SecurityContext(name=name, usage="initiate").step()
     except gssapi.exceptions.GSSError as error:
-        raise Refused(
-            f"there is no Kerberos ticket for HTTP@{host} ({first_line(error)})"
-        ) from None
+        raise Refused(describe_ticket(host, first_line(error))) from None
     return base64.b64encode(token).decode()
+
+
+def describe_ticket(host: str, problem: str) -> str:
+    """Return a sentence on why there is no ticket for a host's web server, and what to do."""
+    why = MINOR.sub("", problem)
+    if NO_SUCH_SERVER in why:
+        return (
+            f"Kerberos has no principal HTTP/{host} ({why}): write the address with the host name "
+            "that the principal of its web server has"
+        )
+    return f"there is no Kerberos ticket for HTTP@{host} ({why}): run kinit"
 
 
 def check_access(access: RestAccess, option: str, example: str) -> None:

@@ -1,10 +1,10 @@
-"""Reports to people which of a job's nodes its cluster manager does not give yet, and why."""
+"""Reports to people why a job's manager does not give some of its nodes, or has ended them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from holdfast.core.fleet.placements import Holding, Placement
+from holdfast.core.fleet.placements import Holding, Placement, PlacementId
 
 PATIENCE_S = 10.0  # a placement may wait this long without a word
 AGAIN_S = 60.0  # between two reports whose reasons differ
@@ -13,7 +13,8 @@ AGAIN_S = 60.0  # between two reports whose reasons differ
 class WaitingReport:
     """Makes one line once placements have waited for some time, and again as the reason changes.
 
-    The reasons are the manager's own (`Placement.why`), each printed once, if it gives any.
+    The reasons are the manager's own (`Placement.why`), each printed once, if it gives any. It also
+    makes a line for a placement that ran and has ended for a reason.
 
     `manager`: its name for people.
     """
@@ -23,10 +24,12 @@ class WaitingReport:
         self._since: float | None = None  # when the oldest placement that waits was first listed
         self._quiet_until = float("-inf")
         self._last = ""
+        self._ran: dict[PlacementId, None] = {}  # the placements that have not ended since
         self.current = ""  # the line as of the last listing, whether it is due again or not
 
     def read(self, placements: Sequence[Placement], now: float) -> Iterator[str]:
-        """Take in a listing, and yield the line that is due."""
+        """Take in a listing, and yield the lines that are due."""
+        yield from self._read_ended(placements)
         waiting = [each for each in placements if each.holding is Holding.WAITING]
         if not waiting:
             self._since, self._last, self._quiet_until = None, "", float("-inf")
@@ -43,3 +46,11 @@ class WaitingReport:
         if now >= self._quiet_until and line != self._last:
             self._last, self._quiet_until = line, now + AGAIN_S
             yield line
+
+    def _read_ended(self, placements: Sequence[Placement]) -> Iterator[str]:
+        """Yield a line for each placement that has ended for a reason since the last listing."""
+        for each in placements:
+            if each.holding is Holding.ENDED and each.id in self._ran and each.why:
+                yield f"{each.id} has ended on {each.host}: {each.why}"
+        running = (each for each in placements if each.holding is Holding.RUNNING)
+        self._ran = dict.fromkeys(each.id for each in running)

@@ -27,11 +27,20 @@ from holdfast.core.job_spec import JobSpec
 from holdfast.launch.cluster_manager import PlacementOrder, StoppedByOperator
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
 from holdfast.launch.order_book import ORDERS, BookEntry, OrderBook
-from holdfast.launch.rest_link import NOT_JSON, UNKNOWN, RestAccess, RestAnswer, RestLink
+from holdfast.launch.rest_link import (
+    FORBIDDEN,
+    NOT_JSON,
+    UNKNOWN,
+    WHO_ASKS,
+    RestAccess,
+    RestAnswer,
+    RestLink,
+)
 from holdfast.launch.yarn_waiting import (
     Allocation,
     UnreadOrders,
     count_pending,
+    describe_end,
     describe_master,
     shorten,
 )
@@ -39,6 +48,7 @@ from holdfast.launch.yarn_waiting import (
 NAME = "YARN"
 SERVICES, NODES, VERSION = "/app/v1/services", "/ws/v1/cluster/nodes", "/app/v1/services/version"
 APPLICATIONS, ACTIVITIES = "/ws/v1/cluster/apps", "/ws/v1/cluster/scheduler/app-activities"
+PLACE = (sys.executable, "-m", "holdfast.launch.yarn_place")
 COMPONENT = "node"
 OVER = ("STOPPED", "FAILED", "SUCCEEDED")  # states of a service, and of a container
 FAILED = "FAILED"
@@ -147,9 +157,19 @@ class YarnManager:
         if claimed and not _is_over(found):
             await self._check_master(found or {}, {str(entry.holder) for entry in claimed})
         return [
-            *(_placement(entry, nodes, running=entry.holder in live) for entry in claimed),
+            *(self._place(e, nodes, running=e.holder in live) for e in claimed),
             *(_placement(e, nodes, running=None, why=why) for e in entries if e.waits),
         ]
+
+    def _place(
+        self, entry: BookEntry, nodes: Mapping[str, Mapping[str, Any]], *, running: bool
+    ) -> Placement:
+        """Describe a claimed order, with the reason why its container has ended."""
+        why = ""
+        if not running:
+            excess = self._book.read_note(entry.order.id)
+            why = describe_end(nodes.get(entry.host, {}), excess)
+        return _placement(entry, nodes, running=running, why=why)
 
     async def request(self, order: PlacementOrder) -> None:
         self._book.add(order)  # before the others that come with it are asked for
@@ -353,6 +373,8 @@ def is_switched_off(answer: RestAnswer) -> bool:
     Where that is off, its web server answers by itself: status 500 at first, then 404.
     """
     document = answer.document
+    if answer.status in (WHO_ASKS, FORBIDDEN) or answer.refusal:  # the API has not been asked yet
+        return False
     by_server = isinstance(document, dict) and "servlet" in document
     return by_server or answer.status == UNKNOWN or document is NOT_JSON
 
@@ -457,7 +479,7 @@ def open_manager(plan: FleetPlan, spec: JobSpec) -> YarnManager:
     told = plan.settings
     service = YarnService(
         name=told["service"] or job_prefix(spec.job).rstrip("-"),
-        command=shlex.join((sys.executable, "-m", "holdfast.launch.yarn_place", plan.run_dir)),
+        command=shlex.join((*PLACE, plan.run_dir, told["memory"])),
         queue=told["queue"],
         cpus=int(told["cpus"]),
         memory_mb=int(told["memory"]),

@@ -1,30 +1,42 @@
 """Carries out one order for a node in a container of YARN, which does not know of orders.
 
-    python -m holdfast.launch.yarn_place RUN_DIR
+    python -m holdfast.launch.yarn_place RUN_DIR [MEMORY_MB]
 
 YARN starts one of these for each node of the job, and others in place of those that end. Each
 claims an order that does not avoid its host, and ends with the ordered agent; until there is such
 an order it keeps its host, so that YARN gives the next container another one.
+
+YARN adds up the memory of a container's processes, and kills it without a word to the job. So all
+of them stay below this one, where YARN counts them, and it writes in the order book when they
+have more than MEMORY_MB.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from holdfast.core.errors import HoldfastError
+from holdfast.core.fleet.placements import PlacementId
+from holdfast.launch.local_place import descendants, keep_descendants
 from holdfast.launch.order_book import ORDERS, OrderBook
-from holdfast.launch.ray_place import end_with, start
+from holdfast.launch.ray_place import start
+from holdfast.net.readiness import wait_readable
 from holdfast.net.standard_streams import print_plain
 
 LOOK_S = 0.5
+RESIDENT = 1  # its place among the words of /proc/PID/statm, in pages
 
 
 def main(argv: list[str]) -> NoReturn:
     """Claim an order and carry it out. Exit status 1: this container has done so before."""
-    run_dir = Path(argv[0])
+    run_dir, memory_mb = Path(argv[0]), int(argv[1]) if len(argv) > 1 else sys.maxsize
     book = OrderBook(run_dir / ORDERS)
     container, host = os.environ["CONTAINER_ID"], os.environ["NM_HOST"]
     if any(entry.holder == container for entry in book.entries()):
@@ -39,8 +51,41 @@ def main(argv: list[str]) -> NoReturn:
         time.sleep(LOOK_S)
     print_plain(f"holdfast: {container} on {host} is node {order.id}", flush=True)
     given = {**order.environment, "HOLDFAST_PLACEMENT": order.id}
+    keep_descendants()
+    keeper = start(order.command, given, run_dir / "logs" / f"{order.id}.txt")
+    watch(keeper, lambda: record_excess(book, order.id, memory_mb))
+
+
+def watch(keeper: int, look: Callable[[], None]) -> NoReturn:
+    """Look again and again, and once as YARN ends this container; end when the keeper has ended."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        look()  # YARN waits for a quarter of a second before SIGKILL
+        os._exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
     # The agent may have ended by now, or be killed with all else: this container ends in any case.
-    end_with(start(order.command, given, run_dir / "logs" / f"{order.id}.txt"))
+    with contextlib.suppress(ProcessLookupError):
+        ended = os.pidfd_open(keeper)
+        while not wait_readable([ended], LOOK_S):
+            look()
+    os._exit(0)
+
+
+def record_excess(book: OrderBook, id_: PlacementId, memory_mb: int) -> None:
+    """Write in the book whether this container has more memory than it should have."""
+    used_mb = sum(map(resident_bytes, [os.getpid(), *descendants()])) >> 20
+    excess = f"{used_mb} MB, more than the {memory_mb} MB" if used_mb > memory_mb else ""
+    with contextlib.suppress(OSError, HoldfastError):  # the run directory may be away
+        book.note(id_, excess)
+
+
+def resident_bytes(pid: int) -> int:
+    """Return a process's resident memory, as YARN counts it; 0 if it has ended."""
+    with contextlib.suppress(OSError, IndexError):
+        pages = Path(f"/proc/{pid}/statm").read_text().split()[RESIDENT]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def find_problem(run_dir: Path) -> str:

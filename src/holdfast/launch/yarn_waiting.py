@@ -3,6 +3,8 @@
 There are three kinds of reasons: a container does not read its order, because its host does not see
 the run directory or its command fails; YARN does not start the service's master; YARN does not
 allocate a container, for reasons that its scheduler gives for each host.
+
+It also says why a container has ended, where that can be known: YARN itself tells only its log.
 """
 
 from __future__ import annotations
@@ -133,6 +135,18 @@ def describe_master(application: Document) -> str:
     """Return YARN's reason why the master of a service is not up yet; "" if it has none."""
     text = shorten(application.get("diagnostics"))
     return f"the service's master is not up: {text}" if text else ""
+
+
+def describe_end(node: Document, excess: str) -> str:
+    """Return the reason why a container has ended; "" if none is known.
+
+    `node`: YARN's document about its host; `excess`: the memory that it had too much.
+    """
+    if node.get("state") == "UNHEALTHY":
+        return f"YARN calls the host unhealthy ({shorten(node.get('healthReport'))})"
+    if excess:
+        return f"its processes had {excess} of its container, as YARN ended it: raise --memory"
+    return ""
 
 
 def shorten(diagnostics: object) -> str:
