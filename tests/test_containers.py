@@ -25,8 +25,9 @@ from labs import containers, control_plane
 from labs.containers import IMAGE, ImageStore
 from labs.control_plane import ControlPlane
 from labs.kubernetes_cluster import NAMESPACE, KubernetesCluster
+from labs.kubernetes_run import STEP_S, KubernetesRun
 from labs.pod_container import TOGETHER, PodContainer, runc_words
-from test_kubernetes_jobs import STEP_S, STEPS, KubernetesRun, undisturbed
+from test_kubernetes_jobs import STEPS, undisturbed
 
 pytestmark = [
     pytest.mark.slow,

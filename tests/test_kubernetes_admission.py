@@ -34,7 +34,8 @@ from labs import control_plane
 from labs.control_plane import ControlPlane
 from labs.etcd_cluster import free_ports
 from labs.kubernetes_cluster import KubernetesCluster
-from test_kubernetes_jobs import STEP_S, STEPS, KubernetesRun, volume
+from labs.kubernetes_run import STEP_S, KubernetesRun, volume
+from test_kubernetes_jobs import STEPS
 
 pytestmark = [
     pytest.mark.slow,

@@ -23,7 +23,8 @@ from holdfast.testing.local_run import LocalRun
 from labs import control_plane
 from labs.control_plane import ControlPlane
 from labs.kubernetes_cluster import KubernetesCluster
-from test_kubernetes_jobs import STEP_S, STEPS, KubernetesRun, launched, stop
+from labs.kubernetes_run import STEP_S, KubernetesRun
+from test_kubernetes_jobs import STEPS, launched, stop
 
 pytestmark = [
     pytest.mark.slow,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
-import re
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,171 +17,29 @@ from lightkube.types import CascadeType
 from certificates import make_certificates
 from conftest import SCRIPTS, finish
 from holdfast.cli.main import main
-from holdfast.core.errors import HoldfastError, Refused
-from holdfast.core.fleet.placements import Placement, PlacementId
+from holdfast.core.errors import Refused
+from holdfast.core.fleet.placements import PlacementId
 from holdfast.launch.kubernetes_names import COORDINATOR
-from holdfast.launch.kubernetes_resume import COMPLETE, FAILED, job_again
-from holdfast.net.tls import client_of
-from holdfast.runtime.contact import job_status
-from holdfast.runtime.rundir import RunDir
+from holdfast.launch.kubernetes_resume import job_again
 from holdfast.testing.cluster_contract import (
     CLUSTER_CASES,
     assert_survives,
     run_cluster_case,
-    serving_nodes,
 )
 from holdfast.testing.local_run import LocalRun
 from labs import control_plane
 from labs.control_plane import ControlPlane
-from labs.etcd_cluster import free_ports
 from labs.fake_kubernetes import FakeKubernetes
 from labs.kubelet import UNMOUNTED
 from labs.kubernetes_cluster import (
     KubernetesCluster,
-    read_manifests,
     write_kubeconfig,
 )
+from labs.kubernetes_run import STEP_S, JobHarness, KubernetesRun
 
 pytestmark = pytest.mark.timeout(600)
 STEPS = "1000"  # steps of 0.3 s each, until everything has happened
-STEP_S = 240.0
 needs_binaries = pytest.mark.skipif(bool(control_plane.missing()), reason=control_plane.missing())
-
-
-class KubernetesRun:
-    """Launches a job in a cluster whose nodes share this machine's files, and watches it."""
-
-    def __init__(self, cluster: KubernetesCluster, *options: str) -> None:
-        self.cluster = cluster
-        self.run_dir = RunDir(cluster.folder / "volume" / "run")
-        self.name = ""
-        self._options = options
-        self._coordinator = ""
-        self.tls: Path | None = None
-
-    def launch(self, *script: str) -> None:
-        port = str(free_ports(1)[0])
-        command = ["launch", "k8s", "--image", "none", "--workdir", str(SCRIPTS), "--port", port]
-        command += ["--host", "127.0.0.1", "--run-dir", str(self.run_dir.path), *self._options]
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            assert main([*command, "--nproc", "1", "--virtual", "4", *script]) == 0
-        objects = read_manifests(printed.getvalue())
-        if objects:
-            self.name = objects[0]["metadata"]["name"]
-        self.cluster.apply([*objects, volume(self.cluster.folder)])
-
-    @property
-    def prefix(self) -> str:
-        return f"{self.name}-"
-
-    def status(self) -> dict[str, Any]:
-        return job_status(self.run_dir, client_of(self.tls)).to_dict()
-
-    def until(self, ready: Callable[[], Any], timeout_s: float, what: str) -> Any:
-        try:
-            return self.cluster.until(ready, what, timeout_s)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.log()}") from None
-
-    def serving(self) -> list[str]:
-        """Return the agents that have work; none while somebody does not answer."""
-        with contextlib.suppress(HoldfastError, OSError):
-            return serving_nodes(self.status())
-        return []
-
-    def host(self, pod: str) -> str:
-        found: str = self.cluster.pods(self.prefix)[pod]["spec"]["nodeName"]
-        return found
-
-    def coordinator(self) -> str:
-        """Return the coordinator's pod, the newest that is not being deleted."""
-        found = self.cluster.pods(self.prefix, COORDINATOR)
-        left = [name for name, p in found.items() if "deletionTimestamp" not in p["metadata"]]
-        running = [name for name in left if found[name]["status"].get("phase") == "Running"]
-        self._coordinator = running[0] if running else self._coordinator
-        return self._coordinator
-
-    def until_replaced(self, gone: str) -> None:
-        def replaced() -> bool:
-            serving = self.serving()
-            return len(serving) == 3 and gone not in serving
-
-        self.until(replaced, STEP_S, f"another node in place of {gone}")
-
-    def processes(self, module: str) -> list[int]:
-        """Return the processes of the coordinator's pod that run a module."""
-        pids = self.cluster.processes(PlacementId(self.coordinator()))
-        return [p for p in pids if module in Path(f"/proc/{p}/cmdline").read_text().split("\0")]
-
-    def ended(self) -> str:
-        """Wait for the end of the Job, and return how it ended.
-
-        It may have pods on a lost node. Until this is back or removed, Kubernetes 1.31 and newer
-        gives the Job the first condition of a pair only (kubernetes_resume.py).
-        """
-
-        def end() -> str | None:
-            job = self.cluster.client.get(Job, self.name).to_dict()
-            conditions = job.get("status", {}).get("conditions", ())
-            found = {each["type"] for each in conditions if each["status"] == "True"}
-            return next((pair[1] for pair in (COMPLETE, FAILED) if found & set(pair)), None)
-
-        found: str = self.until(end, STEP_S, "the end of the Job")
-        return found
-
-    def finish(self) -> str:
-        """Wait until the Job is complete; return the last line of the workers' output."""
-        assert self.ended() == "Complete", self.log()
-        self.cluster.until(lambda: not self.alive(), "no pod is left")
-        lines = [
-            line
-            for path in (self.cluster.folder / "pods").glob(f"{self.name}-*.log")
-            for line in path.read_text().splitlines()
-            if re.fullmatch("[0-9a-f]{64}", line)
-        ]
-        assert len(lines) == 1, self.log()
-        return lines[0]
-
-    def alive(self) -> list[str]:
-        """Return the agents' pods whose processes run."""
-        return [pod for pod in self.cluster.pods(self.prefix) if self.cluster.processes(pod)]
-
-    def log(self) -> str:
-        paths = sorted((self.cluster.folder / "pods").glob("*.log"))
-        return "\n".join(f"-- {path.name}\n{path.read_text()[-3000:]}" for path in paths)
-
-
-class JobHarness:
-    """Is the harness of the contract suite for one job, whatever prefix the suite asks for."""
-
-    def __init__(self, run: KubernetesRun) -> None:
-        self._run = run
-        self.hosts, self.kill, self.drain = run.cluster.hosts, run.cluster.kill, run.cluster.drain
-        self.domains = run.cluster.domains
-        self.away, self.processes = run.cluster.away, run.cluster.processes
-
-    def manager(self, job: str = "") -> Any:
-        return self
-
-    async def observe(self) -> Sequence[Placement]:
-        """List the job's placements, each time by a new adapter."""
-        manager = self._run.cluster.manager(self._run.prefix)
-        try:
-            return await manager.observe()
-        finally:
-            await manager.close()
-
-
-def volume(folder: Path) -> dict[str, Any]:
-    """Return a volume for the coordinator's claim."""
-    spec = {
-        "capacity": {"storage": "10Gi"},
-        "accessModes": ["ReadWriteOnce"],
-        "hostPath": {"path": str(folder / "volume")},
-    }
-    about = {"name": "volume"}
-    return {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": about, "spec": spec}
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""An operator's acts on real clusters, drawn from seeds: jobs use all that they get, equal bits.
+"""An operator's acts on real clusters, drawn from seeds: a job uses all hosts, and has equal bits.
 
 HOLDFAST_WEEKS=A:B chooses the seeds; `make weeks` runs twenty for each manager.
 """
@@ -27,12 +27,12 @@ from holdfast.testing.local_run import LocalRun, strike
 from labs import control_plane, yarn_lab
 from labs.control_plane import ControlPlane
 from labs.kubernetes_cluster import KubernetesCluster
+from labs.kubernetes_run import JobHarness, KubernetesRun
 from labs.operator_week import OperatorWeek
 from labs.ray_cluster import RayCluster
 from labs.slurm_cluster import SlurmCluster, our_processes
+from labs.slurm_run import SlurmRun
 from labs.yarn_lab import YarnLab
-from test_kubernetes_jobs import JobHarness, KubernetesRun
-from test_slurm_cluster import SlurmRun
 
 SCRIPT, STEPS = str(SCRIPTS / "paced.py"), "4000"
 OPTIONS = ["--nproc", "1", "--virtual", "4"]
@@ -74,7 +74,7 @@ class LaunchedJob:
         self.go, self.folder = folder / "go", folder / "run"
         command = ("launch", *asked, "--host", "127.0.0.1", "--run-dir", str(self.folder))
         command += ("--nodes", str(NODES), "--nodes-min", "1", "--wait-for-nodes")
-        command += ("--store", str(folder / "store"), "--save-every", "10", "--abandon-s", "8")
+        command += ("--store", str(folder / "store"), "--save-every", "50", "--abandon-s", "8")
         self.run = LocalRun(self.folder, OPTIONS, [SCRIPT, str(self.go), STEPS], command=command)
         self.more_acts: Acts = {
             "the fleet dies": self._lose_fleet,
@@ -174,7 +174,7 @@ class SlurmJob:
     notice_s = 30.0
 
     def __init__(self, folder: Path, slurm: SlurmCluster) -> None:
-        store = ("--store", str(folder / "store"), "--save-every", "10", "--abandon-s", "8")
+        store = ("--store", str(folder / "store"), "--save-every", "50", "--abandon-s", "8")
         nodes = ("--nodes", str(NODES), "--nodes-min", "1")
         self.job = SlurmRun(folder, slurm, *nodes, *store, steps=STEPS)
         self._slurm, self.kill, self.away = slurm, slurm.kill, slurm.away
@@ -217,7 +217,7 @@ class SlurmJob:
         return self.job.log()
 
     def digest(self) -> str:
-        found = self.job.digest()
+        found = self.job.digest(END_S)
         assert not self.job.further_jobs()
         return found
 
@@ -272,7 +272,7 @@ class KubernetesJob:
     notice_s = 120.0
 
     def __init__(self, cluster: KubernetesCluster) -> None:
-        store = ("--store", str(cluster.folder / "store"), "--save-every", "10")
+        store = ("--store", str(cluster.folder / "store"), "--save-every", "50")
         self.hosts, self._cluster = cluster.hosts, cluster
         self.kill, self.away, self.drain = cluster.kill, cluster.away, cluster.drain
         self.run = KubernetesRun(cluster, "--nodes", str(NODES), "--nodes-min", "1", *store)
@@ -296,7 +296,7 @@ class KubernetesJob:
 
     def digest(self) -> str:
         self._go.touch()
-        return self.run.finish()
+        return self.run.finish(END_S)
 
     def _lose_coordinator(self) -> Iterable[str]:
         self._cluster.delete(self.run.coordinator())

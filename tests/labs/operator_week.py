@@ -73,12 +73,12 @@ class OperatorWeek:
     _dead: set[str] = field(default_factory=set)  # nodes
 
     def work(self, acts: int) -> None:
-        """Do so many acts, and bring all hosts back. AssertionError if a host is in vain."""
+        """Do this number of acts, and bring all hosts back. AssertionError: a host is not used."""
         rng = random.Random(self.seed)
         self._settle("the job has begun")
         for _ in range(acts):
             done = self._act(rng)
-            if rng.random() < 0.3:  # before the job has come to rest
+            if rng.random() < 0.3:  # at once
                 done = f"{done}, then {self._act(rng)}"
             self._settle(done)
         for host in self._absent:
