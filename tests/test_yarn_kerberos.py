@@ -127,7 +127,8 @@ def test_whoever_has_no_ticket_reads_it(lab: SecureLab, use: Any) -> None:
 
 
 def test_whoever_has_an_expired_ticket_reads_it(lab: SecureLab, use: Any) -> None:
-    use(lab.realm.expired(USER, PASSWORD))
+    use(lab.realm.log_in(USER, PASSWORD, life_s=1))
+    lab.until(lambda: refusal(lab.url), "the ticket has expired")
     said = "there is no Kerberos ticket for HTTP@localhost (Ticket expired): run kinit"
     assert refusal(lab.url) == said
 

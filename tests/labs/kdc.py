@@ -28,7 +28,6 @@ TOOLS = {
     "kdb5_util": "krb5-kdc",
     "kadmin.local": "krb5-kdc",
     "kinit": "krb5-user",
-    "klist": "krb5-user",
     "curl": "curl",  # by which the lab asks its servers
 }
 PLACES = f"{os.environ.get('PATH', '')}:/usr/sbin"
@@ -130,15 +129,6 @@ class Kdc:
             check=True,
             timeout=COMMAND_S,
         )
-        return environment
-
-    def expired(self, name: str, password: str) -> dict[str, str]:
-        """Return the environment of processes that have a user's ticket of no use any more."""
-        environment = self.log_in(name, password, life_s=1)
-        deadline = time.monotonic() + UP_S
-        while subprocess.run([find("klist"), "-s"], env=environment, check=False).returncode == 0:
-            assert time.monotonic() < deadline, f"the ticket lasts for {UP_S:g} s"
-            time.sleep(0.1)
         return environment
 
     def _run(self, *words: str) -> None:

@@ -148,7 +148,7 @@ class YarnLab:
     def registry(self) -> list[str]:
         """Return the names of all services in the registry, by ZooKeeper's own client."""
         server = f"127.0.0.1:{self._ports['zookeeper']}"
-        command = self._java("", REGISTRY_CLIENT, "-server", server, "ls", "-R", "/registry")
+        command = self._java("", REGISTRY_CLIENT, "-server", server, "ls", "-R", "/")
         done = subprocess.run(
             command,
             env=self._environment(""),
