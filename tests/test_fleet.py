@@ -12,7 +12,7 @@ from fleet_kit import PREFIX, Faults, run_fleet
 from holdfast.core.errors import InvariantError
 from holdfast.core.fleet import fleet_events as fe
 from holdfast.core.fleet.fleet import FleetMachine
-from holdfast.core.fleet.fleet_node import FleetNode
+from holdfast.core.fleet.fleet_node import Ending, FleetNode
 from holdfast.core.fleet.host_strikes import HostStrikes
 from holdfast.core.fleet.placements import FleetPolicy, Holding, NodeSeen, Notice, Placement
 from holdfast.core.types import Tick
@@ -228,7 +228,7 @@ def the_manager_decides_who_is_lost(patch: pytest.MonkeyPatch) -> Faults | None:
     plain = FleetNode.judge
 
     def judge(self: FleetNode, policy: FleetPolicy, now: float, **facts: bool) -> tuple[str, bool]:
-        if self.ended_since is not None:
+        if self.ending is not None:
             return "its manager has ended it", False
         return plain(self, policy, now, **facts)
 
@@ -308,7 +308,7 @@ def a_manager_that_was_never_asked_has_ended_all(patch: pytest.MonkeyPatch) -> F
         yield from plain(self, nodes, now)
         for node in self._nodes.values():
             if node.id not in before:
-                node.ended_since, node.missing_at = now - 60.0, now
+                node.ending, node.missing_at = Ending(now - 60.0), now
 
     patch.setattr(FleetMachine, "_hear", hear)
     return Faults(restart_every_s=60.0, away_every_s=40.0)

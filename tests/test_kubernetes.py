@@ -159,39 +159,6 @@ def test_agents_are_made_from_the_users_template(
     assert "nodeSelector" not in coordinator
 
 
-def test_a_coordinator_that_is_not_root_may_write_to_its_volume(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """A template's own security context counts instead, also that for agents."""
-    ours = {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}
-    theirs = {"runAsUser": 7, "fsGroup": 7}
-    path = tmp_path / "pod.yaml"
-    path.write_text(yaml.safe_dump({"spec": {"securityContext": theirs}}))
-    for options, expected in (
-        ([], ours),
-        (["--pod", str(path)], theirs),
-        (["--coordinator-pod", str(path)], theirs),
-    ):
-        found = launch(capsys, *options)
-        assert found["Job"]["spec"]["template"]["spec"]["securityContext"] == expected
-    assert "securityContext" not in launch(capsys)["PodTemplate"]["template"]["spec"]
-
-
-@pytest.mark.parametrize("read_only", [True, False])
-def test_a_container_that_is_read_only_has_a_place_for_temporary_files(
-    read_only: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    confined = {"readOnlyRootFilesystem": read_only}
-    path = tmp_path / "pod.yaml"
-    for name, option in (("agent", "--pod"), ("coordinator", "--coordinator-pod")):
-        container = {"name": name, "securityContext": confined}
-        path.write_text(yaml.safe_dump({"spec": {"containers": [container]}}))
-        found = launch(capsys, option, str(path))
-        owner = found["PodTemplate"] if name == "agent" else found["Job"]["spec"]
-        (made,) = owner["template"]["spec"]["containers"]
-        assert ("/tmp" in [m["mountPath"] for m in made["volumeMounts"]]) == read_only
-
-
 @pytest.mark.parametrize(
     ("options", "problem"),
     [

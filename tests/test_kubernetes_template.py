@@ -50,6 +50,33 @@ def test_the_coordinators_pod_is_shaped(capsys: pytest.CaptureFixture[str], tmp_
     assert len(made["spec"]["tolerations"]) == 3
 
 
+def test_a_coordinator_that_is_not_root_may_write_to_its_volume(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A template's own security context counts instead, also that for agents."""
+    ours = {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}
+    theirs = {"runAsUser": 7, "fsGroup": 7}
+    for option in ("--pod", "--coordinator-pod"):
+        for given, expected in (({}, ours), ({"securityContext": theirs}, theirs)):
+            found = launch(capsys, tmp_path, option, {"spec": given})
+            assert found["Job"]["spec"]["template"]["spec"]["securityContext"] == expected
+            agents = found["PodTemplate"]["template"]["spec"].get("securityContext")
+            assert agents == (theirs if given and option == "--pod" else None)
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_a_container_that_is_read_only_has_a_place_for_temporary_files(
+    read_only: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    confined = {"readOnlyRootFilesystem": read_only}
+    for name, option in (("agent", "--pod"), ("coordinator", "--coordinator-pod")):
+        pod = {"spec": {"containers": [{"name": name, "securityContext": confined}]}}
+        found = launch(capsys, tmp_path, option, pod)
+        owner = found["PodTemplate"] if name == "agent" else found["Job"]["spec"]
+        (made,) = owner["template"]["spec"]["containers"]
+        assert ("/tmp" in [m["mountPath"] for m in made["volumeMounts"]]) == read_only
+
+
 def test_what_a_template_adds_is_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     agent = {
         "name": "agent",

@@ -52,7 +52,7 @@ def missing() -> str:
 
 
 @dataclass(frozen=True)
-class Image:
+class ContainerImage:
     """Describes an image to a runtime. `site`: the folder of this machine that is at SITE."""
 
     files: Path
@@ -65,7 +65,7 @@ class Image:
         path.write_text(json.dumps(dataclasses.asdict(self), default=str))
 
     @classmethod
-    def load(cls, path: Path) -> Image:
+    def load(cls, path: Path) -> ContainerImage:
         found = json.loads(path.read_text())
         files, site = Path(found.pop("files")), Path(found.pop("site"))
         return cls(files=files, site=site, **found)
@@ -134,11 +134,11 @@ class ImageStore:
             words.append(f"--volume={folder}:{place}:ro")
         self._buildah(*words, str(context))
 
-    def open(self, name: str) -> Image:
+    def open(self, name: str) -> ContainerImage:
         """Return an image whose files containers can put their own layers on."""
         about = json.loads(self._buildah("inspect", "--type=image", name))["OCIv1"]["config"]
         made = self._buildah("from", "--pull-never", name)
-        return Image(
+        return ContainerImage(
             files=Path(self._buildah("mount", made)),
             user=about.get("User", ""),
             environment=dict(each.split("=", 1) for each in about.get("Env", ())),

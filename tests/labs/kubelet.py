@@ -44,7 +44,7 @@ from lightkube.types import PatchType
 
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.launch.kubernetes_names import ZONE
-from labs.containers import Image
+from labs.containers import ContainerImage
 from labs.pod_container import PodContainer, read_secret, write_account
 
 LOOK_S = 0.05
@@ -106,7 +106,7 @@ class Kubelet:
     """Runs the pods of one node; a pod whose process it does not know has failed."""
 
     def __init__(
-        self, client: Client, name: str, zone: str, root: Path, image: Image | None = None
+        self, client: Client, name: str, zone: str, root: Path, image: ContainerImage | None = None
     ) -> None:
         self._client = client
         self._image = image
@@ -412,7 +412,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--zone", default="zone0")
     parser.add_argument("--image", type=Path)
     options = parser.parse_args(argv)
-    image = Image.load(options.image) if options.image is not None else None
+    image = ContainerImage.load(options.image) if options.image is not None else None
     die_with_parent(os.getppid())
     Kubelet(Client(), options.name, options.zone, options.root, image).run()
     return 0

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labs.containers import SITE, Image, run, unmount_below
+from labs.containers import SITE, ContainerImage, run, unmount_below
 
 SHARED_BYTES = 64 * 2**20
 UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "k": 10**3, "M": 10**6, "G": 10**9}
@@ -52,7 +52,7 @@ class Owner:
     shared: int | None  # fsGroup
 
     @classmethod
-    def of(cls, image: Image, pod: Manifest, container: Manifest) -> Owner:
+    def of(cls, image: ContainerImage, pod: Manifest, container: Manifest) -> Owner:
         asked = {**pod["spec"].get("securityContext", {}), **container.get("securityContext", {})}
         user, _, group = (image.user or "0").partition(":")
         return cls(
@@ -71,7 +71,7 @@ class PodContainer:
     def __init__(
         self,
         folder: Path,
-        image: Image,
+        image: ContainerImage,
         pod: Manifest,
         container: Manifest,
         claimed: Callable[[str], Path],

@@ -19,6 +19,14 @@ from holdfast.core.fleet.placements import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Says since when a manager has a placement for ended, and why, if it gives a reason."""
+
+    since: float
+    why: str = ""
+
+
 @dataclass(slots=True)
 class FleetNode:
     """Records one placement; `missing_at`: when a listing without it was asked for, at last."""
@@ -42,8 +50,7 @@ class FleetNode:
     copies: tuple[Placement, ...] = ()  # further ones of the same id
     host: str = ""
     runs_since: float | None = None
-    ended_since: float | None = None  # the manager's opinion
-    end_why: str = ""  # the manager's reason for it, if it gives one
+    ending: Ending | None = None  # the manager's opinion
     notice: Notice | None = None
     heard: bool = False  # by the job, at any time
     seen: NodeSeen | None = None
@@ -72,7 +79,7 @@ class FleetNode:
     @property
     def exists(self) -> bool:
         """Return whether the manager has given it, or may, and it is not to be given back."""
-        return not self.over and self.ended_since is None
+        return not self.over and self.ending is None
 
     @property
     def counts(self) -> bool:
@@ -98,16 +105,15 @@ class FleetNode:
             self.missing_at = max(self.missing_at, asked_at)
             was = self.kept is not None or bool(listed) or self.heard
             self.host = self.host or (listed[0].host if listed else "")
-            self.end_why = listed[0].why if listed else self.end_why
             self.kept, self.copies, self.notice, self.waits_since = None, (), None, None
             self.stuck_since = None
-            if was and self.ended_since is None and asked_at > self.tried_at:
-                self.ended_since = now
+            if was and self.ending is None and asked_at > self.tried_at:
+                self.ending = Ending(now, listed[0].why if listed else "")
             return
         known = self.kept.handle if self.kept is not None else ""
         present.sort(key=lambda p: (p.handle != known, p.holding is not Holding.RUNNING))
         self.kept, self.copies = present[0], tuple(present[1:])
-        self.answer_until = self.retry_at = self.ended_since = None
+        self.answer_until = self.retry_at = self.ending = None
         self.host = self.kept.host or self.host
         if self.kept.holding is not Holding.WAITING or self.kept.host:
             self.waits_since = None
@@ -151,8 +157,8 @@ class FleetNode:
 
     def is_disowned(self, policy: FleetPolicy) -> bool:
         """Return whether listings have left it out for so long that it should be left."""
-        since = self.ended_since
-        return since is not None and self.missing_at >= since + policy.disowned_s
+        ending = self.ending
+        return ending is not None and self.missing_at >= ending.since + policy.disowned_s
 
     def waits_for_long(self, policy: FleetPolicy, now: float) -> bool:
         """Return whether its request has waited for so long that any host is better than none."""
@@ -186,7 +192,7 @@ class FleetNode:
             return self._judge_unheard(policy, now, others_run)
         unasked = not (self.leaving or self.notice is not None)
         if self.silent_since is not None:
-            wait_s = policy.lost_s if self.ended_since is None else 0.0
+            wait_s = policy.lost_s if self.ending is None else 0.0
             if now >= self.silent_since + wait_s:
                 lost = f"its agent is lost{self._say_end()}"
                 return (lost if unasked else "it has left"), unasked
@@ -197,10 +203,10 @@ class FleetNode:
 
     def _say_end(self) -> str:
         """Return the manager's reason for its end, for people; "" if there is none."""
-        return f" ({self.end_why})" if self.ended_since is not None and self.end_why else ""
+        return f" ({self.ending.why})" if self.ending is not None and self.ending.why else ""
 
     def _judge_unheard(self, policy: FleetPolicy, now: float, others_run: bool) -> tuple[str, bool]:
-        if self.ended_since is not None:
+        if self.ending is not None:
             return f"it ended before its agent was heard{self._say_end()}", bool(self.host)
         if self.notice is not None:
             return f"its host is about to be taken ({self.notice.reason})", False
