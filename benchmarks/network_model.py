@@ -140,7 +140,7 @@ def draw_findings() -> Iterator[str]:
     )
     yield (
         "- Today's *code for GPUs* does not. It issues one call of NCCL for each level, runs one "
-        "bucket after the other, and looks for the end of an exchange each half millisecond "
+        "bucket after the other, and polls for the end of an exchange from Python "
         f"(`train/exchange/nccl.py`). So 8 GPUs need {written[0]} ms, and {n:,} need "
         f"{written[1]} ms. It was written to be right, and has never run on more than one GPU."
     )

@@ -90,8 +90,21 @@ class Carriage:
     message_s: float
     #: Number of buckets under way at once; None: all of them.
     buckets_at_once: int | None = None
-    #: Seconds between two looks at an exchange under way; 0: its end is noticed at once.
-    poll_s: float = 0.0
+    #: Seconds until the first look at an exchange under way; 0: its end is noticed at once.
+    first_poll_s: float = 0.0
+    #: Each later pause between two looks is longer by this factor, up to `poll_s` seconds.
+    poll_growth: float = 1.0
+    poll_s: float = math.inf
+
+    def see_end(self, lasted_s: float) -> float:
+        """Return the seconds after which a worker sees the end of an exchange."""
+        if not self.first_poll_s:
+            return lasted_s
+        seen_s, pause_s = 0.0, self.first_poll_s
+        while seen_s < lasted_s:
+            seen_s += pause_s
+            pause_s = min(pause_s * self.poll_growth, self.poll_s)
+        return seen_s
 
 
 class Span(enum.Enum):
@@ -148,8 +161,17 @@ H100 = GpuNetwork(
 POSTED_BY_LIBRARY = Carriage(message_s=2e-6)
 # PyTorch takes 20 to 30 microseconds for a call of NCCL (stas00/ml-engineering, network).
 CALL_FOR_EACH_LEVEL = Carriage(message_s=25e-6)
-# Describes train/exchange/nccl.py: one bucket after the other, and a look each half millisecond.
-AS_WRITTEN = Carriage(message_s=25e-6, buckets_at_once=1, poll_s=0.5e-3)
+# A pause in Python takes so much longer than it is told to, measured on Linux on 2026-11-30.
+PAUSE_EXTRA_S = 70e-6
+# Describes train/exchange/nccl.py: one bucket after the other, and looks for the end of an exchange
+# between pauses that grow.
+AS_WRITTEN = Carriage(
+    message_s=25e-6,
+    buckets_at_once=1,
+    first_poll_s=20e-6 + PAUSE_EXTRA_S,
+    poll_growth=1.25,
+    poll_s=0.5e-3 + PAUSE_EXTRA_S,
+)
 
 
 # ---------------------------------------------------------------- bytes of the canonical tree
@@ -314,9 +336,7 @@ def time_levels(
             busy[resource] += seconds
         links_s = max(used["GPU links"], used["NICs"], used["rack links"])
         stage_s = used["worker"] + _latency(network, level.span) + links_s + used["GPU memory"]
-        if carriage.poll_s:
-            stage_s = math.ceil(stage_s / carriage.poll_s) * carriage.poll_s
-        passage_s += stage_s
+        passage_s += carriage.see_end(stage_s)
     next_s = max(busy.values())
     if carriage.buckets_at_once is not None:
         next_s = max(next_s, passage_s / carriage.buckets_at_once)

@@ -30,7 +30,8 @@ from holdfast.train.exchange.waits import Waits
 TAG_UNIQUE_ID, TAG_GPU = 9, 10
 GPU_ID_BYTES = 16
 NO_NCCL = bytes(GPU_ID_BYTES)
-POLL_S = 0.0005
+# A wait begins with short pauses between its looks; each later one is longer, up to POLL_S.
+FIRST_POLL_S, POLL_GROWTH, POLL_S = 20e-6, 1.25, 0.5e-3
 UNIQUE_ID_BYTES_MAX = 4096
 
 
@@ -90,11 +91,12 @@ class _NcclPending:
         # `waits` gets no times: NCCL does not report which peer's messages have arrived, and times
         # of messages through the host do not measure the links between GPUs. The event is polled,
         # so that an abort is noticed even when an aborted kernel never signals it.
-        pause = threading.Event()
+        pause, pause_s = threading.Event(), FIRST_POLL_S
         while not self.done.query():
             if self.transport.aborted:
                 raise Aborted("the view was given up")
-            pause.wait(POLL_S)
+            pause.wait(pause_s)
+            pause_s = min(pause_s * POLL_GROWTH, POLL_S)
         if self.host is not None:
             self.host.wait()
         if self.transport.aborted:
