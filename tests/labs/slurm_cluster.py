@@ -45,11 +45,11 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+ProctrackType=proctrack/{track}
+TaskPlugin=task/{task}
 MpiDefault=none
 MailProg=/bin/true
-SelectType=select/linear
+SelectType=select/{select}
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
 SlurmctldTimeout=5
@@ -62,6 +62,14 @@ TopologyPlugin=topology/tree
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 """
+# Control groups hold each step to its memory. The lab's slurmds are of one machine, and share them.
+CGROUPS = """\
+CgroupAutomount=no
+ConstrainRAMSpace=yes
+ConstrainSwapSpace=yes
+AllowedSwapSpace=0
+"""
+CONTROLLERS = Path("/sys/fs/cgroup")
 # Jobs of the partition "low" make room for those of "main", after some time.
 GRACE_S = 20
 PARTITIONS = f"""\
@@ -81,11 +89,13 @@ class SlurmCluster:
     """Starts a cluster of `hosts` hosts for the length of a with statement.
 
     The environment variable SLURM_CONF names it meanwhile. `allocation`: the id of a job whose
-    hosts the adapters made by `manager` use first.
+    hosts the adapters made by `manager` use first. `memory_mb`: of each host; control groups hold
+    steps to what their jobs ask for.
     """
 
-    def __init__(self, folder: Path, hosts: int = 6) -> None:
+    def __init__(self, folder: Path, hosts: int = 6, memory_mb: int = 0) -> None:
         self.folder = folder
+        self._memory_mb = memory_mb
         self.hosts: Sequence[str] = tuple(f"node{number}" for number in range(hosts))
         self.domains = {h: (f"switch=leaf{i // 2}",) for i, h in enumerate(self.hosts)}
         self.allocation = ""
@@ -107,13 +117,22 @@ class SlurmCluster:
         key.touch(0o600)
         key.write_bytes(secrets.token_bytes(128))
         ports = free_ports(len(self.hosts) + 1)
+        confined = self._memory_mb > 0
         text = CONFIGURATION.format(
-            host=socket.gethostname(), port=ports[0], user="root", folder=self.folder
+            host=socket.gethostname(),
+            port=ports[0],
+            user="root",
+            folder=self.folder,
+            track="cgroup" if confined else "linuxproc",
+            task="cgroup" if confined else "none",
+            select="cons_tres\nSelectTypeParameters=CR_CPU_Memory" if confined else "linear",
         )
+        if confined:
+            (self.folder / "cgroup.conf").write_text(CGROUPS)
         for host, port in zip(self.hosts, ports[1:], strict=True):
             text += (
                 f"NodeName={host} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 "
-                f"Port={port} CPUs=1 RealMemory=100\n"
+                f"Port={port} CPUs=1 RealMemory={self._memory_mb or 100}\n"
             )
         text += PARTITIONS
         (self.folder / "slurm.conf").write_text(text)
@@ -136,6 +155,8 @@ class SlurmCluster:
         for pid in our_processes(f"SLURM_CONF={self.folder}/slurm.conf"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        for host in self.hosts:
+            remove_groups(host)
         os.environ.pop("SLURM_CONF", None)
         if self._before is not None:
             os.environ["SLURM_CONF"] = self._before
@@ -234,6 +255,15 @@ class SlurmCluster:
     def processes(self, id_: PlacementId) -> list[int]:
         found = our_processes(f"HOLDFAST_PLACEMENT={id_}")
         return [pid for pid in found if command_of(pid) not in CLIENTS]
+
+
+def remove_groups(host: str) -> None:
+    """Remove the control groups that a host's slurmd has left; none has a process any more."""
+    for controller in CONTROLLERS.glob("*"):
+        below = sorted(controller.glob(f"slurm_{host}/**/"), reverse=True)
+        for folder in below:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def free_ports(count: int) -> list[int]:

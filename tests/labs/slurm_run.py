@@ -40,12 +40,17 @@ class SlurmRun:
     """Runs a job under Slurm; its LocalRun submits the job and waits for the end."""
 
     def __init__(
-        self, tmp_path: Path, slurm: SlurmCluster, *options: str, steps: str = STEPS
+        self,
+        tmp_path: Path,
+        slurm: SlurmCluster,
+        *options: str,
+        script: str = SCRIPT,
+        steps: str = STEPS,
     ) -> None:
         self.run_dir, self.go, self.slurm = tmp_path / "run", tmp_path / "go", slurm
         self.environment: list[str] = []  # variables that the user of sbatch has set
         words = ["--run-dir", str(self.run_dir), "--host", "127.0.0.1", "--write-script"]
-        words += [*options, *OPTIONS, SCRIPT, str(self.go), steps]
+        words += [*options, *OPTIONS, script, str(self.go), steps]
         assert main(["launch", "slurm", *words]) == 0
 
         def submit(command: list[str], **how: Any) -> subprocess.Popen[str]:
