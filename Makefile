@@ -28,8 +28,8 @@ PEERS ?=
 WEEKS ?= 0:20
 MANAGER ?=
 LABS ?= $(HOME)/.cache/holdfast-labs
-export KUBEBUILDER_ASSETS ?= $(wildcard $(LABS)/kubernetes)
-export HOLDFAST_YARN_JARS ?= $(wildcard $(LABS)/yarn)
+export KUBEBUILDER_ASSETS ?= $(patsubst %/built,%,$(wildcard $(LABS)/kubernetes/built))
+export HOLDFAST_YARN_JARS ?= $(patsubst %/.fetched,%,$(wildcard $(LABS)/yarn/.fetched))
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -103,8 +103,8 @@ $(LABS)/yarn/.fetched: tests/labs/yarn_pom.xml
 	@$(FIND_JAVA)
 	@command -v mvn >/dev/null || \
 	  { echo "make yarn-lab needs Maven, to fetch Hadoop's jars (on Debian: apt-get install maven)." >&2; exit 1; }
-	rm -rf $(LABS)/yarn
-	mvn -q -B -f $< dependency:copy-dependencies -DoutputDirectory=$(abspath $(LABS))/yarn
+	rm -f "$(LABS)/yarn/"*.jar
+	mvn -q -B -f $< dependency:copy-dependencies -DoutputDirectory="$(abspath $(LABS))/yarn"
 	@touch $@
 
 # An operator's acts on each manager, drawn from the seeds A to B-1 of WEEKS=A:B: three to ten minutes

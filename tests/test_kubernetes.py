@@ -346,10 +346,10 @@ def test_what_a_pod_waits_for_is_kubernetes_own_reason(
     assert (found.why, found.stuck) == (why, bool(host and why))
 
 
-def ended(reason: str) -> list[dict[str, Any]]:
+def ended(reason: str, container: str = "agent") -> list[dict[str, Any]]:
     state = {"terminated": {"exitCode": 137, "reason": reason}}
     parts = {"image": "", "imageID": "", "ready": False, "restartCount": 0}
-    return [{"name": "agent", "state": state, **parts}]
+    return [{"name": container, "state": state, **parts}]
 
 
 LOW = "The node was low on resource: memory.\nContainer agent used 9Gi."
@@ -360,7 +360,9 @@ LOW = "The node was low on resource: memory.\nContainer agent used 9Gi."
     [
         ({"containerStatuses": ended("Error")}, ""),
         ({"containerStatuses": ended("OOMKilled")},
-         "OOMKilled: it needs more memory than its limit, which --memory sets"),
+         "OOMKilled: agent needs more memory than its limit, which --memory sets"),
+        ({"containerStatuses": ended("OOMKilled", "logs")},
+         "OOMKilled: logs needs more memory than its limit, which the template sets"),
         ({"reason": "Evicted", "message": LOW}, f"Evicted: {LOW}".replace("\n", " ")),
         ({"phase": "Running", "containerStatuses": ended("OOMKilled")}, ""),
     ],

@@ -15,12 +15,16 @@ LAUNCH = ["launch", "k8s", "--image", "i", "--drain-s", "30"]
 
 
 def launch(
-    capsys: pytest.CaptureFixture[str], folder: Path, option: str, pod: dict[str, Any]
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    option: str,
+    pod: dict[str, Any],
+    *options: str,
 ) -> dict[str, dict[str, Any]]:
     """Launch with a template; return the manifests by their kinds."""
     path = folder / "pod.yaml"
     path.write_text(yaml.safe_dump(pod))
-    assert main([*LAUNCH, "--gpus", "8", option, str(path), "train.py"]) == 0
+    assert main([*LAUNCH, "--gpus", "8", option, str(path), *options, "train.py"]) == 0
     return {each["kind"]: each for each in yaml.safe_load_all(capsys.readouterr().out)}
 
 
@@ -62,6 +66,9 @@ def test_a_coordinator_that_is_not_root_may_write_to_its_volume(
             assert found["Job"]["spec"]["template"]["spec"]["securityContext"] == expected
             agents = found["PodTemplate"]["template"]["spec"].get("securityContext")
             assert agents == (theirs if given and option == "--pod" else None)
+            claimed = launch(capsys, tmp_path, option, {"spec": given}, "--claim", "ours")
+            context = claimed["Job"]["spec"]["template"]["spec"].get("securityContext")
+            assert context == (theirs if given else None), "the user's volume stays as it is"
 
 
 @pytest.mark.parametrize("read_only", [True, False])

@@ -148,6 +148,8 @@ def test_pauses_between_looks_grow_up_to_a_limit() -> None:
     looks = Carriage(message_s=0.0, first_poll_s=1.0, poll_growth=2.0, poll_s=3.0)
     ends = [looks.see_end(lasted) for lasted in (0.5, 1.0, 1.1, 3.5, 6.5)]
     assert ends == [1.0, 1.0, 3.0, 6.0, 9.0]
+    late = dataclasses.replace(looks, poll_extra_s=0.5)
+    assert [late.see_end(lasted) for lasted in (1.0, 1.6, 7.5)] == [1.5, 4.0, 7.5]
 
 
 def test_a_stage_whose_end_is_polled_lasts_whole_polls() -> None:
@@ -193,9 +195,9 @@ def test_one_gigabyte_among_16384_gpus_takes_at_most_a_fifth_more_than_the_limit
 
 
 def test_the_carriage_as_written_is_the_one_of_the_code() -> None:
-    assert AS_WRITTEN.first_poll_s == nccl.FIRST_POLL_S + model.PAUSE_EXTRA_S
+    assert AS_WRITTEN.first_poll_s == nccl.FIRST_POLL_S
     assert AS_WRITTEN.poll_growth == nccl.POLL_GROWTH
-    assert AS_WRITTEN.poll_s == nccl.POLL_S + model.PAUSE_EXTRA_S
+    assert AS_WRITTEN.poll_s == nccl.POLL_S
     assert (AS_WRITTEN.buckets_at_once == 1) == nccl.NcclTransport.ordered
 
 

@@ -113,11 +113,20 @@ class LaunchedJob:
         return str(found)
 
     def _lose_fleet(self) -> Iterable[str]:
+        """Kill the process that asks for nodes, and wait until there is another one."""
+        before = self._fleets()
+        for pid in before:
+            strike(pid)
+        self.run.until(lambda: self._fleets() - before, END_S, "another process of the fleet")
+        return ()
+
+    def _fleets(self) -> set[int]:
+        found = set()
         for pid in self.run.leftovers():
             with contextlib.suppress(OSError):
                 if b"holdfast.launch.fleet_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    strike(pid)
-        return ()
+                    found.add(pid)
+        return found
 
     def _resume(self) -> Iterable[str]:
         nodes = self.serving()
@@ -299,7 +308,9 @@ class KubernetesJob:
         return self.run.finish(END_S)
 
     def _lose_coordinator(self) -> Iterable[str]:
-        self._cluster.delete(self.run.coordinator())
+        before = self.run.coordinator()
+        self._cluster.delete(before)
+        self._cluster.until(lambda: self.run.coordinator() != before, "another coordinator", END_S)
         return ()
 
 

@@ -241,6 +241,7 @@ def test_a_missing_ticket_is_said(server: Server, monkeypatch: pytest.MonkeyPatc
     ("problem", "said"),
     [
         ("Ticket expired", "there is no Kerberos ticket for HTTP@rm (Ticket expired): run kinit"),
+        ("Clock skew too great", "there is no Kerberos ticket for HTTP@rm (Clock skew too great)"),
         (
             "Server HTTP/rm@HERE not found in Kerberos database",
             "Kerberos has no principal HTTP/rm (Server HTTP/rm@HERE not found in Kerberos database)"

@@ -1,4 +1,4 @@
-"""Jobs on a real ResourceManager survive what an operator's settings and his hosts' faults do.
+"""Jobs on a real ResourceManager survive its operator's settings and the faults of its hosts.
 
 Each test has a lab of its own, whose settings are those of the case. Whatever happened, nothing of
 a job is left on the cluster at its end.
@@ -90,7 +90,7 @@ def test_a_container_that_yarn_kills_for_its_memory_is_named(
             Path(f"{job.go}.hungry").write_text(str(BALLAST))
             (lost,) = until_replaced(job, names)
             said = until_written(job, f"{lost} has ended on nm")
-            assert " MB, more than the 2048 MB of its container, as YARN ended it: raise" in said
+            assert " MB, more than the 2048 MB that its container asked for: if YARN" in said
             assert job.digest() == undisturbed
 
 

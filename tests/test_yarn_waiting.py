@@ -215,7 +215,7 @@ async def why_ended(fake: FakeYarn, manager: YarnManager, id_: PlacementId) -> s
     return str((await until(ended, "it has ended")).why)
 
 
-def test_a_container_that_had_too_much_memory_is_told(fake: FakeYarn) -> None:
+def test_a_container_that_had_too_much_memory_is_reported(fake: FakeYarn) -> None:
     async def work() -> None:
         manager, only = fake.manager(), order(1)
         await manager.create(1)
@@ -229,19 +229,27 @@ def test_a_container_that_had_too_much_memory_is_told(fake: FakeYarn) -> None:
         await until(is_noted, "the container finds out")
         said = await why_ended(fake, manager, only.id)
         assert re.fullmatch(
-            r"its processes had \d+ MB, more than the 1 MB of its container, as YARN ended it: "
-            "raise --memory",
+            r"its processes had \d+ MB, more than the 1 MB that its container asked for: if YARN "
+            "has ended it for that, raise --memory",
             said,
         )
 
     run(work)
 
 
+def test_memory_is_no_reason_for_an_end_on_a_host_that_is_lost() -> None:
+    assert yarn_waiting.describe_end({"state": "RUNNING"}, "9 MB, more than the 8 MB")
+    assert not yarn_waiting.describe_end({"state": "LOST"}, "9 MB, more than the 8 MB")
+    assert not yarn_waiting.describe_end({"state": "RUNNING"}, "")
+
+
 @pytest.mark.parametrize(
     ("report", "said"),
     [("", ""), ("1/1 local-dirs have errors", "YARN calls the host unhealthy (1/1 local-dirs ")],
 )
-def test_a_host_that_yarn_calls_unhealthy_is_told(fake: FakeYarn, report: str, said: str) -> None:
+def test_a_host_that_yarn_calls_unhealthy_is_reported(
+    fake: FakeYarn, report: str, said: str
+) -> None:
     async def work() -> None:
         manager, only = fake.manager(), order(1)
         found = await run_placement(fake, manager, only)

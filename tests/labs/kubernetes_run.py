@@ -124,7 +124,11 @@ class KubernetesRun:
 
     def alive(self) -> list[str]:
         """Return the agents' pods whose processes run."""
-        return [pod for pod in self.cluster.pods(self.prefix) if self.cluster.processes(pod)]
+        return [
+            pod
+            for pod in self.cluster.pods(self.prefix)
+            if self.cluster.processes(PlacementId(pod))
+        ]
 
     def log(self) -> str:
         paths = sorted((self.cluster.folder / "pods").glob("*.log"))

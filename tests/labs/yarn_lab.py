@@ -22,7 +22,6 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from holdfast.testing.fake_cluster import kill_tree
-from labs.slurm_cluster import our_processes
 
 JARS_VARIABLE = "HOLDFAST_YARN_JARS"
 UP_S = 120.0
@@ -116,7 +115,7 @@ class YarnLab:
     def kill(self, host: str) -> None:
         """End a host with all its processes, a service's master as well."""
         self._end(host)
-        for pid in our_processes(f"NM_HOST={host}"):
+        for pid in self.containers(host):
             kill_tree(pid)
 
     def drain(self, host: str) -> None:
@@ -170,9 +169,13 @@ class YarnLab:
         found = (self._get("/ws/v1/cluster/apps").get("apps") or {}).get("app") or []
         return [each["id"] for each in found if each["state"] not in OVER]
 
-    def containers(self) -> list[int]:
-        """Return all processes of containers, also those whose parents have ended."""
-        names = ("CONTAINER_ID=", f"HADOOP_CONF_DIR={self.folder}/")
+    def containers(self, host: str = "") -> list[int]:
+        """Return all processes of containers, also those whose parents have ended.
+
+        `host`: of one host's containers.
+        """
+        names = ["CONTAINER_ID=", f"HADOOP_CONF_DIR={self.folder}/"]
+        names += [f"NM_HOST={host}\0"] if host else []
         return [
             int(path.parent.name)
             for path in Path("/proc").glob("[0-9]*/environ")

@@ -116,11 +116,13 @@ def run(run_dir: RunDir) -> int:
 
 def check_volume(path: Path) -> None:
     """Raise UserError if this pod's user may not write in a run directory, or make it."""
-    there = next(each for each in (path, *path.parents) if each.exists())
-    if not os.access(there, os.W_OK):
+    there = next(each for each in (path, *path.parents) if os.path.exists(each))
+    if not os.access(there, os.W_OK | os.X_OK):
+        user = os.geteuid()
         raise UserError(
-            f"user {os.geteuid()} of this pod may not write to the volume at {path.parent}: give "
-            "the pods a template with securityContext: {fsGroup: 1000}, by --coordinator-pod"
+            f"user {user} of this pod may not write to the volume at {path.parent}: give the pods "
+            f"a template with securityContext: {{fsGroup: {os.getegid()}}}, by --coordinator-pod, "
+            f"or let user {user} write there, where the volume's driver ignores fsGroup"
         )
 
 

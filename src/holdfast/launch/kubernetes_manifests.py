@@ -38,7 +38,7 @@ HOSTNAME = "kubernetes.io/hostname"
 AWAY_S = 30  # a node that is not ready for so long loses its pods; the job's lease is quicker
 SPARE_S = 15  # after a drain, before the kubelet kills
 TRIES_MAX = 100  # pods of the coordinator, one after the other
-READABLE = 0o444  # by those that do not run as root; nobody else is in these pods
+READABLE = 0o444  # also for a user other than root; a pod has no other users
 GROUP = 1000  # the Dockerfile's user is in it
 SHARED = ("imagePullSecrets", "securityContext")  # all pods take them from the user's template
 
@@ -180,9 +180,10 @@ def _coordinator_job(
     for key in SHARED:
         if key in agents:
             spec.setdefault(key, agents[key])
-    # A new volume belongs to root: this lets a pod that does not run as root write there.
-    volume_group = {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch"}
-    spec.setdefault("securityContext", volume_group)
+    if not site.claim:
+        # A new volume belongs to root: this lets a pod that does not run as root write there.
+        volume_group = {"fsGroup": GROUP, "fsGroupChangePolicy": "OnRootMismatch"}
+        spec.setdefault("securityContext", volume_group)
     spec["serviceAccountName"] = name
     _mount_all(site, spec, container, site.claim or name)
     _mount_temporary(spec, container)

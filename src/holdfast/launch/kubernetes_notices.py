@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.core.domains import Domains
 from holdfast.core.fleet.placements import Holding, Notice, Placement, PlacementId
+from holdfast.launch.kubernetes_names import AGENT
 
 if TYPE_CHECKING:
     from lightkube.models.core_v1 import Taint, Toleration
@@ -119,7 +120,8 @@ def _reason_to_end(pod: Pod) -> str:
     for each in status.containerStatuses or ():
         ended = each.state.terminated if each.state is not None else None
         if ended is not None and ended.reason == OOM_KILLED:
-            return f"{OOM_KILLED}: it needs more memory than its limit, which --memory sets"
+            limit = "--memory sets" if each.name == AGENT else "the template sets"
+            return f"{OOM_KILLED}: {each.name} needs more memory than its limit, which {limit}"
     return ""
 
 

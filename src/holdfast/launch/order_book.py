@@ -89,7 +89,7 @@ class OrderBook:
         return self.claim(id_, NOBODY)
 
     def note(self, id_: PlacementId, text: str) -> None:
-        """Leave a word for the manager's adapter about a claimed order; "" takes it back."""
+        """Record a text about a claimed order for the manager's adapter; "" removes it."""
         path = self._path(id_, NOTE)
         if text:
             os.replace(self._draft(id_, {"text": text}), path)
@@ -97,7 +97,7 @@ class OrderBook:
             path.unlink()
 
     def read_note(self, id_: PlacementId) -> str:
-        """Return the word that was left about an order, or ""."""
+        """Return the text that was recorded about an order, or ""."""
         path = self._path(id_, NOTE)
         return str(self._read(path).get("text", "")) if path.exists() else ""
 
@@ -129,8 +129,12 @@ class OrderBook:
     def _draft(self, id_: PlacementId, fields: dict[str, Any]) -> Path:
         """Write a file that is moved or linked to its place once it is whole."""
         draft = self._folder / f".{id_}.{os.urandom(8).hex()}"
-        with open(create_regular(draft, 0o600), "w") as file:
-            json.dump(fields, file)
+        try:
+            with open(create_regular(draft, 0o600), "w") as file:
+                json.dump(fields, file)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
         return draft
 
     def _read(self, path: Path) -> Any:

@@ -32,8 +32,9 @@ BYTES_MAX = 64 << 20
 UNKNOWN, BROKEN, WHO_ASKS, FORBIDDEN, ELSEWHERE = 404, 500, 401, 403, (307, 308)
 MINOR = re.compile(r"^Major \(.*Minor \(\d+\): ")  # before the mechanism's own words
 FILTER = "org.apache.hadoop.security.authentication"  # also with status 500
-JAVA_CLASS = re.compile(r"^(\w+\.)+[\w$]+: ")  # an exception's message comes after it
+JAVA_CLASS = re.compile(r"^([a-z]\w*\.)+[A-Z][\w$]*: ")  # an exception's message comes after it
 NO_SUCH_SERVER = "not found in Kerberos database"
+MENDED_BY_KINIT = ("expired", "credentials")  # words of MIT's Kerberos about tickets
 NOT_JSON = object()  # in place of the document of an answer
 Answered = TypeVar("Answered")
 
@@ -250,7 +251,8 @@ def describe_ticket(host: str, problem: str) -> str:
             f"Kerberos has no principal HTTP/{host} ({why}): write the address with the host name "
             "that the principal of its web server has"
         )
-    return f"there is no Kerberos ticket for HTTP@{host} ({why}): run kinit"
+    advice = ": run kinit" if any(word in why for word in MENDED_BY_KINIT) else ""
+    return f"there is no Kerberos ticket for HTTP@{host} ({why}){advice}"
 
 
 def check_access(access: RestAccess, option: str, example: str) -> None:

@@ -18,7 +18,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -53,31 +52,46 @@ def main(argv: list[str]) -> NoReturn:
     given = {**order.environment, "HOLDFAST_PLACEMENT": order.id}
     keep_descendants()
     keeper = start(order.command, given, run_dir / "logs" / f"{order.id}.txt")
-    watch(keeper, lambda: record_excess(book, order.id, memory_mb))
+    MemoryRecord(book, order.id, memory_mb).watch(keeper)
 
 
-def watch(keeper: int, look: Callable[[], None]) -> NoReturn:
-    """Look again and again, and once as YARN ends this container; end when the keeper has ended."""
+class MemoryRecord:
+    """Records in the order book whether this container has more memory than it should have."""
 
-    def end(number: int, frame: object) -> NoReturn:
-        look()  # YARN waits for a quarter of a second before SIGKILL
-        os._exit(128 + number)
+    def __init__(self, book: OrderBook, id_: PlacementId, memory_mb: int) -> None:
+        self._book = book
+        self._id = id_
+        self._memory_mb = memory_mb
+        self._is_recorded = False
 
-    signal.signal(signal.SIGTERM, end)
-    # The agent may have ended by now, or be killed with all else: this container ends in any case.
-    with contextlib.suppress(ProcessLookupError):
-        ended = os.pidfd_open(keeper)
-        while not wait_readable([ended], LOOK_S):
-            look()
-    os._exit(0)
+    def watch(self, keeper: int) -> NoReturn:
+        """Look until the keeper has ended, and once more as YARN ends this container."""
 
+        def end(number: int, frame: object) -> NoReturn:
+            self._look()  # YARN waits for a quarter of a second before SIGKILL
+            os._exit(128 + number)
 
-def record_excess(book: OrderBook, id_: PlacementId, memory_mb: int) -> None:
-    """Write in the book whether this container has more memory than it should have."""
-    used_mb = sum(map(resident_bytes, [os.getpid(), *descendants()])) >> 20
-    excess = f"{used_mb} MB, more than the {memory_mb} MB" if used_mb > memory_mb else ""
-    with contextlib.suppress(OSError, HoldfastError):  # the run directory may be away
-        book.note(id_, excess)
+        signal.signal(signal.SIGTERM, end)
+        # The agent may have ended by now, or be killed with all else: this container ends, too.
+        with contextlib.suppress(ProcessLookupError):
+            ended = os.pidfd_open(keeper)
+            while not wait_readable([ended], LOOK_S):
+                self._look()
+        self._record("")  # it has ended by itself
+        os._exit(0)
+
+    def _look(self) -> None:
+        used_mb = sum(map(resident_bytes, [os.getpid(), *descendants()])) >> 20
+        is_excess = used_mb > self._memory_mb
+        self._record(f"{used_mb} MB, more than the {self._memory_mb} MB" if is_excess else "")
+
+    def _record(self, excess: str) -> None:
+        """Record the first excess, or that it is over."""
+        if bool(excess) == self._is_recorded:
+            return
+        with contextlib.suppress(OSError, HoldfastError):  # the run directory may be away
+            self._book.note(self._id, excess)
+            self._is_recorded = bool(excess)
 
 
 def resident_bytes(pid: int) -> int:

@@ -4,7 +4,7 @@ There are three kinds of reasons: a container does not read its order, because i
 the run directory or its command fails; YARN does not start the service's master; YARN does not
 allocate a container, for reasons that its scheduler gives for each host.
 
-It also says why a container has ended, where that can be known: YARN itself tells only its log.
+It also says why a container has ended, where that can be known: YARN writes it only to its log.
 """
 
 from __future__ import annotations
@@ -144,8 +144,11 @@ def describe_end(node: Document, excess: str) -> str:
     """
     if node.get("state") == "UNHEALTHY":
         return f"YARN calls the host unhealthy ({shorten(node.get('healthReport'))})"
-    if excess:
-        return f"its processes had {excess} of its container, as YARN ended it: raise --memory"
+    if excess and node.get("state") == "RUNNING":
+        return (
+            f"its processes had {excess} that its container asked for: if YARN has ended it for "
+            "that, raise --memory"
+        )
     return ""
 
 
