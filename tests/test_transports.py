@@ -205,6 +205,25 @@ def test_a_peer_may_leave_as_soon_as_it_has_everything() -> None:
     network.close()
 
 
+def test_a_message_that_leaves_as_its_connection_comes_wakes_who_waits_for_it() -> None:
+    near, far = socket.socketpair()
+    network = GroupNetwork()
+    sends = {network.link(1): [(1, memoryview(bytes(100)))]}
+    expected, leaving = network.exchange(sends, [], 1)
+    assert leaving
+    waiting = threading.Thread(target=network.wait, args=(expected, leaving), daemon=True)
+    waiting.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while not network._is_polling:  # it is about to ask the kernel
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.001)
+    network.connect(1, PlainWire(near))
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+    with far:
+        network.close()
+
+
 def test_messages_move_while_no_thread_waits() -> None:
     near, far = socket.socketpair()
     network = GroupNetwork()

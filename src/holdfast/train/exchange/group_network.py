@@ -61,6 +61,9 @@ class GroupNetwork:
             link.connect(wire)
             self._poll.ask(link)
             self._news.notify_all()
+            # A message that had to wait for the connections may have left: the kernel has nothing
+            # more to report to a thread that waits for it.
+            self._poll.ring()
             return True
 
     def wires(self) -> dict[int, Wire]:
