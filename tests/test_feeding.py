@@ -14,6 +14,7 @@ from torch import nn
 from certificates import make_certificates
 from holdfast.core.errors import HoldfastError, WireError
 from holdfast.core.job_spec import with_settings
+from holdfast.core.replica import feeding
 from holdfast.core.types import WorkerId
 from holdfast.memory import free_memory
 from holdfast.memory.free_memory import free_bytes
@@ -145,6 +146,23 @@ class Average:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.held.copy_(state["held"])
+
+
+def test_some_members_feed_where_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect, seen = feed_frames.connect, set[tuple[int, int]]()
+
+    def record(address: str, identity: PeerIdentity, number: int, rank: int, size: int) -> Any:
+        seen.add((rank, size))
+        return connect(address, identity, number, rank, size)
+
+    monkeypatch.setattr(feeding, "FEEDERS_MAX", 2)
+    monkeypatch.setattr(feed_frames, "connect", record)
+    expected, _ = run(plain, 1)
+    for victim in (0, 3):
+        found, cluster = run(plain, 4, {victim: 40})
+        assert joined_fed(cluster)
+        assert found == expected
+    assert seen == {(0, 2), (1, 2)}
 
 
 def test_a_wrong_state_is_found_before_a_fed_worker_joins() -> None:

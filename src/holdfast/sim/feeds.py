@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from holdfast.core.replica.ends import SourceKind
+from holdfast.core.replica.feeding import count_feeders
 from holdfast.core.step import effects as ef
 from holdfast.core.step import events as ev
 from holdfast.core.types import NO_VIEW, FollowOrder, WorkerId
@@ -99,12 +100,14 @@ class Feeds(SimulatedEnd):
             world.truth.count["not staged"] += 1
             return "there is no memory for a copy"
         view = effect.view
-        self._order, self._place = effect.order, (view.rank(process.worker), len(view.members))
+        self._order, rank = effect.order, view.rank(process.worker)
+        self._place = (rank, count_feeders(len(view.members)))
         flipped = process.spoiling.flipped
         world.truth.check_staging(process, effect.step)
         copy = StagedCopy(effect.step, *self._place, process.state, flipped)
         self._copied = copy
-        self._send(copy, world.options.load_s)
+        if _is_feeder(*self._place):
+            self._send(copy, world.options.load_s)
         return ""
 
     def copied_fingerprint(self, step: int) -> int:
@@ -116,6 +119,8 @@ class Feeds(SimulatedEnd):
 
     def keep(self, order: ef.KeepStep, group: Group | None) -> None:
         """Send this process's piece of a sum that is committed."""
+        if not _is_feeder(*self._place):
+            return
         share = Share(*self._place, self._process.total or 0)
         self._send((order.step, share), compared=order.compared)
         feed, world = self._order, self._world
@@ -265,3 +270,7 @@ class Feeds(SimulatedEnd):
 def _deliver_message(receiver: Actor, message: FedMessage) -> None:
     """A message to a follower has come."""
     receiver.feeds.receive(message)
+
+
+def _is_feeder(rank: int, feeders: int) -> bool:
+    return rank < feeders

@@ -1,9 +1,9 @@
 """Decides one member's part in feeding workers that follow, while it trains. Pure.
 
-All members agree in their votes on an order to feed. At the next boundary each copies its share of
-the state, and from then on sends its pieces of all reduced gradients: a follower with all shares
-and all pieces holds the members' state. In the step after the next one the
-members compare their copies: a follower may join once it is known that they agree.
+All members agree in their votes on an order to feed. At the next boundary each of the first 16
+copies its share of the state, and from then on sends its pieces of all reduced gradients: a
+follower with all shares and all pieces holds the members' state. In the step after the next one
+all members compare their states: a follower may join once it is known that they agree.
 """
 
 from __future__ import annotations
@@ -16,6 +16,13 @@ from holdfast.core.step.events import EventNoted, FollowerBehind
 from holdfast.core.types import NO_VIEW, FollowOrder, View, WorkerId
 
 SKIPPED_MAX = 2  # boundaries between loops, at which nothing is copied
+# A follower has a connection and a thread for each member that feeds it.
+FEEDERS_MAX = 16
+
+
+def count_feeders(members: int) -> int:
+    """Return the number of members, the first ones, that feed the followers of a view."""
+    return min(members, FEEDERS_MAX)
 
 
 class Feeding:

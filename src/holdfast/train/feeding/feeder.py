@@ -14,6 +14,7 @@ import torch
 
 from holdfast.core.errors import WireError, first_line
 from holdfast.core.replica.ends import SourceKind
+from holdfast.core.replica.feeding import count_feeders
 from holdfast.core.step import events as ev
 from holdfast.core.types import NO_VIEW, Follower, FollowOrder, View, WorkerId
 from holdfast.memory.free_memory import free_bytes
@@ -60,7 +61,7 @@ class Feeder:
         self._step = -1  # the state was last copied just before this step
         self._memory = StepMemory()
         self._senders: list[_Sender] = []
-        self._rank = 0
+        self._rank, self._feeders = 0, 1
         self._number = 0
 
     def stage(self, step: int, order: FollowOrder, view: View, me: WorkerId) -> str:
@@ -69,9 +70,10 @@ class Feeder:
         Return why there is no copy, or "". The script's thread calls it, between two steps.
         """
         self.end(finish=False)
-        self._rank, size = view.rank(me), len(view.members)
+        self._rank, self._feeders = view.rank(me), count_feeders(len(view.members))
+        feeds = self._rank < self._feeders
         skeleton, tensors = state.capture(self._protected)
-        parts = parts_of([t.nbytes for t in tensors], size)
+        parts = parts_of([t.nbytes for t in tensors], self._feeders)
         needed = sum(part.stop - part.start for part in parts if part.share == self._rank)
         free = free_bytes()
         if needed > free * MARGIN:
@@ -84,18 +86,18 @@ class Feeder:
         head = FeedHead(kind="state", step=step)
         first = [memoryview(skeleton)] if self._rank == 0 else []
         budget = max(int((free - needed) * MARGIN / 2), 1 << 20)
-        for follower in order.followers:
+        for follower in order.followers if feeds else ():
             sender = _Sender(follower, budget, self._staged, self._reuse_memory)
             sender.put(_Message(head, first))
             self._senders.append(sender)
         for sender in self._senders:
             messages = self._staged.messages(parts, self._rank)
-            args = (sender, messages, (self._identity, order.number, self._rank, size))
+            args = (sender, messages, (self._identity, order.number, self._rank, self._feeders))
             threading.Thread(target=self._run, args=args, name="holdfast-feed", daemon=True).start()
         every = [bucket.result.data for bucket in self._data.gradients.active]
         results = [each for each in every if not each.is_cuda]
-        own = [piece_of(self._rank, size, each.numel()) for each in results]
-        sizes = [each[part].nbytes for each, part in zip(results, own, strict=True)]
+        own = [self._piece(each.numel()) for each in results] if feeds else []
+        sizes = [each[part].nbytes for each, part in zip(results, own, strict=feeds)]
         self._memory.prepare(sizes, budget)
         return ""
 
@@ -112,9 +114,11 @@ class Feeder:
         """Return a fingerprint of the state if it was copied one step before; otherwise 0."""
         return self._staged.fingerprint if self._step == step - 1 else 0
 
-    def send_step(self, index: int, piece: Callable[[int], slice], *, compared: bool) -> None:
+    def send_step(self, index: int, *, compared: bool) -> None:
         """Send this member's piece of a reduced step, which the script has not touched yet."""
-        kept = KeptStep.of(self._data, piece, self._memory.copy)
+        if not self._senders:
+            return
+        kept = KeptStep.of(self._data, self._piece, self._memory.copy)
         buffers = [*kept.pieces]
         tables: list[tuple[int, bool]] = []
         if self._rank == 0:
@@ -149,6 +153,10 @@ class Feeder:
         self._number = 0
         self._staged.release()
         self._memory.release()
+
+    def _piece(self, numel: int) -> slice:
+        """Return the elements of a flat buffer that this member sends."""
+        return piece_of(self._rank, self._feeders, numel)
 
     # ------------------------------------------------------------ sending
 

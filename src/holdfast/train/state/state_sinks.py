@@ -94,7 +94,7 @@ class FollowersSink(PlainSink):
 
     def keep(self, order: ef.KeepStep, at: ViewConnections) -> Events:
         """Send this member's piece of a step."""
-        self._feeder.send_step(order.step, at.piece, compared=order.compared)
+        self._feeder.send_step(order.step, compared=order.compared)
         return ()
 
     def forget(self, order: ef.Forget) -> None:
