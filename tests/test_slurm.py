@@ -249,6 +249,11 @@ def test_a_node_ends_with_its_job_and_requeues_one_that_lost_its_script(tmp_path
     assert "scontrol requeue 7" in told(tmp_path)
 
 
+def test_a_node_ends_while_its_job_waits_to_begin_again(tmp_path: Path) -> None:
+    """It may hold a host that the job needs."""
+    assert run_with_fakes(tmp_path, NODE, squeue="echo 'PD n/a '").returncode == -15
+
+
 def test_a_node_goes_on_while_slurm_is_away(tmp_path: Path) -> None:
     away = (
         f"echo x >> {tmp_path}/count; [ $(wc -l < {tmp_path}/count) -gt 3 ] && exit 0; "

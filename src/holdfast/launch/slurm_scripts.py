@@ -48,13 +48,14 @@ NO_STORE = (
 
 # A node: its agent, and a process that looks after the job. With --no-kill, Slurm lets a job that
 # loses the host of its script hold the other hosts for ever; a node that finds it so requeues it.
+# A further job ends while the job waits to begin again, since it may hold a host that the job needs.
 NODE = """\
 #!/bin/bash
 look() {
   {plain}
   found=$(squeue --noheader --jobs="$HOLDFAST_SLURM_JOB" --format='%t %B %N' 2>&1)
   case "$? $found" in
-    "0 " | *"Invalid job id"*) kill -TERM $$ ;;
+    "0 " | "0 PD "* | *"Invalid job id"*) kill -TERM $$ ;;
     "0 R "*)
       read -r state host hosts <<<"$found"
       scontrol show hostnames "$hosts" | grep -qxF "$host" ||
