@@ -48,7 +48,7 @@ NO_STORE = (
 
 # A node: its agent, and a process that looks after the job. With --no-kill, Slurm lets a job that
 # loses the host of its script hold the other hosts for ever; a node that finds it so requeues it.
-# A further job ends while the job waits to begin again, since it may hold a host that the job needs.
+# A further job ends while the job waits to begin again: it may hold a host that the job needs.
 NODE = """\
 #!/bin/bash
 look() {
