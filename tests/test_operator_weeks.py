@@ -1,6 +1,7 @@
 """An operator's acts on real clusters, drawn from seeds: a job uses all hosts, and has equal bits.
 
-HOLDFAST_WEEKS=A:B chooses the seeds; `make weeks` runs twenty for each manager.
+HOLDFAST_WEEKS=A:B names the seeds; without it there are none. `make weeks` runs twenty for each
+manager.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ OPTIONS = ["--nproc", "1", "--virtual", "4"]
 HOSTS, NODES, ACTS = 4, 3, 8
 END_S = 900.0  # the steps that are left, on a busy machine
 
-first, _, end = os.environ.get("HOLDFAST_WEEKS", "0:1").partition(":")
+first, _, end = os.environ.get("HOLDFAST_WEEKS", "0:0").partition(":")
 SEEDS = range(int(first), int(end or int(first) + 1))
 
 Acts = Mapping[str, Callable[[], Iterable[str]]]
