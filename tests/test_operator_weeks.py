@@ -220,7 +220,7 @@ class SlurmJob:
         self._slurm.bring_back(host)
 
     def lose(self, node: str) -> None:
-        for pid in our_processes(f"HOLDFAST_PLACEMENT={node}"):
+        for pid in self._slurm.processes(PlacementId(node)):
             strike(pid)
 
     def log(self) -> str:
