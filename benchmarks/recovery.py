@@ -58,6 +58,15 @@ def stall_s(found: list[Line], victim: int, struck_at: float) -> tuple[float, fl
     return gap - usual - again, max(x.at for x in ended) - struck_at
 
 
+def join_s(found: list[Line], victim: int, struck_at: float) -> float:
+    """Return by how much the first step of a replaced worker took longer than a usual one."""
+    first = next(x.step for x in found if x.worker == victim and x.at > struck_at)
+    ends = {s: max(x.at for x in found if x.step == s) for s in {x.step for x in found}}
+    steps = sorted(ends)
+    usual = statistics.median(ends[b] - ends[a] for a, b in itertools.pairwise(steps))
+    return ends[first] - ends[first - 1] - usual
+
+
 def one_fault(
     run: LocalRun, rng: random.Random, number: int, workers: int
 ) -> tuple[float, float, int]:
@@ -75,8 +84,15 @@ def one_fault(
     def went_on() -> bool:
         return sum(x.at > struck_at and x.worker != victim for x in lines(run)) >= 3 * (workers - 1)
 
+    def is_back() -> bool:  # all have ended its first step once it has ended the second
+        return sum(x.worker == victim and x.at > struck_at for x in lines(run)) >= 2
+
     run.until(went_on, RUN_S, "the survivors' next steps")
-    return (*stall_s(lines(run), victim, struck_at), victim)
+    stall, gap = stall_s(lines(run), victim, struck_at)
+    run.until(is_back, RUN_S, "two steps of the worker that takes its place")
+    joined = join_s(lines(run), victim, struck_at)
+    print(f"  worker {victim} joins again: {joined * 1e3:.0f} ms beside a step")
+    return stall, gap, victim
 
 
 def measure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import socket
 from pathlib import Path
@@ -22,6 +23,8 @@ from holdfast.net import peer_stream
 from holdfast.net.peer_identity import PeerIdentity
 from holdfast.net.peer_listener import PeerListener, open_listener
 from holdfast.net.peer_stream import SendRate
+from holdfast.sim.drawn_options import draw
+from holdfast.sim.world import Machines, World
 from holdfast.testing.local_run import LocalRun, strike
 from holdfast.train.feeding import feed_frames, feeder
 from holdfast.train.feeding.feed_frames import FeedHead
@@ -360,3 +363,14 @@ def test_pieces_may_take_what_was_asked_for_or_half_of_the_free_memory(
     assert free_memory.piece_bytes(3) == 3_000_000
     assert free_memory.piece_bytes(0) == 0
     assert free_memory.piece_bytes(None) == 500
+
+
+def test_some_members_feed_in_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeding, "FEEDERS_MAX", 2)
+    fed = 0
+    for seed in range(16):
+        options = dataclasses.replace(draw(seed, small=True), feeds=True, spares=0)
+        world = World(options, Machines(), None)
+        world.run()  # its checkers raise Violation
+        fed += world.truth.count["steps fed"]
+    assert fed

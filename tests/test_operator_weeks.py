@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import httpx2
 import pytest
 
-from conftest import SCRIPTS, finish
+from conftest import finish
 from holdfast.core.errors import HoldfastError
 from holdfast.core.fleet.placements import Holding, Placement, PlacementId
 from holdfast.launch.fleet_plan import read_plan
@@ -26,6 +26,7 @@ from holdfast.launch.yarn_manager import open_manager
 from holdfast.testing.cluster_contract import serving_nodes
 from holdfast.testing.local_run import LocalRun, strike
 from labs import control_plane, yarn_lab
+from labs.cluster_run import OPTIONS, SCRIPT, run_undisturbed
 from labs.control_plane import ControlPlane
 from labs.kubernetes_cluster import KubernetesCluster
 from labs.kubernetes_run import JobHarness, KubernetesRun
@@ -35,8 +36,7 @@ from labs.slurm_cluster import SlurmCluster, our_processes
 from labs.slurm_run import SlurmRun
 from labs.yarn_lab import YarnLab
 
-SCRIPT, STEPS = str(SCRIPTS / "paced.py"), "4000"
-OPTIONS = ["--nproc", "1", "--virtual", "4"]
+STEPS = "4000"
 HOSTS, NODES, ACTS = 4, 3, 8
 END_S = 900.0  # the steps that are left, on a busy machine
 
@@ -330,10 +330,7 @@ Opened = Callable[[Path], contextlib.AbstractContextManager[Any]]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    (folder / "go").touch()
-    with LocalRun(folder / "run", OPTIONS, [SCRIPT, str(folder / "go"), STEPS]) as run:
-        return finish(run)
+    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"), STEPS)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

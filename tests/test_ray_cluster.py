@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from conftest import SCRIPTS, finish
+from conftest import finish
 from holdfast.core.errors import HoldfastError
 from holdfast.testing.cluster_contract import (
     CLUSTER_CASES,
@@ -23,11 +23,10 @@ from holdfast.testing.cluster_contract import (
     serving_nodes,
 )
 from holdfast.testing.local_run import LocalRun, strike
+from labs.cluster_run import OPTIONS, SCRIPT, STEPS, run_undisturbed
 from labs.ray_cluster import RayCluster
 from ray_kit import check_reasons
 
-SCRIPT, STEPS = str(SCRIPTS / "paced.py"), "600"
-OPTIONS = ["--nproc", "1", "--virtual", "4"]
 JOB_S = 240.0
 
 pytestmark = [
@@ -60,10 +59,7 @@ def test_why_ray_does_not_start_an_actor_is_found() -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    (folder / "go").touch()
-    with LocalRun(folder / "run", OPTIONS, [SCRIPT, str(folder / "go"), STEPS]) as run:
-        return finish(run)
+    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture

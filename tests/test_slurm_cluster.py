@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from conftest import finish
 from full_disk import fill, mount_small_disk
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
@@ -17,9 +16,9 @@ from holdfast.testing.cluster_contract import (
     assert_survives,
     run_cluster_case,
 )
-from holdfast.testing.local_run import LocalRun
+from labs.cluster_run import run_undisturbed
 from labs.slurm_cluster import SlurmCluster
-from labs.slurm_run import OPTIONS, SCRIPT, STEPS, SlurmRun
+from labs.slurm_run import SlurmRun
 from support import until
 
 pytestmark = [
@@ -49,10 +48,7 @@ def test_slurm_keeps_the_contract(case: Case, slurm: SlurmCluster) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    (folder / "go").touch()
-    with LocalRun(folder / "run", OPTIONS, [SCRIPT, str(folder / "go"), STEPS]) as run:
-        return finish(run)
+    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from conftest import SCRIPTS, finish
+from conftest import SCRIPTS
 from holdfast.runtime.node import fork_server
-from holdfast.testing.local_run import LocalRun
+from labs.cluster_run import run_undisturbed
 from labs.slurm_cluster import CONTROLLERS, SlurmCluster
-from labs.slurm_run import OPTIONS, STEPS, SlurmRun
+from labs.slurm_run import SlurmRun
 
 SCRIPT = str(SCRIPTS / "hungry.py")
 HOST_MB, STEP_MB = 4000, 2000  # a node without a hungry worker has some 1,000 MB
@@ -45,9 +45,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCl
 def test_a_step_that_has_used_up_its_memory_loses_a_worker(
     tmp_path: Path, cluster: SlurmCluster
 ) -> None:
-    (tmp_path / "ready").touch()
-    with LocalRun(tmp_path / "alone", OPTIONS, [SCRIPT, str(tmp_path / "ready"), STEPS]) as run:
-        undisturbed = finish(run)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    undisturbed = run_undisturbed(alone, script=SCRIPT)
     job = SlurmRun(tmp_path, cluster, "--nodes", "2", f"--sbatch=--mem={STEP_MB}", script=SCRIPT)
     with job.run:
         job.begin()

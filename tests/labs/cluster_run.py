@@ -81,10 +81,10 @@ class ClusterRun:
         return 0
 
 
-def run_undisturbed(folder: Path) -> str:
+def run_undisturbed(folder: Path, steps: str = STEPS, script: str = SCRIPT) -> str:
     """Run the same job on this machine alone; return its digest."""
     (folder / "go").touch()
-    with LocalRun(folder / "run", OPTIONS, [SCRIPT, str(folder / "go"), STEPS]) as run:
+    with LocalRun(folder / "run", OPTIONS, [script, str(folder / "go"), steps]) as run:
         return finish(run)
 
 

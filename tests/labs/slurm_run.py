@@ -9,17 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conftest import SCRIPTS
 from holdfast.cli.main import main
 from holdfast.core.errors import HoldfastError
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
 from holdfast.testing.cluster_contract import serving_nodes
 from holdfast.testing.local_run import LocalRun
+from labs.cluster_run import OPTIONS, SCRIPT, STEPS
 from labs.slurm_cluster import SlurmCluster
 
-SCRIPT, STEPS = str(SCRIPTS / "paced.py"), "600"
-OPTIONS = ["--nproc", "1", "--virtual", "4"]
 JOB_S = 150.0
 
 # `sbatch --wait` considers a requeued job ended.
