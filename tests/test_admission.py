@@ -1,4 +1,4 @@
-"""Which nodes take part: up to a number, those that are lost or drained make room for others."""
+"""Nodes take part up to a maximum; lost and drained nodes make room for new ones."""
 
 from __future__ import annotations
 

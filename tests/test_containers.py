@@ -224,7 +224,7 @@ def test_a_job_in_containers_survives(cluster: KubernetesCluster, undisturbed: s
 
 @needs_binaries
 def test_a_kill_for_lack_of_memory_is_named(cluster: KubernetesCluster, undisturbed: str) -> None:
-    """The kernel kills the worker alone, in a control group of version 1: its agent says so."""
+    """In a control group of version 1 the kernel kills only the worker; its agent names the OOM."""
     run = ContainerRun(cluster, "--memory", LIMIT)
     worker = begin_to_eat(run)
     run.until_said(rf"worker {worker}\b.*lack of memory")

@@ -58,7 +58,7 @@ class ClusterRun:
         return "\n".join(path.read_text() for path in self.folder.glob("logs/hf-*.txt"))
 
     def digest(self) -> str:
-        """Let the job go on to its end, and return its digest; nothing is left."""
+        """Let the job finish, and return its digest. Check that no process is left."""
         self.go.touch()
         finish(self.run)
         (found,) = re.findall("^[0-9a-f]{64}$", self.written(), re.MULTILINE)

@@ -267,7 +267,7 @@ class Kubelet:
         return found
 
     def _api_environment(self) -> dict[str, str]:
-        """Return where containers find the API."""
+        """Return the variables by which containers find the API."""
         host, _, port = self._cluster()["server"].partition("://")[2].partition(":")
         return {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
 

@@ -36,7 +36,7 @@ class OperatedJob(Protocol):
 
     @property
     def kept(self) -> Sequence[str]:
-        """Return those that are neither killed nor drained, since the job ends with them."""
+        """Return the hosts that the job cannot lose; they are neither killed nor drained."""
         ...
 
     def serving(self) -> Mapping[str, str]:

@@ -108,7 +108,7 @@ class PodContainer:
         return [*self._runc(), "exec", self.name, *command]
 
     def count_oom_kills(self) -> int:
-        """Return how many of its processes the kernel has killed for lack of memory."""
+        """Count the OOM kills in this container."""
         for path in (
             GROUPS / "memory" / self.name / "memory.oom_control",
             GROUPS / self.name / "memory.events",

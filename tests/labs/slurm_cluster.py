@@ -258,7 +258,7 @@ class SlurmCluster:
 
 
 def remove_groups(host: str) -> None:
-    """Remove the control groups that a host's slurmd has left; none has a process any more."""
+    """Remove the empty control groups of a host's slurmd."""
     for controller in CONTROLLERS.glob("*"):
         below = sorted(controller.glob(f"slurm_{host}/**/"), reverse=True)
         for folder in below:

@@ -22,7 +22,7 @@ REASON = "holdfast/reason"  # an operator's own words, as an annotation of a nod
 # is away never does, and another one may still be taking its volumes from it.
 OVERDUE_AWAY_S, OVERDUE_S = 2.0, 60.0
 OVER = ("Succeeded", "Failed")
-# Kubernetes' reason for the end of a container in which the kernel has killed for lack of memory.
+# Kubernetes' reason for a container's end after an OOM kill.
 OOM_KILLED = "OOMKilled"
 STARTING = ("ContainerCreating", "PodInitializing")  # reasons to wait that are no errors
 UNSCHEDULABLE, UNREACHABLE = (

@@ -264,7 +264,7 @@ class DataNetwork:
             process.feed(GroupBroken(group.view.number, "the group could not be built in time"))
 
     def ask_awaited(self, asker: Actor, group: Group, rank: int, step: int) -> int:
-        """Return the rank for which a member waits; its own rank if it does not answer."""
+        """Return the rank that a member waits for; its own rank if the member does not answer."""
         peer = self._world.processes.get(group.keys[rank])
         if peer is None or not (peer.alive and peer.is_running and peer.open_group(group.number)):
             return rank
