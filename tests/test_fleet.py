@@ -167,7 +167,7 @@ def test_what_an_error_on_its_host_keeps_waiting_is_replaced_if_others_run(
     assert machine.snapshot().avoided == (("h1",) if others_run else ())
     if others_run:
         told = next(e.text for e in effects if isinstance(e, fe.Note))
-        assert "its host keeps it waiting (ErrImagePull on h1); h1 is avoided" in told
+        assert "it is kept waiting (ErrImagePull on h1); h1 is avoided" in told
         (request,) = [
             e for e in machine.handle(Tick(), 120.0) + effects if isinstance(e, fe.Request)
         ]

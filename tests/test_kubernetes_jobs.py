@@ -254,7 +254,7 @@ def lose_a_node_to_a_volume(cluster: KubernetesCluster, undisturbed: str) -> Non
     for host in free:
         cluster.untaint(host)
     run.until_replaced(lost)
-    assert f"its host keeps it waiting ({reason})" in run.log()
+    assert f"it is kept waiting ({reason})" in run.log()
     run.until(lambda: not run.status()["awaited"], STEP_S, "that nothing is waited for")
     go.touch()
     assert run.finish() == undisturbed

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from holdfast.cli.main import main
 from holdfast.core.errors import Damaged, Unreachable
-from holdfast.core.fleet.placements import Holding
+from holdfast.core.fleet.placements import Holding, PlacementId
+from holdfast.launch import slurm_manager
 from holdfast.launch import slurm_tables as tables
 from holdfast.launch.fleet_plan import STILL_RUNNING
 from holdfast.launch.slurm_manager import SlurmManager
@@ -96,6 +98,44 @@ def test_without_slurm_the_manager_is_away(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Unreachable, match="there is no command squeue: is Slurm installed"):
         asyncio.run(SlurmManager(tmp_path, "hf-x-").observe())
+
+
+FAKE_SLURM = """\
+#!/bin/bash
+case "$(basename "$0") $*" in
+squeue*preempttime*) echo N/A ;;
+squeue*--steps*) echo '4.1|node0|hf-x-1'; echo '4.2|node1|hf-x-2' ;;
+squeue*) echo '4|R|node0|node[0-1]|UNLIMITED|None|a job'
+    for further in 5 6; do echo "$further|PD|n/a||UNLIMITED|Resources|hf-x-$further"; done ;;
+sinfo*) echo 'node0|mixed|none'; echo 'node1|mixed|none' ;;
+scontrol*hostnames*) echo node0; echo node1 ;;
+scancel*) echo 'scancel: error: Job/step already completing or completed' >&2; exit 1 ;;
+esac
+"""
+
+
+def test_a_cancelled_step_that_stays_listed_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does a step that ended while slurmctld was away; a request that waits takes its host."""
+    for name in ("squeue", "sinfo", "scontrol", "scancel"):
+        (tmp_path / name).write_text(FAKE_SLURM)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    manager = SlurmManager(tmp_path, "hf-x-", "4")
+
+    def look() -> dict[str, tuple[Holding, bool]]:
+        return {p.id: (p.holding, p.stuck) for p in asyncio.run(manager.observe())}
+
+    running, waiting = (Holding.RUNNING, False), (Holding.WAITING, False)
+    before = {"hf-x-1": running, "hf-x-2": running, "hf-x-5": waiting, "hf-x-6": waiting}
+    assert look() == before
+    asyncio.run(manager.release(PlacementId("hf-x-2"), "4.2"))
+    assert look() == before
+    later = time.monotonic() + slurm_manager.STALE_S
+    monkeypatch.setattr("time.monotonic", lambda: later)
+    one_asks_again = {"hf-x-5": (Holding.WAITING, True)}
+    assert look() == before | {"hf-x-2": (Holding.ENDED, False)} | one_asks_again
 
 
 def write_script(tmp_path: Path, *options: str) -> str:

@@ -27,6 +27,9 @@ from holdfast.launch.slurm_scripts import NODE, escape_pattern
 ENDED_ALREADY = ("Invalid job id", "already completing or completed", "does not exist")
 NO_TOPOLOGY = ("topology", "No switch", "not found")
 STEP_S = 20.0  # for a step to be listed
+# Slurm kills a cancelled step after KillWait, by default 30 s. One that ended while slurmctld was
+# away stays listed for ever.
+STALE_S = 40.0
 LOOK_S = 0.1
 NODE_SCRIPT = "slurm_node.sh"
 
@@ -55,12 +58,26 @@ class SlurmManager:
         self._alone = asyncio.Lock()
         self._steps: list[subprocess.Popen[bytes]] = []
         self._switches: dict[str, str] = {}  # by host; they do not change while we run
+        self._cancelled: dict[str, float] = {}  # when, by the id of the step or job
+        self._avoided: dict[str, Sequence[str]] = {}  # hosts, by the name of the further job
 
     async def observe(self) -> Sequence[Placement]:
         self._steps = [step for step in self._steps if step.poll() is None]
         await self._look_for_preemption()
         jobs, nodes = await self._jobs(), await self._nodes()
         now = time.monotonic()
+        held = await self._allocated(jobs)
+        steps = []
+        for step in await self._own_steps():
+            node = nodes.get(step.host)
+            # A host that fails is taken out of the allocation, but its steps stay listed.
+            runs = step.host in held and (node is None or node.up)
+            runs = runs and now - self._cancelled.get(step.id, now) < STALE_S
+            holding = Holding.RUNNING if runs else Holding.ENDED
+            steps.append(_placement(step.name, step.id, holding, step.host, _notice(node)))
+        listed = {*(job.id for job in jobs), *(step.handle for step in steps)}
+        self._cancelled = {id_: when for id_, when in self._cancelled.items() if id_ in listed}
+        free = _list_free(held, nodes, steps)
         found = []
         for job in jobs:
             if not job.name.startswith(self._prefix):
@@ -70,15 +87,14 @@ class SlurmManager:
             if job.left_s is not None and job.holding is Holding.RUNNING and notice is None:
                 if job.left_s <= 2 * self._drain_s:
                     notice = Notice(reason="its job's time is over soon", until=now + job.left_s)
-            found.append(_placement(job.name, job.id, job.holding, job.hosts, notice, job.why))
-        held = await self._allocated(jobs)
-        for step in await self._own_steps():
-            node = nodes.get(step.host)
-            # A host that fails is taken out of the allocation, but its steps stay listed.
-            runs = step.host in held and (node is None or node.up)
-            holding = Holding.RUNNING if runs else Holding.ENDED
-            found.append(_placement(step.name, step.id, holding, step.host, _notice(node)))
-        return [await self._labelled(placement) for placement in found]
+            placement = _placement(job.name, job.id, job.holding, job.hosts, notice, job.why)
+            better = [host for host in free if host not in self._avoided.get(job.name, ())]
+            if job.holding is Holding.WAITING and not job.hosts and better:
+                free.remove(better[0])
+                why = f"{job.why}, while {better[0]} of job {self._allocation} is free"
+                placement = dataclasses.replace(placement, why=why, stuck=True)
+            found.append(placement)
+        return [await self._labelled(placement) for placement in (*found, *steps)]
 
     async def request(self, order: PlacementOrder) -> None:
         async with self._alone:  # a request must be listed before more is decided
@@ -92,6 +108,8 @@ class SlurmManager:
                 await self._submit(order)
 
     async def release(self, id_: PlacementId, handle: str) -> None:
+        self._cancelled.setdefault(handle, time.monotonic())
+        self._avoided.pop(id_, None)
         await self._ask("scancel", handle, allow=ENDED_ALREADY)
 
     async def close(self) -> None:
@@ -151,14 +169,9 @@ class SlurmManager:
         """Return a host of the allocation that works and has no agent; empty if there is none."""
         if not self._allocation:
             return ""
-        nodes = await self._nodes()
-        taken = [p.host for p in found if p.holding is not Holding.ENDED]
-        for host in await self._allocated(await self._jobs()):
-            node = nodes.get(host)
-            good = node is not None and node.up and not node.leaving
-            if good and host not in taken and host not in avoid:
-                return host
-        return ""
+        held = await self._allocated(await self._jobs())
+        free = _list_free(held, await self._nodes(), found)
+        return next((host for host in free if host not in avoid), "")
 
     # ------------------------------------------------------------ acting
 
@@ -183,6 +196,7 @@ class SlurmManager:
             await asyncio.sleep(LOOK_S)
 
     async def _submit(self, order: PlacementOrder) -> None:
+        self._avoided[order.id] = order.avoid
         await self._ask(
             *("sbatch", "--parsable", *self._options.avoiding(order.avoid), "--export=ALL"),
             *(f"--job-name={order.id}", "--nodes=1", "--ntasks=1", "--exclusive", "--no-requeue"),
@@ -245,6 +259,15 @@ def _start_apart(command: Sequence[str], environment: Mapping[str, str]) -> subp
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
     )
+
+
+def _list_free(
+    hosts: Sequence[str], nodes: Mapping[str, tables.SlurmNode], found: Sequence[Placement]
+) -> list[str]:
+    """List which of these hosts work, are not to be left, and have no agent."""
+    taken = {placement.host for placement in found if placement.holding is not Holding.ENDED}
+    usable = {name for name, node in nodes.items() if node.up and not node.leaving}
+    return [host for host in hosts if host in usable and host not in taken]
 
 
 def _notice(node: tables.SlurmNode | None) -> Notice | None:

@@ -44,7 +44,7 @@ class FleetNode:
     takes_any: bool = False
     #: When the manager was first seen to let it wait for a host. None: it does not wait.
     waits_since: float | None = None
-    #: When the manager was first seen to report an error on its host, which keeps it waiting.
+    #: When the manager was first seen to report that it is stuck.
     stuck_since: float | None = None
     kept: Placement | None = None  # as the manager lists it
     copies: tuple[Placement, ...] = ()  # further ones of the same id
@@ -213,7 +213,7 @@ class FleetNode:
         stuck_since = self.stuck_since if others_run else None
         if stuck_since is not None and now >= stuck_since + policy.stuck_s:
             why = self.kept.why if self.kept is not None else ""
-            return f"its host keeps it waiting ({why})", True
+            return f"it is kept waiting ({why})", True
         if self.runs_since is not None and now >= self.runs_since + policy.join_s:
             return f"its agent was not heard in {policy.join_s:g} s", True
         if self.granted_at is not None and self.kept is None:

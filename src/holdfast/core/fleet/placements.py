@@ -40,8 +40,8 @@ class Placement:
     """Describes one placement as its manager lists it.
 
     `handle` is the manager's own name; two listed ones with the same id are a duplicate. `why` is
-    the manager's reason for a placement that waits, or has ended, where it gives one. `stuck`: the
-    reason is an error on its host.
+    the manager's reason for a placement that waits, or has ended, where it gives one. `stuck`: another
+    request would do better, since there is an error on its host, or since a better host is free.
     """
 
     id: PlacementId
@@ -89,7 +89,7 @@ class FleetPolicy:
     picky_tries: int = 3  # tries of a request before it takes hosts that have failed, too
     picky_s: float = 45.0  # so does a request that waits for a host for this long
     unseen_s: float = 60.0  # a placement that was granted and is not listed is given up
-    stuck_s: float = 60.0  # so is one that an error on its host keeps waiting, while others run
+    stuck_s: float = 60.0  # so is one that is stuck, while others run
     join_s: float = 300.0  # so is one that runs, and whose agent the job has not heard
     lost_s: float = 5.0  # silence of an agent without members, before its place is given back
     farewell_s: float = 10.0  # agents end by themselves when the job is over
