@@ -40,8 +40,9 @@ class Placement:
     """Describes one placement as its manager lists it.
 
     `handle` is the manager's own name; two listed ones with the same id are a duplicate. `why` is
-    the manager's reason for a placement that waits, or has ended, where it gives one. `stuck`: another
-    request would do better, since there is an error on its host, or since a better host is free.
+    the manager's reason for a placement that waits, or has ended, where it gives one. `stuck`:
+    another request would do better, since there is an error on its host, or since a better host is
+    free.
     """
 
     id: PlacementId
