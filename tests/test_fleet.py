@@ -144,6 +144,18 @@ def test_a_lost_node_is_noted_with_the_managers_reason(why: str) -> None:
     assert notes == [f"node {PREFIX}e-1 (on h1): its agent is lost{said}; h1 is avoided for 60 s"]
 
 
+def test_a_lost_node_that_its_manager_lists_again_counts_once_against_its_host() -> None:
+    """Slurm lists a step again that had ended while slurmctld was away."""
+    machine = three_nodes()
+    machine.handle(fe.Observed((placed(2), placed(3)), 2.0), 2.0)
+    seen = (serving(1, members=0, silent=True), serving(2), serving(3))
+    effects = machine.handle(fe.JobHeard(seen), 3.0)
+    again = fe.Observed((placed(1), placed(2), placed(3)), 4.0)
+    effects += machine.handle(again, 4.0) + machine.handle(Tick(), 13.0)
+    lost = [e.text for e in effects if isinstance(e, fe.Note) and "avoided" in e.text]
+    assert [text.partition("avoided for ")[2] for text in lost] == ["60 s", "50 s"]
+
+
 @pytest.mark.parametrize("others_run", [True, False])
 def test_what_an_error_on_its_host_keeps_waiting_is_replaced_if_others_run(
     others_run: bool,

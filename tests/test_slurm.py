@@ -132,7 +132,7 @@ def test_a_cancelled_step_that_stays_listed_has_ended(
     assert look() == before
     asyncio.run(manager.release(PlacementId("hf-x-2"), "4.2"))
     assert look() == before
-    later = time.monotonic() + slurm_manager.STALE_S
+    later = time.monotonic() + slurm_manager.STALE_S  # after KillWait
     monkeypatch.setattr("time.monotonic", lambda: later)
     one_asks_again = {"hf-x-5": (Holding.WAITING, True)}
     assert look() == before | {"hf-x-2": (Holding.ENDED, False)} | one_asks_again

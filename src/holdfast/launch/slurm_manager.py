@@ -12,7 +12,8 @@ import dataclasses
 import os
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core.errors import Refused, Unreachable
@@ -32,6 +33,12 @@ STEP_S = 20.0  # for a step to be listed
 STALE_S = 40.0
 LOOK_S = 0.1
 NODE_SCRIPT = "slurm_node.sh"
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancelled:
+    name: str
+    at: float
 
 
 class SlurmManager:
@@ -56,13 +63,12 @@ class SlurmManager:
         self._options = options or SbatchOptions()
         self._drain_s = drain_s
         self._alone = asyncio.Lock()
-        self._steps: list[subprocess.Popen[bytes]] = []
+        self._sruns: dict[str, subprocess.Popen[bytes]] = {}  # by the name of the step
         self._switches: dict[str, str] = {}  # by host; they do not change while we run
-        self._cancelled: dict[str, float] = {}  # when, by the id of the step or job
+        self._cancelled: dict[str, _Cancelled] = {}  # by the id of the step or job
         self._avoided: dict[str, Sequence[str]] = {}  # hosts, by the name of the further job
 
     async def observe(self) -> Sequence[Placement]:
-        self._steps = [step for step in self._steps if step.poll() is None]
         await self._look_for_preemption()
         jobs, nodes = await self._jobs(), await self._nodes()
         now = time.monotonic()
@@ -72,11 +78,10 @@ class SlurmManager:
             node = nodes.get(step.host)
             # A host that fails is taken out of the allocation, but its steps stay listed.
             runs = step.host in held and (node is None or node.up)
-            runs = runs and now - self._cancelled.get(step.id, now) < STALE_S
+            runs = runs and not self._has_ended(step, now)
             holding = Holding.RUNNING if runs else Holding.ENDED
             steps.append(_placement(step.name, step.id, holding, step.host, _notice(node)))
-        listed = {*(job.id for job in jobs), *(step.handle for step in steps)}
-        self._cancelled = {id_: when for id_, when in self._cancelled.items() if id_ in listed}
+        self._forget({job.id for job in jobs} | {step.handle for step in steps}, now)
         free = _list_free(held, nodes, steps)
         found = []
         for job in jobs:
@@ -108,7 +113,7 @@ class SlurmManager:
                 await self._submit(order)
 
     async def release(self, id_: PlacementId, handle: str) -> None:
-        self._cancelled.setdefault(handle, time.monotonic())
+        self._cancelled.setdefault(handle, _Cancelled(id_, time.monotonic()))
         self._avoided.pop(id_, None)
         await self._ask("scancel", handle, allow=ENDED_ALREADY)
 
@@ -158,6 +163,26 @@ class SlurmManager:
         mine = [s for s in steps if s.id.startswith(f"{self._allocation}.")]
         return [s for s in mine if s.name.startswith(self._prefix)]
 
+    def _has_ended(self, step: tables.SlurmStep, now: float) -> bool:
+        """Return whether a step that is listed was cancelled and has ended."""
+        cancelled, srun = self._cancelled.get(step.id), self._sruns.get(step.name)
+        if cancelled is None:
+            return False
+        # Our own srun sees the end of its step also while slurmctld is away.
+        return now >= cancelled.at + STALE_S or (srun is not None and srun.poll() is not None)
+
+    def _forget(self, listed: Collection[str], now: float) -> None:
+        """Forget what has ended; slurmctld lists a step late after it was away."""
+        self._cancelled = {
+            handle: each
+            for handle, each in self._cancelled.items()
+            if handle in listed or now < each.at + STALE_S
+        }
+        names = {each.name for each in self._cancelled.values()}
+        self._sruns = {
+            name: srun for name, srun in self._sruns.items() if srun.poll() is None or name in names
+        }
+
     async def _allocated(self, jobs: Sequence[tables.SlurmJob]) -> list[str]:
         """Return the hosts that the allocation has now."""
         hosts = next((job.hosts for job in jobs if job.id == self._allocation), "")
@@ -185,7 +210,7 @@ class SlurmManager:
             *("--input=none", "--unbuffered", "bash", str(self._node_script()), *order.command),
         ]
         step = _start_apart(command, self._environment(order, keep=True))
-        self._steps.append(step)
+        self._sruns[order.id] = step
         deadline = time.monotonic() + STEP_S
         while not any(each.name == order.id for each in await self._own_steps()):
             if step.poll() is not None:

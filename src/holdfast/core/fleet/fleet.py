@@ -215,7 +215,8 @@ class FleetMachine:
                 self._request_from = now + wait_s
             avoided = ""
             if blame and node.host:
-                avoided = f"; {node.host} is avoided for {self._hosts.strike(node.host, now):g} s"
+                avoid_s = self._hosts.strike(node.host, node.id, now)
+                avoided = f"; {node.host} is avoided for {avoid_s:g} s"
             yield Note(f"node {node.id}{_place_of(node)}: {node.over}{avoided}")
         self._hosts.note_serving([n.host for n in self._nodes.values() if n.serves], now)
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from holdfast.core.fleet.placements import FleetPolicy
+from holdfast.core.fleet.placements import FleetPolicy, PlacementId
 
 
 @dataclass(slots=True)
 class _Host:
     strikes: int
     avoid_until: float
+    #: The placement that failed last. Its manager may forget it, and then list it again.
+    failed: PlacementId | None = None
     serves_since: float | None = None
 
 
@@ -26,9 +28,12 @@ class HostStrikes:
         self._policy = policy
         self._hosts: dict[str, _Host] = {}
 
-    def strike(self, host: str, now: float) -> float:
-        """Record a failure; return for how long the host is avoided."""
+    def strike(self, host: str, failed: PlacementId, now: float) -> float:
+        """Count a placement that failed, once; return how long its host is avoided."""
         found = self._hosts.setdefault(host, _Host(0, now))
+        if found.failed == failed:
+            return max(found.avoid_until - now, 0.0)
+        found.failed = failed
         found.strikes += 1
         found.serves_since = None
         doublings = min(found.strikes - 1, 30)
