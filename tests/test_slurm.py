@@ -34,6 +34,7 @@ node1|draining|a new fan | or two
 node2|down*|Not responding
 node3|mixed@|none
 node4|idle~|none
+node5|unknown|none
 """
 
 
@@ -60,13 +61,15 @@ def test_steps_are_read() -> None:
 
 
 def test_nodes_are_read() -> None:
-    found = {node.name: (node.up, node.leaving) for node in tables.read_nodes(NODES)}
+    """What runs on a node that slurmctld does not know yet has not ended."""
+    found = {n.name: (n.gone, n.up, n.leaving) for n in tables.read_nodes(NODES)}
     assert found == {
-        "node0": (True, ""),
-        "node1": (True, "a new fan | or two"),
-        "node2": (False, ""),
-        "node3": (True, "Slurm calls it mixed@"),
-        "node4": (True, ""),
+        "node0": (False, True, ""),
+        "node1": (False, True, "a new fan | or two"),
+        "node2": (True, False, ""),
+        "node3": (False, True, "Slurm calls it mixed@"),
+        "node4": (False, True, ""),
+        "node5": (False, False, ""),
     }
 
 

@@ -77,7 +77,7 @@ class SlurmManager:
         for step in await self._own_steps():
             node = nodes.get(step.host)
             # A host that fails is taken out of the allocation, but its steps stay listed.
-            runs = step.host in held and (node is None or node.up)
+            runs = step.host in held and (node is None or not node.gone)
             runs = runs and not self._has_ended(step, now)
             holding = Holding.RUNNING if runs else Holding.ENDED
             steps.append(_placement(step.name, step.id, holding, step.host, _notice(node)))

@@ -21,7 +21,8 @@ WAITING = ("PD", "CF", "RQ", "RF", "RH", "RD", "RS", "SE", "SO")
 RUNNING = ("R", "S", "ST", "SI", "RV")
 FLAGS = "*~#!%$@^-+"  # characters that may follow a node's state
 LEAVING = ("draining", "drained", "drng", "drain", "maint", "perfctrs", "reboot")
-GONE = ("down", "fail", "failing", "powered_down", "unknown", "future", "error")
+GONE = ("down", "fail", "failing", "powered_down", "future", "error")
+UNKNOWN = "unknown"  # slurmctld has begun again, and has not heard of the node yet
 NONE = ("", "n/a", "N/A", "(null)", "NONE", "None", "Unknown")
 
 
@@ -47,11 +48,14 @@ class SlurmStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmNode:
-    """Describes a host: whether it runs things, and why it should be left if it should."""
+    """Describes a host. `leaving`: why it should be left, if it should."""
 
     name: str
-    up: bool
-    leaving: str
+    #: What ran there has ended.
+    gone: bool = False
+    #: It can start things.
+    up: bool = True
+    leaving: str = ""
 
 
 def read_jobs(text: str) -> list[SlurmJob]:
@@ -93,7 +97,9 @@ def _node(name: str, state: str, reason: str) -> SlurmNode:
     word, marks = state.rstrip(FLAGS).lower(), state[len(state.rstrip(FLAGS)) :]
     leaving = word in LEAVING or "@" in marks  # @: it is to be rebooted
     why = reason if reason not in ("none", *NONE) else f"Slurm calls it {state}"
-    return SlurmNode(name=name, up=word not in GONE, leaving=why if leaving else "")
+    gone = word in GONE
+    up = not gone and word != UNKNOWN
+    return SlurmNode(name=name, gone=gone, up=up, leaving=why if leaving else "")
 
 
 def read_leaf_switch(text: str) -> str:

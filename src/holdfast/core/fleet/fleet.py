@@ -216,7 +216,7 @@ class FleetMachine:
             avoided = ""
             if blame and node.host:
                 avoid_s = self._hosts.strike(node.host, node.id, now)
-                avoided = f"; {node.host} is avoided for {avoid_s:g} s"
+                avoided = f"; {node.host} is avoided for {avoid_s:.0f} s"
             yield Note(f"node {node.id}{_place_of(node)}: {node.over}{avoided}")
         self._hosts.note_serving([n.host for n in self._nodes.values() if n.serves], now)
 
