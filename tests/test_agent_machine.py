@@ -565,6 +565,25 @@ def test_a_node_that_leaves_stays_while_its_pieces_are_needed() -> None:
     assert kinds(node.direct(freed=(Freed(ME, ONE, listing.seq),)))[-1] == "Quit"
 
 
+def test_a_node_ends_its_workers_when_it_is_taken_away_and_then_itself() -> None:
+    """They act for as long as that, and the coordinator hears of their end at once."""
+    node = Node()
+    node.run(0)
+    node.feed(ag.Drained("bye", leave=True, deadline_s=0.7 * LEASE.lease_s))
+    end = node.now + 0.7 * LEASE.lease_s
+    assert node.machine.deadline() <= end
+    node.now = end - 0.01
+    assert "Kill" not in kinds(node.feed(Tick()))
+    node.now = end
+    (kill,) = of(ag.Kill, node.feed(Tick()))
+    assert kill.reason == "its node is taken away"
+    assert node.machine.deadline() > end
+    effects = node.feed(ag.ProcessExited(WorkerId(0), ONE, -9))
+    assert kinds(effects)[-2:] == ["SendReport", "Quit"]
+    (lost,) = node.reports[-1].workers
+    assert (lost.stage, lost.detail) == (Stage.LOST, "its node is taken away")
+
+
 def test_pieces_are_not_kept_beyond_the_deadline_or_for_a_coordinator_that_is_gone() -> None:
     for deadline_s, stays_s in ((7.0, 7.0), (float("inf"), LEASE.abandon_s)):
         node = Node()

@@ -452,6 +452,25 @@ def test_a_job_that_is_taken_away_whole_is_saved_at_once_and_as_late_as_can_be()
     assert texts[0] == "all workers are taken away in 60 s: a checkpoint is made"
 
 
+def test_a_job_that_was_taken_away_whole_goes_on_elsewhere_at_once() -> None:
+    """The state of silent nodes is waited for, but not once they are gone as announced."""
+    job = begun("a", "b", keeps=True)
+    first = job.number
+    job.say("a", 0, committed=6, saved=7)
+    for name in ("a", "b"):
+        job.node(name, draining="taken away", leaves_in_s=20.0)
+    taken_at = job.now + 20.0
+    job.pass_time(taken_at - 3.0)
+    job.known = {"c": status(2)}  # nothing is heard of the others any more
+    job.hear("c", *job.known.values())
+    job.pass_time(taken_at)
+    assert job.number == first
+    job.pass_time(taken_at + 2.0)
+    assert job.number > first
+    assert job.view is not None
+    assert (job.view.workers, job.view.resume_step) == ((2,), 7)
+
+
 def test_a_job_whose_nodes_are_all_to_be_left_some_time_is_saved_every_few_seconds() -> None:
     job = begun("a", "b", keeps=True)
     job.say("a", 0, committed=6)

@@ -52,7 +52,8 @@ def launch(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, dict[
 
 @pytest.mark.parametrize("version", ["1.26", "1.37"])
 @pytest.mark.parametrize(
-    "options", [[], ["--claim", "shared", "--gpus", "8", "--tls-secret", "certs"]]
+    "options",
+    [[], ["--claim", "shared", "--gpus", "8", "--tls-secret", "certs", "--queue", "training"]],
 )
 def test_the_manifests_are_valid(
     version: str, options: list[str], capsys: pytest.CaptureFixture[str]

@@ -62,6 +62,7 @@ TLS = (
     "encrypt all connections of the job with the certificates of this Secret: tls.crt and tls.key, "
     "good for *.NAMESPACE.svc, and ca.crt"
 )
+QUEUE = "have Kueue admit the job: this LocalQueue takes its coordinator and each agent's pod"
 SPREAD = "failure domains: spread agents over the values of this label of nodes"
 POD = (
     "a pod template in YAML (metadata, spec) that agents' pods are made from, for tolerations, "
@@ -87,6 +88,7 @@ VALUES = {
     "namespace": (_NAME, "use small letters, digits and inner hyphens, 63 characters at most"),
     "claim": (_NAMES, "give the name of a PersistentVolumeClaim"),
     "tls-secret": (_NAMES, "give the name of a Secret"),
+    "queue": (_NAMES, "give the name of a LocalQueue"),
     "cpu": (
         r"(?=.*[1-9])(\d{1,6}(\.\d{1,3})?|\d{1,9}m)",
         "give a number of cores, such as 8 or 500m",
@@ -127,6 +129,7 @@ def main(argv: list[str]) -> int:
         pod=shape(options, AGENT),
         coordinator_pod=shape(options, COORDINATOR),
         certificates=options.tls_secret,
+        queue=options.queue,
     )
     address = f"{options.host or service_host(spec, site.namespace)}:{site.port}"
     plan = FleetPlan(
@@ -191,6 +194,7 @@ def parser() -> argparse.ArgumentParser:
         ("storage", "SIZE", "1Gi", "size of the coordinator's new claim"),
         ("tls-secret", "NAME", "", TLS),
         ("spread", "LABEL", ZONE, SPREAD),
+        ("queue", "NAME", "", QUEUE),
         ("resume", "JOB", "", RESUME),
     ):
         shown = f"{text} (default: {default})" if default else text

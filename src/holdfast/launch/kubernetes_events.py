@@ -5,6 +5,7 @@ The status of such a pod is no more than ContainerCreating, as it is while an im
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
@@ -20,6 +21,9 @@ FAILURES = frozenset(
 PROGRESS = frozenset(
     ("SuccessfulAttachVolume", "Pulling", "Pulled", "BackOff", "Failed", "Created", "Started")
 )
+# Kueue holds a pod back by this gate, and says why in the events of the pod's Workload.
+KUEUE_GATE = "kueue.x-k8s.io/admission"
+WORKLOAD_OF_POD = re.compile(r"pod-(.+)-[0-9a-f]+")
 NEVER = datetime.min.replace(tzinfo=timezone.utc)
 
 
@@ -27,6 +31,23 @@ def is_starting(pod: Pod) -> bool:
     """Return whether a pod has a node, where it does not run yet."""
     phase = pod.status.phase if pod.status is not None else None
     return bool(pod.spec is not None and pod.spec.nodeName and phase in (None, "Pending"))
+
+
+def is_queued(pod: Pod) -> bool:
+    """Return whether Kueue has not admitted a pod."""
+    gates = (pod.spec.schedulingGates if pod.spec is not None else None) or ()
+    return any(gate.name == KUEUE_GATE for gate in gates)
+
+
+def find_queue_reasons(events: Iterable[Event]) -> dict[str, str]:
+    """Return, by the names of pods, why Kueue does not admit each, by the events of Workloads."""
+    newest: dict[str, tuple[datetime, str]] = {}
+    for event in events:
+        named = WORKLOAD_OF_POD.fullmatch(event.involvedObject.name or "")
+        if named and event.reason == "Pending" and event.message:
+            found = (_moment(event), f"Kueue: {' '.join(event.message.split())}")
+            newest[named[1]] = max(newest.get(named[1], found), found)
+    return {pod: reason for pod, (_, reason) in newest.items()}
 
 
 def find_failures(events: Iterable[Event]) -> dict[str, str]:

@@ -31,7 +31,12 @@ from holdfast.core.fleet.placements import Placement, PlacementId
 from holdfast.core.job_spec import JobSpec
 from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
-from holdfast.launch.kubernetes_events import find_failures, is_starting
+from holdfast.launch.kubernetes_events import (
+    find_failures,
+    find_queue_reasons,
+    is_queued,
+    is_starting,
+)
 from holdfast.launch.kubernetes_manifests import POD_VARIABLE
 from holdfast.launch.kubernetes_names import (
     AGENT,
@@ -159,17 +164,31 @@ class KubernetesManager:
 
     async def _failures(self, pods: Sequence[Pod]) -> dict[str, str]:
         """Return what keeps pods from being started, by their uids; none if we may not see it."""
-        seen = [self._sightings.see(f"start of {uid_of(p)}") for p in pods if is_starting(p)]
-        if min(seen, default=self._sightings.now) > self._sightings.now - START_S:
-            return {}
-        chosen: Any = {"involvedObject.kind": "Pod"}
+        found: dict[str, str] = {}
+        if self._wait_long([pod for pod in pods if is_starting(pod)]):
+            found = find_failures(await self._events("Pod"))
+        queued = [pod for pod in pods if is_queued(pod)]
+        if self._wait_long(queued):
+            reasons = find_queue_reasons(await self._events("Workload"))
+            names = {uid_of(pod): pod.metadata.name for pod in queued if pod.metadata is not None}
+            found |= {uid: reasons.get(name or "", "") for uid, name in names.items()}
+        return found
+
+    def _wait_long(self, pods: Sequence[Pod]) -> bool:
+        """Return whether one of these pods, which wait for something, has done so for long."""
+        seen = [self._sightings.see(f"start of {uid_of(pod)}") for pod in pods]
+        return min(seen, default=self._sightings.now) <= self._sightings.now - START_S
+
+    async def _events(self, kind: str) -> list[Event]:
+        """List the events of the objects of a kind; none if we may not see them."""
+        chosen: Any = {"involvedObject.kind": kind}
         try:
             listed = self._client.list(Event, namespace=self._namespace, fields=chosen)
-            return find_failures([event async for event in listed])
+            return [event async for event in listed]
         except ApiError as error:
             if error.response.status_code != FORBIDDEN:
                 raise
-            return {}  # an earlier release has made the job's role
+            return []  # an earlier release has made the job's role
 
     async def _nodes(self) -> dict[str, Node]:
         """Return the cluster's nodes by name; none if we may not see them."""

@@ -18,6 +18,7 @@ from holdfast.launch.kubernetes_names import (
     AGENT,
     COORDINATOR,
     JOB_UID,
+    QUEUE,
     ZONE,
     instance_of,
     labels_of,
@@ -51,7 +52,8 @@ class KubernetesSite:
     `volume`: its mount point. `spread`: the label of nodes over whose values pods are spread.
     `resources`: limits of an agent. `pod`: a pod template that the agents' pods are made from, and
     `coordinator_pod` one for the coordinator's; both are checked (kubernetes_template.py).
-    `certificates`: a Secret with all pods' certificates, for TLS.
+    `certificates`: a Secret with all pods' certificates, for TLS. `queue`: the LocalQueue in which
+    the coordinator's Job and each agent's pod wait for Kueue to admit them.
     """
 
     namespace: str
@@ -65,6 +67,11 @@ class KubernetesSite:
     pod: Mapping[str, Any] = field(default_factory=dict)
     coordinator_pod: Mapping[str, Any] = field(default_factory=dict)
     certificates: str = ""
+    queue: str = ""
+
+    @property
+    def queue_label(self) -> dict[str, str]:
+        return {QUEUE: self.queue} if self.queue else {}
 
     @property
     def tls(self) -> str:
@@ -95,6 +102,7 @@ def manifests(
     coordinator = labels_of(prefix, COORDINATOR)
     described = _coordinator_job(site, name, plan.run_dir, coordinator)
     job = make_manifest("batch/v1", "Job", spec=described)
+    job["metadata"]["labels"] |= site.queue_label
     held[COORDINATOR_KEY] = json.dumps(job)
     found = [
         make_manifest("v1", "Secret", type="Opaque", stringData=held),
@@ -217,7 +225,7 @@ def agent_template(site: KubernetesSite, job: JobSpec, plan: FleetPlan) -> Manif
     prefix = job_prefix(job.job)
     name = instance_of(prefix)
     labels = labels_of(prefix, AGENT)
-    pod, agent = _complete(site, site.pod, AGENT, labels)
+    pod, agent = _complete(site, site.pod, AGENT, labels | site.queue_label)
     spec = pod["spec"]
     leave = ["python3", "-m", "holdfast.launch.kubernetes_leave", plan.join, f"{plan.drain_s:g}"]
     leave += [job.job, *([plan.tls] if plan.tls else [])]

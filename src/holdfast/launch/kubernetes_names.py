@@ -8,6 +8,7 @@ COORDINATOR = "coordinator"
 # Kubernetes labels the pods of a Job with its uid, and keeps the Job's count of failures by this
 # finalizer of pods.
 JOB_UID, TRACKING = "controller-uid", "batch.kubernetes.io/job-tracking"
+QUEUE = "kueue.x-k8s.io/queue-name"  # label by which Kueue admits a Job or a pod
 UNCOUNTED = "holdfast/uncounted"  # annotation of a pod from which we have removed the finalizer
 NAME, INSTANCE, COMPONENT = (
     f"app.kubernetes.io/{key}" for key in ("name", "instance", "component")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.core.domains import Domains
 from holdfast.core.fleet.placements import Holding, Notice, Placement, PlacementId
+from holdfast.launch.kubernetes_events import is_queued
 from holdfast.launch.kubernetes_names import AGENT
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def placement_of(
 ) -> Placement:
     """Return the placement that a pod is. `label`: of nodes, whose values are failure domains.
 
-    `failure`: what keeps it from being started on its node, by its events.
+    `failure`: what keeps it from being admitted, or started on its node, by events.
     """
     assert pod.metadata is not None
     assert pod.spec is not None
@@ -92,6 +93,8 @@ def _reason_to_wait(pod: Pod, failure: str) -> str:
     status = pod.status
     if status is None or status.phase not in (None, "Pending"):
         return ""
+    if failure and is_queued(pod):
+        return failure
     for each in status.conditions or ():
         if each.type == "PodScheduled" and each.status == "False":
             return each.message or each.reason or ""

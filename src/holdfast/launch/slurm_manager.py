@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from holdfast.launch.cluster_manager import PlacementOrder, StoppedByOperator
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
 from holdfast.launch.slurm_options import SbatchOptions, clean_environment, read_options
 from holdfast.launch.slurm_scripts import NODE, escape_pattern
+from holdfast.net.standard_streams import print_plain
 
 ENDED_ALREADY = ("Invalid job id", "already completing or completed", "does not exist")
 NO_TOPOLOGY = ("topology", "No switch", "not found")
@@ -31,6 +33,7 @@ STEP_S = 20.0  # for a step to be listed
 # Slurm kills a cancelled step after KillWait, by default 30 s. One that ended while slurmctld was
 # away stays listed for ever.
 STALE_S = 40.0
+GIVE_BACK_S = 30.0  # between two tries to take a host out of the allocation
 LOOK_S = 0.1
 NODE_SCRIPT = "slurm_node.sh"
 
@@ -67,14 +70,19 @@ class SlurmManager:
         self._switches: dict[str, str] = {}  # by host; they do not change while we run
         self._cancelled: dict[str, _Cancelled] = {}  # by the id of the step or job
         self._avoided: dict[str, Sequence[str]] = {}  # hosts, by the name of the further job
+        self._give_back_at = 0.0  # not before
+        self._kept_against_will: list[str] = []  # hosts, which has been printed
 
     async def observe(self) -> Sequence[Placement]:
         await self._look_for_preemption()
         jobs, nodes = await self._jobs(), await self._nodes()
         now = time.monotonic()
         held = await self._allocated(jobs)
+        listed = await self._listed_steps()
+        running = [step for step in listed if not self._has_ended(step, now)]
+        await self._give_back(jobs, held, nodes, running)
         steps = []
-        for step in await self._own_steps():
+        for step in self._own(listed):
             node = nodes.get(step.host)
             # A host that fails is taken out of the allocation, but its steps stay listed.
             runs = step.host in held and (node is None or not node.gone)
@@ -153,15 +161,44 @@ class SlurmManager:
         switch = self._switches[host]
         return dataclasses.replace(placement, domains=(f"switch={switch}",) if switch else ())
 
-    async def _own_steps(self) -> list[tables.SlurmStep]:
+    async def _listed_steps(self) -> list[tables.SlurmStep]:
+        """List the steps of the allocation, those of others included."""
         if not self._allocation:
             return []
         text = await self._ask(
             *("squeue", "--me", "--noheader", "--all", "--steps"), f"--format={tables.STEPS}"
         )
         steps = tables.read_steps(text)
-        mine = [s for s in steps if s.id.startswith(f"{self._allocation}.")]
-        return [s for s in mine if s.name.startswith(self._prefix)]
+        return [step for step in steps if step.id.startswith(f"{self._allocation}.")]
+
+    def _own(self, steps: Sequence[tables.SlurmStep]) -> list[tables.SlurmStep]:
+        return [step for step in steps if step.name.startswith(self._prefix)]
+
+    async def _give_back(
+        self,
+        jobs: Sequence[tables.SlurmJob],
+        held: Sequence[str],
+        nodes: Mapping[str, tables.SlurmNode],
+        steps: Sequence[tables.SlurmStep],
+    ) -> None:
+        """Take hosts out of the allocation that are to be left and have no step any more.
+
+        Slurm does not call a host drained, nor reboot it, while a job holds it.
+        """
+        script_host = next((job.script_host for job in jobs if job.id == self._allocation), "")
+        busy = {script_host, *(step.host for step in steps if not step.is_of_slurm)}
+        left = [host for host in held if host in nodes and nodes[host].leaving and host not in busy]
+        if not left or not script_host or time.monotonic() < self._give_back_at:
+            return
+        self._give_back_at = time.monotonic() + GIVE_BACK_S
+        kept = ",".join(host for host in held if host not in left)
+        try:
+            await self._ask("scontrol", "update", f"JobId={self._allocation}", f"NodeList={kept}")
+        except Unreachable as error:  # a site may forbid it
+            if self._kept_against_will != left:
+                self._kept_against_will = left
+                text = f"holdfast: {', '.join(left)} cannot be given back before the job's end"
+                print_plain(f"{text} ({error})", file=sys.stderr, flush=True)
 
     def _has_ended(self, step: tables.SlurmStep, now: float) -> bool:
         """Return whether a step that is listed was cancelled and has ended."""
@@ -212,7 +249,7 @@ class SlurmManager:
         step = _start_apart(command, self._environment(order, keep=True))
         self._sruns[order.id] = step
         deadline = time.monotonic() + STEP_S
-        while not any(each.name == order.id for each in await self._own_steps()):
+        while not any(each.name == order.id for each in await self._listed_steps()):
             if step.poll() is not None:
                 raise Refused(f"srun on {host} ended with status {step.returncode}")
             if time.monotonic() >= deadline:

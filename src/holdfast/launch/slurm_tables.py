@@ -45,6 +45,11 @@ class SlurmStep:
     name: str
     host: str
 
+    @property
+    def is_of_slurm(self) -> bool:
+        """Return whether Slurm itself has made it, on every host of the job."""
+        return self.id.endswith(".extern")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmNode:

@@ -129,8 +129,13 @@ class Promises:
             raise Violation(f"view {view.number} gives up the state that {holder.key} holds")
 
     def is_given_up(self, agent: AgentId, now: float) -> bool:
-        """Return whether the coordinator has heard nothing of a node for too long."""
-        return now - self._heard_at(agent) >= self._options.abandon_s
+        """Return whether the coordinator has heard nothing of a node for too long.
+
+        One that has announced its end is waited for until then.
+        """
+        heard_at, report = self._heard.get(agent, (0.0, None))
+        end = heard_at + report.leaves_in_s if report is not None else float("inf")
+        return now >= end or now - self._heard_at(agent) >= self._options.abandon_s
 
     def check_vote(self, view: View, step: int) -> None:
         """Check that too few members stop at the next boundary, and wait for more."""

@@ -462,6 +462,9 @@ class AgentMachine:
     def _end_all(self, reason: str) -> list[AgentEffect]:
         """End all workers, since their job is gone."""
         self._directive = None
+        return self._kill_all(reason)
+
+    def _kill_all(self, reason: str) -> list[AgentEffect]:
         running = [worker for worker, process in self._processes.items() if process.running]
         return [effect for worker in running for effect in self._kill(worker, reason)]
 
@@ -488,10 +491,14 @@ class AgentMachine:
         """Pause workers that lost the right to act; resume wanted ones that have it back.
 
         Workers that may act get the news. A worker whose state the coordinator has given up by now
-        is of no use: its process is killed.
+        is of no use: its process is killed. So is one whose node is taken away now, of which others
+        then hear at once.
         """
-        effects: list[AgentEffect] = []
-        self._fence_at = float("inf")
+        ends_at, effects = self._departure.ends_at, list[AgentEffect]()
+        if now >= ends_at:
+            self._fence_at = float("inf")
+            return self._kill_all("its node is taken away")
+        self._fence_at = ends_at
         alone = self._is_alone()
         undecided = self._directive is not None and self._directive.undecided
         for worker, process in self._processes.items():
@@ -534,7 +541,8 @@ class AgentMachine:
         if answered_at is None:
             return now
         proved_at = now if alone else process.status.proved_at
-        return acting_deadline(answered_at, proved_at, self._policy.lease)
+        until = acting_deadline(answered_at, proved_at, self._policy.lease)
+        return min(until, self._departure.ends_at)
 
     def _is_alone(self) -> bool:
         """Return whether all members of the view run here and act in it, as reported so far.

@@ -62,6 +62,11 @@ class Departure:
         keeps = bool(self._pieces) and not (is_free or alone)
         return self.for_good and (not (mine or keeps) or now >= self._by)
 
+    @property
+    def ends_at(self) -> float:
+        """Return when this node is taken away for good; infinite if that is not known."""
+        return self._by if self.for_good else NEVER
+
     def remaining_s(self, now: float) -> float:
         """Return the seconds until this node is taken away; infinite if that is not known."""
         return max(self._by - now, 0.0)

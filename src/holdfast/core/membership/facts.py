@@ -114,7 +114,7 @@ class Facts:
             return True
         heard_at = self.roster.heard_at(member.agent)
         return member.agent in self.silent and self.now >= fence_time(
-            heard_at, self.witness_at, self.lease
+            heard_at, self.witness_at, self.lease, self.roster.leave_by(member.agent)
         )
 
     def can_return(self, member: Member) -> bool:
@@ -161,9 +161,10 @@ class LatestFacts:
 
 
 def is_given_up(facts: Facts, agent: AgentId) -> bool:
-    """Return whether a node has been silent for too long to be waited for."""
-    heard_at = facts.roster.heard_at(agent)
-    return facts.now >= fence_time(heard_at, None, facts.lease)
+    """Return whether a node has been silent for too long to be waited for, or is taken away."""
+    roster = facts.roster
+    ends_at = roster.leave_by(agent)
+    return facts.now >= fence_time(roster.heard_at(agent), None, facts.lease, ends_at)
 
 
 def silent_nodes(

@@ -8,6 +8,8 @@ end before its virtual ranks are given away, and there are two ways to renew tha
   step began. A coordinator that forms another view must first have heard of at least one member
   that it promised not to act any more, or died: its *witness*. No proof is newer than the witness.
 
+A node that has announced when it will be taken away ends its workers by then in any case.
+
 So without a coordinator a whole view goes on, and what cannot be proved ends by itself: `lease_s`
 after the newest renewal, and `abandon_s` after the newest answer in any case. The coordinator waits
 `margin_s` longer, by its own clock. The margin must cover what two clocks drift apart during a
@@ -44,13 +46,17 @@ def acting_deadline(answered_at: float, proved_at: float, policy: LeasePolicy) -
     return min(renewed_at + policy.lease_s, answered_at + policy.abandon_s)
 
 
-def fence_time(heard_at: float, witness_at: float | None, policy: LeasePolicy) -> float:
+def fence_time(
+    heard_at: float, witness_at: float | None, policy: LeasePolicy, ends_at: float = float("inf")
+) -> float:
     """Return from when a silent node's workers surely do not act, by the coordinator's clock.
 
     `heard_at`: when the newest report came, or the coordinator started. `witness_at`: when it
     learned that some member of the view can act in it no more; None while none is known.
+    `ends_at`: when the node ends all its workers, as it has announced.
     """
-    alone = heard_at + policy.abandon_s + policy.margin_s
+    announced = max(heard_at + policy.fence_s, ends_at + policy.margin_s)
+    alone = min(heard_at + policy.abandon_s + policy.margin_s, announced)
     if witness_at is None:
         return alone
     return min(alone, max(heard_at, witness_at) + policy.fence_s)

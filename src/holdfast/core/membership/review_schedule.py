@@ -80,8 +80,9 @@ class Agenda:
         unheard = [roster.started_at, *(roster.heard_at(name) for name in sorted(self.silent))]
         fences = [t + lease.fence_s for t in unheard]
         losses = [t + lease.abandon_s + lease.margin_s for t in unheard]
+        ends = [roster.leave_by(name) + lease.margin_s for name in sorted(self.silent)]
         returns = [p.respawn_at for p in roster.slots.values() if p.respawn_at is not None]
-        times = [*alarms, *fences, *losses, *returns]
+        times = [*alarms, *fences, *losses, *ends, *returns]
         self._decide_at = min((t for t in times if t > now), default=NEVER)
         self._reviewed_at = now
         self._rests_until = now + len(roster.slots) * REVIEW_S
