@@ -29,6 +29,7 @@ WEEKS ?= 0:20
 MANAGER ?=
 LABS ?= $(HOME)/.cache/holdfast-labs
 export KUBEBUILDER_ASSETS ?= $(patsubst %/built,%,$(wildcard $(LABS)/kubernetes/built))
+export HOLDFAST_KUEUE ?= $(patsubst %/built,%,$(wildcard $(LABS)/kueue/built))
 export HOLDFAST_YARN_JARS ?= $(patsubst %/.fetched,%,$(wildcard $(LABS)/yarn/.fetched))
 
 VENV := .venv
@@ -91,7 +92,9 @@ test-clusters: $(STAMP)
 # where test-clusters finds them, too.
 kubernetes-lab: $(STAMP)
 	tests/labs/build_control_plane.sh $(LABS)/kubernetes
-	KUBEBUILDER_ASSETS=$(LABS)/kubernetes $(PYTEST) -m clusters -rs -k kubernetes $(PYTEST_OPTIONS)
+	tests/labs/build_kueue.sh $(LABS)/kueue
+	KUBEBUILDER_ASSETS=$(LABS)/kubernetes HOLDFAST_KUEUE=$(LABS)/kueue \
+	  $(PYTEST) -m clusters -rs -k "kubernetes or kueue" $(PYTEST_OPTIONS)
 
 # Java 17; Maven and a network the first time.
 yarn-lab: $(STAMP) $(LABS)/yarn/.fetched

@@ -74,8 +74,10 @@ def test_a_job_in_a_queue_waits_is_preempted_and_evicted_with_equal_bits(
 ) -> None:
     nodes, queues = cluster
     store = ("--store", str(tmp_path / "store"), "--save-every", "100000")
-    options = ("--nodes", str(NODES), "--nodes-min", "1", "--queue", QUEUE, "--cpu", "1", *store)
-    run = KubernetesRun(nodes, "--drain-s", "10", *options)
+    nodes_of = ("--nodes", str(NODES), "--nodes-min", "1", "--queue", QUEUE, "--cpu", "1")
+    # A coordinator that was evicted as well waits so long for agents that it does not hear.
+    patience = ("--drain-s", "10", "--abandon-s", "30")
+    run = KubernetesRun(nodes, *nodes_of, *patience, *store)
     queues.apply(urgent("earlier", 2))
     nodes.until(lambda: is_admitted(nodes, "earlier"), "the earlier Job is admitted")
     go = tmp_path / "go"

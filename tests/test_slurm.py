@@ -12,7 +12,7 @@ import pytest
 from holdfast.cli.main import main
 from holdfast.core.errors import Damaged, Unreachable
 from holdfast.core.fleet.placements import Holding, PlacementId
-from holdfast.launch import slurm_manager
+from holdfast.launch import slurm_ends
 from holdfast.launch import slurm_tables as tables
 from holdfast.launch.fleet_plan import STILL_RUNNING
 from holdfast.launch.slurm_manager import SlurmManager
@@ -135,7 +135,7 @@ def test_a_cancelled_step_that_stays_listed_has_ended(
     assert look() == before
     asyncio.run(manager.release(PlacementId("hf-x-2"), "4.2"))
     assert look() == before
-    later = time.monotonic() + slurm_manager.STALE_S  # after KillWait
+    later = time.monotonic() + slurm_ends.STALE_S  # after KillWait
     monkeypatch.setattr("time.monotonic", lambda: later)
     one_asks_again = {"hf-x-5": (Holding.WAITING, True)}
     assert look() == before | {"hf-x-2": (Holding.ENDED, False)} | one_asks_again

@@ -28,7 +28,7 @@ LONG_FILES = {  # lines at most
 LARGE_CLASSES: dict[str, tuple[int, int]] = {  # methods and attributes at most
     "Accelerator": (22, 15),
     "AgentHost": (20, 18),
-    "AgentMachine": (22, 19),
+    "AgentMachine": (21, 19),
     "AgentServer": (20, 16),
     "CoordinatorMachine": (45, 24),
     "CoordinatorServer": (20, 18),

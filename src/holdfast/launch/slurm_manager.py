@@ -13,8 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from holdfast.core.errors import Refused, Unreachable
@@ -23,6 +22,7 @@ from holdfast.core.job_spec import JobSpec
 from holdfast.launch import slurm_tables as tables
 from holdfast.launch.cluster_manager import PlacementOrder, StoppedByOperator
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
+from holdfast.launch.slurm_ends import StepEnds
 from holdfast.launch.slurm_options import SbatchOptions, clean_environment, read_options
 from holdfast.launch.slurm_scripts import NODE, escape_pattern
 from holdfast.net.standard_streams import print_plain
@@ -30,18 +30,9 @@ from holdfast.net.standard_streams import print_plain
 ENDED_ALREADY = ("Invalid job id", "already completing or completed", "does not exist")
 NO_TOPOLOGY = ("topology", "No switch", "not found")
 STEP_S = 20.0  # for a step to be listed
-# Slurm kills a cancelled step after KillWait, by default 30 s. One that ended while slurmctld was
-# away stays listed for ever.
-STALE_S = 40.0
 GIVE_BACK_S = 30.0  # between two tries to take a host out of the allocation
 LOOK_S = 0.1
 NODE_SCRIPT = "slurm_node.sh"
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancelled:
-    name: str
-    at: float
 
 
 class SlurmManager:
@@ -66,9 +57,8 @@ class SlurmManager:
         self._options = options or SbatchOptions()
         self._drain_s = drain_s
         self._alone = asyncio.Lock()
-        self._sruns: dict[str, subprocess.Popen[bytes]] = {}  # by the name of the step
         self._switches: dict[str, str] = {}  # by host; they do not change while we run
-        self._cancelled: dict[str, _Cancelled] = {}  # by the id of the step or job
+        self._ends = StepEnds()
         self._avoided: dict[str, Sequence[str]] = {}  # hosts, by the name of the further job
         self._give_back_at = 0.0  # not before
         self._kept_against_will: list[str] = []  # hosts, which has been printed
@@ -79,17 +69,17 @@ class SlurmManager:
         now = time.monotonic()
         held = await self._allocated(jobs)
         listed = await self._listed_steps()
-        running = [step for step in listed if not self._has_ended(step, now)]
+        running = [step for step in listed if not self._ends.has_ended(step, now)]
         await self._give_back(jobs, held, nodes, running)
         steps = []
         for step in self._own(listed):
             node = nodes.get(step.host)
             # A host that fails is taken out of the allocation, but its steps stay listed.
             runs = step.host in held and (node is None or not node.gone)
-            runs = runs and not self._has_ended(step, now)
+            runs = runs and not self._ends.has_ended(step, now)
             holding = Holding.RUNNING if runs else Holding.ENDED
             steps.append(_placement(step.name, step.id, holding, step.host, _notice(node)))
-        self._forget({job.id for job in jobs} | {step.handle for step in steps}, now)
+        self._ends.forget({step.handle for step in steps}, now)
         free = _list_free(held, nodes, steps)
         found = []
         for job in jobs:
@@ -121,7 +111,7 @@ class SlurmManager:
                 await self._submit(order)
 
     async def release(self, id_: PlacementId, handle: str) -> None:
-        self._cancelled.setdefault(handle, _Cancelled(id_, time.monotonic()))
+        self._ends.record_cancel(handle, id_, time.monotonic())
         self._avoided.pop(id_, None)
         await self._ask("scancel", handle, allow=ENDED_ALREADY)
 
@@ -200,26 +190,6 @@ class SlurmManager:
                 text = f"holdfast: {', '.join(left)} cannot be given back before the job's end"
                 print_plain(f"{text} ({error})", file=sys.stderr, flush=True)
 
-    def _has_ended(self, step: tables.SlurmStep, now: float) -> bool:
-        """Return whether a step that is listed was cancelled and has ended."""
-        cancelled, srun = self._cancelled.get(step.id), self._sruns.get(step.name)
-        if cancelled is None:
-            return False
-        # Our own srun sees the end of its step also while slurmctld is away.
-        return now >= cancelled.at + STALE_S or (srun is not None and srun.poll() is not None)
-
-    def _forget(self, listed: Collection[str], now: float) -> None:
-        """Forget what has ended; slurmctld lists a step late after it was away."""
-        self._cancelled = {
-            handle: each
-            for handle, each in self._cancelled.items()
-            if handle in listed or now < each.at + STALE_S
-        }
-        names = {each.name for each in self._cancelled.values()}
-        self._sruns = {
-            name: srun for name, srun in self._sruns.items() if srun.poll() is None or name in names
-        }
-
     async def _allocated(self, jobs: Sequence[tables.SlurmJob]) -> list[str]:
         """Return the hosts that the allocation has now."""
         hosts = next((job.hosts for job in jobs if job.id == self._allocation), "")
@@ -247,7 +217,7 @@ class SlurmManager:
             *("--input=none", "--unbuffered", "bash", str(self._node_script()), *order.command),
         ]
         step = _start_apart(command, self._environment(order, keep=True))
-        self._sruns[order.id] = step
+        self._ends.record_start(order.id, step)
         deadline = time.monotonic() + STEP_S
         while not any(each.name == order.id for each in await self._listed_steps()):
             if step.poll() is not None:

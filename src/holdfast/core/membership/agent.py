@@ -17,7 +17,12 @@ from holdfast.core.machine_errors import MachineError
 from holdfast.core.membership.departure import Departure, MoveOrders
 from holdfast.core.membership.lease import LeasePolicy, acting_deadline
 from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
-from holdfast.core.membership.node_process import NodeProcess, directive_for_worker
+from holdfast.core.membership.node_process import (
+    NodeProcess,
+    directive_for_worker,
+    has_whole_view,
+    list_running,
+)
 from holdfast.core.membership.own_job import OwnJob
 from holdfast.core.membership.urgency import is_urgent
 from holdfast.core.redundancy import KeptPieces
@@ -462,11 +467,11 @@ class AgentMachine:
     def _end_all(self, reason: str) -> list[AgentEffect]:
         """End all workers, since their job is gone."""
         self._directive = None
-        return self._kill_all(reason)
-
-    def _kill_all(self, reason: str) -> list[AgentEffect]:
-        running = [worker for worker, process in self._processes.items() if process.running]
-        return [effect for worker in running for effect in self._kill(worker, reason)]
+        return [
+            effect
+            for worker in list_running(self._processes)
+            for effect in self._kill(worker, reason)
+        ]
 
     def _end(self, worker: WorkerId, reason: str, number: int) -> list[AgentEffect]:
         """End a process that may act: ask the script of a group to end, and kill any other one."""
@@ -497,9 +502,14 @@ class AgentMachine:
         ends_at, effects = self._departure.ends_at, list[AgentEffect]()
         if now >= ends_at:
             self._fence_at = float("inf")
-            return self._kill_all("its node is taken away")
+            gone = "its node is taken away"
+            return [
+                effect
+                for worker in list_running(self._processes)
+                for effect in self._kill(worker, gone)
+            ]
         self._fence_at = ends_at
-        alone = self._is_alone()
+        alone = has_whole_view(self._directive, self._processes)
         undecided = self._directive is not None and self._directive.undecided
         for worker, process in self._processes.items():
             if process.running and process.kill_at is not None:
@@ -543,22 +553,6 @@ class AgentMachine:
         proved_at = now if alone else process.status.proved_at
         until = acting_deadline(answered_at, proved_at, self._policy.lease)
         return min(until, self._departure.ends_at)
-
-    def _is_alone(self) -> bool:
-        """Return whether all members of the view run here and act in it, as reported so far.
-
-        One that runs on other nodes as well does not: the coordinator may have given those up.
-        """
-        view = self._directive.view if self._directive else None
-        if view is None:
-            return False
-        for member in view.members:
-            process = self._find_current(member.worker, member.incarnation)
-            if process is None or not process.running or process.paused or process.killed_for:
-                return False
-            if member.further or process.status.promised >= view.number:
-                return False
-        return True
 
     def _report(self, now: float) -> SendReport:
         self._seq += 1

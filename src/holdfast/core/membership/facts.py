@@ -114,7 +114,7 @@ class Facts:
             return True
         heard_at = self.roster.heard_at(member.agent)
         return member.agent in self.silent and self.now >= fence_time(
-            heard_at, self.witness_at, self.lease, self.roster.leave_by(member.agent)
+            heard_at, self.witness_at, self.lease, leave_time(self.roster, member.agent)
         )
 
     def can_return(self, member: Member) -> bool:
@@ -162,9 +162,14 @@ class LatestFacts:
 
 def is_given_up(facts: Facts, agent: AgentId) -> bool:
     """Return whether a node has been silent for too long to be waited for, or is taken away."""
-    roster = facts.roster
-    ends_at = roster.leave_by(agent)
-    return facts.now >= fence_time(roster.heard_at(agent), None, facts.lease, ends_at)
+    heard_at, ends_at = facts.roster.heard_at(agent), leave_time(facts.roster, agent)
+    return facts.now >= fence_time(heard_at, None, facts.lease, ends_at)
+
+
+def leave_time(roster: Roster, agent: AgentId) -> float:
+    """Return when a node is taken away, as it has announced; infinite if it has not."""
+    node = roster.nodes.get(agent)
+    return node.leave_by if node is not None else float("inf")
 
 
 def silent_nodes(

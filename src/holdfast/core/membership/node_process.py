@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.core.machine_errors import MachineError
@@ -13,6 +14,7 @@ from holdfast.core.types import (
     Directive,
     ProcessRole,
     WorkerDirective,
+    WorkerId,
     WorkerStatus,
 )
 
@@ -69,3 +71,26 @@ def directive_for_worker(directive: Directive, until: float) -> WorkerDirective:
         layout=directive.layout,
         acting_until=until,
     )
+
+
+def list_running(processes: Mapping[WorkerId, NodeProcess]) -> list[WorkerId]:
+    return [worker for worker, process in processes.items() if process.running]
+
+
+def has_whole_view(directive: Directive | None, here: Mapping[WorkerId, NodeProcess]) -> bool:
+    """Return whether all members of the view run here and act in it, as reported so far.
+
+    One that runs on other nodes as well does not: the coordinator may have given those up.
+    """
+    view = directive.view if directive else None
+    if view is None:
+        return False
+    for member in view.members:
+        process = here.get(member.worker)
+        if process is None or process.status.incarnation != member.incarnation:
+            return False
+        if not process.running or process.paused or process.killed_for:
+            return False
+        if member.further or process.status.promised >= view.number:
+            return False
+    return True

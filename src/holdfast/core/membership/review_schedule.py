@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdfast.core.job_spec import CoordinatorPolicy
+from holdfast.core.membership.facts import leave_time
 from holdfast.core.membership.roster import Roster
 from holdfast.core.membership.suspicion import Suspicion
 from holdfast.core.types import AgentId
@@ -80,7 +81,7 @@ class Agenda:
         unheard = [roster.started_at, *(roster.heard_at(name) for name in sorted(self.silent))]
         fences = [t + lease.fence_s for t in unheard]
         losses = [t + lease.abandon_s + lease.margin_s for t in unheard]
-        ends = [roster.leave_by(name) + lease.margin_s for name in sorted(self.silent)]
+        ends = [leave_time(roster, name) + lease.margin_s for name in sorted(self.silent)]
         returns = [p.respawn_at for p in roster.slots.values() if p.respawn_at is not None]
         times = [*alarms, *fences, *losses, *ends, *returns]
         self._decide_at = min((t for t in times if t > now), default=NEVER)

@@ -228,11 +228,6 @@ class Roster:
         node = self.nodes.get(name)
         return node.heard_at if node is not None else self.started_at
 
-    def leave_by(self, name: AgentId) -> float:
-        """Return when a node is taken away, as it has announced; infinite if it has not."""
-        node = self.nodes.get(name)
-        return node.leave_by if node is not None else float("inf")
-
     def status(
         self, worker: WorkerId, incarnation: Incarnation | None = None
     ) -> WorkerStatus | None:
