@@ -204,9 +204,19 @@ def test_options_that_would_take_ours_away_are_refused(
 
 def test_hosts_to_exclude_are_joined(tmp_path: Path) -> None:
     found = read_options(["--partition=gpu", "--exclude=bad[1-3]", "-x worse"], 60.0)
-    assert found.avoiding(["h4", "h5"]) == ["--partition=gpu", "--exclude=bad[1-3],worse,h4,h5"]
-    assert read_options([]).avoiding() == []
+    assert found.of_further_job(["h4", "h5"]) == [
+        "--partition=gpu",
+        "--exclude=bad[1-3],worse,h4,h5",
+    ]
+    assert read_options([]).of_job() == []
     assert "#SBATCH --exclude=bad" in write_script(tmp_path, "--sbatch=--exclude=bad")
+
+
+def test_further_jobs_begin_at_once() -> None:
+    when = ["--hold", "-dafterok:7", "--begin=now+1hour"]
+    found = read_options(["--partition=gpu", *when])
+    assert found.of_job() == ["--partition=gpu", *when]
+    assert found.of_further_job([]) == ["--partition=gpu"]
 
 
 @pytest.mark.parametrize(

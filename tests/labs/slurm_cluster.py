@@ -30,6 +30,7 @@ PACKAGES = {
 }
 PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
 WAIT_S = 30.0
+REBOOT_S = 90.0
 DAEMON_OF = "HOLDFAST_SLURM_DAEMON_OF"  # set in the environment of a host's daemons
 CLIENTS = ("srun", "sbatch", "slurmstepd", "slurmd", "slurmctld")
 CONFIGURATION = """\
@@ -61,6 +62,12 @@ ReturnToService=2
 TopologyPlugin=topology/tree
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+RebootProgram={folder}/reboot.sh
+"""
+# Asks the harness, since a host is some processes of this machine.
+REBOOT = f"""\
+#!/bin/sh
+touch "{{folder}}/reboot-${DAEMON_OF}"
 """
 # Control groups hold each step to its memory. The lab's slurmds are of one machine, and share them.
 CGROUPS = """\
@@ -136,6 +143,9 @@ class SlurmCluster:
             )
         text += PARTITIONS
         (self.folder / "slurm.conf").write_text(text)
+        reboot = self.folder / "reboot.sh"
+        reboot.write_text(REBOOT.format(folder=self.folder))
+        reboot.chmod(0o755)
         (self.folder / "topology.conf").write_text(topology(self.hosts))
         self._before = os.environ.get("SLURM_CONF")
         os.environ["SLURM_CONF"] = str(self.folder / "slurm.conf")
@@ -187,13 +197,13 @@ class SlurmCluster:
                 env={**os.environ, DAEMON_OF: name},
             )
 
-    def _until(self, ready: object, what: str) -> None:
+    def _until(self, ready: object, what: str, within_s: float = WAIT_S) -> None:
         assert callable(ready)
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + within_s
         while not ready():
             logs = sorted(self.folder.glob("*.out"))
             tails = "\n".join(f"{p.name}: {p.read_text()[-300:]}" for p in logs)
-            assert time.monotonic() < deadline, f"not in {WAIT_S:g} s: {what}\n{tails}"
+            assert time.monotonic() < deadline, f"not in {within_s:g} s: {what}\n{tails}"
             time.sleep(0.05)
 
     def slurm(self, *command: str) -> str:
@@ -243,6 +253,16 @@ class SlurmCluster:
             self.slurm("scontrol", "update", f"nodename={host}", "state=resume")
         else:
             self._start(host, "slurmd", "-D", "-N", host)
+
+    def reboot(self, host: str) -> None:
+        """Have Slurm reboot a host as soon as nothing runs there, and wait until it has."""
+        asked = self.folder / f"reboot-{host}"
+        self.slurm("scontrol", "reboot", "ASAP", "nextstate=resume", "reason=a new kernel", host)
+        self._until(asked.exists, f"{host} is rebooted", REBOOT_S)
+        self.kill(host)
+        asked.unlink()
+        # -b: Slurm compares when the host was booted.
+        self._start(host, "slurmd", "-D", "-b", "-N", host)
 
     def away(self, away: bool) -> None:
         if away:

@@ -81,7 +81,7 @@ def write_script(run_dir: RunDir, nodes: int, port: int) -> None:
         command=(sys.executable, "-m", "holdfast.launch.cluster_job", plan.run_dir, *listen),
         output=f"{escape_pattern(plan.run_dir)}/slurm-%j.txt",
         signal_s=plan.drain_s,
-        options=read_options(given.split("\n") if given else ()).avoiding(),
+        options=read_options(given.split("\n") if given else ()).of_job(),
         has_store=bool(spec.checkpoints.store),
     )
     (run_dir.path / SCRIPT).write_text(text)

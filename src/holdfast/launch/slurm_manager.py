@@ -230,7 +230,7 @@ class SlurmManager:
     async def _submit(self, order: PlacementOrder) -> None:
         self._avoided[order.id] = order.avoid
         await self._ask(
-            *("sbatch", "--parsable", *self._options.avoiding(order.avoid), "--export=ALL"),
+            *("sbatch", "--parsable", *self._options.of_further_job(order.avoid), "--export=ALL"),
             *(f"--job-name={order.id}", "--nodes=1", "--ntasks=1", "--exclusive", "--no-requeue"),
             f"--signal=B:TERM@{self._drain_s:.0f}",
             f"--output={escape_pattern(str(self._folder))}/logs/{order.id}.txt",

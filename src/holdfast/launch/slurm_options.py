@@ -30,6 +30,9 @@ SHORT = {
     "-V": "--version",
     "-h": "--help",
     "-s": "--oversubscribe",
+    "-H": "--hold",
+    "-b": "--begin",
+    "-d": "--dependency",
 }
 REFUSED = {
     "--job-name": "Holdfast finds its jobs by their names",
@@ -53,6 +56,8 @@ REFUSED = {
     "--help": "it is no option of a job",
     "--usage": "it is no option of a job",
 }
+# Options that say when the job begins. Its further jobs begin while it runs, and do not take them.
+BEGINNINGS = ("--hold", "--begin", "--dependency")
 # Variables for sbatch that a user may set. The others replace options of the script.
 KEPT = re.compile(
     "SBATCH_(ACCOUNT|PARTITION|QOS|RESERVATION|CONSTRAINT|TIMELIMIT|GRES|GPUS.*|MEM_PER_.*|WCKEY)"
@@ -73,10 +78,14 @@ class SbatchOptions:
     #: The most seconds that the job may take. None: Slurm's own limit.
     time_s: float | None = None
 
-    def avoiding(self, hosts: Sequence[str] = ()) -> list[str]:
-        """Return all options, of a job that must not run on these hosts either."""
-        excluded = [*self.exclude, *hosts]
-        return [*self.options, *([f"--exclude={','.join(excluded)}"] if excluded else [])]
+    def of_job(self) -> list[str]:
+        """Return the options of the job itself."""
+        return [*self.options, *_exclude(self.exclude)]
+
+    def of_further_job(self, avoided: Sequence[str]) -> list[str]:
+        """Return the options of a further job, which must not run on these hosts either."""
+        kept = [each for each in self.options if _split(each)[0] not in BEGINNINGS]
+        return [*kept, *_exclude([*self.exclude, *avoided])]
 
 
 def read_options(given: Sequence[str], drain_s: float = 0.0) -> SbatchOptions:
@@ -103,6 +112,10 @@ def read_options(given: Sequence[str], drain_s: float = 0.0) -> SbatchOptions:
                 )
         options.append(each)
     return SbatchOptions(options=tuple(options), exclude=tuple(exclude), time_s=time_s)
+
+
+def _exclude(hosts: Sequence[str]) -> list[str]:
+    return [f"--exclude={','.join(hosts)}"] if hosts else []
 
 
 def _split(option: str) -> tuple[str, str]:

@@ -1,0 +1,74 @@
+"""An operator of a real Slurm reboots hosts of a job, holds it, and kills its steps together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from labs.cluster_run import run_undisturbed
+from labs.slurm_cluster import SlurmCluster
+from labs.slurm_run import SlurmRun
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.clusters,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(bool(SlurmCluster.missing()), reason=SlurmCluster.missing()),
+]
+NODES = 3
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[SlurmCluster]:
+    """Start a cluster that has no spare host."""
+    with SlurmCluster(tmp_path / "slurm", hosts=NODES) as made:
+        yield made
+
+
+def submit(folder: Path, cluster: SlurmCluster) -> SlurmRun:
+    store = ("--store", str(folder / "store"), "--save-every", "10", "--abandon-s", "8")
+    return SlurmRun(folder, cluster, "--nodes", str(NODES), "--nodes-min", "1", *store)
+
+
+def test_a_host_of_a_job_of_fixed_size_is_rebooted(
+    tmp_path: Path, cluster: SlurmCluster, undisturbed: str
+) -> None:
+    """Slurm does so once the job has left the host and given it back; then the job takes it."""
+    job = submit(tmp_path, cluster)
+    with job.run:
+        job.begin()
+        job.until(lambda: len(job.serving()) == NODES, "all nodes")
+        before = {*job.serving()}
+        host = next(host for host in cluster.hosts if host != job.script_host())
+        cluster.reboot(host)
+        job.until(lambda: len({*job.serving()} - before) == 1, "a node on the rebooted host")
+        assert len(job.serving()) == NODES
+        assert "a new kernel" in job.log()
+        assert "was lost" not in job.log()
+        assert job.digest() == undisturbed
+    assert not job.further_jobs()
+
+
+def test_a_job_that_is_held_goes_on_once_it_is_released(
+    tmp_path: Path, cluster: SlurmCluster, undisturbed: str
+) -> None:
+    job = submit(tmp_path, cluster)
+    with job.run:
+        id_ = job.begin()
+        job.until(lambda: len(job.serving()) == NODES, "all nodes")
+        job.until(job.steps_saved, "a checkpoint")
+        before = {*job.serving()}
+        cluster.slurm("scontrol", "requeuehold", id_)
+        job.until(lambda: cluster.states() == ["idle"] * NODES, "the job holds no host")
+        assert cluster.slurm("squeue", "--noheader", f"-j{id_}", "-o%t") == "PD"
+        cluster.slurm("scontrol", "release", id_)
+        job.until(lambda: len({*job.serving()} - before) == NODES, "all nodes, begun again")
+        assert "from the checkpoint of step" in job.log()
+        assert job.digest() == undisturbed
