@@ -44,7 +44,7 @@ PYTEST := $(BIN)/python -m pytest -q
 FIND_JAVA = command -v java >/dev/null || { echo "make yarn-lab needs Java 17, which runs Hadoop \
 (on Debian: apt-get install openjdk-17-jre-headless)." >&2; exit 1; }
 
-.PHONY: help demo check lint types rules test test-all coverage test-clusters kubernetes-lab yarn-lab weeks fuzz sim mutants bench bench-peers docs release clean
+.PHONY: help demo check lint types rules test test-all coverage test-clusters kubernetes-lab yarn-lab yarn-contract weeks fuzz sim mutants bench bench-peers docs release clean
 .DELETE_ON_ERROR:
 
 help:
@@ -100,6 +100,11 @@ kubernetes-lab: $(STAMP)
 yarn-lab: $(STAMP) $(LABS)/yarn/.fetched
 	@$(FIND_JAVA)
 	HOLDFAST_YARN_JARS=$(LABS)/yarn $(PYTEST) -m "" -rs tests/test_yarn*.py $(PYTEST_OPTIONS)
+
+# The part of it that each change must pass, in about a minute: an adapter's contract.
+yarn-contract: $(STAMP) $(LABS)/yarn/.fetched
+	HOLDFAST_YARN_JARS=$(LABS)/yarn $(PYTEST) -m "" -rs tests/test_yarn_cluster.py \
+	  -k "contract and others" $(PYTEST_OPTIONS)
 
 # The stamp comes last here, too. Each jar has a name with its version, so old ones must go first.
 $(LABS)/yarn/.fetched: tests/labs/yarn_pom.xml

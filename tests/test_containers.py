@@ -246,7 +246,7 @@ def test_a_pod_that_ends_for_lack_of_memory_is_named(
     (cluster.folder / "containers" / TOGETHER).touch()
     begin_to_eat(run)
     said = run.until_said(r"its agent is lost \(OOMKilled")
-    assert "it needs more memory than its limit, which --memory sets" in said
+    assert "OOMKilled: agent needs more memory than its limit, which --memory sets" in said
     run.until(lambda: len(run.serving()) == 2, STEP_S, "two nodes again")
     run.go.touch()
     assert run.finish() == undisturbed

@@ -24,7 +24,7 @@ from holdfast.core.errors import Refused, UserError
 from holdfast.core.fleet.placements import Holding, PlacementId
 from holdfast.launch import kubernetes_job
 from holdfast.launch.cluster_manager import PlacementOrder
-from holdfast.launch.kubernetes_events import find_failures
+from holdfast.launch.kubernetes_events import KUEUE_GATE, find_failures, find_queue_reasons
 from holdfast.launch.kubernetes_manager import KubernetesManager, fill
 from holdfast.launch.kubernetes_manifests import POD_VARIABLE
 from holdfast.launch.kubernetes_notices import OVERDUE_AWAY_S, OVERDUE_S, Sightings, placement_of
@@ -310,6 +310,8 @@ def test_a_pod_is_read() -> None:
     assert read(phase="Pending") == (Holding.WAITING, None)
     assert read(phase="Unknown") == (Holding.RUNNING, None)
     assert read(phase="Succeeded") == read(phase="Failed") == (Holding.ENDED, None)
+    # Another container goes on: the placement has yet to be released.
+    assert read(containerStatuses=ended("Error")) == (Holding.RUNNING, None)
 
 
 def waiting(reason: str, message: str = "") -> list[dict[str, Any]]:
@@ -344,7 +346,8 @@ def test_what_a_pod_waits_for_is_kubernetes_own_reason(
     }
     typed: Any = Pod.from_dict(made)
     found = placement_of(typed, {}, Sightings())
-    assert (found.why, found.stuck) == (why, bool(host and why))
+    of_job = why.startswith("CreateContainerConfigError")
+    assert (found.why, found.stuck) == (why, bool(host and why) and not of_job)
 
 
 def ended(reason: str, container: str = "agent") -> list[dict[str, Any]]:
@@ -578,3 +581,33 @@ def test_what_keeps_a_pod_from_being_started_is_in_its_events(
 ) -> None:
     found = find_failures([*events, event("Pulled", 99, uid="other")])
     assert found == ({"u": failure} if failure else {})
+
+
+def test_why_kueue_does_not_admit_a_pod_is_in_the_events_of_its_workload() -> None:
+    """The newest event counts, as Kueue 0.17 writes it."""
+
+    def pending(name: str, at_s: float, why: str, reason: str = "Pending") -> Event:
+        about = {"metadata": {"name": f"{name}.{at_s}", "namespace": "ml"}, "reason": reason}
+        given = {"involvedObject": {"kind": "Workload", "name": name}, "message": why}
+        made: Event = Event.from_dict({**about, **given, "lastTimestamp": later(at_s)})
+        return made
+
+    reasons = find_queue_reasons(
+        [
+            pending("pod-hf-1-2-0a1b2", 5, "insufficient\n quota"),
+            pending("pod-hf-1-2-0a1b2", 3, "no flavor"),
+            pending("pod-hf-1-2-0a1b2", 9, "Quota reserved", reason="QuotaReserved"),
+            pending("job-hf-1-cc1b2", 5, "insufficient quota"),
+        ]
+    )
+    assert reasons == {"hf-1-2": "Kueue: insufficient quota"}
+    gate = {"name": KUEUE_GATE}
+    made = {
+        "metadata": {"name": "hf-1-2", "uid": "u"},
+        "spec": {"containers": [], "schedulingGates": [gate]},
+        "status": {"phase": "Pending", "conditions": [{**UNPLACED, "message": "gated"}]},
+    }
+    typed: Any = Pod.from_dict(made)
+    for failure, why in ((reasons["hf-1-2"], reasons["hf-1-2"]), ("", "gated")):
+        found = placement_of(typed, {}, Sightings(), failure=failure)
+        assert (found.why, found.stuck, found.holding) == (why, False, Holding.WAITING)

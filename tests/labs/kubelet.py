@@ -145,7 +145,8 @@ class Kubelet:
                 if (self._root / UNMOUNTABLE / self._name).exists():
                     self._fail_to_mount(pod)
                 else:
-                    self._start(uid, pod)
+                    with contextlib.suppress(ApiError):  # such as a Secret that is missing
+                        self._start(uid, pod)
             elif pod["status"].get("phase") == "Running":
                 self._tell(pod["metadata"]["namespace"], pod["metadata"]["name"], "Failed", 137)
 
@@ -307,8 +308,7 @@ class Kubelet:
             source = each.get("valueFrom", {})
             if "secretKeyRef" in source:
                 wanted = source["secretKeyRef"]
-                namespace = pod["metadata"]["namespace"]
-                secret = self._client.get(Secret, wanted["name"], namespace=namespace).to_dict()
+                secret = self._get_secret(pod, container, wanted["name"])
                 plain = secret.get("stringData", {}).get(wanted["key"])
                 data = secret.get("data", {}).get(wanted["key"], "")
                 found[each["name"]] = plain or base64.b64decode(data).decode()
@@ -321,6 +321,27 @@ class Kubelet:
             else:
                 found[each["name"]] = each.get("value", "")
         return found
+
+    def _get_secret(
+        self, pod: dict[str, Any], container: dict[str, Any], name: str
+    ) -> dict[str, Any]:
+        """Return a Secret; one that is missing keeps the pod waiting, as with a real kubelet."""
+        about = pod["metadata"]
+        try:
+            found: dict[str, Any] = self._client.get(Secret, name, namespace=about["namespace"])
+        except ApiError as error:
+            if error.response.status_code == 404:
+                why = {
+                    "reason": "CreateContainerConfigError",
+                    "message": f'secret "{name}" not found',
+                }
+                parts = {"image": "", "imageID": "", "ready": False, "restartCount": 0}
+                waits = [{"name": container["name"], "state": {"waiting": why}, **parts}]
+                patch: Any = self._client.patch
+                patch(Pod.Status, about["name"], {"status": {"containerStatuses": waits}},
+                      namespace=about["namespace"], patch_type=PatchType.STRATEGIC)  # fmt: skip
+            raise
+        return found.to_dict()
 
     def _account(self, namespace: str, account: str, path: Path) -> Path:
         """Write how a pod reaches the API as its service account."""
@@ -348,12 +369,15 @@ class Kubelet:
                 running.oom_killed = running.box.count_oom_kills() > 0
                 running.box.remove()
             code = running.popen.returncode
+            # Other containers, which are not started here, would go on.
+            goes_on = len(pod["spec"]["containers"]) > 1 and deleted is None
             self._tell(
                 running.namespace,
                 running.name,
-                "Failed" if code else "Succeeded",
+                "Running" if goes_on else "Failed" if code else "Succeeded",
                 code if code >= 0 else 128 - code,
                 OOM_KILLED if running.oom_killed else "Error" if code else "Completed",
+                running.container["name"],
             )
             running.told = True
         if deleted is None:
@@ -386,7 +410,13 @@ class Kubelet:
         kill_marked(POD_MARK, name_in(self._root, running.name))
 
     def _tell(
-        self, namespace: str, name: str, phase: str, code: int | None = None, reason: str = "Error"
+        self,
+        namespace: str,
+        name: str,
+        phase: str,
+        code: int | None = None,
+        reason: str = "Error",
+        container: str = "main",
     ) -> None:
         status: dict[str, Any] = {"phase": phase, "podIP": ADDRESS}
         ready = "True" if phase == "Running" else "False"
@@ -394,7 +424,7 @@ class Kubelet:
         if code is not None:
             state = {"terminated": {"exitCode": code, "reason": reason}}
             parts = {"image": "", "imageID": "", "ready": False, "restartCount": 0}
-            status["containerStatuses"] = [{"name": "main", "state": state, **parts}]
+            status["containerStatuses"] = [{"name": container, "state": state, **parts}]
         patch: Any = self._client.patch
         with contextlib.suppress(ApiError):  # it is gone
             patch(Pod.Status, name, {"status": status}, namespace=namespace,

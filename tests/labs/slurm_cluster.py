@@ -97,11 +97,14 @@ class SlurmCluster:
 
     The environment variable SLURM_CONF names it meanwhile. `allocation`: the id of a job whose
     hosts the adapters made by `manager` use first. `memory_mb`: of each host; control groups hold
-    steps to what their jobs ask for.
+    steps to what their jobs ask for. `more`: further lines of the configuration.
     """
 
-    def __init__(self, folder: Path, hosts: int = 6, memory_mb: int = 0) -> None:
+    def __init__(
+        self, folder: Path, hosts: int = 6, memory_mb: int = 0, more: Sequence[str] = ()
+    ) -> None:
         self.folder = folder
+        self._more = more
         self._memory_mb = memory_mb
         self.hosts: Sequence[str] = tuple(f"node{number}" for number in range(hosts))
         self.domains = {h: (f"switch=leaf{i // 2}",) for i, h in enumerate(self.hosts)}
@@ -141,7 +144,7 @@ class SlurmCluster:
                 f"NodeName={host} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 "
                 f"Port={port} CPUs=1 RealMemory={self._memory_mb or 100}\n"
             )
-        text += PARTITIONS
+        text += "".join(f"{line}\n" for line in self._more) + PARTITIONS
         (self.folder / "slurm.conf").write_text(text)
         reboot = self.folder / "reboot.sh"
         reboot.write_text(REBOOT.format(folder=self.folder))

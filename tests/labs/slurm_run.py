@@ -100,4 +100,7 @@ class SlurmRun:
         return [*self.run_dir.glob("slurm-*.txt"), *self.run_dir.glob("logs/hf-*.txt")]
 
     def log(self) -> str:
-        return "\n".join(f"{p.name}: {p.read_text()[-3000:]}" for p in self.outputs())
+        jobs = self.slurm.slurm("squeue", "--all", "--format=%i %j %T %R")
+        nodes = self.slurm.slurm("sinfo", "--Node", "--format=%N %T %E")
+        written = (f"{p.name}: {p.read_text()[-3000:]}" for p in self.outputs())
+        return "\n".join((*written, jobs, nodes))

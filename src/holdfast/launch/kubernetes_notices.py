@@ -26,6 +26,9 @@ OVER = ("Succeeded", "Failed")
 # Kubernetes' reason for a container's end after an OOM kill.
 OOM_KILLED = "OOMKilled"
 STARTING = ("ContainerCreating", "PodInitializing")  # reasons to wait that are no errors
+# Reasons to wait that are faults of the job's objects. The pod starts as soon as they are mended,
+# on this node as on any other.
+OF_JOB = ("CreateContainerConfigError", "InvalidImageName")
 UNSCHEDULABLE, UNREACHABLE = (
     f"node.kubernetes.io/{name}" for name in ("unschedulable", "unreachable")
 )
@@ -84,7 +87,7 @@ def placement_of(
         notice=_notice(pod, node, sightings),
         domains=_domains(node, label),
         why=_reason_to_end(pod) if holding is Holding.ENDED else why,
-        stuck=bool(why and host),
+        stuck=bool(why and host) and not why.startswith(OF_JOB),
     )
 
 
