@@ -328,7 +328,7 @@ class Kubelet:
         """Return a Secret; one that is missing keeps the pod waiting, as with a real kubelet."""
         about = pod["metadata"]
         try:
-            found: dict[str, Any] = self._client.get(Secret, name, namespace=about["namespace"])
+            found = self._client.get(Secret, name, namespace=about["namespace"])
         except ApiError as error:
             if error.response.status_code == 404:
                 why = {
@@ -341,7 +341,8 @@ class Kubelet:
                 patch(Pod.Status, about["name"], {"status": {"containerStatuses": waits}},
                       namespace=about["namespace"], patch_type=PatchType.STRATEGIC)  # fmt: skip
             raise
-        return found.to_dict()
+        made: dict[str, Any] = found.to_dict()
+        return made
 
     def _account(self, namespace: str, account: str, path: Path) -> Path:
         """Write how a pod reaches the API as its service account."""

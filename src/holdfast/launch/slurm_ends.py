@@ -44,7 +44,10 @@ class StepEnds:
         return now >= cancelled.at + STALE_S or (srun is not None and srun.poll() is not None)
 
     def forget(self, listed: Collection[str], now: float) -> None:
-        """Forget what has ended; `listed`: ids. slurmctld lists a step late after it was away."""
+        """Forget steps that have ended. `listed`: the ids in Slurm's list.
+
+        After slurmctld was away it lists a step late.
+        """
         self._cancelled = {
             id_: each
             for id_, each in self._cancelled.items()
