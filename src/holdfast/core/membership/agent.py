@@ -496,7 +496,7 @@ class AgentMachine:
         """Pause workers that lost the right to act; resume wanted ones that have it back.
 
         Workers that may act get the news. A worker whose state the coordinator has given up by now
-        is of no use: its process is killed. So is each process of a node that is taken away now: the
+        is of no use: its process is killed. All processes are, once this node is taken away: the
         coordinator hears of their ends.
         """
         ends_at, effects = self._departure.ends_at, list[AgentEffect]()
