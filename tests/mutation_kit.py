@@ -349,6 +349,8 @@ TUNED: dict[str, dict[str, object]] = {
     "nobody_fences_without_a_lease": PARTITIONS,
     "nobody_waits_for_a_silent_holder_of_the_state": PARTITIONS
     | {"faults": ("partition", "worker_crash"), "settle_s": 0.2, "abandon_s": 15.0},
+    "a_node_acts_beyond_the_end_that_it_has_announced": PARTITIONS
+    | {"faults": ("partition", "notice"), "fault_every_s": 0.5, "agents": 2, "nodes_max": 2},
     "what_was_not_reported_does_not_run": STOPS,
     "a_stop_waits_although_its_checkpoint_is_durable": LAST_SAVES,
     "nobody_makes_the_last_checkpoint_of_a_stop": LAST_SAVES,

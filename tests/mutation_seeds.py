@@ -12,6 +12,7 @@ FIRST_SEED = {
     "a_joiner_vouches_for_all": 8,
     "a_last_checkpoint_is_not_checked": 37,
     "a_layout_is_left_before_everybody_knows_it": 3,
+    "a_node_acts_beyond_the_end_that_it_has_announced": 154,
     "a_node_that_leaves_takes_needed_pieces_along": 1,
     "a_paused_process_counts_as_frozen": 6,
     "a_piece_of_an_older_step_is_taken": 8,

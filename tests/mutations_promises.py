@@ -20,6 +20,7 @@ from holdfast.core.membership.agent import (
     ProcessExited,
 )
 from holdfast.core.membership.changes import AddSlot, Change
+from holdfast.core.membership.departure import Departure
 from holdfast.core.membership.durable import Durable
 from holdfast.core.membership.event_chain import EventChain
 from holdfast.core.membership.facts import Facts
@@ -255,6 +256,12 @@ def the_oldest_checkpoint_is_begun_from(patch: pytest.MonkeyPatch) -> Machines:
 @mutation
 def nobody_waits_for_a_silent_holder_of_the_state(patch: pytest.MonkeyPatch) -> Machines:
     patch.setattr(Facts, "can_return", lambda self, member: False)
+    return Machines()
+
+
+@mutation
+def a_node_acts_beyond_the_end_that_it_has_announced(patch: pytest.MonkeyPatch) -> Machines:
+    patch.setattr(Departure, "ends_at", property(lambda self: float("inf")))
     return Machines()
 
 

@@ -110,10 +110,11 @@ def test_times_to_look_are_those_at_which_something_changes() -> None:
 
 def test_a_host_is_avoided_for_longer_each_time_until_it_has_served_for_long_enough() -> None:
     strikes = HostStrikes(POLICY)
-    assert strikes.strike("h1", 0.0) == POLICY.avoid_s
+    assert strikes.strike("h1", PlacementId("a"), 0.0) == POLICY.avoid_s
     assert strikes.hosts_to_avoid(POLICY.avoid_s - 0.1) == ["h1"]
+    assert strikes.strike("h1", PlacementId("a"), 10.0) == POLICY.avoid_s - 10.0  # the same failure
     assert strikes.hosts_to_avoid(POLICY.avoid_s) == []
-    assert strikes.strike("h1", 1000.0) == 2 * POLICY.avoid_s
+    assert strikes.strike("h1", PlacementId("b"), 1000.0) == 2 * POLICY.avoid_s
     strikes.note_serving(["h1"], 2000.0)
     strikes.note_serving([], 2001.0)  # it has to begin again
     strikes.note_serving(["h1"], 2002.0)
@@ -121,7 +122,7 @@ def test_a_host_is_avoided_for_longer_each_time_until_it_has_served_for_long_eno
     assert strikes.count_strikes("h1") == 2
     strikes.note_serving(["h1"], 2002.0 + POLICY.probation_s)
     assert strikes.count_strikes("h1") == 0
-    assert strikes.strike("h1", 9000.0) == POLICY.avoid_s
+    assert strikes.strike("h1", PlacementId("c"), 9000.0) == POLICY.avoid_s
 
 
 # ---------------------------------------------------------------- the fleet

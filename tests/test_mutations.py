@@ -316,7 +316,9 @@ def nobody_fences_without_a_lease(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def coordinator_gives_up_leases_too_early(patch: pytest.MonkeyPatch) -> Machines:
-    def early(heard_at: float, witness_at: float | None, policy: le.LeasePolicy) -> float:
+    def early(
+        heard_at: float, witness_at: float | None, policy: le.LeasePolicy, ends_at: float
+    ) -> float:
         return heard_at + policy.suspect_s + 0.1
 
     patch.setattr(facts_module, "fence_time", early)
@@ -350,8 +352,10 @@ def agent_obeys_an_older_term(patch: pytest.MonkeyPatch) -> Machines:
 def witness_is_ignored(patch: pytest.MonkeyPatch) -> Machines:
     """A node that others heard acting until just now counts as fenced by its silence alone."""
 
-    def forgetful(heard_at: float, witness_at: float | None, policy: le.LeasePolicy) -> float:
-        return le.fence_time(heard_at, None if witness_at is None else heard_at, policy)
+    def forgetful(
+        heard_at: float, witness_at: float | None, policy: le.LeasePolicy, ends_at: float
+    ) -> float:
+        return le.fence_time(heard_at, None if witness_at is None else heard_at, policy, ends_at)
 
     patch.setattr(facts_module, "fence_time", forgetful)
     return Machines()

@@ -23,6 +23,7 @@ from holdfast.sim.seams import Actor
 from holdfast.sim.workers import Process
 
 EXCHANGE_TIMES = 3  # how much oftener than between effects a fault strikes between turns
+LATE_S, LATE_SHARE = 10.0, 0.3
 STAYS_S = 40.0  # longer than that nobody waits for a machine that leaves
 
 
@@ -340,8 +341,10 @@ class Faults:
                 in_s = rng.uniform(0.5, 8.0)
                 world.truth.leaves.record_notice(host, in_s)
                 host.handle(ag.Drained("taken away", leave=True, deadline_s=in_s))
-                self.heal_later(in_s, host.crash)
-                self.heal_later(in_s + duration_s, start_another, self, host)
+                # Some machines are taken later than announced.
+                late_s = LATE_S if in_s % 1.0 < LATE_SHARE else 0.0
+                self.heal_later(in_s + late_s, host.crash)
+                self.heal_later(in_s + late_s + duration_s, start_another, self, host)
             case "move" if host.processes:
                 self.note(kind)
                 worker, to = rng.choice(sorted(host.processes)), rng.choice(hosts).name
