@@ -10,16 +10,18 @@ from pathlib import Path
 import pytest
 from lightkube.resources.core_v1 import Secret
 
-from conftest import SCRIPTS, finish
+from conftest import SCRIPTS
 from holdfast.core.fleet.placements import PlacementId
 from holdfast.launch.kubernetes_names import AGENT, COMPONENT
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.testing.local_run import strike
 from labs import control_plane
 from labs.control_plane import ControlPlane
 from labs.kubernetes_cluster import KubernetesCluster
 from labs.kubernetes_run import STEP_S, KubernetesRun
+from test_kubernetes_jobs import STEPS, undisturbed
 
-NODES, STEPS = 3, "600"
+NODES = 3
+__all__ = ["undisturbed"]  # a fixture
 API = "admissionregistration.k8s.io/v1"
 # Adds a container to each agent's pod, as service meshes and collectors of logs do.
 INJECTION = f"""\
@@ -55,15 +57,6 @@ pytestmark = [
     pytest.mark.skipif(bool(control_plane.missing()), reason=control_plane.missing()),
     pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed"),
 ]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    (go := folder / "go").touch()
-    options = ["--nproc", "1", "--virtual", "4"]
-    with LocalRun(folder / "run", options, [str(SCRIPTS / "paced.py"), str(go), STEPS]) as run:
-        return finish(run)
 
 
 @pytest.fixture

@@ -10,15 +10,16 @@ import pytest
 from lightkube.resources.batch_v1 import Job
 from lightkube.types import CascadeType
 
-from conftest import SCRIPTS, finish
-from holdfast.testing.local_run import LocalRun
+from conftest import SCRIPTS
 from labs import control_plane, kueue
 from labs.control_plane import ControlPlane
 from labs.kubernetes_cluster import KubernetesCluster
 from labs.kubernetes_run import STEP_S, KubernetesRun
 from labs.kueue import QUEUE, URGENT, Kueue
+from test_kubernetes_jobs import STEPS, undisturbed
 
-NODES, STEPS = 3, "600"
+NODES = 3
+__all__ = ["undisturbed"]  # a fixture
 MISSING = control_plane.missing() or kueue.missing()
 pytestmark = [
     pytest.mark.slow,
@@ -26,15 +27,6 @@ pytestmark = [
     pytest.mark.timeout(1200),
     pytest.mark.skipif(bool(MISSING), reason=MISSING),
 ]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    (go := folder / "go").touch()
-    options = ["--nproc", "1", "--virtual", "4"]
-    with LocalRun(folder / "run", options, [str(SCRIPTS / "paced.py"), str(go), STEPS]) as run:
-        return finish(run)
 
 
 @pytest.fixture
