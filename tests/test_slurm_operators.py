@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +20,6 @@ pytestmark = [
     pytest.mark.skipif(bool(SlurmCluster.missing()), reason=SlurmCluster.missing()),
 ]
 NODES = 3
-OURS = os.readlink("/proc/self/ns/mnt")
 
 
 @pytest.fixture(scope="module")
@@ -31,34 +27,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
-# Each job has a /tmp of its own on each host, and a step ends whole when one of its tasks fails.
-PRIVATE = ("JobContainerType=job_container/tmpfs", "PrologFlags=Contain", "KillOnBadExit=1")
-
-
-@pytest.fixture
-def shared() -> Iterator[Path]:
-    """Make a folder that jobs with a /tmp of their own see as well."""
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        yield Path(folder)
-
-
-@pytest.fixture
-def private(shared: Path) -> Iterator[SlurmCluster]:
-    """Start a cluster of one host: the plugin is not made for several slurmds on one machine."""
-    folder = shared / "slurm"
-    folder.mkdir()
-    (folder / "job_container.conf").write_text(f"AutoBasePath=true\nBasePath={folder}/private\n")
-    with SlurmCluster(folder, hosts=1, more=PRIVATE) as made:
-        yield made
-    mounts = (line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines())
-    for mount in sorted((each for each in mounts if each.startswith(str(folder))), reverse=True):
-        subprocess.run(["umount", "--lazy", mount], check=True)
-
-
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[SlurmCluster]:
-    """Start a cluster that has no spare host."""
-    with SlurmCluster(tmp_path / "slurm", hosts=NODES) as made:
+    """Start a cluster that has no spare host; a step ends whole when one of its tasks fails."""
+    with SlurmCluster(tmp_path / "slurm", hosts=NODES, more=["KillOnBadExit=1"]) as made:
         yield made
 
 
@@ -105,17 +77,16 @@ def test_a_job_that_is_held_goes_on_once_it_is_released(
         assert job.digest() == undisturbed
 
 
-def test_a_step_that_fails_is_replaced_where_jobs_have_a_tmp_of_their_own(
-    shared: Path, private: SlurmCluster, undisturbed: str
+def test_a_step_that_fails_is_replaced(
+    tmp_path: Path, cluster: SlurmCluster, undisturbed: str
 ) -> None:
-    job = submit(shared, private)
+    job = submit(tmp_path, cluster)
     with job.run:
         job.begin()
-        (before,) = job.until(job.serving, "a node")
-        job.until(job.steps_saved, "a checkpoint")
-        processes = private.processes(PlacementId(before))
-        assert all(os.readlink(f"/proc/{pid}/ns/mnt") != OURS for pid in processes[:1])
-        for pid in processes:
+        job.until(lambda: len(job.serving()) == NODES, "all nodes")
+        before = job.serving()
+        for pid in cluster.processes(PlacementId(before[-1])):
             strike(pid)
-        job.until(lambda: {*job.serving()} - {before}, "another node")
+        job.until(lambda: len({*job.serving()} - {*before}) == 1, "another node")
+        assert {*before[:-1]} < {*job.serving()}
         assert job.digest() == undisturbed
