@@ -141,6 +141,36 @@ def test_a_cancelled_step_that_stays_listed_has_ended(
     assert look() == before | {"hf-x-2": (Holding.ENDED, False)} | one_asks_again
 
 
+LEAVING_SLURM = """\
+#!/bin/bash
+case "$(basename "$0") $*" in
+squeue*preempttime*) echo N/A ;;
+squeue*--steps*) ;;
+squeue*) echo '4|R|login|node[0-1]|UNLIMITED|None|a job' ;;
+sinfo*) echo 'node0|{node0}|none'; echo 'node1|draining|a new fan' ;;
+scontrol*hostnames*) echo node0; echo node1 ;;
+scontrol*) echo "$*" >>"$(dirname "$0")/updates" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("node0", "updates"), [("mixed", ["update JobId=4 NodeList=node0"]), ("draining", [])]
+)
+def test_hosts_that_are_left_are_given_back_but_never_all_of_them(
+    node0: str, updates: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("squeue", "sinfo", "scontrol"):
+        (tmp_path / name).write_text(LEAVING_SLURM.replace("{node0}", node0))
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    manager = SlurmManager(tmp_path, "hf-x-", "4")
+    for _ in range(2):  # the second look comes too soon for another try
+        assert asyncio.run(manager.observe()) == []
+    written = tmp_path / "updates"
+    assert (written.read_text().splitlines() if written.exists() else []) == updates
+
+
 def write_script(tmp_path: Path, *options: str) -> str:
     script = tmp_path / "train.py"
     script.touch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,24 +35,25 @@ def cluster(tmp_path: Path) -> Iterator[SlurmCluster]:
         yield made
 
 
-def submit(folder: Path, cluster: SlurmCluster) -> SlurmRun:
+@contextlib.contextmanager
+def run_job(folder: Path, cluster: SlurmCluster) -> Iterator[tuple[SlurmRun, list[str]]]:
+    """Run a job on all hosts, and wait until it uses them; yield it and its nodes."""
     store = ("--store", str(folder / "store"), "--save-every", "10", "--abandon-s", "8")
-    nodes = ("--nodes", str(len(cluster.hosts)), "--nodes-min", "1")
-    return SlurmRun(folder, cluster, *nodes, *store)
+    job = SlurmRun(folder, cluster, "--nodes", str(NODES), "--nodes-min", "1", *store)
+    with job.run:
+        job.begin()
+        job.until(lambda: len(job.serving()) == NODES, "all nodes")
+        yield job, job.serving()
 
 
 def test_a_host_of_a_job_of_fixed_size_is_rebooted(
     tmp_path: Path, cluster: SlurmCluster, undisturbed: str
 ) -> None:
     """Slurm does so once the job has left the host and given it back; then the job takes it."""
-    job = submit(tmp_path, cluster)
-    with job.run:
-        job.begin()
-        job.until(lambda: len(job.serving()) == NODES, "all nodes")
-        before = {*job.serving()}
+    with run_job(tmp_path, cluster) as (job, before):
         host = next(host for host in cluster.hosts if host != job.script_host())
         cluster.reboot(host)
-        job.until(lambda: len({*job.serving()} - before) == 1, "a node on the rebooted host")
+        job.until(lambda: len({*job.serving()} - {*before}) == 1, "a node on the rebooted host")
         assert len(job.serving()) == NODES
         assert "a new kernel" in job.log()
         assert "was lost" not in job.log()
@@ -62,17 +64,14 @@ def test_a_host_of_a_job_of_fixed_size_is_rebooted(
 def test_a_job_that_is_held_goes_on_once_it_is_released(
     tmp_path: Path, cluster: SlurmCluster, undisturbed: str
 ) -> None:
-    job = submit(tmp_path, cluster)
-    with job.run:
-        id_ = job.begin()
-        job.until(lambda: len(job.serving()) == NODES, "all nodes")
+    with run_job(tmp_path, cluster) as (job, before):
         job.until(job.steps_saved, "a checkpoint")
-        before = {*job.serving()}
+        id_ = cluster.allocation
         cluster.slurm("scontrol", "requeuehold", id_)
         job.until(lambda: cluster.states() == ["idle"] * NODES, "the job holds no host")
         assert cluster.slurm("squeue", "--noheader", f"-j{id_}", "-o%t") == "PD"
         cluster.slurm("scontrol", "release", id_)
-        job.until(lambda: len({*job.serving()} - before) == NODES, "all nodes, begun again")
+        job.until(lambda: len({*job.serving()} - {*before}) == NODES, "all nodes, begun again")
         assert "from the checkpoint of step" in job.log()
         assert job.digest() == undisturbed
 
@@ -80,11 +79,7 @@ def test_a_job_that_is_held_goes_on_once_it_is_released(
 def test_a_step_that_fails_is_replaced(
     tmp_path: Path, cluster: SlurmCluster, undisturbed: str
 ) -> None:
-    job = submit(tmp_path, cluster)
-    with job.run:
-        job.begin()
-        job.until(lambda: len(job.serving()) == NODES, "all nodes")
-        before = job.serving()
+    with run_job(tmp_path, cluster) as (job, before):
         for pid in cluster.processes(PlacementId(before[-1])):
             strike(pid)
         job.until(lambda: len({*job.serving()} - {*before}) == 1, "another node")

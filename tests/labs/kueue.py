@@ -44,7 +44,7 @@ class Kueue:
     """Runs Kueue with a queue of some cores, while used as a context manager.
 
     `config`: a kubeconfig file of an administrator. The queue is called `training`, and works of
-    the priority `urgent` preempt others.
+    the priority `urgent` preempt all others.
     """
 
     def __init__(self, folder: Path, config: Path, cores: int) -> None:

@@ -258,7 +258,7 @@ class SlurmCluster:
             self._start(host, "slurmd", "-D", "-N", host)
 
     def reboot(self, host: str) -> None:
-        """Have Slurm reboot a host as soon as nothing runs there, and wait until it has."""
+        """Reboot a host by Slurm, as soon as nothing runs there, and wait for that."""
         asked = self.folder / f"reboot-{host}"
         self.slurm("scontrol", "reboot", "ASAP", "nextstate=resume", "reason=a new kernel", host)
         self._until(asked.exists, f"{host} is rebooted", REBOOT_S)

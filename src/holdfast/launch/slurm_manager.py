@@ -75,8 +75,8 @@ class SlurmManager:
         for step in self._own(listed):
             node = nodes.get(step.host)
             # A host that fails is taken out of the allocation, but its steps stay listed.
-            runs = step.host in held and (node is None or not node.gone)
-            runs = runs and not self._ends.has_ended(step, now)
+            up = step.host in held and (node is None or not node.gone)
+            runs = up and step in running
             holding = Holding.RUNNING if runs else Holding.ENDED
             steps.append(_placement(step.name, step.id, holding, step.host, _notice(node)))
         self._ends.forget({step.handle for step in steps}, now)
@@ -152,7 +152,7 @@ class SlurmManager:
         return dataclasses.replace(placement, domains=(f"switch={switch}",) if switch else ())
 
     async def _listed_steps(self) -> list[tables.SlurmStep]:
-        """List the steps of the allocation, those of others included."""
+        """List all steps of the allocation, also those that a user has started there."""
         if not self._allocation:
             return []
         text = await self._ask(
@@ -178,10 +178,11 @@ class SlurmManager:
         script_host = next((job.script_host for job in jobs if job.id == self._allocation), "")
         busy = {script_host, *(step.host for step in steps if not step.is_of_slurm)}
         left = [host for host in held if host in nodes and nodes[host].leaving and host not in busy]
-        if not left or not script_host or time.monotonic() < self._give_back_at:
+        kept = ",".join(host for host in held if host not in left)
+        # An allocation cannot become empty.
+        if not left or not kept or not script_host or time.monotonic() < self._give_back_at:
             return
         self._give_back_at = time.monotonic() + GIVE_BACK_S
-        kept = ",".join(host for host in held if host not in left)
         try:
             await self._ask("scontrol", "update", f"JobId={self._allocation}", f"NodeList={kept}")
         except Unreachable as error:  # a site may forbid it
