@@ -29,7 +29,9 @@ WEEKS ?= 0:20
 MANAGER ?=
 LABS ?= $(HOME)/.cache/holdfast-labs
 export KUBEBUILDER_ASSETS ?= $(patsubst %/built,%,$(wildcard $(LABS)/kubernetes/built))
+export HOLDFAST_NODE ?= $(patsubst %/built,%,$(wildcard $(LABS)/node/built))
 export HOLDFAST_KUEUE ?= $(patsubst %/built,%,$(wildcard $(LABS)/kueue/built))
+export HOLDFAST_JOBSET ?= $(patsubst %/built,%,$(wildcard $(LABS)/jobset/built))
 export HOLDFAST_YARN_JARS ?= $(patsubst %/.fetched,%,$(wildcard $(LABS)/yarn/.fetched))
 
 VENV := .venv
@@ -92,9 +94,12 @@ test-clusters: $(STAMP)
 # where test-clusters finds them, too.
 kubernetes-lab: $(STAMP)
 	tests/labs/build_control_plane.sh $(LABS)/kubernetes
-	tests/labs/build_kueue.sh $(LABS)/kueue
-	KUBEBUILDER_ASSETS=$(LABS)/kubernetes HOLDFAST_KUEUE=$(LABS)/kueue \
-	  $(PYTEST) -m clusters -rs -k "kubernetes or kueue" $(PYTEST_OPTIONS)
+	tests/labs/node/build.sh $(LABS)/node
+	tests/labs/build_controller.sh kueue $(LABS)/kueue
+	tests/labs/build_controller.sh jobset $(LABS)/jobset
+	KUBEBUILDER_ASSETS=$(LABS)/kubernetes HOLDFAST_NODE=$(LABS)/node HOLDFAST_KUEUE=$(LABS)/kueue \
+	  HOLDFAST_JOBSET=$(LABS)/jobset $(PYTEST) -m clusters -rs \
+	  -k "kubernetes or containers or kueue or jobset" $(PYTEST_OPTIONS)
 
 # Java 17; Maven and a network the first time.
 yarn-lab: $(STAMP) $(LABS)/yarn/.fetched

@@ -70,7 +70,7 @@ def test_a_kubelet_says_again_that_a_pod_runs(
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", "none")
     api: Any = ForgetfulApi()
-    node = Kubelet(api, "node", "zone", tmp_path)
+    node = Kubelet(api, "node", "zone", tmp_path, {})
     with pytest.raises(ConnectError):
         node._look()
     assert api.pod["status"]["phase"] == "Pending"

@@ -6,19 +6,22 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from lightkube.resources.core_v1 import Secret
+from lightkube.resources.batch_v1 import Job
+from lightkube.resources.core_v1 import ConfigMap, Secret
 
 from conftest import SCRIPTS
+from holdfast.cli.main import main
 from holdfast.core.fleet.placements import PlacementId
-from holdfast.launch.kubernetes_names import AGENT, COMPONENT
+from holdfast.launch.kubernetes_names import AGENT, COMPONENT, labels_of
 from holdfast.testing.local_run import strike
 from labs import control_plane
 from labs.control_plane import ControlPlane
-from labs.kubernetes_cluster import KubernetesCluster
+from labs.kubernetes_cluster import KitNode, KubernetesCluster
 from labs.kubernetes_run import STEP_S, KubernetesRun
-from test_kubernetes_jobs import STEPS, undisturbed
+from test_kubernetes_jobs import STEPS, stop, undisturbed
 
 NODES = 3
 __all__ = ["undisturbed"]  # a fixture
@@ -49,6 +52,30 @@ kind: MutatingAdmissionPolicyBinding
 metadata: {{name: injection}}
 spec: {{policyName: injection}}
 """
+# Has Kubernetes remove each Job soon after its end, as operators of large clusters do.
+FINISHED_S = 5
+REMOVAL = f"""\
+apiVersion: {API}
+kind: MutatingAdmissionPolicy
+metadata: {{name: removal}}
+spec:
+  failurePolicy: Fail
+  reinvocationPolicy: Never
+  matchConstraints:
+    resourceRules:
+    - {{apiGroups: [batch], apiVersions: [v1], operations: [CREATE], resources: [jobs]}}
+  mutations:
+  - patchType: ApplyConfiguration
+    applyConfiguration:
+      expression: "Object{{spec: Object.spec{{ttlSecondsAfterFinished: {FINISHED_S}}}}}"
+---
+apiVersion: {API}
+kind: MutatingAdmissionPolicyBinding
+metadata: {{name: removal}}
+spec: {{policyName: removal}}
+"""
+LIBRARY = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
+CLOCKS = ("+25h", "-3d", "+90m", "+0")
 
 pytestmark = [
     pytest.mark.slow,
@@ -68,11 +95,15 @@ def cluster(tmp_path: Path) -> Iterator[KubernetesCluster]:
         yield found
 
 
+def apply(cluster: KubernetesCluster, policy: str) -> None:
+    command = ["kubectl", f"--kubeconfig={cluster.config}", "apply", "--filename=-"]
+    subprocess.run(command, input=policy, text=True, check=True, capture_output=True)
+
+
 def test_containers_are_added_a_secret_is_deleted_and_a_node_is_out_of_service(
     cluster: KubernetesCluster, undisturbed: str
 ) -> None:
-    command = ["kubectl", f"--kubeconfig={cluster.config}", "apply", "--filename=-"]
-    subprocess.run(command, input=INJECTION, text=True, check=True, capture_output=True)
+    apply(cluster, INJECTION)
     run = KubernetesRun(cluster, "--nodes", str(NODES), "--drain-s", "10")
     go = cluster.folder / "go"
     run.launch(str(SCRIPTS / "paced.py"), str(go), STEPS)
@@ -110,3 +141,59 @@ def test_containers_are_added_a_secret_is_deleted_and_a_node_is_out_of_service(
     run.until(lambda: third not in cluster.pods(run.prefix), STEP_S, "the end of its pod's object")
     go.touch()
     assert run.finish() == undisturbed
+
+
+def test_a_job_whose_job_is_removed_soon_after_its_end_is_resumed(
+    cluster: KubernetesCluster, undisturbed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply(cluster, REMOVAL)
+    monkeypatch.setenv("KUBECONFIG", str(cluster.config))
+    store = ("--store", str(cluster.folder / "store"), "--save-every", "5")
+    run, go = KubernetesRun(cluster, "--nodes", "2", *store), cluster.folder / "go"
+    run.launch(str(SCRIPTS / "paced.py"), str(go), STEPS)
+    run.until(lambda: len(run.serving()) == 2, STEP_S, "two nodes")
+    run.until(lambda: run.status()["step"] >= 7, STEP_S, "a checkpoint")
+    stop(run)
+    run.until(lambda: not is_there(run), STEP_S, "the end of the Job's object")
+    go.touch()
+    assert main(["launch", "k8s", "--resume", run.name]) == 0
+    assert run.finish() == undisturbed
+    assert "from the checkpoint of step" in run.run_dir.events.read_text()
+    run.until(lambda: not is_there(run), STEP_S, "the end of the Job's object")
+    run.until(lambda: not cluster.pods(run.prefix), STEP_S, "the end of its pods")
+    owned: Any = labels_of(run.prefix, AGENT)
+    run.until(lambda: not list(cluster.client.list(ConfigMap, labels=owned)), STEP_S, "their owner")
+
+
+def is_there(run: KubernetesRun) -> bool:
+    return any(job.metadata.name == run.name for job in run.cluster.client.list(Job))
+
+
+@pytest.mark.skipif(not LIBRARY.exists(), reason="faketime is not installed")
+def test_machines_whose_clocks_are_wrong(tmp_path: Path, undisturbed: str) -> None:
+    """No two nodes agree about the time of day; nodes are lost and deleted, a coordinator too."""
+    offsets = dict(zip(("node0", "node1", "node2", "node3"), CLOCKS, strict=True))
+
+    def make(host: str, zone: str) -> KitNode:
+        clock = {"LD_PRELOAD": str(LIBRARY), "FAKETIME": offsets[host], "DONT_FAKE_MONOTONIC": "1"}
+        return KitNode(host, zone, tmp_path, plane.config, clock)
+
+    with (
+        ControlPlane(tmp_path) as plane,
+        KubernetesCluster(tmp_path, plane.config, plane.away, len(CLOCKS), make) as cluster,
+    ):
+        run, go = KubernetesRun(cluster, "--nodes", str(NODES), "--drain-s", "10"), tmp_path / "go"
+        run.launch(str(SCRIPTS / "paced.py"), str(go), STEPS)
+        run.until(lambda: len(run.serving()) == NODES, STEP_S, "all nodes")
+        first, second, _ = run.serving()
+        cluster.delete(first)
+        run.until_replaced(first)
+        for pid in cluster.processes(PlacementId(second)):
+            strike(pid)
+        run.until_replaced(second)
+        coordinator = run.coordinator()
+        cluster.delete(coordinator)
+        run.until(lambda: run.coordinator() != coordinator, STEP_S, "another coordinator")
+        run.until(lambda: len(run.serving()) == NODES, STEP_S, "all nodes again")
+        go.touch()
+        assert run.finish() == undisturbed

@@ -16,15 +16,12 @@ The programs are Debian's packages buildah, runc and mmdebstrap; they need root.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
@@ -34,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = ("buildah", "runc", "mmdebstrap")
 DEBIAN, DEBIAN_PYTHON = "bookworm", (3, 11)
 SITE, LINKS, WHEELS = "/site", "/linked", "/wheels"  # where they are in containers
-BASE, IMAGE = "localhost/base", "localhost/holdfast"
+BASE, IMAGE, PAUSE = "localhost/base", "localhost/holdfast", "localhost/pause:1"
 EXTRAS = ("kubernetes", "objects")
 BUILD_S = 600.0
 
@@ -49,26 +46,6 @@ def missing() -> str:
     if sys.version_info[:2] != DEBIAN_PYTHON:
         return "the image's Python is 3.11, and this environment's packages are for another one"
     return ""
-
-
-@dataclass(frozen=True)
-class ContainerImage:
-    """Describes an image to a runtime. `site`: the folder of this machine that is at SITE."""
-
-    files: Path
-    user: str
-    environment: dict[str, str]
-    folder: str
-    site: Path
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(dataclasses.asdict(self), default=str))
-
-    @classmethod
-    def load(cls, path: Path) -> ContainerImage:
-        found = json.loads(path.read_text())
-        files, site = Path(found.pop("files")), Path(found.pop("site"))
-        return cls(files=files, site=site, **found)
 
 
 class ImageStore:
@@ -134,17 +111,18 @@ class ImageStore:
             words.append(f"--volume={folder}:{place}:ro")
         self._buildah(*words, str(context))
 
-    def open(self, name: str) -> ContainerImage:
-        """Return an image whose files containers can put their own layers on."""
-        about = json.loads(self._buildah("inspect", "--type=image", name))["OCIv1"]["config"]
-        made = self._buildah("from", "--pull-never", name)
-        return ContainerImage(
-            files=Path(self._buildah("mount", made)),
-            user=about.get("User", ""),
-            environment=dict(each.split("=", 1) for each in about.get("Env", ())),
-            folder=about.get("WorkingDir", ""),
-            site=site_packages(),
-        )
+    def build_pause(self, program: Path) -> None:
+        """Build the image of a pod's empty container, from the program that waits in it."""
+        context = self.folder / "pause"
+        context.mkdir()
+        shutil.copy(program, context)
+        lines = ("FROM scratch", "COPY pause /", 'ENTRYPOINT ["/pause"]', "")
+        (context / "Dockerfile").write_text("\n".join(lines))
+        self.build(PAUSE, context)
+
+    def export(self, name: str, archive: Path) -> None:
+        """Write an image into an archive that containerd can import."""
+        self._buildah("push", name, f"oci-archive:{archive}:{name}")
 
     def _buildah(self, *words: str) -> str:
         return run(["buildah", *words], {"CONTAINERS_STORAGE_CONF": str(self._config)})

@@ -17,6 +17,7 @@ import httpx2
 
 from labs.etcd_cluster import free_ports
 from labs.kubernetes_cluster import write_kubeconfig
+from labs.pod_network import API_PORT, PodNetwork
 
 HOST = "127.0.0.1"
 UP_S = 60.0
@@ -24,6 +25,7 @@ GRACE_S = 8  # after this long without a renewed lease a node counts as unreacha
 TOKEN = "an-operator"
 BINARIES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 ASSETS = "KUBEBUILDER_ASSETS"
+NO_ACCOUNTS = "--disable-admission-plugins=ServiceAccount"
 
 
 def find_binary(name: str) -> str:
@@ -46,11 +48,13 @@ def missing() -> str:
 class ControlPlane:
     """Runs etcd and the servers of Kubernetes, while used as a context manager.
 
-    `config`: a kubeconfig file of an administrator.
+    `config`: a kubeconfig file of an administrator. With a network for pods the API has its address
+    there, and pods get the tokens of their service accounts from real kubelets.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, network: PodNetwork | None = None) -> None:
         self.folder = folder
+        self._network = network
         self.config = folder / "kubeconfig"
         self._commands: dict[str, list[str]] = {}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
@@ -88,7 +92,12 @@ class ControlPlane:
         ):
             subprocess.run(["openssl", *words], check=True, capture_output=True)
         tokens.write_text(f"{TOKEN},operator,1,system:masters\n")
-        self._url = f"https://{HOST}:{api}"
+        host, services, identity, authority = HOST, "10.0.0.0/24", [NO_ACCOUNTS], []
+        if self._network is not None:
+            host, api, services = self._network.api, API_PORT, str(self._network.services)
+            identity = ["--kubelet-preferred-address-types=InternalIP"]
+            authority = [f"--root-ca-file={folder / 'certs' / 'apiserver.crt'}"]
+        self._url = f"https://{host}:{api}"
         write_kubeconfig(self.config, self._url, TOKEN, folder / "certs" / "apiserver.crt")
         store = f"http://{HOST}:{etcd}"
         self._commands = {
@@ -100,18 +109,17 @@ class ControlPlane:
                 *("--initial-cluster", f"default=http://{HOST}:{peer}"),
             ],
             "kube-apiserver": [
-                *(f"--etcd-servers={store}", f"--secure-port={api}", f"--bind-address={HOST}"),
+                *(f"--etcd-servers={store}", f"--secure-port={api}", f"--bind-address={host}"),
                 *("--service-account-issuer=https://kubernetes.test", "--authorization-mode=RBAC"),
                 *(f"--service-account-signing-key-file={key}", f"--token-auth-file={tokens}"),
                 *(f"--service-account-key-file={public}", f"--cert-dir={folder / 'certs'}"),
-                *("--service-cluster-ip-range=10.0.0.0/24", "--allow-privileged=true"),
-                "--disable-admission-plugins=ServiceAccount",
+                *(f"--service-cluster-ip-range={services}", "--allow-privileged=true", *identity),
             ],
             "kube-controller-manager": [
                 *(f"--kubeconfig={self.config}", "--leader-elect=false"),
                 *(f"--node-monitor-grace-period={GRACE_S}s", "--node-monitor-period=1s"),
                 *(f"--service-account-private-key-file={key}", f"--secure-port={manager}"),
-                f"--cert-dir={folder / 'certs'}",
+                *(f"--cert-dir={folder / 'certs'}", *authority),
             ],
             "kube-scheduler": [
                 *(f"--kubeconfig={self.config}", "--leader-elect=false"),

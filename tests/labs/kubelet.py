@@ -1,14 +1,11 @@
 """Plays the kubelet of one node, for tests: pods' containers are processes of this machine.
 
-    python tests/labs/kubelet.py NAME --root DIR [--zone ZONE] [--image FILE]
+    python tests/labs/kubelet.py NAME --root DIR [--zone ZONE] [--pods-environment JSON]
 
 It registers the node, renews its lease and its Ready condition, runs the pods that the scheduler
 has bound to the node, and ends deleted pods: the hook preStop, SIGTERM, and SIGKILL after the grace
 period. KUBECONFIG names the API. Images mean nothing here, all pods share the file system and the
 address of this machine, and paths below DIR stand for volumes.
-
-With --image each pod is a container of that image, which containers.py has built; pod_container.py
-describes its namespaces and volumes.
 """
 
 from __future__ import annotations
@@ -34,8 +31,6 @@ from lightkube.resources.coordination_v1 import Lease
 from lightkube.resources.core_v1 import (
     Event,
     Node,
-    PersistentVolume,
-    PersistentVolumeClaim,
     Pod,
     Secret,
     ServiceAccount,
@@ -44,8 +39,6 @@ from lightkube.types import PatchType
 
 from holdfast.health.measure.lifetime import die_with_parent
 from holdfast.launch.kubernetes_names import ZONE
-from labs.containers import ContainerImage
-from labs.pod_container import PodContainer, read_secret, write_account
 
 LOOK_S = 0.05
 RENEW_S = 0.5
@@ -53,7 +46,6 @@ LEASES = "kube-node-lease"
 ADDRESS = "127.0.0.1"
 UNMOUNTABLE = "unmountable"  # a folder below DIR; a node whose name is there mounts no volume
 UNMOUNTED = 'MountVolume.SetUp failed for volume "data" : mount failed: exit status 32'
-OOM_KILLED = "OOMKilled"  # a container's reason, once the kernel has killed a process of it so
 POD_MARK, NODE_MARK = "HOLDFAST_TEST_POD", "HOLDFAST_TEST_NODE"
 
 
@@ -98,21 +90,19 @@ class RunningPod:
     hook: subprocess.Popen[bytes] | None = None
     stages: set[str] = field(default_factory=set)
     told: bool = False
-    box: PodContainer | None = None  # None: plain processes
-    oom_killed: bool = False
 
 
 class Kubelet:
     """Runs the pods of one node; a pod whose process it does not know has failed."""
 
     def __init__(
-        self, client: Client, name: str, zone: str, root: Path, image: ContainerImage | None = None
+        self, client: Client, name: str, zone: str, root: Path, more: dict[str, str]
     ) -> None:
         self._client = client
-        self._image = image
         self._name = name
         self._zone = zone
         self._root = root
+        self._more = more  # variables of all pods here
         self._pods: dict[str, RunningPod] = {}  # by uid
         self._renewed_at = float("-inf")
         self._failed_at = float("-inf")
@@ -192,26 +182,18 @@ class Kubelet:
         marks = {POD_MARK: name_in(self._root, name), NODE_MARK: name_in(self._root, self._name)}
         marks |= {"HOSTNAME": name, **self._environment(pod, container)}
         (self._root / "pods").mkdir(exist_ok=True)
-        box = None
-        if self._image is not None:
-            environment = marks | self._api_environment()
-            box = self._make_box(uid, pod, container, environment)
-            command, around = box.run_words(), dict(os.environ)
-        else:
-            self._make_mount_points(container)
-            environment = self._process_environment(pod, marks)
-            command = [expand(word, environment) for word in container["command"]]
-            around = environment
+        self._make_mount_points(container)
+        environment = self._process_environment(pod, marks)
         with open(self._root / "pods" / f"{name}.log", "ab") as log:
             popen = subprocess.Popen(
-                command,
-                env=around,
+                [expand(word, environment) for word in container["command"]],
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        self._pods[uid] = RunningPod(name, namespace, container, environment, popen, box=box)
+        self._pods[uid] = RunningPod(name, namespace, container, environment, popen)
         self._tell(namespace, name, "Running")
 
     def _make_mount_points(self, container: dict[str, Any]) -> None:
@@ -221,7 +203,7 @@ class Kubelet:
 
     def _process_environment(self, pod: dict[str, Any], marks: dict[str, str]) -> dict[str, str]:
         path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
-        environment = {**os.environ, "PATH": path, **marks}
+        environment = {**os.environ, **self._more, "PATH": path, **marks}
         del environment["KUBECONFIG"]
         if account := pod["spec"].get("serviceAccountName"):
             about = pod["metadata"]
@@ -229,48 +211,6 @@ class Kubelet:
             config = self._account(about["namespace"], account, path_of)
             environment["KUBECONFIG"] = str(config)
         return environment
-
-    def _make_box(
-        self,
-        uid: str,
-        pod: dict[str, Any],
-        container: dict[str, Any],
-        environment: dict[str, str],
-    ) -> PodContainer:
-        """Make the container of a pod, with all of its mounts."""
-        assert self._image is not None
-        namespace = pod["metadata"]["namespace"]
-
-        def claimed(name: str) -> Path:
-            claim = self._client.get(PersistentVolumeClaim, name, namespace=namespace).to_dict()
-            volume = self._client.get(PersistentVolume, claim["spec"]["volumeName"]).to_dict()
-            return Path(volume["spec"]["hostPath"]["path"])
-
-        def secret(name: str) -> dict[str, bytes]:
-            return read_secret(self._client.get(Secret, name, namespace=namespace).to_dict())
-
-        folder = self._root / "containers" / uid
-        box = PodContainer(folder, self._image, pod, container, claimed, secret)
-        account = None
-        if (name := pod["spec"].get("serviceAccountName")) is not None:
-            account = write_account(
-                self._root / "accounts" / uid,
-                self._token(namespace, name),
-                Path(self._cluster()["certificate-authority"]),
-                namespace,
-            )
-        box.make([expand(word, environment) for word in container["command"]], environment, account)
-        return box
-
-    def _cluster(self) -> dict[str, Any]:
-        config = json.loads(Path(os.environ["KUBECONFIG"]).read_text())
-        found: dict[str, Any] = config["clusters"][0]["cluster"]
-        return found
-
-    def _api_environment(self) -> dict[str, str]:
-        """Return the variables by which containers find the API."""
-        host, _, port = self._cluster()["server"].partition("://")[2].partition(":")
-        return {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
 
     def _fail_to_mount(self, pod: dict[str, Any]) -> None:
         """Record that a pod cannot be started, as a real kubelet does: in an event that it repeats.
@@ -346,29 +286,21 @@ class Kubelet:
 
     def _account(self, namespace: str, account: str, path: Path) -> Path:
         """Write how a pod reaches the API as its service account."""
-        token = self._token(namespace, account)
+        create: Any = self._client.create
+        asked = ServiceAccount.Token.from_dict({"metadata": {}, "spec": {"audiences": []}})
+        token = str(create(asked, account, namespace=namespace).to_dict()["status"]["token"])
         config = json.loads(Path(os.environ["KUBECONFIG"]).read_text())
         config["users"][0]["user"] = {"token": token}
         path.write_text(json.dumps(config))
         return path
-
-    def _token(self, namespace: str, account: str) -> str:
-        create: Any = self._client.create
-        asked = ServiceAccount.Token.from_dict({"metadata": {}, "spec": {"audiences": []}})
-        return str(create(asked, account, namespace=namespace).to_dict()["status"]["token"])
 
     def _watch(self, uid: str, running: RunningPod, pod: dict[str, Any]) -> None:
         deleted = pod["metadata"].get("deletionTimestamp")
         if pod["status"].get("phase") == "Pending" and not running.told:
             # The API did not answer the first report.
             self._tell(running.namespace, running.name, "Running")
-        if running.box is not None and running.box.must_end():
-            self._kill(running)  # as the kernel does, where groups end together
         if running.popen.poll() is not None and not running.told:
             self._kill(running)
-            if running.box is not None:
-                running.oom_killed = running.box.count_oom_kills() > 0
-                running.box.remove()
             code = running.popen.returncode
             # Other containers, which are not started here, would go on.
             goes_on = len(pod["spec"]["containers"]) > 1 and deleted is None
@@ -377,7 +309,7 @@ class Kubelet:
                 running.name,
                 "Running" if goes_on else "Failed" if code else "Succeeded",
                 code if code >= 0 else 128 - code,
-                OOM_KILLED if running.oom_killed else "Error" if code else "Completed",
+                "Error" if code else "Completed",
                 running.container["name"],
             )
             running.told = True
@@ -396,8 +328,6 @@ class Kubelet:
             hook = running.container.get("lifecycle", {}).get("preStop", {}).get("exec")
             if hook is not None:
                 command, environment = hook["command"], running.environment
-                if running.box is not None:
-                    command, environment = running.box.exec_words(command), dict(os.environ)
                 running.hook = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
         over = datetime.now(timezone.utc) >= until
         waits = running.hook is not None and running.hook.poll() is None
@@ -441,11 +371,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("name")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--zone", default="zone0")
-    parser.add_argument("--image", type=Path)
+    parser.add_argument("--pods-environment", type=json.loads, default={})
     options = parser.parse_args(argv)
-    image = ContainerImage.load(options.image) if options.image is not None else None
     die_with_parent(os.getppid())
-    Kubelet(Client(), options.name, options.zone, options.root, image).run()
+    more = options.pods_environment
+    Kubelet(Client(), options.name, options.zone, options.root, more).run()
     return 0
 
 

@@ -1,6 +1,7 @@
 """Plays the operator of a small Kubernetes cluster, real or faked: a harness of the contract suite.
 
-The nodes are kubelets of the test kit (kubelet.py), each a process of its own.
+The nodes are kubelets of the test kit (kubelet.py), each a process of its own, or real ones
+(container_node.py).
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx2
 import yaml
@@ -24,6 +25,7 @@ from lightkube import ApiError, AsyncClient, Client, KubeConfig
 from lightkube.codecs import from_dict
 from lightkube.resources.core_v1 import Node, Pod
 from lightkube.types import PatchType
+from typing_extensions import Self
 
 from holdfast.core.errors import Refused
 from holdfast.core.fleet.placements import PlacementId
@@ -32,7 +34,6 @@ from holdfast.launch.kubernetes_names import AGENT, ZONE, instance_of, labels_of
 from holdfast.launch.kubernetes_notices import REASON
 from labs import kubelet
 from labs.kubelet import NODE_MARK, POD_MARK, UNMOUNTABLE, kill_marked, marked, name_in
-from labs.pod_container import remove_all
 
 NAMESPACE = "default"
 UP_S = 60.0
@@ -40,11 +41,81 @@ AWAY_S = 1  # a node that is unreachable for this long loses its pods
 PREFIX = "hf-fake-"
 
 
-class KubernetesCluster:
-    """Runs some kubelets against an API, and disturbs them; used as a context manager.
+class LabNode(Protocol):
+    """Is what a cluster of the tests does to one of its nodes."""
 
-    `away`: ends the control plane's servers (True), and starts them again. `image`: a file of the
-    image that pods are containers of (containers.py); without it they are processes.
+    def start(self) -> None:
+        """Start the node's kubelet."""
+
+    def kill(self) -> None:
+        """End the node with all its processes, without a word to anybody."""
+
+    def remove(self) -> None:
+        """Kill the node, and remove its files and mounts."""
+
+    def send(self, signal_: signal.Signals) -> None:
+        """Send a signal to the kubelet alone."""
+
+
+class KitNode:
+    """Runs a kubelet of the test kit; pods are processes. It knows none of those there before.
+
+    `more`: variables that all of its pods get.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        zone: str,
+        folder: Path,
+        config: Path,
+        more: Mapping[str, str] | None = None,
+    ) -> None:
+        self._host = host
+        self._zone = zone
+        self._folder = folder
+        self._config = config
+        self._more = dict(more or {})
+        self._kubelet: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        if self._kubelet is not None:
+            return
+        command = [sys.executable, str(Path(kubelet.__file__)), self._host, "--zone", self._zone]
+        found = [str(Path(kubelet.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        self._kubelet = subprocess.Popen(
+            [
+                *(*command, "--root", str(self._folder)),
+                f"--pods-environment={json.dumps(self._more)}",
+            ],
+            env={
+                **os.environ,
+                "KUBECONFIG": str(self._config),
+                "PYTHONPATH": os.pathsep.join(filter(None, found)),
+            },
+            stdin=subprocess.DEVNULL,
+        )
+
+    def kill(self) -> None:
+        if self._kubelet is not None:
+            self._kubelet.kill()
+            self._kubelet.wait()
+            self._kubelet = None
+        kill_marked(NODE_MARK, name_in(self._folder, self._host))
+
+    def remove(self) -> None:
+        self.kill()
+
+    def send(self, signal_: signal.Signals) -> None:
+        assert self._kubelet is not None
+        self._kubelet.send_signal(signal_)
+
+
+class KubernetesCluster:
+    """Runs some nodes against an API, and disturbs them; used as a context manager.
+
+    `away`: ends the control plane's servers (True), and starts them again. `make_node`: makes a
+    node from its name and its zone; without it nodes are the kit's.
     """
 
     def __init__(
@@ -53,27 +124,25 @@ class KubernetesCluster:
         config: Path,
         away: Callable[[bool], None],
         nodes: int = 3,
-        image: Path | None = None,
+        make_node: Callable[[str, str], LabNode] | None = None,
     ) -> None:
-        self._image = image
         self.folder = folder
         self.config = config
         self.hosts = tuple(f"node{number}" for number in range(nodes))
         self.domains = {h: (f"{ZONE}=zone{i % 2}",) for i, h in enumerate(self.hosts)}
         self.away = away
-        self._kubelets: dict[str, subprocess.Popen[bytes]] = {}
+        make = make_node or (lambda host, zone: KitNode(host, zone, folder, config))
+        self._nodes = {h: make(h, f"zone{i % 2}") for i, h in enumerate(self.hosts)}
 
-    def __enter__(self) -> KubernetesCluster:
+    def __enter__(self) -> Self:
         for host in self.hosts:
             self.start(host)
         self.until(lambda: len(self.ready()) == len(self.hosts), "all nodes are ready")
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for host in self.hosts:
-            self.end(host)
-        if self._image is not None:
-            remove_all(self.folder / "containers")
+        for node in self._nodes.values():
+            node.remove()
 
     @functools.cached_property
     def client(self) -> Client:
@@ -103,35 +172,16 @@ class KubernetesCluster:
     # ------------------------------------------------------------ nodes
 
     def start(self, host: str) -> None:
-        """Start the kubelet of a node; it does not know the processes there."""
-        zone = self.domains[host][0].partition("=")[2]
-        command = [sys.executable, str(Path(kubelet.__file__)), host, "--zone", zone]
-        command += ["--image", str(self._image)] if self._image is not None else []
-        found = [str(Path(kubelet.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        self._kubelets[host] = subprocess.Popen(
-            [*command, "--root", str(self.folder)],
-            env={
-                **os.environ,
-                "KUBECONFIG": str(self.config),
-                "PYTHONPATH": os.pathsep.join(filter(None, found)),
-            },
-            stdin=subprocess.DEVNULL,
-        )
+        """Start the kubelet of a node, unless it runs."""
+        self._nodes[host].start()
 
     def kill(self, host: str) -> None:
         """End a node with all its processes, without a word to anybody."""
-        self.end(host)
-
-    def end(self, host: str) -> None:
-        kubelet = self._kubelets.pop(host, None)
-        if kubelet is not None:
-            kubelet.kill()
-            kubelet.wait()
-        kill_marked(NODE_MARK, name_in(self.folder, host))
+        self._nodes[host].kill()
 
     def freeze(self, host: str) -> None:
         """Stop a node's kubelet but not its processes: the node is unreachable for others."""
-        self._kubelets[host].send_signal(signal.SIGSTOP)
+        self._nodes[host].send(signal.SIGSTOP)
 
     def break_mounts(self, host: str, broken: bool = True) -> None:
         """Have a node mount no volume any more, so that it starts no pod; or mount them again."""
@@ -144,7 +194,7 @@ class KubernetesCluster:
 
     def thaw(self, host: str) -> None:
         """Let a node's kubelet go on."""
-        self._kubelets[host].send_signal(signal.SIGCONT)
+        self._nodes[host].send(signal.SIGCONT)
 
     def drain(self, host: str, reason: str) -> None:
         """Cordon a node, and say why."""
@@ -154,8 +204,7 @@ class KubernetesCluster:
     def bring_back(self, host: str) -> None:
         """Have a node that was killed or drained take part again."""
         self._patch_node(host, {"spec": {"unschedulable": None}})
-        if host not in self._kubelets:
-            self.start(host)
+        self.start(host)
 
     def taint(self, host: str, key: str, effect: str) -> None:
         self._patch_node(host, {"spec": {"taints": [{"key": key, "effect": effect}]}})

@@ -39,9 +39,7 @@ class KubernetesRun:
         self.tls: Path | None = None
 
     def launch(self, *script: str) -> None:
-        port = str(free_ports(1)[0])
-        command = ["launch", "k8s", "--image", "none", "--workdir", str(SCRIPTS), "--port", port]
-        command += ["--host", "127.0.0.1", "--run-dir", str(self.run_dir.path), *self._options]
+        command = ["launch", "k8s", *self.where(), *self._options]
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             assert main([*command, "--nproc", "1", "--virtual", "4", *script]) == 0
@@ -49,6 +47,12 @@ class KubernetesRun:
         if objects:
             self.name = objects[0]["metadata"]["name"]
         self.cluster.apply([*objects, volume(self.cluster.folder)])
+
+    def where(self) -> list[str]:
+        """Return the options that say where pods run. All are processes of this machine."""
+        port = str(free_ports(1)[0])
+        words = ["--image", "none", "--workdir", str(SCRIPTS), "--port", port]
+        return [*words, "--host", "127.0.0.1", "--run-dir", str(self.run_dir.path)]
 
     @property
     def prefix(self) -> str:
@@ -113,12 +117,7 @@ class KubernetesRun:
         """Wait until the Job is complete; return the last line of the workers' output."""
         assert self.ended(within_s) == "Complete", self.log()
         self.cluster.until(lambda: not self.alive(), "no pod is left")
-        lines = [
-            line
-            for path in (self.cluster.folder / "pods").glob(f"{self.name}-*.log")
-            for line in path.read_text().splitlines()
-            if re.fullmatch("[0-9a-f]{64}", line)
-        ]
+        lines = re.findall("^[0-9a-f]{64}$", self.printed(), re.MULTILINE)
         assert len(lines) == 1, self.log()
         return lines[0]
 
@@ -129,6 +128,11 @@ class KubernetesRun:
             for pod in self.cluster.pods(self.prefix)
             if self.cluster.processes(PlacementId(pod))
         ]
+
+    def printed(self) -> str:
+        """Return all that the job's pods have printed."""
+        paths = (self.cluster.folder / "pods").glob(f"{self.name}-*.log")
+        return "\n".join(path.read_text() for path in paths)
 
     def log(self) -> str:
         paths = sorted((self.cluster.folder / "pods").glob("*.log"))

@@ -145,10 +145,14 @@ def main(argv: list[str]) -> int:
     )
     name = instance_of(job_prefix(spec.job))
     deliver(options, name, manifests(site, spec, plan, run_command.make_secret(options)))
-    logs = f"kubectl -n {site.namespace} logs -f"
+    here = f"kubectl -n {site.namespace}"
+    certificates = f" --tls {site.tls}" if site.tls else ""
     print_plain(
-        f"holdfast: job {name}\nholdfast: its events: {logs} job/{name}\n"
-        f"holdfast: its output: {logs} -l {INSTANCE}={name},{COMPONENT}={AGENT}",
+        f"holdfast: job {name}\n"
+        f"holdfast: its events: {here} logs -f job/{name}\n"
+        f"holdfast: its output: {here} logs -f -l {INSTANCE}={name},{COMPONENT}={AGENT}\n"
+        f"holdfast: its state: {here} exec job/{name} -- "
+        f"holdfast status --run-dir {plan.run_dir}{certificates}",
         file=sys.stderr,
         flush=True,
     )

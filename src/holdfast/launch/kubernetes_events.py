@@ -23,6 +23,7 @@ PROGRESS = frozenset(
 )
 # Kueue holds a pod back by this gate, and says why in the events of the pod's Workload.
 KUEUE_GATE = "kueue.x-k8s.io/admission"
+PENDING = "Pending"
 WORKLOAD_OF_POD = re.compile(r"pod-(.+)-[0-9a-f]+")
 NEVER = datetime.min.replace(tzinfo=timezone.utc)
 
@@ -44,7 +45,7 @@ def find_queue_reasons(events: Iterable[Event]) -> dict[str, str]:
     newest: dict[str, tuple[datetime, str]] = {}
     for event in events:
         named = WORKLOAD_OF_POD.fullmatch(event.involvedObject.name or "")
-        if named and event.reason == "Pending" and event.message:
+        if named and event.reason == PENDING and event.message:
             found = (_moment(event), f"Kueue: {' '.join(event.message.split())}")
             newest[named[1]] = max(newest.get(named[1], found), found)
     return {pod: reason for pod, (_, reason) in newest.items()}

@@ -32,6 +32,7 @@ from holdfast.core.job_spec import JobSpec
 from holdfast.launch.cluster_manager import PlacementOrder
 from holdfast.launch.fleet_plan import FleetPlan, job_prefix
 from holdfast.launch.kubernetes_events import (
+    PENDING,
     find_failures,
     find_queue_reasons,
     is_queued,
@@ -166,10 +167,11 @@ class KubernetesManager:
         """Return what keeps pods from being started, by their uids; none if we may not see it."""
         found: dict[str, str] = {}
         if self._wait_long([pod for pod in pods if is_starting(pod)]):
-            found = find_failures(await self._events("Pod"))
+            found = find_failures(await self._events({"involvedObject.kind": "Pod"}))
         queued = [pod for pod in pods if is_queued(pod)]
         if self._wait_long(queued):
-            reasons = find_queue_reasons(await self._events("Workload"))
+            waits = {"involvedObject.kind": "Workload", "reason": PENDING}
+            reasons = find_queue_reasons(await self._events(waits))
             names = {uid_of(pod): pod.metadata.name for pod in queued if pod.metadata is not None}
             found |= {uid: reasons.get(name or "", "") for uid, name in names.items()}
         return found
@@ -179,9 +181,9 @@ class KubernetesManager:
         seen = [self._sightings.see(f"start of {uid_of(pod)}") for pod in pods]
         return min(seen, default=self._sightings.now) <= self._sightings.now - START_S
 
-    async def _events(self, kind: str) -> list[Event]:
-        """List the events of the objects of a kind; none if we may not see them."""
-        chosen: Any = {"involvedObject.kind": kind}
+    async def _events(self, fields: dict[str, str]) -> list[Event]:
+        """List the events that have these fields; none if we may not see them."""
+        chosen: Any = fields
         try:
             listed = self._client.list(Event, namespace=self._namespace, fields=chosen)
             return [event async for event in listed]
