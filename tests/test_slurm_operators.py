@@ -47,9 +47,12 @@ def run_job(folder: Path, cluster: SlurmCluster) -> Iterator[tuple[SlurmRun, lis
 
 
 def test_a_host_of_a_job_of_fixed_size_is_rebooted(
-    tmp_path: Path, cluster: SlurmCluster, undisturbed: str
+    tmp_path: Path, cluster: SlurmCluster, undisturbed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm does so once the job has left the host and given it back; then the job takes it."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
     with run_job(tmp_path, cluster) as (job, before):
         host = next(host for host in cluster.hosts if host != job.script_host())
         cluster.reboot(host)
@@ -57,6 +60,7 @@ def test_a_host_of_a_job_of_fixed_size_is_rebooted(
         assert len(job.serving()) == NODES
         assert "a new kernel" in job.log()
         assert "was lost" not in job.log()
+        assert not list(here.glob("slurm_job_*")), "scontrol's scripts are left behind"
         assert job.digest() == undisturbed
     assert not job.further_jobs()
 

@@ -12,6 +12,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -184,7 +185,10 @@ class SlurmManager:
             return
         self._give_back_at = time.monotonic() + GIVE_BACK_S
         try:
-            await self._ask("scontrol", "update", f"JobId={self._allocation}", f"NodeList={kept}")
+            change = (f"JobId={self._allocation}", f"NodeList={kept}")
+            # scontrol leaves two scripts where it runs, for the environment of users' shells.
+            with tempfile.TemporaryDirectory() as folder:
+                await self._ask("scontrol", "update", *change, folder=folder)
         except Unreachable as error:  # a site may forbid it
             if self._kept_against_will != left:
                 self._kept_against_will = left
@@ -261,15 +265,23 @@ class SlurmManager:
         return path
 
     async def _ask(
-        self, *command: str, environment: Mapping[str, str] | None = None, allow: Sequence[str] = ()
+        self,
+        *command: str,
+        environment: Mapping[str, str] | None = None,
+        allow: Sequence[str] = (),
+        folder: str | None = None,
     ) -> str:
-        """Run a command of Slurm. Unreachable: it failed, and did not say what `allow` lists."""
+        """Run a command of Slurm in a folder, or in the present one.
+
+        Unreachable: it failed, and did not say what `allow` lists.
+        """
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
+                cwd=folder,
                 env=clean_environment(os.environ) if environment is None else environment,
             )
         except FileNotFoundError:
