@@ -99,7 +99,7 @@ kubernetes-lab: $(STAMP)
 	tests/labs/build_controller.sh jobset $(LABS)/jobset
 	KUBEBUILDER_ASSETS=$(LABS)/kubernetes HOLDFAST_NODE=$(LABS)/node HOLDFAST_KUEUE=$(LABS)/kueue \
 	  HOLDFAST_JOBSET=$(LABS)/jobset $(PYTEST) -m clusters -rs \
-	  -k "kubernetes or containers or kueue or jobset" $(PYTEST_OPTIONS)
+	  -k "kubernetes or containers or kueue" $(PYTEST_OPTIONS)
 
 # Java 17; Maven and a network the first time.
 yarn-lab: $(STAMP) $(LABS)/yarn/.fetched

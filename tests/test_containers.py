@@ -20,10 +20,18 @@ from holdfast.launch.kubernetes_names import COORDINATOR
 from holdfast.store.checkpoints import Checkpoints
 from holdfast.store.open import open_storage
 from holdfast.testing.local_run import strike
-from labs import container_node, containers, control_plane
+from labs import container_node, containers, control_plane, jobset
 from labs.container_node import program
-from labs.container_run import RUN_DIR, ContainerCluster, ContainerRun, mount_shared, open_cluster
+from labs.container_run import (
+    RUN_DIR,
+    SIGNALS,
+    ContainerCluster,
+    ContainerRun,
+    mount_shared,
+    open_cluster,
+)
 from labs.containers import IMAGE, PAUSE, ImageStore
+from labs.jobset import NAME, JobSetRun, open_jobset
 from labs.kubernetes_cluster import NAMESPACE
 from labs.kubernetes_run import STEP_S
 from test_kubernetes_jobs import STEPS, undisturbed
@@ -235,3 +243,23 @@ def test_a_volume_that_the_user_may_not_write_to_is_named(cluster: ContainerClus
 def saved(run: ContainerRun) -> list[int]:
     """Return the steps whose checkpoints a job has left."""
     return list(Checkpoints(open_storage(str(run.signals / "store"))).steps())
+
+
+@pytest.mark.skipif(bool(jobset.missing()), reason=jobset.missing())
+def test_a_jobset_loses_a_node_and_its_first_pod(
+    cluster: ContainerCluster, undisturbed: str
+) -> None:
+    with open_jobset(cluster.folder / "jobset", cluster.config) as controller:
+        run = JobSetRun(cluster, controller, JOB, f"paced.py {SIGNALS}/go {STEPS}")
+        run.until_training()
+        lost = run.pods("nodes")[0]
+        cluster.delete(lost)
+        run.until_training(lost)
+
+        (first,) = run.pods("first")
+        cluster.delete(first)
+        run.until_training(first)
+        (run.folders[SIGNALS] / "go").touch()
+        cluster.until(run.ended, "the end of the JobSet", STEP_S)
+    printed = re.findall("^[0-9a-f]{64}$", cluster.printed(NAME), re.MULTILINE)
+    assert printed == [undisturbed]
