@@ -68,7 +68,7 @@ class Controller:
         (self.folder / "config.json").write_text(json.dumps(kept))
         self._apply(types := self._built / "types")
         established = ("--for=condition=Established", f"--timeout={UP_S:g}s")
-        self.kubectl("wait", *established, f"--filename={types}")
+        retry(lambda: self.kubectl("wait", *established, f"--filename={types}"))
         authority = (certificates / "ca.crt").read_text()
         self._apply(self._write_webhooks(f"https://{HOST}:{webhook}", authority))
         with open(self.folder / f"{self._name}.log", "ab") as log:
@@ -93,14 +93,7 @@ class Controller:
         """Apply objects, while the webhooks may still be coming up."""
         path = self.folder / "objects.yaml"
         path.write_text(yaml.safe_dump_all(objects))
-        deadline = time.monotonic() + UP_S
-        while True:
-            try:
-                return self._apply(path)
-            except AssertionError:
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(0.2)
+        retry(lambda: self._apply(path))
 
     def kubectl(self, *words: str) -> str:
         command = ["kubectl", f"--kubeconfig={self._config}", *words]
@@ -140,3 +133,16 @@ class Controller:
         path = self.folder / "webhooks.yaml"
         path.write_text(yaml.safe_dump_all(found))
         return path
+
+
+def retry(act: Callable[[], object]) -> None:
+    """Do something again until it succeeds, or UP_S have passed."""
+    deadline = time.monotonic() + UP_S
+    while True:
+        try:
+            act()
+            return
+        except AssertionError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.2)
