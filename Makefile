@@ -174,7 +174,7 @@ $(VENV)/.installed-%: $(STAMP)
 # The stamp is written last: an interrupted installation is simply done again. torch comes first,
 # by itself, so that TORCH_INDEX is asked for nothing else; no build isolation, so that a current
 # environment is brought up to date without a network.
-$(STAMP): pyproject.toml constraints.txt src/holdfast/core/release.py
+$(STAMP): pyproject.toml constraints.txt src/holdfast/engine/core/release.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "Holdfast needs Python 3.10 or newer: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \

@@ -28,19 +28,19 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
-from holdfast.cli.run_command import make_spec, parser
-from holdfast.core.errors import Damaged
-from holdfast.core.step.events import SaveEnded
-from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
-from holdfast.runtime.rundir import RunDir
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.disk_calls import RealDisk, aligned
-from holdfast.store.files import FileStorage
-from holdfast.store.manifest import SUSPECT
-from holdfast.store.storage import Storage
-from holdfast.store.volumes import VolumeStorage
-from holdfast.train.checkpoint.formats import bytes_of, item_of
-from holdfast.train.checkpoint.saver import Saver
+from holdfast.engine.commands.run_command import make_spec, parser
+from holdfast.engine.core.errors import Damaged
+from holdfast.engine.core.step.events import SaveEnded
+from holdfast.engine.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
+from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.disk_calls import RealDisk, aligned
+from holdfast.engine.state.store.files import FileStorage
+from holdfast.engine.state.store.manifest import SUSPECT
+from holdfast.engine.state.store.storage import Storage
+from holdfast.engine.state.store.volumes import VolumeStorage
+from holdfast.engine.train.checkpoint.formats import bytes_of, item_of
+from holdfast.engine.train.checkpoint.saver import Saver
 
 TENSORS = 150
 ELEMENTS = 2_300_000  # float32, of each
@@ -83,7 +83,7 @@ class RunningJob:
                 *(
                     sys.executable,
                     "-m",
-                    "holdfast.runtime.node.checkpoint_writer",
+                    "holdfast.engine.runtime.node.checkpoint_writer",
                     str(run_dir.path),
                 ),
                 *(str(taken.fileno()), str(os.getpid())),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from holdfast.coding.reed_solomon import ReedSolomon
+from holdfast.engine.state.coding.reed_solomon import ReedSolomon
 
 CODES = ((6, 2), (14, 2), (12, 4), (10, 6))
 PACKETS = tuple(1 << power for power in range(12, 23, 2))  # bytes of each piece

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from scale import spec
 
-from holdfast.core.errors import WorldError
-from holdfast.runtime.coordinate.election import Leader, locate, open_election
-from holdfast.runtime.rundir import RunDir
+from holdfast.engine.core.errors import WorldError
+from holdfast.engine.runtime.coordinate.election import Leader, locate, open_election
+from holdfast.engine.runtime.rundir import RunDir
 from labs.etcd_cluster import EtcdCluster
 
 HOST = "127.0.0.1"

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from step_ends import Ends, read_ends
 
-from holdfast.examples.gpt import GPT
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.lab.demo.gpt import GPT
 
 SCRIPT = Path(__file__).with_name("gpu_worker.py")
 VRANKS = 4

@@ -32,7 +32,7 @@ SAVED = re.compile(r"step (\d+) is saved")
 
 FORK = """
 import os, sys, torch
-import holdfast.train.preload
+import holdfast.engine.train.preload
 pid = os.fork()
 if pid == 0:
     torch.ones(3, device=sys.argv[1]).sum().item()
@@ -329,8 +329,8 @@ def coding(e: Evidence) -> None:
 
 def _coding(e: Evidence, k: int, m: int) -> Row:
     """Encode on the device: the bytes are the host's, and how many a second."""
-    from holdfast.coding.reed_solomon import ReedSolomon
-    from holdfast.train.protection.tensor_coding import TensorCode
+    from holdfast.engine.state.coding.reed_solomon import ReedSolomon
+    from holdfast.engine.train.protection.tensor_coding import TensorCode
 
     words = (1 << 12) if e.tiny else (4 << 20)
     dice = torch.Generator().manual_seed(k)

@@ -1,4 +1,4 @@
-"""The training script of benchmarks/gpu_evidence.py: the GPT of examples/gpt.py on one device.
+"""The training script of benchmarks/gpu_evidence.py: the GPT of lab/demo/gpt.py on one device.
 
 It runs as a worker of a Holdfast job, as a process of DistributedDataParallel on gloo, or alone.
 Everything is deterministic. Each step adds a line to the file --told: step, process, monotonic
@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import holdfast
-from holdfast.examples.gpt import GPT, digest, standard_library
+from holdfast.lab.demo.gpt import GPT, digest, standard_library
 
 
 def make_deterministic() -> None:

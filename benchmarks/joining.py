@@ -19,7 +19,7 @@ from pathlib import Path
 
 from recovery import Line, lines
 
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.runtime.local_run import LocalRun
 
 WORKERS = 3
 SIZES_MB = (10, 100, 500, 1000, 2000)

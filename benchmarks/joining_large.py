@@ -18,7 +18,7 @@ from pathlib import Path
 
 from recovery import lines
 
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.runtime.local_run import LocalRun, strike
 
 UNHURRIED_S = 300.0
 STEADY_STEPS = 3

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from step_ends import durations, read_ends
 
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.runtime.local_run import LocalRun
 
 SCRIPT = Path(__file__).with_name("large_tables_worker.py")
 WARM_UP, AFTER, LIMIT_S = 60, 200, 300.0  # AFTER: steps in which a longer one counts

@@ -14,7 +14,7 @@ from step_ends import tell_end
 from torch import nn
 
 import holdfast
-from holdfast import servers
+from holdfast import tables as servers
 
 SAMPLES, BAG, BATCH = 20_000, 8, 256
 

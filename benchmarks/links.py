@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast.core.step.link_detector import LinkDetector, Wait
-from holdfast.core.types import WorkerId
-from holdfast.train.exchange.waits import Waits
+from holdfast.engine.core.step.link_detector import LinkDetector, Wait
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.train.exchange.waits import Waits
 from labs.made_up_exchanges import BUCKETS, MadeUpExchange
 
 BEGIN, WITHIN = 40, 20  # steps: when something becomes slow, and the limit for finding it

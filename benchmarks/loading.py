@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from holdfast.train.data.batch_loading import BatchSource, LoadOptions
-from holdfast.train.data.sampling import SamplePlan
+from holdfast.engine.train.data.batch_loading import BatchSource, LoadOptions
+from holdfast.engine.train.data.sampling import SamplePlan
 
 ROUNDS = 15
 PROCESSES = (0, 1, 2)

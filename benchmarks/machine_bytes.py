@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from holdfast.core import tree
-from holdfast.core.assignment import assign_at_boundary, assign_mid_step
-from holdfast.core.domains import Path, find_paths
-from holdfast.core.sum_plan import plan_sum
-from holdfast.core.types import WorkerId
+from holdfast.engine.core import tree
+from holdfast.engine.core.assignment import assign_at_boundary, assign_mid_step
+from holdfast.engine.core.domains import Path, find_paths
+from holdfast.engine.core.sum_plan import plan_sum
+from holdfast.engine.core.types import WorkerId
 
 RACK, MACHINE = 1, 2  # names at the beginning of a path that are the same on one of them
 Paths = Mapping[WorkerId, Path]

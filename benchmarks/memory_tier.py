@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.errors import HoldfastError
-from holdfast.core.redundancy import read_redundancy
-from holdfast.examples import gpt
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.core.errors import HoldfastError
+from holdfast.engine.core.redundancy import read_redundancy
+from holdfast.engine.runtime.local_run import LocalRun, strike
+from holdfast.lab.demo import gpt
 from labs.local_nodes import LocalNodes, names
 
 SCRIPT = str(gpt.__file__)

@@ -20,7 +20,7 @@ from typing import Any
 
 from step_ends import durations, read_ends
 
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.runtime.local_run import LocalRun
 
 HOLDFAST = (sys.executable, "-m", "holdfast.cli.main")
 MOVES = 24

@@ -15,7 +15,7 @@ from step_ends import tell_end
 from torch import nn
 
 import holdfast
-from holdfast.examples.gpt import digest
+from holdfast.lab.demo.gpt import digest
 
 
 def main() -> None:

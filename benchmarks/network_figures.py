@@ -13,13 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.plan.network import (
-    H100,
-    GpuNetwork,
-    LinkSpeed,
-    time_double_tree,
-    time_ring,
-)
+from holdfast.plan.network import H100, GpuNetwork, LinkSpeed, time_double_tree, time_ring
 
 MIB, GIB = 2**20, 2**30
 NCCL, TESTS = "https://github.com/NVIDIA/nccl/issues", "https://github.com/NVIDIA/nccl-tests/issues"

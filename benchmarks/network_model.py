@@ -16,10 +16,10 @@ from pathlib import Path
 
 import network_figures as figures
 
-from holdfast.core.assignment import assign_at_boundary, assign_mid_step
-from holdfast.core.sum_plan import plan_sum
-from holdfast.core.tree import find_host_nodes
-from holdfast.core.types import WorkerId
+from holdfast.engine.core.assignment import assign_at_boundary, assign_mid_step
+from holdfast.engine.core.sum_plan import plan_sum
+from holdfast.engine.core.tree import find_host_nodes
+from holdfast.engine.core.types import WorkerId
 from holdfast.plan.network import (
     AS_WRITTEN,
     CALL_FOR_EACH_LEVEL,
@@ -141,7 +141,7 @@ def draw_findings() -> Iterator[str]:
     yield (
         "- Today's *code for GPUs* does not. It issues one call of NCCL for each level, runs one "
         "bucket after the other, and polls for the end of an exchange from Python "
-        f"(`train/exchange/nccl.py`). So 8 GPUs need {written[0]} ms, and {n:,} need "
+        f"(`engine/train/exchange/nccl.py`). So 8 GPUs need {written[0]} ms, and {n:,} need "
         f"{written[1]} ms. It was written to be right, and has never run on more than one GPU."
     )
     yield (

@@ -25,10 +25,10 @@ from torch import nn, optim
 from whole_batches import as_is
 
 import holdfast
-from holdfast.testing.local_run import LocalRun
-from holdfast.train.script.ledger_recorder import LedgerRecorder
-from holdfast.train.step.part_digest import PartDigest
-from holdfast.train.step.time_sheet import TimeSheet
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.train.script.ledger_recorder import LedgerRecorder
+from holdfast.engine.train.step.part_digest import PartDigest
+from holdfast.engine.train.step.time_sheet import TimeSheet
 
 RUN_S = 900.0
 BLOCKS = {"mlp": 8, "small": 60}  # steps of each

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from holdfast.train.job import Job
-from holdfast.train.script.job_step import Step
+from holdfast.engine.train.job import Job
+from holdfast.engine.train.script.job_step import Step
 
 plain_steps, rest_s = Job.steps, float(sys.argv[1])
 

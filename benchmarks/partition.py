@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.testing.local_run import strike
+from holdfast.engine.runtime.local_run import strike
 from labs.lab import LabRun
 from labs.network_lab import Fault, Lab
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from recovery_worker import TASK_S
 
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.runtime.local_run import LocalRun, strike
 
 WORKERS = 4
 RUN_S = 300.0  # limit for each wait: 64 workers need long on few cores

@@ -31,7 +31,7 @@ import step_time
 import stragglers
 import torch
 
-from holdfast.sim.swarm import run_seed
+from holdfast.lab.sim.swarm import run_seed
 from labs.etcd_cluster import EtcdCluster
 from labs.network_lab import Lab
 

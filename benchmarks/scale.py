@@ -23,8 +23,8 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from holdfast.core.job_spec import JobSpec, Nodes, Workers
-from holdfast.core.types import (
+from holdfast.engine.core.job_spec import JobSpec, Nodes, Workers
+from holdfast.engine.core.types import (
     NO_VIEW,
     AgentId,
     AgentReport,
@@ -37,9 +37,9 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
-from holdfast.net.channel import Channel, connect
-from holdfast.runtime.rundir import RunDir
-from holdfast.wire import messages
+from holdfast.engine.net.channel import Channel, connect
+from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.wire import messages
 
 messages._unpack = functools.lru_cache(maxsize=1)(messages._unpack)  # each node has its own core
 
@@ -213,7 +213,7 @@ def measure(agents: int, slots: int, calm_s: float = 20.0, losses: int = 5) -> M
                 *(
                     sys.executable,
                     "-m",
-                    "holdfast.runtime.coordinate.coordinator_process",
+                    "holdfast.engine.runtime.coordinate.coordinator_process",
                     str(run_dir.path),
                 ),
                 *(str(listener.fileno()), str(os.getpid())),

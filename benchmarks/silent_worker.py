@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.core.step import rulings
-from holdfast.examples.gpt import digest
+from holdfast.engine.core.step import rulings
+from holdfast.lab.demo.gpt import digest
 
 
 def main() -> None:

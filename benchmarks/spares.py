@@ -14,7 +14,7 @@ from pathlib import Path
 
 from struck_worker import SPARES, strike_worker
 
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.runtime.local_run import LocalRun
 
 KILLS = 5
 UNHURRIED_S = 300.0

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ddp_launch import STEADY, run_ddp
 
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.runtime.local_run import LocalRun
 
 MODELS = ("mlp", "conv", "small")
 WORKERS = (2, 4)

@@ -23,7 +23,7 @@ from torch import nn
 from whole_batches import WholeBatches, as_is
 
 import holdfast
-from holdfast.examples.gpt import digest
+from holdfast.lab.demo.gpt import digest
 
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.runtime.local_run import LocalRun
 
 CASES = [("mlp", 2), ("transformer", 2), ("many-small", 2), ("mlp", 4)]
 RUN_S = 300.0

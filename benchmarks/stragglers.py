@@ -13,14 +13,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.core.step.balance import BalancePolicy
-from holdfast.core.step.speeds import Speeds
-from holdfast.core.step.stragglers import Detector, Kind
-from holdfast.core.types import AgentId, Incarnation, Member, Peer, View, ViewNumber, WorkerId
-from holdfast.observe.ledger_audit import verify
-from holdfast.testing.local_run import LocalRun
-from holdfast.train.data.sampling import SamplePlan
-from holdfast.train.exchange.layout import Layout
+from holdfast.engine.core.step.balance import BalancePolicy
+from holdfast.engine.core.step.speeds import Speeds
+from holdfast.engine.core.step.stragglers import Detector, Kind
+from holdfast.engine.core.types import (
+    AgentId,
+    Incarnation,
+    Member,
+    Peer,
+    View,
+    ViewNumber,
+    WorkerId,
+)
+from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.train.data.sampling import SamplePlan
+from holdfast.engine.train.exchange.layout import Layout
 
 NOISE, ODD, COMMON = 0.03, 0.01, 0.1  # shares of a task; share of steps 1.3 to 3 times as long
 BEGIN, WITHIN = 60, 20  # steps: when slowness begins, and the limit for finding it

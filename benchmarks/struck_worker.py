@@ -9,7 +9,7 @@ from typing import Any
 
 from step_ends import Ends, read_ends
 
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.runtime.local_run import LocalRun, strike
 
 SPARES = {"hot": ["--spares", "1", "--hot-spares"], "warm": ["--spares", "1"], "no": []}
 STATES = {"hot": "hot spare", "warm": "spare"}

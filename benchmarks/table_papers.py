@@ -26,7 +26,7 @@ from stragglers import run_job
 from torch import nn
 from torch.nn import functional as F
 
-from holdfast.servers import SGD, Adagrad, Downpour, RowOptimizer
+from holdfast.tables import SGD, Adagrad, Downpour, RowOptimizer
 from lone_step import train_step
 
 REPLICAS = (1, 4, 16, 64)

@@ -196,7 +196,7 @@ def train_torchrec(options: argparse.Namespace) -> None:
 def train_ours(options: argparse.Namespace) -> None:
     """Be a worker of the job."""
     import holdfast
-    from holdfast import servers
+    from holdfast import tables as servers
 
     job = holdfast.join(seed=3)
     configs = [

@@ -19,18 +19,18 @@ from pathlib import Path
 
 import torch
 
-from holdfast.core.job_spec import JobSpec
-from holdfast.core.types import ServerLayout
-from holdfast.net.peer_identity import PeerIdentity
-from holdfast.runtime.node import row_server
-from holdfast.runtime.rundir import RunDir
-from holdfast.servers import RowWiseAdagrad
-from holdfast.servers.row_client import RowClient
-from holdfast.servers.row_optimizers import TableOptimizer
-from holdfast.servers.server_rows import RowUpdate
-from holdfast.servers.server_wire import TableGroup, describe_rule
-from holdfast.servers.table_shape import TableShape
-from holdfast.train.script.row_updates import HeirWatch, ServerAccess
+from holdfast.engine.core.job_spec import JobSpec
+from holdfast.engine.core.types import ServerLayout
+from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.runtime.node import service_process
+from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.train.script.row_updates import HeirWatch, ServerAccess
+from holdfast.tables import RowWiseAdagrad
+from holdfast.tables.row_client import RowClient
+from holdfast.tables.row_optimizers import TableOptimizer
+from holdfast.tables.server_rows import RowUpdate
+from holdfast.tables.server_wire import TableGroup, describe_rule
+from holdfast.tables.table_shape import TableShape
 
 TABLES, DIM, KEY = 26, 16, b"k" * 32
 COPY_S = 3.0  # enough for a server that starts again to copy its rows
@@ -51,9 +51,9 @@ class Server:
             "HOLDFAST_PEER_KEY": KEY.hex(),
             "HOLDFAST_TLS": "",
             "HOLDFAST_RUN_DIR": run_dir,
-            row_server.ADDRESS_FD: str(write),
+            service_process.ADDRESS_FD: str(write),
         }
-        command = [sys.executable, "-m", row_server.MODULE]
+        command = [sys.executable, "-m", service_process.MODULE]
         self.process = subprocess.Popen(command, env=environment, pass_fds=(write,))
         os.close(write)
         with os.fdopen(read) as pipe:

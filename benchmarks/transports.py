@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 import trustme
 
-from holdfast.net.peer_identity import PeerIdentity
-from holdfast.testing.transports import GroupMember, MakeTransport, run_contract
-from holdfast.train.exchange.seam import Message, Rendezvous
-from holdfast.train.exchange.tcp_transport import TcpListener, TcpTransport
-from holdfast.train.exchange.waits import Waits
+from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.train.exchange.seam import Message, Rendezvous
+from holdfast.engine.train.exchange.tcp_transport import TcpListener, TcpTransport
+from holdfast.engine.train.exchange.waits import Waits
+from holdfast.lab.contracts.transports import GroupMember, MakeTransport, run_contract
 
 VOTE_BYTES = 200
 SIZES_MB = (0.5, 1, 25, 100)

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.store.data_index import index_files, write_index
-from holdfast.store.verified_files import VerifiedFiles
-from holdfast.train.data.batch_loading import BatchSource, LoadOptions
-from holdfast.train.data.sample_digest import index_samples
-from holdfast.train.data.sampling import SamplePlan
-from holdfast.train.data.verified_samples import Checks
+from holdfast.engine.state.store.data_index import index_files, write_index
+from holdfast.engine.state.store.verified_files import VerifiedFiles
+from holdfast.engine.train.data.batch_loading import BatchSource, LoadOptions
+from holdfast.engine.train.data.sample_digest import index_samples
+from holdfast.engine.train.data.sampling import SamplePlan
+from holdfast.engine.train.data.verified_samples import Checks
 
 ROUNDS = 7
 FILE_BYTES = 128 << 20

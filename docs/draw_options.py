@@ -1,6 +1,6 @@
 """Draw docs/options.md from the job's settings: `python docs/draw_options.py`.
 
-Names, defaults, limits and help are those of core/job_spec.py, so nothing about an option is
+Names, defaults, limits and help are those of engine/core/job_spec.py, so nothing about an option is
 written twice. tests/test_docs.py fails while the page is not up to date.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.core.job_spec import SECTIONS, SETTINGS
-from holdfast.core.settings import AUTO, Setting, format_value
+from holdfast.engine.core.job_spec import SECTIONS, SETTINGS
+from holdfast.engine.core.settings import AUTO, Setting, format_value
 
 PAGE = Path(__file__).with_name("options.md")
 HEAD = """\

@@ -15,17 +15,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from holdfast.core import tree
-from holdfast.core.membership import agent, coordinator_events
-from holdfast.core.replica.ends import SourceKind
-from holdfast.core.replica.replica import SYNC_MOVES, SyncStage
-from holdfast.core.step import effects as ef
-from holdfast.core.step import events as ev
-from holdfast.core.step.activities import ACTIVITY_MOVES, Activity
-from holdfast.core.step.vote import Vote
-from holdfast.core.sum_plan import plan_sum
-from holdfast.core.transitions import Transitions
-from holdfast.core.types import (
+from holdfast.engine.core import tree
+from holdfast.engine.core.membership import agent, coordinator_events
+from holdfast.engine.core.replica.ends import SourceKind
+from holdfast.engine.core.replica.replica import SYNC_MOVES, SyncStage
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.step.activities import ACTIVITY_MOVES, Activity
+from holdfast.engine.core.step.vote import Vote
+from holdfast.engine.core.sum_plan import plan_sum
+from holdfast.engine.core.transitions import Transitions
+from holdfast.engine.core.types import (
     AgentId,
     Incarnation,
     Member,
@@ -35,7 +35,7 @@ from holdfast.core.types import (
     WorkerDirective,
     WorkerId,
 )
-from holdfast.core.worker.machine import WorkerMachine
+from holdfast.engine.core.worker.machine import WorkerMachine
 
 PAGE = Path(__file__).with_name("protocol.md")
 BEGIN, END = "<!-- drawn: {} -->", "<!-- end -->"

@@ -31,7 +31,7 @@ try:
 except ImportError:
     sys.exit("finetune_transformers.py needs transformers: pip install 'holdfast[transformers]'")
 
-from holdfast.integrations.transformers import Trainer
+from holdfast.trainers.transformers import Trainer
 
 LETTERS = "0123456789+=."
 IGNORED = -100  # a label that does not count

@@ -1,1 +1,1 @@
-../src/holdfast/examples/gpt.py
+../src/holdfast/lab/demo/gpt.py

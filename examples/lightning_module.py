@@ -25,7 +25,7 @@ try:
 except ImportError:
     sys.exit("lightning_module.py needs lightning: pip install 'holdfast[lightning]'")
 
-from holdfast.integrations.lightning import Strategy
+from holdfast.trainers.lightning import Strategy
 
 PIXELS = 64
 

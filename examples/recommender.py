@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast import servers
+from holdfast import tables as servers
 
 DENSE, SPARSE = 13, 26  # numbers and ids of a sample
 FEATURES = [f"c{i}" for i in range(SPARSE)]

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import random
 
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.manifest import (
-    CHUNK_BYTES,
-    PACKS,
-    Entry,
-    Manifest,
-)
-from holdfast.store.saving import Item
-from holdfast.testing.storages import MemoryStorage
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.manifest import CHUNK_BYTES, PACKS, Entry, Manifest
+from holdfast.engine.state.store.saving import Item
+from holdfast.lab.contracts.storages import MemoryStorage
 
 State = dict[str, bytearray]
 SIZES = {

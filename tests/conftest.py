@@ -12,10 +12,10 @@ from typing import Any
 import hypothesis
 import pytest
 
-from holdfast.runtime.node import fork_server
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.open import open_storage
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.runtime.node import fork_server
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.open import open_storage
 
 MISSING_PACKAGE = re.compile(r"\(package ([\w.+-]+)\)")  # skip reasons name Debian's packages so
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -11,18 +11,24 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from holdfast.core.job_spec import JobSpec
-from holdfast.dashboard.site import Site, make_dashboard
-from holdfast.net.web_server import listen
-from holdfast.observe.ledger import LedgerEntry, LedgerHeader, LedgerWriter, Place, ledger_path
-from holdfast.observe.time_lines import (
+from holdfast.engine.core.job_spec import JobSpec
+from holdfast.engine.net.web_server import listen
+from holdfast.engine.records.ledger import (
+    LedgerEntry,
+    LedgerHeader,
+    LedgerWriter,
+    Place,
+    ledger_path,
+)
+from holdfast.engine.records.time_lines import (
     ProcessHeader,
     SpentLine,
     TimesWriter,
     TimeUse,
     times_path,
 )
-from holdfast.runtime.rundir import RunDir
+from holdfast.engine.runtime.rundir import RunDir
+from holdfast.reports.dashboard.site import Site, make_dashboard
 
 LIMIT_S = 60.0
 BEGAN = 1_795_000_000.0

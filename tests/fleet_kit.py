@@ -1,6 +1,6 @@
 """Plays a cluster and a job around FleetMachines, with faults from a seed, and checks the truth.
 
-What really runs is known here, so the invariants that core/fleet/fleet.py states are checked
+What really runs is known here, so the invariants that engine/core/fleet/fleet.py states are checked
 against it and not against what the machine believes. Time is a number that the loop sets.
 """
 
@@ -12,9 +12,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast.core.fleet import fleet_events as fe
-from holdfast.core.fleet.fleet import FleetMachine
-from holdfast.core.fleet.placements import (
+from holdfast.engine.core.fleet import fleet_events as fe
+from holdfast.engine.core.fleet.fleet import FleetMachine
+from holdfast.engine.core.fleet.placements import (
     FleetPolicy,
     Holding,
     NodeSeen,
@@ -22,7 +22,7 @@ from holdfast.core.fleet.placements import (
     Placement,
     PlacementId,
 )
-from holdfast.core.types import Tick
+from holdfast.engine.core.types import Tick
 
 PREFIX = "hf-job-"
 IN_USE_S = 60.0  # within this time a host is in use that is there, admitted and needed

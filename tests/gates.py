@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from holdfast.core.errors import WireError
-from holdfast.core.job_problems import JOB_BYTES_MAX
-from holdfast.net.channel import Channel, Gate, GatePolicy, Serve, connect
-from holdfast.wire import frames
-from holdfast.wire.messages import StatusReply, StatusRequest
+from holdfast.engine.core.errors import WireError
+from holdfast.engine.core.job_problems import JOB_BYTES_MAX
+from holdfast.engine.net.channel import Channel, Gate, GatePolicy, Serve, connect
+from holdfast.engine.wire import frames
+from holdfast.engine.wire.messages import StatusReply, StatusRequest
 
 HOST = "127.0.0.1"
 SECRET = b"s" * 32

@@ -14,10 +14,10 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from holdfast.core.job_spec import GroupPolicy
-from holdfast.core.membership import agent as ag
-from holdfast.core.membership.agent import AgentMachine, AgentPolicy
-from holdfast.core.membership.coordinator_events import (
+from holdfast.engine.core.job_spec import GroupPolicy
+from holdfast.engine.core.membership import agent as ag
+from holdfast.engine.core.membership.agent import AgentMachine, AgentPolicy
+from holdfast.engine.core.membership.coordinator_events import (
     Announce,
     CoordinatorEffect,
     CoordinatorEvent,
@@ -26,10 +26,10 @@ from holdfast.core.membership.coordinator_events import (
     ReportArrived,
     SendDirective,
 )
-from holdfast.core.membership.group import GroupMachine
-from holdfast.core.membership.group_faults import ranks_of
-from holdfast.core.membership.lease import LeasePolicy
-from holdfast.core.types import (
+from holdfast.engine.core.membership.group import GroupMachine
+from holdfast.engine.core.membership.group_faults import ranks_of
+from holdfast.engine.core.membership.lease import LeasePolicy
+from holdfast.engine.core.types import (
     AgentId,
     Incarnation,
     JobRecord,

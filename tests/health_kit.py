@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.health.limits import Limits
+from holdfast.engine.host.limits import Limits
 
 # What other programs do to this machine meanwhile is no part of these tests.
 CALM = Limits(

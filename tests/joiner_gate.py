@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from holdfast.train.step.probe import Probe
+from holdfast.engine.train.step.probe import Probe
 
 if TYPE_CHECKING:
     from thread_cluster import ThreadCluster, ThreadWorker

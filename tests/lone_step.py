@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from holdfast.servers import Downpour
+from holdfast.tables import Downpour
 
 Loss = Callable[[Any, Any], torch.Tensor]  # takes the model's output and the targets
 

@@ -10,11 +10,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from holdfast.core.step import effects as ef
-from holdfast.core.step import events as ev
-from holdfast.core.step.events import Purpose, Topic, WorkerEvent
-from holdfast.core.step.step_policy import StepPolicy
-from holdfast.core.types import (
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.step.events import Purpose, Topic, WorkerEvent
+from holdfast.engine.core.step.step_policy import StepPolicy
+from holdfast.engine.core.types import (
     AgentId,
     Incarnation,
     Member,
@@ -25,7 +25,7 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
-from holdfast.core.worker.machine import WorkerMachine
+from holdfast.engine.core.worker.machine import WorkerMachine
 
 E = TypeVar("E")
 

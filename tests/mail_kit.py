@@ -7,7 +7,7 @@ import queue
 import torch
 
 from conftest import RUN_S
-from holdfast.train.exchange.seam import Message
+from holdfast.engine.train.exchange.seam import Message
 
 
 class Mail:

@@ -8,7 +8,7 @@ import threading
 import torch
 
 from conftest import RUN_S
-from holdfast.train.exchange.seam import Message, NothingPending, Pending
+from holdfast.engine.train.exchange.seam import Message, NothingPending, Pending
 
 
 class Mailbox:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.core.step.backup import BackupPolicy
-from holdfast.core.step.balance import BalancePolicy
-from holdfast.core.step.speculation import Patience
-from holdfast.sim.swarm import run_seed
-from holdfast.sim.world import Machines
+from holdfast.engine.core.step.backup import BackupPolicy
+from holdfast.engine.core.step.balance import BalancePolicy
+from holdfast.engine.core.step.speculation import Patience
+from holdfast.lab.sim.swarm import run_seed
+from holdfast.lab.sim.world import Machines
 
 EVENTS_MAX = 600_000  # a planted bug must be caught within this many simulated events
 GOES_ON = {  # each job runs to its end, so that mistakes which show late are seen

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.spread_turns import Turn, plan_turns
-from holdfast.core.sum_plan import Level, SumPlan, SumPlans
-from holdfast.sim import data_network, turns
-from holdfast.sim.arithmetic import Key
-from holdfast.sim.groups import Group, TurnOf, What
-from holdfast.sim.seams import Actor
-from holdfast.sim.turns import LevelSum, TurnedGather, Turns
-from holdfast.sim.world import Machines
+from holdfast.engine.core.spread_turns import Turn, plan_turns
+from holdfast.engine.core.sum_plan import Level, SumPlan, SumPlans
+from holdfast.lab.sim import data_network, turns
+from holdfast.lab.sim.arithmetic import Key
+from holdfast.lab.sim.groups import Group, TurnOf, What
+from holdfast.lab.sim.seams import Actor
+from holdfast.lab.sim.turns import LevelSum, TurnedGather, Turns
+from holdfast.lab.sim.world import Machines
 from mutation_kit import mutation
 
 

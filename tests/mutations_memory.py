@@ -8,24 +8,24 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.membership import coordinator, protection, view_end
-from holdfast.core.membership.facts import Facts
-from holdfast.core.membership.handover import Handover
-from holdfast.core.membership.protection import Protection
-from holdfast.core.redundancy import KeptPieces, Piece, Recall
-from holdfast.core.replica import protecting
-from holdfast.core.replica.ends import SinkKind
-from holdfast.core.replica.protecting import Protecting
-from holdfast.core.replica.saves import Saves
-from holdfast.core.step import effects as ef
-from holdfast.core.step.step_machine import StepMachine
-from holdfast.core.step.verdicts import Decided
-from holdfast.core.step.vote import Tally
-from holdfast.core.types import AgentId
-from holdfast.core.worker.machine import WorkerMachine
-from holdfast.core.worker.standing import Standing
-from holdfast.sim import memories
-from holdfast.sim.world import Machines
+from holdfast.engine.core.membership import coordinator, protection, view_end
+from holdfast.engine.core.membership.facts import Facts
+from holdfast.engine.core.membership.handover import Handover
+from holdfast.engine.core.membership.protection import Protection
+from holdfast.engine.core.redundancy import KeptPieces, Piece, Recall
+from holdfast.engine.core.replica import protecting
+from holdfast.engine.core.replica.ends import SinkKind
+from holdfast.engine.core.replica.protecting import Protecting
+from holdfast.engine.core.replica.saves import Saves
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step.step_machine import StepMachine
+from holdfast.engine.core.step.verdicts import Decided
+from holdfast.engine.core.step.vote import Tally
+from holdfast.engine.core.types import AgentId
+from holdfast.engine.core.worker.machine import WorkerMachine
+from holdfast.engine.core.worker.standing import Standing
+from holdfast.lab.sim import memories
+from holdfast.lab.sim.world import Machines
 from mutation_kit import MEMORY, SPREAD, TUNED, mutation
 
 

@@ -8,37 +8,37 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.job_spec import CoordinatorPolicy
-from holdfast.core.membership import coordinator as co
-from holdfast.core.membership import decision_loop, node_process, view_making
-from holdfast.core.membership import view_end as ve
-from holdfast.core.membership.agent import (
+from holdfast.engine.core.job_spec import CoordinatorPolicy
+from holdfast.engine.core.membership import coordinator as co
+from holdfast.engine.core.membership import decision_loop, node_process, view_making
+from holdfast.engine.core.membership import view_end as ve
+from holdfast.engine.core.membership.agent import (
     AgentEffect,
     AgentEvent,
     AgentMachine,
     JobOver,
     ProcessExited,
 )
-from holdfast.core.membership.changes import AddSlot, Change
-from holdfast.core.membership.departure import Departure
-from holdfast.core.membership.durable import Durable
-from holdfast.core.membership.event_chain import EventChain
-from holdfast.core.membership.facts import Facts
-from holdfast.core.membership.liveness import FreezeDetector, ProcessSample
-from holdfast.core.membership.machine_losses import MachineLosses
-from holdfast.core.membership.own_job import OwnJob
-from holdfast.core.membership.process_ends import EndVerdict, judge_end
-from holdfast.core.membership.roster import Roster
-from holdfast.core.membership.stopping import Stopping
-from holdfast.core.replica.retention import Retention, Saved
-from holdfast.core.replica.saves import Saves
-from holdfast.core.step.step_machine import StepMachine
-from holdfast.core.step.verdicts import Decided
-from holdfast.core.types import AgentId, Incarnation, Phase, Tick, View, WorkerId
-from holdfast.core.worker.machine import WorkerMachine
-from holdfast.core.worker.standing import Standing
-from holdfast.sim import stored
-from holdfast.sim.world import Machines
+from holdfast.engine.core.membership.changes import AddSlot, Change
+from holdfast.engine.core.membership.departure import Departure
+from holdfast.engine.core.membership.durable import Durable
+from holdfast.engine.core.membership.event_chain import EventChain
+from holdfast.engine.core.membership.facts import Facts
+from holdfast.engine.core.membership.liveness import FreezeDetector, ProcessSample
+from holdfast.engine.core.membership.machine_losses import MachineLosses
+from holdfast.engine.core.membership.own_job import OwnJob
+from holdfast.engine.core.membership.process_ends import EndVerdict, judge_end
+from holdfast.engine.core.membership.roster import Roster
+from holdfast.engine.core.membership.stopping import Stopping
+from holdfast.engine.core.replica.retention import Retention, Saved
+from holdfast.engine.core.replica.saves import Saves
+from holdfast.engine.core.step.step_machine import StepMachine
+from holdfast.engine.core.step.verdicts import Decided
+from holdfast.engine.core.types import AgentId, Incarnation, Phase, Tick, View, WorkerId
+from holdfast.engine.core.worker.machine import WorkerMachine
+from holdfast.engine.core.worker.standing import Standing
+from holdfast.lab.sim import stored
+from holdfast.lab.sim.world import Machines
 from mutation_kit import mutation
 
 # ---------------------------------------------------------------- the event log
@@ -184,7 +184,7 @@ def a_node_is_given_a_slot_too_many(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def the_job_starts_on_fewer_nodes(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(co, "present_nodes", lambda facts: 1 << 20)
+    patch.setattr(co.formation, "present_nodes", lambda facts: 1 << 20)
     return Machines()
 
 

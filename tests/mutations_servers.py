@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core.membership import server_places
-from holdfast.core.membership.departure import Departure
-from holdfast.core.membership.durable import Durable
-from holdfast.core.membership.facts import Facts
-from holdfast.core.membership.protection import Protection
-from holdfast.core.types import ViewNumber
-from holdfast.sim.world import Machines
+from holdfast.engine.core.membership import server_places
+from holdfast.engine.core.membership.departure import Departure
+from holdfast.engine.core.membership.durable import Durable
+from holdfast.engine.core.membership.facts import Facts
+from holdfast.engine.core.membership.protection import Protection
+from holdfast.engine.core.types import ViewNumber
+from holdfast.lab.sim.world import Machines
 from mutation_kit import mutation
 
 

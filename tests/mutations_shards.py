@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.core.step import events as ev
-from holdfast.core.step import shards
-from holdfast.core.step.shards import ShardEvents
-from holdfast.sim.world import Machines
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.step import shards
+from holdfast.engine.core.step.shards import ShardEvents
+from holdfast.lab.sim.world import Machines
 from mutation_kit import SHARDS, TUNED, mutation
 
 

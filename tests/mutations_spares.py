@@ -7,13 +7,13 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
-from holdfast.core.membership import formation
-from holdfast.core.membership.reserve import Reserve
-from holdfast.core.membership.view_making import Room
-from holdfast.core.step.balance import BalancePolicy
-from holdfast.core.step.speeds import Speeds
-from holdfast.core.types import View, WorkerId
-from holdfast.sim.world import Machines
+from holdfast.engine.core.membership import formation
+from holdfast.engine.core.membership.reserve import Reserve
+from holdfast.engine.core.membership.view_making import Room
+from holdfast.engine.core.step.balance import BalancePolicy
+from holdfast.engine.core.step.speeds import Speeds
+from holdfast.engine.core.types import View, WorkerId
+from holdfast.lab.sim.world import Machines
 from mutation_kit import mutation
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.job_spec import CoordinatorPolicy
-from holdfast.core.membership import restart, teams
-from holdfast.core.membership.agent import AgentMachine
-from holdfast.core.membership.protection import Protection
-from holdfast.core.replica import protecting
-from holdfast.core.step.shards import FollowerProofs
-from holdfast.sim import memories
-from holdfast.sim.world import Machines
+from holdfast.engine.core.job_spec import CoordinatorPolicy
+from holdfast.engine.core.membership import restart, teams
+from holdfast.engine.core.membership.agent import AgentMachine
+from holdfast.engine.core.membership.protection import Protection
+from holdfast.engine.core.replica import protecting
+from holdfast.engine.core.step.shards import FollowerProofs
+from holdfast.lab.sim import memories
+from holdfast.lab.sim.world import Machines
 from mutation_kit import SPREAD, TUNED, mutation
 
 

@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.replica.room_wait import RoomWait
-from holdfast.core.replica.saves import Saves
-from holdfast.core.replica.store_wait import StoreWait
-from holdfast.core.step import backup
-from holdfast.core.step import effects as ef
-from holdfast.core.step import events as ev
-from holdfast.core.step.audit import Audit
-from holdfast.core.step.backup import BackupPolicy, Settlement
-from holdfast.core.step.open_step import OpenStep
-from holdfast.core.step.rulings import Rulings
-from holdfast.core.step.step_machine import Activity, StepMachine
-from holdfast.core.step.verdicts import Doubted
-from holdfast.core.types import View
-from holdfast.core.worker import machine
-from holdfast.sim.world import Machines
+from holdfast.engine.core.replica.room_wait import RoomWait
+from holdfast.engine.core.replica.saves import Saves
+from holdfast.engine.core.replica.store_wait import StoreWait
+from holdfast.engine.core.step import backup
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.step.audit import Audit
+from holdfast.engine.core.step.backup import BackupPolicy, Settlement
+from holdfast.engine.core.step.open_step import OpenStep
+from holdfast.engine.core.step.rulings import Rulings
+from holdfast.engine.core.step.step_machine import Activity, StepMachine
+from holdfast.engine.core.step.verdicts import Doubted
+from holdfast.engine.core.types import View
+from holdfast.engine.core.worker import machine
+from holdfast.lab.sim.world import Machines
 from mutation_kit import mutation
 
 

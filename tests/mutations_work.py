@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.assignment import assign_at_boundary
-from holdfast.core.membership import formation, view_end, view_making
-from holdfast.core.step import effects as ef
-from holdfast.core.step.link_detector import Wait
-from holdfast.core.step.speeds import Speeds
-from holdfast.core.types import LateWorker, StateCopy, View, ViewNumber, WorkerStatus
-from holdfast.core.worker.membership import Membership
-from holdfast.sim.world import Machines
+from holdfast.engine.core.assignment import assign_at_boundary
+from holdfast.engine.core.membership import formation, view_end, view_making
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step.link_detector import Wait
+from holdfast.engine.core.step.speeds import Speeds
+from holdfast.engine.core.types import LateWorker, StateCopy, View, ViewNumber, WorkerStatus
+from holdfast.engine.core.worker.membership import Membership
+from holdfast.lab.sim.world import Machines
 from mutation_kit import mutation
 
 # ---------------------------------------------------------------- assignment

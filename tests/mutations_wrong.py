@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.membership import view_making
-from holdfast.core.membership.roster import Roster
-from holdfast.core.membership.view_making import Proposal
-from holdfast.core.step import audit, audits, script_blame
-from holdfast.core.step.audit import Court, Ruling, Sentence
-from holdfast.core.step.newcomers import Newcomers, Refusal
-from holdfast.core.step.trust import Trust
-from holdfast.core.step.verdicts import Doubted
-from holdfast.core.types import StateCopy, View, WorkerId
-from holdfast.core.worker.machine import WorkerMachine
-from holdfast.core.worker.membership import Membership
-from holdfast.sim.world import Machines
+from holdfast.engine.core.membership import view_making
+from holdfast.engine.core.membership.roster import Roster
+from holdfast.engine.core.membership.view_making import Proposal
+from holdfast.engine.core.step import audit, audits, script_blame
+from holdfast.engine.core.step.audit import Court, Ruling, Sentence
+from holdfast.engine.core.step.newcomers import Newcomers, Refusal
+from holdfast.engine.core.step.trust import Trust
+from holdfast.engine.core.step.verdicts import Doubted
+from holdfast.engine.core.types import StateCopy, View, WorkerId
+from holdfast.engine.core.worker.machine import WorkerMachine
+from holdfast.engine.core.worker.membership import Membership
+from holdfast.lab.sim.world import Machines
 from mutation_kit import mutation
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from holdfast.train.job import Job
+from holdfast.engine.train.job import Job
 from loop_kit import digest
 from thread_cluster import ThreadWorker
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Sequence
 
-from holdfast.core import tree
-from holdfast.testing.memory_transport import MemoryNetwork, MemoryTransport
-from holdfast.testing.transports import SharedRendezvous
-from holdfast.train.exchange.layout import Layout
-from holdfast.train.exchange.seam import Message, Pending
-from holdfast.train.step.reduction import Operation, advance_all
+from holdfast.engine.core import tree
+from holdfast.engine.train.exchange.layout import Layout
+from holdfast.engine.train.exchange.seam import Message, Pending
+from holdfast.engine.train.step.reduction import Operation, advance_all
+from holdfast.lab.contracts.memory_transport import MemoryNetwork, MemoryTransport
+from holdfast.lab.contracts.transports import SharedRendezvous
 from mailboxes import together
 
 

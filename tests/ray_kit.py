@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from holdfast.core.fleet.placements import Placement, PlacementId
-from holdfast.launch.ray_manager import RayManager
-from holdfast.testing.cluster_contract import order, run_placement, until
+from holdfast.clusters.ray.ray_manager import RayManager
+from holdfast.engine.core.fleet.placements import Placement, PlacementId
+from holdfast.lab.contracts.cluster_contract import order, run_placement, until
 
 FULL, LARGE = "hf-full-", "hf-large-"
 

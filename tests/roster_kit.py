@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from holdfast.core.membership.changes import (
+from holdfast.engine.core.membership.changes import (
     Change,
     CountLoss,
     PutSlot,
     SetDrain,
     WelcomeNode,
 )
-from holdfast.core.membership.coordinator_events import Announce
-from holdfast.core.membership.facts import Facts
-from holdfast.core.membership.lease import LeasePolicy
-from holdfast.core.membership.live_roster import LiveRoster, News
-from holdfast.core.membership.roster import SlotState
-from holdfast.core.types import (
+from holdfast.engine.core.membership.coordinator_events import Announce
+from holdfast.engine.core.membership.facts import Facts
+from holdfast.engine.core.membership.lease import LeasePolicy
+from holdfast.engine.core.membership.live_roster import LiveRoster, News
+from holdfast.engine.core.membership.roster import SlotState
+from holdfast.engine.core.types import (
     AgentId,
     AgentReport,
     Incarnation,

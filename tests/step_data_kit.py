@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.train.step.buckets import Gradients
-from holdfast.train.step.monitor import Monitor
-from holdfast.train.step.step_data import StepData
-from holdfast.train.step.step_table import Buffers, StepTable
+from holdfast.engine.train.step.buckets import Gradients
+from holdfast.engine.train.step.monitor import Monitor
+from holdfast.engine.train.step.step_data import StepData
+from holdfast.engine.train.step.step_table import Buffers, StepTable
 
 VRANKS = 4
 

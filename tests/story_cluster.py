@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from holdfast.core.job_spec import CoordinatorPolicy
-from holdfast.core.membership import agent as ag
-from holdfast.core.membership import coordinator_events as ce
-from holdfast.core.membership.agent import AgentMachine, AgentPolicy
-from holdfast.core.membership.coordinator import CoordinatorMachine
-from holdfast.core.replica.ends import SinkKind, SourceKind
-from holdfast.core.step import effects as ef
-from holdfast.core.step import events as ev
-from holdfast.core.step.step_policy import StepPolicy
-from holdfast.core.types import (
+from holdfast.engine.core.job_spec import CoordinatorPolicy
+from holdfast.engine.core.membership import agent as ag
+from holdfast.engine.core.membership import coordinator_events as ce
+from holdfast.engine.core.membership.agent import AgentMachine, AgentPolicy
+from holdfast.engine.core.membership.coordinator import CoordinatorMachine
+from holdfast.engine.core.replica.ends import SinkKind, SourceKind
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.step.step_policy import StepPolicy
+from holdfast.engine.core.types import (
     AgentId,
     AgentReport,
     Directive,
@@ -32,7 +32,7 @@ from holdfast.core.types import (
     WorkerDirective,
     WorkerId,
 )
-from holdfast.core.worker.machine import WorkerMachine
+from holdfast.engine.core.worker.machine import WorkerMachine
 from story_data import Group, Work
 from story_feeding import Feeds
 from story_memory import NodeMemories

@@ -6,17 +6,17 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from holdfast.core.job_spec import CoordinatorPolicy
-from holdfast.core.redundancy import Redundancy
-from holdfast.core.replica.ends import SinkKind, SourceKind
-from holdfast.core.replica.saves import SavePolicy
-from holdfast.core.step import effects as ef
-from holdfast.core.step import events as ev
-from holdfast.core.step.backup import BackupPolicy
-from holdfast.core.step.events import Topic
-from holdfast.core.step.speculation import Patience
-from holdfast.core.step.step_policy import StepPolicy
-from holdfast.core.types import AgentId, WorkerId
+from holdfast.engine.core.job_spec import CoordinatorPolicy
+from holdfast.engine.core.redundancy import Redundancy
+from holdfast.engine.core.replica.ends import SinkKind, SourceKind
+from holdfast.engine.core.replica.saves import SavePolicy
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.step.backup import BackupPolicy
+from holdfast.engine.core.step.events import Topic
+from holdfast.engine.core.step.speculation import Patience
+from holdfast.engine.core.step.step_policy import StepPolicy
+from holdfast.engine.core.types import AgentId, WorkerId
 from story_cluster import ROUNDS_MAX, Cluster, Host, Machines, Process, Setting, StoryError
 from story_text import merged, status_text, view_text
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from holdfast.core.step import effects as ef
-from holdfast.core.step import events as ev
-from holdfast.core.step.events import FINITE, SOMEBODYS, Purpose, Row, Topic
-from holdfast.core.types import View, WorkerId
-from holdfast.sim.sum_answers import answer
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.step.events import FINITE, SOMEBODYS, Purpose, Row, Topic
+from holdfast.engine.core.types import View, WorkerId
+from holdfast.lab.sim.sum_answers import answer
 
 SOUND = 7  # the fingerprint of a state in which no bit is wrong
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from holdfast.core.replica.ends import SinkKind, SourceKind
-from holdfast.core.step import effects as ef
-from holdfast.core.step import events as ev
-from holdfast.core.types import FollowOrder, View, WorkerId
+from holdfast.engine.core.replica.ends import SinkKind, SourceKind
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.types import FollowOrder, View, WorkerId
 
 
 @dataclass

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from holdfast.core.membership import agent as ag
-from holdfast.core.redundancy import KeptPieces, Redundancy
-from holdfast.core.replica.ends import SinkKind, SourceKind
-from holdfast.core.step import effects as ef
-from holdfast.core.step import events as ev
-from holdfast.core.types import AgentId, View, WorkerId
-from holdfast.sim.memories import HostMemory, Memories
+from holdfast.engine.core.membership import agent as ag
+from holdfast.engine.core.redundancy import KeptPieces, Redundancy
+from holdfast.engine.core.replica.ends import SinkKind, SourceKind
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.types import AgentId, View, WorkerId
+from holdfast.lab.sim.memories import HostMemory, Memories
 from story_text import several
 
 SUM = 5  # stands for the gradient of each step: no story looks at the number

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from holdfast.core.step import events as ev
-from holdfast.core.step.shards import FollowerProofs, ShardEvents
-from holdfast.core.types import (
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.step.shards import FollowerProofs, ShardEvents
+from holdfast.engine.core.types import (
     AgentId,
     Incarnation,
     Stage,

@@ -10,16 +10,16 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from holdfast.core.membership import agent as ag
-from holdfast.core.membership import coordinator_events as ce
-from holdfast.core.naming import spans
-from holdfast.core.redundancy import Recall
-from holdfast.core.replica.ends import SinkKind, SourceKind
-from holdfast.core.step import effects as ef
-from holdfast.core.step.events import FINITE, NOBODYS, RIGHTLY, SOMEBODYS, Purpose, Topic
-from holdfast.core.step.sum_trial import SumStage
-from holdfast.core.step.vote import Vote
-from holdfast.core.types import (
+from holdfast.engine.core.membership import agent as ag
+from holdfast.engine.core.membership import coordinator_events as ce
+from holdfast.engine.core.naming import spans
+from holdfast.engine.core.redundancy import Recall
+from holdfast.engine.core.replica.ends import SinkKind, SourceKind
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step.events import FINITE, NOBODYS, RIGHTLY, SOMEBODYS, Purpose, Topic
+from holdfast.engine.core.step.sum_trial import SumStage
+from holdfast.engine.core.step.vote import Vote
+from holdfast.engine.core.types import (
     NO_VIEW,
     RELEASE_ALL,
     AgentReport,

@@ -17,9 +17,9 @@ from typing import Any
 
 from dashboard_kit import write_crashed_run
 from holdfast.cli.main import main
-from holdfast.observe.clocks import CLOCKS_DIR
-from holdfast.runtime.post_mortem import keep_bundle
-from holdfast.runtime.rundir import RunDir
+from holdfast.engine.records.clocks import CLOCKS_DIR
+from holdfast.engine.runtime.post_mortem import keep_bundle
+from holdfast.engine.runtime.rundir import RunDir
 from test_recordings import record
 
 KEPT = Path(__file__).parent / "fixtures" / "formats" / "0.2.0"

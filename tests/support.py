@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import pytest
 
-from holdfast.core.job_spec import JobSpec, Nodes, Workers
-from holdfast.runtime.rundir import RunDir
+from holdfast.engine.core.job_spec import JobSpec, Nodes, Workers
+from holdfast.engine.runtime.rundir import RunDir
 from labs.etcd_cluster import EtcdCluster
 
 HOST = "127.0.0.1"
@@ -56,7 +56,11 @@ class CoordinatorProcess:
         with socket.create_server((HOST, 0)) as listener:
             self.popen = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "holdfast.runtime.coordinate.coordinator_process"),
+                    *(
+                        sys.executable,
+                        "-m",
+                        "holdfast.engine.runtime.coordinate.coordinator_process",
+                    ),
                     *(str(run_dir.path), str(listener.fileno()), str(os.getpid()), *options),
                 ],
                 pass_fds=[listener.fileno()],

@@ -13,9 +13,9 @@ import torch
 import zstandard
 
 from holdfast.cli.main import main
-from holdfast.core.errors import Damaged, UserError, WireError
-from holdfast.core.redundancy import PIECES_MAX
-from holdfast.core.types import (
+from holdfast.engine.core.errors import Damaged, UserError, WireError
+from holdfast.engine.core.redundancy import PIECES_MAX
+from holdfast.engine.core.types import (
     AgentId,
     Incarnation,
     JobRecord,
@@ -24,7 +24,9 @@ from holdfast.core.types import (
     ViewNumber,
     WorkerId,
 )
-from holdfast.memory.arena import (
+from holdfast.engine.records.ledger_audit import verify as verify_ledger
+from holdfast.engine.runtime.coordinate.journal import read_record, seal, unseal
+from holdfast.engine.state.memory.arena import (
     FIRST,
     PARTS_MAX,
     STATE,
@@ -35,14 +37,12 @@ from holdfast.memory.arena import (
     Table,
     problem_of_table,
 )
-from holdfast.observe.ledger_audit import verify as verify_ledger
-from holdfast.runtime.coordinate.journal import read_record, seal, unseal
-from holdfast.store import compression
-from holdfast.store.checkpoint_reading import verify
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.data_index import open_index
-from holdfast.store.files import FileStorage
-from holdfast.store.manifest import (
+from holdfast.engine.state.store import compression
+from holdfast.engine.state.store.checkpoint_reading import verify
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.data_index import open_index
+from holdfast.engine.state.store.files import FileStorage
+from holdfast.engine.state.store.manifest import (
     CHUNK_BYTES,
     CHUNK_BYTES_MAX,
     DIGEST_BYTES,
@@ -56,14 +56,14 @@ from holdfast.store.manifest import (
     manifest_name,
     pack_name,
 )
-from holdfast.store.regular_files import read_regular
-from holdfast.testing.memory_transport import MemoryNetwork
-from holdfast.train.checkpoint import state
-from holdfast.train.checkpoint.loaded_state import LoadedState
-from holdfast.train.checkpoint.restorer import Restorer
-from holdfast.train.checkpoint.saved_state import load_saved
-from holdfast.train.data.sampling import plan_of
-from holdfast.train.exchange.layout import Layout
+from holdfast.engine.state.store.regular_files import read_regular
+from holdfast.engine.train.checkpoint import state
+from holdfast.engine.train.checkpoint.loaded_state import LoadedState
+from holdfast.engine.train.checkpoint.restorer import Restorer
+from holdfast.engine.train.checkpoint.saved_state import load_saved
+from holdfast.engine.train.data.sampling import plan_of
+from holdfast.engine.train.exchange.layout import Layout
+from holdfast.lab.contracts.memory_transport import MemoryNetwork
 
 GIB = 1 << 30
 HANG_S = 20  # an odd file must not be waited for

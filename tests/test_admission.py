@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.core.job_spec import CoordinatorPolicy
-from holdfast.core.membership.admission import Attendance, admit
-from holdfast.core.types import AgentId
+from holdfast.engine.core.job_spec import CoordinatorPolicy
+from holdfast.engine.core.membership.admission import Attendance, admit
+from holdfast.engine.core.types import AgentId
 from roster_kit import LEASE, Cluster, member, status, view_of
 
 N0, N1, N2 = AgentId("n0"), AgentId("n1"), AgentId("n2")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S, Start
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.runtime.local_run import LocalRun, strike
 
 OPTIONS = ("--nodes-max", "2", "--lease-s", "1")
 

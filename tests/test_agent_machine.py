@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.machine_errors import MachineError
-from holdfast.core.membership import agent as ag
-from holdfast.core.membership.agent import AgentMachine, AgentPolicy
-from holdfast.core.membership.lease import LeasePolicy
-from holdfast.core.membership.liveness import FreezePolicy, ProcessSample
-from holdfast.core.membership.process_ends import QUIT
-from holdfast.core.redundancy import KeptPieces
-from holdfast.core.types import (
+from holdfast.engine.core.machine_errors import MachineError
+from holdfast.engine.core.membership import agent as ag
+from holdfast.engine.core.membership.agent import AgentMachine, AgentPolicy
+from holdfast.engine.core.membership.lease import LeasePolicy
+from holdfast.engine.core.membership.liveness import FreezePolicy, ProcessSample
+from holdfast.engine.core.membership.process_ends import QUIT
+from holdfast.engine.core.redundancy import KeptPieces
+from holdfast.engine.core.types import (
     AgentId,
     Directive,
     Freed,

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.invalidations import INVALIDATIONS_MAX, is_invalidated, merge
-from holdfast.core.membership.durable import Durable
-from holdfast.core.step.audit import (
+from holdfast.engine.core.invalidations import INVALIDATIONS_MAX, is_invalidated, merge
+from holdfast.engine.core.membership.durable import Durable
+from holdfast.engine.core.step.audit import (
     Audit,
     Classes,
     Court,
@@ -25,8 +25,8 @@ from holdfast.core.step.audit import (
     plan,
     plan_sums,
 )
-from holdfast.core.step.trust import Doubt, Trust
-from holdfast.core.types import (
+from holdfast.engine.core.step.trust import Doubt, Trust
+from holdfast.engine.core.types import (
     AgentId,
     Incarnation,
     Invalidation,
@@ -36,7 +36,7 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
-from holdfast.train.step.task_digest import sketch
+from holdfast.engine.train.step.task_digest import sketch
 
 WORKERS = [WorkerId(i) for i in range(4)]
 OWNERS = [WorkerId(i // 4) for i in range(16)]

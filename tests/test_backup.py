@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import RUN_S, Start, finish
-from holdfast.cli.ledger_command import render
-from holdfast.core.step.backup import BackupPolicy, DropTally, Settlement, find_counted
-from holdfast.core.types import WorkerId
-from holdfast.observe.ledger_audit import LedgerReport, verify
-from holdfast.testing.local_run import LocalRun
-from holdfast.train.data.sampling import SamplePlan
+from holdfast.engine.commands.ledger_command import render
+from holdfast.engine.core.step.backup import BackupPolicy, DropTally, Settlement, find_counted
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.records.ledger_audit import LedgerReport, verify
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.train.data.sampling import SamplePlan
 
 Reference = Callable[[int], str]
 

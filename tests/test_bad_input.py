@@ -14,10 +14,10 @@ import pytest
 
 from conftest import RUN_S, Start
 from holdfast.cli.main import main
-from holdfast.observe.ledger_audit import verify
-from holdfast.runtime.rundir import RunDir
-from holdfast.testing.local_run import LocalRun
-from holdfast.train.data.sampling import SamplePlan
+from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.train.data.sampling import SamplePlan
 from support import SPEC, until
 
 HOLDFAST = [sys.executable, "-m", "holdfast.cli.main"]

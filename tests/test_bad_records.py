@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S, Start, finish
-from holdfast.observe.ledger_audit import verify
-from holdfast.store.data_index import index_files, write_index
-from holdfast.train.data.sampling import plan_of
+from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.state.store.data_index import index_files, write_index
+from holdfast.engine.train.data.sampling import plan_of
 
 RECORD = 64
 RECORDS_IN_BLOCK = 64

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from holdfast.core import tree
-from holdfast.core.step.events import FINITE, NOBODYS, SOMEBODYS
-from holdfast.core.step.sum_trial import SumTrial
-from holdfast.core.sum_plan import SumPlan, cut, cut_evenly, find_shared_sums
-from holdfast.core.types import WorkerId
-from holdfast.train.exchange.cut_plan import PIECE_ALIGN, CutAddition
-from holdfast.train.exchange.layout import Layout
-from holdfast.train.step.bucket_sums import BucketSum
-from holdfast.train.step.buckets import Bucket, Flat
-from holdfast.train.step.sum_runs import BucketRuns
+from holdfast.engine.core import tree
+from holdfast.engine.core.step.events import FINITE, NOBODYS, SOMEBODYS
+from holdfast.engine.core.step.sum_trial import SumTrial
+from holdfast.engine.core.sum_plan import SumPlan, cut, cut_evenly, find_shared_sums
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.train.exchange.cut_plan import PIECE_ALIGN, CutAddition
+from holdfast.engine.train.exchange.layout import Layout
+from holdfast.engine.train.step.bucket_sums import BucketSum
+from holdfast.engine.train.step.buckets import Bucket, Flat
+from holdfast.engine.train.step.sum_runs import BucketRuns
 from mailboxes import Mailbox, mailboxes, together
 
 # ---------------------------------------------------------------- sums

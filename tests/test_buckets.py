@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.core.errors import UserError
-from holdfast.train.step.buckets import Gradients
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.train.step.buckets import Gradients
 
 
 def gradients_of(model: nn.Module) -> Gradients:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from holdfast.core.job_spec import with_settings
-from holdfast.train.job import Job
+from holdfast.engine.core.job_spec import with_settings
+from holdfast.engine.train.job import Job
 from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from conftest import finish
-from holdfast.core.job_spec import with_settings
-from holdfast.core.types import WorkerId
-from holdfast.testing.local_run import LocalRun
-from holdfast.train.job import Job
-from holdfast.train.script.job_step import Step
+from holdfast.engine.core.job_spec import with_settings
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.train.job import Job
+from holdfast.engine.train.script.job_step import Step
 from loop_kit import dataset, protected, step_once
 from support import SPEC
 from test_examples import EXAMPLES

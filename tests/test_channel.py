@@ -30,13 +30,13 @@ from gates import (
     stranger,
     until,
 )
-from holdfast.core.errors import OtherJob, WireError
-from holdfast.core.job_problems import JOB_BYTES_MAX
-from holdfast.core.types import WorkerStatus
-from holdfast.net.channel import Channel, Gate, connect
-from holdfast.net.complaints import Complaints
-from holdfast.wire import frames
-from holdfast.wire.messages import KINDS, StatusReply, StatusRequest, encode
+from holdfast.engine.core.errors import OtherJob, WireError
+from holdfast.engine.core.job_problems import JOB_BYTES_MAX
+from holdfast.engine.core.types import WorkerStatus
+from holdfast.engine.net.channel import Channel, Gate, connect
+from holdfast.engine.net.complaints import Complaints
+from holdfast.engine.wire import frames
+from holdfast.engine.wire.messages import KINDS, StatusReply, StatusRequest, encode
 
 NONCE = b"n" * frames.NONCE_BYTES
 

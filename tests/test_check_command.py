@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import check_command
-from holdfast.core.errors import UserError
-from holdfast.testing.local_run import processes_that_name
-from holdfast.testing.script_check import JOINS, START, WORKERS, TracedRun, compare
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.runtime.local_run import processes_that_name
+from holdfast.lab.check import check_command
+from holdfast.lab.check.script_check import JOINS, START, WORKERS, TracedRun, compare
 from support import until
 
 SCRIPT = """

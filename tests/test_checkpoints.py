@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint_kit import SIZES, Loaded, make_state, save, stored_bytes
-from holdfast.core.errors import Damaged, UserError, WorldError
-from holdfast.core.replica.retention import Retention
-from holdfast.net.readiness import wait_readable
-from holdfast.store import compression
-from holdfast.store.checkpoint_reading import load_range
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.files import FileStorage
-from holdfast.store.manifest import (
+from holdfast.engine.core.errors import Damaged, UserError, WorldError
+from holdfast.engine.core.replica.retention import Retention
+from holdfast.engine.net.readiness import wait_readable
+from holdfast.engine.state.store import compression
+from holdfast.engine.state.store.checkpoint_reading import load_range
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.files import FileStorage
+from holdfast.engine.state.store.manifest import (
     CHUNK_BYTES,
     MANIFESTS,
     PACKS,
@@ -33,9 +33,9 @@ from holdfast.store.manifest import (
     encode,
     manifest_name,
 )
-from holdfast.store.scrub import scrub
-from holdfast.store.storage import Missing
-from holdfast.testing.storages import Crash, CrashDisk, MemoryStorage
+from holdfast.engine.state.store.scrub import scrub
+from holdfast.engine.state.store.storage import Missing
+from holdfast.lab.contracts.storages import Crash, CrashDisk, MemoryStorage
 from scripts import saver
 
 SAVER = Path(__file__).parent / "scripts" / "saver.py"

@@ -12,10 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from holdfast.cli.main import main
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.manifest import CHUNK_BYTES, encode, manifest_name
-from holdfast.store.open import open_storage
-from holdfast.store.saving import Item
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.manifest import CHUNK_BYTES, encode, manifest_name
+from holdfast.engine.state.store.open import open_storage
+from holdfast.engine.state.store.saving import Item
 
 safetensors = pytest.importorskip("safetensors.torch")
 

@@ -15,16 +15,21 @@ import pytest
 import zstandard
 
 from holdfast.cli.main import main
-from holdfast.core.errors import UserError, WireError
-from holdfast.launch.mesos_stream import read_records
-from holdfast.launch.rest_link import read_answer
-from holdfast.net.peer_stream import MESSAGE_BYTES_MAX, receive_exactly
-from holdfast.observe.recordings import _LENGTH, RECORD_BYTES_MAX, _read_records
-from holdfast.runtime.post_mortem import _end_of
-from holdfast.store.data_index import FileIndex, open_index, write_index
-from holdfast.store.manifest import Entry
-from holdfast.store.regular_files import READ_BYTES, read_named, read_regular, read_up_to
-from holdfast.train.checkpoint.formats import _bytes_to_read
+from holdfast.clusters.mesos.mesos_stream import read_records
+from holdfast.clusters.rest_link import read_answer
+from holdfast.engine.core.errors import UserError, WireError
+from holdfast.engine.net.peer_stream import MESSAGE_BYTES_MAX, receive_exactly
+from holdfast.engine.records.recordings import _LENGTH, RECORD_BYTES_MAX, _read_records
+from holdfast.engine.runtime.post_mortem import _end_of
+from holdfast.engine.state.store.data_index import FileIndex, open_index, write_index
+from holdfast.engine.state.store.manifest import Entry
+from holdfast.engine.state.store.regular_files import (
+    READ_BYTES,
+    read_named,
+    read_regular,
+    read_up_to,
+)
+from holdfast.engine.train.checkpoint.formats import _bytes_to_read
 
 MIB = 1 << 20
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.fleet.placements import PlacementId
-from holdfast.testing.cluster_contract import (
+from holdfast.clusters.local.fake_cluster import FakeCluster
+from holdfast.engine.core.fleet.placements import PlacementId
+from holdfast.lab.contracts.cluster_contract import (
     CLUSTER_CASES,
     Case,
     a_drained_host_is_announced,
@@ -19,7 +20,6 @@ from holdfast.testing.cluster_contract import (
     a_manager_that_is_away_is_an_error,
     run_cluster_case,
 )
-from holdfast.testing.fake_cluster import FakeCluster
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import pytest
 
 from conftest import finish
-from holdfast.core.fleet.placements import Holding, Placement, PlacementId
-from holdfast.launch.fleet_plan import read_plan
-from holdfast.launch.yarn_manager import open_manager
-from holdfast.testing.cluster_contract import assert_survives
-from holdfast.testing.local_run import LocalRun
+from holdfast.clusters.yarn.yarn_manager import open_manager
+from holdfast.engine.core.fleet.placements import Holding, Placement, PlacementId
+from holdfast.engine.fleet.fleet_plan import read_plan
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.lab.contracts.cluster_contract import assert_survives
 from labs.cluster_run import JOB_S, ClusterRun, assert_ends_with_its_service, run_undisturbed
 from labs.fake_mesos import FakeMesos
 from labs.fake_yarn import FakeYarn

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.coding import galois
-from holdfast.coding.reed_solomon import BLOCK_BYTES, ReedSolomon
-from holdfast.core.errors import Damaged, InvariantError, UserError
+from holdfast.engine.core.errors import Damaged, InvariantError, UserError
+from holdfast.engine.state.coding import galois
+from holdfast.engine.state.coding.reed_solomon import BLOCK_BYTES, ReedSolomon
 
 try:
     ReedSolomon(2, 1)

@@ -19,24 +19,24 @@ import msgspec
 import pytest
 
 from holdfast.cli.main import main
-from holdfast.core.errors import WireError
-from holdfast.core.release import RELEASE
-from holdfast.health import checks_peers
-from holdfast.health.examination import read_report
-from holdfast.net.secret import write_run_dir
-from holdfast.observe import ledger, recordings, time_lines
-from holdfast.runtime.coordinate import journal
-from holdfast.runtime.coordinate.journal import read_record
-from holdfast.runtime.job_events import read_events
-from holdfast.runtime.rundir import RunDir
-from holdfast.store import data_index, manifest, stripes
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.open import open_storage
-from holdfast.testing.local_run import LocalRun
-from holdfast.train.checkpoint import saved_state
-from holdfast.train.checkpoint.saved_state import PROTECTED_AS
-from holdfast.train.script.script_state import ScriptState
-from holdfast.wire import frames, job_document
+from holdfast.doctor.examination import read_report
+from holdfast.engine.core.errors import WireError
+from holdfast.engine.core.release import RELEASE
+from holdfast.engine.host import checks_peers
+from holdfast.engine.net.secret import write_run_dir
+from holdfast.engine.records import ledger, recordings, time_lines
+from holdfast.engine.runtime.coordinate import journal
+from holdfast.engine.runtime.coordinate.journal import read_record
+from holdfast.engine.runtime.job_events import read_events
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.state.store import data_index, manifest, stripes
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.open import open_storage
+from holdfast.engine.train.checkpoint import saved_state
+from holdfast.engine.train.checkpoint.saved_state import PROTECTED_AS
+from holdfast.engine.train.script.script_state import ScriptState
+from holdfast.engine.wire import frames, job_document
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "holdfast"
@@ -93,63 +93,63 @@ LEDGER, TIMES = "run/ledger/worker-00000-00001.jsonl", "run/times/worker-00000-0
 MANIFEST, PACK = "store/manifests/000000000010", "volumes/v1/packs/000000000012-6959fb40ae5a341b-0"
 FORMATS = {
     "job document": Format(
-        constant="wire/job_document.py:FORMAT",
+        constant="engine/wire/job_document.py:FORMAT",
         number=job_document.FORMAT,
         kept={0: FIRST / "run/job.json", 1: SECOND / "run/job.json"},
         number_in=json_number,
         since=0,  # the first ones had no number
     ),
     "messages": Format(
-        constant="wire/frames.py:VERSION",
+        constant="engine/wire/frames.py:VERSION",
         number=frames.VERSION,
         kept={2: SECOND / "greeting"},
         number_in=greeting_number,
         since=2,
     ),
     "ledger": Format(
-        constant="observe/ledger.py:FORMAT",
+        constant="engine/records/ledger.py:FORMAT",
         number=ledger.FORMAT,
         kept={1: FIRST / LEDGER, 2: SECOND / LEDGER, 3: THIRD / LEDGER},
         number_in=lambda path: json_number(path) or 1,  # the first ones had no number
     ),
     "journal": Format(
-        constant="runtime/coordinate/journal.py:MAGIC",
+        constant="engine/runtime/coordinate/journal.py:MAGIC",
         number=int(journal.MAGIC[-1:]),
         kept={1: SECOND / "run/journal"},
         number_in=magic_number,
     ),
     "checkpoints": Format(
-        constant="store/manifest.py:MAGIC",
+        constant="engine/state/store/manifest.py:MAGIC",
         number=int(manifest.MAGIC[-1:]),
         kept={1: SECOND / MANIFEST},
         number_in=magic_number,
     ),
     "erasure-coded volumes": Format(
-        constant="store/stripes.py:MAGIC",
+        constant="engine/state/store/stripes.py:MAGIC",
         number=int(stripes.MAGIC[-1:]),
         kept={1: SECOND / PACK},
         number_in=magic_number,
     ),
     "index of training data": Format(
-        constant="store/data_index.py:MAGIC",
+        constant="engine/state/store/data_index.py:MAGIC",
         number=int(data_index.MAGIC[-1:]),
         kept={1: SECOND / "data.hfindex"},
         number_in=magic_number,
     ),
     "recordings": Format(
-        constant="observe/recordings.py:format",
+        constant="engine/records/recordings.py:format",
         number=number_of_field(recordings.Header),
         kept={1: SECOND / "run/recordings/coordinator-1-1.zst"},
         number_in=recording_number,
     ),
     "times of workers": Format(
-        constant="observe/time_lines.py:format",
+        constant="engine/records/time_lines.py:format",
         number=number_of_field(time_lines.ProcessHeader),
         kept={1: SECOND / TIMES},
         number_in=json_number,
     ),
     "reports of `holdfast doctor`": Format(
-        constant="health/checks_peers.py:FORMAT",
+        constant="engine/host/checks_peers.py:FORMAT",
         number=checks_peers.FORMAT,
         kept={1: SECOND / "doctor.json"},
         number_in=json_number,
@@ -158,17 +158,17 @@ FORMATS = {
 # Only processes of one run say these to each other, and all of them have one release: the greeting
 # of the messages above sees to that.
 WITHIN_A_RUN = {
-    "memory/arena.py:MAGIC",
-    "memory/piece_post.py:MAGIC",
-    "memory/piece_server.py:MAGIC",
-    "runtime/node/spread_processes.py:MAGIC",
-    "servers/server_wire.py:MAGIC",
-    "train/exchange/tcp_transport.py:MAGIC",
-    "train/feeding/feed_frames.py:MAGIC",
-    "wire/frames.py:MAGIC",
+    "engine/state/memory/arena.py:MAGIC",
+    "engine/state/memory/piece_post.py:MAGIC",
+    "engine/state/memory/piece_server.py:MAGIC",
+    "engine/runtime/node/spread_processes.py:MAGIC",
+    "tables/server_wire.py:MAGIC",
+    "engine/train/exchange/tcp_transport.py:MAGIC",
+    "engine/train/feeding/feed_frames.py:MAGIC",
+    "engine/wire/frames.py:MAGIC",
 }
-OF_THE_LEDGER = {"observe/ledger.py:format"}  # the field that holds FORMAT
-OF_A_REPORT = {"health/checks_peers.py:format"}
+OF_THE_LEDGER = {"engine/records/ledger.py:format"}  # the field that holds FORMAT
+OF_A_REPORT = {"engine/host/checks_peers.py:format"}
 
 
 def gap_in(found: Format) -> str:

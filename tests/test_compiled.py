@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from conftest import SCRIPTS, finish
-from holdfast.testing.local_run import LocalRun
-from holdfast.train.compiled import advice
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.train.compiled import advice
 
 TOLD = "net is compiled with automatic dynamic shapes"
 

@@ -15,11 +15,11 @@ from lightkube.resources.core_v1 import Pod
 
 from certificates import make_certificates
 from conftest import SCRIPTS
-from holdfast.core.fleet.placements import PlacementId
-from holdfast.launch.kubernetes_names import COORDINATOR
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.open import open_storage
-from holdfast.testing.local_run import strike
+from holdfast.clusters.kubernetes.kubernetes_names import COORDINATOR
+from holdfast.engine.core.fleet.placements import PlacementId
+from holdfast.engine.runtime.local_run import strike
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.open import open_storage
 from labs import container_node, containers, control_plane, jobset
 from labs.container_node import program
 from labs.container_run import (

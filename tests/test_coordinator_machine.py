@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.job_spec import CoordinatorPolicy
-from holdfast.core.membership import coordinator_events as ce
-from holdfast.core.membership.coordinator import SKIPPED, CoordinatorMachine
-from holdfast.core.membership.restart import RestartPolicy
-from holdfast.core.types import (
+from holdfast.engine.core.job_spec import CoordinatorPolicy
+from holdfast.engine.core.membership import coordinator_events as ce
+from holdfast.engine.core.membership.coordinator import SKIPPED, CoordinatorMachine
+from holdfast.engine.core.membership.restart import RestartPolicy
+from holdfast.engine.core.types import (
     RELEASE_ALL,
     AgentId,
     AgentReport,

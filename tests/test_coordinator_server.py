@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.errors import Deposed
-from holdfast.core.job_spec import with_settings
-from holdfast.core.membership.coordinator_events import (
+from holdfast.engine.core.errors import Deposed
+from holdfast.engine.core.job_spec import with_settings
+from holdfast.engine.core.membership.coordinator_events import (
     Announce,
     CoordinatorEffect,
     Finish,
     Persist,
     SendDirective,
 )
-from holdfast.core.types import (
+from holdfast.engine.core.types import (
     AgentId,
     AgentReport,
     Directive,
@@ -29,22 +29,18 @@ from holdfast.core.types import (
     WantedProcess,
     WorkerId,
 )
-from holdfast.net.channel import connect
-from holdfast.runtime.coordinate import coordinator_server
-from holdfast.runtime.coordinate.coordinator_process import make_machine
-from holdfast.runtime.coordinate.coordinator_server import (
+from holdfast.engine.net.channel import connect
+from holdfast.engine.runtime.coordinate import coordinator_server
+from holdfast.engine.runtime.coordinate.coordinator_process import make_machine
+from holdfast.engine.runtime.coordinate.coordinator_server import (
     CoordinatorServer,
     CoordinatorSetup,
     EffectPipe,
 )
-from holdfast.runtime.coordinate.journal import (
-    MemoryJournal,
-    MemoryStore,
-    unseal,
-)
-from holdfast.runtime.launcher import incarnation_after
-from holdfast.runtime.rundir import RunDir
-from holdfast.wire.messages import JoinReply, JoinRequest
+from holdfast.engine.runtime.coordinate.journal import MemoryJournal, MemoryStore, unseal
+from holdfast.engine.runtime.launcher import incarnation_after
+from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.wire.messages import JoinReply, JoinRequest
 from support import HOST, SPEC, WAIT_S, CoordinatorProcess, until
 
 

@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core import tree
-from holdfast.core.assignment import assign_at_boundary, assign_mid_step, spread_blocks
-from holdfast.core.errors import InvariantError, first_line
-from holdfast.core.exact_products import NARROW, WIDE, ExactProduct, digest_of
-from holdfast.core.membership.admission import drain
-from holdfast.core.membership.changes import AddSlot, Change
-from holdfast.core.membership.draining import choose_drains
-from holdfast.core.membership.formation import Facts, choose_unreachable
-from holdfast.core.membership.lease import LeasePolicy, acting_deadline, fence_time
-from holdfast.core.membership.live_roster import LiveRoster
-from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
-from holdfast.core.membership.resume import resume_step
-from holdfast.core.membership.roster import SlotState
-from holdfast.core.naming import spans
-from holdfast.core.partition import part_of
-from holdfast.core.types import (
+from holdfast.engine.core import tree
+from holdfast.engine.core.assignment import assign_at_boundary, assign_mid_step, spread_blocks
+from holdfast.engine.core.errors import InvariantError, first_line
+from holdfast.engine.core.exact_products import NARROW, WIDE, ExactProduct, digest_of
+from holdfast.engine.core.membership.admission import drain
+from holdfast.engine.core.membership.changes import AddSlot, Change
+from holdfast.engine.core.membership.draining import choose_drains
+from holdfast.engine.core.membership.formation import Facts, choose_unreachable
+from holdfast.engine.core.membership.lease import LeasePolicy, acting_deadline, fence_time
+from holdfast.engine.core.membership.live_roster import LiveRoster
+from holdfast.engine.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
+from holdfast.engine.core.membership.resume import resume_step
+from holdfast.engine.core.membership.roster import SlotState
+from holdfast.engine.core.naming import spans
+from holdfast.engine.core.partition import part_of
+from holdfast.engine.core.types import (
     AgentId,
     AgentReport,
     Incarnation,

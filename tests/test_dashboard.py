@@ -18,15 +18,15 @@ import pytest
 
 from conftest import Start, finish
 from dashboard_kit import BEGAN, LIMIT_S, SCRIPT, Dashboard, write_crashed_run, write_event
-from holdfast.cli import dashboard_command
 from holdfast.cli.main import main
-from holdfast.dashboard.feed import Client, Feed
-from holdfast.dashboard.loss_series import LossSeries
-from holdfast.dashboard.step_rates import measure_rates, rate_now
-from holdfast.net.web_server import OwnNames
-from holdfast.observe.file_tails import FileTail, read_log_end
-from holdfast.observe.ledger import LedgerDoubt, LedgerWriter, ledger_path
-from holdfast.observe.time_lines import ProcessTimes, SpentLine, TimeUse
+from holdfast.engine.net.web_server import OwnNames
+from holdfast.engine.records.file_tails import FileTail, read_log_end
+from holdfast.engine.records.ledger import LedgerDoubt, LedgerWriter, ledger_path
+from holdfast.engine.records.time_lines import ProcessTimes, SpentLine, TimeUse
+from holdfast.reports.commands import dashboard_command
+from holdfast.reports.dashboard.feed import Client, Feed
+from holdfast.reports.dashboard.loss_series import LossSeries
+from holdfast.reports.dashboard.step_rates import measure_rates, rate_now
 from labs.local_nodes import LocalNodes
 
 PAGES = ("/", "/api/state", "/api/stream", "/api/log?worker=0", "/static/main.js")

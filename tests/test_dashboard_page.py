@@ -10,7 +10,7 @@ import pytest
 
 from conftest import Start
 from dashboard_kit import SCRIPT, Dashboard, write_crashed_run
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.runtime.local_run import LocalRun, strike
 from labs.chromium import Chromium, find_chromium
 from labs.local_nodes import LocalNodes
 

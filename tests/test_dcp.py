@@ -14,14 +14,14 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from holdfast.cli.main import main
-from holdfast.core.errors import Damaged, UserError
-from holdfast.core.replica.retention import Retention
-from holdfast.store.checkpoint_reading import load_range
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.open import open_storage
-from holdfast.testing.storages import MemoryStorage
-from holdfast.train.checkpoint.dcp import HoldfastReader, HoldfastWriter
-from holdfast.train.checkpoint.formats import bytes_of, item_of, read_tensors
+from holdfast.engine.core.errors import Damaged, UserError
+from holdfast.engine.core.replica.retention import Retention
+from holdfast.engine.state.store.checkpoint_reading import load_range
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.open import open_storage
+from holdfast.engine.train.checkpoint.dcp import HoldfastReader, HoldfastWriter
+from holdfast.engine.train.checkpoint.formats import bytes_of, item_of, read_tensors
+from holdfast.lab.contracts.storages import MemoryStorage
 
 RANKS = Path(__file__).parent / "scripts" / "dcp_ranks.py"
 RUN_S = 100.0

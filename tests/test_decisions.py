@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.membership import changes, coordinator, decision_loop, group, job_changes
-from holdfast.core.membership.admission import admit, drain, welcome
-from holdfast.core.membership.changes import PutSlot
-from holdfast.core.membership.facts import Facts, LatestFacts
-from holdfast.core.membership.followers import Followers
-from holdfast.core.membership.formation import candidates, survivors_of
-from holdfast.core.membership.last_saves import LastSaves
-from holdfast.core.membership.restart import RestartPolicy, quarantine, replace_lost
-from holdfast.core.membership.roster import NodeState, SlotState
-from holdfast.core.types import AgentId, Incarnation, Stage, WorkerId
+from holdfast.engine.core.membership import changes, coordinator, decision_loop, group, job_changes
+from holdfast.engine.core.membership.admission import admit, drain, welcome
+from holdfast.engine.core.membership.changes import PutSlot
+from holdfast.engine.core.membership.facts import Facts, LatestFacts
+from holdfast.engine.core.membership.followers import Followers
+from holdfast.engine.core.membership.formation import candidates, survivors_of
+from holdfast.engine.core.membership.last_saves import LastSaves
+from holdfast.engine.core.membership.restart import RestartPolicy, quarantine, replace_lost
+from holdfast.engine.core.membership.roster import NodeState, SlotState
+from holdfast.engine.core.types import AgentId, Incarnation, Stage, WorkerId
 from roster_kit import Cluster, member, status, view_of
 from test_roster import AT_MOST_TWO
 

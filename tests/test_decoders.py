@@ -11,7 +11,7 @@ from conftest import RUN_S
 CODE = """
 import socket, sys, threading, types
 import msgspec
-from holdfast.net.peer_stream import receive_message, send_message
+from holdfast.engine.net.peer_stream import receive_message, send_message
 
 SOURCE = '''
 class Inner(msgspec.Struct):

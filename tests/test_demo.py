@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from holdfast.core.errors import UserError
-from holdfast.examples import demo
-from holdfast.examples import fault_kit as faults
-from holdfast.examples.fault_kit import FaultKind, PlannedFault, StepEnd, Strike
-from holdfast.observe.ledger_audit import LedgerReport
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.records.ledger_audit import LedgerReport
+from holdfast.lab.demo import demo
+from holdfast.lab.demo import fault_kit as faults
+from holdfast.lab.demo.fault_kit import FaultKind, PlannedFault, StepEnd, Strike
 
 STEPS = 12
 LOSSES = {step: (2.0 - step / 16).hex() for step in range(STEPS)}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.net.descriptors import DescriptorWatch, raise_limit
+from holdfast.engine.net.descriptors import DescriptorWatch, raise_limit
 
 SOFT = 200
 

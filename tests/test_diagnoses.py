@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 
-from holdfast.observe.diagnoses import CAUSES, Party
-from holdfast.observe.incidents import STOPPING, TELLING, Incident, list_incidents, tell_story
+from holdfast.engine.records.diagnoses import CAUSES, Party
+from holdfast.engine.records.incidents import (
+    STOPPING,
+    TELLING,
+    Incident,
+    list_incidents,
+    tell_story,
+)
 
-SOURCE = Path(__file__).parents[1] / "src" / "holdfast"
+SOURCE = Path(__file__).parents[1] / "src" / "holdfast" / "engine"
 STORIES = Path(__file__).with_name("stories")
 STATE = "the state of worker 1 is not that of the others in step 30"
 SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE")

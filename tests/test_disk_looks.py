@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from holdfast.runtime import disk_looks
-from holdfast.runtime.disk_looks import DiskLook
+from holdfast.engine.runtime import disk_looks
+from holdfast.engine.runtime.disk_looks import DiskLook
 
 WAIT_S = 30.0
 

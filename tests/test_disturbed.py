@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from conftest import Start, finish
-from holdfast.core.errors import UserError
-from holdfast.observe.diagnoses import Party
-from holdfast.observe.incidents import list_incidents
-from holdfast.observe.ledger_audit import verify
-from holdfast.testing.disturbed import Disturber, flip_bit
-from holdfast.testing.fault_script import ACTIONS, Disturbance, parse
-from holdfast.testing.local_run import LocalRun
-from holdfast.train.data.sampling import SamplePlan
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.faults.disturbed import Disturber, flip_bit
+from holdfast.engine.faults.fault_script import ACTIONS, Disturbance, parse
+from holdfast.engine.records.diagnoses import Party
+from holdfast.engine.records.incidents import list_incidents
+from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.train.data.sampling import SamplePlan
 
 Reference = Callable[[int], str]
 STEPS = 20

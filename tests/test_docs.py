@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import holdfast
-import holdfast.servers
+import holdfast.tables
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(
@@ -82,8 +82,8 @@ def test_the_options_page_is_drawn_from_the_settings() -> None:
 
 def test_the_python_page_names_everything_public() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
-    public = [f"holdfast.{name}" for name in holdfast.__all__ if name != "servers"]
-    public += [f"holdfast.servers.{name}" for name in holdfast.servers.__all__]
+    public = [f"holdfast.{name}" for name in holdfast.__all__ if name not in ("servers", "tables")]
+    public += [f"holdfast.tables.{name}" for name in holdfast.tables.__all__]
     shown = re.findall(r"^<!-- docstring: ([\w.]+) -->$", page, re.MULTILINE)
     assert sorted(shown) == sorted(public)
     assert [name for name in public if f"| `{name}` |" not in page] == []
@@ -98,7 +98,7 @@ def test_the_protocol_page_is_drawn_from_this_code() -> None:
 
 
 def test_the_protocol_page_names_what_the_core_has() -> None:
-    core = "".join(p.read_text() for p in sorted((ROOT / "src/holdfast/core").rglob("*.py")))
+    core = "".join(p.read_text() for p in sorted((ROOT / "src/holdfast/engine/core").rglob("*.py")))
     page = (ROOT / "docs" / "protocol.md").read_text()
     named = set(re.findall(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)+)`", page))
     assert len(named) > 50
@@ -122,6 +122,7 @@ def test_the_public_surface() -> None:
         "WorldError",
         "join",
         "servers",
+        "tables",
     ]
     public = [n for n in dir(holdfast.Job) if not n.startswith("_")]
     assert public == [
@@ -153,8 +154,9 @@ def test_the_public_surface() -> None:
 def test_every_health_check_is_on_its_page() -> None:
     """What a table or a drained node names can be looked up: checks, and the names of speeds."""
     page = (ROOT / "docs" / "doctor.md").read_text()
-    health = ROOT / "src/holdfast/health"
-    paths = [*health.glob("checks_*.py"), health / "examination.py", health / "measure/light.py"]
+    host = ROOT / "src/holdfast/engine/host"
+    examination = ROOT / "src/holdfast/doctor/examination.py"
+    paths = [*host.glob("checks_*.py"), examination, host / "light.py"]
     names = set()
     for node in (n for path in paths for n in ast.walk(ast.parse(path.read_text()))):
         if isinstance(node, ast.keyword) and node.arg == "check":

@@ -16,22 +16,22 @@ import pytest
 
 from conftest import RUN_S
 from health_kit import CALM
-from holdfast.cli import doctor_command as cli
 from holdfast.cli.main import main
-from holdfast.health import examination as doctor
-from holdfast.health.checks_gpu import GpuReport, GpuSample
-from holdfast.health.checks_peers import PeerSample, Report
-from holdfast.health.checks_trials import (
+from holdfast.doctor import doctor_command as cli
+from holdfast.doctor import examination as doctor
+from holdfast.engine.host.bounded import ChildAnswer
+from holdfast.engine.host.checks_gpu import GpuReport, GpuSample
+from holdfast.engine.host.checks_peers import PeerSample, Report
+from holdfast.engine.host.checks_trials import (
     ArithmeticSample,
     DiskSample,
     KernelLogSample,
     MemorySpeedSample,
     TorchLine,
 )
-from holdfast.health.findings import Finding, Grade
-from holdfast.health.limits import GIB
-from holdfast.health.measure.bounded import ChildAnswer
-from holdfast.health.measure.host import HostReader
+from holdfast.engine.host.findings import Finding, Grade
+from holdfast.engine.host.host import HostReader
+from holdfast.engine.host.limits import GIB
 
 HOLDFAST = [sys.executable, "-m", "holdfast.cli.main"]
 OK, WARN, FAIL, SKIPPED = Grade.OK, Grade.WARN, Grade.FAIL, Grade.SKIPPED

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.main import main
-from holdfast.core.domains import has_other_keys, join_labels, read_domains
-from holdfast.core.errors import UserError
-from holdfast.core.membership.agent import AgentMachine, AgentPolicy, Labelled, SendReport
-from holdfast.core.membership.live_roster import LiveRoster, News
-from holdfast.core.types import AgentId, Incarnation
+from holdfast.engine.core.domains import has_other_keys, join_labels, read_domains
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.core.membership.agent import AgentMachine, AgentPolicy, Labelled, SendReport
+from holdfast.engine.core.membership.live_roster import LiveRoster, News
+from holdfast.engine.core.types import AgentId, Incarnation
 
 
 def test_labels_are_sorted_by_key() -> None:

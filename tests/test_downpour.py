@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from conftest import SCRIPTS, Start, finish, has_checkpoint
 from holdfast.cli.main import main
-from holdfast.core.errors import UserError
-from holdfast.servers import LBFGS, SGD, Adagrad, Downpour, EmbeddingBag, LazyAdam
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.runtime.local_run import LocalRun, strike
+from holdfast.tables import LBFGS, SGD, Adagrad, Downpour, EmbeddingBag, LazyAdam
 from lone_step import LoneStep, train_step
 
 STEPS, VRANKS, LR, LOCAL_LR = 6, 3, 0.1, 0.05
@@ -159,7 +159,7 @@ def test_models_and_optimizers_that_do_not_fit_are_refused() -> None:
         Downpour(model, LBFGS(model.parameters()))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="no parameter of the model"):
         Downpour(model.requires_grad_(False), Adagrad(lr=0.1))
-    with pytest.raises(UserError, match=r"contains holdfast\.servers\.EmbeddingBag"):
+    with pytest.raises(UserError, match=r"contains holdfast\.tables\.EmbeddingBag"):
         Downpour(nn.Sequential(EmbeddingBag(8, 2)), Adagrad(lr=0.1))
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from certificates import make_certificates
 from conftest import RUN_S, finish
-from holdfast.core.errors import HoldfastError
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.core.errors import HoldfastError
+from holdfast.engine.runtime.local_run import LocalRun, strike
 
 HOST = "127.0.0.1"
 HOLDFAST = (sys.executable, "-m", "holdfast.cli.main")

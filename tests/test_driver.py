@@ -9,16 +9,16 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from holdfast.core.errors import UserError
-from holdfast.core.step import effects as ef
-from holdfast.core.step import events as ev
-from holdfast.core.types import Incarnation, Tick, ViewNumber, WorkerId, WorkerStatus
-from holdfast.core.worker.machine import WorkerMachine
-from holdfast.train.step import driver as driver_module
-from holdfast.train.step.buckets import Bucket
-from holdfast.train.step.driver import Driver
-from holdfast.train.step.filled_buckets import FilledBuckets
-from holdfast.train.step.monitor import Monitor
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.types import Incarnation, Tick, ViewNumber, WorkerId, WorkerStatus
+from holdfast.engine.core.worker.machine import WorkerMachine
+from holdfast.engine.train.step import driver as driver_module
+from holdfast.engine.train.step.buckets import Bucket
+from holdfast.engine.train.step.driver import Driver
+from holdfast.engine.train.step.filled_buckets import FilledBuckets
+from holdfast.engine.train.step.monitor import Monitor
 
 ONE = ViewNumber(1)
 

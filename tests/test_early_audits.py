@@ -14,16 +14,24 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from holdfast.core.step import effects as ef
-from holdfast.core.step.audit import FICKLE, SUBSTITUTED, Alike, Audit, Court, Ruling, Sentence
-from holdfast.core.step.audits import Audits
-from holdfast.core.step.early_audits import EARLY_STEPS, PAIRS_MAX, plan_early
-from holdfast.core.step.events import Purpose, TaskDone
-from holdfast.core.step.open_step import OpenStep
-from holdfast.core.step.rulings import Rulings
-from holdfast.core.types import AgentId, View, WorkerId
-from holdfast.train.job import Job
-from holdfast.train.script import repeated_tasks, script_memory
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step.audit import (
+    FICKLE,
+    SUBSTITUTED,
+    Alike,
+    Audit,
+    Court,
+    Ruling,
+    Sentence,
+)
+from holdfast.engine.core.step.audits import Audits
+from holdfast.engine.core.step.early_audits import EARLY_STEPS, PAIRS_MAX, plan_early
+from holdfast.engine.core.step.events import Purpose, TaskDone
+from holdfast.engine.core.step.open_step import OpenStep
+from holdfast.engine.core.step.rulings import Rulings
+from holdfast.engine.core.types import AgentId, View, WorkerId
+from holdfast.engine.train.job import Job
+from holdfast.engine.train.script import repeated_tasks, script_memory
 from loop_kit import dataset, protected
 from machine_kit import a_view
 from test_guard import STEPS, told

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from conftest import Start, finish
-from holdfast.core.errors import HoldfastError
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.core.errors import HoldfastError
+from holdfast.engine.runtime.local_run import LocalRun, strike
 from support import start_etcd
 
 STEPS = 150

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.errors import Deposed, UserError
-from holdfast.core.types import JobRecord
-from holdfast.runtime.coordinate.election import (
+from holdfast.engine.core.errors import Deposed, UserError
+from holdfast.engine.core.types import JobRecord
+from holdfast.engine.runtime.coordinate.election import (
     EtcdJournal,
     Hold,
     Leader,
@@ -23,8 +23,8 @@ from holdfast.runtime.coordinate.election import (
     open_election,
     parse_election,
 )
-from holdfast.runtime.coordinate.etcd import Endpoint, EtcdClient, KeyValue, put
-from holdfast.runtime.coordinate.journal import seal, unseal
+from holdfast.engine.runtime.coordinate.etcd import Endpoint, EtcdClient, KeyValue, put
+from holdfast.engine.runtime.coordinate.journal import seal, unseal
 from labs.etcd_cluster import EtcdCluster, free_ports
 from support import HOST, SPEC, WAIT_S, start_etcd
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.core.errors import UserError
-from holdfast.servers import (
+from holdfast.engine.core.errors import UserError
+from holdfast.tables import (
     Embedding,
     EmbeddingBag,
     EmbeddingBagCollection,
@@ -21,7 +21,7 @@ from holdfast.servers import (
     KeyRules,
     RowWiseAdagrad,
 )
-from holdfast.servers.row_values import fill_rows, seed_of_table
+from holdfast.tables.row_values import fill_rows, seed_of_table
 
 IDS = torch.tensor([4, 1, 1, 9, 0, 3])
 OFFSETS = torch.tensor([0, 2, 2, 5])
@@ -34,7 +34,7 @@ def config(name: str, *features: str, **options: Any) -> EmbeddingBagConfig:
 
 
 def test_the_package_offers_servers() -> None:
-    assert holdfast.servers.EmbeddingBag is EmbeddingBag
+    assert holdfast.tables.EmbeddingBag is EmbeddingBag
 
 
 @pytest.mark.parametrize("padding", [None, 1, -1])

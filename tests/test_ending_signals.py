@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S, SCRIPTS, finish
-from holdfast.health.measure.ending_signals import SAME_S, EndRequests
-from holdfast.runtime.node import fork_server
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.open import open_storage
-from holdfast.testing.local_run import LocalRun, processes_that_name, strike
+from holdfast.engine.host.ending_signals import SAME_S, EndRequests
+from holdfast.engine.runtime.local_run import LocalRun, processes_that_name, strike
+from holdfast.engine.runtime.node import fork_server
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.open import open_storage
 from support import until
 
 TERM, HUP, USR1, INT = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from holdfast.core.errors import UserError
-from holdfast.observe.ledger_audit import verify
-from holdfast.testing.local_run import LocalRun, strike
-from holdfast.train.data.sampling import plan_of
-from holdfast.train.job import Job
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.runtime.local_run import LocalRun, strike
+from holdfast.engine.train.data.sampling import plan_of
+from holdfast.engine.train.job import Job
 from loop_kit import Script, dataset, digest, everywhere, net, protected, results, step_once
 from thread_cluster import ThreadWorker
 

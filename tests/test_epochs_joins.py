@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.observe.ledger_audit import verify
-from holdfast.testing.local_run import LocalRun, strike
-from holdfast.train.data.sampling import plan_of
-from holdfast.train.job import Job
+from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.runtime.local_run import LocalRun, strike
+from holdfast.engine.train.data.sampling import plan_of
+from holdfast.engine.train.job import Job
 from loop_kit import Script, dataset, digest, protected, results, step_once
 from support import until
 from thread_cluster import Killed, ThreadWorker

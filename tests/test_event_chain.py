@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.core.membership.coordinator_events import Announce
-from holdfast.core.membership.event_chain import EventChain
-from holdfast.core.types import (
+from holdfast.engine.core.membership.coordinator_events import Announce
+from holdfast.engine.core.membership.event_chain import EventChain
+from holdfast.engine.core.types import (
     AgentId,
     AgentReport,
     Incarnation,

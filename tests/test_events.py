@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 
 from conftest import Start, finish
-from holdfast.cli import events_command
-from holdfast.cli.events_command import GONE_S, QUIET_S, CoordinatorWatch
 from holdfast.cli.main import main
-from holdfast.core.errors import NoAnswer, UserError
-from holdfast.observe.incidents import (
+from holdfast.engine.core.errors import NoAnswer, UserError
+from holdfast.engine.records.incidents import (
     describe_cost,
     find_incident,
     list_incidents,
     parse_event,
     tell_story,
 )
-from holdfast.observe.run_tail import RunTail
-from holdfast.runtime.job_events import read_events
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.records.run_tail import RunTail
+from holdfast.engine.runtime.job_events import read_events
+from holdfast.engine.runtime.local_run import LocalRun, strike
+from holdfast.reports.commands import events_command
+from holdfast.reports.commands.events_command import GONE_S, QUIET_S, CoordinatorWatch
 from support import until
 
 ROOT = Path(__file__).parents[1]

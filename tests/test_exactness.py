@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from conftest import SCRIPTS, Start, finish
-from holdfast.observe.ledger_audit import verify
-from holdfast.testing.local_run import LocalRun, strike
-from holdfast.train.data.sampling import SamplePlan
+from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.runtime.local_run import LocalRun, strike
+from holdfast.engine.train.data.sampling import SamplePlan
 
 STEPS = 12
 Reference = Callable[[int], str]

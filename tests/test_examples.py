@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S, finish
-from holdfast.observe.ledger_audit import verify
-from holdfast.testing.local_run import LocalRun
-from holdfast.train.data.sampling import plan_of
+from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.train.data.sampling import plan_of
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 ARGS = {
@@ -184,7 +184,7 @@ def test_without_scikit_learn_the_digits_say_so_in_one_line() -> None:
 
 
 def test_the_demo_runs_the_example_that_people_read() -> None:
-    spec = importlib.util.find_spec("holdfast.examples.gpt")
+    spec = importlib.util.find_spec("holdfast.lab.demo.gpt")
     assert spec is not None
     assert spec.origin is not None
     assert Path(spec.origin).read_bytes() == (EXAMPLES / "gpt.py").read_bytes()

@@ -15,9 +15,9 @@ import pytest
 from conftest import RUN_S
 from health_kit import CALM
 from holdfast.cli.main import main
-from holdfast.core.errors import UserError
-from holdfast.health import external_checks as external
-from holdfast.health.external_checks import (
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.host import external_checks as external
+from holdfast.engine.host.external_checks import (
     CHECKS_MAX,
     CommandSample,
     ExternalCheck,
@@ -30,10 +30,10 @@ from holdfast.health.external_checks import (
     run,
     save_checks,
 )
-from holdfast.health.findings import REASON_MAX, Finding, Grade
-from holdfast.health.history import Health, Watch
-from holdfast.health.measure.light import light_checks
-from holdfast.net.readiness import wait_readable
+from holdfast.engine.host.findings import REASON_MAX, Finding, Grade
+from holdfast.engine.host.history import Health, Watch
+from holdfast.engine.host.light import light_checks
+from holdfast.engine.net.readiness import wait_readable
 
 OK, WARN, FAIL, SKIPPED = Grade.OK, Grade.WARN, Grade.FAIL, Grade.SKIPPED
 ROOT = Path(__file__).parent.parent
@@ -116,7 +116,7 @@ def test_names_are_given_once_and_not_without_end() -> None:
 def test_no_name_can_be_that_of_a_built_in_check() -> None:
     """They are told apart by their prefix, which no check of ours may have."""
     assert run(parse_check("disk=true")).check == "external-disk"
-    for path in (ROOT / "src/holdfast/health").rglob("*.py"):
+    for path in (ROOT / "src/holdfast/doctor").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.keyword) and node.arg == "check":
                 assert not ast.unparse(node.value).strip("'\"").startswith(external.PREFIX)
@@ -276,7 +276,7 @@ def test_a_command_ends_with_the_process_that_asked(script: Script, tmp_path: Pa
     check = script("exec 3>$HERE/held\nsleep 999 & echo >&3; wait")
     code = (
         "import sys, signal\n"
-        "from holdfast.health.external_checks import ExternalCheck, make_repeated_check\n"
+        "from holdfast.engine.host.external_checks import ExternalCheck, make_repeated_check\n"
         "check = make_repeated_check(ExternalCheck(name='own', command=(sys.argv[1],)))\n"
         "check.round(0.0)\n"
         "signal.pause()\n"

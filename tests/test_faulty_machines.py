@@ -7,9 +7,9 @@ import random
 import pytest
 from torch import nn
 
-from holdfast.core.job_spec import with_settings
-from holdfast.core.types import WorkerId
-from holdfast.train.job import Job
+from holdfast.engine.core.job_spec import with_settings
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.train.job import Job
 from loop_kit import dataset, digest, protected, results
 from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.train.checkpoint import state
-from holdfast.train.checkpoint.transfer import parts_of
-from holdfast.train.exchange.tensor_bytes import as_bytes
-from holdfast.train.feeding import staged_state
-from holdfast.train.feeding.staged_state import StagedState
-from holdfast.train.feeding.step_memory import LARGE_BYTES, StepMemory
+from holdfast.engine.train.checkpoint import state
+from holdfast.engine.train.checkpoint.transfer import parts_of
+from holdfast.engine.train.exchange.tensor_bytes import as_bytes
+from holdfast.engine.train.feeding import staged_state
+from holdfast.engine.train.feeding.staged_state import StagedState
+from holdfast.engine.train.feeding.step_memory import LARGE_BYTES, StepMemory
 
 WAIT_S = 30.0
 

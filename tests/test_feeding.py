@@ -13,22 +13,22 @@ import torch
 from torch import nn
 
 from certificates import make_certificates
-from holdfast.core.errors import HoldfastError, WireError
-from holdfast.core.job_spec import with_settings
-from holdfast.core.replica import feeding
-from holdfast.core.types import WorkerId
-from holdfast.memory import free_memory
-from holdfast.memory.free_memory import free_bytes
-from holdfast.net import peer_stream
-from holdfast.net.peer_identity import PeerIdentity
-from holdfast.net.peer_listener import PeerListener, open_listener
-from holdfast.net.peer_stream import SendRate
-from holdfast.sim.drawn_options import draw
-from holdfast.sim.world import Machines, World
-from holdfast.testing.local_run import LocalRun, strike
-from holdfast.train.feeding import feed_frames, feeder
-from holdfast.train.feeding.feed_frames import FeedHead
-from holdfast.train.job import Job
+from holdfast.engine.core.errors import HoldfastError, WireError
+from holdfast.engine.core.job_spec import with_settings
+from holdfast.engine.core.replica import feeding
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.net import peer_stream
+from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.net.peer_listener import PeerListener, open_listener
+from holdfast.engine.net.peer_stream import SendRate
+from holdfast.engine.runtime.local_run import LocalRun, strike
+from holdfast.engine.state.memory import free_memory
+from holdfast.engine.state.memory.free_memory import free_bytes
+from holdfast.engine.train.feeding import feed_frames, feeder
+from holdfast.engine.train.feeding.feed_frames import FeedHead
+from holdfast.engine.train.job import Job
+from holdfast.lab.sim.drawn_options import draw
+from holdfast.lab.sim.world import Machines, World
 from loop_kit import Script, dataset, digest, net, protected, step_once
 from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker

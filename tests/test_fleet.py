@@ -9,13 +9,13 @@ import pytest
 
 import fleet_kit
 from fleet_kit import PREFIX, Faults, run_fleet
-from holdfast.core.errors import InvariantError
-from holdfast.core.fleet import fleet_events as fe
-from holdfast.core.fleet.fleet import FleetMachine
-from holdfast.core.fleet.fleet_node import Ending, FleetNode
-from holdfast.core.fleet.host_strikes import HostStrikes
-from holdfast.core.fleet.placements import FleetPolicy, Holding, NodeSeen, Notice, Placement
-from holdfast.core.types import Tick
+from holdfast.engine.core.errors import InvariantError
+from holdfast.engine.core.fleet import fleet_events as fe
+from holdfast.engine.core.fleet.fleet import FleetMachine
+from holdfast.engine.core.fleet.fleet_node import Ending, FleetNode
+from holdfast.engine.core.fleet.host_strikes import HostStrikes
+from holdfast.engine.core.fleet.placements import FleetPolicy, Holding, NodeSeen, Notice, Placement
+from holdfast.engine.core.types import Tick
 
 SEEDS = 16
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.errors import WorldError
-from holdfast.core.fleet.fleet import FleetMachine
-from holdfast.core.fleet.placements import (
+from holdfast.engine.core.errors import WorldError
+from holdfast.engine.core.fleet.fleet import FleetMachine
+from holdfast.engine.core.fleet.placements import (
     FleetPolicy,
     Holding,
     NodeSeen,
     Placement,
     PlacementId,
 )
-from holdfast.launch import waiting_report
-from holdfast.launch.cluster_manager import StoppedByOperator
-from holdfast.launch.fleet_driver import FleetDriver, FleetPace
+from holdfast.engine.fleet import waiting_report
+from holdfast.engine.fleet.cluster_manager import StoppedByOperator
+from holdfast.engine.fleet.fleet_driver import FleetDriver, FleetPace
 
 LOOKS = 5  # of a manager that has ended all placements, while the job saves
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from fleet_kit import PREFIX
-from holdfast.core.fleet import fleet_events as fe
-from holdfast.core.fleet.fleet import FleetMachine
-from holdfast.core.fleet.fleet_node import FleetNode
-from holdfast.core.fleet.host_strikes import HostStrikes
-from holdfast.core.fleet.placements import (
+from holdfast.engine.core.fleet import fleet_events as fe
+from holdfast.engine.core.fleet.fleet import FleetMachine
+from holdfast.engine.core.fleet.fleet_node import FleetNode
+from holdfast.engine.core.fleet.host_strikes import HostStrikes
+from holdfast.engine.core.fleet.placements import (
     FleetPolicy,
     Holding,
     NodeSeen,
@@ -17,7 +17,7 @@ from holdfast.core.fleet.placements import (
     Placement,
     PlacementId,
 )
-from holdfast.core.types import Tick
+from holdfast.engine.core.types import Tick
 
 POLICY = FleetPolicy(prefix=PREFIX, nodes=1, nodes_max=2)
 ID = PlacementId(f"{PREFIX}e-1")

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.job_spec import with_settings
-from holdfast.runtime.node import bootstrap, fork_server
-from holdfast.runtime.node.fork_server import NUMBER, ForkedProcess
-from holdfast.runtime.node.group_watch import run_forking
-from holdfast.runtime.node.worker_process import WorkerTemplate
-from holdfast.runtime.rundir import RunDir
+from holdfast.engine.core.job_spec import with_settings
+from holdfast.engine.runtime.node import bootstrap, fork_server
+from holdfast.engine.runtime.node.fork_server import NUMBER, ForkedProcess
+from holdfast.engine.runtime.node.group_watch import run_forking
+from holdfast.engine.runtime.node.worker_process import WorkerTemplate
+from holdfast.engine.runtime.rundir import RunDir
 from support import SPEC, until
 
 TELLS = """

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.assignment import ONE_MACHINE
-from holdfast.core.errors import InvariantError
-from holdfast.core.membership import formation as fo
-from holdfast.core.membership import view_making as vm
-from holdfast.core.membership.changes import OrderNext
-from holdfast.core.membership.formation import STEPS_MISSED_MAX
-from holdfast.core.membership.view_making import Room
-from holdfast.core.redundancy import Recall
-from holdfast.core.types import (
+from holdfast.engine.core.assignment import ONE_MACHINE
+from holdfast.engine.core.errors import InvariantError
+from holdfast.engine.core.membership import formation as fo
+from holdfast.engine.core.membership import view_making as vm
+from holdfast.engine.core.membership.changes import OrderNext
+from holdfast.engine.core.membership.formation import STEPS_MISSED_MAX
+from holdfast.engine.core.membership.view_making import Room
+from holdfast.engine.core.redundancy import Recall
+from holdfast.engine.core.types import (
     AgentId,
     Incarnation,
     LateWorker,

@@ -13,15 +13,15 @@ import pytest
 
 from fuzz.targets import STATUS
 from holdfast.cli.main import main
-from holdfast.core.errors import Damaged, OtherRelease, UserError, WireError
-from holdfast.core.types import JobRecord, WorkerStatus
-from holdfast.runtime.coordinate import journal
-from holdfast.runtime.coordinate.journal import FileJournal
-from holdfast.runtime.rundir import RunDir
-from holdfast.store import data_index, manifest, stripes
-from holdfast.store.data_index import SampleIndex
-from holdfast.store.manifest import Manifest
-from holdfast.wire.messages import decode, encode
+from holdfast.engine.core.errors import Damaged, OtherRelease, UserError, WireError
+from holdfast.engine.core.types import JobRecord, WorkerStatus
+from holdfast.engine.runtime.coordinate import journal
+from holdfast.engine.runtime.coordinate.journal import FileJournal
+from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.state.store import data_index, manifest, stripes
+from holdfast.engine.state.store.data_index import SampleIndex
+from holdfast.engine.state.store.manifest import Manifest
+from holdfast.engine.wire.messages import decode, encode
 from support import SPEC
 
 NEWER = "was written by a newer Holdfast (format 2); this one reads format 1: upgrade"

@@ -10,11 +10,11 @@ import pytest
 
 from conftest import RUN_S, SCRIPTS, finish
 from full_disk import fill, mount_small_disk
-from holdfast.observe.ledger_audit import verify
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.open import open_storage
-from holdfast.testing.local_run import LocalRun
-from holdfast.train.data.sampling import SamplePlan
+from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.open import open_storage
+from holdfast.engine.train.data.sampling import SamplePlan
 
 OPTIONS = ["--nproc", "2", "--save-every", "1000"]
 FOUR = ["--virtual", "4"]

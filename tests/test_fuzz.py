@@ -18,8 +18,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fuzz import targets
-from holdfast.core.errors import WireError
-from holdfast.wire.messages import KINDS, decode, encode
+from holdfast.engine.core.errors import WireError
+from holdfast.engine.wire.messages import KINDS, decode, encode
 
 RUN = str(Path(__file__).parent / "fuzz" / "run.py")
 INPUTS = 1_000_000

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.observe.goodput import Goodput, measure_union, share_times
-from holdfast.observe.incident_costs import Part
-from holdfast.observe.report_page import RunFacts, write_page
-from holdfast.observe.summary import summarize
-from holdfast.observe.time_lines import ProcessTimes, SpentLine, TimeUse
+from holdfast.engine.records.goodput import Goodput, measure_union, share_times
+from holdfast.engine.records.incident_costs import Part
+from holdfast.engine.records.summary import summarize
+from holdfast.engine.records.time_lines import ProcessTimes, SpentLine, TimeUse
+from holdfast.reports.report_page import RunFacts, write_page
 
 T0 = 1_000_000.0
 

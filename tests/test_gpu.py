@@ -14,14 +14,30 @@ import torch
 
 from conftest import RUN_S, SCRIPTS
 from fake_gpu import FakeCudart, fake_gpu, move, on_gpu
-from holdfast.core.job_spec import with_settings
-from holdfast.core.redundancy import Piece, read_redundancy
-from holdfast.core.types import WorkerId
-from holdfast.memory.pieces import Image, PieceCoder
-from holdfast.net.peer_identity import PeerIdentity
-from holdfast.testing.local_run import LocalRun
-from holdfast.testing.memory_transport import MemoryNetwork
-from holdfast.testing.transports import (
+from holdfast.engine.core.job_spec import with_settings
+from holdfast.engine.core.redundancy import Piece, read_redundancy
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.state.memory.pieces import Image, PieceCoder
+from holdfast.engine.train.checkpoint.staging import Copier
+from holdfast.engine.train.exchange import nccl
+from holdfast.engine.train.exchange.nccl import NO_NCCL, GpuTransport, UniqueIdStore, gpu_id_of
+from holdfast.engine.train.exchange.seam import Transport
+from holdfast.engine.train.exchange.staged import (
+    Copy,
+    DeviceCopies,
+    HostRooms,
+    Moment,
+    StagedTransport,
+)
+from holdfast.engine.train.exchange.tcp_transport import TcpListener, TcpTransport
+from holdfast.engine.train.exchange.tensor_bytes import as_bytes
+from holdfast.engine.train.job import Job
+from holdfast.engine.train.protection.device_image import DeviceImage
+from holdfast.engine.train.protection.tensor_coding import TensorCode
+from holdfast.lab.contracts.memory_transport import MemoryNetwork
+from holdfast.lab.contracts.transports import (
     CONTRACT,
     GroupMember,
     MakeTransport,
@@ -31,16 +47,6 @@ from holdfast.testing.transports import (
     run_contract,
     run_contract_in_threads,
 )
-from holdfast.train.checkpoint.staging import Copier
-from holdfast.train.exchange import nccl
-from holdfast.train.exchange.nccl import NO_NCCL, GpuTransport, UniqueIdStore, gpu_id_of
-from holdfast.train.exchange.seam import Transport
-from holdfast.train.exchange.staged import Copy, DeviceCopies, HostRooms, Moment, StagedTransport
-from holdfast.train.exchange.tcp_transport import TcpListener, TcpTransport
-from holdfast.train.exchange.tensor_bytes import as_bytes
-from holdfast.train.job import Job
-from holdfast.train.protection.device_image import DeviceImage
-from holdfast.train.protection.tensor_coding import TensorCode
 from labs.local_nodes import LocalNodes, names
 from mailboxes import together
 from peer_kit import OpenConnections, lay_out
@@ -232,7 +238,7 @@ def touched(*given, **options):
 
 for name in ("is_available", "device_count", "init", "_lazy_init", "current_device"):
     setattr(torch.cuda, name, touched)
-import holdfast.train.preload, holdfast.runtime.node.fork_server
+import holdfast.engine.train.preload, holdfast.engine.runtime.node.fork_server
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

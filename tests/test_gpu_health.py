@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from fake_nvml import FakeNvml, Gpu, names_used
-from holdfast.health import checks_gpu
-from holdfast.health.checks_gpu import (
+from holdfast.engine.host import checks_gpu
+from holdfast.engine.host import gpu as gpu_module
+from holdfast.engine.host.checks_gpu import (
     GpuReport,
     GpuSample,
     bus_name,
@@ -20,11 +21,10 @@ from holdfast.health.checks_gpu import (
     judge_gpu_count,
     with_logged_xids,
 )
-from holdfast.health.checks_trials import KernelLogSample
-from holdfast.health.findings import Finding, Grade
-from holdfast.health.limits import Limits
-from holdfast.health.measure import gpu as gpu_module
-from holdfast.health.measure.gpu import XID_AGE_S, GpuReader, gpu_looker
+from holdfast.engine.host.checks_trials import KernelLogSample
+from holdfast.engine.host.findings import Finding, Grade
+from holdfast.engine.host.gpu import XID_AGE_S, GpuReader, gpu_looker
+from holdfast.engine.host.limits import Limits
 
 LIMITS = Limits()
 LOST = FakeNvml.NVML_ERROR_GPU_IS_LOST

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S
-from holdfast.runtime.node.gpu_shares import free_place, share_of_gpus, visible_gpus
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.runtime.node.gpu_shares import free_place, share_of_gpus, visible_gpus
 
 SCRIPT = """
 import os, holdfast, torch

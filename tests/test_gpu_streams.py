@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from fake_gpu import DEFAULT, RECORDED, FakeStream, fake_gpu, in_stream, move, on_gpu
-from holdfast.core.errors import UserError
-from holdfast.train.feeding.step_memory import LARGE_BYTES, StepMemory
-from holdfast.train.step import buckets
-from holdfast.train.step.buckets import Gradients
-from holdfast.train.step.default_stream import order_gradient
-from holdfast.train.step.task_clock import TaskClock
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.train.feeding.step_memory import LARGE_BYTES, StepMemory
+from holdfast.engine.train.step import buckets
+from holdfast.engine.train.step.buckets import Gradients
+from holdfast.engine.train.step.default_stream import order_gradient
+from holdfast.engine.train.step.task_clock import TaskClock
 from test_buckets import gradients_of
 
 __all__ = ["fake_gpu"]

@@ -12,14 +12,21 @@ import torch
 from conftest import SCRIPTS, finish
 from fake_gpu import fake_gpu, on_gpu
 from holdfast.cli.main import main
-from holdfast.observe.ledger import HeaderLine, Place, StepDigests, StepLine, Uses, read_lines
-from holdfast.observe.ledger_audit import verify
-from holdfast.observe.run_comparison import compare_runs
-from holdfast.observe.step_records import RunSteps, has_digests, read_steps
-from holdfast.testing.local_run import LocalRun
-from holdfast.train.data.sampling import plan_of
-from holdfast.train.shards.inner_group import InnerGroup
-from holdfast.train.step.part_digest import ALWAYS_BYTES, AT_ONCE_BYTES, PartDigest
+from holdfast.engine.records.ledger import (
+    HeaderLine,
+    Place,
+    StepDigests,
+    StepLine,
+    Uses,
+    read_lines,
+)
+from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.records.step_records import RunSteps, has_digests, read_steps
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.train.data.sampling import plan_of
+from holdfast.engine.train.shards.inner_group import InnerGroup
+from holdfast.engine.train.step.part_digest import ALWAYS_BYTES, AT_ONCE_BYTES, PartDigest
+from holdfast.reports.run_comparison import compare_runs
 from test_ledger import audit, entry, write
 
 __all__ = ["fake_gpu"]

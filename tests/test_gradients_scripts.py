@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from holdfast.core.errors import UserError
-from holdfast.train.job import Job
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.train.job import Job
 from loop_kit import Script, dataset, digest, everywhere, net, results
 from thread_cluster import ThreadWorker
 

@@ -10,23 +10,23 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from holdfast.core import tree
-from holdfast.core.errors import UserError, WireError
-from holdfast.core.step.events import Purpose
-from holdfast.testing.memory_transport import MemoryNetwork
-from holdfast.testing.transports import GroupMember, run_contract_in_threads
-from holdfast.train.checkpoint.state import flatten, metas, restore
-from holdfast.train.data.sampling import SamplePlan
-from holdfast.train.exchange.layout import Layout, piece_of
-from holdfast.train.job import Job
-from holdfast.train.step.buckets import Gradients
-from holdfast.train.step.missed_steps import MissedSteps
-from holdfast.train.step.monitor import Monitor
-from holdfast.train.step.row_sums import RowsSum
-from holdfast.train.step.row_table import Rows
-from holdfast.train.step.speculative import FinishedTask, SpeculativeTasks
-from holdfast.train.step.step_data import StepData
-from holdfast.train.step.step_table import Buffers, StepTable
+from holdfast.engine.core import tree
+from holdfast.engine.core.errors import UserError, WireError
+from holdfast.engine.core.step.events import Purpose
+from holdfast.engine.train.checkpoint.state import flatten, metas, restore
+from holdfast.engine.train.data.sampling import SamplePlan
+from holdfast.engine.train.exchange.layout import Layout, piece_of
+from holdfast.engine.train.job import Job
+from holdfast.engine.train.step.buckets import Gradients
+from holdfast.engine.train.step.missed_steps import MissedSteps
+from holdfast.engine.train.step.monitor import Monitor
+from holdfast.engine.train.step.row_sums import RowsSum
+from holdfast.engine.train.step.row_table import Rows
+from holdfast.engine.train.step.speculative import FinishedTask, SpeculativeTasks
+from holdfast.engine.train.step.step_data import StepData
+from holdfast.engine.train.step.step_table import Buffers, StepTable
+from holdfast.lab.contracts.memory_transport import MemoryNetwork
+from holdfast.lab.contracts.transports import GroupMember, run_contract_in_threads
 from loop_kit import Script, digest, everywhere, results
 from thread_cluster import MortalTransport, ThreadWorker
 

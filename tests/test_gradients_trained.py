@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from conftest import SCRIPTS, finish
-from holdfast.core.errors import StateMismatch, UserError
-from holdfast.core.job_spec import with_settings
-from holdfast.core.types import WorkerId
-from holdfast.testing.local_run import LocalRun
-from holdfast.train.job import Job
-from holdfast.train.step.trained import TrainedParameters
+from holdfast.engine.core.errors import StateMismatch, UserError
+from holdfast.engine.core.job_spec import with_settings
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.train.job import Job
+from holdfast.engine.train.step.trained import TrainedParameters
 from loop_kit import Script, dataset, digest, everywhere, net, protected, results, step_once
 from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker

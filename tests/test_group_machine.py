@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 
 from group_world import POLICY, GroupWorld, WrongError
-from holdfast.core.errors import InvariantError
-from holdfast.core.job_spec import GroupPolicy
-from holdfast.core.membership import group
-from holdfast.core.membership.activity import ActivityMeter, ActivitySample
-from holdfast.core.membership.agent import AgentMachine
-from holdfast.core.membership.changes import OrderNext, PutSlot
-from holdfast.core.membership.coordinator_events import (
+from holdfast.engine.core.errors import InvariantError
+from holdfast.engine.core.job_spec import GroupPolicy
+from holdfast.engine.core.membership import group
+from holdfast.engine.core.membership.activity import ActivityMeter, ActivitySample
+from holdfast.engine.core.membership.agent import AgentMachine
+from holdfast.engine.core.membership.changes import OrderNext, PutSlot
+from holdfast.engine.core.membership.coordinator_events import (
     Announce,
     CoordinatorEffect,
     Finish,
@@ -22,13 +22,13 @@ from holdfast.core.membership.coordinator_events import (
     ReportArrived,
     SendDirective,
 )
-from holdfast.core.membership.facts import Facts
-from holdfast.core.membership.group import GroupMachine
-from holdfast.core.membership.group_faults import Trials
-from holdfast.core.membership.group_places import restore_slots
-from holdfast.core.membership.job_changes import EndJob
-from holdfast.core.membership.roster import Roster, SlotState
-from holdfast.core.types import (
+from holdfast.engine.core.membership.facts import Facts
+from holdfast.engine.core.membership.group import GroupMachine
+from holdfast.engine.core.membership.group_faults import Trials
+from holdfast.engine.core.membership.group_places import restore_slots
+from holdfast.engine.core.membership.job_changes import EndJob
+from holdfast.engine.core.membership.roster import Roster, SlotState
+from holdfast.engine.core.types import (
     AgentId,
     AgentReport,
     Incarnation,

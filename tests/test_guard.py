@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.utils.data import TensorDataset
 
-from holdfast.core.errors import UserError
-from holdfast.core.job_spec import with_settings
-from holdfast.core.types import WorkerId
-from holdfast.train.job import Job
-from holdfast.train.step.module_attributes import ModuleAttributes
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.core.job_spec import with_settings
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.train.job import Job
+from holdfast.engine.train.step.module_attributes import ModuleAttributes
 from loop_kit import dataset, digest, everywhere, net, protected, results, step_once
 from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.train.job import Job
+from holdfast.engine.train.job import Job
 from loop_kit import dataset, net, protected, step_once
 from test_guard import told
 from thread_cluster import ThreadWorker

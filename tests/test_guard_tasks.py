@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from holdfast.train.job import Job
+from holdfast.engine.train.job import Job
 from loop_kit import dataset, digest, everywhere, net, protected, step_once
 from test_guard import STEPS, told
 from thread_cluster import ThreadWorker

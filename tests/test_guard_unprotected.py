@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.core.errors import UserError
-from holdfast.train.script.unprotected_modules import UnprotectedModules
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.train.script.unprotected_modules import UnprotectedModules
 from loop_kit import net
 
 ALONE = """

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from holdfast.core.membership.durable import Durable
-from holdfast.core.membership.facts import Facts
-from holdfast.core.membership.handover import Handover
-from holdfast.core.membership.protection import Protection
-from holdfast.core.redundancy import KeptPieces, Piece, Redundancy
-from holdfast.core.types import AgentId, Incarnation, View, WorkerId, WorkerStatus
+from holdfast.engine.core.membership.durable import Durable
+from holdfast.engine.core.membership.facts import Facts
+from holdfast.engine.core.membership.handover import Handover
+from holdfast.engine.core.membership.protection import Protection
+from holdfast.engine.core.redundancy import KeptPieces, Piece, Redundancy
+from holdfast.engine.core.types import AgentId, Incarnation, View, WorkerId, WorkerStatus
 from roster_kit import LEASE, Cluster, member, stopped, view_of
 
 ONE = Redundancy(data=1, parity=0)  # no loss of a node is borne

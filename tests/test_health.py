@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.exact_products import NARROW, WIDE
-from holdfast.health import checks_host, checks_trials
-from holdfast.health.checks_host import (
+from holdfast.engine.core.exact_products import NARROW, WIDE
+from holdfast.engine.host import checks_host, checks_trials
+from holdfast.engine.host.checks_host import (
     AllowanceSample,
     CpuSample,
     HostSample,
     MemorySample,
     PressureSample,
 )
-from holdfast.health.checks_peers import (
+from holdfast.engine.host.checks_peers import (
     EQUAL,
     PeerSample,
     Report,
@@ -28,14 +28,14 @@ from holdfast.health.checks_peers import (
     judge_peer,
     judge_versions,
 )
-from holdfast.health.checks_trials import (
+from holdfast.engine.host.checks_trials import (
     LOG_KINDS,
     ArithmeticSample,
     DiskSample,
     KernelLogSample,
     MemorySpeedSample,
 )
-from holdfast.health.findings import (
+from holdfast.engine.host.findings import (
     REASON_MAX,
     Finding,
     Grade,
@@ -45,7 +45,7 @@ from holdfast.health.findings import (
     to_one_line,
     worst,
 )
-from holdfast.health.limits import GIB, MIB, Limits
+from holdfast.engine.host.limits import GIB, MIB, Limits
 
 OK, WARN, FAIL, SKIPPED = Grade.OK, Grade.WARN, Grade.FAIL, Grade.SKIPPED
 LIMITS = Limits()

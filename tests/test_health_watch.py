@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.errors import InvariantError
-from holdfast.core.membership.draining import choose_drains
-from holdfast.health.findings import Finding, Grade
-from holdfast.health.history import TRACKS_MAX, Health, HealthVerdict, Watch, WatchPolicy
+from holdfast.engine.core.errors import InvariantError
+from holdfast.engine.core.membership.draining import choose_drains
+from holdfast.engine.host.findings import Finding, Grade
+from holdfast.engine.host.history import TRACKS_MAX, Health, HealthVerdict, Watch, WatchPolicy
 
 OK, WARN, FAIL, SKIPPED = Grade.OK, Grade.WARN, Grade.FAIL, Grade.SKIPPED
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from holdfast.core.servers.heirs import HeirProgress, HolderAnswer
-from holdfast.core.servers.holdings import ShardStanding
-from holdfast.core.servers.placement import HEIRS, find_shards, lay_out
-from holdfast.core.types import ServerLayout
-from holdfast.train.script.row_updates import HeirWatch
+from holdfast.engine.core.servers.heirs import HeirProgress, HolderAnswer
+from holdfast.engine.core.servers.holdings import ShardStanding
+from holdfast.engine.core.servers.placement import HEIRS, find_shards, lay_out
+from holdfast.engine.core.types import ServerLayout
+from holdfast.engine.train.script.row_updates import HeirWatch
 
 WHOLE = ShardStanding()
 TWO = ServerLayout(count=2, goal=2)

@@ -6,7 +6,12 @@ import math
 
 import pytest
 
-from holdfast.core.replica.save_interval import WORKER_MTBF_S, Pace, PacePolicy, best_interval_s
+from holdfast.engine.core.replica.save_interval import (
+    WORKER_MTBF_S,
+    Pace,
+    PacePolicy,
+    best_interval_s,
+)
 
 
 def expected_s(work_s: float, interval_s: float, cost_s: float, mtbf_s: float) -> float:

@@ -14,22 +14,22 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.cli import check_command
-from holdfast.cli.job_config import read_config, write_config
 from holdfast.cli.main import main
-from holdfast.cli.run_command import make_job, make_spec, parser
-from holdfast.core.errors import Damaged, UserError, WireError
-from holdfast.core.job_problems import as_flag, find_problem
-from holdfast.core.job_spec import SECTIONS, SETTINGS, JobSpec, with_settings
-from holdfast.core.settings import INTEGER_MAX, Setting, format_value
-from holdfast.core.types import Incarnation, ProcessRole, WorkerId
-from holdfast.runtime.node.bootstrap import HUGE_PAGES
-from holdfast.runtime.node.worker_process import WorkerTemplate
-from holdfast.runtime.rundir import RunDir
-from holdfast.store.open import FORM, absolute_store
-from holdfast.train.script.environment import ALONE, WorkerEnvironment
-from holdfast.wire.job_document import decode_job, encode_job
-from holdfast.wire.messages import JoinReply, decode, encode
+from holdfast.engine.commands.job_config import read_config, write_config
+from holdfast.engine.commands.run_command import make_job, make_spec, parser
+from holdfast.engine.core.errors import Damaged, UserError, WireError
+from holdfast.engine.core.job_problems import as_flag, find_problem
+from holdfast.engine.core.job_spec import SECTIONS, SETTINGS, JobSpec, with_settings
+from holdfast.engine.core.settings import INTEGER_MAX, Setting, format_value
+from holdfast.engine.core.types import Incarnation, ProcessRole, WorkerId
+from holdfast.engine.runtime.node.bootstrap import HUGE_PAGES
+from holdfast.engine.runtime.node.worker_process import WorkerTemplate
+from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.state.store.open import FORM, absolute_store
+from holdfast.engine.train.script.environment import ALONE, WorkerEnvironment
+from holdfast.engine.wire.job_document import decode_job, encode_job
+from holdfast.engine.wire.messages import JoinReply, decode, encode
+from holdfast.lab.check import check_command
 from support import SPEC
 
 KEYS = sorted(SETTINGS)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.errors import WireError
-from holdfast.core.membership.coordinator_events import CoordinatorSnapshot
-from holdfast.core.membership.roster import NodeSnapshot
-from holdfast.core.types import JobRecord, Slot, Stage, WorkerStatus
-from holdfast.runtime.coordinate.status_making import processes_of
-from holdfast.runtime.job_events import EventSink, LoggedEvent, read_events
-from holdfast.runtime.job_status import (
+from holdfast.engine.core.errors import WireError
+from holdfast.engine.core.membership.coordinator_events import CoordinatorSnapshot
+from holdfast.engine.core.membership.roster import NodeSnapshot
+from holdfast.engine.core.types import JobRecord, Slot, Stage, WorkerStatus
+from holdfast.engine.runtime.coordinate.status_making import processes_of
+from holdfast.engine.runtime.job_events import EventSink, LoggedEvent, read_events
+from holdfast.engine.runtime.job_status import (
     CoordinatorStatus,
     JobPhase,
     JobStatus,
@@ -24,7 +24,7 @@ from holdfast.runtime.job_status import (
     encode_status,
     parse_status,
 )
-from holdfast.runtime.outlet import flush_outlets
+from holdfast.engine.runtime.outlet import flush_outlets
 
 STATUS = JobStatus(
     view=3,

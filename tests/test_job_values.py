@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.core.errors import UserError
-from holdfast.train.checkpoint.state import flatten, restore
-from holdfast.train.job import Job
-from holdfast.train.script.job_values import Values
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.train.checkpoint.state import flatten, restore
+from holdfast.engine.train.job import Job
+from holdfast.engine.train.script.job_values import Values
 from loop_kit import dataset, digest, net, protected, results, step_once
 from thread_cluster import ThreadWorker
 

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import pytest
 
-from holdfast.core.errors import Damaged, Deposed, UserError
-from holdfast.core.types import (
+from holdfast.engine.core.errors import Damaged, Deposed, UserError
+from holdfast.engine.core.types import (
     AgentId,
     Incarnation,
     JobRecord,
@@ -23,14 +23,14 @@ from holdfast.core.types import (
     ViewNumber,
     WorkerId,
 )
-from holdfast.runtime.coordinate.election import (
+from holdfast.engine.runtime.coordinate.election import (
     EtcdJournal,
     Leadership,
     open_election,
     parse_election,
 )
-from holdfast.runtime.coordinate.etcd import put
-from holdfast.runtime.coordinate.journal import (
+from holdfast.engine.runtime.coordinate.etcd import put
+from holdfast.engine.runtime.coordinate.journal import (
     COUNTED_MAX,
     FileJournal,
     Journal,
@@ -374,7 +374,7 @@ KILLED_WHILE_SAVING = """
 import asyncio, os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from holdfast.runtime.coordinate import journal
+from holdfast.engine.runtime.coordinate import journal
 from test_journal import record
 
 calls = ["open", "write", "pwrite", "fsync", "replace", "close"]

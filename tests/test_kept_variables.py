@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.core.job_spec import with_settings
-from holdfast.train.job import Job
-from holdfast.train.script.kept_variables import find_leader_state, find_step_state
+from holdfast.engine.core.job_spec import with_settings
+from holdfast.engine.train.job import Job
+from holdfast.engine.train.script.kept_variables import find_leader_state, find_step_state
 from loop_kit import dataset, net, step_once
 from script_search.compose import compose
 from script_search.habit import Truth

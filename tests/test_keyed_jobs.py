@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conftest import SCRIPTS, Start, finish
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.runtime.local_run import LocalRun, strike
 from test_table_servers import (
     flags,
     saving,

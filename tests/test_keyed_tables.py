@@ -10,25 +10,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.errors import UserError
-from holdfast.core.servers.placement import SHARDS, find_holders, share_out
-from holdfast.servers import SGD, Adagrad, LazyAdam, RowOptimizer
-from holdfast.servers import server_wire as wire
-from holdfast.servers.embeddings import Embedding, EmbeddingBag
-from holdfast.servers.key_index import KeyIndex, encode, find_shards
-from holdfast.servers.keyed_rows import (
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.core.servers.placement import SHARDS, find_holders, share_out
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.files import FileStorage
+from holdfast.tables import SGD, Adagrad, LazyAdam, RowOptimizer
+from holdfast.tables import server_wire as wire
+from holdfast.tables.embeddings import Embedding, EmbeddingBag
+from holdfast.tables.key_index import KeyIndex, encode, find_shards
+from holdfast.tables.keyed_rows import (
     EVERY_PLACE,
     FORGET_AFTER,
     KeyedTable,
     find_keys,
     first_values,
 )
-from holdfast.servers.row_values import hash_keys
-from holdfast.servers.server_rows import RowUpdate
-from holdfast.servers.table_set import write_shard
-from holdfast.servers.table_shape import AGE, FREQUENCY, KeyRules, TableShape
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.files import FileStorage
+from holdfast.tables.row_values import hash_keys
+from holdfast.tables.server_rows import RowUpdate
+from holdfast.tables.table_set import write_shard
+from holdfast.tables.table_shape import AGE, FREQUENCY, KeyRules, TableShape
 from test_row_servers import Servers
 
 DIM = 3
@@ -209,7 +209,7 @@ def test_codes_keep_the_keys_of_a_shard_together() -> None:
 def test_an_index_finds_keys_that_have_moved_or_have_come_with_a_shard(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.servers.key_index.RECENT_MIN", 100)
+    monkeypatch.setattr("holdfast.tables.key_index.RECENT_MIN", 100)
     size, sorted_in, dice = 20, 0, torch.Generator().manual_seed(seed)
     keys, uses = (torch.zeros(SHARDS * size, dtype=torch.int64) for _ in range(2))
     every = torch.arange(-1, 60 * size)
@@ -262,7 +262,7 @@ def updates_of(steps: int, keys: int = 60) -> list[RowUpdate]:
 def test_servers_have_the_rows_of_one_table_and_save_them(
     servers: int, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.servers.row_client.PLACES_AT_ONCE", at_once)
+    monkeypatch.setattr("holdfast.tables.row_client.PLACES_AT_ONCE", at_once)
     rule, steps = Adagrad(lr=0.1), 9
     rules = {"capacity": 32, "admit_after": 2, "evict": FREQUENCY}
     alone = KeyedTable(shape(**rules), range(SHARDS), rule)

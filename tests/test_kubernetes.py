@@ -18,19 +18,23 @@ import yaml
 from lightkube.resources.batch_v1 import Job
 from lightkube.resources.core_v1 import Node, Pod
 
-from holdfast.cli import launch_k8s
 from holdfast.cli.main import main
-from holdfast.core.errors import Refused, UserError
-from holdfast.core.fleet.placements import Holding, PlacementId
-from holdfast.launch import kubernetes_job
-from holdfast.launch.cluster_manager import PlacementOrder
-from holdfast.launch.kubernetes_manager import KubernetesManager, fill
-from holdfast.launch.kubernetes_manifests import POD_VARIABLE
-from holdfast.launch.kubernetes_notices import OVERDUE_AWAY_S, OVERDUE_S, Sightings, placement_of
-from holdfast.net.channel import Channel, Gate
-from holdfast.net.secret import parse_secret
-from holdfast.wire.job_document import decode_job
-from holdfast.wire.messages import DrainRequest, OrderReply
+from holdfast.clusters.kubernetes import kubernetes_job, launch_k8s
+from holdfast.clusters.kubernetes.kubernetes_manager import KubernetesManager, fill
+from holdfast.clusters.kubernetes.kubernetes_manifests import POD_VARIABLE
+from holdfast.clusters.kubernetes.kubernetes_notices import (
+    OVERDUE_AWAY_S,
+    OVERDUE_S,
+    Sightings,
+    placement_of,
+)
+from holdfast.engine.core.errors import Refused, UserError
+from holdfast.engine.core.fleet.placements import Holding, PlacementId
+from holdfast.engine.fleet.cluster_manager import PlacementOrder
+from holdfast.engine.net.channel import Channel, Gate
+from holdfast.engine.net.secret import parse_secret
+from holdfast.engine.wire.job_document import decode_job
+from holdfast.engine.wire.messages import DrainRequest, OrderReply
 from labs.fake_kubernetes import FakeKubernetes
 from labs.kubernetes_cluster import KubernetesCluster, write_kubeconfig
 

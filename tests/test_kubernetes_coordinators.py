@@ -13,11 +13,11 @@ from lightkube import AsyncClient, KubeConfig
 from lightkube.resources.batch_v1 import Job
 from lightkube.resources.core_v1 import Pod
 
-from holdfast.core.fleet.placements import PlacementId
-from holdfast.launch import kubernetes_job, kubernetes_manager
-from holdfast.launch.kubernetes_manager import KubernetesManager
-from holdfast.launch.kubernetes_manifests import POD_VARIABLE
-from holdfast.launch.kubernetes_names import COORDINATOR, TRACKING, labels_of
+from holdfast.clusters.kubernetes import kubernetes_job, kubernetes_manager
+from holdfast.clusters.kubernetes.kubernetes_manager import KubernetesManager
+from holdfast.clusters.kubernetes.kubernetes_manifests import POD_VARIABLE
+from holdfast.clusters.kubernetes.kubernetes_names import COORDINATOR, TRACKING, labels_of
+from holdfast.engine.core.fleet.placements import PlacementId
 from labs import control_plane
 from labs.control_plane import ControlPlane
 from labs.fake_kubernetes import FakeKubernetes

@@ -11,11 +11,11 @@ import pytest
 from httpx2 import ConnectError
 from lightkube.resources.core_v1 import Pod
 
-from holdfast.core.fleet.placements import Placement, PlacementId
-from holdfast.launch import kubernetes_manager
-from holdfast.launch.cluster_manager import PlacementOrder
-from holdfast.launch.kubernetes_manager import KubernetesManager
-from holdfast.testing.cluster_contract import CLUSTER_CASES, Case, run_cluster_case, until
+from holdfast.clusters.kubernetes import kubernetes_manager
+from holdfast.clusters.kubernetes.kubernetes_manager import KubernetesManager
+from holdfast.engine.core.fleet.placements import Placement, PlacementId
+from holdfast.engine.fleet.cluster_manager import PlacementOrder
+from holdfast.lab.contracts.cluster_contract import CLUSTER_CASES, Case, run_cluster_case, until
 from labs.fake_kubernetes import FakeKubernetes
 from labs.kubelet import UNMOUNTED, Kubelet
 from labs.kubernetes_cluster import PREFIX, KubernetesCluster, write_kubeconfig

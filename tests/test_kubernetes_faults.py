@@ -17,9 +17,9 @@ from lightkube.resources.core_v1 import Node
 
 from conftest import SCRIPTS, finish
 from holdfast.cli.main import main
-from holdfast.core.fleet.placements import PlacementId
-from holdfast.launch.kubernetes_names import COORDINATOR
-from holdfast.testing.local_run import LocalRun
+from holdfast.clusters.kubernetes.kubernetes_names import COORDINATOR
+from holdfast.engine.core.fleet.placements import PlacementId
+from holdfast.engine.runtime.local_run import LocalRun
 from labs import control_plane
 from labs.control_plane import ControlPlane
 from labs.kubernetes_cluster import KubernetesCluster

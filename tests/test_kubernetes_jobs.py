@@ -17,16 +17,12 @@ from lightkube.types import CascadeType
 from certificates import make_certificates
 from conftest import SCRIPTS, finish
 from holdfast.cli.main import main
-from holdfast.core.errors import Refused
-from holdfast.core.fleet.placements import PlacementId
-from holdfast.launch.kubernetes_names import COORDINATOR
-from holdfast.launch.kubernetes_resume import job_again
-from holdfast.testing.cluster_contract import (
-    CLUSTER_CASES,
-    assert_survives,
-    run_cluster_case,
-)
-from holdfast.testing.local_run import LocalRun
+from holdfast.clusters.kubernetes.kubernetes_names import COORDINATOR
+from holdfast.clusters.kubernetes.kubernetes_resume import job_again
+from holdfast.engine.core.errors import Refused
+from holdfast.engine.core.fleet.placements import PlacementId
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.lab.contracts.cluster_contract import CLUSTER_CASES, assert_survives, run_cluster_case
 from labs import control_plane
 from labs.control_plane import ControlPlane
 from labs.fake_kubernetes import FakeKubernetes
@@ -106,7 +102,7 @@ def test_a_node_is_left_without_the_controller(fake: KubernetesCluster, undistur
     run, go = launched(fake, "--tls-secret", "certificates")
     run.tls = tls
     run.until(lambda: len(run.serving()) == 3, STEP_S, "three nodes")
-    (fleet,) = run.processes("holdfast.launch.fleet_process")
+    (fleet,) = run.processes("holdfast.engine.fleet.fleet_process")
     os.kill(fleet, signal.SIGSTOP)
     deleted = min(run.serving())
     fake.delete(deleted)
@@ -167,7 +163,9 @@ def launched_and_saved(fake: KubernetesCluster) -> tuple[KubernetesRun, Path]:
 
 def stop(run: KubernetesRun) -> None:
     """Stop a job as Ctrl-C does, and wait until nothing of it is left."""
-    first = [pid for pid in run.processes("holdfast.launch.kubernetes_job") if _first(pid)]
+    first = [
+        pid for pid in run.processes("holdfast.clusters.kubernetes.kubernetes_job") if _first(pid)
+    ]
     os.kill(first[0], signal.SIGINT)
     assert run.ended() == "Failed"
     assert run.run_dir.outcome() == "interrupted"

@@ -14,9 +14,9 @@ from lightkube.resources.core_v1 import ConfigMap, Secret
 
 from conftest import SCRIPTS
 from holdfast.cli.main import main
-from holdfast.core.fleet.placements import PlacementId
-from holdfast.launch.kubernetes_names import AGENT, COMPONENT, labels_of
-from holdfast.testing.local_run import strike
+from holdfast.clusters.kubernetes.kubernetes_names import AGENT, COMPONENT, labels_of
+from holdfast.engine.core.fleet.placements import PlacementId
+from holdfast.engine.runtime.local_run import strike
 from labs import control_plane
 from labs.control_plane import ControlPlane
 from labs.kubernetes_cluster import KitNode, KubernetesCluster

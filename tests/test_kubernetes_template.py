@@ -45,7 +45,7 @@ def test_the_coordinators_pod_is_shaped(capsys: pytest.CaptureFixture[str], tmp_
     made = job["spec"]["template"]
     (found,) = made["spec"]["containers"]
     assert (found["resources"], found["securityContext"]) == (resources, confined)
-    assert found["command"][:3] == ["python3", "-m", "holdfast.launch.kubernetes_job"]
+    assert found["command"][:3] == ["python3", "-m", "holdfast.clusters.kubernetes.kubernetes_job"]
     assert made["metadata"]["annotations"] == {"a": "b"}
     assert {"team", "app.kubernetes.io/instance"} <= made["metadata"]["labels"].keys()
     assert made["spec"]["nodeSelector"] == {"pool": "steady"}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.core.membership import coordinator_events as ce
-from holdfast.core.membership.last_saves import ORDERS_PER_TERM
+from holdfast.engine.core.membership import coordinator_events as ce
+from holdfast.engine.core.membership.last_saves import ORDERS_PER_TERM
 from test_coordinator_machine import begun, status
 
 

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from holdfast.core.step.events import StillAwaited
-from holdfast.core.types import Peer, WorkerId
-from holdfast.train.exchange.layout import Layout
-from holdfast.train.step import late_search
-from holdfast.train.step.late_search import NONE_AWAITED, LateSearch
+from holdfast.engine.core.step.events import StillAwaited
+from holdfast.engine.core.types import Peer, WorkerId
+from holdfast.engine.train.exchange.layout import Layout
+from holdfast.engine.train.step import late_search
+from holdfast.engine.train.step.late_search import NONE_AWAITED, LateSearch
 from roster_kit import view_of
 
 STEP = 7

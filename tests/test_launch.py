@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S, SCRIPTS, finish
-from holdfast.cli.launch_options import agent_options, launch_parser
 from holdfast.cli.main import main
-from holdfast.core.errors import HoldfastError
-from holdfast.core.job_spec import JobSpec, Nodes, Workers
-from holdfast.launch.fleet_plan import FleetPlan
-from holdfast.testing.cluster_contract import assert_survives, serving_nodes
-from holdfast.testing.fake_cluster import FakeCluster, kill_tree
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.clusters.local.fake_cluster import FakeCluster, kill_tree
+from holdfast.engine.commands.launch_options import agent_options, launch_parser
+from holdfast.engine.core.errors import HoldfastError
+from holdfast.engine.core.job_spec import JobSpec, Nodes, Workers
+from holdfast.engine.fleet.fleet_plan import FleetPlan
+from holdfast.engine.runtime.local_run import LocalRun, strike
+from holdfast.lab.contracts.cluster_contract import assert_survives, serving_nodes
 
 SCRIPT = str(SCRIPTS / "paced.py")
 OPTIONS = ("--nproc", "1", "--virtual", "4")
@@ -122,7 +122,7 @@ def test_the_fleet_and_the_manager_may_be_away_meanwhile(
 def fleet_of(run: LocalRun) -> int:
     for pid in run.leftovers():
         with contextlib.suppress(OSError):
-            if b"holdfast.launch.fleet_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"holdfast.engine.fleet.fleet_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return pid
     return 0
 

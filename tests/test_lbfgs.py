@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from conftest import Start, finish
-from holdfast.core.errors import UserError
-from holdfast.servers import LBFGS
-from holdfast.testing.local_run import strike
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.runtime.local_run import strike
+from holdfast.tables import LBFGS
 
 Loss = Callable[[], torch.Tensor]
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.cli.ledger_command import main, render
-from holdfast.core.errors import UserError, WorldError
-from holdfast.observe import ledger_audit
-from holdfast.observe.ledger import (
+from holdfast.engine.commands.ledger_command import main, render
+from holdfast.engine.core.errors import UserError, WorldError
+from holdfast.engine.records import ledger_audit
+from holdfast.engine.records.ledger import (
     LedgerDoubt,
     LedgerEntry,
     LedgerHeader,
@@ -24,8 +24,8 @@ from holdfast.observe.ledger import (
     ledger_path,
     newer_format_in,
 )
-from holdfast.observe.ledger_audit import verify
-from holdfast.train.data.sampling import SamplePlan
+from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.train.data.sampling import SamplePlan
 
 PLAN = SamplePlan(length=50, batch_size=3, virtual_ranks=4, seed=11)  # 5 steps an epoch, one uneven
 STEPS = 12

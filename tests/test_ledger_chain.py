@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.errors import WorldError
-from holdfast.observe.ledger import LedgerDoubt, LedgerWriter, ledger_path
-from holdfast.observe.ledger_chain import ChainCheck
+from holdfast.engine.core.errors import WorldError
+from holdfast.engine.records.ledger import LedgerDoubt, LedgerWriter, ledger_path
+from holdfast.engine.records.ledger_chain import ChainCheck
 from test_ledger import STEPS, audit, entry, header, write_run
 
 Lines = list[bytes]

@@ -6,13 +6,13 @@ import json
 import pytest
 
 from conftest import finish
-from holdfast.cli.ledger_command import main
-from holdfast.core.types import JobRecord, View
-from holdfast.observe.ledger import Place, Uses
-from holdfast.observe.ledger_audit import verify
-from holdfast.observe.ledger_claims import claims_of_record
-from holdfast.testing.local_run import LocalRun
-from holdfast.train.data.sampling import SamplePlan, plan_of
+from holdfast.engine.commands.ledger_command import main
+from holdfast.engine.core.types import JobRecord, View
+from holdfast.engine.records.ledger import Place, Uses
+from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.records.ledger_claims import claims_of_record
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.train.data.sampling import SamplePlan, plan_of
 from test_ledger import STEPS, audit, entry, write, write_run
 
 # ---------------------------------------------------------------- how long it has to be

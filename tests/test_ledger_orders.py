@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from conftest import finish
-from holdfast.core.errors import UserError
-from holdfast.observe.ledger import LedgerEntry, Place
-from holdfast.observe.ledger_audit import verify
-from holdfast.testing.local_run import LocalRun
-from holdfast.train.data.order_plan import OrderFacts, OrderPlan, tell
-from holdfast.train.data.sampling import plan_of
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.records.ledger import LedgerEntry, Place
+from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.train.data.order_plan import OrderFacts, OrderPlan, tell
+from holdfast.engine.train.data.sampling import plan_of
 from test_ledger import OWNERS, write
 
 ORDERED = OrderPlan(number=0, virtual_ranks=4, seed=11)

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.cli.ledger_command import render
-from holdfast.core.errors import UserError, WireError
-from holdfast.observe.ledger import LedgerEntry, LedgerWriter, Place, Uses, ledger_path
-from holdfast.observe.ledger_audit import LedgerReport, verify
-from holdfast.train.data.quarantine import Quarantine, encode_bad, replace_bad
-from holdfast.train.data.sampling import SamplePlan, plan_of
+from holdfast.engine.commands.ledger_command import render
+from holdfast.engine.core.errors import UserError, WireError
+from holdfast.engine.records.ledger import LedgerEntry, LedgerWriter, Place, Uses, ledger_path
+from holdfast.engine.records.ledger_audit import LedgerReport, verify
+from holdfast.engine.train.data.quarantine import Quarantine, encode_bad, replace_bad
+from holdfast.engine.train.data.sampling import SamplePlan, plan_of
 from test_ledger import PLAN, entry, header
 
 STEPS = 10  # two epochs

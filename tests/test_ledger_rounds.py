@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from holdfast.core.errors import UserError
-from holdfast.observe.ledger import LedgerEntry, Place, Uses
-from holdfast.observe.ledger_audit import verify
-from holdfast.train.data.sampling import plan_of
-from holdfast.train.data.shard_positions import StreamPlan
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.records.ledger import LedgerEntry, Place, Uses
+from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.train.data.sampling import plan_of
+from holdfast.engine.train.data.shard_positions import StreamPlan
 from test_ledger import OWNERS, PLAN, audit, entry, write
 
 

@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.errors import UserError
-from holdfast.core.job_spec import with_settings
-from holdfast.observe.ledger import LedgerEntry, LedgerHeader, LedgerWriter, Place, ledger_path
-from holdfast.observe.ledger_audit import verify
-from holdfast.train.data.sampling import SamplePlan
-from holdfast.train.job import Job
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.core.job_spec import with_settings
+from holdfast.engine.records.ledger import (
+    LedgerEntry,
+    LedgerHeader,
+    LedgerWriter,
+    Place,
+    ledger_path,
+)
+from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.train.data.sampling import SamplePlan
+from holdfast.engine.train.job import Job
 from loop_kit import Script, dataset, digest, net, protected, results
 from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker

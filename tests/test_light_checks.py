@@ -15,17 +15,17 @@ import pytest
 
 from conftest import RUN_S
 from health_kit import CALM
-from holdfast.health.checks_gpu import GpuReport, GpuSample
-from holdfast.health.checks_trials import DiskSample
-from holdfast.health.findings import Finding, Grade
-from holdfast.health.history import Health, Watch
-from holdfast.health.limits import GIB
-from holdfast.health.measure import bounded
-from holdfast.health.measure.bounded import Watcher, child_command, run_bounded
-from holdfast.health.measure.host import HostReader
-from holdfast.health.measure.kernel_log import KernelLog
-from holdfast.health.measure.light import LightChecks, light_checks
-from holdfast.net.readiness import wait_readable
+from holdfast.engine.host import bounded
+from holdfast.engine.host.bounded import Watcher, child_command, run_bounded
+from holdfast.engine.host.checks_gpu import GpuReport, GpuSample
+from holdfast.engine.host.checks_trials import DiskSample
+from holdfast.engine.host.findings import Finding, Grade
+from holdfast.engine.host.history import Health, Watch
+from holdfast.engine.host.host import HostReader
+from holdfast.engine.host.kernel_log import KernelLog
+from holdfast.engine.host.light import LightChecks, light_checks
+from holdfast.engine.host.limits import GIB
+from holdfast.engine.net.readiness import wait_readable
 
 OK, WARN, FAIL = Grade.OK, Grade.WARN, Grade.FAIL
 DISK = DiskSample(directory="/d", free_bytes=100 * GIB, sync_s=0.001)
@@ -277,7 +277,7 @@ def test_the_light_checks_of_this_machine(tmp_path: Path) -> None:
 
 def test_light_checks_need_no_torch_and_no_numpy() -> None:
     code = (
-        "import sys, holdfast.health.measure.light, holdfast.health.measure.child;"
+        "import sys, holdfast.engine.host.light, holdfast.engine.host.child;"
         "print([m for m in ('torch', 'numpy') if m in sys.modules])"
     )
     assert subprocess.check_output(python(code), text=True).strip() == "[]"
@@ -287,7 +287,7 @@ def test_a_child_dies_with_the_process_that_asked(tmp_path: Path) -> None:
     """The child dies even if it has stopped answering."""
     code = (
         "import os, select, signal, sys\n"
-        "from holdfast.health.measure.light import light_checks\n"
+        "from holdfast.engine.host.light import light_checks\n"
         "checks = light_checks(sys.argv[1])\n"
         "checks.round(0.0)\n"
         "select.select([checks.disk], [], [], 60)\n"

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from holdfast.core.step.link_detector import LinkDetector, LinkVerdict
-from holdfast.core.step.stragglers import Detector
-from holdfast.core.types import WorkerId
-from holdfast.train.exchange.layout import Layout
-from holdfast.train.exchange.seam import AloneTransport, Message, NothingPending, Pending
-from holdfast.train.step.bucket_sums import BucketSum
-from holdfast.train.step.buckets import Bucket
-from holdfast.train.step.probe import Probe, current
+from holdfast.engine.core.step.link_detector import LinkDetector, LinkVerdict
+from holdfast.engine.core.step.stragglers import Detector
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.train.exchange.layout import Layout
+from holdfast.engine.train.exchange.seam import AloneTransport, Message, NothingPending, Pending
+from holdfast.engine.train.step.bucket_sums import BucketSum
+from holdfast.engine.train.step.buckets import Bucket
+from holdfast.engine.train.step.probe import Probe, current
 from labs.made_up_exchanges import BUCKETS, MadeUpExchange
 
 BEGIN = 40  # the step at which something becomes slow

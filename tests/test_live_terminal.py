@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from conftest import SCRIPTS
-from holdfast.runtime.rundir import RunDir
+from holdfast.engine.runtime.rundir import RunDir
 
 STATUS = re.compile(r"training: step \d+.*, [12] workers?")
 

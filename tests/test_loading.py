@@ -18,15 +18,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import signal_handling
 
-from holdfast.core.errors import UserError, WorldError
-from holdfast.net.readiness import wait_readable
-from holdfast.train.data import batch_loading as loading
-from holdfast.train.data.batch_loading import BatchSource, LoadOptions
-from holdfast.train.data.data_workers import protect_data_workers
-from holdfast.train.data.map_style import dataset_length
-from holdfast.train.data.sampling import SamplePlan
+from holdfast.engine.core.errors import UserError, WorldError
+from holdfast.engine.net.readiness import wait_readable
+from holdfast.engine.train.data import batch_loading as loading
+from holdfast.engine.train.data.batch_loading import BatchSource, LoadOptions
+from holdfast.engine.train.data.data_workers import protect_data_workers
+from holdfast.engine.train.data.map_style import dataset_length
+from holdfast.engine.train.data.sampling import SamplePlan
 
-SRC = str(Path(loading.__file__).parents[2])
+SRC = str(Path(loading.__file__).parents[4])
 STEPS = 12
 
 
@@ -370,8 +370,8 @@ def test_a_small_shared_memory_is_met_for_real(tmp_path):
 
 LOADS = """
 import torch
-from holdfast.train.data.batch_loading import BatchSource, LoadOptions
-from holdfast.train.data.sampling import SamplePlan
+from holdfast.engine.train.data.batch_loading import BatchSource, LoadOptions
+from holdfast.engine.train.data.sampling import SamplePlan
 
 class Large:
     def __len__(self):
@@ -473,9 +473,9 @@ def test_nothing_is_leaked_over_many_changes_and_kills(source):
 
 PARENT = """
 import sys, torch
-from holdfast.train.data.batch_loading import BatchSource, LoadOptions
-from holdfast.train.data.map_style import dataset_length
-from holdfast.train.data.sampling import SamplePlan
+from holdfast.engine.train.data.batch_loading import BatchSource, LoadOptions
+from holdfast.engine.train.data.map_style import dataset_length
+from holdfast.engine.train.data.sampling import SamplePlan
 sys.path.insert(0, {tests!r})
 from test_loading import Plain
 plan = SamplePlan(length=100, batch_size=3, virtual_ranks=4, seed=5)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.observe.goodput import share_times
-from holdfast.observe.incidents import list_incidents
-from holdfast.observe.run_tail import RunTail
-from holdfast.observe.time_lines import ProcessTimes, SpentLine, TimeUse
+from holdfast.engine.records.goodput import share_times
+from holdfast.engine.records.incidents import list_incidents
+from holdfast.engine.records.run_tail import RunTail
+from holdfast.engine.records.time_lines import ProcessTimes, SpentLine, TimeUse
 
 ROUTINE = ("slow", "copy", "save", "store", "balance")
 NEWEST = 20

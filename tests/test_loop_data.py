@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from holdfast.core.errors import UserError
-from holdfast.observe.ledger import Place, Uses
-from holdfast.train.job import Job
-from holdfast.train.script.ledger_recorder import LedgerRecorder
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.records.ledger import Place, Uses
+from holdfast.engine.train.job import Job
+from holdfast.engine.train.script.ledger_recorder import LedgerRecorder
 from loop_kit import dataset, digest, everywhere, net, protected, results, step_once
 from thread_cluster import ThreadWorker
 

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.errors import UserError
-from holdfast.core.job_spec import with_settings
-from holdfast.core.types import WorkerId
-from holdfast.observe.ledger_audit import verify
-from holdfast.store.data_index import write_index
-from holdfast.train.data.batch_loading import BatchSource, LoadOptions
-from holdfast.train.data.quarantine import Quarantine, encode_bad
-from holdfast.train.data.sample_digest import index_samples
-from holdfast.train.data.sampling import SamplePlan, plan_of
-from holdfast.train.data.verified_samples import Checks
-from holdfast.train.job import Job
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.core.job_spec import with_settings
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.state.store.data_index import write_index
+from holdfast.engine.train.data.batch_loading import BatchSource, LoadOptions
+from holdfast.engine.train.data.quarantine import Quarantine, encode_bad
+from holdfast.engine.train.data.sample_digest import index_samples
+from holdfast.engine.train.data.sampling import SamplePlan, plan_of
+from holdfast.engine.train.data.verified_samples import Checks
+from holdfast.engine.train.job import Job
 from loop_kit import DEATHS, dataset, digest, protected, step_once
 from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.core.errors import UserError
-from holdfast.train.data.sampling import SamplePlan
-from holdfast.train.job import Job
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.train.data.sampling import SamplePlan
+from holdfast.engine.train.job import Job
 from loop_kit import Script, dataset, digest, everywhere, net, protected, results, step_once
 from thread_cluster import MortalTransport, ThreadWorker
 

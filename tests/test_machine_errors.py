@@ -10,14 +10,18 @@ import pytest
 import torch
 
 from conftest import RUN_S, Start, finish
-from holdfast.core.errors import UserError, WorldError
-from holdfast.core.machine_errors import MachineError
-from holdfast.core.membership.machine_losses import REMEMBERED_STEPS, MachineLoss, MachineLosses
-from holdfast.core.membership.restart import RestartPolicy, replace_lost
-from holdfast.core.types import AgentId, Stage, WorkerId
-from holdfast.runtime.node.bootstrap import find_machine_error
-from holdfast.runtime.node.shard_processes import BY_MACHINE, read_told
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.core.errors import UserError, WorldError
+from holdfast.engine.core.machine_errors import MachineError
+from holdfast.engine.core.membership.machine_losses import (
+    REMEMBERED_STEPS,
+    MachineLoss,
+    MachineLosses,
+)
+from holdfast.engine.core.membership.restart import RestartPolicy, replace_lost
+from holdfast.engine.core.types import AgentId, Stage, WorkerId
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.runtime.node.bootstrap import find_machine_error
+from holdfast.engine.runtime.node.shard_processes import BY_MACHINE, read_told
 from roster_kit import Cluster, status
 
 STEPS = 8

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conftest import SCRIPTS, finish
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.runtime.local_run import LocalRun, strike
 
 WORKERS = 24  # more than the members that give a joiner its state
 SCRIPT, STEPS = str(SCRIPTS / "paced.py"), "60"

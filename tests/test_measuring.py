@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.core.exact_products import NARROW, WIDE, digest_of
-from holdfast.health.checks_peers import PeerSample
-from holdfast.health.measure import compute, kernel_log, stream
-from holdfast.health.measure import disk_speed as disk
-from holdfast.health.measure import network_speed as network
-from holdfast.health.measure.host import HostReader
-from holdfast.health.measure.kernel_log import KernelLog, KernelLogTally, parse_record, read_log
-from holdfast.health.measure.network_speed import PeerServer, ServePolicy, measure_peer
-from holdfast.net.channel import connect
-from holdfast.train import selftest
-from holdfast.wire.messages import PeerReply, PeerRequest
+from holdfast.engine.core.exact_products import NARROW, WIDE, digest_of
+from holdfast.engine.host import compute, kernel_log, stream
+from holdfast.engine.host import disk_speed as disk
+from holdfast.engine.host import network_speed as network
+from holdfast.engine.host.checks_peers import PeerSample
+from holdfast.engine.host.host import HostReader
+from holdfast.engine.host.kernel_log import KernelLog, KernelLogTally, parse_record, read_log
+from holdfast.engine.host.network_speed import PeerServer, ServePolicy, measure_peer
+from holdfast.engine.net.channel import connect
+from holdfast.engine.train import selftest
+from holdfast.engine.wire.messages import PeerReply, PeerRequest
 
 SECRET = b"s" * 32
 WAIT_S = 60.0  # bounds a hang

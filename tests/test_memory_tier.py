@@ -15,9 +15,9 @@ import pytest
 
 from certificates import make_certificates
 from conftest import RUN_S, SCRIPTS, computed_twice
-from holdfast.core.errors import HoldfastError
-from holdfast.memory.arena import FIRST
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.core.errors import HoldfastError
+from holdfast.engine.runtime.local_run import LocalRun, strike
+from holdfast.engine.state.memory.arena import FIRST
 from labs.local_nodes import LocalNodes, names
 
 STEPS = 60

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.errors import Refused, Unreachable
-from holdfast.core.fleet.placements import Holding, Placement, PlacementId
-from holdfast.launch import mesos_place, mesos_stream
-from holdfast.launch.mesos_manager import MAINTENANCE, MesosManager
-from holdfast.launch.mesos_session import MesosFramework
-from holdfast.launch.mesos_stream import read_records
-from holdfast.launch.mesos_waiting import DeclinedOffers
-from holdfast.testing.cluster_contract import (
+from holdfast.clusters.mesos import mesos_place, mesos_stream
+from holdfast.clusters.mesos.mesos_manager import MAINTENANCE, MesosManager
+from holdfast.clusters.mesos.mesos_session import MesosFramework
+from holdfast.clusters.mesos.mesos_stream import read_records
+from holdfast.clusters.mesos.mesos_waiting import DeclinedOffers
+from holdfast.engine.core.errors import Refused, Unreachable
+from holdfast.engine.core.fleet.placements import Holding, Placement, PlacementId
+from holdfast.lab.contracts.cluster_contract import (
     CLUSTER_CASES,
     Case,
     find_placements,

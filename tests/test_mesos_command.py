@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import launch_application
 from holdfast.cli.main import main
-from holdfast.launch.fleet_plan import read_plan
-from holdfast.launch.mesos_manager import access_of
-from holdfast.runtime.rundir import RunDir
+from holdfast.clusters import launch_application
+from holdfast.clusters.mesos.mesos_manager import access_of
+from holdfast.engine.fleet.fleet_plan import read_plan
+from holdfast.engine.runtime.rundir import RunDir
 from labs.fake_mesos import FakeMesos
 
 

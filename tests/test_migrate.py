@@ -13,16 +13,16 @@ import pytest
 
 from conftest import RUN_S
 from dashboard_kit import Dashboard
-from holdfast.core.errors import HoldfastError, UserError
-from holdfast.runtime.job_status import (
+from holdfast.engine.core.errors import HoldfastError, UserError
+from holdfast.engine.runtime.job_status import (
     CoordinatorStatus,
     JobStatus,
     NodeStatus,
     ProcessPhase,
     ProcessStatus,
 )
-from holdfast.runtime.operator_orders import make_order
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.runtime.operator_orders import make_order
 from support import start_etcd
 
 HOLDFAST = (sys.executable, "-m", "holdfast.cli.main")

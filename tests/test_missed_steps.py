@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.errors import Aborted
-from holdfast.testing.memory_transport import MemoryNetwork
-from holdfast.testing.transports import GroupMember, run_contract_in_threads
-from holdfast.train.exchange.layout import piece_of
-from holdfast.train.step import missed_steps
-from holdfast.train.step.missed_steps import MissedSteps
+from holdfast.engine.core.errors import Aborted
+from holdfast.engine.train.exchange.layout import piece_of
+from holdfast.engine.train.step import missed_steps
+from holdfast.engine.train.step.missed_steps import MissedSteps
+from holdfast.lab.contracts.memory_transport import MemoryNetwork
+from holdfast.lab.contracts.transports import GroupMember, run_contract_in_threads
 from step_data_kit import content_of, fill_step, make_step
 
 DONORS, LATE = [0, 1], 2

@@ -37,7 +37,7 @@ def forgotten(flag: bool) -> bool:
     """Tell what no test asks for."""
     return not flag
 '''
-TEST = """from holdfast.core.tiny import clamp, countdown
+TEST = """from holdfast.engine.core.tiny import clamp, countdown
 
 
 def test_clamp():
@@ -47,7 +47,7 @@ def test_clamp():
 def test_countdown():
     assert countdown(2) == 0
 """
-FILE = "src/holdfast/core/tiny.py"
+FILE = "src/holdfast/engine/core/tiny.py"
 
 
 def mutants(code: str) -> list[Mutant]:
@@ -184,7 +184,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in {
         FILE: CODE,
         "src/holdfast/__init__.py": "",
-        "src/holdfast/core/__init__.py": "",
+        "src/holdfast/engine/core/__init__.py": "",
         "tests/conftest.py": "",
         "tests/test_core.py": TEST,
         "pyproject.toml": "[tool.pytest.ini_options]\npythonpath = ['src', 'tests']\n",

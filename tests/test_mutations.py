@@ -26,37 +26,31 @@ import mutations_spread  # noqa: F401 - and more
 import mutations_step  # noqa: F401 - and more
 import mutations_work  # noqa: F401 - and more
 import mutations_wrong  # noqa: F401 - and more
-from holdfast.core.errors import InvariantError
-from holdfast.core.membership import agent as ag
-from holdfast.core.membership import coordinator as co
-from holdfast.core.membership import coordinator_events as ce
-from holdfast.core.membership import decision_loop, formation
-from holdfast.core.membership import facts as facts_module
-from holdfast.core.membership import lease as le
-from holdfast.core.membership.agent import AgentMachine
-from holdfast.core.membership.coordinator import CoordinatorMachine
-from holdfast.core.membership.durable import Durable
-from holdfast.core.membership.facts import Facts
-from holdfast.core.membership.live_roster import LiveRoster, News
-from holdfast.core.membership.liveness import FreezeDetector
-from holdfast.core.membership.resume import resume_step
-from holdfast.core.membership.roster import Roster
-from holdfast.core.step import effects as ef
-from holdfast.core.step import events as ev
-from holdfast.core.step.verdicts import Decided
-from holdfast.core.types import (
-    RELEASE_ALL,
-    AgentReport,
-    StateCopy,
-    ViewNumber,
-    WorkerStatus,
-)
-from holdfast.core.worker.machine import WorkerMachine
-from holdfast.core.worker.membership import Membership
-from holdfast.core.worker.standing import Standing
-from holdfast.sim.swarm import run_seed
-from holdfast.sim.world import Machines
-from holdfast.sim.wrong_bits import Violation
+from holdfast.engine.core.errors import InvariantError
+from holdfast.engine.core.membership import agent as ag
+from holdfast.engine.core.membership import coordinator as co
+from holdfast.engine.core.membership import coordinator_events as ce
+from holdfast.engine.core.membership import decision_loop, formation
+from holdfast.engine.core.membership import facts as facts_module
+from holdfast.engine.core.membership import lease as le
+from holdfast.engine.core.membership.agent import AgentMachine
+from holdfast.engine.core.membership.coordinator import CoordinatorMachine
+from holdfast.engine.core.membership.durable import Durable
+from holdfast.engine.core.membership.facts import Facts
+from holdfast.engine.core.membership.live_roster import LiveRoster, News
+from holdfast.engine.core.membership.liveness import FreezeDetector
+from holdfast.engine.core.membership.resume import resume_step
+from holdfast.engine.core.membership.roster import Roster
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.step.verdicts import Decided
+from holdfast.engine.core.types import RELEASE_ALL, AgentReport, StateCopy, ViewNumber, WorkerStatus
+from holdfast.engine.core.worker.machine import WorkerMachine
+from holdfast.engine.core.worker.membership import Membership
+from holdfast.engine.core.worker.standing import Standing
+from holdfast.lab.sim.swarm import run_seed
+from holdfast.lab.sim.world import Machines
+from holdfast.lab.sim.wrong_bits import Violation
 from mutation_kit import EVENTS_MAX, MUTATIONS, failure_of_unchanged_code, mutation, swarm_for
 from mutation_seeds import FIRST_SEED, SLOW, UNREACHED
 
@@ -114,7 +108,6 @@ def view_is_formed_before_all_promised(patch: pytest.MonkeyPatch) -> Machines:
         roster.newest = {w: dataclasses.replace(s, promised=number) for w, s in heard}
         return plain(dataclasses.replace(facts, roster=roster))
 
-    patch.setattr(co, "survivors_of", hasty)
     patch.setattr(formation, "survivors_of", hasty)
     return Machines()
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from conftest import RUN_S, finish
-from holdfast.observe.ledger import find_ledger_files
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.records.ledger import find_ledger_files
+from holdfast.engine.runtime.local_run import LocalRun
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainer.py"
 STEPS = 20

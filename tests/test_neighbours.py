@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.assignment import assign_at_boundary, assign_mid_step
-from holdfast.core.domains import Path, find_paths, order_kinds
-from holdfast.core.membership import formation as fo
-from holdfast.core.membership import view_making as vm
-from holdfast.core.membership.live_roster import LiveRoster
-from holdfast.core.membership.view_making import Room
-from holdfast.core.redundancy import Recall
-from holdfast.core.step.balance import BalancePolicy, Balancer
-from holdfast.core.step.speeds import Speeds
-from holdfast.core.types import (
+from holdfast.engine.core.assignment import assign_at_boundary, assign_mid_step
+from holdfast.engine.core.domains import Path, find_paths, order_kinds
+from holdfast.engine.core.membership import formation as fo
+from holdfast.engine.core.membership import view_making as vm
+from holdfast.engine.core.membership.live_roster import LiveRoster
+from holdfast.engine.core.membership.view_making import Room
+from holdfast.engine.core.redundancy import Recall
+from holdfast.engine.core.step.balance import BalancePolicy, Balancer
+from holdfast.engine.core.step.speeds import Speeds
+from holdfast.engine.core.types import (
     AgentId,
     Follower,
     Incarnation,
@@ -33,7 +33,7 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
-from holdfast.sim.neighbour_rules import find_scattered
+from holdfast.lab.sim.neighbour_rules import find_scattered
 from roster_kit import Cluster, resting, status, stopped, view_of
 
 MACHINE, RACK, ZONE = 3, 2, 1  # names at the beginning of a path, zones first

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from holdfast.train.job import Job
+from holdfast.engine.train.job import Job
 from loop_kit import dataset, digest, everywhere, net
 from test_guard import STEPS, refused
 from thread_cluster import ThreadWorker

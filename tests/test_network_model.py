@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.core import tree
-from holdfast.core.errors import UserError
-from holdfast.core.sum_plan import SumPlan, plan_sum
-from holdfast.core.types import WorkerId
+from holdfast.engine.core import tree
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.core.sum_plan import SumPlan, plan_sum
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.train.exchange import nccl
+from holdfast.engine.train.exchange.layout import Layout
 from holdfast.plan import network as model
 from holdfast.plan.network import (
     AS_WRITTEN,
@@ -30,8 +32,6 @@ from holdfast.plan.network import (
     LinkSpeed,
     Span,
 )
-from holdfast.train.exchange import nccl
-from holdfast.train.exchange.layout import Layout
 
 GB = 1e9
 MB = 1e6

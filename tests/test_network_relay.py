@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.core.errors import WorldError
+from holdfast.engine.core.errors import WorldError
 from labs.network_lab import Host, Lab
 from labs.relay import Relay
 from network_peers import PATIENCE_S, SILENCE_S, call, connected, receive, serve, until

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from holdfast.core.membership.changes import OrderNext
-from holdfast.core.membership.progress import Progress
-from holdfast.core.membership.view_making import Proposal, make_view
-from holdfast.core.step.audit import Audit, Court, Ruling, Sentence
-from holdfast.core.step.newcomers import Newcomers, Refusal
-from holdfast.core.types import (
+from holdfast.engine.core.membership.changes import OrderNext
+from holdfast.engine.core.membership.progress import Progress
+from holdfast.engine.core.membership.view_making import Proposal, make_view
+from holdfast.engine.core.step.audit import Audit, Court, Ruling, Sentence
+from holdfast.engine.core.step.newcomers import Newcomers, Refusal
+from holdfast.engine.core.types import (
     AgentId,
     Incarnation,
     Phase,

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.errors import HoldfastError
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.core.errors import HoldfastError
+from holdfast.engine.runtime.local_run import LocalRun, strike
 from labs.lab import LabRun
 from labs.network_lab import Direction, Lab
 from labs.relay import Relay

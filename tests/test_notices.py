@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S
-from holdfast.core.errors import UserError, WorldError
-from holdfast.runtime.node.notices import MachineNotice, NoticeSource, notice_source
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.core.errors import UserError, WorldError
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.runtime.node.notices import MachineNotice, NoticeSource, notice_source
 
 Answer = Callable[[str, str, dict[str, str]], tuple[int, str]]  # method, path, headers: a reply
 

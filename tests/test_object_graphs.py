@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.errors import Damaged, WireError
-from holdfast.core.membership.facts import LatestFacts
-from holdfast.core.membership.live_roster import LiveRoster
-from holdfast.core.redundancy import Piece
-from holdfast.core.types import (
+from holdfast.engine.core.errors import Damaged, WireError
+from holdfast.engine.core.membership.facts import LatestFacts
+from holdfast.engine.core.membership.live_roster import LiveRoster
+from holdfast.engine.core.redundancy import Piece
+from holdfast.engine.core.types import (
     AgentId,
     Incarnation,
     Member,
@@ -24,7 +24,7 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
-from holdfast.wire.object_graphs import dump_graph, load_graph
+from holdfast.engine.wire.object_graphs import dump_graph, load_graph
 
 MEMBER = Member(worker=WorkerId(3), incarnation=Incarnation(2), agent=AgentId("a"))
 

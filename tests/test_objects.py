@@ -13,16 +13,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.core.errors import UserError, WorldError
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.open import open_storage
-from holdfast.store.saving import Item
-from holdfast.store.storage import Storage
-from holdfast.testing.storages import STORAGE_CASES, content
+from holdfast.engine.core.errors import UserError, WorldError
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.open import open_storage
+from holdfast.engine.state.store.saving import Item
+from holdfast.engine.state.store.storage import Storage
+from holdfast.lab.contracts.storages import STORAGE_CASES, content
 from labs.etcd_cluster import free_ports
 from support import HOST, until
 
-objects = pytest.importorskip("holdfast.store.objects", exc_type=ImportError)
+objects = pytest.importorskip("holdfast.engine.state.store.objects", exc_type=ImportError)
 ObjectStorage, open_bucket = objects.ObjectStorage, objects.open_bucket
 
 
@@ -99,7 +99,7 @@ def test_a_server_that_is_not_there_is_said_in_one_sentence(
     monkeypatch.setenv("AWS_ENDPOINT", f"http://{HOST}:{port}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
-    monkeypatch.setattr("holdfast.store.objects.RETRIES", 1)
+    monkeypatch.setattr("holdfast.engine.state.store.objects.RETRIES", 1)
     with pytest.raises(WorldError, match=r"cannot look at s3://nowhere/a: ") as told:
         open_bucket("s3://nowhere").size("a")
     assert "\n" not in str(told.value)

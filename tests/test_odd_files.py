@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.errors import HoldfastError, UserError, WorldError
-from holdfast.core.job_spec import JobSpec
-from holdfast.core.types import JobRecord
-from holdfast.health.external_checks import checks_file, load_checks, save_checks
-from holdfast.launch.fleet_plan import PLAN_FILE, read_plan
-from holdfast.launch.local_manager import LocalManager
-from holdfast.observe.ledger import LedgerDoubt, LedgerWriter, ledger_path
-from holdfast.observe.ledger_claims import RESULT_FILE, claim_of_result
-from holdfast.runtime.coordinate.journal import FileJournal
-from holdfast.runtime.rundir import JOB_FILE, RunDir
-from holdfast.store.regular_files import append_regular, create_regular
-from holdfast.train.script.environment import WorkerEnvironment
+from holdfast.clusters.local.local_manager import LocalManager
+from holdfast.engine.core.errors import HoldfastError, UserError, WorldError
+from holdfast.engine.core.job_spec import JobSpec
+from holdfast.engine.core.types import JobRecord
+from holdfast.engine.fleet.fleet_plan import PLAN_FILE, read_plan
+from holdfast.engine.host.external_checks import checks_file, load_checks, save_checks
+from holdfast.engine.records.ledger import LedgerDoubt, LedgerWriter, ledger_path
+from holdfast.engine.records.ledger_claims import RESULT_FILE, claim_of_result
+from holdfast.engine.runtime.coordinate.journal import FileJournal
+from holdfast.engine.runtime.rundir import JOB_FILE, RunDir
+from holdfast.engine.state.store.regular_files import append_regular, create_regular
+from holdfast.engine.train.script.environment import WorkerEnvironment
 
 pytestmark = pytest.mark.timeout(20)  # a pipe that is waited for hangs
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from holdfast.train.job import Job
-from holdfast.train.step import buckets
-from holdfast.train.step.engine import Engine
-from holdfast.train.step.probe import Probe, current
+from holdfast.engine.train.job import Job
+from holdfast.engine.train.step import buckets
+from holdfast.engine.train.step.engine import Engine
+from holdfast.engine.train.step.probe import Probe, current
 from loop_kit import Script, digest, results
 from odd_models import train_odd_model
 from test_gradients_scripts import seeded

@@ -15,11 +15,11 @@ import pytest
 from conftest import RUN_S
 from dashboard_kit import Dashboard
 from holdfast.cli.main import main
-from holdfast.observe.goodput import share_out
-from holdfast.observe.incidents import describe_cost
-from holdfast.observe.time_lines import read_times
-from holdfast.runtime.operator_orders import DRAIN_REASON, await_drained, drain
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.records.goodput import share_out
+from holdfast.engine.records.incidents import describe_cost
+from holdfast.engine.records.time_lines import read_times
+from holdfast.engine.runtime.local_run import LocalRun, strike
+from holdfast.engine.runtime.operator_orders import DRAIN_REASON, await_drained, drain
 from labs.local_nodes import LocalNodes
 
 pytestmark = pytest.mark.slow

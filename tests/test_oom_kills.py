@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S
-from holdfast.health.measure.kernel_log import KernelLog
-from holdfast.health.measure.oom_kills import WINDOW_S, OomKills
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.host.kernel_log import KernelLog
+from holdfast.engine.host.oom_kills import WINDOW_S, OomKills
+from holdfast.engine.runtime.local_run import LocalRun
 
 V1 = "9:name=systemd:/\n4:memory:/job/7\n1:cpu,cpuacct:/\n"
 V2 = "0::/job/7\n"

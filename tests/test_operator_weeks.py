@@ -19,12 +19,12 @@ import httpx2
 import pytest
 
 from conftest import finish
-from holdfast.core.errors import HoldfastError
-from holdfast.core.fleet.placements import Holding, Placement, PlacementId
-from holdfast.launch.fleet_plan import read_plan
-from holdfast.launch.yarn_manager import open_manager
-from holdfast.testing.cluster_contract import serving_nodes
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.clusters.yarn.yarn_manager import open_manager
+from holdfast.engine.core.errors import HoldfastError
+from holdfast.engine.core.fleet.placements import Holding, Placement, PlacementId
+from holdfast.engine.fleet.fleet_plan import read_plan
+from holdfast.engine.runtime.local_run import LocalRun, strike
+from holdfast.lab.contracts.cluster_contract import serving_nodes
 from labs import control_plane, yarn_lab
 from labs.cluster_run import OPTIONS, SCRIPT, run_undisturbed
 from labs.control_plane import ControlPlane
@@ -125,7 +125,10 @@ class LaunchedJob:
         found = set()
         for pid in self.run.leftovers():
             with contextlib.suppress(OSError):
-                if b"holdfast.launch.fleet_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if (
+                    b"holdfast.engine.fleet.fleet_process"
+                    in Path(f"/proc/{pid}/cmdline").read_bytes()
+                ):
                     found.add(pid)
         return found
 

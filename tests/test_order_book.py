@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.errors import Damaged
-from holdfast.core.fleet.placements import PlacementId
-from holdfast.launch.order_book import NOBODY, OrderBook
-from holdfast.testing.cluster_contract import order
+from holdfast.clusters.order_book import NOBODY, OrderBook
+from holdfast.engine.core.errors import Damaged
+from holdfast.engine.core.fleet.placements import PlacementId
+from holdfast.lab.contracts.cluster_contract import order
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S, SCRIPTS
-from holdfast.runtime.outlet import LogFile, Outlet, write_all
-from holdfast.runtime.rundir import RunDir
-from holdfast.testing.local_run import processes_that_name
+from holdfast.engine.runtime.local_run import processes_that_name
+from holdfast.engine.runtime.outlet import LogFile, Outlet, write_all
+from holdfast.engine.runtime.rundir import RunDir
 from support import until
 
 WAIT_S = 30.0

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.core.job_spec import with_settings
-from holdfast.train.job import Job
+from holdfast.engine.core.job_spec import with_settings
+from holdfast.engine.train.job import Job
 from loop_kit import dataset, net
 from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker

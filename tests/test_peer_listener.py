@@ -19,14 +19,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.errors import WireError
-from holdfast.memory.node_memory import NodeMemory
-from holdfast.memory.piece_server import MAGIC, PieceAnswer, PieceRequest, PieceServer
-from holdfast.net import peer_stream
-from holdfast.net.peer_identity import PeerIdentity
-from holdfast.net.peer_listener import ListenerLimits, PeerListener, open_listener
-from holdfast.net.strangers import Strangers
-from holdfast.net.tcp import name_of
+from holdfast.engine.core.errors import WireError
+from holdfast.engine.net import peer_stream
+from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.net.peer_listener import ListenerLimits, PeerListener, open_listener
+from holdfast.engine.net.strangers import Strangers
+from holdfast.engine.net.tcp import name_of
+from holdfast.engine.state.memory.node_memory import NodeMemory
+from holdfast.engine.state.memory.piece_server import MAGIC, PieceAnswer, PieceRequest, PieceServer
 from support import until
 
 IDENTITY = PeerIdentity(key=b"k" * 32)

@@ -21,14 +21,18 @@ import torch
 import trustme
 
 from certificates import make_certificates
-from holdfast.core.errors import Aborted, UserError, WireError
-from holdfast.memory.node_memory import NodeMemory
-from holdfast.memory.piece_server import MAGIC, PieceAnswer, PieceRequest, PieceServer
-from holdfast.net import peer_stream
-from holdfast.net.peer_identity import PeerIdentity, split_address
-from holdfast.net.peer_listener import ListenerLimits, PeerListener, open_listener
-from holdfast.net.tls import TlsFiles, client_context
-from holdfast.testing.transports import (
+from holdfast.engine.core.errors import Aborted, UserError, WireError
+from holdfast.engine.net import peer_stream
+from holdfast.engine.net.peer_identity import PeerIdentity, split_address
+from holdfast.engine.net.peer_listener import ListenerLimits, PeerListener, open_listener
+from holdfast.engine.net.tls import TlsFiles, client_context
+from holdfast.engine.state.memory.node_memory import NodeMemory
+from holdfast.engine.state.memory.piece_server import MAGIC, PieceAnswer, PieceRequest, PieceServer
+from holdfast.engine.train.exchange.group_network import GroupNetwork
+from holdfast.engine.train.exchange.seam import Transport
+from holdfast.engine.train.exchange.tcp_transport import TcpListener, TcpTransport
+from holdfast.engine.train.exchange.wires import RECORD_BYTES, WRITE_BYTES, TlsWire
+from holdfast.lab.contracts.transports import (
     CONTRACT,
     GroupMember,
     MakeTransport,
@@ -37,10 +41,6 @@ from holdfast.testing.transports import (
     run_contract,
     run_contract_in_threads,
 )
-from holdfast.train.exchange.group_network import GroupNetwork
-from holdfast.train.exchange.seam import Transport
-from holdfast.train.exchange.tcp_transport import TcpListener, TcpTransport
-from holdfast.train.exchange.wires import RECORD_BYTES, WRITE_BYTES, TlsWire
 
 KEY = b"k" * 32
 HOST = "127.0.0.1"

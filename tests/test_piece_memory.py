@@ -19,10 +19,12 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.errors import Damaged
-from holdfast.core.redundancy import KeptPieces, Piece, read_redundancy
-from holdfast.memory import piece_server
-from holdfast.memory.arena import (
+from holdfast.engine.core.errors import Damaged
+from holdfast.engine.core.redundancy import KeptPieces, Piece, read_redundancy
+from holdfast.engine.net import peer_stream
+from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.state.memory import piece_server
+from holdfast.engine.state.memory.arena import (
     FIRST,
     GRADIENT,
     HEAD,
@@ -36,13 +38,11 @@ from holdfast.memory.arena import (
     Table,
     kept_pieces,
 )
-from holdfast.memory.mending import Mending
-from holdfast.memory.node_memory import NodeMemory
-from holdfast.memory.piece_reader import PieceReader
-from holdfast.memory.piece_server import PieceServer
-from holdfast.memory.pieces import Image, PieceCoder
-from holdfast.net import peer_stream
-from holdfast.net.peer_identity import PeerIdentity
+from holdfast.engine.state.memory.mending import Mending
+from holdfast.engine.state.memory.node_memory import NodeMemory
+from holdfast.engine.state.memory.piece_reader import PieceReader
+from holdfast.engine.state.memory.piece_server import PieceServer
+from holdfast.engine.state.memory.pieces import Image, PieceCoder
 
 IDENTITY = PeerIdentity(key=b"k" * 32)
 BUDGET = 1 << 20
@@ -225,7 +225,7 @@ def test_nothing_that_is_named_is_ever_overwritten(seed: int) -> None:
 
 WRITER = """
 import sys
-from holdfast.memory.arena import GRADIENT, STATE, PieceEntry, PieceArena, PieceShelf
+from holdfast.engine.state.memory.arena import GRADIENT, STATE, PieceEntry, PieceArena, PieceShelf
 import xxhash
 arena = PieceArena(int(sys.argv[1]), 5, 1 << 20)
 step = 0

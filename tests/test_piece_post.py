@@ -7,10 +7,17 @@ import os
 import pytest
 import xxhash
 
-from holdfast.core.errors import WorldError
-from holdfast.memory.arena import GRADIENT, STATE, ArenaReading, PieceArena, PieceEntry, PieceShelf
-from holdfast.memory.piece_post import Parcel, PiecePost
-from holdfast.net.peer_identity import PeerIdentity
+from holdfast.engine.core.errors import WorldError
+from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.state.memory.arena import (
+    GRADIENT,
+    STATE,
+    ArenaReading,
+    PieceArena,
+    PieceEntry,
+    PieceShelf,
+)
+from holdfast.engine.state.memory.piece_post import Parcel, PiecePost
 
 IDENTITY = PeerIdentity(key=b"k" * 32)
 BUDGET = 1 << 16

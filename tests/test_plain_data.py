@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from holdfast.train.data.batch_loading import BatchSource, LoadOptions
-from holdfast.train.data.plain_data import are_plain_samples, is_plain_dataset
-from holdfast.train.data.random_streams import enter_stream
-from holdfast.train.data.sampling import SamplePlan
+from holdfast.engine.train.data.batch_loading import BatchSource, LoadOptions
+from holdfast.engine.train.data.plain_data import are_plain_samples, is_plain_dataset
+from holdfast.engine.train.data.random_streams import enter_stream
+from holdfast.engine.train.data.sampling import SamplePlan
 
 COUNT = 24
 PLAN = SamplePlan(length=COUNT, batch_size=3, virtual_ranks=2, seed=5)

@@ -12,13 +12,13 @@ import pytest
 
 from conftest import RUN_S, Start
 from holdfast.cli.main import main
-from holdfast.core.errors import Unreachable, UserError
-from holdfast.core.membership.progress import Progress
-from holdfast.core.recurring import Recurring
-from holdfast.core.types import WorkerId
-from holdfast.runtime.coordinate.election import open_election
-from holdfast.runtime.node import bootstrap
-from holdfast.testing.local_run import strike
+from holdfast.engine.core.errors import Unreachable, UserError
+from holdfast.engine.core.membership.progress import Progress
+from holdfast.engine.core.recurring import Recurring
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.runtime.coordinate.election import open_election
+from holdfast.engine.runtime.local_run import strike
+from holdfast.engine.runtime.node import bootstrap
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "faulty.py")
 
@@ -147,7 +147,7 @@ def test_a_traceback_begins_in_the_script(text: bytes, last: str, tmp_path: Path
 def test_our_frames_do_not_stand_between_the_script_and_its_dataset(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "from holdfast.core.errors import first_line\n"
+        "from holdfast.engine.core.errors import first_line\n"
         "class Data(Exception):\n"
         "    def __str__(self):\n"
         "        raise ValueError('bad record')\n"
@@ -161,7 +161,9 @@ def test_our_frames_do_not_stand_between_the_script_and_its_dataset(tmp_path: Pa
 
 def test_an_error_of_ours_shows_where_it_arose(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("from holdfast.core.redundancy import read_redundancy\nread_redundancy(3)\n")
+    script.write_text(
+        "from holdfast.engine.core.redundancy import read_redundancy\nread_redundancy(3)\n"
+    )
     assert "redundancy.py" in told_of(script)
 
 

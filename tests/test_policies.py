@@ -10,11 +10,11 @@ import dataclasses
 
 import pytest
 
-from holdfast.core import invalidations
-from holdfast.core.fleet.placements import FleetPolicy
-from holdfast.core.job_problems import find_problem
-from holdfast.core.job_spec import CoordinatorPolicy, JobSpec, Nodes, Stragglers, Workers
-from holdfast.core.membership import (
+from holdfast.engine.core import invalidations
+from holdfast.engine.core.fleet.placements import FleetPolicy
+from holdfast.engine.core.job_problems import find_problem
+from holdfast.engine.core.job_spec import CoordinatorPolicy, JobSpec, Nodes, Stragglers, Workers
+from holdfast.engine.core.membership import (
     agent,
     coordinator,
     durable,
@@ -22,20 +22,20 @@ from holdfast.core.membership import (
     reserve,
     review_schedule,
 )
-from holdfast.core.membership.agent import AgentPolicy
-from holdfast.core.membership.lease import LeasePolicy
-from holdfast.core.membership.liveness import FreezePolicy
-from holdfast.core.membership.restart import RestartPolicy
-from holdfast.core.replica import save_interval
-from holdfast.core.replica.save_interval import PacePolicy
-from holdfast.core.replica.saves import SavePolicy
-from holdfast.core.setbacks import NO_SETBACKS
-from holdfast.core.step import audit, newcomers, rulings, speculation
-from holdfast.core.step.backup import BackupPolicy
-from holdfast.core.step.balance import WINDOW_TIMES_MAX, BalancePolicy
-from holdfast.core.step.speculation import Patience
-from holdfast.core.step.step_policy import StepPolicy
-from holdfast.core.types import (
+from holdfast.engine.core.membership.agent import AgentPolicy
+from holdfast.engine.core.membership.lease import LeasePolicy
+from holdfast.engine.core.membership.liveness import FreezePolicy
+from holdfast.engine.core.membership.restart import RestartPolicy
+from holdfast.engine.core.replica import save_interval
+from holdfast.engine.core.replica.save_interval import PacePolicy
+from holdfast.engine.core.replica.saves import SavePolicy
+from holdfast.engine.core.setbacks import NO_SETBACKS
+from holdfast.engine.core.step import audit, newcomers, rulings, speculation
+from holdfast.engine.core.step.backup import BackupPolicy
+from holdfast.engine.core.step.balance import WINDOW_TIMES_MAX, BalancePolicy
+from holdfast.engine.core.step.speculation import Patience
+from holdfast.engine.core.step.step_policy import StepPolicy
+from holdfast.engine.core.types import (
     SIGTERM,
     AgentReport,
     Directive,
@@ -47,8 +47,8 @@ from holdfast.core.types import (
     WorkerDirective,
     WorkerStatus,
 )
-from holdfast.core.worker import standing
-from holdfast.memory import arena
+from holdfast.engine.core.worker import standing
+from holdfast.engine.state.memory import arena
 
 
 def job(**sections: object) -> JobSpec:

@@ -11,7 +11,7 @@ import pytest
 
 import port_counts
 from conftest import RUN_S, finish
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.runtime.local_run import LocalRun
 
 ARGS = {
     "actor_critic": ["--steps", "4", "--episode", "10"],

@@ -15,10 +15,10 @@ import pytest
 from conftest import RUN_S, Start, finish
 from dashboard_kit import write_crashed_run
 from holdfast.cli.main import main
-from holdfast.runtime import post_mortem
-from holdfast.runtime.post_mortem import keep_bundle, write_bundle
-from holdfast.runtime.rundir import RunDir
-from holdfast.testing.local_run import strike
+from holdfast.engine.runtime import post_mortem
+from holdfast.engine.runtime.local_run import strike
+from holdfast.engine.runtime.post_mortem import keep_bundle, write_bundle
+from holdfast.engine.runtime.rundir import RunDir
 
 HOLDFAST = (sys.executable, "-m", "holdfast.cli.main")
 

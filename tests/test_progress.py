@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.core.membership.progress import Progress
-from holdfast.core.types import Incarnation, JobEvent, LateWorker, WorkerId
+from holdfast.engine.core.membership.progress import Progress
+from holdfast.engine.core.types import Incarnation, JobEvent, LateWorker, WorkerId
 from roster_kit import invalid, status, view_of
 
 FIRST = WorkerId(0)

@@ -10,14 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.domains import Domains
-from holdfast.core.errors import UserError
-from holdfast.core.invalidations import INVALIDATIONS_MAX, is_invalidated
-from holdfast.core.membership.durable import Durable
-from holdfast.core.membership.facts import Facts
-from holdfast.core.membership.protection import Protection, find_recall, find_weakness, make_ring
-from holdfast.core.membership.roster import Roster
-from holdfast.core.redundancy import (
+from holdfast.engine.core.domains import Domains
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.core.invalidations import INVALIDATIONS_MAX, is_invalidated
+from holdfast.engine.core.membership.durable import Durable
+from holdfast.engine.core.membership.facts import Facts
+from holdfast.engine.core.membership.protection import (
+    Protection,
+    find_recall,
+    find_weakness,
+    make_ring,
+)
+from holdfast.engine.core.membership.roster import Roster
+from holdfast.engine.core.redundancy import (
     GradientSource,
     KeptPieces,
     Piece,
@@ -25,9 +30,9 @@ from holdfast.core.redundancy import (
     Redundancy,
     read_redundancy,
 )
-from holdfast.core.replica.protecting import Protecting, pieces_of
-from holdfast.core.step.vote import Vote, count_votes
-from holdfast.core.types import (
+from holdfast.engine.core.replica.protecting import Protecting, pieces_of
+from holdfast.engine.core.step.vote import Vote, count_votes
+from holdfast.engine.core.types import (
     AgentId,
     Incarnation,
     Invalidation,

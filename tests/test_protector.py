@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from fake_gpu import fake_gpu, on_gpu
-from holdfast.core.errors import UserError, WorldError
-from holdfast.core.redundancy import read_redundancy
-from holdfast.core.step import events as ev
-from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
-from holdfast.memory.arena import ArenaReading, PieceArena
-from holdfast.memory.pieces import PieceCoder
-from holdfast.train.checkpoint import state
-from holdfast.train.checkpoint.state import NamedTensor
-from holdfast.train.protection.protector import PieceTarget, Protector
+from holdfast.engine.core.errors import UserError, WorldError
+from holdfast.engine.core.redundancy import read_redundancy
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
+from holdfast.engine.state.memory.arena import ArenaReading, PieceArena
+from holdfast.engine.state.memory.pieces import PieceCoder
+from holdfast.engine.train.checkpoint import state
+from holdfast.engine.train.checkpoint.state import NamedTensor
+from holdfast.engine.train.protection.protector import PieceTarget, Protector
 from step_data_kit import fill_step, make_step
 
 __all__ = ["fake_gpu"]

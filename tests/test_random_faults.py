@@ -13,12 +13,12 @@ from collections.abc import Callable
 import pytest
 
 from conftest import RUN_S, Start, finish
-from holdfast.core.errors import HoldfastError
-from holdfast.observe.incident_costs import Part
-from holdfast.observe.incidents import list_incidents
-from holdfast.observe.ledger_audit import verify
-from holdfast.testing.local_run import LocalRun, RunEnded, strike
-from holdfast.train.data.sampling import SamplePlan
+from holdfast.engine.core.errors import HoldfastError
+from holdfast.engine.records.incident_costs import Part
+from holdfast.engine.records.incidents import list_incidents
+from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.runtime.local_run import LocalRun, RunEnded, strike
+from holdfast.engine.train.data.sampling import SamplePlan
 from test_report import goodput_of
 
 STEPS = 160

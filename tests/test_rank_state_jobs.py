@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S, SCRIPTS, Start, computed_twice, finish
-from holdfast.observe.ledger_audit import verify
-from holdfast.runtime.coordinate.journal import read_record
-from holdfast.testing.local_run import LocalRun, strike
-from holdfast.train.data.sampling import plan_of
+from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.runtime.coordinate.journal import read_record
+from holdfast.engine.runtime.local_run import LocalRun, strike
+from holdfast.engine.train.data.sampling import plan_of
 from labs.local_nodes import LocalNodes, names
 from support import until
 

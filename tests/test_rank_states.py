@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.core.errors import StateMismatch, UserError, WireError
-from holdfast.core.job_spec import with_settings
-from holdfast.train.job import Job, RankState
-from holdfast.train.script.rank_states import RankStates
-from holdfast.train.step.packed_trees import pack, unpack
-from holdfast.train.step.task_report import TaskReport, read_report
+from holdfast.engine.core.errors import StateMismatch, UserError, WireError
+from holdfast.engine.core.job_spec import with_settings
+from holdfast.engine.train.job import Job, RankState
+from holdfast.engine.train.script.rank_states import RankStates
+from holdfast.engine.train.step.packed_trees import pack, unpack
+from holdfast.engine.train.step.task_report import TaskReport, read_report
 from loop_kit import dataset, digest, everywhere, protected, results
 from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker

@@ -17,18 +17,23 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli import launch_ray
 from holdfast.cli.main import main
-from holdfast.core.errors import Damaged, Refused, Unreachable
-from holdfast.core.fleet.placements import Holding, Notice, Placement, PlacementId
-from holdfast.launch import ray_manager, ray_place
-from holdfast.launch.fleet_plan import read_plan
-from holdfast.launch.ray_link import RayLink
-from holdfast.launch.ray_manager import RayManager, RayShare
-from holdfast.launch.ray_tables import RayTables, read_tables, selector
-from holdfast.launch.ray_waiting import RayDemand
-from holdfast.runtime.rundir import RunDir
-from holdfast.testing.cluster_contract import CLUSTER_CASES, Case, order, run_cluster_case, until
+from holdfast.clusters.ray import launch_ray, ray_manager, ray_place
+from holdfast.clusters.ray.ray_link import RayLink
+from holdfast.clusters.ray.ray_manager import RayManager, RayShare
+from holdfast.clusters.ray.ray_tables import RayTables, read_tables, selector
+from holdfast.clusters.ray.ray_waiting import RayDemand
+from holdfast.engine.core.errors import Damaged, Refused, Unreachable
+from holdfast.engine.core.fleet.placements import Holding, Notice, Placement, PlacementId
+from holdfast.engine.fleet.fleet_plan import read_plan
+from holdfast.engine.runtime.rundir import RunDir
+from holdfast.lab.contracts.cluster_contract import (
+    CLUSTER_CASES,
+    Case,
+    order,
+    run_cluster_case,
+    until,
+)
 from labs.fake_ray import FakeRay
 from labs.slurm_cluster import our_processes
 from ray_kit import check_reasons
@@ -224,7 +229,7 @@ def test_a_thread_that_waits_for_a_driver_is_told_when_it_is_closed(tmp_path: Pa
 PARENT = "import subprocess, sys; subprocess.run(['sleep', '600'])"
 ACTOR = """
 import sys, threading
-from holdfast.launch.ray_place import RayPlace
+from holdfast.clusters.ray.ray_place import RayPlace
 RayPlace([sys.executable, "-c", sys.argv[1]], {"MARK": sys.argv[2]}, sys.argv[3])
 print("up", flush=True)
 threading.Event().wait()

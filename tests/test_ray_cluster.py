@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from conftest import finish
-from holdfast.core.errors import HoldfastError
-from holdfast.testing.cluster_contract import (
+from holdfast.engine.core.errors import HoldfastError
+from holdfast.engine.runtime.local_run import LocalRun, strike
+from holdfast.lab.contracts.cluster_contract import (
     CLUSTER_CASES,
     Case,
     assert_survives,
     run_cluster_case,
     serving_nodes,
 )
-from holdfast.testing.local_run import LocalRun, strike
 from labs.cluster_run import OPTIONS, SCRIPT, STEPS, run_undisturbed
 from labs.ray_cluster import RayCluster
 from ray_kit import check_reasons
@@ -178,6 +178,6 @@ def test_an_interrupted_job_is_resumed(
 def fleet_of(run: LocalRun) -> int:
     for pid in run.leftovers():
         with contextlib.suppress(OSError):
-            if b"holdfast.launch.fleet_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"holdfast.engine.fleet.fleet_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return pid
     return 0

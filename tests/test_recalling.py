@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.core.redundancy import GradientSource, Recall, read_redundancy
-from holdfast.core.replica.ends import SourceKind
-from holdfast.core.step import events as ev
-from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
-from holdfast.memory import piece_reader
-from holdfast.memory.arena import PieceArena
-from holdfast.memory.node_memory import NodeMemory
-from holdfast.memory.piece_post import PiecePost
-from holdfast.memory.piece_server import PieceServer
-from holdfast.net.peer_identity import PeerIdentity
-from holdfast.train.checkpoint.loaded_state import LoadedState
-from holdfast.train.protection import recalling
-from holdfast.train.protection.protector import PieceTarget, Protector
-from holdfast.train.protection.recalling import Recalling
-from holdfast.train.step.step_data import StepData
+from holdfast.engine.core.redundancy import GradientSource, Recall, read_redundancy
+from holdfast.engine.core.replica.ends import SourceKind
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
+from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.state.memory import piece_reader
+from holdfast.engine.state.memory.arena import PieceArena
+from holdfast.engine.state.memory.node_memory import NodeMemory
+from holdfast.engine.state.memory.piece_post import PiecePost
+from holdfast.engine.state.memory.piece_server import PieceServer
+from holdfast.engine.train.checkpoint.loaded_state import LoadedState
+from holdfast.engine.train.protection import recalling
+from holdfast.engine.train.protection.protector import PieceTarget, Protector
+from holdfast.engine.train.protection.recalling import Recalling
+from holdfast.engine.train.step.step_data import StepData
 from step_data_kit import content_of, fill_step, make_step
 
 IDENTITY = PeerIdentity(key=b"k" * 32)

@@ -17,10 +17,10 @@ import pytest
 import zstandard
 
 from holdfast.cli.main import main
-from holdfast.core.errors import Damaged
-from holdfast.core.membership import decision_loop
-from holdfast.core.membership.coordinator import CoordinatorMachine
-from holdfast.core.membership.coordinator_events import (
+from holdfast.engine.core.errors import Damaged
+from holdfast.engine.core.membership import decision_loop
+from holdfast.engine.core.membership.coordinator import CoordinatorMachine
+from holdfast.engine.core.membership.coordinator_events import (
     Announce,
     CoordinatorEffect,
     CoordinatorEvent,
@@ -28,9 +28,16 @@ from holdfast.core.membership.coordinator_events import (
     SendDirective,
     StopRequested,
 )
-from holdfast.core.types import AgentId, AgentReport, Incarnation, Tick, View, ViewNumber, WorkerId
-from holdfast.observe.decision_replay import replay
-from holdfast.observe.recordings import (
+from holdfast.engine.core.types import (
+    AgentId,
+    AgentReport,
+    Incarnation,
+    Tick,
+    View,
+    ViewNumber,
+    WorkerId,
+)
+from holdfast.engine.records.recordings import (
     DecisionDigest,
     Recording,
     digest_effects,
@@ -41,9 +48,10 @@ from holdfast.observe.recordings import (
     read_recording,
     thaw,
 )
-from holdfast.runtime.coordinate import recorder
-from holdfast.runtime.coordinate.recorder import Recorder
-from holdfast.sim.swarm import run_seed
+from holdfast.engine.runtime.coordinate import recorder
+from holdfast.engine.runtime.coordinate.recorder import Recorder
+from holdfast.lab.sim.swarm import run_seed
+from holdfast.reports.decision_replay import replay
 from mutation_kit import COMBINED
 from support import SPEC
 

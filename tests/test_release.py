@@ -16,7 +16,7 @@ import pytest
 
 import holdfast
 from built_packages import source_problems, wheel_problems
-from holdfast.core.release import RELEASE
+from holdfast.engine.core.release import RELEASE
 
 ROOT = Path(__file__).parent.parent
 BUILD_S = 100.0  # bounds a hang; it takes a few seconds
@@ -27,13 +27,13 @@ def test_the_version_stands_in_one_place() -> None:
     assert holdfast.__version__ == RELEASE
     pyproject = (ROOT / "pyproject.toml").read_text()
     assert 'dynamic = ["version"]' in pyproject
-    assert 'version = { attr = "holdfast.core.release.RELEASE" }' in pyproject
+    assert 'version = { attr = "holdfast.engine.core.release.RELEASE" }' in pyproject
     named = [
         path
         for path in (*ROOT.glob("*.toml"), *ROOT.glob("*.cff"), *(ROOT / "src").rglob("*.py"))
         if re.search(rf"\b{re.escape(RELEASE)}\b", path.read_text())
     ]
-    assert named == [ROOT / "src/holdfast/core/release.py"]
+    assert named == [ROOT / "src/holdfast/engine/core/release.py"]
 
 
 def test_the_changelog_has_a_section_for_this_version() -> None:
@@ -62,7 +62,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: list[str]) -> None:
     assert wheel_problems(wheel, RELEASE) == []
-    for name in ("py.typed", "dashboard/static/index.html", "observe/report.css"):
+    for name in ("py.typed", "reports/dashboard/static/index.html", "reports/report.css"):
         less = [each for each in wheel if each != f"holdfast/{name}"]
         assert wheel_problems(less, RELEASE) == [f"the wheel lacks holdfast/{name}"]
     more = [*wheel, "tests/test_wire.py"]

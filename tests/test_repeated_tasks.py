@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from holdfast.core.errors import UserError, WorldError
-from holdfast.train.script.repeated_tasks import (
+from holdfast.engine.core.errors import UserError, WorldError
+from holdfast.engine.train.script.repeated_tasks import (
     RUNS_CLOSE,
     RUNS_MAX,
     RUNS_ODD,
@@ -18,7 +18,7 @@ from holdfast.train.script.repeated_tasks import (
     RunMark,
     count_tasks_before,
 )
-from holdfast.train.step.task_digest import TaskDigest
+from holdfast.engine.train.step.task_digest import TaskDigest
 
 TASK = "the task of virtual rank 0 in step 0"
 ELEMENTS = 500

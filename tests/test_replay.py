@@ -10,11 +10,11 @@ import pytest
 
 from conftest import SCRIPTS, Start, finish, has_checkpoint
 from holdfast.cli.main import main
-from holdfast.observe.ledger_chain import add_chain
-from holdfast.store.files import FileStorage
-from holdfast.store.forked import ForkedStorage
-from holdfast.store.manifest import manifest_name
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.records.ledger_chain import add_chain
+from holdfast.engine.runtime.local_run import LocalRun, strike
+from holdfast.engine.state.store.files import FileStorage
+from holdfast.engine.state.store.forked import ForkedStorage
+from holdfast.engine.state.store.manifest import manifest_name
 
 STEPS = 40
 

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from holdfast.core.replica.ends import SinkKind, SourceKind
-from holdfast.core.replica.feeding import SKIPPED_MAX, Feeding
-from holdfast.core.replica.following import Following
-from holdfast.core.step import effects as ef
-from holdfast.core.step import events as ev
-from holdfast.core.types import (
+from holdfast.engine.core.replica.ends import SinkKind, SourceKind
+from holdfast.engine.core.replica.feeding import SKIPPED_MAX, Feeding
+from holdfast.engine.core.replica.following import Following
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.types import (
     Follower,
     FollowOrder,
     Incarnation,
@@ -21,7 +21,7 @@ from holdfast.core.types import (
     ViewNumber,
     WorkerId,
 )
-from holdfast.core.worker.standing import Standing
+from holdfast.engine.core.worker.standing import Standing
 from roster_kit import THREE, view_of
 
 VIEW = view_of(0, 1)

@@ -10,12 +10,12 @@ import pytest
 
 from conftest import Start, finish
 from holdfast.cli.main import main
-from holdfast.observe.charts import nice_ticks, thin_points
-from holdfast.observe.goodput import Goodput, share_out
-from holdfast.observe.incident_costs import Part
-from holdfast.observe.incidents import list_incidents
-from holdfast.observe.summary import describe_seconds
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.records.goodput import Goodput, share_out
+from holdfast.engine.records.incident_costs import Part
+from holdfast.engine.records.incidents import list_incidents
+from holdfast.engine.records.summary import describe_seconds
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.reports.charts import nice_ticks, thin_points
 
 TASK_S = 0.05
 

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from certificates import make_certificates
-from holdfast.core.errors import Refused, Unreachable, UserError
-from holdfast.launch.rest_link import RestAccess, RestLink, check_access, describe_ticket
+from holdfast.clusters.rest_link import RestAccess, RestLink, check_access, describe_ticket
+from holdfast.engine.core.errors import Refused, Unreachable, UserError
 
 Answer = tuple[int, dict[str, str], bytes]
 

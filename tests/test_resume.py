@@ -18,16 +18,16 @@ import pytest
 
 from conftest import RUN_S, SCRIPTS, finish
 from holdfast.cli.main import main
-from holdfast.cli.run_command import make_spec, parser
-from holdfast.core.job_spec import CoordinatorPolicy
-from holdfast.health.measure.ending_signals import SAME_S
-from holdfast.net.secret import SECRET_BYTES_MIN
-from holdfast.runtime.node.user_script import SOURCES_FILE, changed_sources
-from holdfast.runtime.rundir import RunDir
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.open import open_storage
-from holdfast.testing.local_run import LocalRun, strike
-from holdfast.train.script.made_settings import MadeSettings
+from holdfast.engine.commands.run_command import make_spec, parser
+from holdfast.engine.core.job_spec import CoordinatorPolicy
+from holdfast.engine.host.ending_signals import SAME_S
+from holdfast.engine.net.secret import SECRET_BYTES_MIN
+from holdfast.engine.runtime.local_run import LocalRun, strike
+from holdfast.engine.runtime.node.user_script import SOURCES_FILE, changed_sources
+from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.open import open_storage
+from holdfast.engine.train.script.made_settings import MadeSettings
 from support import SPEC, until
 
 STEPS = 40
@@ -166,7 +166,12 @@ def test_a_writer_that_cannot_write_to_its_store_says_so_before_the_first_checkp
     shutil.rmtree(tmp_path / "store", ignore_errors=True)
     (tmp_path / "store").touch()  # in the place of the folder
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", "holdfast.runtime.node.checkpoint_writer", str(run_dir.path)]
+    command = [
+        sys.executable,
+        "-m",
+        "holdfast.engine.runtime.node.checkpoint_writer",
+        str(run_dir.path),
+    ]
     with (
         subprocess.Popen(
             [*command, str(theirs.fileno()), str(os.getpid())],

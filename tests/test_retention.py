@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from checkpoint_kit import items, make_state, save, stored_bytes
-from holdfast.core.errors import WorldError
-from holdfast.core.replica.retention import Retention, Saved, SaveOrder, choose_kept
-from holdfast.core.types import NO_VIEW, ViewNumber
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.manifest import (
+from holdfast.engine.core.errors import WorldError
+from holdfast.engine.core.replica.retention import Retention, Saved, SaveOrder, choose_kept
+from holdfast.engine.core.types import NO_VIEW, ViewNumber
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.manifest import (
     CHUNK_BYTES,
     PACKS,
     SAVING,
@@ -23,7 +23,7 @@ from holdfast.store.manifest import (
     encode_intent,
     manifest_name,
 )
-from holdfast.testing.storages import MemoryStorage
+from holdfast.lab.contracts.storages import MemoryStorage
 
 
 def test_retention_decides_which_checkpoints_are_kept() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.job_spec import CoordinatorPolicy
-from holdfast.core.membership import review_schedule
-from holdfast.core.membership.lease import LeasePolicy
-from holdfast.core.membership.review_schedule import REVIEW_S, Agenda
-from holdfast.core.membership.suspicion import LEASES
-from holdfast.core.types import Incarnation, Phase
+from holdfast.engine.core.job_spec import CoordinatorPolicy
+from holdfast.engine.core.membership import review_schedule
+from holdfast.engine.core.membership.lease import LeasePolicy
+from holdfast.engine.core.membership.review_schedule import REVIEW_S, Agenda
+from holdfast.engine.core.membership.suspicion import LEASES
+from holdfast.engine.core.types import Incarnation, Phase
 from roster_kit import LEASE, Cluster, member
 
 POLICY = CoordinatorPolicy(virtual_ranks=2, lease=LEASE, patience_s=5.0, hang_s=50.0)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from holdfast.core.membership import formation as fo
-from holdfast.core.membership.event_log import ROOM, EventLog
-from holdfast.core.replica.room_wait import STEPS_MAX
-from holdfast.core.replica.saves import SavePolicy
-from holdfast.core.step import effects as ef
-from holdfast.core.step import events as ev
-from holdfast.core.step.step_policy import StepPolicy
-from holdfast.core.types import JobEvent, Phase, ViewNumber, WorkerDirective
+from holdfast.engine.core.membership import formation as fo
+from holdfast.engine.core.membership.event_log import ROOM, EventLog
+from holdfast.engine.core.replica.room_wait import STEPS_MAX
+from holdfast.engine.core.replica.saves import SavePolicy
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.step.step_policy import StepPolicy
+from holdfast.engine.core.types import JobEvent, Phase, ViewNumber, WorkerDirective
 from machine_kit import Company, Walker, a_view
 from roster_kit import Cluster, member, view_of
 

@@ -7,27 +7,22 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.job_spec import CoordinatorPolicy
-from holdfast.core.membership.admission import (
-    admit,
-    drain,
-    recall_slots,
-    welcome,
-)
-from holdfast.core.membership.changes import AddSlot, DismissNode, OrderNext, PutSlot
-from holdfast.core.membership.durable import KNOWN_MAX, Durable, speakers
-from holdfast.core.membership.event_log import EventLog
-from holdfast.core.membership.facts import silent_nodes
-from holdfast.core.membership.live_roster import LiveRoster, News
-from holdfast.core.membership.restart import (
+from holdfast.engine.core.job_spec import CoordinatorPolicy
+from holdfast.engine.core.membership.admission import admit, drain, recall_slots, welcome
+from holdfast.engine.core.membership.changes import AddSlot, DismissNode, OrderNext, PutSlot
+from holdfast.engine.core.membership.durable import KNOWN_MAX, Durable, speakers
+from holdfast.engine.core.membership.event_log import EventLog
+from holdfast.engine.core.membership.facts import silent_nodes
+from holdfast.engine.core.membership.live_roster import LiveRoster, News
+from holdfast.engine.core.membership.restart import (
     RestartPolicy,
     quarantine,
     quarantine_wrong,
     replace_lost,
 )
-from holdfast.core.membership.roster import SlotState
-from holdfast.core.membership.stopping import Stopping
-from holdfast.core.types import (
+from holdfast.engine.core.membership.roster import SlotState
+from holdfast.engine.core.membership.stopping import Stopping
+from holdfast.engine.core.types import (
     AgentId,
     Incarnation,
     JobEvent,

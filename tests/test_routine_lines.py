@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.routine_lines import GAP_MAX_S, SUBJECTS_MAX, RoutineLines
-from holdfast.runtime.job_events import EventSink, LoggedEvent, read_events
-from holdfast.runtime.outlet import flush_outlets
+from holdfast.engine.core.routine_lines import GAP_MAX_S, SUBJECTS_MAX, RoutineLines
+from holdfast.engine.runtime.job_events import EventSink, LoggedEvent, read_events
+from holdfast.engine.runtime.outlet import flush_outlets
 
 SLOW = "worker 1 is a straggler: a task took it 2.0 times as long"
 

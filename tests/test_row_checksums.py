@@ -7,19 +7,19 @@ import random
 import pytest
 import torch
 
-from holdfast.core.errors import Damaged, UserError, WireError
-from holdfast.core.servers.holdings import BARE
-from holdfast.core.servers.placement import SHARDS
-from holdfast.servers import RowOptimizer
-from holdfast.servers.keyed_rows import EVERY_PLACE, KeyedTable, _Moves
-from holdfast.servers.reserved_arrays import ReservedArrays
-from holdfast.servers.row_checksums import RowChecksums
-from holdfast.servers.row_client import KEPT
-from holdfast.servers.server_group import ServerGroup, fill_shard
-from holdfast.servers.server_rows import RowUpdate, ServerTable
-from holdfast.servers.serving import scrub
-from holdfast.servers.table_set import write_shard
-from holdfast.servers.table_shape import KeyRules, TableShape
+from holdfast.engine.core.errors import Damaged, UserError, WireError
+from holdfast.engine.core.servers.holdings import BARE
+from holdfast.engine.core.servers.placement import SHARDS
+from holdfast.tables import RowOptimizer
+from holdfast.tables.keyed_rows import EVERY_PLACE, KeyedTable, _Moves
+from holdfast.tables.reserved_arrays import ReservedArrays
+from holdfast.tables.row_checksums import RowChecksums
+from holdfast.tables.row_client import KEPT
+from holdfast.tables.server_group import ServerGroup, fill_shard
+from holdfast.tables.server_rows import RowUpdate, ServerTable
+from holdfast.tables.serving import scrub
+from holdfast.tables.table_set import write_shard
+from holdfast.tables.table_shape import KeyRules, TableShape
 from test_row_servers import RULES, Servers, everything, expected, fill, group, update
 from test_wrong_servers import begin
 
@@ -211,7 +211,7 @@ def test_a_key_or_its_uses_that_have_changed_are_noticed_as_the_row_is_read(
         assert table.find_damaged(key, whole=whole) == set()
     table.arrays[array][5, 0] = value
     if rebuilt:  # the keys that came last are sorted in meanwhile
-        monkeypatch.setattr("holdfast.servers.key_index.RECENT_MIN", 0)
+        monkeypatch.setattr("holdfast.tables.key_index.RECENT_MIN", 0)
         for number in range(12, 12 + SHARDS):
             keys = torch.arange(1000 * number, 1000 * number + 2)
             table.update(keys, torch.ones(2, 4), 0.1, number, number)

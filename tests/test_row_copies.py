@@ -10,17 +10,23 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.errors import Damaged, WireError
-from holdfast.core.servers.holdings import BARE, WINDOW, CopyArrived, ShardsGivenUp, ShardStanding
-from holdfast.core.servers.placement import SHARDS
-from holdfast.net import peer_stream
-from holdfast.net.peer_stream import SendRate
-from holdfast.servers import server_group
-from holdfast.servers import server_wire as wire
-from holdfast.servers.server_group import ServerGroup, ShardRows, fill_shard
-from holdfast.servers.server_rows import RowUpdate
-from holdfast.servers.serving import fetch_shard
-from holdfast.servers.table_shape import FREQUENCY
+from holdfast.engine.core.errors import Damaged, WireError
+from holdfast.engine.core.servers.holdings import (
+    BARE,
+    WINDOW,
+    CopyArrived,
+    ShardsGivenUp,
+    ShardStanding,
+)
+from holdfast.engine.core.servers.placement import SHARDS
+from holdfast.engine.net import peer_stream
+from holdfast.engine.net.peer_stream import SendRate
+from holdfast.tables import server_group
+from holdfast.tables import server_wire as wire
+from holdfast.tables.server_group import ServerGroup, ShardRows, fill_shard
+from holdfast.tables.server_rows import RowUpdate
+from holdfast.tables.serving import fetch_shard
+from holdfast.tables.table_shape import FREQUENCY
 from support import until
 from test_keyed_tables import described, updates_of
 from test_row_servers import (

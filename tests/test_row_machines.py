@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.core.servers import reading
-from holdfast.core.servers.holdings import (
+from holdfast.engine.core.servers import reading
+from holdfast.engine.core.servers.holdings import (
     BARE,
     WINDOW,
     AdoptCopy,
@@ -22,14 +22,14 @@ from holdfast.core.servers.holdings import (
     ShardStanding,
     UpdateArrived,
 )
-from holdfast.core.servers.placement import (
+from holdfast.engine.core.servers.placement import (
     SHARDS,
     choose_savers,
     find_holders,
     find_shards,
     lay_out,
 )
-from holdfast.core.servers.reading import (
+from holdfast.engine.core.servers.reading import (
     Ask,
     FindRight,
     Give,
@@ -43,7 +43,7 @@ from holdfast.core.servers.reading import (
     can_begin_from,
     find_common,
 )
-from holdfast.core.types import ServerLayout
+from holdfast.engine.core.types import ServerLayout
 
 
 def hold(*shards: int, window: int = WINDOW) -> Holdings:

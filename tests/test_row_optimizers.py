@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.core.errors import UserError
-from holdfast.servers import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
-from holdfast.servers.row_optimizers import TableOptimizer
+from holdfast.engine.core.errors import UserError
+from holdfast.tables import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
+from holdfast.tables.row_optimizers import TableOptimizer
 
 ROWS, STEPS = 41, 12
 RULES = [

@@ -10,27 +10,27 @@ import msgspec
 import pytest
 import torch
 
-from holdfast.core.errors import UserError, WireError
-from holdfast.core.servers.holdings import BARE, ShardStanding
-from holdfast.core.servers.placement import SHARDS, find_holders, find_shards, share_out
-from holdfast.core.types import ServerLayout
-from holdfast.net import peer_stream
-from holdfast.net.peer_identity import PeerIdentity
-from holdfast.servers import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
-from holdfast.servers import server_wire as wire
-from holdfast.servers.row_client import KEPT, RowClient
-from holdfast.servers.row_optimizers import TableOptimizer
-from holdfast.servers.row_values import fill_rows
-from holdfast.servers.served_tables import ServedOptimizer
-from holdfast.servers.server_group import ServerGroup, ShardRows, fill_shard
-from holdfast.servers.server_rows import RowBlock, RowUpdate
-from holdfast.servers.serving import RowServer
-from holdfast.servers.table_set import write_shard
-from holdfast.servers.table_shape import TableShape
-from holdfast.servers.table_store import TableStore
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.files import FileStorage
-from holdfast.train.script.row_updates import HeirWatch, ServerAccess
+from holdfast.engine.core.errors import UserError, WireError
+from holdfast.engine.core.servers.holdings import BARE, ShardStanding
+from holdfast.engine.core.servers.placement import SHARDS, find_holders, find_shards, share_out
+from holdfast.engine.core.types import ServerLayout
+from holdfast.engine.net import peer_stream
+from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.files import FileStorage
+from holdfast.engine.train.script.row_updates import HeirWatch, ServerAccess
+from holdfast.tables import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
+from holdfast.tables import server_wire as wire
+from holdfast.tables.row_client import KEPT, RowClient
+from holdfast.tables.row_optimizers import TableOptimizer
+from holdfast.tables.row_values import fill_rows
+from holdfast.tables.served_tables import ServedOptimizer
+from holdfast.tables.server_group import ServerGroup, ShardRows, fill_shard
+from holdfast.tables.server_rows import RowBlock, RowUpdate
+from holdfast.tables.serving import RowServer
+from holdfast.tables.table_set import write_shard
+from holdfast.tables.table_shape import TableShape
+from holdfast.tables.table_store import TableStore
 from support import until
 
 RULES = [SGD(lr=0.1, momentum=0.9), Adagrad(lr=0.1), RowWiseAdagrad(lr=0.1), LazyAdam(lr=0.01)]
@@ -398,7 +398,7 @@ def test_a_server_without_memory_for_its_new_rows_is_reported_once(
         return [line for line in servers.log if "takes no updates" in line]
 
     push()
-    monkeypatch.setattr("holdfast.servers.table_set.check_room", refuse)
+    monkeypatch.setattr("holdfast.tables.table_set.check_room", refuse)
     servers.watch.change_layout(ServerLayout(number=1, count=2, goal=1))
     until(push, "a line")
     for _ in range(5):

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from holdfast.core import tree
-from holdfast.core.step.events import FINITE, NOBODYS, SOMEBODYS
-from holdfast.core.step.sum_trial import SumTrial
-from holdfast.core.sum_plan import Message
-from holdfast.train.exchange.layout import Layout
-from holdfast.train.step.row_pieces import RowPiece, mix, unmix
-from holdfast.train.step.row_sums import RowsSum
-from holdfast.train.step.row_table import Rows, RowTable
-from holdfast.train.step.sum_runs import RowRuns
+from holdfast.engine.core import tree
+from holdfast.engine.core.step.events import FINITE, NOBODYS, SOMEBODYS
+from holdfast.engine.core.step.sum_trial import SumTrial
+from holdfast.engine.core.sum_plan import Message
+from holdfast.engine.train.exchange.layout import Layout
+from holdfast.engine.train.step.row_pieces import RowPiece, mix, unmix
+from holdfast.engine.train.step.row_sums import RowsSum
+from holdfast.engine.train.step.row_table import Rows, RowTable
+from holdfast.engine.train.step.sum_runs import RowRuns
 from mailboxes import together
 from peer_kit import OpenConnections, complete_all, connect, lay_out
 

@@ -16,14 +16,14 @@ import pytest
 
 from conftest import Start, finish
 from dashboard_kit import LIMIT_S, write_crashed_run, write_event
-from holdfast.cli.dashboard_command import is_address
 from holdfast.cli.main import main
-from holdfast.core.errors import UserError
-from holdfast.runtime import run_mirror
-from holdfast.runtime.contact import Contact
-from holdfast.runtime.node.user_script import SOURCES_FILE
-from holdfast.runtime.run_mirror import RunMirror, read_parts
-from holdfast.wire.messages import FilePart, FilesReply, FilesRequest
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.runtime import run_mirror
+from holdfast.engine.runtime.contact import Contact
+from holdfast.engine.runtime.node.user_script import SOURCES_FILE
+from holdfast.engine.runtime.run_mirror import RunMirror, read_parts
+from holdfast.engine.wire.messages import FilePart, FilesReply, FilesRequest
+from holdfast.reports.commands.dashboard_command import is_address
 
 CONTACT = Contact(address=("127.0.0.1", 1))
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S, SCRIPTS, Start, finish
-from holdfast.core.membership.liveness import FreezeDetector, FreezePolicy
-from holdfast.health.measure.procfs import sample_process
-from holdfast.testing.local_run import strike
+from holdfast.engine.core.membership.liveness import FreezeDetector, FreezePolicy
+from holdfast.engine.host.procfs import sample_process
+from holdfast.engine.runtime.local_run import strike
 
 STEPS = 60
 Reference = Callable[[int], str]

@@ -12,15 +12,15 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, Subset
 
 from conftest import RUN_S
-from holdfast.core.errors import UserError
-from holdfast.core.job_spec import with_settings
-from holdfast.core.types import WorkerId
-from holdfast.runtime.node import fork_server
-from holdfast.testing.local_run import LocalRun
-from holdfast.train.data.data_facts import describe_data, find_difference
-from holdfast.train.data.random_streams import enter_stream
-from holdfast.train.job import Job
-from holdfast.train.script.data_places import DataPlaces
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.core.job_spec import with_settings
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.runtime.node import fork_server
+from holdfast.engine.train.data.data_facts import describe_data, find_difference
+from holdfast.engine.train.data.random_streams import enter_stream
+from holdfast.engine.train.job import Job
+from holdfast.engine.train.script.data_places import DataPlaces
 from loop_kit import dataset, digest, protected, results, step_once
 from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.errors import UserError
-from holdfast.train.data import sampling
-from holdfast.train.data.random_streams import enter_stream, stream_seed
-from holdfast.train.data.sampling import SamplePlan, permute
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.train.data import sampling
+from holdfast.engine.train.data.random_streams import enter_stream, stream_seed
+from holdfast.engine.train.data.sampling import SamplePlan, permute
 
 PINNED_SMALL = [73, 90, 66, 28]
 PINNED_LARGE = [722319362, 171869196, 242901103, 476515309]
@@ -216,10 +216,11 @@ def test_a_foreign_plan_is_refused(changes):
 
 def test_sampling_and_its_command_do_not_import_torch():
     code = (
-        "import sys, holdfast.train, holdfast.train.data.sampling, holdfast.cli.ledger_command;"
+        "import sys, holdfast.engine.train, holdfast.engine.train.data.sampling;"
+        "import holdfast.engine.commands.ledger_command;"
         "sys.exit('torch' in sys.modules)"
     )
-    path = {**os.environ, "PYTHONPATH": str(Path(sampling.__file__).parents[2])}
+    path = {**os.environ, "PYTHONPATH": str(Path(sampling.__file__).parents[4])}
     assert subprocess.run([sys.executable, "-c", code], check=False, env=path).returncode == 0
 
 

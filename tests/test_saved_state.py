@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from conftest import finish
-from holdfast.core.errors import UserError
-from holdfast.testing.local_run import LocalRun
-from holdfast.train.checkpoint.saved_state import load_saved
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.train.checkpoint.saved_state import load_saved
 
 SCRIPT = """
 import torch, holdfast

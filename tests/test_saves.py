@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.replica.ends import SinkKind
-from holdfast.core.replica.replica import Replica
-from holdfast.core.replica.save_interval import PacePolicy
-from holdfast.core.replica.saves import SavedUpTo, SavePolicy, Saves
-from holdfast.core.step.effects import CopyState, Tell
-from holdfast.core.step.events import EventNoted, SaveEnded
-from holdfast.core.step.step_policy import StepPolicy
-from holdfast.core.step.vote import Wish
-from holdfast.core.types import Incarnation, ViewNumber, WorkerId
-from holdfast.core.worker.standing import Standing
+from holdfast.engine.core.replica.ends import SinkKind
+from holdfast.engine.core.replica.replica import Replica
+from holdfast.engine.core.replica.save_interval import PacePolicy
+from holdfast.engine.core.replica.saves import SavedUpTo, SavePolicy, Saves
+from holdfast.engine.core.step.effects import CopyState, Tell
+from holdfast.engine.core.step.events import EventNoted, SaveEnded
+from holdfast.engine.core.step.step_policy import StepPolicy
+from holdfast.engine.core.step.vote import Wish
+from holdfast.engine.core.types import Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.worker.standing import Standing
 from machine_kit import a_view
 
 

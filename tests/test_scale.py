@@ -10,8 +10,8 @@ import pytest
 
 from conftest import Start, finish
 from holdfast.cli.main import main
-from holdfast.runtime import operator_orders
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.runtime import operator_orders
+from holdfast.engine.runtime.local_run import LocalRun, strike
 from test_table_servers import (
     Digest,
     digest,

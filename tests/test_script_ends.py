@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S, SCRIPTS, Start, finish
-from holdfast.core.errors import UserError
-from holdfast.runtime.node import bootstrap
-from holdfast.runtime.node.shard_processes import FOR_USER, ShardProcesses, read_told
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.runtime.node import bootstrap
+from holdfast.engine.runtime.node.shard_processes import FOR_USER, ShardProcesses, read_told
 
 STEPS = 8
 TRACEBACK = "Traceback (most recent call last):\nValueError: it fails"
@@ -129,7 +129,7 @@ def test_a_sentence_for_the_user_names_the_line_of_the_script(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     script = tmp_path / "models" / "train.py"
-    values = "from holdfast.train.script.job_values import Values"
+    values = "from holdfast.engine.train.script.job_values import Values"
     script.write_text(f"{values}\n\ndef keep():\n    Values()['x'] = {{1}}\n\nkeep()\n")
     with pytest.raises(UserError) as caught:
         runpy.run_path(str(script))

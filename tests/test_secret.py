@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.run_command import make_spec, parser
-from holdfast.core.errors import UserError
-from holdfast.core.types import Incarnation, WorkerId
-from holdfast.net.secret import (
+from holdfast.engine.commands.run_command import make_spec, parser
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.core.types import Incarnation, WorkerId
+from holdfast.engine.net.secret import (
     derive_peer_key,
     load_secret,
     parse_secret,
     read_run_dir,
     read_secret_file,
 )
-from holdfast.runtime.node.worker_process import WorkerTemplate
-from holdfast.runtime.rundir import RunDir
+from holdfast.engine.runtime.node.worker_process import WorkerTemplate
+from holdfast.engine.runtime.rundir import RunDir
 
 A, B, C = "a1" * 32, "b2" * 32, "c3" * 40
 

@@ -12,7 +12,7 @@ import pytest
 
 from certificates import make_certificates
 from conftest import RUN_S, Start, finish
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.runtime.local_run import LocalRun, strike
 from labs.lab import LabRun
 from labs.network_lab import Lab
 from test_table_servers import Digest, digest, flags, paced, servers_of, until_replaced, until_step

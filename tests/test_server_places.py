@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.errors import InvariantError
-from holdfast.core.job_spec import CoordinatorPolicy
-from holdfast.core.membership.departure import Departure
-from holdfast.core.membership.formation import LEAVE_RESERVE_S
-from holdfast.core.membership.server_places import ServerPlaces
-from holdfast.core.servers.placement import find_holders
-from holdfast.core.servers.server_host import (
+from holdfast.engine.core.errors import InvariantError
+from holdfast.engine.core.job_spec import CoordinatorPolicy
+from holdfast.engine.core.membership.departure import Departure
+from holdfast.engine.core.membership.formation import LEAVE_RESERVE_S
+from holdfast.engine.core.membership.server_places import ServerPlaces
+from holdfast.engine.core.servers.placement import find_holders
+from holdfast.engine.core.servers.server_host import (
     BookArrived,
     EndServer,
     ServerEnded,
@@ -23,7 +23,7 @@ from holdfast.core.servers.server_host import (
     StartServer,
     TellServers,
 )
-from holdfast.core.types import (
+from holdfast.engine.core.types import (
     AgentId,
     Directive,
     Incarnation,

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.errors import UserError
-from holdfast.core.servers.placement import SHARDS, find_holders, share_out
-from holdfast.servers import serving
-from holdfast.servers.row_client import KEPT, RowClient
-from holdfast.servers.server_group import ServerGroup, fill_shard
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.files import FileStorage
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.core.servers.placement import SHARDS, find_holders, share_out
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.files import FileStorage
+from holdfast.tables import serving
+from holdfast.tables.row_client import KEPT, RowClient
+from holdfast.tables.server_group import ServerGroup, fill_shard
 from support import until
 from test_row_servers import (
     RULES,

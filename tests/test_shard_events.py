@@ -10,14 +10,14 @@ from typing import Any, get_args
 
 import pytest
 
-from holdfast.core.replica.ends import SinkKind, SourceKind
-from holdfast.core.step import effects as ef
-from holdfast.core.step import events as ev
-from holdfast.core.step.audit import FICKLE, SUBSTITUTED
-from holdfast.core.step.shards import ShardEvents, is_shared
-from holdfast.core.step.sum_trial import SumStage, SumTrial
-from holdfast.core.types import Tick, ViewNumber, WorkerId
-from holdfast.sim.sum_answers import answer
+from holdfast.engine.core.replica.ends import SinkKind, SourceKind
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.step.audit import FICKLE, SUBSTITUTED
+from holdfast.engine.core.step.shards import ShardEvents, is_shared
+from holdfast.engine.core.step.sum_trial import SumStage, SumTrial
+from holdfast.engine.core.types import Tick, ViewNumber, WorkerId
+from holdfast.lab.sim.sum_answers import answer
 
 VIEW = ViewNumber(3)
 TASK = ev.TaskDone(4, 1, ev.Purpose.HOSTED, 8, digest=11)

@@ -13,21 +13,21 @@ import torch
 from torch import nn
 
 from conftest import RUN_S, SCRIPTS, computed_twice, finish
-from holdfast.core.errors import Damaged, UserError
-from holdfast.core.partition import share_out
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.open import open_storage
-from holdfast.testing.local_run import LocalRun
-from holdfast.train.checkpoint import state
-from holdfast.train.checkpoint.formats import read_tensors
-from holdfast.train.checkpoint.gathered_state import GatheredState
-from holdfast.train.checkpoint.loaded_state import LoadedState
-from holdfast.train.checkpoint.shares import share_selector
-from holdfast.train.checkpoint.state import Extent
-from holdfast.train.exchange.layout import TAG_UPDATE, Layout
-from holdfast.train.exchange.seam import AloneTransport
-from holdfast.train.exchange.tensor_bytes import as_bytes
-from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
+from holdfast.engine.core.errors import Damaged, UserError
+from holdfast.engine.core.partition import share_out
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.open import open_storage
+from holdfast.engine.train.checkpoint import state
+from holdfast.engine.train.checkpoint.formats import read_tensors
+from holdfast.engine.train.checkpoint.gathered_state import GatheredState
+from holdfast.engine.train.checkpoint.loaded_state import LoadedState
+from holdfast.engine.train.checkpoint.shares import share_selector
+from holdfast.engine.train.checkpoint.state import Extent
+from holdfast.engine.train.exchange.layout import TAG_UPDATE, Layout
+from holdfast.engine.train.exchange.seam import AloneTransport
+from holdfast.engine.train.exchange.tensor_bytes import as_bytes
+from holdfast.engine.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
 from mailboxes import mailboxes, together
 from test_memory_tier import (
     LATER,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S, SCRIPTS, computed_twice, finish
-from holdfast.observe.ledger_audit import verify
-from holdfast.testing.local_run import LocalRun
-from holdfast.train.data.sampling import plan_of
+from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.train.data.sampling import plan_of
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "fsdp.py"
 STEPS = 12

@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from checkpoint_kit import Loaded, items, make_state
-from holdfast.core.errors import WorldError
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.manifest import PACKS, SAVING, Intent, decode_intent, encode_intent
-from holdfast.testing.storages import MemoryStorage
+from holdfast.engine.core.errors import WorldError
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.manifest import PACKS, SAVING, Intent, decode_intent, encode_intent
+from holdfast.lab.contracts.storages import MemoryStorage
 
 
 def test_several_writers_save_parts_of_one_checkpoint() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import sim_command as cli
-from holdfast.sim.run_options import RACK_KINDS
-from holdfast.sim.swarm import Summary, run_many, run_seed
+from holdfast.lab import sim_command as cli
+from holdfast.lab.sim.run_options import RACK_KINDS
+from holdfast.lab.sim.swarm import Summary, run_many, run_seed
 from mutation_kit import COMBINED, GOES_ON, JOINS, SHARDS, SPREAD, STOPS
 
 SRC = Path(__file__).resolve().parent.parent / "src"
@@ -238,7 +238,7 @@ def test_a_thousand_seeds_are_clean(small: bool) -> None:
 
 def test_same_seed_same_trace_under_any_hash_seed() -> None:
     code = (
-        "from holdfast.sim.swarm import run_seed\n"
+        "from holdfast.lab.sim.swarm import run_seed\n"
         "print([run_seed(s, small=s % 2 == 0).digest for s in range(12)])"
     )
     digests = []
@@ -260,7 +260,7 @@ def test_failure_tells_its_story_and_how_to_replay_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        "holdfast.core.membership.formation.resume_step", lambda s, lost: (0, "planted")
+        "holdfast.engine.core.membership.formation.resume_step", lambda s, lost: (0, "planted")
     )
     assert cli.main(["--seeds", "0:20", "--small"]) == 1
     output = capsys.readouterr().out

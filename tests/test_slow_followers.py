@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from torch import nn
 
-from holdfast.core.replica.ends import SourceKind
-from holdfast.core.step import events as ev
-from holdfast.core.types import Follower, FollowOrder, Incarnation, WorkerId
-from holdfast.net.peer_identity import PeerIdentity
-from holdfast.train.feeding import feeder
-from holdfast.train.feeding.fed_receiver import FedReceiver
-from holdfast.train.feeding.feeder import Feeder
+from holdfast.engine.core.replica.ends import SourceKind
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.types import Follower, FollowOrder, Incarnation, WorkerId
+from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.train.feeding import feeder
+from holdfast.engine.train.feeding.fed_receiver import FedReceiver
+from holdfast.engine.train.feeding.feeder import Feeder
 from roster_kit import view_of
 from step_data_kit import fill_step, make_step
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.main import main
-from holdfast.core.errors import Damaged, Unreachable
-from holdfast.core.fleet.placements import Holding, PlacementId
-from holdfast.launch import slurm_ends
-from holdfast.launch import slurm_tables as tables
-from holdfast.launch.fleet_plan import STILL_RUNNING
-from holdfast.launch.slurm_manager import SlurmManager
-from holdfast.launch.slurm_options import clean_environment, read_options, read_time
-from holdfast.launch.slurm_scripts import NODE, job_script
+from holdfast.clusters.slurm import slurm_ends
+from holdfast.clusters.slurm import slurm_tables as tables
+from holdfast.clusters.slurm.slurm_manager import SlurmManager
+from holdfast.clusters.slurm.slurm_options import clean_environment, read_options, read_time
+from holdfast.clusters.slurm.slurm_scripts import NODE, job_script
+from holdfast.engine.core.errors import Damaged, Unreachable
+from holdfast.engine.core.fleet.placements import Holding, PlacementId
+from holdfast.engine.fleet.fleet_plan import STILL_RUNNING
 
 JOBS = """\
 2|F|n/a||INVALID|NonZeroExitCode|hf-x-2
@@ -198,7 +198,7 @@ def test_the_script_of_a_job_says_all_to_slurm(tmp_path: Path) -> None:
     ):
         assert f"#SBATCH {wanted}" in directives
     assert f'#SBATCH "--output={tmp_path}/a run/slurm-%j.txt"' in directives
-    assert f"-m holdfast.launch.cluster_job '{tmp_path}/a run' --port 0 &" in text
+    assert f"-m holdfast.engine.fleet.cluster_job '{tmp_path}/a run' --port 0 &" in text
 
 
 def test_options_that_are_none_are_refused(

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from full_disk import fill, mount_small_disk
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.open import open_storage
-from holdfast.testing.cluster_contract import (
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.open import open_storage
+from holdfast.lab.contracts.cluster_contract import (
     CLUSTER_CASES,
     Case,
     assert_survives,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import SCRIPTS
-from holdfast.runtime.node import fork_server
+from holdfast.engine.runtime.node import fork_server
 from labs.cluster_run import run_undisturbed
 from labs.slurm_cluster import CONTROLLERS, SlurmCluster
 from labs.slurm_run import SlurmRun

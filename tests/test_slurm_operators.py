@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.fleet.placements import PlacementId
-from holdfast.testing.local_run import strike
+from holdfast.engine.core.fleet.placements import PlacementId
+from holdfast.engine.runtime.local_run import strike
 from labs.cluster_run import run_undisturbed
 from labs.slurm_cluster import SlurmCluster
 from labs.slurm_run import SlurmRun

@@ -23,11 +23,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import RUN_S
-from holdfast.cli.run_command import make_spec, parser
-from holdfast.core.errors import Aborted, Damaged, WorldError
-from holdfast.core.replica.retention import Retention
-from holdfast.core.step.events import SaveEnded
-from holdfast.core.types import (
+from holdfast.engine.commands.run_command import make_spec, parser
+from holdfast.engine.core.errors import Aborted, Damaged, WorldError
+from holdfast.engine.core.replica.retention import Retention
+from holdfast.engine.core.step.events import SaveEnded
+from holdfast.engine.core.types import (
     AgentId,
     Incarnation,
     Invalidation,
@@ -37,15 +37,16 @@ from holdfast.core.types import (
     ViewNumber,
     WorkerId,
 )
-from holdfast.health.measure.ending_signals import ORDERS
-from holdfast.runtime.node.checkpoint_writer import SCRUB_S, Writer
-from holdfast.runtime.rundir import RunDir
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.files import FileStorage
-from holdfast.store.manifest import PARTS, SAVING, manifest_name
-from holdfast.store.open import open_storage
-from holdfast.store.saving import Item
-from holdfast.store.snapshot import (
+from holdfast.engine.host.ending_signals import ORDERS
+from holdfast.engine.runtime.node import checkpoint_writer
+from holdfast.engine.runtime.node.checkpoint_writer import SCRUB_S, Writer
+from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.files import FileStorage
+from holdfast.engine.state.store.manifest import PARTS, SAVING, manifest_name
+from holdfast.engine.state.store.open import open_storage
+from holdfast.engine.state.store.saving import Item
+from holdfast.engine.state.store.snapshot import (
     Arena,
     Order,
     SaveAnswer,
@@ -56,12 +57,12 @@ from holdfast.store.snapshot import (
     table_of,
     token_for,
 )
-from holdfast.train.checkpoint.loaded_state import LoadedState
-from holdfast.train.checkpoint.restorer import Restorer
-from holdfast.train.checkpoint.saver import Saver
-from holdfast.train.checkpoint.shares import share_of
-from holdfast.train.checkpoint.staging import Copier
-from holdfast.train.exchange.layout import Layout
+from holdfast.engine.train.checkpoint.loaded_state import LoadedState
+from holdfast.engine.train.checkpoint.restorer import Restorer
+from holdfast.engine.train.checkpoint.saver import Saver
+from holdfast.engine.train.checkpoint.shares import share_of
+from holdfast.engine.train.checkpoint.staging import Copier
+from holdfast.engine.train.exchange.layout import Layout
 from mail_kit import Mail, Noisy
 from support import until
 
@@ -350,7 +351,7 @@ def test_damaged_data_are_never_restored(tmp_path: Path, orders: socket.socket) 
 def test_a_share_that_does_not_come_costs_the_checkpoint(
     tmp_path: Path, orders: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.runtime.node.checkpoint_writer.OTHERS_S", 0.1)
+    monkeypatch.setattr("holdfast.engine.runtime.node.checkpoint_writer.OTHERS_S", 0.1)
     answer = read_answer(order_share(orders, 10, 0, 2))
     assert "writer 1 has not come" in answer.problem
     store = Checkpoints(FileStorage(tmp_path))
@@ -492,7 +493,7 @@ def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], socket.so
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     popen = subprocess.Popen(
         [
-            *(sys.executable, "-m", "holdfast.runtime.node.checkpoint_writer", str(run_dir.path)),
+            *(sys.executable, "-m", checkpoint_writer.__name__, str(run_dir.path)),
             *(str(theirs.fileno()), str(os.getpid())),
         ],
         pass_fds=[theirs.fileno()],

@@ -11,17 +11,24 @@ from typing import Any
 import pytest
 
 from conftest import RUN_S
-from holdfast.core.errors import HoldfastError
-from holdfast.core.job_problems import find_problem
-from holdfast.core.job_spec import with_settings
-from holdfast.core.membership.changes import AddSlot, OrderNext, WantSpares
-from holdfast.core.membership.coordinator_events import Announce
-from holdfast.core.membership.live_roster import LiveRoster
-from holdfast.core.membership.reserve import Reserve, ReservePolicy, spares_needed
-from holdfast.core.membership.roster import SlotState
-from holdfast.core.types import AgentId, AgentReport, Incarnation, Stage, WorkerId, WorkerStatus
-from holdfast.testing.local_run import LocalRun, strike
-from holdfast.train.job import Job
+from holdfast.engine.core.errors import HoldfastError
+from holdfast.engine.core.job_problems import find_problem
+from holdfast.engine.core.job_spec import with_settings
+from holdfast.engine.core.membership.changes import AddSlot, OrderNext, WantSpares
+from holdfast.engine.core.membership.coordinator_events import Announce
+from holdfast.engine.core.membership.live_roster import LiveRoster
+from holdfast.engine.core.membership.reserve import Reserve, ReservePolicy, spares_needed
+from holdfast.engine.core.membership.roster import SlotState
+from holdfast.engine.core.types import (
+    AgentId,
+    AgentReport,
+    Incarnation,
+    Stage,
+    WorkerId,
+    WorkerStatus,
+)
+from holdfast.engine.runtime.local_run import LocalRun, strike
+from holdfast.engine.train.job import Job
 from loop_kit import dataset, digest, protected, step_once
 from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S, SCRIPTS, computed_twice, finish
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.runtime.local_run import LocalRun
 from labs.lab import LabRun
 from labs.network_lab import Lab
 from test_memory_tier import recalls, until_step

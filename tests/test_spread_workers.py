@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S, SCRIPTS, computed_twice, finish
-from holdfast.observe.ledger_audit import verify
-from holdfast.testing.local_run import LocalRun, strike
-from holdfast.train.data.sampling import plan_of
+from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.runtime.local_run import LocalRun, strike
+from holdfast.engine.train.data.sampling import plan_of
 from labs.local_nodes import LocalNodes, names
 from test_memory_tier import end, recalls, refused, until_step
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.train.step import stack_file
-from holdfast.train.step.stack_file import VARIABLE, wait_for_stacks, write_stacks
+from holdfast.engine.train.step import stack_file
+from holdfast.engine.train.step.stack_file import VARIABLE, wait_for_stacks, write_stacks
 
 WAIT_S = 30.0
 
@@ -73,7 +73,7 @@ def test_a_place_that_cannot_be_written_does_no_harm(
 
 GARBAGE = """
 import gc, os, threading
-from holdfast.train.step.stack_file import describe_stacks
+from holdfast.engine.train.step.stack_file import describe_stacks
 
 class Garbage:
     def __init__(self):

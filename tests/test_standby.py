@@ -19,24 +19,24 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.errors import HoldfastError, UserError
-from holdfast.core.types import AgentId, AgentReport, Directive, Incarnation, JobRecord
-from holdfast.health.measure.ending_signals import ORDERS, Orders
-from holdfast.net.channel import Channel, connect
-from holdfast.runtime.contact import contact_by
-from holdfast.runtime.coordinate.coordinator_process import Candidate
-from holdfast.runtime.coordinate.coordinator_server import DEPOSED, CoordinatorSetup
-from holdfast.runtime.coordinate.election import (
+from holdfast.engine.core.errors import HoldfastError, UserError
+from holdfast.engine.core.types import AgentId, AgentReport, Directive, Incarnation, JobRecord
+from holdfast.engine.host.ending_signals import ORDERS, Orders
+from holdfast.engine.net.channel import Channel, connect
+from holdfast.engine.runtime.contact import contact_by
+from holdfast.engine.runtime.coordinate.coordinator_process import Candidate
+from holdfast.engine.runtime.coordinate.coordinator_server import DEPOSED, CoordinatorSetup
+from holdfast.engine.runtime.coordinate.election import (
     Leader,
     locate,
     open_election,
     parse_election,
     read_outcome,
 )
-from holdfast.runtime.coordinate.journal import unseal
-from holdfast.runtime.launcher import CoordinatorSite
-from holdfast.runtime.rundir import RunDir
-from holdfast.wire.messages import StatusReply, StatusRequest, StopRequest
+from holdfast.engine.runtime.coordinate.journal import unseal
+from holdfast.engine.runtime.launcher import CoordinatorSite
+from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.wire.messages import StatusReply, StatusRequest, StopRequest
 from labs.etcd_cluster import EtcdCluster, free_ports
 from support import HOST, SPEC, WAIT_S, CoordinatorProcess, start_etcd, until
 

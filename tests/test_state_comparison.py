@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.errors import StateMismatch
-from holdfast.train.checkpoint import state
-from holdfast.train.checkpoint.state_comparison import check_loaded, fingerprint
-from holdfast.train.job import Job
+from holdfast.engine.core.errors import StateMismatch
+from holdfast.engine.train.checkpoint import state
+from holdfast.engine.train.checkpoint.state_comparison import check_loaded, fingerprint
+from holdfast.engine.train.job import Job
 from loop_kit import dataset, digest, everywhere, net, step_once
 from test_guard import told
 from thread_cluster import ThreadWorker

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.observe.time_lines import SpentLine, TimeUse
-from holdfast.train.script.state_costs import COST_S_MIN, TASKS_MIN, StateCosts
-from holdfast.train.step.time_sheet import TimeSheet
+from holdfast.engine.records.time_lines import SpentLine, TimeUse
+from holdfast.engine.train.script.state_costs import COST_S_MIN, TASKS_MIN, StateCosts
+from holdfast.engine.train.step.time_sheet import TimeSheet
 
 
 class Clock:

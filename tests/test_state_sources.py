@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.errors import Damaged, Unreachable, UserError
-from holdfast.core.replica.ends import SourceKind
-from holdfast.core.step import effects as ef
-from holdfast.core.step import events as ev
-from holdfast.core.types import Invalidation, Peer, View, ViewNumber, WorkerId
-from holdfast.store.storage import Missing
-from holdfast.train.exchange.layout import Layout
-from holdfast.train.state import state_sources
-from holdfast.train.state.state_sources import STORE_PAUSE_S, StoreSource
-from holdfast.train.step.mover import ViewConnections
+from holdfast.engine.core.errors import Damaged, Unreachable, UserError
+from holdfast.engine.core.replica.ends import SourceKind
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.types import Invalidation, Peer, View, ViewNumber, WorkerId
+from holdfast.engine.state.store.storage import Missing
+from holdfast.engine.train.exchange.layout import Layout
+from holdfast.engine.train.state import state_sources
+from holdfast.engine.train.state.state_sources import STORE_PAUSE_S, StoreSource
+from holdfast.engine.train.step.mover import ViewConnections
 from machine_kit import a_view
 
 VIEW = a_view(4, range(2), step=8, joiners=range(2))

@@ -9,21 +9,29 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.errors import Aborted, UserError
-from holdfast.core.replica.ends import SinkKind
-from holdfast.core.step import effects as ef
-from holdfast.core.step import events as ev
-from holdfast.core.step.events import Purpose
-from holdfast.core.step.link_detector import NOBODY, Wait
-from holdfast.core.types import Incarnation, Peer, Tick, View, ViewNumber, WorkerId, WorkerStatus
-from holdfast.core.worker.machine import WorkerMachine
-from holdfast.train.exchange.waits import SHORT_S, Waits
-from holdfast.train.step.driver import Driver, ViewRendezvous
-from holdfast.train.step.filled_buckets import FilledBuckets
-from holdfast.train.step.monitor import Monitor
-from holdfast.train.step.speculative import FinishedTask, SpeculativeTasks
-from holdfast.train.step.step_table import UNWEIGHTED
-from holdfast.train.step.task_report import TaskReport
+from holdfast.engine.core.errors import Aborted, UserError
+from holdfast.engine.core.replica.ends import SinkKind
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.step.events import Purpose
+from holdfast.engine.core.step.link_detector import NOBODY, Wait
+from holdfast.engine.core.types import (
+    Incarnation,
+    Peer,
+    Tick,
+    View,
+    ViewNumber,
+    WorkerId,
+    WorkerStatus,
+)
+from holdfast.engine.core.worker.machine import WorkerMachine
+from holdfast.engine.train.exchange.waits import SHORT_S, Waits
+from holdfast.engine.train.step.driver import Driver, ViewRendezvous
+from holdfast.engine.train.step.filled_buckets import FilledBuckets
+from holdfast.engine.train.step.monitor import Monitor
+from holdfast.engine.train.step.speculative import FinishedTask, SpeculativeTasks
+from holdfast.engine.train.step.step_table import UNWEIGHTED
+from holdfast.engine.train.step.task_report import TaskReport
 from machine_kit import a_view
 
 ONE, TWO = ViewNumber(1), ViewNumber(2)

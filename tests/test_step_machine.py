@@ -7,17 +7,17 @@ import itertools
 
 import pytest
 
-from holdfast.core.membership.resume import resume_step
-from holdfast.core.replica.ends import SourceKind
-from holdfast.core.replica.saves import SavePolicy
-from holdfast.core.step import effects as ef
-from holdfast.core.step import events as ev
-from holdfast.core.step.backup import BackupPolicy
-from holdfast.core.step.events import Purpose, Topic
-from holdfast.core.step.rulings import Rulings
-from holdfast.core.step.speculation import Patience
-from holdfast.core.step.step_policy import StepPolicy
-from holdfast.core.types import Phase, StateCopy, ViewNumber, WorkerDirective, WorkerId
+from holdfast.engine.core.membership.resume import resume_step
+from holdfast.engine.core.replica.ends import SourceKind
+from holdfast.engine.core.replica.saves import SavePolicy
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.step.backup import BackupPolicy
+from holdfast.engine.core.step.events import Purpose, Topic
+from holdfast.engine.core.step.rulings import Rulings
+from holdfast.engine.core.step.speculation import Patience
+from holdfast.engine.core.step.step_policy import StepPolicy
+from holdfast.engine.core.types import Phase, StateCopy, ViewNumber, WorkerDirective, WorkerId
 from machine_kit import Company, Walker, a_view, doubts, purposes
 
 STORE = SourceKind.STORE

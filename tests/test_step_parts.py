@@ -9,24 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.errors import InvariantError
-from holdfast.core.step import audit, vote
-from holdfast.core.step import effects as ef
-from holdfast.core.step import events as ev
-from holdfast.core.step.audit import Alike, Audit, Ruling, Sentence
-from holdfast.core.step.audits import SKETCH_WORDS, Audits
-from holdfast.core.step.backup import BackupPolicy, Settlement
-from holdfast.core.step.events import Purpose, TaskDone
-from holdfast.core.step.link_detector import Wait
-from holdfast.core.step.open_step import OpenStep
-from holdfast.core.step.rulings import CALM_STEPS, NEVER, Rulings
-from holdfast.core.step.speculation import Budget, Lateness, Patience, choose_copies
-from holdfast.core.step.speeds import Speeds
-from holdfast.core.step.step_policy import Counting, StepPolicy
-from holdfast.core.step.trust import Doubt, Trust
-from holdfast.core.step.verdicts import Doubted
-from holdfast.core.step.vote import Vote, count_votes
-from holdfast.core.types import LateWorker, View, ViewNumber, WorkerId
+from holdfast.engine.core.errors import InvariantError
+from holdfast.engine.core.step import audit, vote
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.step.audit import Alike, Audit, Ruling, Sentence
+from holdfast.engine.core.step.audits import SKETCH_WORDS, Audits
+from holdfast.engine.core.step.backup import BackupPolicy, Settlement
+from holdfast.engine.core.step.events import Purpose, TaskDone
+from holdfast.engine.core.step.link_detector import Wait
+from holdfast.engine.core.step.open_step import OpenStep
+from holdfast.engine.core.step.rulings import CALM_STEPS, NEVER, Rulings
+from holdfast.engine.core.step.speculation import Budget, Lateness, Patience, choose_copies
+from holdfast.engine.core.step.speeds import Speeds
+from holdfast.engine.core.step.step_policy import Counting, StepPolicy
+from holdfast.engine.core.step.trust import Doubt, Trust
+from holdfast.engine.core.step.verdicts import Doubted
+from holdfast.engine.core.step.vote import Vote, count_votes
+from holdfast.engine.core.types import LateWorker, View, ViewNumber, WorkerId
 from machine_kit import a_view
 
 W0, W1, W2, W3 = (WorkerId(w) for w in range(4))

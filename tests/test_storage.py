@@ -13,17 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.errors import Damaged, WorldError
-from holdfast.store.disk_calls import RealDisk
-from holdfast.store.files import BUFFER_BYTES, FileStorage
-from holdfast.store.storage import Storage
-from holdfast.testing.storages import (
-    STORAGE_CASES,
-    Crash,
-    CrashDisk,
-    MemoryStorage,
-    content,
-)
+from holdfast.engine.core.errors import Damaged, WorldError
+from holdfast.engine.state.store.disk_calls import RealDisk
+from holdfast.engine.state.store.files import BUFFER_BYTES, FileStorage
+from holdfast.engine.state.store.storage import Storage
+from holdfast.lab.contracts.storages import STORAGE_CASES, Crash, CrashDisk, MemoryStorage, content
 
 MAKERS: dict[str, Callable[[Path], Storage]] = {
     "memory": lambda path: MemoryStorage(),

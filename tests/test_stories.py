@@ -10,23 +10,23 @@ from pathlib import Path
 import pytest
 
 import story_kit
-from holdfast.core.membership import coordinator, facts, formation, protection, teams
-from holdfast.core.membership.agent import AgentEffect, AgentEvent, AgentMachine
-from holdfast.core.membership.coordinator import CoordinatorMachine
-from holdfast.core.membership.coordinator_events import (
+from holdfast.engine.core.membership import facts, formation, protection, teams
+from holdfast.engine.core.membership.agent import AgentEffect, AgentEvent, AgentMachine
+from holdfast.engine.core.membership.coordinator import CoordinatorMachine
+from holdfast.engine.core.membership.coordinator_events import (
     CoordinatorEffect,
     CoordinatorEvent,
     Persist,
 )
-from holdfast.core.membership.reserve import Reserve
-from holdfast.core.membership.view_making import Room
-from holdfast.core.redundancy import Recall
-from holdfast.core.replica.saves import Saves
-from holdfast.core.step import audit, step_machine
-from holdfast.core.step.effects import Abort, Commit, Tell, WorkerEffect
-from holdfast.core.step.events import WorkerEvent
-from holdfast.core.step.shards import ShardEvents
-from holdfast.core.types import (
+from holdfast.engine.core.membership.reserve import Reserve
+from holdfast.engine.core.membership.view_making import Room
+from holdfast.engine.core.redundancy import Recall
+from holdfast.engine.core.replica.saves import Saves
+from holdfast.engine.core.step import audit, step_machine
+from holdfast.engine.core.step.effects import Abort, Commit, Tell, WorkerEffect
+from holdfast.engine.core.step.events import WorkerEvent
+from holdfast.engine.core.step.shards import ShardEvents
+from holdfast.engine.core.types import (
     NO_VIEW,
     AgentId,
     Incarnation,
@@ -35,7 +35,7 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
-from holdfast.core.worker.machine import WorkerMachine
+from holdfast.engine.core.worker.machine import WorkerMachine
 from story_cluster import Machines
 from story_faults import ALL_COMMANDS
 from story_text import Scribe, merged
@@ -216,7 +216,7 @@ def test_a_planted_mistake_changes_the_story(name: str, machines: Machines) -> N
         ("somebody_committed", formation, "resume_step", lambda *_: (2, "all is redone")),
         ("death_after_sum", formation, "resume_step", lambda *_: (3, "all commit it")),
         ("frozen_node", facts, "fence_time", lambda heard_at, *_: heard_at),
-        ("link_lost", coordinator, "choose_unreachable", lambda _: []),
+        ("link_lost", formation, "choose_unreachable", lambda _: []),
         ("wrong_gradient", audit, "audit_by_all", lambda one, _: one),
         ("not_finite", step_machine.Audits, "audit_all", lambda *_: ()),
         ("late_suspended", formation, "workers_to_suspend", lambda _: []),

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.step.balance import BalancePolicy, Balancer
-from holdfast.core.step.events import EventNoted
-from holdfast.core.step.lasting import LastingSlowness
-from holdfast.core.step.speculation import Budget, Lateness, Patience, choose_copies
-from holdfast.core.step.speeds import Speeds
-from holdfast.core.step.stragglers import Detector, Kind, Verdict, _kind
-from holdfast.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
+from holdfast.engine.core.step.balance import BalancePolicy, Balancer
+from holdfast.engine.core.step.events import EventNoted
+from holdfast.engine.core.step.lasting import LastingSlowness
+from holdfast.engine.core.step.speculation import Budget, Lateness, Patience, choose_copies
+from holdfast.engine.core.step.speeds import Speeds
+from holdfast.engine.core.step.stragglers import Detector, Kind, Verdict, _kind
+from holdfast.engine.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
 
 Inject = Callable[[int, int, random.Random], float]  # worker and step give a factor
 SLOW = (Kind.STEADY, Kind.INTERMITTENT, Kind.PERIODIC, Kind.DRIFTING, Kind.OWN_PAST)

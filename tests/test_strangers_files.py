@@ -22,17 +22,23 @@ from rich.table import Table
 
 import strangers_kit as kit
 from conftest import RUN_S
-from holdfast.cli.launch_k8s import read_pod
-from holdfast.cli.plain_console import PlainConsole
-from holdfast.core.errors import UserError
-from holdfast.core.plain_text import escape_controls, escape_values
-from holdfast.dashboard.feed import encode_message
-from holdfast.net.standard_streams import print_plain
-from holdfast.net.tls import client_of
-from holdfast.observe.recordings import Header, HeardEvent, encode_record, open_recording, thaw
-from holdfast.store import regular_files
-from holdfast.store.regular_files import read_named
-from holdfast.testing.fault_script import parse
+from holdfast.clusters.kubernetes.launch_k8s import read_pod
+from holdfast.engine.commands.plain_console import PlainConsole
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.core.plain_text import escape_controls, escape_values
+from holdfast.engine.faults.fault_script import parse
+from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.tls import client_of
+from holdfast.engine.records.recordings import (
+    Header,
+    HeardEvent,
+    encode_record,
+    open_recording,
+    thaw,
+)
+from holdfast.engine.state.store import regular_files
+from holdfast.engine.state.store.regular_files import read_named
+from holdfast.reports.dashboard.feed import encode_message
 from test_recordings import record, recorded
 
 SEEDS = 60  # one changed file for each

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from holdfast.core.errors import UserError
-from holdfast.train.data import reader_states, streams
-from holdfast.train.data.rank_watch import ranks_watched
-from holdfast.train.data.shard_positions import StreamPlan
-from holdfast.train.job import Job, Stream
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.train.data import reader_states, streams
+from holdfast.engine.train.data.rank_watch import ranks_watched
+from holdfast.engine.train.data.shard_positions import StreamPlan
+from holdfast.engine.train.job import Job, Stream
 from loop_kit import digest, everywhere, protected, results, step_once
 from thread_cluster import ThreadWorker
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from holdfast.core import tree
-from holdfast.core.sum_plan import Message, SumPlan, cut, plan_sum
+from holdfast.engine.core import tree
+from holdfast.engine.core.sum_plan import Message, SumPlan, cut, plan_sum
 
 ALIGN = 4
 

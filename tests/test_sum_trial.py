@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from holdfast.core.step.sum_trial import (
+from holdfast.engine.core.step.sum_trial import (
     COMPARE,
     SumQuestion,
     SumStage,
@@ -15,7 +15,7 @@ from holdfast.core.step.sum_trial import (
     find_wrong,
     majority,
 )
-from holdfast.sim.sum_answers import makers_of
+from holdfast.lab.sim.sum_answers import makers_of
 
 TRACE = SumQuestion(SumStage.TRACE)
 

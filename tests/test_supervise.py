@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.errors import WorldError
-from holdfast.runtime.supervise import RESTARTS_MAX, Kept, Supervisor
+from holdfast.engine.core.errors import WorldError
+from holdfast.engine.runtime.supervise import RESTARTS_MAX, Kept, Supervisor
 
 
 def keep(*, spared: bool) -> Kept:

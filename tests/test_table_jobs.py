@@ -11,8 +11,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from conftest import computed_twice, finish
-from holdfast.core.errors import UserError
-from holdfast.servers import (
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.train.exchange.layout import Layout
+from holdfast.engine.train.exchange.seam import AloneTransport
+from holdfast.engine.train.job import Job
+from holdfast.engine.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
+from holdfast.engine.train.script.row_updates import RowUpdates, ServerAccess
+from holdfast.tables import (
     SGD,
     Adagrad,
     Embedding,
@@ -22,12 +28,6 @@ from holdfast.servers import (
     RowOptimizer,
     RowWiseAdagrad,
 )
-from holdfast.testing.local_run import LocalRun
-from holdfast.train.exchange.layout import Layout
-from holdfast.train.exchange.seam import AloneTransport
-from holdfast.train.job import Job
-from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
-from holdfast.train.script.row_updates import RowUpdates, ServerAccess
 from loop_kit import digest, everywhere, net, results
 from test_examples import ARGS, EXAMPLES
 from test_memory_tier import kill_workers, recalls, until_step

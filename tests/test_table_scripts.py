@@ -11,16 +11,10 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from holdfast.core.errors import UserError
-from holdfast.servers import (
-    Adagrad,
-    Embedding,
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    KeyRules,
-)
-from holdfast.train.job import Job
-from holdfast.train.script.row_updates import RowUpdates
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.train.job import Job
+from holdfast.engine.train.script.row_updates import RowUpdates
+from holdfast.tables import Adagrad, Embedding, EmbeddingBagCollection, EmbeddingBagConfig, KeyRules
 from loop_kit import everywhere, net, results
 from test_row_servers import Servers, close_servers
 from thread_cluster import ThreadWorker
@@ -82,13 +76,13 @@ class Trained:
 def servers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Servers | None:
     if not request.param:
         return None
-    monkeypatch.setattr("holdfast.servers.embeddings.count_servers", lambda: 2)
+    monkeypatch.setattr("holdfast.tables.embeddings.count_servers", lambda: 2)
     return Servers(2)
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Servers:
-    monkeypatch.setattr("holdfast.servers.embeddings.count_servers", lambda: 2)
+    monkeypatch.setattr("holdfast.tables.embeddings.count_servers", lambda: 2)
     return Servers(2)
 
 
@@ -205,7 +199,7 @@ def load_file(mine: Trained, path: Path) -> None:
 def test_training_begins_with_pretrained_rows(
     load: Any, servers: Servers | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.servers.served_tables.WRITTEN_AT_ONCE", 4 * DIM)  # 10 updates
+    monkeypatch.setattr("holdfast.tables.served_tables.WRITTEN_AT_ONCE", 4 * DIM)  # 10 updates
     mine = Trained(servers)
     load(mine, tmp_path)
     mine.begin()
@@ -233,7 +227,7 @@ def test_rows_are_written_between_steps_and_keep_what_their_optimizer_knows(
         return mine.end()
 
     here = trained(None)
-    monkeypatch.setattr("holdfast.servers.embeddings.count_servers", lambda: 2)
+    monkeypatch.setattr("holdfast.tables.embeddings.count_servers", lambda: 2)
     assert torch.equal(trained(Servers(2)), here)
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from conftest import Start, computed_twice, finish
-from holdfast.core.servers.placement import SHARDS, find_holders
-from holdfast.servers import EmbeddingBag
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.open import open_storage
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.core.servers.placement import SHARDS, find_holders
+from holdfast.engine.runtime.local_run import LocalRun, strike
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.open import open_storage
+from holdfast.tables import EmbeddingBag
 from test_memory_tier import recalls
 
 STEPS = 60

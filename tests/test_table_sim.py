@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from holdfast.cli.main import main
-from holdfast.core.servers import reading
-from holdfast.core.servers.heirs import HeirProgress
-from holdfast.core.servers.holdings import (
+from holdfast.engine.core.servers import reading
+from holdfast.engine.core.servers.heirs import HeirProgress
+from holdfast.engine.core.servers.holdings import (
     BARE,
     CopyArrived,
     Holdings,
@@ -19,21 +19,18 @@ from holdfast.core.servers.holdings import (
     ShardStanding,
     UpdateArrived,
 )
-from holdfast.core.servers.placement import find_holders
-from holdfast.core.servers.reading import (
-    OrderCopy,
-    RowReading,
-)
-from holdfast.core.types import ServerLayout
-from holdfast.sim.simulated_servers import SimServer
-from holdfast.sim.table_servers import (
+from holdfast.engine.core.servers.placement import find_holders
+from holdfast.engine.core.servers.reading import OrderCopy, RowReading
+from holdfast.engine.core.types import ServerLayout
+from holdfast.lab.sim.simulated_servers import SimServer
+from holdfast.lab.sim.table_servers import (
     TableSimOptions,
     TableSimReport,
     TableWorld,
     draw_options,
     find_failure,
 )
-from holdfast.sim.wrong_bits import Violation
+from holdfast.lab.sim.wrong_bits import Violation
 
 SEEDS = range(60)
 # Long enough to go back by more updates than can be undone.
@@ -98,7 +95,7 @@ def test_servers_move_and_no_row_is_lost_by_that() -> None:
 
 def test_heirs_that_are_taken_too_early_are_noticed(monkeypatch: Patch) -> None:
     monkeypatch.setattr(
-        "holdfast.core.servers.heirs.HeirProgress.record_answer",
+        "holdfast.engine.core.servers.heirs.HeirProgress.record_answer",
         lambda self, group, told: plain(self, group, replace(told, standing=ShardStanding())),
     )
     assert total(MOVING, range(30)).restarts > 0
@@ -139,8 +136,8 @@ def forgets_former_holders(patch: Patch) -> None:
     def lay_out(layout: ServerLayout, replicas: int) -> Any:
         return find_holders(layout.goal, replicas)
 
-    patch.setattr("holdfast.sim.server_moves.lay_out", lay_out)
-    patch.setattr("holdfast.core.servers.heirs.lay_out", lay_out)
+    patch.setattr("holdfast.lab.sim.server_moves.lay_out", lay_out)
+    patch.setattr("holdfast.engine.core.servers.heirs.lay_out", lay_out)
 
 
 def looks_at_the_newest_version_only(patch: Patch) -> None:
@@ -166,7 +163,7 @@ def test_rows_that_are_let_go_too_early_are_noticed(
 
 # A worker does not compare the rows of a server that was silent, so here all messages are quick.
 ERRING = TableSimOptions(faults=0, mistakes=20)
-PATIENT = "holdfast.sim.simulated_servers.PATIENCE_S"
+PATIENT = "holdfast.lab.sim.simulated_servers.PATIENCE_S"
 
 
 @pytest.mark.parametrize(
@@ -443,7 +440,7 @@ def keeps_updates_of_foreign_shards(patch: Patch) -> None:
 def never_orders_copies(patch: Patch) -> None:
     """Let servers that are behind stay so."""
     patch.setattr(reading, "bring_up", lambda *_: [])
-    patch.setattr("holdfast.sim.table_servers.bring_up", lambda *_: [])
+    patch.setattr("holdfast.lab.sim.table_servers.bring_up", lambda *_: [])
     patch.setattr(RowReading, "record_answer", _answer_without_copies(RowReading.record_answer))
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from holdfast.core.job_spec import with_settings
-from holdfast.train.job import Job
-from holdfast.train.step.task_files import FILES_MAX, TOLD_MAX, TaskFiles
+from holdfast.engine.core.job_spec import with_settings
+from holdfast.engine.train.job import Job
+from holdfast.engine.train.step.task_files import FILES_MAX, TOLD_MAX, TaskFiles
 from loop_kit import dataset, protected
 from script_search.compose import compose
 from script_search.runs import SILENT, TOLD, Run, judge

@@ -15,9 +15,9 @@ import pytest
 
 from conftest import SCRIPTS
 from gates import HOST, PATIENCE_S, SECRET, ask, play, site
-from holdfast.net.channel import Channel, connect
-from holdfast.net.tcp import dial, name_of
-from holdfast.wire.messages import StatusReply, StatusRequest
+from holdfast.engine.net.channel import Channel, connect
+from holdfast.engine.net.tcp import dial, name_of
+from holdfast.engine.wire.messages import StatusReply, StatusRequest
 
 
 def told_to_kernel(sock: socket.socket) -> tuple[int, ...]:

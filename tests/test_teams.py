@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from holdfast.core.membership.changes import CountLoss
-from holdfast.core.membership.formation import candidates, reason_to_stop
-from holdfast.core.membership.group_faults import find_fault
-from holdfast.core.membership.protection import find_recall, make_ring
-from holdfast.core.membership.restart import RestartPolicy, replace_lost
-from holdfast.core.membership.teams import admit_teams, end_team, find_team_to_end
-from holdfast.core.redundancy import KeptPieces, Redundancy
-from holdfast.core.replica.protecting import parts_of, pieces_of
-from holdfast.core.types import (
+from holdfast.engine.core.membership.changes import CountLoss
+from holdfast.engine.core.membership.formation import candidates, reason_to_stop
+from holdfast.engine.core.membership.group_faults import find_fault
+from holdfast.engine.core.membership.protection import find_recall, make_ring
+from holdfast.engine.core.membership.restart import RestartPolicy, replace_lost
+from holdfast.engine.core.membership.teams import admit_teams, end_team, find_team_to_end
+from holdfast.engine.core.redundancy import KeptPieces, Redundancy
+from holdfast.engine.core.replica.protecting import parts_of, pieces_of
+from holdfast.engine.core.types import (
     AgentId,
     Incarnation,
     JobRecord,

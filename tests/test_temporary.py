@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.errors import UserError
-from holdfast.runtime.temporary import temporary_folder
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.runtime.temporary import temporary_folder
 
 HOLD = """
 import sys
-from holdfast.runtime.temporary import temporary_folder
+from holdfast.engine.runtime.temporary import temporary_folder
 with temporary_folder("check-") as folder:
     (folder / "large").write_bytes(b"x")
     print(folder, flush=True)

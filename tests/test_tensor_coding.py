@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.coding.reed_solomon import ReedSolomon
-from holdfast.core.redundancy import Piece, read_redundancy
-from holdfast.memory.pieces import Image, PieceCoder
-from holdfast.train.protection.device_image import DeviceImage
-from holdfast.train.protection.tensor_coding import TensorCode
+from holdfast.engine.core.redundancy import Piece, read_redundancy
+from holdfast.engine.state.coding.reed_solomon import ReedSolomon
+from holdfast.engine.state.memory.pieces import Image, PieceCoder
+from holdfast.engine.train.protection.device_image import DeviceImage
+from holdfast.engine.train.protection.tensor_coding import TensorCode
 
 DEVICES = [
     "cpu",

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.core.job_spec import JobSpec, with_settings
-from holdfast.core.types import WorkerId
-from holdfast.train.checkpoint import state
-from holdfast.train.data.sampling import SamplePlan
-from holdfast.train.exchange.tensor_bytes import as_bytes
-from holdfast.train.exchange.waits import Waits
-from holdfast.train.job import Job
+from holdfast.engine.core.job_spec import JobSpec, with_settings
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.train.checkpoint import state
+from holdfast.engine.train.data.sampling import SamplePlan
+from holdfast.engine.train.exchange.tensor_bytes import as_bytes
+from holdfast.engine.train.exchange.waits import Waits
+from holdfast.engine.train.job import Job
 from support import SPEC, until
 from thread_cluster import Killed, ThreadCluster, ThreadWorker
 

@@ -12,15 +12,16 @@ import sys
 import pytest
 
 import tidy
+import tidy_layers
 import tidy_prose
 
-CORE = "src/holdfast/core/x.py"
-RUNTIME = "src/holdfast/runtime/x.py"
-SIM = "src/holdfast/sim/x.py"
-TRAIN = "src/holdfast/train/x.py"
-EXCHANGE = "src/holdfast/train/exchange/x.py"
-STEP = "src/holdfast/train/step/x.py"
-UNHEARD_OF = "src/holdfast/train/unheard_of/x.py"
+CORE = "src/holdfast/engine/core/x.py"
+RUNTIME = "src/holdfast/engine/runtime/x.py"
+SIM = "src/holdfast/lab/sim/x.py"
+TRAIN = "src/holdfast/engine/train/x.py"
+EXCHANGE = "src/holdfast/engine/train/exchange/x.py"
+STEP = "src/holdfast/engine/train/step/x.py"
+UNHEARD_OF = "src/holdfast/engine/train/unheard_of/x.py"
 ROOT = "src/holdfast/__init__.py"
 LABS = "tests/labs/x.py"
 CLI = "src/holdfast/cli/main.py"
@@ -29,28 +30,35 @@ LONG_FUNCTION = "def f():\n" + "    x = 1\n" * 70
 CONSTRUCTOR = "class C:\n    def __init__(self, a, b, c, d, e, f, *, g{more}): ..."
 METHODS = "class C:\n" + "".join(f"    def m{i}(self): self.a = 1\n" for i in range(20))
 ATTRIBUTES = "class C:\n    def f(self):\n" + "".join(f"        self.a{i} = 1\n" for i in range(15))
-CODING = "src/holdfast/coding/x.py"
+CODING = "src/holdfast/engine/state/coding/x.py"
 SENTENCE = "Returns how many bytes have come."
 FIELD_SET = "class C:\n    seen: set[int]\n    def f(self):\n        return [x for x in self.seen]"
 
 # rule, path, source
 BAD = [
-    ("layers", CORE, "from holdfast.wire import codec"),
-    ("layers", CORE, "def f():\n    import holdfast.train"),
+    ("layers", CORE, "from holdfast.engine.wire import codec"),
+    ("layers", CORE, "def f():\n    import holdfast.engine.train"),
     ("layers", CORE, "from ..wire import codec"),
-    ("layers", CORE, "from holdfast import runtime"),
+    ("layers", CORE, "from holdfast.engine import runtime"),
     ("layers", RUNTIME, "import holdfast"),
     ("layers", RUNTIME, "from holdfast import join"),
-    ("layers", RUNTIME, "from holdfast.sim.world import World"),
-    ("layers", SIM, "from holdfast.runtime.node.agent_process import Agent"),
-    ("layers", SIM, "from holdfast.train import job"),
-    ("layers", "src/holdfast/observe/x.py", "import holdfast.train.job"),
-    ("layers", CLI, "from holdfast.testing import faults"),
-    ("layers", "src/holdfast/testing/x.py", "from holdfast.examples import demo"),
-    ("layers", "src/holdfast/unheard_of/x.py", "from holdfast.core import types"),
-    ("train-layers", EXCHANGE, "from holdfast.train.x import f"),
-    ("train-layers", STEP, "from holdfast.train.exchange import x\nimport holdfast.train.x"),
-    ("train-layers", UNHEARD_OF, "from holdfast.train.exchange.x import f"),
+    ("layers", RUNTIME, "from holdfast.lab.sim.world import World"),
+    ("layers", SIM, "from holdfast.engine.runtime.node.agent_process import Agent"),
+    ("layers", SIM, "from holdfast.engine.train import job"),
+    ("layers", "src/holdfast/engine/records/x.py", "import holdfast.engine.train.job"),
+    ("layers", CLI, "from holdfast.lab.contracts import faults"),
+    ("layers", "src/holdfast/lab/contracts/x.py", "from holdfast.clusters.ray import link"),
+    ("layers", "src/holdfast/tables/x.py", "from holdfast.reports import charts"),
+    ("layers", "src/holdfast/engine/runtime/x.py", "from holdfast.tables import serving"),
+    ("layers", "src/holdfast/engine/state/memory/x.py", "import holdfast.engine.state.store.open"),
+    ("layers", "src/holdfast/unheard_of/x.py", "from holdfast.engine.core import types"),
+    ("train-layers", EXCHANGE, "from holdfast.engine.train.x import f"),
+    (
+        "train-layers",
+        STEP,
+        "from holdfast.engine.train.exchange import x\nimport holdfast.engine.train.x",
+    ),
+    ("train-layers", UNHEARD_OF, "from holdfast.engine.train.exchange.x import f"),
     ("torch-only-in-train", RUNTIME, "import torch.distributed as dist"),
     ("torch-only-in-train", CLI, "def f():\n    from torch import nn"),
     ("pure-core", CORE, "import time"),
@@ -79,7 +87,7 @@ BAD = [
     ("short-file", CORE, "x = 1\n" * 39),
     ("module-docstring", CORE, "x = 1"),
     ("module-docstring", LABS, "x = 1"),
-    ("module-docstring", "src/holdfast/core/__init__.py", ""),
+    ("module-docstring", "src/holdfast/engine/core/__init__.py", ""),
     ("docstring-sentence", CODING, "'Of all loops. Without a directory there is no ledger.'"),
     ("docstring-sentence", CODING, "'Whether it holds for this one.'"),
     ("docstring-sentence", CODING, "'See the docstring of the module.'"),
@@ -101,7 +109,7 @@ BAD = [
     ("public-docstring", ROOT, "__all__ = ['f']\ndef f(): ..."),
     ("public-docstring", ROOT, "__all__ = ['C']\nclass C:\n    'C.'\n    def f(self): ..."),
     ("public-docstring", ROOT, "__all__ = ['nowhere']"),
-    ("public-docstring", ROOT, "from holdfast.train.x import f\n__all__ = [*LAZY]"),
+    ("public-docstring", ROOT, "from holdfast.engine.train.x import f\n__all__ = [*LAZY]"),
     ("unused-module", RUNTIME, "x = 1"),
     ("unit-in-name", RUNTIME, "def f(timeout): ..."),
     ("unit-in-name", RUNTIME, "async def f(*, poll_interval=1.0): ..."),
@@ -113,24 +121,35 @@ BAD = [
     ("no-set-order", CORE, "ys = [x for x in {y for y in xs}]"),
     ("no-set-order", CORE, "ys = list(frozenset(xs))"),
     ("no-set-order", CORE, "ys = tuple(a.keys() & b.keys())"),
-    ("layers", "src/holdfast/testing/x.py", "from holdfast.cli import main"),
     ("no-set-order", CORE, "def f(xs: set[int]):\n    return [*xs]"),
     ("no-set-order", CORE, "def f():\n    xs = set()\n    return next(iter(xs))"),
     ("no-set-order", CORE, "def f():\n    xs = {1}\n    ys = xs - {2}\n    return ys.pop()"),
     ("no-set-order", CORE, FIELD_SET),
 ]
 GOOD = [
-    ("layers", CORE, "from holdfast.core.types import View\nfrom . import tree"),
-    ("layers", RUNTIME, "from holdfast.train import job\nfrom holdfast import wire"),
-    ("layers", CLI, "import holdfast\nfrom holdfast.sim import world"),
-    ("layers", ROOT, "from holdfast.train.job import join"),
-    ("layers", "src/holdfast/testing/x.py", "import holdfast\nfrom holdfast.runtime import rundir"),
-    ("train-layers", TRAIN, "from holdfast.train.exchange import x\nimport holdfast.train.step.x"),
-    ("train-layers", STEP, "from holdfast.train.exchange.x import f\nimport holdfast.core.types"),
+    ("layers", CORE, "from holdfast.engine.core.types import View\nfrom . import tree"),
+    ("layers", RUNTIME, "from holdfast.engine.train import job\nfrom holdfast.engine import wire"),
+    ("layers", CLI, "import holdfast\nfrom holdfast.engine import plugins"),
+    ("layers", ROOT, "from holdfast.engine.train.job import join"),
+    (
+        "layers",
+        "src/holdfast/lab/contracts/x.py",
+        "import holdfast\nfrom holdfast.engine.runtime import rundir",
+    ),
+    (
+        "train-layers",
+        TRAIN,
+        "from holdfast.engine.train.exchange import x\nimport holdfast.engine.train.step.x",
+    ),
+    (
+        "train-layers",
+        STEP,
+        "from holdfast.engine.train.exchange.x import f\nimport holdfast.engine.core.types",
+    ),
     ("torch-only-in-train", TRAIN, "import torch"),
-    ("torch-only-in-train", "src/holdfast/testing/x.py", "import torch"),
+    ("torch-only-in-train", "src/holdfast/lab/contracts/x.py", "import torch"),
     ("torch-only-in-train", "examples/x.py", "import torch"),
-    ("pure-core", CORE, "import enum, math\nfrom holdfast.core import tree\nx = tree.id(1)"),
+    ("pure-core", CORE, "import enum, math\nfrom holdfast.engine.core import tree\nx = tree.id(1)"),
     ("no-code-from-data", TRAIN, "model.eval()\ntorch.load(f, weights_only=True)\njson.load(f)"),
     ("python-3.10", CORE, "from typing import NoReturn\nasyncio.wait_for(x, 1)"),
     ("function-size", CORE, LONG_FUNCTION.removesuffix("    x = 1\n")),
@@ -141,7 +160,7 @@ GOOD = [
     ("class-size", CORE, ATTRIBUTES + "        other.b, self.a0 = 1, 2"),
     ("class-size", CORE, "class C:\n" + "".join(f"    f{i}: int = 0\n" for i in range(30))),
     ("short-file", CORE, "x = 1\n" * 40),
-    ("short-file", "src/holdfast/core/__init__.py", ""),
+    ("short-file", "src/holdfast/engine/core/__init__.py", ""),
     ("module-docstring", CORE, '"""What it is for."""'),
     ("docstring-sentence", CODING, f"{SENTENCE!r}\ndef f():\n    'Read all of it: no byte less.'"),
     ("docstring-sentence", CODING, "'`feed` takes bytes; it never blocks.'"),
@@ -219,29 +238,29 @@ def test_a_breach_is_excused_only_with_its_rule_and_a_reason():
 
 def test_modules_are_used_through_imports_and_through_names_in_strings():
     files = {
-        CLI: "NAMES = ['go']\nimport_module(f'holdfast.cli.{name}_command')",
-        "src/holdfast/cli/go_command.py": "from holdfast.sim import world",
-        "src/holdfast/cli/stray.py": "",
-        "src/holdfast/sim/world.py": "AGENT = 'holdfast.runtime.x'",
-        RUNTIME: "from holdfast.core.x import f",
+        CLI: "NAMES = ['go']\nimport_module(f'holdfast.engine.commands.{name}_command')",
+        "src/holdfast/engine/commands/go_command.py": "from holdfast.lab.sim import world",
+        "src/holdfast/engine/commands/stray.py": "",
+        "src/holdfast/lab/sim/world.py": "AGENT = 'holdfast.engine.runtime.x'",
+        RUNTIME: "from holdfast.engine.core.x import f",
         CORE: "",
-        "src/holdfast/core/lonely.py": "import holdfast.core.pair",
-        "src/holdfast/core/pair.py": "import holdfast.core.lonely",
+        "src/holdfast/engine/core/lonely.py": "import holdfast.engine.core.pair",
+        "src/holdfast/engine/core/pair.py": "import holdfast.engine.core.lonely",
     }
     found = tidy.broken(rule_named("unused-module"), [tidy.parse(p, s) for p, s in files.items()])
     assert [line.split(":")[0] for line in found] == [
-        "src/holdfast/cli/stray.py",
-        "src/holdfast/core/lonely.py",
-        "src/holdfast/core/pair.py",
+        "src/holdfast/engine/commands/stray.py",
+        "src/holdfast/engine/core/lonely.py",
+        "src/holdfast/engine/core/pair.py",
     ]
 
 
 def test_names_are_compared_across_files_and_exceptions_are_known_by_their_bases():
     files = {
         CORE: "class Kept: ...\nclass Broken(HoldfastError): ...",
-        "src/holdfast/core/__init__.py": "",
-        "src/holdfast/store/__init__.py": "",
-        "src/holdfast/store/x.py": "x = 1\nclass Kept: ...\nclass _Kept: ...",
+        "src/holdfast/engine/core/__init__.py": "",
+        "src/holdfast/engine/state/store/__init__.py": "",
+        "src/holdfast/engine/state/store/x.py": "x = 1\nclass Kept: ...\nclass _Kept: ...",
         CODING: "class Worse(Broken): ...\ndef f():\n    'Worse as soon as the file ends.'",
     }
     found = {
@@ -251,8 +270,8 @@ def test_names_are_compared_across_files_and_exceptions_are_known_by_their_bases
     assert found == {
         "unique-name": [
             f"{CODING}:1: `x.py` is also in {CORE}",
-            f"src/holdfast/store/x.py:1: `x.py` is also in {CORE}",
-            f"src/holdfast/store/x.py:2: `Kept` is also in {CORE}",
+            f"src/holdfast/engine/state/store/x.py:1: `x.py` is also in {CORE}",
+            f"src/holdfast/engine/state/store/x.py:2: `Kept` is also in {CORE}",
         ],
         "docstring-sentence": [
             f"{CODING}:3: the docstring of f: `Worse` begins a part of a sentence",
@@ -262,7 +281,7 @@ def test_names_are_compared_across_files_and_exceptions_are_known_by_their_bases
 
 def test_public_names_are_followed_to_where_they_are_defined():
     files = {
-        ROOT: "if TYPE_CHECKING:\n    from holdfast.train.x import f as g\n__all__ = ['g']",
+        ROOT: "if TYPE_CHECKING:\n    from holdfast.engine.train.x import f as g\n__all__ = ['g']",
         TRAIN: "def f(): ...",
     }
     found = tidy.broken(
@@ -284,7 +303,7 @@ def test_the_baseline_of_prose_is_as_low_as_the_files_are():
 
 def test_old_files_may_keep_their_phrases_and_must_not_gain_any():
     source = "# what is kept, what is sent, what is lost\nx = 1\n"
-    path = "src/holdfast/core/old.py"
+    path = "src/holdfast/engine/core/old.py"
     assert tidy_prose.judge(path, source, {"old.py": 3}) is None
     assert "more than 2" in (tidy_prose.judge(path, source, {"old.py": 2}) or "")
     assert "--lower" in (tidy_prose.judge(path, source, {"old.py": 4}) or "")
@@ -301,7 +320,8 @@ def test_code_in_documents_is_no_prose():
 
 def test_the_rules_judge_the_source_and_the_tests_of_the_repository(modules):
     names = {m.name for m in modules}
-    assert {"holdfast", "holdfast.core.membership.coordinator", "tests/test_tidy.py"} <= names
+    coordinator = "holdfast.engine.core.membership.coordinator"
+    assert {"holdfast", coordinator, "tests/test_tidy.py"} <= names
 
 
 def test_only_the_training_process_needs_torch(modules):
@@ -309,7 +329,7 @@ def test_only_the_training_process_needs_torch(modules):
         m.name
         for m in modules
         if m.path.startswith("src/")
-        and m.package not in tidy.TORCH_USERS
+        and tidy_layers.find_room(m.name) not in tidy.TORCH_USERS
         and not m.name.endswith("__main__")
     ]
     script = (

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.step import effects as ef
-from holdfast.core.step.events import Purpose
-from holdfast.core.types import Incarnation, Phase, WorkerId, WorkerStatus
-from holdfast.observe.time_lines import (
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step.events import Purpose
+from holdfast.engine.core.types import Incarnation, Phase, WorkerId, WorkerStatus
+from holdfast.engine.records.time_lines import (
     ProcessHeader,
     SpentLine,
     TimesWriter,
@@ -26,9 +26,9 @@ from holdfast.observe.time_lines import (
     step_class,
     times_path,
 )
-from holdfast.train.data.sources import NoDataset
-from holdfast.train.script.loop_ends import EndsAtStep, EndsWithEpoch
-from holdfast.train.step.time_sheet import (
+from holdfast.engine.train.data.sources import NoDataset
+from holdfast.engine.train.script.loop_ends import EndsAtStep, EndsWithEpoch
+from holdfast.engine.train.step.time_sheet import (
     LEFT_MAX,
     LINE_S_MAX,
     LINE_S_MIN,
@@ -316,7 +316,7 @@ def test_quantiles() -> None:
 
 def test_the_age_of_a_process_counts_from_its_start() -> None:
     code = (
-        "import sys; from holdfast.train.step.time_sheet import process_age_s as a;"
+        "import sys; from holdfast.engine.train.step.time_sheet import process_age_s as a;"
         "x = a(); sys.stdin.read(1); print(a() - x, a())"
     )
     with subprocess.Popen(

@@ -26,10 +26,10 @@ from gates import (
     stranger,
     until,
 )
-from holdfast.core.errors import UserError, WireError
-from holdfast.net.channel import Channel, connect
-from holdfast.net.tls import TlsFiles, client_context, server_context
-from holdfast.wire.messages import StatusReply, StatusRequest
+from holdfast.engine.core.errors import UserError, WireError
+from holdfast.engine.net.channel import Channel, connect
+from holdfast.engine.net.tls import TlsFiles, client_context, server_context
+from holdfast.engine.wire.messages import StatusReply, StatusRequest
 
 SOON_S = 5.0  # asyncio itself waits 30 s for the end of TLS
 LONG_AGO = datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc)
@@ -281,7 +281,7 @@ def test_a_connection_that_is_closed_twice_ends_though_the_peer_does_not_answer(
     ours: TlsFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python's asyncio loses track of TLS at a second close: 3.11.2 then fails at an abort."""
-    monkeypatch.setattr("holdfast.net.channel.HANDSHAKE_S", 0.2)
+    monkeypatch.setattr("holdfast.engine.net.channel.HANDSHAKE_S", 0.2)
 
     async def scene() -> None:
         async with site(tls=server_context(ours)) as here, between(here.port) as tapped:

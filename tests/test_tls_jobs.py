@@ -10,7 +10,7 @@ import torch
 
 from certificates import make_certificates
 from conftest import RUN_S, SCRIPTS, finish
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.runtime.local_run import LocalRun
 
 pytestmark = pytest.mark.slow
 HOST = "127.0.0.1"

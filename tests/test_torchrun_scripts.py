@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S, SCRIPTS, finish
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.runtime.local_run import LocalRun, strike
 
 DDP, FSDP, LEAVES, ODD, SAVES = (
     SCRIPTS / f"torchrun_{name}.py" for name in ("ddp", "fsdp", "leaves", "odd", "saves")

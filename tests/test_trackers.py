@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from conftest import Start, finish
-from holdfast.observe.incidents import list_incidents
+from holdfast.engine.records.incidents import list_incidents
 
 STEPS = 20
 Points = list[tuple[str, int, float]]  # name, step, value

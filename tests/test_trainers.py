@@ -17,11 +17,11 @@ import pytest
 
 import loop_kit
 from conftest import SCRIPTS, finish
-from holdfast.core.errors import UserError
-from holdfast.observe.ledger_audit import verify
-from holdfast.testing.local_run import LocalRun
-from holdfast.train.data.sampling import plan_of
-from holdfast.train.job import Job
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.train.data.sampling import plan_of
+from holdfast.engine.train.job import Job
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 HUGGING = [str(EXAMPLES / "finetune_transformers.py"), "--steps", "12", "--evaluate-every", "4"]
@@ -180,14 +180,14 @@ import importlib, sys
 for name in ("transformers", "accelerate", "lightning", "lightning_loggers"):
     sys.modules[name] = None
     try:
-        importlib.import_module(f"holdfast.integrations.{name}")
+        importlib.import_module(f"holdfast.trainers.{name}")
     except Exception as error:
         print(type(error).__name__, error)
 """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     first, second, third, fourth = done.stdout.splitlines()
-    assert first.startswith("UserError holdfast.integrations.transformers needs the package")
+    assert first.startswith("UserError holdfast.trainers.transformers needs the package")
     assert "pip install 'holdfast[transformers]'" in first
     assert "pip install 'holdfast[accelerate]'" in second
     assert "pip install 'holdfast[lightning]'" in third
@@ -228,7 +228,7 @@ def test_a_job_that_begins_at_a_step_goes_on_as_the_whole_one() -> None:
 
 def test_the_checkpoint_that_was_just_written_stays_whatever_the_clock_says(tmp_path: Path) -> None:
     utils = pytest.importorskip("transformers.trainer_utils")
-    from holdfast.integrations.transformers import mark_newest
+    from holdfast.trainers.transformers import mark_newest
 
     for number, time in ((10, 3e9), (20, 3.1e9), (5, 1e9)):  # the clock and the job went back
         (tmp_path / f"checkpoint-{number}").mkdir()

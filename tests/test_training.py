@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from conftest import RUN_S
-from holdfast.core.errors import StateMismatch, UserError, WireError
-from holdfast.core.job_spec import with_settings
-from holdfast.runtime.rundir import RunDir
-from holdfast.testing.disturbed import flip_bit
-from holdfast.train.checkpoint import state
-from holdfast.train.checkpoint.state_comparison import fingerprint
-from holdfast.train.exchange.tensor_bytes import as_bytes
-from holdfast.train.script.fingerprints import Fingerprints
-from holdfast.train.step.step_table import Buffers
-from holdfast.train.step.task_digest import TaskDigest
+from holdfast.engine.core.errors import StateMismatch, UserError, WireError
+from holdfast.engine.core.job_spec import with_settings
+from holdfast.engine.faults.disturbed import flip_bit
+from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.train.checkpoint import state
+from holdfast.engine.train.checkpoint.state_comparison import fingerprint
+from holdfast.engine.train.exchange.tensor_bytes import as_bytes
+from holdfast.engine.train.script.fingerprints import Fingerprints
+from holdfast.engine.train.step.step_table import Buffers
+from holdfast.engine.train.step.task_digest import TaskDigest
 from support import SPEC
 
 # ---------------------------------------------------------------- fingerprints

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.core.errors import Aborted
-from holdfast.core.types import WorkerId
-from holdfast.train.checkpoint.loaded_state import LoadedState
-from holdfast.train.checkpoint.transfer import DONORS_MAX, StateSync
-from holdfast.train.exchange.layout import TAG_STATE, Layout, spread_shares
+from holdfast.engine.core.errors import Aborted
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.train.checkpoint.loaded_state import LoadedState
+from holdfast.engine.train.checkpoint.transfer import DONORS_MAX, StateSync
+from holdfast.engine.train.exchange.layout import TAG_STATE, Layout, spread_shares
 from mailboxes import mailboxes, together
 
 

@@ -13,12 +13,20 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from holdfast.core.errors import Aborted, UserError
-from holdfast.net import peer_listener, proof
-from holdfast.net.peer_identity import PeerIdentity
-from holdfast.net.peer_stream import PeerProof
-from holdfast.testing.memory_transport import MemoryNetwork, MemoryTransport
-from holdfast.testing.transports import (
+from holdfast.engine.core.errors import Aborted, UserError
+from holdfast.engine.net import peer_listener, proof
+from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.net.peer_stream import PeerProof
+from holdfast.engine.train.exchange import tcp_transport
+from holdfast.engine.train.exchange.group_link import HEAD
+from holdfast.engine.train.exchange.group_network import GroupNetwork
+from holdfast.engine.train.exchange.nccl import NcclTransport
+from holdfast.engine.train.exchange.seam import AloneTransport
+from holdfast.engine.train.exchange.tcp_transport import TcpListener, TcpTransport
+from holdfast.engine.train.exchange.wires import PlainWire
+from holdfast.engine.train.script.environment import WorkerEnvironment, take_channel
+from holdfast.lab.contracts.memory_transport import MemoryNetwork, MemoryTransport
+from holdfast.lab.contracts.transports import (
     CONTRACT,
     GroupMember,
     MakeTransport,
@@ -30,14 +38,6 @@ from holdfast.testing.transports import (
     run_contract_in_threads,
     takes_any_order,
 )
-from holdfast.train.exchange import tcp_transport
-from holdfast.train.exchange.group_link import HEAD
-from holdfast.train.exchange.group_network import GroupNetwork
-from holdfast.train.exchange.nccl import NcclTransport
-from holdfast.train.exchange.seam import AloneTransport
-from holdfast.train.exchange.tcp_transport import TcpListener, TcpTransport
-from holdfast.train.exchange.wires import PlainWire
-from holdfast.train.script.environment import WorkerEnvironment, take_channel
 
 KEY = b"k" * 32
 IDENTITY = PeerIdentity(key=KEY)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S, SCRIPTS, finish
-from holdfast.core.errors import UserError
-from holdfast.runtime.contact import job_status
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.runtime.contact import job_status
+from holdfast.engine.runtime.local_run import LocalRun
 
 STEPS = 12
 FOREVER = 100_000

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from holdfast.core.errors import UserError
-from holdfast.train.job import Job
-from holdfast.train.step.values import StepValues
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.train.job import Job
+from holdfast.engine.train.step.values import StepValues
 from loop_kit import dataset, digest, everywhere, net, protected, results, step_once
 from thread_cluster import ThreadWorker
 

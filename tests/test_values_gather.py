@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.errors import Aborted
-from holdfast.train.exchange.layout import Layout
-from holdfast.train.step.reduction import TableGather
-from holdfast.train.step.step_table import StepTable
-from holdfast.train.step.values import PROPOSAL, VALUES_BYTES_MAX, StepValues, ValuesGather
+from holdfast.engine.core.errors import Aborted
+from holdfast.engine.train.exchange.layout import Layout
+from holdfast.engine.train.step.reduction import TableGather
+from holdfast.engine.train.step.step_table import StepTable
+from holdfast.engine.train.step.values import PROPOSAL, VALUES_BYTES_MAX, StepValues, ValuesGather
 from peer_kit import OpenConnections, complete_all, connect, lay_out
 from roster_kit import view_of
 

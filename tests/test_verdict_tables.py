@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.core.step.balance import BalancePolicy, Balancer
-from holdfast.core.step.link_detector import NOBODY, LinkDetector, Wait
-from holdfast.core.step.stragglers import Detector
-from holdfast.core.types import WorkerId
+from holdfast.engine.core.step.balance import BalancePolicy, Balancer
+from holdfast.engine.core.step.link_detector import NOBODY, LinkDetector, Wait
+from holdfast.engine.core.step.stragglers import Detector
+from holdfast.engine.core.types import WorkerId
 
 BEGIN = 30  # the step at which worker 1 becomes slow
 Times = Callable[[int, int], float]  # the time of a worker in a step

@@ -17,9 +17,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast.cli.data_command import main
-from holdfast.core.errors import Damaged, UserError
-from holdfast.store.data_index import (
+from holdfast.engine.commands.data_command import main
+from holdfast.engine.core.errors import Damaged, UserError
+from holdfast.engine.state.store.data_index import (
     FileIndex,
     SampleIndex,
     decode_index,
@@ -30,8 +30,8 @@ from holdfast.store.data_index import (
     verify_files,
     write_index,
 )
-from holdfast.store.verified_files import VerifiedFiles
-from holdfast.train.data.sample_digest import index_samples, sample_digest
+from holdfast.engine.state.store.verified_files import VerifiedFiles
+from holdfast.engine.train.data.sample_digest import index_samples, sample_digest
 
 BLOCK = 4096
 PLACES = 200

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.replica.saves import SavePolicy
-from holdfast.core.step import effects as ef
-from holdfast.core.step import events as ev
-from holdfast.core.step.step_policy import StepPolicy
-from holdfast.core.types import Phase, Stage, ViewNumber, WorkerDirective
-from holdfast.sim.swarm import run_seed
+from holdfast.engine.core.replica.saves import SavePolicy
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.step.step_policy import StepPolicy
+from holdfast.engine.core.types import Phase, Stage, ViewNumber, WorkerDirective
+from holdfast.lab.sim.swarm import run_seed
 from machine_kit import Company, Walker, a_view
 from mutation_kit import GOES_ON, SPREAD
 from roster_kit import status

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.errors import Damaged, UserError, WorldError
-from holdfast.core.replica.retention import Retention
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.files import FileStorage
-from holdfast.store.saving import Item
-from holdfast.store.storage import Missing
-from holdfast.store.stripes import SHARD_BYTES, Geometry, shard_of
-from holdfast.store.volumes import VolumeStorage
-from holdfast.testing.storages import STORAGE_CASES, MemoryStorage, content
+from holdfast.engine.core.errors import Damaged, UserError, WorldError
+from holdfast.engine.core.replica.retention import Retention
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.files import FileStorage
+from holdfast.engine.state.store.saving import Item
+from holdfast.engine.state.store.storage import Missing
+from holdfast.engine.state.store.stripes import SHARD_BYTES, Geometry, shard_of
+from holdfast.engine.state.store.volumes import VolumeStorage
+from holdfast.lab.contracts.storages import STORAGE_CASES, MemoryStorage, content
 
-reed_solomon = pytest.importorskip("holdfast.coding.reed_solomon")
+reed_solomon = pytest.importorskip("holdfast.engine.state.coding.reed_solomon")
 try:
     reed_solomon.ReedSolomon(2, 1)
 except UserError as error:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.core.fleet.placements import Holding, Placement, PlacementId
-from holdfast.launch.waiting_report import WaitingReport
+from holdfast.engine.core.fleet.placements import Holding, Placement, PlacementId
+from holdfast.engine.fleet.waiting_report import WaitingReport
 
 
 def placed(number: int, why: str | None = None) -> Placement:

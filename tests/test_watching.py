@@ -13,13 +13,18 @@ import pytest
 
 from conftest import Start, finish
 from holdfast.cli.main import main
-from holdfast.dashboard.run_files import RunFiles
-from holdfast.observe.clocks import ClockLine, choose_clock, measure, read_clocks, write_clock
-from holdfast.observe.goodput import share_out
-from holdfast.observe.incidents import list_incidents
-from holdfast.observe.run_tail import RunTail
-from holdfast.observe.time_left import STEPS_MIN, describe_left, estimate_left_s
-from holdfast.observe.time_lines import (
+from holdfast.engine.records.clocks import (
+    ClockLine,
+    choose_clock,
+    measure,
+    read_clocks,
+    write_clock,
+)
+from holdfast.engine.records.goodput import share_out
+from holdfast.engine.records.incidents import list_incidents
+from holdfast.engine.records.run_tail import RunTail
+from holdfast.engine.records.time_left import STEPS_MIN, describe_left, estimate_left_s
+from holdfast.engine.records.time_lines import (
     ProcessHeader,
     ProcessTimes,
     SpentLine,
@@ -27,9 +32,10 @@ from holdfast.observe.time_lines import (
     TimeUse,
     times_path,
 )
-from holdfast.observe.trace import trace_entries
-from holdfast.runtime.rundir import RunDir
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.runtime.rundir import RunDir
+from holdfast.reports.dashboard.run_files import RunFiles
+from holdfast.reports.trace import trace_entries
 
 ROOT = Path(__file__).parents[1]
 

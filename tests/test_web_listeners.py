@@ -23,10 +23,10 @@ import pytest
 
 from dashboard_kit import LIMIT_S, write_crashed_run
 from holdfast.cli.main import main
-from holdfast.net.web_server import STRANGERS_MAX, WORKING_MAX, listen, make_server
+from holdfast.engine.net.web_server import STRANGERS_MAX, WORKING_MAX, listen, make_server
 
 pytest.importorskip("prometheus_client")
-from holdfast.runtime.run_metrics import MetricsPage
+from holdfast.reports.run_metrics import MetricsPage
 
 URL = re.compile(r"(dashboard|metrics): (http://\S+)")
 SILENT = STRANGERS_MAX + 100

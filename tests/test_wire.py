@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzz.targets import KEY, MESSAGES, STATUS
-from holdfast.core.errors import WireError
-from holdfast.core.release import RELEASE
-from holdfast.core.types import Directive
-from holdfast.wire import frames
-from holdfast.wire.messages import KINDS, decode, encode
+from holdfast.engine.core.errors import WireError
+from holdfast.engine.core.release import RELEASE
+from holdfast.engine.core.types import Directive
+from holdfast.engine.wire import frames
+from holdfast.engine.wire.messages import KINDS, decode, encode
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)

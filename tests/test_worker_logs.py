@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from conftest import RUN_S, Start
-from holdfast.core.types import WorkerId
-from holdfast.runtime.contact import read_worker_log
-from holdfast.runtime.coordinate import log_desk
-from holdfast.runtime.coordinate.log_desk import LogDesk
-from holdfast.runtime.rundir import RunDir
-from holdfast.testing.local_run import LocalRun
-from holdfast.wire.messages import LogReply, LogRequest
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.runtime.contact import read_worker_log
+from holdfast.engine.runtime.coordinate import log_desk
+from holdfast.engine.runtime.coordinate.log_desk import LogDesk
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.wire.messages import LogReply, LogRequest
 
 
 class Node:

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.errors import InvariantError
-from holdfast.core.replica.ends import SinkKind, SourceKind
-from holdfast.core.replica.saves import SavePolicy
-from holdfast.core.step import effects as ef
-from holdfast.core.step import events as ev
-from holdfast.core.step.events import Purpose, StepKind, Topic
-from holdfast.core.step.speculation import Patience
-from holdfast.core.step.step_policy import StepPolicy
-from holdfast.core.types import (
+from holdfast.engine.core.errors import InvariantError
+from holdfast.engine.core.replica.ends import SinkKind, SourceKind
+from holdfast.engine.core.replica.saves import SavePolicy
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.step.events import Purpose, StepKind, Topic
+from holdfast.engine.core.step.speculation import Patience
+from holdfast.engine.core.step.step_policy import StepPolicy
+from holdfast.engine.core.types import (
     Incarnation,
     Invalidation,
     LateWorker,
@@ -29,7 +29,7 @@ from holdfast.core.types import (
     WorkerDirective,
     WorkerId,
 )
-from holdfast.core.worker.standing import JOB_EVENTS_MAX
+from holdfast.engine.core.worker.standing import JOB_EVENTS_MAX
 from machine_kit import Company, Walker, a_view, purposes
 
 ONE, TWO, THREE = ViewNumber(1), ViewNumber(2), ViewNumber(3)

@@ -8,7 +8,7 @@ import struct
 from contextlib import ExitStack, suppress
 
 from conftest import RUN_S, Start, finish
-from holdfast.testing.local_run import strike
+from holdfast.engine.runtime.local_run import strike
 
 STRANGERS = 200
 SILENT = 300

@@ -13,21 +13,21 @@ import msgspec
 import pytest
 import torch
 
-from holdfast.core.errors import UserError
-from holdfast.core.servers.holdings import BARE, CopyArrived
-from holdfast.core.servers.placement import SHARDS, find_holders, share_out
-from holdfast.servers import Adagrad, RowOptimizer, server_connection
-from holdfast.servers import server_wire as wire
-from holdfast.servers.keyed_rows import KeyedTable
-from holdfast.servers.row_client import KEPT, RowClient
-from holdfast.servers.row_reader import RowReader
-from holdfast.servers.row_reads import RowRead
-from holdfast.servers.server_connection import ServerConnection
-from holdfast.servers.server_group import ServerGroup, fill_shard
-from holdfast.servers.server_rows import RowBlock, RowUpdate
-from holdfast.servers.table_shape import FREQUENCY, TableShape
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.files import FileStorage
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.core.servers.holdings import BARE, CopyArrived
+from holdfast.engine.core.servers.placement import SHARDS, find_holders, share_out
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.files import FileStorage
+from holdfast.tables import Adagrad, RowOptimizer, server_connection
+from holdfast.tables import server_wire as wire
+from holdfast.tables.keyed_rows import KeyedTable
+from holdfast.tables.row_client import KEPT, RowClient
+from holdfast.tables.row_reader import RowReader
+from holdfast.tables.row_reads import RowRead
+from holdfast.tables.server_connection import ServerConnection
+from holdfast.tables.server_group import ServerGroup, fill_shard
+from holdfast.tables.server_rows import RowBlock, RowUpdate
+from holdfast.tables.table_shape import FREQUENCY, TableShape
 from support import until
 from test_keyed_tables import described, updates_of
 from test_row_servers import (
@@ -231,7 +231,7 @@ def test_wrong_rows_are_not_saved(tmp_path: Path) -> None:
 def test_rows_that_cannot_be_compared_are_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.servers.row_client.SAVE_TRIES", 2)
+    monkeypatch.setattr("holdfast.tables.row_client.SAVE_TRIES", 2)
     servers = Servers(1, 1, tmp_path)
     client = servers.client(group(RULES[1], "items"))
     begin(client)

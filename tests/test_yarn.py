@@ -16,18 +16,18 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli import launch_application
 from holdfast.cli.main import main
-from holdfast.core.errors import Refused, Unreachable
-from holdfast.core.fleet.placements import Holding
-from holdfast.launch import yarn_manager
-from holdfast.launch.cluster_manager import StoppedByOperator
-from holdfast.launch.fleet_plan import read_plan
-from holdfast.launch.order_book import ORDERS, OrderBook
-from holdfast.launch.rest_link import FILTER, NOT_JSON, RestAccess, RestAnswer, RestLink
-from holdfast.launch.yarn_manager import YarnService, is_switched_off
-from holdfast.runtime.rundir import RunDir
-from holdfast.testing.cluster_contract import (
+from holdfast.clusters import launch_application
+from holdfast.clusters.order_book import ORDERS, OrderBook
+from holdfast.clusters.rest_link import FILTER, NOT_JSON, RestAccess, RestAnswer, RestLink
+from holdfast.clusters.yarn import yarn_manager
+from holdfast.clusters.yarn.yarn_manager import YarnService, is_switched_off
+from holdfast.engine.core.errors import Refused, Unreachable
+from holdfast.engine.core.fleet.placements import Holding
+from holdfast.engine.fleet.cluster_manager import StoppedByOperator
+from holdfast.engine.fleet.fleet_plan import read_plan
+from holdfast.engine.runtime.rundir import RunDir
+from holdfast.lab.contracts.cluster_contract import (
     CLUSTER_CASES,
     Case,
     find_placements,
@@ -301,7 +301,7 @@ def test_a_container_that_is_started_again_in_place_is_no_other_node(tmp_path: P
     for number in (1, 2):
         book.add(order(number))
     assert book.take("container_1", "a") is not None
-    place = [sys.executable, "-m", "holdfast.launch.yarn_place", str(tmp_path)]
+    place = [sys.executable, "-m", "holdfast.clusters.yarn.yarn_place", str(tmp_path)]
     environment = {**os.environ, "CONTAINER_ID": "container_1", "NM_HOST": "a"}
     assert subprocess.run(place, env=environment, check=False, timeout=60).returncode == 1
     assert sum(entry.waits for entry in book.entries()) == 1

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.testing.cluster_contract import (
+from holdfast.lab.contracts.cluster_contract import (
     CLUSTER_CASES,
     Case,
     a_drained_host_is_announced,

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.errors import Refused
-from holdfast.launch.rest_link import RestAccess, RestLink
-from holdfast.launch.yarn_manager import NODES, VERSION
+from holdfast.clusters.rest_link import RestAccess, RestLink
+from holdfast.clusters.yarn.yarn_manager import NODES, VERSION
+from holdfast.engine.core.errors import Refused
 from labs import kdc, yarn_lab
 from labs.cluster_run import JOB_S, ClusterRun, run_undisturbed
 from labs.kdc import REALM, Kdc

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.fleet.placements import Holding, Placement, PlacementId
-from holdfast.launch import yarn_manager, yarn_waiting
-from holdfast.launch.yarn_manager import YarnManager
-from holdfast.testing.cluster_contract import order, run_placement, until
+from holdfast.clusters.yarn import yarn_manager, yarn_waiting
+from holdfast.clusters.yarn.yarn_manager import YarnManager
+from holdfast.engine.core.fleet.placements import Holding, Placement, PlacementId
+from holdfast.lab.contracts.cluster_contract import order, run_placement, until
 from labs.fake_yarn import FakeYarn
 from yarn_kit import run, runs, service_of, size, why_waits
 

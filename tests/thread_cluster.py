@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch._dynamo
 
-from holdfast.core.errors import Aborted
-from holdfast.core.job_spec import JobSpec
-from holdfast.core.membership import agent as ag
-from holdfast.core.membership import coordinator as co
-from holdfast.core.membership import coordinator_events as ce
-from holdfast.core.step import events as ev
-from holdfast.core.types import (
+from holdfast.engine.core.errors import Aborted
+from holdfast.engine.core.job_spec import JobSpec
+from holdfast.engine.core.membership import agent as ag
+from holdfast.engine.core.membership import coordinator as co
+from holdfast.engine.core.membership import coordinator_events as ce
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.types import (
     AgentId,
     FollowOrder,
     Incarnation,
@@ -32,15 +32,15 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
-from holdfast.core.worker.machine import WorkerMachine
-from holdfast.testing.memory_transport import MemoryNetwork, MemoryTransport
-from holdfast.train.compose import Control, step_policy
-from holdfast.train.exchange.seam import Message, Pending
-from holdfast.train.job import Job
-from holdfast.train.script.environment import WorkerEnvironment
-from holdfast.train.step.driver import Driver
-from holdfast.train.step.monitor import Monitor
-from holdfast.train.step.probe import current
+from holdfast.engine.core.worker.machine import WorkerMachine
+from holdfast.engine.train.compose import Control, step_policy
+from holdfast.engine.train.exchange.seam import Message, Pending
+from holdfast.engine.train.job import Job
+from holdfast.engine.train.script.environment import WorkerEnvironment
+from holdfast.engine.train.step.driver import Driver
+from holdfast.engine.train.step.monitor import Monitor
+from holdfast.engine.train.step.probe import current
+from holdfast.lab.contracts.memory_transport import MemoryNetwork, MemoryTransport
 from joiner_gate import JoinerGate
 
 HANG_S = 60.0

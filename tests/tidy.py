@@ -33,24 +33,25 @@ from tidy_sets import Function
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("src", "tests", "examples", "benchmarks")
 
-TORCH_USERS = ("train", "servers", "testing", "integrations", "examples")
+TORCH_USERS = ("engine.train", "engine.faults", "tables", "trainers", "reports", "lab")
+ROOMS = (*tidy_layers.PRODUCTS, *tidy_layers.ROOTS, tidy_layers.ENGINE)
 
 # Where execution can start; every other module must be reachable from one of these.
 ENTRY_POINTS = (
     "holdfast",
     "holdfast.__main__",
     "holdfast.cli.main",
-    "holdfast.integrations.accelerate",
-    "holdfast.integrations.lightning",
-    "holdfast.integrations.lightning_loggers",
-    "holdfast.integrations.otel",
-    "holdfast.integrations.trackers",
-    "holdfast.integrations.transformers",
-    "holdfast.launch.fleet_process",
+    "holdfast.trainers.accelerate",
+    "holdfast.trainers.lightning",
+    "holdfast.reports.lightning_loggers",
+    "holdfast.reports.otel",
+    "holdfast.reports.trackers",
+    "holdfast.trainers.transformers",
+    "holdfast.engine.fleet.fleet_process",
     "holdfast.plan.network",
-    "holdfast.train.checkpoint.dcp",
-    "holdfast.testing.disturbed",
-    "holdfast.testing.traced",
+    "holdfast.engine.train.checkpoint.dcp",
+    "holdfast.engine.faults.disturbed",
+    "holdfast.lab.check.traced",
 )
 
 IMPURE = frozenset(
@@ -94,7 +95,7 @@ def imports(module: Module) -> Iterator[tuple[int, str]]:
                 parts = module.name.split(".")
                 keep = len(parts) - node.level + module.path.endswith("/__init__.py")
                 base = ".".join([*parts[:keep], *([base] if base else [])])
-            if base != "holdfast":  # in `from holdfast import core` only holdfast.core matters
+            if base != "holdfast":  # in `from holdfast import plan` only holdfast.plan matters
                 yield node.lineno, base
             for alias in node.names:
                 yield node.lineno, f"{base}.{alias.name}"
@@ -107,29 +108,29 @@ def calls(module: Module) -> Iterator[tuple[ast.Call, str]]:
 
 
 def in_core(modules: list[Module]) -> Iterator[Module]:
-    return (m for m in modules if m.package == "core")
+    return (m for m in modules if tidy_layers.find_room(m.name) == tidy_layers.CORE)
 
 
 # ---------------------------------------------------------------- layers and imports
 
 
 def find_layers(modules: list[Module]) -> Iterator[Finding]:
-    packages = {m.package for m in in_src(modules)} | {
-        p for layer in tidy_layers.LAYERS for p in layer
-    }
+    names = {m.name for m in in_src(modules)}
     for module in in_src(modules):
+        room = tidy_layers.find_room(module.name)
         for line, name in imports(module):
             parts = name.split(".")
             if parts[0] != "holdfast":
                 continue
-            imported = parts[1] if len(parts) > 1 and parts[1] in packages else ""
-            refused = tidy_layers.import_refused(module.package, imported)
-            if refused:
+            # `from holdfast import join` imports a name of holdfast itself.
+            is_name = len(parts) == 2 and name not in names and parts[1] not in ROOMS
+            imported = "" if is_name else tidy_layers.find_room(name)
+            if refused := tidy_layers.import_refused(room, imported):
                 yield Finding(module, line, f"imports {name}: {refused}")
 
 
 def find_train_layers(modules: list[Module]) -> Iterator[Finding]:
-    train = "holdfast.train."
+    train = "holdfast.engine.train."
     for module in modules:
         if not module.name.startswith(train):
             continue
@@ -142,7 +143,7 @@ def find_train_layers(modules: list[Module]) -> Iterator[Finding]:
 
 def find_torch(modules: list[Module]) -> Iterator[Finding]:
     for module in in_src(modules):
-        if module.package not in TORCH_USERS:
+        if tidy_layers.find_room(module.name) not in TORCH_USERS:
             for line, name in imports(module):
                 if name.startswith("torch"):
                     yield Finding(module, line, f"imports {name}")
@@ -310,7 +311,7 @@ def uses(module: Module, known: dict[str, Module]) -> Iterator[str]:
     """Yield the modules this one needs: imported, or named in a string as in `python -m NAME`."""
     for _, name in imports(module):
         yield name
-    texts, frames = [], [("", "")]  # around a word of the file, as in f"holdfast.cli.{...}_command"
+    texts, frames = [], [("", "")]  # around a word of the file, as in f"holdfast.x.{...}_y"
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             texts.append(node.value.partition(":")[0])
@@ -322,13 +323,21 @@ def uses(module: Module, known: dict[str, Module]) -> Iterator[str]:
         yield from (before + t + after for t in texts if before + t + after in known)
 
 
+def has_plugin(module: Module) -> bool:
+    """Return whether this is a product, which the engine finds by the names of folders."""
+    assigned = [node for node in module.tree.body if isinstance(node, ast.Assign)]
+    return any(ast.unparse(target) == "PLUGIN" for node in assigned for target in node.targets)
+
+
 def find_unused_modules(modules: list[Module]) -> Iterator[Finding]:
     known = {m.name: m for m in in_src(modules)}
     roots = [known[n] for n in ENTRY_POINTS if n in known]
     # The test kit is shipped for others' tests; ours are its first users.
     outside = [m for m in modules if not m.path.startswith("src/")]
     roots += [known[n] for m in outside for n in uses(m, known) if n in known]
-    roots = [m for m in roots if m.package == "testing" or m.name in ENTRY_POINTS]
+    contracts = "holdfast.lab.contracts."
+    roots = [m for m in roots if m.name.startswith(contracts) or m.name in ENTRY_POINTS]
+    roots += [m for m in known.values() if has_plugin(m)]
     reached = {m.name for m in roots}
     while roots:
         module = roots.pop()

@@ -24,7 +24,7 @@ class Module:
 
     @property
     def name(self) -> str:
-        """`holdfast.core.types` for files under src, otherwise the path itself."""
+        """`holdfast.engine.core.types` for files under src, otherwise the path itself."""
         if not self.path.startswith("src/"):
             return self.path
         dotted = self.path.removeprefix("src/").removesuffix(".py").replace("/", ".")
@@ -32,7 +32,7 @@ class Module:
 
     @property
     def package(self) -> str:
-        """`core` for holdfast.core.types, "" for holdfast itself, "?" outside src."""
+        """`core` for holdfast.engine.core.types, "" for holdfast itself, "?" outside src."""
         parts = self.name.split(".")
         if parts[0] != "holdfast" or not self.path.startswith("src/"):
             return "?"

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from holdfast.core.fleet.placements import Holding, Placement, PlacementId
-from holdfast.launch.yarn_manager import YarnManager
-from holdfast.testing.cluster_contract import find_placements
+from holdfast.clusters.yarn.yarn_manager import YarnManager
+from holdfast.engine.core.fleet.placements import Holding, Placement, PlacementId
+from holdfast.lab.contracts.cluster_contract import find_placements
 from labs.fake_yarn import FakeService, FakeYarn
 
 JOB = "hf-fake"

@@ -16,15 +16,24 @@ Names that need torch are imported when they are first used.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from holdfast.core.errors import HoldfastError, InvariantError, StateMismatch, UserError, WorldError
-from holdfast.core.release import RELEASE
+from holdfast.engine.core.errors import (
+    HoldfastError,
+    InvariantError,
+    StateMismatch,
+    UserError,
+    WorldError,
+)
+from holdfast.engine.core.release import RELEASE
+from holdfast.old_paths import install
 
 if TYPE_CHECKING:
-    from holdfast import servers
-    from holdfast.store.verified_files import VerifiedFiles
-    from holdfast.train.job import Batches, Epoch, Job, RankState, Step, Stream, Task, join
+    from holdfast import tables
+    from holdfast import tables as servers
+    from holdfast.engine.state.store.verified_files import VerifiedFiles
+    from holdfast.engine.train.job import Batches, Epoch, Job, RankState, Step, Stream, Task, join
 
 __all__ = [
     "Batches",
@@ -42,8 +51,10 @@ __all__ = [
     "WorldError",
     "join",
     "servers",
+    "tables",
 ]
 __version__ = RELEASE
+install()
 
 _TRAINING = ("Batches", "Epoch", "Job", "RankState", "Step", "Stream", "Task", "join")
 
@@ -51,15 +62,13 @@ _TRAINING = ("Batches", "Epoch", "Job", "RankState", "Step", "Stream", "Task", "
 def __getattr__(name: str) -> Any:
     """Import torch only in processes that train: the control plane must start in an instant."""
     if name in _TRAINING:
-        from holdfast.train import job
+        from holdfast.engine.train import job
 
         return getattr(job, name)
-    if name == "servers":
-        import importlib
-
-        return importlib.import_module("holdfast.servers")
+    if name in ("tables", "servers"):  # the second is the name that it had before
+        return import_module("holdfast.tables")
     if name == "VerifiedFiles":
-        from holdfast.store.verified_files import VerifiedFiles
+        from holdfast.engine.state.store.verified_files import VerifiedFiles
 
         return VerifiedFiles
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

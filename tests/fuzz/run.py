@@ -49,7 +49,7 @@ class Counted:
 def coverage(count: int, seed: int, plant: bool, folder: Path) -> None:
     import atheris
 
-    with atheris.instrument_imports(include=["holdfast.wire"]):
+    with atheris.instrument_imports(include=["holdfast.engine.wire"]):
         counted = Counted(count, plant)
         from fuzz import targets
     for number, data in enumerate(targets.seeds()):

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 import msgspec
 import xxhash
 
-from holdfast.core.errors import Damaged, UserError, WireError
-from holdfast.core.job_problems import find_problem
-from holdfast.core.types import (
+from holdfast.engine.core.errors import Damaged, UserError, WireError
+from holdfast.engine.core.job_problems import find_problem
+from holdfast.engine.core.types import (
     AgentId,
     AgentReport,
     Directive,
@@ -33,11 +33,11 @@ from holdfast.core.types import (
     WorkerId,
     WorkerStatus,
 )
-from holdfast.net.peer_stream import HELLO, PeerProof
-from holdfast.net.proof import NONCE_BYTES
-from holdfast.runtime.coordinate.journal import MAGIC, seal, unseal
-from holdfast.store import manifest
-from holdfast.store.data_index import (
+from holdfast.engine.net.peer_stream import HELLO, PeerProof
+from holdfast.engine.net.proof import NONCE_BYTES
+from holdfast.engine.runtime.coordinate.journal import MAGIC, seal, unseal
+from holdfast.engine.state.store import manifest
+from holdfast.engine.state.store.data_index import (
     DIGEST_BYTES,
     FileEntry,
     FileIndex,
@@ -46,10 +46,10 @@ from holdfast.store.data_index import (
     decode_index,
     encode_index,
 )
-from holdfast.store.data_index import MAGIC as INDEX_MAGIC
-from holdfast.wire import frames
-from holdfast.wire.job_document import decode_job, encode_job
-from holdfast.wire.messages import (
+from holdfast.engine.state.store.data_index import MAGIC as INDEX_MAGIC
+from holdfast.engine.wire import frames
+from holdfast.engine.wire.job_document import decode_job, encode_job
+from holdfast.engine.wire.messages import (
     KINDS,
     Address,
     AddressBook,

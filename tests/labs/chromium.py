@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.errors import WorldError
+from holdfast.engine.core.errors import WorldError
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ANSWER_S = 60.0

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from conftest import SCRIPTS, finish
-from holdfast.core.errors import HoldfastError
-from holdfast.testing.cluster_contract import serving_nodes
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.core.errors import HoldfastError
+from holdfast.engine.runtime.local_run import LocalRun, strike
+from holdfast.lab.contracts.cluster_contract import serving_nodes
 from labs.slurm_cluster import our_processes
 
 SCRIPT, STEPS = str(SCRIPTS / "paced.py"), "600"
@@ -76,7 +76,10 @@ class ClusterRun:
     def _fleet(self) -> int:
         for pid in self.run.leftovers():
             with contextlib.suppress(OSError):
-                if b"holdfast.launch.fleet_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if (
+                    b"holdfast.engine.fleet.fleet_process"
+                    in Path(f"/proc/{pid}/cmdline").read_bytes()
+                ):
                     return pid
         return 0
 

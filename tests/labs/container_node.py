@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from holdfast.launch.kubernetes_names import ZONE
+from holdfast.clusters.kubernetes.kubernetes_names import ZONE
 from labs import pod_network
 from labs.containers import PAUSE, unmount_below
 from labs.etcd_cluster import free_ports

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.errors import HoldfastError
-from holdfast.core.fleet.placements import PlacementId
+from holdfast.engine.core.errors import HoldfastError
+from holdfast.engine.core.fleet.placements import PlacementId
 from labs.container_node import ContainerNode, program
 from labs.containers import SITE, site_packages
 from labs.control_plane import ControlPlane

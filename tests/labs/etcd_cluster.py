@@ -13,8 +13,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from holdfast.core.errors import WorldError
-from holdfast.runtime.coordinate.etcd import Endpoint, EtcdClient
+from holdfast.engine.core.errors import WorldError
+from holdfast.engine.runtime.coordinate.etcd import Endpoint, EtcdClient
 
 HOST = "127.0.0.1"
 START_S = 60.0

@@ -26,13 +26,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.fleet.placements import PlacementId
-from holdfast.launch.mesos_manager import MAINTENANCE, NAME, PROOF, MesosManager
-from holdfast.launch.mesos_session import FRAMEWORK, MesosFramework, MesosSession
-from holdfast.launch.order_book import ORDERS, OrderBook
-from holdfast.launch.rest_link import RestAccess, RestLink
-from holdfast.testing.cluster_contract import PREFIX
-from holdfast.testing.fake_cluster import kill_tree
+from holdfast.clusters.local.fake_cluster import kill_tree
+from holdfast.clusters.mesos.mesos_manager import MAINTENANCE, NAME, PROOF, MesosManager
+from holdfast.clusters.mesos.mesos_session import FRAMEWORK, MesosFramework, MesosSession
+from holdfast.clusters.order_book import ORDERS, OrderBook
+from holdfast.clusters.rest_link import RestAccess, RestLink
+from holdfast.engine.core.fleet.placements import PlacementId
+from holdfast.lab.contracts.cluster_contract import PREFIX
 from labs.fake_mesos_http import MesosMaster
 from labs.fake_mesos_state import (
     CLUSTER,
@@ -220,7 +220,7 @@ class FakeMesos:
         name = job.rstrip("-")
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
-        command = (sys.executable, "-m", "holdfast.launch.mesos_place", str(folder))
+        command = (sys.executable, "-m", "holdfast.clusters.mesos.mesos_place", str(folder))
         framework = MesosFramework(name=name, user="me", command=command)
         link = RestLink(RestAccess(address=self.url), NAME, PROOF)
         session = MesosSession(link, framework, folder / FRAMEWORK)

@@ -31,18 +31,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.errors import Unreachable
-from holdfast.core.fleet.placements import PlacementId
-from holdfast.launch.ray_manager import RayManager, RayShare
-from holdfast.launch.ray_tables import DRAINED, NODE_LABEL, RUNNING_STATE, WAITING_STATES, selector
-from holdfast.testing.cluster_contract import PREFIX
-from holdfast.testing.fake_cluster import kill_tree
+from holdfast.clusters.local.fake_cluster import kill_tree
+from holdfast.clusters.ray.ray_manager import RayManager, RayShare
+from holdfast.clusters.ray.ray_tables import (
+    DRAINED,
+    NODE_LABEL,
+    RUNNING_STATE,
+    WAITING_STATES,
+    selector,
+)
+from holdfast.engine.core.errors import Unreachable
+from holdfast.engine.core.fleet.placements import PlacementId
+from holdfast.lab.contracts.cluster_contract import PREFIX
 from labs.slurm_cluster import our_processes
 
 CPUS = 1.0  # each node has these
 ACTOR = """
 import json, sys, threading
-from holdfast.launch.ray_place import RayPlace
+from holdfast.clusters.ray.ray_place import RayPlace
 RayPlace(*json.loads(sys.argv[1]))
 threading.Event().wait()
 """

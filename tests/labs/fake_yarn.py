@@ -33,12 +33,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from holdfast.core.fleet.placements import PlacementId
-from holdfast.launch.order_book import ORDERS, OrderBook
-from holdfast.launch.rest_link import RestAccess, RestLink
-from holdfast.launch.yarn_manager import DECOMMISSIONED, YarnManager, YarnService
-from holdfast.testing.cluster_contract import PREFIX
-from holdfast.testing.fake_cluster import kill_tree
+from holdfast.clusters.local.fake_cluster import kill_tree
+from holdfast.clusters.order_book import ORDERS, OrderBook
+from holdfast.clusters.rest_link import RestAccess, RestLink
+from holdfast.clusters.yarn.yarn_manager import DECOMMISSIONED, YarnManager, YarnService
+from holdfast.engine.core.fleet.placements import PlacementId
+from holdfast.lab.contracts.cluster_contract import PREFIX
 from labs.slurm_cluster import our_processes
 
 ACT_S = 0.02
@@ -423,7 +423,7 @@ class FakeYarn:
 
     def manager(self, job: str = PREFIX) -> YarnManager:
         name = job.rstrip("-")
-        command = f"{sys.executable} -m holdfast.launch.yarn_place {self.folder / name}"
+        command = f"{sys.executable} -m holdfast.clusters.yarn.yarn_place {self.folder / name}"
         link = RestLink(RestAccess(address=self.url, user="me"), "YARN")
         book = OrderBook(self.folder / name / ORDERS)
         service = YarnService(name=name, command=command)

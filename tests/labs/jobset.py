@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from holdfast.core.errors import HoldfastError
-from holdfast.testing.cluster_contract import serving_nodes
+from holdfast.engine.core.errors import HoldfastError
+from holdfast.lab.contracts.cluster_contract import serving_nodes
 from labs.container_run import SIGNALS, ContainerCluster, mount_shared
 from labs.controller import Controller
 from labs.kubernetes_cluster import NAMESPACE

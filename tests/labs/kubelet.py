@@ -37,8 +37,8 @@ from lightkube.resources.core_v1 import (
 )
 from lightkube.types import PatchType
 
-from holdfast.health.measure.lifetime import die_with_parent
-from holdfast.launch.kubernetes_names import ZONE
+from holdfast.clusters.kubernetes.kubernetes_names import ZONE
+from holdfast.engine.host.lifetime import die_with_parent
 
 LOOK_S = 0.05
 RENEW_S = 0.5

@@ -27,11 +27,11 @@ from lightkube.resources.core_v1 import Node, Pod
 from lightkube.types import PatchType
 from typing_extensions import Self
 
-from holdfast.core.errors import Refused
-from holdfast.core.fleet.placements import PlacementId
-from holdfast.launch.kubernetes_manager import KubernetesManager
-from holdfast.launch.kubernetes_names import AGENT, ZONE, instance_of, labels_of
-from holdfast.launch.kubernetes_notices import REASON
+from holdfast.clusters.kubernetes.kubernetes_manager import KubernetesManager
+from holdfast.clusters.kubernetes.kubernetes_names import AGENT, ZONE, instance_of, labels_of
+from holdfast.clusters.kubernetes.kubernetes_notices import REASON
+from holdfast.engine.core.errors import Refused
+from holdfast.engine.core.fleet.placements import PlacementId
 from labs import kubelet
 from labs.kubelet import NODE_MARK, POD_MARK, UNMOUNTABLE, kill_marked, marked, name_in
 

@@ -13,14 +13,14 @@ from lightkube.resources.batch_v1 import Job
 
 from conftest import SCRIPTS
 from holdfast.cli.main import main
-from holdfast.core.errors import HoldfastError
-from holdfast.core.fleet.placements import Placement, PlacementId
-from holdfast.launch.kubernetes_names import COORDINATOR
-from holdfast.launch.kubernetes_resume import COMPLETE, FAILED
-from holdfast.net.tls import client_of
-from holdfast.runtime.contact import job_status
-from holdfast.runtime.rundir import RunDir
-from holdfast.testing.cluster_contract import serving_nodes
+from holdfast.clusters.kubernetes.kubernetes_names import COORDINATOR
+from holdfast.clusters.kubernetes.kubernetes_resume import COMPLETE, FAILED
+from holdfast.engine.core.errors import HoldfastError
+from holdfast.engine.core.fleet.placements import Placement, PlacementId
+from holdfast.engine.net.tls import client_of
+from holdfast.engine.runtime.contact import job_status
+from holdfast.engine.runtime.rundir import RunDir
+from holdfast.lab.contracts.cluster_contract import serving_nodes
 from labs.etcd_cluster import free_ports
 from labs.kubernetes_cluster import KubernetesCluster, read_manifests
 

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from holdfast.core.errors import HoldfastError
-from holdfast.testing.local_run import LocalRun, strike
+from holdfast.engine.core.errors import HoldfastError
+from holdfast.engine.runtime.local_run import LocalRun, strike
 
 END_S = 30.0
 

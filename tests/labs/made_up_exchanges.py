@@ -9,8 +9,8 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-from holdfast.core.step.link_detector import Wait
-from holdfast.train.exchange.waits import Waits
+from holdfast.engine.core.step.link_detector import Wait
+from holdfast.engine.train.exchange.waits import Waits
 
 BUCKETS = 3
 COMPUTE_S = 0.1

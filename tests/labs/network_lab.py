@@ -46,7 +46,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from holdfast.core.errors import UserError, WorldError
+from holdfast.engine.core.errors import UserError, WorldError
 
 INTERFACE = "eth0"  # in every host
 HOSTS_MAX = 200

@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.fleet.placements import PlacementId
-from holdfast.launch.ray_link import RayLink, link_to
-from holdfast.launch.ray_manager import RayManager, RayShare
-from holdfast.launch.ray_tables import DRAINED, NAMESPACE, RayTables, read_tables
-from holdfast.testing.cluster_contract import PREFIX
-from holdfast.testing.fake_cluster import kill_tree
+from holdfast.clusters.local.fake_cluster import kill_tree
+from holdfast.clusters.ray.ray_link import RayLink, link_to
+from holdfast.clusters.ray.ray_manager import RayManager, RayShare
+from holdfast.clusters.ray.ray_tables import DRAINED, NAMESPACE, RayTables, read_tables
+from holdfast.engine.core.fleet.placements import PlacementId
+from holdfast.lab.contracts.cluster_contract import PREFIX
 from labs.slurm_cluster import free_ports, our_processes
 
 WAIT_S = 60.0

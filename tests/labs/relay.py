@@ -34,7 +34,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, TextIO
 
-from holdfast.core.errors import UserError, WorldError
+from holdfast.engine.core.errors import UserError, WorldError
 from labs.network_lab import INTERFACE, Host, run_tool
 
 Address = tuple[str, int]

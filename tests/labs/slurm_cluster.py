@@ -18,9 +18,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.core.fleet.placements import PlacementId
-from holdfast.launch.slurm_manager import SlurmManager
-from holdfast.testing.cluster_contract import PREFIX
+from holdfast.clusters.slurm.slurm_manager import SlurmManager
+from holdfast.engine.core.fleet.placements import PlacementId
+from holdfast.lab.contracts.cluster_contract import PREFIX
 
 PACKAGES = {
     "munged": "munge",

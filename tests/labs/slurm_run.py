@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cli.main import main
-from holdfast.core.errors import HoldfastError
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.open import open_storage
-from holdfast.testing.cluster_contract import serving_nodes
-from holdfast.testing.local_run import LocalRun
+from holdfast.engine.core.errors import HoldfastError
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.open import open_storage
+from holdfast.lab.contracts.cluster_contract import serving_nodes
 from labs.cluster_run import OPTIONS, SCRIPT, STEPS
 from labs.slurm_cluster import SlurmCluster
 

@@ -16,12 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.launch_application import own_user
-from holdfast.core.domains import Domains
-from holdfast.core.fleet.placements import PlacementId
-from holdfast.launch.order_book import ORDERS, OrderBook
-from holdfast.launch.rest_link import RestAccess, RestLink
-from holdfast.launch.yarn_manager import (
+from holdfast.clusters.launch_application import own_user
+from holdfast.clusters.order_book import ORDERS, OrderBook
+from holdfast.clusters.rest_link import RestAccess, RestLink
+from holdfast.clusters.yarn.yarn_manager import (
     DECOMMISSIONED,
     NO_RACK,
     SERVICES,
@@ -29,7 +27,9 @@ from holdfast.launch.yarn_manager import (
     YarnService,
     list_nodes,
 )
-from holdfast.testing.cluster_contract import PREFIX
+from holdfast.engine.core.domains import Domains
+from holdfast.engine.core.fleet.placements import PlacementId
+from holdfast.lab.contracts.cluster_contract import PREFIX
 from labs.slurm_cluster import our_processes
 from labs.yarn_lab import YarnLab
 
@@ -65,7 +65,9 @@ class YarnCluster:
     def manager(self, job: str = PREFIX) -> YarnManager:
         name = f"{job.rstrip('-')}-{os.getpid()}"
         folder = self.folder / name
-        command = shlex.join((sys.executable, "-m", "holdfast.launch.yarn_place", str(folder)))
+        command = shlex.join(
+            (sys.executable, "-m", "holdfast.clusters.yarn.yarn_place", str(folder))
+        )
         service = YarnService(name=name, command=command, memory_mb=512)
         folder.mkdir(exist_ok=True)
         manager = YarnManager(self._link, service, OrderBook(folder / ORDERS), str(folder))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from holdfast.testing.fake_cluster import kill_tree
+from holdfast.clusters.local.fake_cluster import kill_tree
 
 JARS_VARIABLE = "HOLDFAST_YARN_JARS"
 UP_S = 120.0

@@ -162,7 +162,7 @@ class TookTooLong(BaseException):
 
 
 def _seeds(known: Sequence[Seed]) -> Outcome:
-    from holdfast.sim.swarm import run_seed
+    from holdfast.lab.sim.swarm import run_seed
 
     same = True
     for seed, usual_s, digest in known:
@@ -285,7 +285,7 @@ def know_seeds(seeds: range, root: Path) -> tuple[list[Seed], dict[str, list[int
     """Return the result of each seed in a tree without bugs, and which seeds reach a function."""
     if not seeds:
         return [], {}
-    from holdfast.sim.swarm import run_seed
+    from holdfast.lab.sim.swarm import run_seed
 
     tracer, known, reached = Tracer(root), list[Seed](), dict[str, list[int]]()
     for seed in seeds:

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-CORE = "src/holdfast/core/"
-MEMORY = "src/holdfast/memory/"
+CORE = "src/holdfast/engine/core/"
+MEMORY = "src/holdfast/engine/state/memory/"
 DRIVERS = (
-    "src/holdfast/train/hands.py",
-    "src/holdfast/train/step/driver.py",
-    "src/holdfast/train/exchange/waits.py",
-    "src/holdfast/train/script/script_thread.py",
+    "src/holdfast/engine/train/hands.py",
+    "src/holdfast/engine/train/step/driver.py",
+    "src/holdfast/engine/train/exchange/waits.py",
+    "src/holdfast/engine/train/script/script_thread.py",
     *(
-        f"src/holdfast/train/protection/{name}.py"
+        f"src/holdfast/engine/train/protection/{name}.py"
         for name in ("device_image", "protector", "recalling", "tensor_coding")
     ),
     *(
-        f"src/holdfast/train/step/{name}.py"
+        f"src/holdfast/engine/train/step/{name}.py"
         for name in (
             *("backup_messages", "engine", "filled_buckets"),
             *("missed_steps", "speculative", "sum_runs"),

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from holdfast.core.errors import UserError
-from holdfast.core.job_spec import with_settings
-from holdfast.core.types import WorkerId
-from holdfast.testing.local_run import LocalRun
-from holdfast.train.job import Job
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.core.job_spec import with_settings
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.train.job import Job
 from script_search.compose import Script, compose
 from script_search.habit import Truth
 from support import SPEC

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from holdfast.integrations.accelerate import Accelerator
+from holdfast.trainers.accelerate import Accelerator
 
 
 def main() -> None:

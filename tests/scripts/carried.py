@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.train.checkpoint import state
-from holdfast.train.exchange.tensor_bytes import as_bytes
+from holdfast.engine.train.checkpoint import state
+from holdfast.engine.train.exchange.tensor_bytes import as_bytes
 
 WIDTH, BATCH, LENGTH = 16, 3, 5
 

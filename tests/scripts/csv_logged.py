@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from lightning_module import AutoEncoder, digest, images
 
 import holdfast
-from holdfast.integrations.lightning import Strategy
-from holdfast.integrations.lightning_loggers import CSVLogger
+from holdfast.reports.lightning_loggers import CSVLogger
+from holdfast.trainers.lightning import Strategy
 
 job = holdfast.join()
 model = AutoEncoder()

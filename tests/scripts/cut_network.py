@@ -16,8 +16,8 @@ import socket
 import struct
 import sys
 
-from holdfast.net.channel import Channel, Gate, GatePolicy, connect
-from holdfast.wire.messages import StatusReply, StatusRequest
+from holdfast.engine.net.channel import Channel, Gate, GatePolicy, connect
+from holdfast.engine.wire.messages import StatusReply, StatusRequest
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from holdfast.train.checkpoint.dcp import HoldfastReader, HoldfastWriter
+from holdfast.engine.train.checkpoint.dcp import HoldfastReader, HoldfastWriter
 
 ROWS, COLUMNS = 24, 1000
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from holdfast.net.channel import connect
-from holdfast.wire.messages import StatusReply, StatusRequest
+from holdfast.engine.net.channel import connect
+from holdfast.engine.wire.messages import StatusReply, StatusRequest
 
 
 async def main(port: int) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.files import FileStorage
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.files import FileStorage
 
 STEPS, FROZEN_AT, ROWS, SAVED_AT, WAIT_S = 16, 1, 50, 4, 60.0
 

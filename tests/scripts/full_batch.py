@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast.servers import LBFGS
+from holdfast.tables import LBFGS
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=30)

@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 import holdfast
-from holdfast.integrations.transformers import Trainer
+from holdfast.trainers.transformers import Trainer
 
 STEPS = 12
 

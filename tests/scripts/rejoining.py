@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from holdfast.train.job import Job, Step
+from holdfast.engine.train.job import Job, Step
 
 plain_steps = Job.steps
 after = [int(number) for number in sys.argv[1].split(",")]

@@ -10,10 +10,10 @@ import random
 import sys
 from pathlib import Path
 
-from holdfast.core.replica.retention import Retention
-from holdfast.store.checkpoints import Checkpoints
-from holdfast.store.files import FileStorage
-from holdfast.store.saving import Item
+from holdfast.engine.core.replica.retention import Retention
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.files import FileStorage
+from holdfast.engine.state.store.saving import Item
 
 PARTS, PART_BYTES = 4, 3_000_000
 

@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from holdfast.train.job import Job
-from holdfast.train.script.job_step import Step
+from holdfast.engine.train.job import Job
+from holdfast.engine.train.script.job_step import Step
 
 plain_steps, plain_backward, plain_task = Job.steps, Step.backward, Step._task
 shard = int(os.environ.get("HOLDFAST_SHARD", "0"))

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 import holdfast
-from holdfast.integrations.transformers import Trainer
+from holdfast.trainers.transformers import Trainer
 
 STEPS_MAX = 24
 

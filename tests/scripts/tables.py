@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast import servers
+from holdfast import tables as servers
 
 ROWS, DIM, BAG = 200, 4, 3
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 import holdfast
-from holdfast.integrations import trackers
-from holdfast.integrations.otel import OpenTelemetry
+from holdfast.reports import trackers
+from holdfast.reports.otel import OpenTelemetry
 
 kind, where, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 job = holdfast.join(seed=3)

@@ -23,13 +23,13 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.train.checkpoint import state, transfer
-from holdfast.train.checkpoint.gathered_state import GatheredState
-from holdfast.train.checkpoint.state import PROTECTED_AS, Extent
-from holdfast.train.exchange.tensor_bytes import as_bytes
-from holdfast.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
-from holdfast.train.step import bucket_sums, engine
-from holdfast.train.step import reduction as exchange
+from holdfast.engine.train.checkpoint import state, transfer
+from holdfast.engine.train.checkpoint.gathered_state import GatheredState
+from holdfast.engine.train.checkpoint.state import PROTECTED_AS, Extent
+from holdfast.engine.train.exchange.tensor_bytes import as_bytes
+from holdfast.engine.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
+from holdfast.engine.train.step import bucket_sums, engine
+from holdfast.engine.train.step import reduction as exchange
 
 STATE_POINTS = ("donate", "receive", "load", "open")
 

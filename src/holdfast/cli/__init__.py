@@ -1,1 +1,1 @@
-"""Implements the commands: they read, ask and print, and never decide."""
+"""Runs the `holdfast` command."""

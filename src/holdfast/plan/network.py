@@ -26,8 +26,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from holdfast.core.errors import UserError
-from holdfast.core.sum_plan import Level, SumPlan
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.core.sum_plan import Level, SumPlan
 
 NOTHING = Fraction(0)
 

@@ -1,0 +1,1 @@
+"""Runs the nodes of jobs as processes of this machine, to try things out."""

@@ -1,0 +1,22 @@
+"""`holdfast launch local` runs a job on processes of this machine that stand for nodes."""
+
+from __future__ import annotations
+
+from holdfast.engine.commands.launch_options import launch_parser, make_run_dir
+from holdfast.engine.fleet.cluster_job import launch_cluster_job
+from holdfast.engine.runtime.rundir import RunDir
+
+
+def main(argv: list[str]) -> int:
+    """Run a job to its end. Returns the exit status."""
+    options = launch_parser(
+        "local",
+        "Run a training script on several nodes that are processes of this machine, and replace "
+        "those that are lost, as the other launchers do on a cluster.",
+    ).parse_args(argv)
+    return go_on(make_run_dir(options, "local", {}), options.host, options.port)
+
+
+def go_on(run_dir: RunDir, host: str, port: int) -> int:
+    """Run a job, or go on with it, from here."""
+    return launch_cluster_job(run_dir, host, port)

@@ -1,0 +1,1 @@
+"""Runs the nodes of jobs as tasks of a framework on Mesos."""

@@ -1,0 +1,1 @@
+"""Runs the nodes of jobs as actors of a Ray cluster."""

@@ -1,0 +1,1 @@
+"""Runs the nodes of jobs as steps of batch jobs of Slurm."""

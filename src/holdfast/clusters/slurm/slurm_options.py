@@ -1,0 +1,157 @@
+"""Reads a user's options of sbatch and variables of the environment for Slurm. Pure.
+
+Options that would take ours away are refused. Hosts to exclude are joined with those that a request
+avoids. Variables of the environment that change what Slurm's commands print are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast.engine.core.errors import UserError
+
+OPTION_MAX = 4096  # characters
+# Options of one letter, whose value may follow at once: -pgpu.
+SHORT = {
+    "-J": "--job-name",
+    "-N": "--nodes",
+    "-n": "--ntasks",
+    "-a": "--array",
+    "-w": "--nodelist",
+    "-F": "--nodefile",
+    "-x": "--exclude",
+    "-o": "--output",
+    "-i": "--input",
+    "-t": "--time",
+    "-W": "--wait",
+    "-M": "--clusters",
+    "-V": "--version",
+    "-h": "--help",
+    "-s": "--oversubscribe",
+    "-H": "--hold",
+    "-b": "--begin",
+    "-d": "--dependency",
+}
+REFUSED = {
+    "--job-name": "Holdfast finds its jobs by their names",
+    "--nodes": "use --nodes of this command",
+    "--ntasks": "a node runs one agent, which starts --nproc workers",
+    "--ntasks-per-node": "a node runs one agent, which starts --nproc workers",
+    "--array": "each task would need a run directory of its own: launch as many jobs",
+    "--nodelist": "a node that is lost could not be replaced: use --sbatch=--reservation, "
+    "--sbatch=--constraint or --sbatch=--exclude",
+    "--nodefile": "a node that is lost could not be replaced: use --sbatch=--reservation, "
+    "--sbatch=--constraint or --sbatch=--exclude",
+    "--output": "the job's output is slurm-JOB.txt in the run directory",
+    "--input": "the job's script reads nothing",
+    "--signal": "use --drain-s of this command",
+    "--oversubscribe": "Holdfast's nodes are its own",
+    "--wait": "this command returns at once: use `holdfast status`",
+    "--wrap": "Holdfast writes the script",
+    "--clusters": "submit the job from a machine of that cluster",
+    "--test-only": "use --write-script, and sbatch --test-only with the script",
+    "--version": "it is no option of a job",
+    "--help": "it is no option of a job",
+    "--usage": "it is no option of a job",
+}
+# Options that say when the job begins. Its further jobs begin while it runs, and do not take them.
+BEGINNINGS = ("--hold", "--begin", "--dependency")
+# Variables for sbatch that a user may set. The others replace options of the script.
+KEPT = re.compile(
+    "SBATCH_(ACCOUNT|PARTITION|QOS|RESERVATION|CONSTRAINT|TIMELIMIT|GRES|GPUS.*|MEM_PER_.*|WCKEY)"
+)
+LEFT_OUT = re.compile(
+    "(SBATCH|SQUEUE|SINFO|SALLOC|SRUN|SCANCEL|SCONTROL|SACCT)_.*"
+    "|SLURM_(TIME_FORMAT|EXPORT_ENV|CLUSTERS|BITSTR_LEN|DEBUG_FLAGS|JSON|YAML|EXCLUSIVE|WAIT.*)"
+)
+TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SbatchOptions:
+    """Keeps the options of sbatch that a user has given. `exclude`: hosts, as Slurm writes them."""
+
+    options: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    #: The most seconds that the job may take. None: Slurm's own limit.
+    time_s: float | None = None
+
+    def of_job(self) -> list[str]:
+        """Return the options of the job itself."""
+        return [*self.options, *_exclude(self.exclude)]
+
+    def of_further_job(self, avoided: Sequence[str]) -> list[str]:
+        """Return the options of a further job, which must not run on these hosts either."""
+        kept = [each for each in self.options if _split(each)[0] not in BEGINNINGS]
+        return [*kept, *_exclude([*self.exclude, *avoided])]
+
+
+def read_options(given: Sequence[str], drain_s: float = 0.0) -> SbatchOptions:
+    """Read options of sbatch. UserError for other texts, and for options that replace ours.
+
+    `drain_s`: how long before the end of its time Slurm signals the job.
+    """
+    options: list[str] = []
+    exclude: list[str] = []
+    time_s: float | None = None
+    for each in given:
+        name, value = _split(each)
+        if name in REFUSED:
+            raise UserError(f"--sbatch={each} cannot be used: {REFUSED[name]}")
+        if name == "--exclude":
+            exclude.append(value)
+            continue
+        if name == "--time":
+            time_s = read_time(value)
+            if time_s is not None and time_s <= 2 * drain_s:
+                raise UserError(
+                    f"--sbatch={each} leaves no time to train: Slurm speaks of the end "
+                    f"{drain_s:g} s before it (--drain-s), so allow more than {2 * drain_s:g} s"
+                )
+        options.append(each)
+    return SbatchOptions(options=tuple(options), exclude=tuple(exclude), time_s=time_s)
+
+
+def _exclude(hosts: Sequence[str]) -> list[str]:
+    return [f"--exclude={','.join(hosts)}"] if hosts else []
+
+
+def _split(option: str) -> tuple[str, str]:
+    """Return an option's long name and its value."""
+    if len(option) > OPTION_MAX:
+        raise UserError(f"--sbatch={option[:40]}... is too long: {OPTION_MAX} characters at most")
+    if not option.startswith("-") or any(char in option for char in '\n"'):
+        raise UserError(f"--sbatch {option!r} is no option: write --sbatch=--partition=gpu")
+    if option.startswith("--"):
+        name, _, value = option.partition("=")
+        if not value and " " in name:
+            raise UserError(f"--sbatch={option} has a blank: write --sbatch={name.split()[0]}=...")
+        return name, value
+    return SHORT.get(option[:2], option[:2]), option[2:].lstrip("= ")
+
+
+def read_time(text: str) -> float | None:
+    """Return the seconds of a time limit as sbatch takes it; None: it is none, or no limit.
+
+    Minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes or
+    days-hours:minutes:seconds (sbatch(1)).
+    """
+    found = TIME.fullmatch(text)
+    if found is None:
+        return None
+    days, *parts = (int(each) if each is not None else None for each in found.groups())
+    first, second, third = parts
+    units = (3600, 60, 1) if days is not None or third is not None else (60, 1, 0)
+    amounts = zip(units, (first, second, third), strict=True)
+    return float(86400 * (days or 0) + sum(unit * (each or 0) for unit, each in amounts))
+
+
+def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which Slurm's commands answer and act as Holdfast asks."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if KEPT.fullmatch(name) or not LEFT_OUT.fullmatch(name)
+    }

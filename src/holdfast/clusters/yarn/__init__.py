@@ -1,0 +1,1 @@
+"""Runs the nodes of jobs as containers of a service on YARN."""

@@ -1,0 +1,58 @@
+"""Offers the commands of the engine: those that run a job, and operate it."""
+
+from __future__ import annotations
+
+from holdfast.engine.plugins import Command, Plugin
+
+PLUGIN = Plugin(
+    commands={
+        "run": Command(
+            text="run a training script on this machine, through failures",
+            module="holdfast.engine.commands.run_command",
+        ),
+        "launch": Command(
+            text="run a training script on the nodes of a cluster manager, and replace lost ones",
+            module="holdfast.engine.commands.launch_command",
+        ),
+        "resume": Command(
+            text="go on with a run that was killed, stopped or failed",
+            module="holdfast.engine.commands.resume_command",
+        ),
+        "agent": Command(
+            text="add this machine to a running job",
+            module="holdfast.engine.commands.agent_command",
+        ),
+        "status": Command(
+            text="show a running job: view, step, processes",
+            module="holdfast.engine.commands.status_command",
+        ),
+        "drain": Command(
+            text="empty a node of a running job, which goes on without it",
+            module="holdfast.engine.commands.drain_command",
+        ),
+        "migrate": Command(
+            text="move a worker of a running job to another node, while it trains",
+            module="holdfast.engine.commands.migrate_command",
+        ),
+        "scale": Command(
+            text="put the tables of a running job on another number of servers",
+            module="holdfast.engine.commands.scale_command",
+        ),
+        "coordinator": Command(
+            text="stand by as another coordinator of a job, on any machine",
+            module="holdfast.engine.commands.coordinator_command",
+        ),
+        "ckpt": Command(
+            text="list, verify, compare, repair and export checkpoints",
+            module="holdfast.engine.commands.ckpt_command",
+        ),
+        "data": Command(
+            text="write digests of training data, and find later changes",
+            module="holdfast.engine.commands.data_command",
+        ),
+        "ledger": Command(
+            text="prove from a run's ledger that every sample was used exactly once",
+            module="holdfast.engine.commands.ledger_command",
+        ),
+    }
+)

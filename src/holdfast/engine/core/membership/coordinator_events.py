@@ -1,0 +1,123 @@
+"""Defines the events and effects of the coordinator machine, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.engine.core.membership.roster import NodeSnapshot
+from holdfast.engine.core.types import (
+    SIGTERM,
+    AgentId,
+    AgentReport,
+    Directive,
+    JobRecord,
+    Tick,
+    ViewNumber,
+    WorkerId,
+    WorkerStatus,
+)
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class ReportArrived:
+    """An agent has told of its node."""
+
+    report: AgentReport
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """The job should end, as its operator wants; asked again, at once.
+
+    `saves`: it keeps checkpoints, so one is made before. `signal`: number of the signal by which
+    scripts for torchrun are asked to end.
+    """
+
+    reason: str
+    saves: bool = False
+    signal: int = SIGTERM
+
+
+@dataclass(frozen=True, slots=True)
+class ServersAsked:
+    """An operator wants the rows of tables to be on `count` servers."""
+
+    count: int
+
+
+CoordinatorEvent = ReportArrived | StopRequested | ServersAsked | Tick
+
+# ---------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Write this record; it must be durable before any later effect is carried out."""
+
+    record: JobRecord
+
+
+@dataclass(frozen=True, slots=True)
+class SendDirective:
+    """Send an agent its node's orders."""
+
+    directive: Directive
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Describes the cost of an incident until the first step that was committed afterwards."""
+
+    pause_s: float  # from the first sign of the fault until the commit was reported
+    tasks: int  # tasks of workers that were left out: others compute them again
+    steps: int  # committed steps that are computed again
+    missing: int  # workers fewer than before
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Write one line of the job's event log, for people and for events.jsonl.
+
+    `id` and `causes`, ids of earlier lines, are added last (core/membership/event_chain.py). Of a
+    view: `members` are its workers, and `again` means that it repeats committed steps.
+    """
+
+    kind: str
+    text: str
+    worker: WorkerId | None = None
+    view: ViewNumber | None = None
+    step: int | None = None
+    node: AgentId | None = None
+    id: str = ""
+    causes: tuple[str, ...] = ()
+    cost: Cost | None = None
+    members: str = ""
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """End the coordinator: the job is over and nothing of it runs. Empty outcome: success."""
+
+    outcome: str
+
+
+CoordinatorEffect = Persist | SendDirective | Announce | Finish
+
+# ---------------------------------------------------------------- what is seen of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorSnapshot:
+    """Describes what the coordinator knows, for people and for tests."""
+
+    record: JobRecord
+    step: int
+    stop_view: ViewNumber
+    pending_view: ViewNumber
+    agents: tuple[NodeSnapshot, ...]
+    workers: tuple[WorkerStatus, ...]
+    finished: bool
+    freed: tuple[AgentId, ...] = ()  # nodes that may leave with their pieces of the state

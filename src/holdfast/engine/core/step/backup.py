@@ -1,0 +1,118 @@
+"""Decides which results count in a step that does not wait for all. Pure.
+
+With backup workers a step is complete once all but a few members are done with all their tasks;
+later results are dropped (Chen, Monga, Bengio, Jozefowicz, "Revisiting Distributed
+Synchronous SGD", arXiv:1604.00981, 2016).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from holdfast.engine.core.types import WorkerId
+
+FIRST = 0  # the member of this rank hears which others are done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackupPolicy:
+    """Bounds how many members a step may do without: `workers`, none if it is 0.
+
+    `results_min`: the fewest members whose results a step waits for, or all if there are fewer, as
+    after a failure.
+    """
+
+    workers: int = 0
+    results_min: int = 1
+
+    def needed_members(self, members: int) -> int:
+        """Return from how many of the view's members a step waits for results."""
+        return max(members - self.workers, min(self.results_min, members))
+
+
+def find_counted(policy: BackupPolicy, members: int, done: Mapping[int, int]) -> tuple[int, ...]:
+    """Return the ranks whose results count, once enough members are done; () until then.
+
+    `done`: how many samples each of them has used. A step without a sample would be none.
+    """
+    enough = len(done) >= policy.needed_members(members) and any(done.values())
+    return tuple(sorted(done)) if enough or len(done) == members else ()
+
+
+class DropTally:
+    """Counts dropped samples in a loop, in the steps of one worker, for the event log."""
+
+    def __init__(self) -> None:
+        self.steps = 0  # with something dropped
+        self._first = 0  # the first such step
+        self._samples = 0
+        self._steps_of: Counter[WorkerId] = Counter()
+
+    def note(self, step: int, workers: Collection[WorkerId], samples: int) -> bool:
+        """Count a step that dropped these workers' results; tell whether to report it (seldom)."""
+        if not self.steps:
+            self._first = step
+        self.steps += 1
+        self._samples += samples
+        self._steps_of.update(workers)
+        return self.steps & (self.steps - 1) == 0
+
+    def __str__(self) -> str:
+        each = ", ".join(f"of worker {w} in {n}" for w, n in sorted(self._steps_of.items()))
+        since = f"since step {self._first}, in {self.steps} steps"
+        return f"{self._samples} samples were dropped {since} ({each})"
+
+
+class Settlement:
+    """Settles step by step which members' results count, for one member of a view.
+
+    A member that is done with all its tasks says so to the member of rank 0, which names those that
+    count to all as soon as enough are done. That must be known before anything is summed.
+    """
+
+    def __init__(self, policy: BackupPolicy, rank: int, size: int) -> None:
+        self._policy = policy
+        self._rank = rank
+        self._size = size
+        self._step = 0  # the one under way
+        self._said = -1  # the newest step that this member has called done
+        self._done: dict[int, dict[int, int]] = {}  # by step and rank: samples used
+        self._counted: dict[int, tuple[int, ...]] = {}  # by step: the ranks that count
+
+    def begin(self, step: int) -> None:
+        """Forget the settlements of earlier steps."""
+        self._step = step
+        for table in (self._done, self._counted):
+            for old in [s for s in table if s < step]:
+                del table[old]
+
+    def counted_ranks(self, step: int) -> tuple[int, ...] | None:
+        """Return the ranks whose results of the step count; None while that is not settled."""
+        return self._counted.get(step)
+
+    def drops(self, step: int) -> bool:
+        """Return whether it is known that this member's results of the step do not count."""
+        return step in self._counted and self._rank not in self._counted[step]
+
+    def record_own_done(self, step: int) -> bool:
+        """Record that this member is done with a step; whether that is news."""
+        news = self._said < step and step not in self._counted
+        self._said = max(self._said, step)
+        return news
+
+    def record_done(self, rank: int, step: int, samples: int) -> tuple[int, ...]:
+        """Record that a member is done; return who counts if that settles it. At rank 0 only."""
+        if step < self._step or step in self._counted:
+            return ()
+        done = self._done.setdefault(step, {})
+        done[rank] = samples
+        counted = find_counted(self._policy, self._size, done)
+        if counted:
+            self._counted[step] = counted
+        return counted
+
+    def record_settled(self, step: int, ranks: tuple[int, ...]) -> None:
+        """Record the ranks whose results count, as rank 0 says."""
+        self._counted[step] = ranks

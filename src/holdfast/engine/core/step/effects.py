@@ -1,0 +1,368 @@
+"""Defines the effects of the worker machine as values, which its driver carries out in order.
+
+Effects for the engine are carried out one after the other by whoever owns the view's group, those
+for the script by the script's thread; all others at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.engine.core.invalidations import Invalidations
+from holdfast.engine.core.replica.ends import SinkKind, SourceKind
+from holdfast.engine.core.step.events import EventNoted, Purpose, Row, Topic
+from holdfast.engine.core.step.sum_trial import SumQuestion
+from holdfast.engine.core.types import (
+    FollowOrder,
+    LateWorker,
+    View,
+    ViewNumber,
+    WorkerId,
+    WorkerStatus,
+)
+
+# ---------------------------------------------------------------- effects: at once
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send this status to the agent, soon and in order."""
+
+    status: WorkerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Break the group of this view (and of every older one) at once."""
+
+    view: ViewNumber
+
+
+@dataclass(frozen=True, slots=True)
+class MarkCommitted:
+    """Record in the node's memory, for later recalls, that this worker commits `step`."""
+
+    view: ViewNumber
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Redo:
+    """Forget all results of `step`: it is computed again."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """The speculative task of this virtual rank is this worker's own task now."""
+
+    vrank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PutRight:
+    """Take of each piece of a bucket's sum the run that has this digest."""
+
+    bucket: int
+    digests: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NoteDoubt:
+    """Record in the ledger that steps from `step` on may be wrong; `again`: they are redone."""
+
+    step: int
+    view: ViewNumber
+    again: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Remove checkpoints that are invalidated from the store, whenever it answers."""
+
+    invalidations: Invalidations
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """End this process at once: it computes wrongly, or holds a wrong state."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Have the script raise an error with this reason; `by_script`: the script is at fault."""
+
+    reason: str
+    by_script: bool = False
+
+
+# ---------------------------------------------------------------- effects: the script
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Leave the boundary and open `step`. `whole`: take a fingerprint of all of the state.
+
+    `joined`: workers have joined, and have yet to prove that they compute as the others do.
+    """
+
+    step: int
+    whole: bool = False
+    joined: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Compute a task of `step`. `digest`: tell the gradient's digest (or its sketch: `near`).
+
+    `disputed`: workers have computed different results: compute it several times, and tell FICKLE
+    (core/step/audit.py) instead of a digest if the results differ. `compared`: workers
+    compare tasks in this step, so if results differ here, they can find out whose fault that is.
+    """
+
+    step: int
+    vrank: int
+    purpose: Purpose
+    digest: bool = False
+    near: bool = False
+    disputed: bool = False
+    compared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Apply the gradient of `step`.
+
+    `voted`: all members of the view have just voted for it, this worker among them.
+    """
+
+    step: int
+    voted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Leave the ended loop."""
+
+    loop: int
+
+
+# ---------------------------------------------------------------- effects: the replica
+
+
+@dataclass(frozen=True, slots=True)
+class ObtainState:
+    """Load the state after `step` steps from a source; then say StateObtained or ObtainFailed.
+
+    `order`: the number of the feed's order.
+    """
+
+    source: SourceKind
+    view: ViewNumber
+    step: int
+    order: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ObtainStep:
+    """Put the reduced gradient of `step` into its place; then say StepObtained or ObtainFailed."""
+
+    source: SourceKind
+    view: ViewNumber
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyState:
+    """Copy this worker's share of the state after `step` steps for a sink; then say StateCopied.
+
+    `order`: the order to feed followers. `checked`: nobody may take a further step and compare the
+    state, so prints of it are written with the shares, and the checkpoint exists only if they are
+    equal.
+    """
+
+    sink: SinkKind
+    step: int
+    view: View
+    order: FollowOrder | None = None
+    checked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeepStep:
+    """Keep or send this member's piece of the reduced gradient of `step` for a sink.
+
+    MEMORY: say StepKept once it is there. `compared`: all members have shown by now that their
+    copies of the state for followers are the same.
+    """
+
+    sink: SinkKind
+    view: ViewNumber
+    step: int
+    compared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Drop states or steps that a sink does not need any more.
+
+    LATE: every step. MEMORY: states and steps older than the state after `step` steps, which `view`
+    has protected. FOLLOWERS: feed nobody, or not that `follower`; `finish`: steps kept so far
+    are still sent.
+    """
+
+    sink: SinkKind
+    view: ViewNumber
+    step: int = 0
+    finish: bool = False
+    follower: WorkerId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Take in what members send to this worker by an order; None: forget it, and hang up."""
+
+    order: FollowOrder | None
+
+
+# ---------------------------------------------------------------- effects: the engine
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """Connect the members of this view."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class SendMissed:
+    """Send the kept pieces of the steps that a member has missed."""
+
+    view: ViewNumber
+    to: LateWorker
+
+
+@dataclass(frozen=True, slots=True)
+class SyncState:
+    """Bring joiners up to date, and compare the states of all members."""
+
+    view: ViewNumber
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Send all members this row, and receive theirs. CONFESS: with a fingerprint of the state."""
+
+    view: ViewNumber
+    topic: Topic
+    row: Row
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Sum the buckets of `step` as they fill, exchanged by who hosts what (`owners`).
+
+    `counted`: ranks whose results count; this worker adds zeros if its own do not.
+    """
+
+    view: ViewNumber
+    step: int
+    owners: tuple[WorkerId, ...]
+    counted: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ShareRows:
+    """This worker's tasks of `step` are done, or do not count: its rows may be exchanged."""
+
+    view: ViewNumber
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckSum:
+    """Answer a question about a bucket's sum, together with all members: most sum it again."""
+
+    view: ViewNumber
+    bucket: int
+    question: SumQuestion
+
+
+@dataclass(frozen=True, slots=True)
+class SendDone:
+    """Send the first member word that this worker is done with its tasks of `step`."""
+
+    view: ViewNumber
+    step: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendCounted:
+    """Send all members the ranks whose results of `step` count."""
+
+    view: ViewNumber
+    step: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LookWhoIsLate:
+    """Answer with the members that are not done with their tasks of `step` (StillAwaited)."""
+
+    view: ViewNumber
+    step: int
+
+
+ReplicaEffect = ObtainState | ObtainStep | CopyState | KeepStep | Forget | Follow
+ScriptEffect = Begin | Compute | CopyState | Commit | Release
+EngineEffect = (
+    Install
+    | ObtainState
+    | ObtainStep
+    | KeepStep
+    | Forget
+    | SendMissed
+    | SyncState
+    | Gather
+    | Reduce
+    | CheckSum
+)
+PromptEffect = (
+    Tell
+    | Abort
+    | MarkCommitted
+    | Redo
+    | Adopt
+    | ReplicaEffect
+    | PutRight
+    | NoteDoubt
+    | Withdraw
+    | Exit
+    | GiveUp
+    | ShareRows
+    | SendDone
+    | SendCounted
+    | LookWhoIsLate
+)
+WorkerEffect = ScriptEffect | EngineEffect | PromptEffect
+Outcome = WorkerEffect | EventNoted  # what a part of a machine decides
+
+
+def needs_group(effect: ReplicaEffect) -> bool:
+    """Return whether a replica's effect is carried out by the engine, in order with its others.
+
+    The others are carried out at once, but for copies of the state: those the script's thread
+    makes, between two steps.
+    """
+    match effect:
+        case ObtainState(source) | ObtainStep(source):
+            return source is not SourceKind.FEED
+        case KeepStep(sink):
+            return sink is SinkKind.MEMORY
+        case Forget(sink):
+            return sink is SinkKind.LATE
+    return False

@@ -1,0 +1,89 @@
+"""Defines what a step machine is given: the job's settings, and its surroundings. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from holdfast.engine.core.replica.saves import SavePolicy
+from holdfast.engine.core.step.backup import BackupPolicy
+from holdfast.engine.core.step.balance import BalancePolicy
+from holdfast.engine.core.step.events import EventNoted, Row
+from holdfast.engine.core.step.speculation import Patience
+from holdfast.engine.core.step.speeds import Speeds
+from holdfast.engine.core.step.vote import Tally, count_votes
+from holdfast.engine.core.types import View, WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPolicy:
+    """Keeps the settings of a job that matter within a step; the same on all its workers.
+
+    `audit`: share of tasks computed twice. `cycle`: steps in which all of the state is compared;
+    0: never. `keeps`: there are checkpoints to go back to. `restore_s`: how long a store may stay
+    silent when the job is to begin from a checkpoint. `protect_every`: steps between two states put
+    into the nodes' memory; 0: as many as are applied again in the time that a state takes.
+    `script_cycle`: steps in which workers compare one task, because of the script, beside those of
+    the first steps (core/step/early_audits.py); 0: they compare none.
+    `processor`: a number that stands for the kind of this worker's processor.
+    """
+
+    seed: int = 0
+    audit: float = 0.0
+    audit_tolerance: float = 0.0
+    cycle: int = 0
+    keeps: bool = False
+    balance: BalancePolicy | None = field(default_factory=BalancePolicy)
+    backup: BackupPolicy = field(default_factory=BackupPolicy)
+    patience: Patience = field(default_factory=Patience)
+    saves: SavePolicy = field(default_factory=SavePolicy)
+    restore_s: float = 300.0
+    protect_every: int = 0
+    script_cycle: int = 0
+    processor: int = 0
+
+    @property
+    def looks(self) -> bool:
+        """Return whether anything is compared at all."""
+        return bool(self.audit or self.cycle)
+
+
+class Surroundings(Protocol):
+    """Declares the worker machine around a step machine."""
+
+    @property
+    def now(self) -> float: ...
+
+    @property
+    def leads_now(self) -> bool: ...
+
+    @property
+    def pending(self) -> bool:
+        """Return whether this worker knows of a planned change of the view."""
+        ...
+
+    @property
+    def at_rest(self) -> bool:
+        """Return whether the script has applied all committed steps, and waits."""
+        ...
+
+
+class Counting:
+    """Draws the conclusions from a view's votes, step after step: the same on all its members."""
+
+    def __init__(self, view: View, balance: BalancePolicy | None) -> None:
+        self._speeds = Speeds(view, balance)
+
+    @property
+    def owners(self) -> tuple[WorkerId, ...]:
+        """Return who hosts each virtual rank from the next step on."""
+        return self._speeds.owners
+
+    def count(self, rows: Sequence[Row]) -> Tally:
+        """Count the votes that end a step."""
+        return count_votes(rows)
+
+    def observe(self, tally: Tally, leads: bool) -> list[EventNoted]:
+        """Learn from the times in the votes; returns events for the job's log."""
+        return self._speeds.observe(tally.compute_us, leads, tally.waits)

@@ -1,0 +1,1 @@
+"""Injects faults into a run, by a script of them."""

@@ -1,0 +1,57 @@
+"""Ask the kernel about a process: its state, and whether any of its threads was scheduled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection
+
+from holdfast.engine.core.membership.liveness import ProcessSample
+
+THREADS_MAX = 64  # the control thread is among the first; more would only cost
+
+
+def sample_process(pid: int) -> ProcessSample | None:
+    """Take one look at a process; None when it has gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    ticks = int(fields[11]) + int(fields[12])  # user and system time, all threads
+    return ProcessSample(state=fields[0], progress=ticks + _switches(pid))
+
+
+def start_time(pid: int) -> int | None:
+    """Return when a process began, in the kernel's ticks since boot; None if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _switches(pid: int) -> int:
+    """Count the context switches of all threads: they grow even while a process only waits."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for tid in sorted(os.listdir(f"/proc/{pid}/task"), key=int)[:THREADS_MAX]:
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{tid}/status") as file:
+                text = file.read()
+                for line in text[text.rfind("voluntary_ctxt_switches") - 40 :].splitlines():
+                    if "voluntary_ctxt_switches" in line:
+                        total += int(line.split()[1])
+    return total
+
+
+def session_cpu_s(leaders: Collection[int]) -> dict[int, float]:
+    """Sum up the processor time of all living processes of these sessions, by session."""
+    found = dict.fromkeys(leaders, 0.0)
+    tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError, IndexError), open(f"/proc/{name}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+            if (session := int(fields[3])) in found:
+                found[session] += (int(fields[11]) + int(fields[12])) * tick_s
+    return found

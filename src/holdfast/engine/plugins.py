@@ -1,0 +1,138 @@
+"""Finds what products bring to the engine, which imports none of them.
+
+A product is a folder of holdfast, or another distribution. It describes what it brings by a
+`Plugin`: a folder under the name PLUGIN, another distribution by an entry point of the group
+`holdfast.plugins`. Modules are named there, and imported when they are needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from holdfast.engine.core.errors import UserError
+
+GROUP = "holdfast.plugins"
+ROOT = Path(__file__).parents[1]
+COMMANDS = "engine.commands"
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """Describes a word after `holdfast`. `module` has `main(argv) -> int`, an exit status."""
+
+    text: str
+    module: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manager:
+    """Describes a cluster manager.
+
+    `name`: as people write it. `adapter`: a module with `open_manager(plan, spec)`, which returns a
+    ClusterManager. `launcher`: a module with `main(argv)`, the command `holdfast launch WORD`, and
+    `go_on(run_dir, host, port)`, which resumes a job; both return an exit status. Without one there
+    is no such command. `word`: if it is not the manager's key. `text`: a line for the help.
+    """
+
+    name: str
+    adapter: str
+    launcher: str = ""
+    word: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plugin:
+    """Describes what a product brings, each by a key.
+
+    `services`: modules of hosted services, which run in processes of their own on the job's nodes;
+    `listen(spec, identity, host, say)` starts one and returns its address. `listeners`: modules
+    whose `listen(run_dir, tls)` returns a process (Kept) that is kept beside a run, and reads what
+    that writes; UserError if it cannot work here.
+    """
+
+    commands: Mapping[str, Command] = field(default_factory=dict)
+    managers: Mapping[str, Manager] = field(default_factory=dict)
+    services: Mapping[str, str] = field(default_factory=dict)
+    listeners: Mapping[str, str] = field(default_factory=dict)
+
+
+def list_commands() -> dict[str, Command]:
+    """List the commands of all products, ours first."""
+    return dict(_merge(lambda plugin: plugin.commands))
+
+
+def list_managers() -> dict[str, Manager]:
+    """List the cluster managers of all products, ours first."""
+    return dict(_merge(lambda plugin: plugin.managers))
+
+
+def find_command(key: str) -> ModuleType:
+    """Import the module of a command. UserError if there is none of that name."""
+    return import_module(_find("command", key, lambda plugin: plugin.commands).module)
+
+
+def find_manager(key: str) -> Manager:
+    """Return a cluster manager. UserError if there is none of that name."""
+    return _find("manager", key, lambda plugin: plugin.managers)
+
+
+def find_service(key: str) -> ModuleType:
+    """Import the module of a hosted service. UserError if there is none of that name."""
+    return import_module(_find("hosted service", key, lambda plugin: plugin.services))
+
+
+def find_listener(key: str) -> ModuleType:
+    """Import the module of a listener of runs. UserError if there is none of that name."""
+    return import_module(_find("listener", key, lambda plugin: plugin.listeners))
+
+
+def _find(kind: str, key: str, choose: Callable[[Plugin], Mapping[str, Found]]) -> Found:
+    for plugins in (find_ours, find_of_others):  # those of others take longer to find
+        for plugin in plugins():
+            if key in choose(plugin):
+                return choose(plugin)[key]
+    names = ", ".join(key for key, _ in _merge(choose))
+    raise UserError(f"there is no {kind} {key!r}: use one of {names}")
+
+
+def _merge(choose: Callable[[Plugin], Mapping[str, Found]]) -> Iterator[tuple[str, Found]]:
+    taken: set[str] = set()
+    for plugin in (*find_ours(), *find_of_others()):
+        new = {key: found for key, found in choose(plugin).items() if key not in taken}
+        taken.update(new)
+        yield from new.items()
+
+
+@functools.cache
+def find_ours() -> list[Plugin]:
+    """Load the plugins of this distribution; that of the engine comes first."""
+    folders = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
+    packages = [import_module(f"{ROOT.name}.{name}") for name in (COMMANDS, *folders)]
+    return [package.PLUGIN for package in packages if hasattr(package, "PLUGIN")]
+
+
+@functools.cache
+def find_of_others() -> list[Plugin]:
+    found = []
+    for each in sorted(entry_points(group=GROUP), key=lambda each: each.name):
+        try:
+            plugin = each.load()
+        except Exception as error:  # noqa: BLE001 - the code is not ours
+            raise UserError(
+                f"the plugin {each.name} ({each.value}) of another package cannot be loaded: "
+                f"{type(error).__name__}: {error}"
+            ) from None
+        if not isinstance(plugin, Plugin):
+            raise UserError(f"the plugin {each.name} ({each.value}) is no holdfast Plugin")
+        found.append(plugin)
+    return found

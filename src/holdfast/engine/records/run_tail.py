@@ -1,0 +1,105 @@
+"""Follows the files of a run as they grow: its events, its newest loss, and how fast steps come.
+
+A reader asks now and then; nothing is read twice. Must not know processes or sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.engine.records.file_tails import FileTail
+from holdfast.engine.records.incidents import Incident, drop_routine, list_incidents, parse_event
+from holdfast.engine.records.ledger import LEDGER_DIR, StepLine, decode_line
+from holdfast.engine.records.time_left import estimate_left_s
+from holdfast.engine.records.time_lines import read_last_times
+from holdfast.engine.state.store.regular_files import regular_stream
+
+RATE_S = 10.0  # over which the rate of steps is taken
+TAIL_BYTES = 256 << 10
+DROP_PARTS = 10  # old events are dropped when a tenth more than wanted are kept
+
+
+class RunTail:
+    """Follows one run. `look` and `look_at_loss` read on; the rest returns the newest values."""
+
+    def __init__(self, run_dir: Path, events_max: int | None = None) -> None:
+        """Follow the run in a directory.
+
+        `events_max`: of older events than these only those are kept that incidents consist of, and
+        that tell which workers there were; 0 keeps none; None keeps all.
+        """
+        self._events_max = events_max
+        self._dropped_at = 0  # how many were left when routine ones were last dropped
+        self._path = run_dir
+        self._tail = FileTail(run_dir / "events.jsonl")
+        self._reached: deque[tuple[float, int]] = deque()
+        self.events: list[dict[str, Any]] = []
+        self.was_replaced = False  # the log of events, before the last look
+        self.loss: float | None = None
+
+    def look(self) -> Sequence[dict[str, Any]]:
+        """Read on; return the events that have come since the last look."""
+        self._tail.cut = self.was_replaced = False
+        found = [event for line in self._tail.read() if (event := parse_event(line)) is not None]
+        if self._tail.cut:
+            self.was_replaced, self.events, self._dropped_at = True, [], 0
+        self.events += found
+        if self._events_max is not None:
+            self._drop_old(self._events_max)
+        return found
+
+    def _drop_old(self, newest: int) -> None:
+        if newest == 0:
+            self.events = []
+        elif len(self.events) > max(newest, self._dropped_at) + newest // DROP_PARTS:
+            self.events = drop_routine(self.events, newest)
+            self._dropped_at = len(self.events)
+
+    def note_step(self, step: int, now: float) -> None:
+        """Take in how many steps are committed at the time `now`, in seconds."""
+        reached = self._reached
+        reached.append((now, step))
+        while len(reached) > 2 and (reached[1][0] < now - RATE_S or reached[1][1] == reached[0][1]):
+            reached.popleft()  # it is too old, or nothing went on until the next look
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """Return how many steps a second are committed; None as long as nothing is known."""
+        if len(self._reached) < 2:
+            return None
+        (began, first), (ended, last) = self._reached[0], self._reached[-1]
+        return max(last - first, 0) / (ended - began) if ended > began else None
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """Return all incidents so far, oldest first."""
+        return list_incidents(self.events)
+
+    def estimate_left_s(self) -> float | None:
+        """Return the seconds that the script's present loop still takes; None if unknown."""
+        return estimate_left_s(read_last_times(self._path))
+
+    def look_at_loss(self) -> None:
+        """Take the newest loss from the end of the ledger's newest file."""
+        try:
+            paths = list((self._path / LEDGER_DIR).glob("*.jsonl"))
+            newest = max(paths, key=lambda path: path.stat().st_mtime_ns, default=None)
+            if newest is None:
+                return
+            with regular_stream(newest) as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(size - TAIL_BYTES, 0))
+                lines = file.read(TAIL_BYTES).split(b"\n")
+        except OSError:
+            return
+        for data in reversed(lines[:-1]):
+            with contextlib.suppress(ValueError):  # a line that is cut off at the front, too
+                line = decode_line(data)
+                if isinstance(line, StepLine) and line.losses:
+                    self.loss = float.fromhex(line.loss)
+                    return

@@ -1,0 +1,55 @@
+"""Runs a process of a hosted service: a server of tables, which holds rows for a job's workers.
+
+    python -m holdfast.engine.runtime.node.service_process
+
+Its environment names the host to listen on, the job's peer key, and a descriptor to which it writes
+its address once it listens. It is killed when its agent goes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+from holdfast.engine.host.ending_signals import leave_ending_signals
+from holdfast.engine.host.lifetime import die_with_parent
+from holdfast.engine.net.descriptors import raise_limit
+from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.plugins import find_service
+from holdfast.engine.runtime.node import bootstrap
+from holdfast.engine.runtime.rundir import RunDir
+
+MODULE = "holdfast.engine.runtime.node.service_process"
+SERVICE = "tables"
+ADDRESS_FD = "HOLDFAST_ADDRESS_FD"
+
+
+def main(argv: list[str]) -> int:
+    """Serve until the agent ends this process."""
+    die_with_parent(int(os.environ["HOLDFAST_PARENT"]))
+    leave_ending_signals()
+    raise_limit()
+    key = bytes.fromhex(os.environ.pop("HOLDFAST_PEER_KEY"))
+    tls = os.environ.get("HOLDFAST_TLS", "")
+    identity = PeerIdentity.of(key, Path(tls) if tls else None)
+
+    spec = RunDir(Path(os.environ["HOLDFAST_RUN_DIR"])).spec()
+    # Its modules take seconds to import.
+    address = find_service(SERVICE).listen(spec, identity, os.environ["HOLDFAST_HOST"], _say)
+    descriptor = int(os.environ[ADDRESS_FD])
+    os.write(descriptor, address.encode() + b"\n")
+    os.close(descriptor)
+    threading.Event().wait()
+    return 0
+
+
+def _say(text: str) -> None:
+    print_plain(f"holdfast: {text}", file=sys.stderr)
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    bootstrap.leave(main(sys.argv[1:]))

@@ -1,0 +1,195 @@
+"""Puts states and gradients together again, from pieces that nodes hold.
+
+Data pieces are received where they belong. Where some are lost or damaged, others are fetched in
+their place, and one more if there is one, which shows whether they are right.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from holdfast.engine.core.errors import Damaged, WireError, WorldError
+from holdfast.engine.core.redundancy import Piece, Redundancy
+from holdfast.engine.net import peer_stream
+from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.state.memory.arena import PieceEntry, Table, problem_of_table
+from holdfast.engine.state.memory.piece_server import MAGIC, PieceAnswer, PieceRequest
+from holdfast.engine.state.memory.pieces import PieceCoder
+
+PATIENCE_S = 20.0  # with a node that sends nothing
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Names the place of a piece."""
+
+    node: int
+    file: int
+    entry: PieceEntry
+    index: int
+
+
+class _Node:
+    """Connects to one node's server."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self.tables: Mapping[int, Table] = {}
+
+    def ask(self) -> None:
+        """Ask for its tables. OSError, WireError."""
+        peer_stream.send_message(self._channel, PieceRequest())
+        tables = peer_stream.receive_message(self._channel, PieceAnswer).tables
+        self.tables = {n: table for n, table in tables.items() if not problem_of_table(table)}
+
+    def fetch(self, held: _Held, place: memoryview) -> bool:
+        """Receive a piece; tells whether it is sound. OSError, WireError."""
+        peer_stream.send_message(self._channel, PieceRequest(held.file, held.entry, held.index))
+        if not peer_stream.receive_message(self._channel, PieceAnswer).sound:
+            return False
+        peer_stream.fill(self._channel, place)
+        return xxhash.xxh3_128_digest(place) == held.entry.digests[held.index]
+
+    def lose(self) -> None:
+        """Give up its pieces: a server that is slow to answer once is not waited for again."""
+        self.close()
+        self.tables = {}
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class PieceReader:
+    """Reads what nodes hold at present of one shard; `addresses`: of their servers.
+
+    Use it in one thread.
+    """
+
+    def __init__(
+        self,
+        addresses: Iterable[str],
+        identity: PeerIdentity,
+        redundancy: Redundancy,
+        shard: int = 0,
+    ) -> None:
+        self._shard = shard
+        self.received = 0  # bytes of pieces
+        self._redundancy = redundancy
+        self._nodes: list[_Node] = []
+        for address in addresses:
+            try:
+                channel = peer_stream.connect(address, identity, MAGIC, (0, 0, 0), PATIENCE_S)
+                self._nodes.append(_Node(channel))
+                self._nodes[-1].ask()
+            except (OSError, WireError):
+                continue  # its pieces are lost, or will be when they are asked for
+
+    def close(self) -> None:
+        """Hang up on all nodes."""
+        for node in self._nodes:
+            node.close()
+
+    def read(self, kind: str, view: int, step: int) -> memoryview:
+        """Read what members of a view have put there for a step. Damaged: too few pieces are left.
+
+        Returns the image's bytes, which may be written to.
+        """
+        held, parts, entry = self._find(kind, view, step)
+        coder = PieceCoder(self._redundancy, parts, entry.whole)
+        if coder.size != entry.size:
+            raise Damaged(f"pieces of {entry.size} bytes, where {coder.size} were expected")
+        room = coder.room().data
+        there: dict[Piece, memoryview] = {}
+        while wanted := self._choose_next(coder, held, there):
+            there |= self._fetch(coder, room, {piece: held.pop(piece) for piece in wanted})
+        for part in range(parts):
+            found = {p.number: place for p, place in there.items() if p.part == part}
+            if len(found) < coder.data:
+                raise Damaged(
+                    f"of part {part} of the {kind} of step {step}, {len(found)} of the "
+                    f"{coder.data} pieces that are needed are left"
+                )
+            try:
+                coder.complete(room, part, found)
+            except Damaged:  # they contradict each other: the others may tell which are wrong
+                others = {piece: each for piece, each in held.items() if piece.part == part}
+                if not others:
+                    raise
+                more = self._fetch(coder, room, others)
+                found |= {piece.number: place for piece, place in more.items()}
+                coder.complete(room, part, found)
+        return room[: entry.whole]
+
+    def _find(self, kind: str, view: int, step: int) -> tuple[dict[Piece, _Held], int, PieceEntry]:
+        """Find the holders of pieces. Damaged if there are none."""
+        found: list[tuple[Piece, int, _Held]] = []
+        for number, node in enumerate(self._nodes):
+            for file, table in node.tables.items():
+                for entry in table.entries:
+                    if entry.key != (kind, view, step, self._shard):
+                        continue
+                    shelf = table.shelf_of(entry)
+                    if shelf is None:
+                        continue
+                    pieces = [Piece(*each) for each in shelf.pieces]
+                    for index, piece in enumerate(pieces[: len(entry.digests)]):
+                        found.append((piece, shelf.parts, _Held(number, file, entry, index)))
+        if not found:
+            raise Damaged(f"no node that is reached holds the {kind} of step {step}")
+        shapes = Counter((n, held.entry.whole, held.entry.size) for _, n, held in found)
+        shape, _ = shapes.most_common(1)[0]
+        fits = [
+            each for each in found if (each[1], each[2].entry.whole, each[2].entry.size) == shape
+        ]
+        return {piece: held for piece, _, held in fits}, shape[0], fits[0][2].entry
+
+    def _choose_next(
+        self, coder: PieceCoder, held: Mapping[Piece, _Held], there: Mapping[Piece, memoryview]
+    ) -> list[Piece]:
+        """Choose what to fetch next: as much of each part as is missing, data first."""
+        found: list[Piece] = []
+        for part in range(coder.parts):
+            here = [piece for piece in there if piece.part == part]
+            left = sorted(piece for piece in held if piece.part == part)
+            chosen = left[: max(coder.data - len(here), 0)]
+            coded = [p for p in (*here, *chosen) if p.number >= coder.data]
+            if coded and coder.data > 1 and len(here) <= coder.data:
+                chosen = left[: coder.data + 1 - len(here)]  # one to check the others by
+            found += chosen
+        return found
+
+    def _fetch(
+        self, coder: PieceCoder, room: memoryview, wanted: Mapping[Piece, _Held]
+    ) -> dict[Piece, memoryview]:
+        """Fetch pieces from all nodes at once; returns those that are sound."""
+        found: dict[Piece, memoryview] = {}
+
+        def fetch(number: int) -> None:
+            for piece, held in wanted.items():
+                if held.node != number:
+                    continue
+                place = coder.place(room, piece)
+                place = np.empty(coder.size, np.uint8).data if place is None else place
+                try:
+                    sound = self._nodes[number].fetch(held, place)
+                    self.received += len(place)
+                    if sound:
+                        found[piece] = place
+                except (OSError, WorldError):
+                    self._nodes[number].lose()
+                    return  # what else it holds is lost
+
+        numbers = sorted({held.node for held in wanted.values()})
+        threads = [threading.Thread(target=fetch, args=(number,)) for number in numbers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found

@@ -1,0 +1,130 @@
+"""Converts checkpoints to files of other formats and back, without unpickling anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.engine.core.errors import UserError, first_line
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.manifest import Entry, Manifest, is_of_one_shard
+from holdfast.engine.state.store.saving import Item
+from holdfast.engine.train.checkpoint.room import check_room
+
+
+def read_tensors(store: Checkpoints, step: int, only: str = "") -> dict[str, torch.Tensor]:
+    """Read all tensors of a checkpoint whose name contains `only`, and nothing else.
+
+    Raises Missing, Damaged, and UserError if they do not fit into the free memory, or for a dtype
+    that this PyTorch does not know.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    parts: list[tuple[Entry, torch.Tensor]] = []
+
+    def targets(manifest: Manifest) -> Sequence[tuple[Entry, memoryview]]:
+        chosen = [
+            entry
+            for entry in manifest.entries
+            if entry.dtype and only in entry.name and not is_of_one_shard(entry.name)
+        ]
+        check_room(_bytes_to_read(chosen), f"the checkpoint of step {step}")
+        for entry in chosen:
+            parts.append((entry, torch.empty(entry.shape, dtype=_dtype(entry))))
+        return [(entry, bytes_of(tensor)) for entry, tensor in parts]
+
+    store.load(step, targets)
+    for entry, tensor in parts:
+        if entry.whole in ((), entry.shape):
+            tensors[entry.name] = tensor
+            continue
+        if (whole := tensors.get(entry.name)) is None:
+            whole = tensors[entry.name] = torch.empty(entry.whole, dtype=tensor.dtype)
+        place = zip(entry.offset, entry.shape, strict=True)
+        whole[tuple(slice(start, start + size) for start, size in place)] = tensor
+    return tensors
+
+
+def write_file(tensors: dict[str, torch.Tensor], file: Path, kind: str) -> None:
+    """Write "safetensors", "torch", or "dcp", which makes `file` a folder. UserError."""
+    failures: tuple[type[BaseException], ...] = (OSError, RuntimeError, ValueError)
+    try:
+        if kind == "torch":
+            torch.save(tensors, file)
+        elif kind == "dcp":
+            import torch.distributed.checkpoint as dcp
+
+            failures += (dcp.CheckpointException,)  # it is not an Exception
+            dcp.save(tensors, checkpoint_id=file, no_dist=True)
+        else:
+            library = _safetensors()
+            failures += (library.SafetensorError,)
+            library.torch.save_file(tensors, str(file))
+    except failures as error:
+        raise UserError(f"cannot write {file}: {first_line(error)}") from None
+
+
+def read_file(file: Path) -> list[Item]:
+    """Read the tensors of a safetensors file, by name, to be saved. UserError."""
+    library = _safetensors()
+    try:
+        tensors: dict[str, torch.Tensor] = library.torch.load_file(str(file))
+    except (OSError, library.SafetensorError) as error:
+        raise UserError(f"{file} is no safetensors file: {first_line(error)}") from None
+    return [item_of(name, tensor) for name, tensor in sorted(tensors.items())]
+
+
+def item_of(name: str, tensor: torch.Tensor) -> Item:
+    """Make an item of a host tensor to be saved; it must not change until it is."""
+    return Item(
+        name=name,
+        data=bytes_of(tensor.detach().contiguous()),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+    )
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous host tensor."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _bytes_to_read(entries: Sequence[Entry]) -> int:
+    """Return what `read_tensors` allocates: all entries, and tensors that consist of several."""
+    wholes = {
+        entry.name: math.prod(entry.whole) * _dtype(entry).itemsize
+        for entry in entries
+        if entry.whole not in ((), entry.shape)
+    }
+    return sum(entry.size for entry in entries) + sum(wholes.values())
+
+
+def find_unknown(entries: Sequence[Entry]) -> list[str]:
+    """Return a sentence on each entry whose type this PyTorch does not know."""
+    found = []
+    for entry in entries:
+        try:
+            _dtype(entry)
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+def _dtype(entry: Entry) -> torch.dtype:
+    found, is_quantized = getattr(torch, entry.dtype, None), entry.dtype.startswith("q")
+    if isinstance(found, torch.dtype) and not is_quantized:
+        if found.itemsize * math.prod(entry.shape) == entry.size:
+            return found
+    problem = f"is of {entry.dtype!r}, which this PyTorch does not know"
+    raise UserError(f"{entry.name!r} {problem}: use the one that saved it")
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise UserError("this needs safetensors: pip install safetensors") from None
+    return safetensors

@@ -1,0 +1,577 @@
+"""Puts a worker together: makes its parts and connects them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.core.job_spec import JobSpec
+from holdfast.engine.core.replica.ends import SinkKind, SourceKind
+from holdfast.engine.core.replica.saves import SavePolicy
+from holdfast.engine.core.step.balance import BalancePolicy
+from holdfast.engine.core.step.events import EventNoted, HeirsSeen, Loading, Reachable, StateLost
+from holdfast.engine.core.step.speculation import Patience
+from holdfast.engine.core.step.step_policy import StepPolicy
+from holdfast.engine.core.types import Peer, ServerLayout, WorkerId
+from holdfast.engine.core.worker.machine import WorkerMachine
+from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.state.memory.arena import PieceArena
+from holdfast.engine.state.memory.piece_post import PiecePost
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.open import open_storage
+from holdfast.engine.train.checkpoint.gathered_state import GatheredState
+from holdfast.engine.train.checkpoint.loaded_state import LoadedState
+from holdfast.engine.train.checkpoint.local_tensors import check_meshes
+from holdfast.engine.train.checkpoint.restorer import Restorer
+from holdfast.engine.train.checkpoint.saver import Saver, say
+from holdfast.engine.train.checkpoint.state import PROTECTED_AS, Capture
+from holdfast.engine.train.compiled import advice
+from holdfast.engine.train.data.data_workers import protect_data_workers
+from holdfast.engine.train.exchange.nccl import GpuTransport, gpu_id_of
+from holdfast.engine.train.exchange.seam import Transport
+from holdfast.engine.train.exchange.staged import DeviceCopies, HostRooms
+from holdfast.engine.train.exchange.tcp_transport import TcpListener, TcpTransport
+from holdfast.engine.train.feeding.fed_receiver import FedReceiver
+from holdfast.engine.train.feeding.feeder import Feeder
+from holdfast.engine.train.hands import StepHands
+from holdfast.engine.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
+from holdfast.engine.train.protection.protector import PieceTarget, Protector
+from holdfast.engine.train.protection.recalling import Recalling
+from holdfast.engine.train.rendezvous_store import find_store, open_store
+from holdfast.engine.train.script.environment import WorkerEnvironment
+from holdfast.engine.train.script.fingerprints import Fingerprints
+from holdfast.engine.train.script.ledger_recorder import LedgerRecorder
+from holdfast.engine.train.script.optimizer_watch import OptimizerWatch
+from holdfast.engine.train.script.parameter_watch import ParameterWatch
+from holdfast.engine.train.script.plain_state import PlainState, StateComparison
+from holdfast.engine.train.script.processor_kind import kind_of_processor
+from holdfast.engine.train.script.rank_states import RankStates
+from holdfast.engine.train.script.repeated_tasks import RepeatedTasks
+from holdfast.engine.train.script.row_updates import HeirWatch, RowUpdates, ServerAccess
+from holdfast.engine.train.script.script_guard import ScriptGuard
+from holdfast.engine.train.script.script_memory import ScriptMemory
+from holdfast.engine.train.script.script_state import ScriptState
+from holdfast.engine.train.script.script_suspects import Suspects
+from holdfast.engine.train.script.script_thread import ScriptThread, TaskRunner
+from holdfast.engine.train.script.state_costs import StateCosts
+from holdfast.engine.train.script.unprotected_modules import UnprotectedModules
+from holdfast.engine.train.shards.following_shard import FollowingLink, FollowingMachine
+from holdfast.engine.train.shards.inner_group import LOOPBACK, InnerGroup
+from holdfast.engine.train.shards.leading_shard import LeadingShard
+from holdfast.engine.train.shards.shard_channel import Meeting, ShardChannel
+from holdfast.engine.train.state.state_sinks import FollowersSink, LateSink, MemorySink, StoreSink
+from holdfast.engine.train.state.state_sources import (
+    FeedSource,
+    MembersSource,
+    MemorySource,
+    StoreSource,
+)
+from holdfast.engine.train.step.agent_link import AgentLink, SoloLink
+from holdfast.engine.train.step.buckets import Gradients
+from holdfast.engine.train.step.driver import Driver, Link
+from holdfast.engine.train.step.engine import Engine, Exchange
+from holdfast.engine.train.step.filled_buckets import FilledBuckets
+from holdfast.engine.train.step.missed_steps import MissedSteps
+from holdfast.engine.train.step.module_attributes import ModuleAttributes
+from holdfast.engine.train.step.monitor import Monitor
+from holdfast.engine.train.step.mover import StateMover, StateSink
+from holdfast.engine.train.step.probe import current
+from holdfast.engine.train.step.step_data import StepData
+from holdfast.engine.train.step.step_table import Buffers, StepTable
+from holdfast.engine.train.step.task_clock import TaskClock
+from holdfast.engine.train.step.task_digest import TaskDigest
+from holdfast.engine.train.step.task_files import TaskFiles
+from holdfast.engine.train.step.time_sheet import TimeSheet
+from holdfast.engine.train.step.trained import Named
+
+CHANGED = (
+    "a task changes the attribute {path}, which is set back before the next task, so that no task "
+    "depends on the ones before it; to keep a value, put it into a buffer (register_buffer) or "
+    "into job.values"
+)
+
+NCCL_IN_THE_CLEAR = "--tls does not encrypt what GPUs exchange by NCCL"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """Connects a worker to its job, before there is anything to train."""
+
+    environment: WorkerEnvironment
+    seed: int
+    driver: Driver
+    link: AgentLink | SoloLink | FollowingLink | Link
+    inner: InnerGroup | None = None  # connects the worker's processes, if there are several
+    # None: chosen by the device of the parameters
+    make_transport: Callable[[], Transport] | None = None
+
+
+def step_policy(spec: JobSpec, seed: int, *, writes: bool) -> StepPolicy:
+    """Return the settings of a job that matter within a step; `writes`: there is a writer here."""
+    silent, saves, backup = spec.silent_errors, spec.checkpoints, spec.backup()
+    return StepPolicy(
+        seed=seed,
+        audit=silent.audit,
+        audit_tolerance=silent.audit_tolerance,
+        cycle=silent.fingerprint_steps,
+        keeps=bool(saves.store),
+        # The time of dropped tasks is unknown.
+        balance=BalancePolicy() if spec.stragglers.rebalance and not backup.workers else None,
+        backup=backup,
+        patience=Patience(copies=0.0 if backup.workers else spec.copies),
+        saves=SavePolicy(
+            enabled=bool(saves.store) and writes,
+            every=saves.every or 0,
+            pace=spec.pace(),
+            compared=silent.fingerprint_steps > 0,
+        ),
+        restore_s=spec.nodes.abandon_s,
+        protect_every=spec.memory.every or 0,
+        script_cycle=silent.fingerprint_steps,
+        processor=kind_of_processor(),
+    )
+
+
+def compose_control(environment: WorkerEnvironment, seed: int, fd: int | None) -> Control:
+    """Connect to the agent, if there is one (`fd`), and answer it from now on."""
+    me = environment
+    protect_data_workers()
+    channels = [ShardChannel(socket.socket(fileno=each)) for each in me.shard_fds]
+    if me.shard:
+        return _compose_following(me, seed, channels[0], fd)
+    times = TimeSheet.of_process(me.run_dir, me.worker, me.incarnation, me.host)
+    policy = step_policy(me.spec, seed, writes=me.orders_fd is not None)
+    machine = WorkerMachine(me.worker, me.incarnation, policy)
+    if fd is None:
+        solo = SoloLink(me.worker, me.spec.virtual_ranks)
+        driver = Driver(machine, solo, Monitor(), times=times)
+        return Control(environment=me, seed=seed, driver=driver, link=solo)
+    link = AgentLink(socket.socket(fileno=fd), me.worker)
+    if not channels:
+        driver = Driver(machine, link, Monitor(), times=times)
+        link.start(driver)
+        return Control(environment=me, seed=seed, driver=driver, link=link)
+    host = me.host if me.spec.workers.spread > 1 else LOOPBACK
+    store = open_store(host)
+    for channel in channels:
+        channel.send(Meeting(host, store.port))
+    leading = LeadingShard(me.worker, channels, link)
+    driver = Driver(machine, link, Monitor(), leading, times)
+    link.start(driver)  # the agent is answered while the processes meet
+    inner = InnerGroup(0, len(channels) + 1, store, host)
+    leading.start(driver)
+    return Control(environment=me, seed=seed, driver=driver, link=link, inner=inner)
+
+
+def _compose_following(
+    me: WorkerEnvironment, seed: int, channel: ShardChannel, fd: int | None
+) -> Control:
+    """Connect to the worker's process of shard 0, in which its machine is."""
+    meeting = channel.receive_first(Meeting)
+    host = me.host if me.spec.workers.spread > 1 else LOOPBACK
+    store = find_store(meeting.host, meeting.port)
+    inner = InnerGroup(me.shard, me.spec.workers.procs, store, host)
+    machine = FollowingMachine(me.worker, me.incarnation, channel)
+    agent = None if fd is None else socket.socket(fileno=fd)
+    link = FollowingLink(channel, machine, me.shard, agent)
+    driver = Driver(machine, link, Monitor())
+    link.start(driver)
+    return Control(environment=me, seed=seed, driver=driver, link=link, inner=inner)
+
+
+def compose_progress(control: Control) -> ScriptState:
+    """Return the progress of a script that has declared nothing yet."""
+    driver = control.driver
+
+    def note(text: str) -> None:
+        if driver.leads:
+            driver.post(EventNoted("script", text))
+
+    return ScriptState(RankStates(StateCosts(driver.times, note)))
+
+
+def compose_guard(
+    control: Control,
+    protected: Mapping[str, Any],
+    progress: ScriptState,
+    sharding: ShardedOptimizers | None = None,
+) -> ScriptGuard:
+    """Put together the parts that guard the promise in a worker's script."""
+    driver, spec = control.driver, control.environment.spec
+    owns_process = isinstance(control.link, AgentLink | SoloLink | FollowingLink)
+    silent = spec.silent_errors
+    modules = [(n, o) for n, o in protected.items() if isinstance(o, torch.nn.Module)]
+
+    def note(text: str) -> None:
+        driver.post(EventNoted("script", text))
+
+    def note_change(path: str) -> None:
+        if driver.leads:
+            note(CHANGED.format(path=path))
+
+    def is_exact() -> bool:
+        on_host = all(p.device.type == "cpu" for _, m in modules for p in m.parameters())
+        if not on_host and torch.backends.cudnn.benchmark:
+            return False  # each worker chooses kernels by their speed
+        can_vary = current.probe.is_noisy or not on_host
+        return torch.are_deterministic_algorithms_enabled() or not can_vary
+
+    torchs = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, ScriptState)
+    own_objects = [o for o in protected.values() if not isinstance(o, torchs)]
+    attributes = ModuleAttributes(modules, note_change)
+    attributes.begin()
+    progress.attributes = attributes
+    _keep_settings(protected, progress)
+    prints = Fingerprints(protected, silent.fingerprint_steps, optimizers=sharding is None)
+    cycle = silent.fingerprint_steps or silent.repeat_steps
+    given = progress.values
+    memory = ScriptMemory(lambda: _tensors_of(modules), lambda: {"job.values": dict(given)})
+    suspects = Suspects(memory)
+
+    def look_once() -> None:
+        if not driver.leads:
+            return
+        if found := progress.settings.describe_changed():
+            note(found)
+        classes = {type(part) for _, each in modules for part in each.modules()}
+        for found in suspects.describe_source(classes) if cycle else ():
+            note(found)
+
+    return ScriptGuard(
+        prints=prints,
+        comparison=StateComparison(PlainState(protected, attributes), prints, memory.numbers),
+        repeats=RepeatedTasks(
+            silent.repeat_steps,
+            spec.virtual_ranks,
+            silent.audit_tolerance,
+            note,
+            is_exact,
+            suspects.describe_repeated,
+        ),
+        memory=memory,
+        suspects=suspects,
+        look_once=look_once,
+        attributes=attributes,
+        loaded=LoadedState(protected, sharding),
+        modules=modules,
+        parameters=ParameterWatch(modules, cycle),
+        files=TaskFiles(note) if cycle else None,
+        cycle=cycle,
+        others=UnprotectedModules(own_objects, progress.scratch) if owns_process else None,
+        is_alone=isinstance(control.link, SoloLink),
+    )
+
+
+def _keep_settings(protected: Mapping[str, Any], progress: ScriptState) -> None:
+    """Keep the settings that the script has made, before a state is loaded."""
+    made = {name: each for name, each in protected.items() if each is not progress}
+    progress.settings.begin(PlainState(made, progress.attributes).items())
+
+
+def _tensors_of(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[torch.Tensor]:
+    for _, module in modules:
+        yield from module.parameters()
+        yield from module.buffers()
+
+
+def _sharding(control: Control, protected: Mapping[str, Any]) -> ShardedOptimizers | None:
+    """Return the part that shares out the optimizers' state; None if each worker keeps all."""
+    if not control.environment.spec.workers.shard_optimizer:
+        return None
+
+    def wait_for_end() -> None:
+        while True:  # the control plane has this process ended
+            control.driver.next_for_script()
+
+    return ShardedOptimizers(protected, wait_for_end)
+
+
+def _check_torch(
+    modules: list[tuple[str, torch.nn.Module]],
+    trained: list[tuple[str, torch.nn.Parameter]],
+    control: Control,
+) -> None:
+    """Look for settings of torch that break the promise. UserError."""
+    check_meshes(trained, control.environment.spec.workers.procs)
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if initialized and control.inner is None:
+        raise UserError(
+            "torch.distributed is initialised, and its groups end with the first worker that is "
+            "lost: leave out init_process_group(), as Holdfast exchanges gradients itself"
+        )
+    for name, module in modules:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+            raise UserError(
+                f"job.protect({name}=...): a {type(module).__name__} exchanges gradients by "
+                "itself; protect the module inside it, and train that"
+            )
+    if any(p.is_cuda for _, p in trained) and torch.backends.cudnn.benchmark:
+        text = "torch.backends.cudnn.benchmark is on: each worker chooses kernels by its own timing"
+        text = f"{text}, and bits may differ; set it to False"
+        control.driver.post(EventNoted("script", text))
+
+
+_check_scale = torch.amp.GradScaler._check_scale_growth_tracker
+
+
+def _make_scale_first(scaler: torch.amp.GradScaler, caller: str) -> Any:
+    if scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(torch.device(scaler._device))
+    return _check_scale(scaler, caller)
+
+
+def _prepare_scalers() -> None:
+    """Make GradScalers create their scale on first use, which may come before their first loss.
+
+    A worker without samples unscales gradients before it has computed a loss. The script may hold
+    its scaler in any object.
+    """
+    setattr(torch.amp.GradScaler, _check_scale.__name__, _make_scale_first)
+
+
+def _saver(
+    control: Control,
+    protected: Mapping[str, Any],
+    buffers: Buffers,
+    whole_print: Callable[[], int],
+    capture: Capture | None,
+    updates: RowUpdates,
+) -> Saver | None:
+    """Return the part that saves this worker's shares; None without a store or a writer."""
+    me, driver = control.environment, control.driver
+    if not me.spec.checkpoints.store or me.orders_fd is None:
+        return None
+
+    def print_at_rest() -> int:
+        buffers.remember()
+        return whole_print()
+
+    orders = socket.socket(fileno=me.orders_fd)
+    procs = me.spec.workers.procs
+    job, shard = me.spec.job, (me.shard, procs)
+    saver = Saver(orders, job, protected, driver.post, print_at_rest, shard, capture)
+    saver.rows = updates
+    return saver
+
+
+def _protector(
+    control: Control,
+    identity: PeerIdentity,
+    protected: Mapping[str, Any],
+    data: StepData,
+    capture: Capture | None,
+) -> Protector | None:
+    """Return the part that puts pieces into the node's memory; None without redundancy."""
+    me, driver = control.environment, control.driver
+    redundancy = me.spec.redundancy()
+    if not redundancy.data or not me.memory_fds:
+        return None
+    procs, spread = me.spec.workers.procs, me.spec.workers.spread
+    here = procs // spread  # this worker's processes on this node
+    share = me.memory_bytes // (me.spec.workers.nproc * here)
+    arena = PieceArena(me.memory_fds[me.shard % here], me.worker, share)
+    post = None
+    if spread > 1 and control.inner is not None:
+        post = PiecePost(arena, identity)
+        post.meet(control.inner.exchange_texts("pieces", post.listen(me.host)))
+    target = PieceTarget(
+        arena=arena, worker=me.worker, shard=me.shard, procs=procs, spread=spread, post=post
+    )
+    sources = protected, data
+    return Protector(target, redundancy, sources, driver.post, driver.fail, capture)
+
+
+def _store_source(
+    me: WorkerEnvironment, loaded: LoadedState, loading: Callable[[], None], updates: RowUpdates
+) -> StoreSource:
+    """Return the reader of the job's checkpoints, which refuses without a store."""
+    if not (where := me.spec.checkpoints.store):
+        return StoreSource(None, loading)
+    store = Checkpoints(open_storage(where, say), say)
+    restorer = Restorer(store, loaded, me.shard, me.spec.workers.procs)
+    return StoreSource(restorer, loading, updates.note_checkpoint)
+
+
+def _sinks(
+    me: WorkerId,
+    feeder: Feeder,
+    store: StoreSink,
+    missed: MissedSteps,
+    protector: Protector | None,
+) -> dict[SinkKind, StateSink]:
+    """Return the receivers of this worker's copies; without redundancy no memory is among them."""
+    sinks: dict[SinkKind, StateSink] = {
+        SinkKind.FOLLOWERS: FollowersSink(feeder, me),
+        SinkKind.STORE: store,
+        SinkKind.LATE: LateSink(missed),
+    }
+    if protector is not None:
+        sinks[SinkKind.MEMORY] = MemorySink(protector)
+    return sinks
+
+
+def _step_data(
+    control: Control, guard: ScriptGuard, progress: ScriptState, trained: Sequence[Named]
+) -> tuple[StepData, FilledBuckets]:
+    """Return the data of a step, and the notifier that tells the engine of full buckets."""
+    monitor, count = control.driver.monitor, control.environment.spec.virtual_ranks
+    cycle = control.environment.spec.silent_errors.digest_steps
+    filled, digest = FilledBuckets(monitor), TaskDigest(cycle)
+    by_row = progress.row_updates.group(progress.trained.row_parameters())
+    gradients = Gradients(trained, count, monitor, filled.note, digest.note, by_row)
+    gradients.attach()
+    clock = TaskClock(next((p.device for _, p in trained if p.is_cuda), None))
+    table = StepTable(count, len(gradients.used))
+    buffers = Buffers(guard.modules)
+    return StepData(gradients, table, buffers, clock, digest, guard.attributes), filled
+
+
+def _transport_maker(
+    host: str, identity: PeerIdentity, gpu: torch.device | None
+) -> Callable[[], Transport]:
+    """Return a function that makes a view's transport, for parameters on this GPU or the host."""
+    listener = TcpListener(host, identity)
+    if gpu is None:
+        return lambda: TcpTransport(listener)
+    rooms, gpu_id = HostRooms(DeviceCopies(gpu)), gpu_id_of(gpu)
+    return lambda: GpuTransport(TcpTransport(listener), gpu, rooms, gpu_id)
+
+
+def _connect_servers(control: Control, updates: RowUpdates, script: ScriptThread) -> None:
+    """Let tables reach the servers that hold their rows, if there are any."""
+    if not control.environment.spec.servers.count:
+        return
+    me, driver, link = control.environment, control.driver, control.link
+
+    def find_address(number: int) -> str:
+        return link.servers.get(number, "") if isinstance(link, AgentLink) else ""
+
+    def find_heir(number: int) -> str:
+        return link.heirs.get(number, "") if isinstance(link, AgentLink) else ""
+
+    def find_part() -> tuple[int, int] | None:
+        view = driver.view
+        if view is None or view.member(WorkerId(me.worker)) is None:
+            return None
+        return view.rank(WorkerId(me.worker)), len(view.members)
+
+    def lose(why: str) -> NoReturn:
+        driver.post(EventNoted("tables", why))
+        driver.post(StateLost())
+        while True:
+            driver.next_for_script()
+
+    def can_write() -> bool:
+        if script.is_open:
+            raise UserError(
+                "rows of a table were written in the loop over a step's batches, which each worker "
+                "enters for its own tasks: write them after that loop"
+            )
+        # A worker that joins runs lines between loops and above an epoch's first step again.
+        return script.is_yielding and not script.epoch_start.is_above
+
+    count, replicas = me.spec.servers.count, me.spec.servers.replicas
+    first = ServerLayout(count=count, goal=count)
+    heirs = HeirWatch(first, replicas, lambda *told: driver.post(HeirsSeen(*told)))
+    access = ServerAccess(
+        replicas=replicas,
+        staleness=me.spec.servers.staleness,
+        identity=me.identity(),
+        find_address=find_address,
+        find_heir=find_heir,
+        heirs=heirs,
+        find_part=find_part,
+        lose=lose,
+        tell=lambda text: driver.post(EventNoted("tables", text)),
+        can_write=can_write,
+    )
+    if isinstance(link, AgentLink):
+        link.note_layout = heirs.change_layout
+        if link.layout is not None:
+            heirs.change_layout(link.layout)
+    updates.connect(access)
+    heirs.begin()
+
+
+def _check_is_trained(trained: Collection[object], protected: Mapping[str, Any]) -> None:
+    # Downpour updates frozen parameters: their gradients are not the job's to sum.
+    if not trained and not any(getattr(o, "trains_frozen", False) for o in protected.values()):
+        raise UserError("nothing to train: protect a torch.nn.Module with parameters")
+
+
+def compose_worker(
+    control: Control, protected: Mapping[str, Any], progress: ScriptState
+) -> ScriptThread:
+    """Put together the parts that train the protected objects, and start the engine. UserError."""
+    protected = {**protected, PROTECTED_AS: progress}
+    me, spec, driver = control.environment, control.environment.spec, control.driver
+    identity = me.identity()
+    backs_up = bool(spec.backup().workers)
+    modules = [(n, o) for n, o in protected.items() if isinstance(o, torch.nn.Module)]
+    trained = progress.trained.watch(dict(modules))
+    _check_is_trained(trained, protected)
+    if me.worker == 0 and (text := advice(dict(modules))):
+        driver.post(EventNoted("compiled", text))
+    devices = [p.device for _, p in trained if p.is_cuda]
+    _check_torch(modules, trained, control)
+    _prepare_scalers()
+    sharding = _sharding(control, protected)
+    guard = compose_guard(control, protected, progress, sharding)
+    fingerprints, loaded = guard.prints, guard.loaded
+    data, filled = _step_data(control, guard, progress, trained)
+    data.sharding = sharding
+    capture = GatheredState(sharding).capture if sharding is not None else None
+    # The process of shard 0 writes the worker's ledger.
+    recorder = LedgerRecorder(replace(me, run_dir=None) if me.shard else me, control.seed, driver)
+    missed = MissedSteps(data)
+    rate = spec.nodes.join_rate * 1e6
+    feeder = Feeder(protected, data, driver.post, identity, rate, compares=guard.prints.cycle > 0)
+    receiver = FedReceiver(data, loaded, driver.post, driver.fail, identity)
+    recalling = Recalling(data, loaded, identity, spec.redundancy(), me.shard)
+    protector = _protector(control, identity, protected, data, capture)
+    loading = partial(driver.post, Loading())
+    from_store = _store_source(me, loaded, loading, progress.row_updates)
+    if me.tls is not None and devices and (me.worker, me.shard, me.incarnation) == (0, 0, 1):
+        driver.post(EventNoted("tls", NCCL_IN_THE_CLEAR))
+    make_transport = _transport_maker(me.host, identity, devices[0] if devices else None)
+
+    def whole_print() -> int:
+        return fingerprints.print_of_all(data.buffers.start)
+
+    exchange = Exchange(
+        me=Peer(me.worker, me.shard),
+        make_transport=control.make_transport or make_transport,
+        whole_print=whole_print,
+        describe=lambda: guard.comparison.describe(data.buffers.start),
+        backs_up=backs_up,
+    )
+    saver = _saver(control, protected, data.buffers, whole_print, capture, progress.row_updates)
+    sources = {
+        SourceKind.STORE: from_store,
+        SourceKind.MEMORY: MemorySource(recalling, me.worker, loading, driver.post),
+        SourceKind.MEMBERS: MembersSource(missed),
+        SourceKind.FEED: FeedSource(receiver),
+    }
+    sinks = _sinks(me.worker, feeder, StoreSink(saver, me.worker, capture), missed, protector)
+    mover = StateMover(sources, sinks, loaded, missed, receiver.follow, receiver.settle, loading)
+    engine = Engine(driver, control.link, data, filled, mover, exchange)
+    driver.serve(StepHands(data, engine, mover, from_store, recorder, protector))
+    runner = TaskRunner(driver, data, backs_up, control.inner, guard.files)
+    engine.start()
+    if isinstance(control.link, SoloLink):
+        control.link.start(driver)
+    script = ScriptThread(driver, data, runner, guard, mover, recorder, progress)
+    large = sum(p.nbytes for _, p in trained) > spec.nodes.join_pause * 1e6
+    is_alone = isinstance(control.link, SoloLink)
+    if rate and large and spec.workers.procs == 1 and sharding is None and not is_alone:
+        driver.post(Reachable(receiver.listen(me.host)))
+    _connect_servers(control, progress.row_updates, script)
+    rows = progress.row_updates
+    OptimizerWatch(protected, lambda: script.is_open, rows, sharding).start()
+    return script

@@ -1,0 +1,271 @@
+"""Feeds workers that follow: a copy of this member's share of the state, then step after step.
+
+Each follower has a thread of its own, so that training waits for none.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.engine.core.errors import WireError, first_line
+from holdfast.engine.core.replica.ends import SourceKind
+from holdfast.engine.core.replica.feeding import count_feeders
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.types import NO_VIEW, Follower, FollowOrder, View, WorkerId
+from holdfast.engine.net import peer_stream
+from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.net.peer_stream import SendRate
+from holdfast.engine.state.memory.free_memory import free_bytes
+from holdfast.engine.train.checkpoint import state
+from holdfast.engine.train.checkpoint.transfer import parts_of
+from holdfast.engine.train.exchange.layout import piece_of
+from holdfast.engine.train.exchange.tensor_bytes import as_bytes
+from holdfast.engine.train.feeding import feed_frames
+from holdfast.engine.train.feeding.feed_frames import FeedHead, bytes_of
+from holdfast.engine.train.feeding.staged_state import StagedState
+from holdfast.engine.train.feeding.step_memory import StepMemory
+from holdfast.engine.train.step.kept_step import KeptStep
+from holdfast.engine.train.step.step_data import StepData
+
+StateParts = list[tuple[int, memoryview]]  # numbers of parts, and their bytes
+MARGIN = 0.9  # part of the free memory that copies and steps may take
+
+
+class Feeder:
+    """Feeds others for one member. `rate`: bytes a second at which the state is sent.
+
+    `compares`: members compare the state that they feed.
+    """
+
+    def __init__(
+        self,
+        protected: Mapping[str, Any],
+        data: StepData,
+        tell: Callable[[ev.WorkerEvent], None],
+        identity: PeerIdentity,
+        rate: float,
+        *,
+        compares: bool,
+    ) -> None:
+        self._protected = protected
+        self._data = data
+        self._tell = tell
+        self._identity = identity
+        self._rate = rate
+        self._staged = StagedState(protected, compares=compares)
+        self._step = -1  # the state was last copied just before this step
+        self._memory = StepMemory()
+        self._senders: list[_Sender] = []
+        self._rank, self._feeders = 0, 1
+        self._number = 0
+
+    def stage(self, step: int, order: FollowOrder, view: View, me: WorkerId) -> str:
+        """Copy this worker's share of the state after `step` steps, and begin to send it.
+
+        Return why there is no copy, or "". The script's thread calls it, between two steps.
+        """
+        self.end(finish=False)
+        self._rank, self._feeders = view.rank(me), count_feeders(len(view.members))
+        feeds = self._rank < self._feeders
+        skeleton, tensors = state.capture(self._protected)
+        parts = parts_of([t.nbytes for t in tensors], self._feeders)
+        needed = sum(part.stop - part.start for part in parts if part.share == self._rank)
+        free = free_bytes()
+        if needed > free * MARGIN:
+            return f"a copy takes {needed >> 20} MiB of memory, and {free >> 20} MiB are free"
+        try:
+            self._staged.copy(skeleton, tensors, parts, self._rank)
+        except (MemoryError, RuntimeError) as error:
+            return first_line(error)
+        self._number, self._step = order.number, step
+        head = FeedHead(kind="state", step=step)
+        first = [memoryview(skeleton)] if self._rank == 0 else []
+        budget = max(int((free - needed) * MARGIN / 2), 1 << 20)
+        for follower in order.followers if feeds else ():
+            sender = _Sender(follower, budget, self._staged, self._reuse_memory)
+            sender.put(_Message(head, first))
+            self._senders.append(sender)
+        for sender in self._senders:
+            messages = self._staged.messages(parts, self._rank)
+            args = (sender, messages, (self._identity, order.number, self._rank, self._feeders))
+            threading.Thread(target=self._run, args=args, name="holdfast-feed", daemon=True).start()
+        every = [bucket.result.data for bucket in self._data.gradients.active]
+        results = [each for each in every if not each.is_cuda]
+        own = [self._piece(each.numel()) for each in results] if feeds else []
+        sizes = [each[part].nbytes for each, part in zip(results, own, strict=feeds)]
+        self._memory.prepare(sizes, budget)
+        return ""
+
+    def wait_before_update(self) -> None:
+        """Wait for copies under way, because the state is about to change."""
+        self._staged.wait_before_update()
+        if self._staged.problem and self._number:
+            problem = self._staged.problem
+            number = self._number
+            self._tell(ev.ObtainFailed(SourceKind.FEED, NO_VIEW, problem, order=number))
+            self._number = 0
+
+    def copied_fingerprint(self, step: int) -> int:
+        """Return a fingerprint of the state if it was copied one step before; otherwise 0."""
+        return self._staged.fingerprint if self._step == step - 1 else 0
+
+    def send_step(self, index: int, *, compared: bool) -> None:
+        """Send this member's piece of a reduced step, which the script has not touched yet."""
+        if not self._senders:
+            return
+        kept = KeptStep.of(self._data, self._piece, self._memory.copy)
+        buffers = [*kept.pieces]
+        tables: list[tuple[int, bool]] = []
+        if self._rank == 0:
+            used = kept.used.to(torch.uint8)
+            buffers += [kept.head, kept.rows, used, kept.left, kept.told]
+            tables = [(len(t.places), t.dense) for t in kept.tables]
+            buffers += [part for t in kept.tables for part in (t.places, t.values)]
+        plan = self._data.gradients.plan
+        named = tuple(tables)
+        head = FeedHead(kind="step", step=index, plan=plan, tables=named, compared=compared)
+        sent = [bytes_of(as_bytes(each)) for each in buffers]
+        on_host = [piece for piece in kept.pieces if not piece.is_cuda]  # else `sent` is a copy
+        message = _Message(head, sent, on_host, len(self._senders))
+        for sender in self._senders:
+            waiting = sender.put(message)
+            if waiting > sender.budget:
+                worker = sender.follower.worker
+                self._tell(ev.FollowerBehind(self._number, worker, waiting))
+
+    def drop(self, worker: WorkerId) -> None:
+        """Send no more to one follower, which is too slow; its connection ends at once."""
+        for sender in self._senders:
+            if sender.follower.worker == worker:
+                sender.end(finish=False)
+        self._senders = [each for each in self._senders if each.follower.worker != worker]
+
+    def end(self, *, finish: bool) -> None:
+        """Stop feeding all followers; unless it is to `finish`, connections end at once."""
+        for sender in self._senders:
+            sender.end(finish=finish)
+        self._senders = []
+        self._number = 0
+        self._staged.release()
+        self._memory.release()
+
+    def _piece(self, numel: int) -> slice:
+        """Return the elements of a flat buffer that this member sends."""
+        return piece_of(self._rank, self._feeders, numel)
+
+    # ------------------------------------------------------------ sending
+
+    def _run(
+        self, sender: _Sender, state_parts: StateParts, whom: tuple[PeerIdentity, int, int, int]
+    ) -> None:
+        identity, number, rank, size = whom
+        try:
+            sender.run(state_parts, identity, (number, rank, size), SendRate(self._rate))
+        except (OSError, WireError, ValueError, RuntimeError) as error:
+            if not sender.ended:
+                text = f"sending to {sender.follower.address} has failed: {first_line(error)}"
+                self._tell(ev.EventNoted("join", text))
+
+    def _reuse_memory(self, message: _Message) -> None:
+        """Reuse the memory of a step once it was sent to all followers."""
+        if message.count_sender() and self._number:
+            self._memory.give_back(message.pieces)
+
+
+class _Message:
+    """Is a message with its large tensors, kept until all of its `holders` have sent it."""
+
+    def __init__(
+        self,
+        head: FeedHead,
+        buffers: list[memoryview],
+        pieces: Sequence[torch.Tensor] = (),
+        holders: int = 1,
+    ) -> None:
+        self.head = head
+        self.buffers = buffers
+        self.pieces = pieces
+        self._left = holders
+        self._lock = threading.Lock()
+
+    def count_sender(self) -> bool:
+        """Count one more sender; return whether all have sent it now."""
+        with self._lock:
+            self._left -= 1
+            return self._left == 0
+
+
+class _Sender:
+    """Sends to one follower, in a thread: first the state, then the messages from `put`."""
+
+    def __init__(
+        self,
+        follower: Follower,
+        budget: int,
+        staged: StagedState,
+        sent: Callable[[_Message], None],
+    ) -> None:
+        self.follower = follower
+        self.budget = budget  # bytes that may wait
+        self.ended = False
+        self._waiting = 0
+        self._staged = staged
+        self._sent = sent  # called with each message that was sent
+        self._queue: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._channel: Any = None
+        self._is_cut = False  # nothing more must be sent
+
+    def put(self, message: _Message) -> int:
+        """Send a message later; return how many bytes wait now."""
+        size = sum(map(len, message.buffers))
+        with self._lock:
+            self._waiting += size
+            waiting = self._waiting
+        self._queue.put(message)
+        return waiting
+
+    def end(self, *, finish: bool) -> None:
+        """Send nothing more; messages in the queue are still sent if it is to `finish`."""
+        with self._lock:
+            self.ended = True
+            self._is_cut = not finish
+            if not finish and self._channel is not None:
+                peer_stream.shut(self._channel)  # the sending thread closes it
+        self._queue.put(None)
+
+    def run(
+        self,
+        parts: StateParts,
+        identity: PeerIdentity,
+        who: tuple[int, int, int],
+        rate: SendRate,
+    ) -> None:
+        """Connect, and send until `end` is called. OSError, WireError."""
+        channel = feed_frames.connect(self.follower.address, identity, *who)
+        with self._lock:
+            self._channel = channel
+            if self._is_cut:
+                peer_stream.shut(channel)
+        with channel:
+            self._send(channel, self._queue.get())
+            for number, data in parts:  # each as soon as it is copied
+                self._staged.await_part(number)
+                head = FeedHead(kind="part", index=number)
+                feed_frames.send(channel, head, [data], rate, self._staged.digest(number))
+            parts.clear()
+            while (message := self._queue.get()) is not None:
+                self._send(channel, message)
+            feed_frames.send(channel, FeedHead(kind="end"), [])
+
+    def _send(self, channel: Any, message: _Message | None) -> None:
+        if message is not None:
+            feed_frames.send(channel, message.head, message.buffers)
+            with self._lock:
+                self._waiting -= sum(map(len, message.buffers))
+            self._sent(message)

@@ -1,0 +1,214 @@
+"""Lets each member of a view update only the parameters that it owns (ZeRO-1).
+
+Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020: each
+member keeps the optimizers' state of its share of the parameters, updates these, and sends them to
+all others. Parameters are owned whole, so that an optimizer computes for each the same bits as if
+it had all of them. A member that cannot finish an exchange must end: the state of the lost members
+is gone, and all start again from the nodes' memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import xxhash
+
+from holdfast.engine.core.errors import Aborted, Damaged, UserError
+from holdfast.engine.core.partition import share_out
+from holdfast.engine.train.exchange.layout import (
+    TAG_UPDATE,
+    Layout,
+    find_branches,
+    gather_bytes,
+    spread_shares,
+)
+from holdfast.engine.train.exchange.seam import AloneTransport, Message, Transport
+
+ON_SERVERS = "is_on_servers"  # an attribute of optimizers whose rows servers hold and update
+DIGEST_BYTES = 16
+WHOLE, DAMAGED = b"\1", b"\0"  # whether a member has received all messages undamaged
+Tree = dict[str, Any]  # the states of protected objects, by their names
+
+
+class ShardedOptimizers:
+    """Shares out the state of the optimizers among `protected`.
+
+    `wait_for_end` waits until this process is ended. It is called by the script's thread, as
+    everything here but `enter`.
+    """
+
+    def __init__(self, protected: Mapping[str, Any], wait_for_end: Callable[[], None]) -> None:
+        self._protected = protected
+        self._optimizers = {name: o for name, o in protected.items() if _is_shared_out(o)}
+        self._wait_for_end = wait_for_end
+        self.layout: Layout | None = None  # the view's layout; None before the first view
+        self.transport: Transport = AloneTransport()
+        self._owners: dict[int, int] = {}  # owners' ranks, by the parameter's identity
+        self._loads: list[int] = []  # elements, by rank
+        # parameters updated in the present step of an optimizer
+        self._updated: list[torch.Tensor] = []
+        # other members' parameters, with their gradients
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def enter(self, layout: Layout, transport: Transport) -> None:
+        """Share the parameters out for a new view, and drop the states that others own now."""
+        self.layout, self.transport = layout, transport
+        self._owners, self._loads = {}, [0] * layout.size
+        self._assign(p for each in self._optimizers.values() for p in _parameters(each))
+        for optimizer in self._optimizers.values():
+            for p in [p for p in optimizer.state if not self._is_mine(p)]:
+                del optimizer.state[p]
+
+    # ------------------------------------------------------------ updates
+
+    def hide_others(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> None:
+        """Hide other members' parameters from an optimizer. Raises UserError."""
+        if self.layout is None or not _is_shared_out(optimizer):
+            return
+        if closure:
+            raise UserError(
+                f"{type(optimizer).__name__}.step(closure) with --shard-optimizer: an optimizer "
+                "that computes losses itself needs all of its state; leave the option out"
+            )
+        self._assign(_parameters(optimizer))
+        self._updated = [p for p in _parameters(optimizer) if p.grad is not None]
+        self._hidden = [(p, p.grad) for p in self._updated if not self._is_mine(p)]
+        for p, _ in self._hidden:
+            p.grad = None
+
+    def exchange_parameters(self) -> None:
+        """Send the parameters that were updated here to all others, and receive theirs."""
+        for p, grad in self._hidden:
+            p.grad = grad
+        updated, self._updated, self._hidden = self._updated, [], []
+        layout = self.layout
+        if layout is None or layout.size == 1 or not updated:
+            return
+        shares: list[list[torch.Tensor]] = [[] for _ in range(layout.size)]
+        scattered: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for p in updated:
+            if not p.numel():
+                continue
+            held, owner = p.detach(), self._owners[id(p)]
+            compact = held.contiguous()
+            shares[owner].append(compact.reshape(-1).view(torch.uint8))
+            if owner != layout.rank and not held.is_contiguous():
+                scattered.append((held, compact))
+        try:
+            spread_shares(self.transport, range(layout.size), layout.rank, shares, TAG_UPDATE)
+        except Aborted:
+            self._wait_for_end()
+        for held, compact in scattered:
+            held.copy_(compact)
+
+    def meet(self, leader: int) -> None:
+        """Let the leader, given by its rank, wait at a loop's end until all have all parameters.
+
+        Once the leader is past the loop the others may end, and missing parameters would be lost.
+        """
+        layout = self.layout
+        if layout is None or layout.size == 1:
+            return
+        awaits, follows = find_branches(layout.rank, leader, layout.size)
+        word = torch.zeros(1, dtype=torch.int64)
+        try:
+            receives = [(peer, word.clone()) for peer in follows]
+            self.transport.exchange([], receives, TAG_UPDATE).wait()
+            if awaits is not None:
+                self.transport.exchange([(awaits, word)], [], TAG_UPDATE).wait()
+        except Aborted:
+            if layout.rank == leader:  # otherwise the leader does not end the loop
+                self._wait_for_end()
+
+    def exchange(self, sends: list[Message], receives: list[Message]) -> None:
+        """Exchange messages with other members; does not return if the view is given up."""
+        try:
+            self.transport.exchange(sends, receives, TAG_UPDATE).wait()
+        except Aborted:
+            self._wait_for_end()
+
+    def hear_all(self, text: bytes) -> list[bytes]:
+        """Return each member's message, by rank; does not return if the view is given up.
+
+        Damaged, on all members, if a message to one of them has arrived damaged.
+        """
+        said = self._gather(xxhash.xxh3_128_digest(text) + text)
+        texts = [each[DIGEST_BYTES:] for each in said]
+        whole = all(
+            xxhash.xxh3_128_digest(text) == each[:DIGEST_BYTES]
+            for text, each in zip(texts, said, strict=True)
+        )
+        if any(each != WHOLE for each in self._gather(WHOLE if whole else DAMAGED)):
+            raise Damaged("what another worker says of its state arrived damaged")
+        return texts
+
+    def _gather(self, text: bytes) -> list[bytes]:
+        assert self.layout is not None, "nobody can be heard outside of a view"
+        try:
+            return gather_bytes(self.transport, self.layout, text)
+        except Aborted:
+            self._wait_for_end()
+            raise
+
+    # ------------------------------------------------------------ states
+
+    def common(self) -> Tree:
+        """Return the part of the state that is the same on all members."""
+        found: Tree = {}
+        for name, each in self._protected.items():
+            found[name] = each.state_dict()
+            if name in self._optimizers:
+                places = range(len(_parameters(self._optimizers[name])))
+                kept = {k: v for k, v in found[name]["state"].items() if k not in places}
+                found[name] = {**found[name], "state": kept}
+        return found
+
+    def own_part(self) -> dict[str, dict[int, Any]]:
+        """Return this member's part of each optimizer's state, by the parameter's place."""
+        found: dict[str, dict[int, Any]] = {}
+        for name, optimizer in self._optimizers.items():
+            places = range(len(_parameters(optimizer)))
+            held = optimizer.state_dict()["state"]
+            found[name] = {place: held[place] for place in places if place in held}
+        return found
+
+    def drop_others(self, states: Mapping[str, Any]) -> Tree:
+        """Drop the states that other members own from states that will be loaded.
+
+        This member's own states stay unchanged where the given ones lack them.
+        """
+        found = dict(states)
+        for name, mine in self.own_part().items():
+            if name not in found:
+                continue
+            owned = [self._is_mine(p) for p in _parameters(self._optimizers[name])]
+            given = found[name]["state"]
+            others = [place for place, is_mine in enumerate(owned) if not is_mine]
+            kept = {place: each for place, each in given.items() if place not in others}
+            found[name] = {**found[name], "state": {**mine, **kept}}
+        return found
+
+    # ------------------------------------------------------------ owners
+
+    def _is_mine(self, p: torch.Tensor) -> bool:
+        layout = self.layout
+        return layout is None or self._owners.get(id(p), layout.rank) == layout.rank
+
+    def _assign(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Give each parameter without an owner to the member with the fewest elements."""
+        new = {id(p): p.numel() for p in parameters if id(p) not in self._owners}
+        owners = share_out(list(new.values()), self._loads)
+        self._owners |= dict(zip(new, owners, strict=True))
+
+
+def _is_shared_out(protected: Any) -> bool:
+    """Return whether this is an optimizer, and one that updates what this worker holds itself."""
+    is_optimizer = isinstance(protected, torch.optim.Optimizer)
+    return is_optimizer and not getattr(protected, ON_SERVERS, False)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return its parameters, in the order in which its state_dict numbers them."""
+    return [p for group in optimizer.param_groups for p in group["params"]]

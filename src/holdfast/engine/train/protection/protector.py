@@ -1,0 +1,347 @@
+"""Puts this worker's pieces of states and gradients into its node's memory.
+
+Tensors that may change while the next step computes are copied at the boundary. Parameters and the
+optimizer's state are read while it computes, and `wait_before_update` waits for that. The pieces of
+a reduced gradient are written before the worker votes for its step.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from holdfast.engine.core.errors import UserError, WorldError, first_line
+from holdfast.engine.core.redundancy import Piece, Redundancy
+from holdfast.engine.core.replica.protecting import parts_of, pieces_of
+from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.types import View, WorkerId
+from holdfast.engine.state.memory.arena import GRADIENT, STATE, PieceArena, PieceEntry, PieceShelf
+from holdfast.engine.state.memory.piece_post import Parcel, PiecePost
+from holdfast.engine.state.memory.pieces import Image, PieceCoder
+from holdfast.engine.train.checkpoint import state
+from holdfast.engine.train.checkpoint.staging import find_steady_storages
+from holdfast.engine.train.checkpoint.state import Capture, Extent, Wanted
+from holdfast.engine.train.exchange.tensor_bytes import as_bytes
+from holdfast.engine.train.protection.device_image import DeviceImage
+from holdfast.engine.train.protection.tensor_coding import TensorCode
+from holdfast.engine.train.step.kept_step import image_of
+from holdfast.engine.train.step.step_data import StepData
+
+CHANGED = (
+    "the script has changed the state while it was copied; change it in the step's update, or "
+    "after the loop"
+)
+# They show a lack of memory, on the host or on a GPU, or a node that does not take its pieces.
+NO_ROOM = (MemoryError, OSError, WorldError, torch.OutOfMemoryError)
+SIZES = struct.Struct("!Q")  # the length of the skeleton, at the start of a state's image
+
+
+_Steady = Sequence[tuple[torch.Tensor, int]]  # tensors that must not change, and their versions
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Describes which pieces of this process's shard its worker keeps on one of its nodes.
+
+    `to`: the process there, by its shard, that writes them into the node's memory.
+    """
+
+    to: int
+    shelf: PieceShelf
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceTarget:
+    """Names the file for a process's pieces, and the way to the worker's other nodes.
+
+    `shard`: the number of this process among the worker's `procs`, which are on `spread` nodes.
+    """
+
+    arena: PieceArena
+    worker: WorkerId
+    shard: int = 0
+    procs: int = 1
+    spread: int = 1
+    post: PiecePost | None = None
+
+    def writer_on(self, place: int) -> int:
+        """Return the shard of the process that writes this one's pieces on a node."""
+        each = self.procs // self.spread
+        return place * each + self.shard % each
+
+
+class Protector:
+    """Protects one worker's job; `tell` posts an event, `fail` has the script raise an error.
+
+    `capture`: captures the state, if this process has only a part of it.
+    """
+
+    def __init__(
+        self,
+        target: PieceTarget,
+        redundancy: Redundancy,
+        sources: tuple[Mapping[str, Any], StepData],
+        tell: Callable[[ev.WorkerEvent], None],
+        fail: Callable[[BaseException], None],
+        capture: Capture | None = None,
+    ) -> None:
+        self._target = target
+        self._arena = target.arena
+        self._redundancy = redundancy
+        self._worker = target.worker
+        self._protected, self._data = sources
+        self._capture = capture or (lambda _: state.capture_named(self._protected))
+        self._tell = tell
+        self._fail = fail
+        self._kept: tuple[int, list[_Kept]] | None = None  # the view's number and its pieces
+        self._coders: dict[tuple[int, int], PieceCoder] = {}  # by parts and bytes
+        self._making: threading.Thread | None = None
+        self._state_bytes = 0  # size of this worker's pieces of a state, as far as known
+        self._step_bytes = 0  # size of its pieces of a gradient
+        self._said = False  # people have been told that there is no room
+        self._code: TensorCode | None = None  # codes tensors on a GPU
+
+    # ------------------------------------------------------------ states
+
+    def begin(self, step: int, view: View) -> None:
+        """Begin to put pieces of the state after `step` steps there. For the script's thread."""
+        self.wait_before_update()
+        try:
+            skeleton, found = self._capture(self._make_selector(view))
+        except WorldError as error:
+            self._tell(ev.StateProtected(step, first_line(error)))
+            return
+        steady = find_steady_storages(self._protected)
+        parts = [torch.frombuffer(bytearray(_head(skeleton)), dtype=torch.uint8)]
+        for each in found:
+            tensor = each.tensor
+            stays = each.private or tensor.untyped_storage().data_ptr() in steady
+            parts.append(tensor if stays else tensor.clone())
+        # The tensors that were not copied must not change before they are read.
+        versions = [(each, each._version) for each in parts if not each.is_inference()]
+        args = (step, view, _image(parts), versions)
+        self._making = threading.Thread(
+            target=self._make_state, args=args, name="holdfast-protect", daemon=True
+        )
+        self._making.start()
+
+    def wait_before_update(self) -> None:
+        """Wait until the state has been read, because it is about to change."""
+        if self._making is not None:
+            self._making.join()
+            self._making = None
+
+    def _make_selector(self, view: View) -> Wanted:
+        """Return the function that chooses the bytes for the pieces of each member of a view."""
+
+        def extents_of(skeleton: bytes, tensors: Sequence[torch.Tensor], rank: int) -> list[Extent]:
+            head, sizes = len(_head(skeleton)), [tensor.nbytes for tensor in tensors]
+            coder = PieceCoder(self._redundancy, max(len(view.ring), 1), head + sum(sizes))
+            pieces = pieces_of(view, view.workers[rank], self._redundancy)
+            found = []
+            for start, stop in map(coder.span, pieces):
+                at = head
+                for tensor, size in enumerate(sizes):
+                    first, last = max(start - at, 0), min(stop - at, size)
+                    found += [Extent(tensor, first, last)] if first < last else []
+                    at += size
+            return found
+
+        return extents_of
+
+    def _make_state(
+        self,
+        step: int,
+        view: View,
+        image: Image | DeviceImage,
+        steady: _Steady,
+    ) -> None:
+        problem = ""
+        try:
+            self._state_bytes = self._put(STATE, view, step, image, steady)
+        except UserError as error:
+            self._fail(error)
+            return
+        except (*NO_ROOM, RuntimeError) as error:  # a GPU that fails raises RuntimeError
+            problem = first_line(error)
+        self._tell(ev.StateProtected(step, problem))
+
+    # ------------------------------------------------------------ gradients
+
+    def keep(self, step: int, view: View) -> ev.StepKept:
+        """Put pieces of the reduced gradient of a step there. For the engine's thread.
+
+        Without room the step goes on, and is not protected.
+        """
+        full = True
+        try:
+            self._step_bytes = self._put(GRADIENT, view, step, _image(image_of(self._data)))
+            full = self._arena.used + self._step_bytes * 2 + self._state_bytes > self._arena.budget
+            self._said = self._said and full
+        except NO_ROOM as error:
+            if not self._said:
+                text = f"step {step} is not kept: {first_line(error)}"
+                self._tell(ev.EventNoted("memory", text))
+            self._said = True
+        return ev.StepKept(view.number, step, full)
+
+    def mark(self, view: int, step: int) -> None:
+        """Record that this worker commits a step."""
+        self._arena.mark(view, step)
+
+    def forget(self, view: int, step: int) -> None:
+        """Drop pieces older than the state after `step` steps, which `view` has protected."""
+        self._arena.forget(view, step)
+
+    # ------------------------------------------------------------ pieces
+
+    def _put(
+        self, kind: str, view: View, step: int, image: Image | DeviceImage, steady: _Steady = ()
+    ) -> int:
+        """Make this process's pieces of an image; returns their size.
+
+        MemoryError, UserError; WorldError and OSError if others do not receive theirs. WorldError
+        if a tensor of `steady` has changed meanwhile: then no piece is kept.
+        """
+        every = self._pieces_in(view)
+        shape = (max(every[0].shelf.parts, 1), image.size)
+        coder = self._coders.get(shape)
+        if coder is None:
+            coder = PieceCoder(self._redundancy, *shape)
+            self._coders = dict(list(self._coders.items())[-4:]) | {shape: coder}
+        needed = coder.size * sum(len(kept.pieces) for kept in every)
+        self._check(kind, needed)
+        sizes, shard = (image.size, coder.size), self._target.shard
+        blank = PieceEntry(kind, view.number, step, *sizes, 0, (), shard)
+        parcels = []
+        for kept in every:
+            if kept.to == shard:
+                self._write(coder, image, kept, blank, steady)
+            elif kept.pieces:
+                parcels.append(self._pack(coder, image, kept, blank))
+        _check_steady(steady)
+        if parcels and self._target.post is not None:
+            self._target.post.put(parcels)
+        return needed
+
+    def _write(
+        self,
+        coder: PieceCoder,
+        image: Image | DeviceImage,
+        kept: _Kept,
+        blank: PieceEntry,
+        steady: _Steady,
+    ) -> None:
+        """Write pieces into this node's memory."""
+        start, room = self._arena.take(coder.size * len(kept.pieces))
+        try:
+            digests = self._make_all(coder, image, kept, room)
+            _check_steady(steady)
+            entry = msgspec.structs.replace(blank, start=start, digests=digests)
+            self._arena.put(entry, kept.shelf)
+        except BaseException:
+            self._arena.give_back(start)
+            raise
+
+    def _pack(
+        self, coder: PieceCoder, image: Image | DeviceImage, kept: _Kept, blank: PieceEntry
+    ) -> tuple[int, Parcel, list[memoryview]]:
+        """Make pieces for another process to keep."""
+        room = np.empty(coder.size * len(kept.pieces), np.uint8).data
+        digests = self._make_all(coder, image, kept, room)
+        entry = msgspec.structs.replace(blank, digests=digests)
+        return kept.to, Parcel(entry, kept.shelf), [room]
+
+    def _make_all(
+        self, coder: PieceCoder, image: Image | DeviceImage, kept: _Kept, room: memoryview
+    ) -> tuple[bytes, ...]:
+        size = coder.size
+        return tuple(
+            self._make(coder, image, piece, room[index * size :][:size])
+            for index, piece in enumerate(kept.pieces)
+        )
+
+    def _make(
+        self, coder: PieceCoder, image: Image | DeviceImage, piece: Piece, room: memoryview
+    ) -> bytes:
+        if isinstance(image, Image):
+            return coder.make(image, piece, room)
+        if self._code is None and self._redundancy.data > 1:
+            self._code = TensorCode(self._redundancy.data, self._redundancy.parity)
+        return image.make(coder, self._code, piece, room)
+
+    def _check(self, kind: str, needed: int) -> None:
+        """Raise UserError if the budget does not even hold two states and two gradients."""
+        state_bytes = needed if kind == STATE else self._state_bytes
+        step_bytes = needed if kind == GRADIENT else self._step_bytes
+        least = 2 * (state_bytes + step_bytes)
+        if least > self._arena.budget:
+            raise UserError(
+                f"the memory budget of {_megabytes(self._arena.budget)} for each worker is too "
+                f"small: worker {self._worker} keeps {_megabytes(state_bytes)} of each state and "
+                f"{_megabytes(step_bytes)} of each step's gradient, and needs room for two of "
+                f"both, {_megabytes(least)}; raise --memory-budget, or set --redundancy none"
+            )
+
+    def _pieces_in(self, view: View) -> list[_Kept]:
+        """Return the pieces of this process's shard on each of its worker's nodes."""
+        if self._kept is None or self._kept[0] != view.number:
+            shard, parts = self._target.shard, parts_of(view, self._target.shard)
+            every = []
+            for place in range(self._target.spread):
+                pieces = pieces_of(view, self._worker, self._redundancy, shard, place)
+                plain = tuple((part, number) for part, number in pieces)
+                shelf = PieceShelf(view.number, parts, plain, 0, shard)
+                every.append(_Kept(self._target.writer_on(place), shelf, pieces))
+            self._kept = view.number, every
+        return self._kept[1]
+
+
+def _head(skeleton: bytes) -> bytes:
+    """Return the beginning of a state's image."""
+    return SIZES.pack(len(skeleton)) + skeleton
+
+
+def _image(tensors: Sequence[torch.Tensor]) -> Image | DeviceImage:
+    """View the bytes of tensors as one image, where they lie."""
+    devices = [tensor.device for tensor in tensors if tensor.is_cuda]
+    if devices:
+        return DeviceImage(tensors, devices[0])
+    return Image([as_bytes(tensor).numpy().data for tensor in tensors])
+
+
+def _check_steady(steady: _Steady) -> None:
+    """Raise WorldError if a tensor has changed, as far as torch counts changes."""
+    if any(tensor._version != version for tensor, version in steady):
+        raise WorldError(CHANGED)
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.3g} MB"
+
+
+def buffers_of_state(image: memoryview) -> tuple[bytes, Sequence[torch.Tensor]]:
+    """Take an image of a state apart: its skeleton, and tensors that share its memory.
+
+    WireError, struct.error or RuntimeError if it is none.
+    """
+    (length,) = SIZES.unpack(image[: SIZES.size])
+    at = SIZES.size + length
+    skeleton = bytes(image[SIZES.size : at])
+    tensors = []
+    for meta in state.metas(skeleton):
+        tensor = state.allocate(meta)
+        size = tensor.nbytes
+        if size:
+            as_bytes(tensor).copy_(torch.frombuffer(image[at : at + size], dtype=torch.uint8))
+        at += size
+        tensors.append(tensor)
+    return skeleton, tensors

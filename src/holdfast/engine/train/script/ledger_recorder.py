@@ -1,0 +1,197 @@
+"""Records one worker's steps: its copy of the ledger, and events of the job.
+
+The script's thread uses it; doubts arrive from the engine's thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from holdfast.engine.core.step.backup import DropTally
+from holdfast.engine.core.step.events import EventNoted
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.records.ledger import (
+    LedgerDoubt,
+    LedgerEntry,
+    LedgerHeader,
+    Place,
+    StepDigests,
+    Uses,
+    ledger_path,
+)
+from holdfast.engine.train.data.quarantine import Bad, Quarantine
+from holdfast.engine.train.data.sampling import SamplePlan
+from holdfast.engine.train.data.sources import Plan
+from holdfast.engine.train.script.environment import WorkerEnvironment
+from holdfast.engine.train.script.patient_ledger import PatientLedger
+from holdfast.engine.train.script.step_mean import StepMean
+from holdfast.engine.train.step.driver import Driver, ScriptOrder
+from holdfast.engine.train.step.step_table import StepTable
+
+EMPTY = (
+    "no batch of step {index} counts: all were left out, or have a weight of 0. Its gradients are "
+    "zeros, and step.loss is NaN. Later steps of this kind are not named; `holdfast ledger verify` "
+    "counts them"
+)
+
+
+class LedgerRecorder:
+    """Writes this worker's copy of the ledger; without a run directory there is none."""
+
+    def __init__(self, environment: WorkerEnvironment, seed: int, driver: Driver) -> None:
+        self._environment = environment
+        self._seed = seed
+        self._driver = driver
+        self._plan: Plan  # plan of the present loop
+        self._ledger = self._make_ledger()
+        self._quarantine: Quarantine | None = None  # quarantine of the loop's dataset
+        self._header_due = False  # a header must still be written for the present loop
+        self._tally = DropTally()  # counts the samples dropped in the present loop
+        self._has_named_empty = False  # a step in which no batch counts was named
+        self._copied = 0  # tasks of other workers computed here, as last reported
+
+    def begin(self, plan: Plan, quarantine: Quarantine | None = None) -> None:
+        """Begin a loop whose samples this plan cuts into steps."""
+        self._quarantine = quarantine
+        self._plan, self._header_due, self._tally = plan, True, DropTally()
+
+    def commit(
+        self,
+        place: Place,
+        view: int,
+        table: StepTable,
+        mean: StepMean,
+        dropped: int,
+        handed: Mapping[int, int],
+        of: StepDigests,
+    ) -> None:
+        """Record a step, whose gradient became complete in `view` without `dropped` samples.
+
+        `handed`: digests of values that its tasks have handed over, by virtual rank.
+        """
+        if dropped:
+            self._note_dropped(place.index, table, dropped)
+        if not mean.weight:
+            self._note_empty(place.index)
+        ledger = self._ledger
+        if ledger is None:
+            return
+        if self._header_due:
+            self._header_due = False
+            ledger.begin(self._header())
+        left_out = None if place.uses is Uses.NO_SAMPLES else self._quarantine
+        ledger.append(
+            LedgerEntry(
+                place=place,
+                view=view,
+                hosts=table.hosts(),
+                counts=table.counts(),
+                digests=table.digests(),
+                loss=mean.loss,
+                bad={} if left_out is None else {v: r for v, r in left_out.turn.items() if r},
+                handed=handed,
+                losses=() if place.uses is Uses.NO_SAMPLES else _losses(table, mean),
+                of=of,
+            )
+        )
+
+    def report_quarantined(
+        self, quarantine: Quarantine, news: Mapping[int, Bad], table: StepTable
+    ) -> None:
+        """Report each new quarantined record once in the event log, with the worker that met it."""
+        hosts, said = table.hosts(), set(quarantine.records)
+        for vrank, bad in news.items() if self._driver.leads else ():
+            for record, why in bad.items():
+                if record not in said:
+                    worker = WorkerId(hosts[vrank][0])
+                    text = f"record {record} is quarantined: on worker {worker} it {why}"
+                    self._driver.post(EventNoted("record", text, worker))
+                said.add(record)
+
+    def doubt(self, step: int, view: int, again: bool) -> None:
+        """Record that steps from this one on, committed up to `view`, may be wrong."""
+        if self._ledger is not None:
+            self._ledger.doubt(LedgerDoubt(step=step, view=view, again=again))
+
+    def rest(self, next_order: Callable[[float], ScriptOrder | None]) -> ScriptOrder:
+        """Return the script's next order at a boundary; lines that wait for room are written.
+
+        `next_order`: waits so many seconds at most for an order. WorldError.
+        """
+        while (order := next_order(self._again_s)) is None:
+            self._write_kept()
+        return order
+
+    def wait(self) -> None:
+        """Wait, after a loop's last step, until all lines are written. WorldError."""
+        while self._again_s < float("inf"):
+            self._driver.next_for_script(self._again_s)
+            self._write_kept()
+
+    @property
+    def _again_s(self) -> float:
+        return float("inf") if self._ledger is None else self._ledger.again_s
+
+    def _write_kept(self) -> None:
+        if self._ledger is not None:
+            self._ledger.write_kept()
+
+    def end(self) -> None:
+        """End the loop: no further step follows."""
+        self._tell_of_dropped()
+        copied, self._copied = self._driver.copied - self._copied, self._driver.copied
+        if copied:
+            tasks = "a task" if copied == 1 else f"{copied} tasks"
+            what = f"computed {tasks} for other workers, which were late"
+            self._tell("copy", f"worker {self._environment.worker} {what}")
+
+    def _note_dropped(self, index: int, table: StepTable, samples: int) -> None:
+        assert isinstance(self._plan, SamplePlan), "nothing of a stream is dropped"
+        rows = enumerate(zip(table.hosts(), table.counts(), strict=True))
+        hosts = {
+            WorkerId(worker)
+            for vrank, ((worker, _), count) in rows
+            if count < self._plan.task_samples(index, vrank)
+        }
+        if self._tally.note(index, hosts, samples):
+            self._tell_of_dropped()
+
+    def _tell_of_dropped(self) -> None:
+        if self._tally.steps and self._driver.leads:
+            self._tell("backup", str(self._tally))
+
+    def _note_empty(self, index: int) -> None:
+        if self._driver.leads and not self._has_named_empty:
+            self._tell("script", EMPTY.format(index=index))
+        self._has_named_empty = True
+
+    def _tell(self, kind: str, text: str) -> None:
+        self._driver.post(EventNoted(kind, text))
+
+    def _make_ledger(self) -> PatientLedger | None:
+        me = self._environment
+        if me.run_dir is None:
+            return None
+        path = ledger_path(me.run_dir, me.worker, me.incarnation)
+        return PatientLedger(path, self._driver, me.spec.nodes.abandon_s)
+
+    def _header(self) -> LedgerHeader:
+        me = self._environment
+        return LedgerHeader(
+            seed=self._seed,
+            virtual_ranks=me.spec.virtual_ranks,
+            plan=self._plan.to_dict(),
+            worker=me.worker,
+            incarnation=me.incarnation,
+            backup=me.spec.stragglers.backup,
+            dataset=0 if self._quarantine is None else self._quarantine.number,
+            quarantined=() if self._quarantine is None else sorted(self._quarantine.records),
+            digest_steps=me.spec.silent_errors.digest_steps,
+        )
+
+
+def _losses(table: StepTable, mean: StepMean) -> list[float]:
+    """Return the losses of all tasks; NaN for a batch that was left out."""
+    losses = enumerate(table.losses())
+    return [math.nan if vrank in mean.left_out else loss for vrank, loss in losses]

@@ -1,0 +1,222 @@
+"""Keeps states that belong to a virtual rank: a hidden state, an environment, a replay buffer.
+
+A task of the virtual rank starts from its state as of the last commit, and leaves a new one. The
+new state travels with the step to all members, so it is a part of the job's state: any worker can
+take over the virtual rank, and a task may be computed again, or by several workers, from the same
+state. Invariant: a task sees nothing left by other tasks, or by other runs of the same task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import xxhash
+
+from holdfast.engine.core.errors import StateMismatch, UserError
+from holdfast.engine.train.checkpoint.state import keeps_state
+from holdfast.engine.train.data.random_streams import key_apart
+from holdfast.engine.train.script.state_costs import StateCosts
+from holdfast.engine.train.step.packed_trees import count_tensors, pack, unpack
+from holdfast.engine.train.step.task_report import TaskReport
+
+Packed = dict[int, bytes]  # by virtual rank; those whose tasks have not used it yet are missing
+
+
+class RankState:
+    """Is one state of every virtual rank; made by `Job.rank_state`.
+
+    `value` is the state of the present task. It may be changed in place or replaced.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[int], Any],
+        seed: int,
+        vranks: int,
+        packed: Packed,
+        costs: StateCosts,
+    ) -> None:
+        self._name = name
+        self._make = make
+        self._seed = seed
+        self._vranks = vranks
+        self._packed = packed
+        self._costs = costs
+        # made here, each as its last task has left it; None for a state that is no object
+        self._objects: dict[int, Any] = {}
+        self._first: Packed = {}  # the states with which they were made
+        self._vrank: int | None = None  # the virtual rank of the present task
+        self._is_used = False  # the present task has used the state
+        self._value: Any = None
+
+    @property
+    def value(self) -> Any:
+        """Return the state of the present task's virtual rank. UserError outside of a task.
+
+        If `make` returns objects with state_dict and load_state_dict, it is such an object.
+        """
+        vrank = self._require_task("is read")
+        if not self._is_used:
+            self._value, self._is_used = self._load(vrank), True
+        return self._value
+
+    @value.setter
+    def value(self, new: Any) -> None:
+        """Replace the state; UserError outside of a task, and for an object with a state_dict."""
+        vrank = self._require_task("is set")
+        if keeps_state(new) or self._objects.get(vrank) is not None:
+            raise UserError(
+                f"the rank state {self._name!r} cannot be set to a {type(new).__name__}: return "
+                "objects that have a state_dict from `make`, and change them rather than `value`"
+            )
+        self._value, self._is_used = new, True
+
+    def __getitem__(self, vrank: int) -> Any:
+        """Return a copy of a virtual rank's state as of the last commit; None before its first use.
+
+        For an object it is the result of its state_dict. UserError for a number that is no virtual
+        rank.
+        """
+        if not 0 <= vrank < self._vranks:
+            raise UserError(
+                f"the rank state {self._name!r} has no virtual rank {vrank}: there are "
+                f"{self._vranks}, from 0 on"
+            )
+        return unpack(self._packed[vrank]) if vrank in self._packed else None
+
+    def __len__(self) -> int:
+        return self._vranks
+
+    def begin_task(self, vrank: int) -> None:
+        """Begin a run of a task of this virtual rank, with its state as of the last commit."""
+        self._vrank, self._is_used, self._value = vrank, False, None
+
+    def end_task(self) -> bytes | None:
+        """End the run; return the new state, packed, or None if it has not changed."""
+        vrank, self._vrank = self._vrank, None
+        if vrank is None or not self._is_used:
+            return None
+        value, self._value = self._value, None
+        with self._costs.surround(self._name):
+            packed = self._pack(value.state_dict() if keeps_state(value) else value)
+            return None if packed == self._packed.get(vrank) else packed
+
+    def _load(self, vrank: int) -> Any:
+        """Return the state of the last commit as the script uses it."""
+        packed = self._packed.get(vrank, self._first.get(vrank))
+        if vrank not in self._objects:
+            made = self._make_value(vrank)
+            self._objects[vrank] = made if keeps_state(made) else None
+            if packed is None:
+                if keeps_state(made):
+                    self._first[vrank] = self._pack(made.state_dict())
+                return made
+        if packed is None:
+            return self._make_value(vrank)
+        known = self._objects[vrank]
+        with self._costs.surround(self._name):
+            if known is None:
+                return unpack(packed)
+            known.load_state_dict(unpack(packed))
+        return known
+
+    def _pack(self, state: Any) -> bytes:
+        return pack(state, f"the rank state {self._name!r}")
+
+    def _make_value(self, vrank: int) -> Any:
+        with key_apart(self._seed, vrank, f"rank state {self._name}"):
+            return self._make(vrank)
+
+    def _require_task(self, what: str) -> int:
+        if self._vrank is None:
+            raise UserError(
+                f"the rank state {self._name!r} {what} outside of a task: use `value` in the loop "
+                "over a step's batches, and [virtual rank] elsewhere to read the committed value"
+            )
+        return self._vrank
+
+
+class RankStates:
+    """Keeps all states that a script has declared; a part of the job's state."""
+
+    def __init__(self, costs: StateCosts | None = None) -> None:
+        self._costs = costs or StateCosts()
+        self._declared: dict[str, RankState] = {}
+        self._packed: dict[str, Packed] = {}  # by name, also of those that are declared later
+
+    def declare(self, name: str, make: Callable[[int], Any], seed: int, vranks: int) -> RankState:
+        """Declare a state. UserError if that name is taken."""
+        if name in self._declared:
+            raise UserError(f"job.rank_state({name!r}, ...) was called before: give each a name")
+        packed = self._packed.setdefault(name, {})
+        self._declared[name] = RankState(name, make, seed, vranks, packed, self._costs)
+        return self._declared[name]
+
+    def begin_task(self, vrank: int) -> None:
+        """Give a run of a task the states of its virtual rank."""
+        self._costs.begin_task()
+        for each in self._declared.values():
+            each.begin_task(vrank)
+
+    def end_task(self) -> dict[str, bytes]:
+        """End the run; returns the states that it has changed, packed, by name."""
+        left = {name: each.end_task() for name, each in self._declared.items()}
+        self._costs.end_task(lambda name: self._measure(name, left[name]))
+        return {name: packed for name, packed in left.items() if packed is not None}
+
+    def _measure(self, name: str, left: bytes | None) -> tuple[int, int]:
+        """Return the numbers of tensors and bytes of a state, as a task has left it or found it."""
+        data = left or next(iter(self._packed[name].values()))
+        return count_tensors(data), len(data)
+
+    def commit(self, reports: Mapping[int, TaskReport]) -> None:
+        """Take in the states that the tasks of a committed step have left."""
+        for vrank, report in reports.items():
+            for name, packed in report.states.items():
+                self._packed.setdefault(name, {})[vrank] = packed
+
+    def fingerprint(self, step: int | None = None) -> int:
+        """Return 63 bits of all states, or of those that are compared in this step; 0: no state."""
+        digest, count = xxhash.xxh3_64(), 0
+        for name, packed in sorted(self._packed.items()):
+            for turn, (vrank, data) in enumerate(sorted(packed.items())):
+                if step is None or step % len(packed) == turn:
+                    digest.update(f"{name} {vrank} ".encode())
+                    digest.update(data)
+                    count += 1
+        return digest.intdigest() >> 1 if count else 0
+
+    def describe_states(self) -> list[tuple[str, int]]:
+        """Return a description of each state, with 63 bits of it."""
+        return [
+            (
+                f"the rank state {name!r} of virtual rank {vrank}",
+                xxhash.xxh3_64_intdigest(data) >> 1,
+            )
+            for name, packed in sorted(self._packed.items())
+            for vrank, data in sorted(packed.items())
+        ]
+
+    def state_dict(self) -> dict[str, dict[int, torch.Tensor]]:
+        """Return all states, packed, as tensors of bytes."""
+        return {
+            name: {
+                vrank: torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                for vrank, data in sorted(packed.items())
+            }
+            for name, packed in sorted(self._packed.items())
+            if packed
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[int, torch.Tensor]]) -> None:
+        """Take over the job's states. StateMismatch if they do not fit."""
+        if any(each.dtype != torch.uint8 for held in state.values() for each in held.values()):
+            raise StateMismatch("the states of virtual ranks are no packed bytes")
+        for name in {*self._packed, *state}:
+            packed = self._packed.setdefault(name, {})
+            packed.clear()
+            for vrank, data in state.get(name, {}).items():
+                packed[vrank] = data.cpu().numpy().tobytes()

@@ -1,1 +1,0 @@
-"""Decide whether this machine is fit to train: measurements, checks and a history of them."""

@@ -1,1 +1,0 @@
-"""Measure this machine: the processors, memory, disks, network and GPUs."""

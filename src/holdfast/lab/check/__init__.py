@@ -1,0 +1,1 @@
+"""Tries a training script on one and two workers, and compares the bits."""

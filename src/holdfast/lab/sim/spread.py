@@ -1,0 +1,253 @@
+"""Simulates workers whose processes are spread over several nodes.
+
+What the process on the first node does stands for all of them, and those on further nodes follow it
+(other_shards.py). Here these live, freeze and end, each by itself; any of them takes the others
+along, once they hear of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.step.shards import FollowerProofs
+from holdfast.engine.core.types import (
+    AgentId,
+    Incarnation,
+    Stage,
+    WorkerDirective,
+    WorkerId,
+    WorkerStatus,
+)
+from holdfast.lab.sim.arithmetic import Key
+from holdfast.lab.sim.proofs import Proofs
+from holdfast.lab.sim.running import Running
+from holdfast.lab.sim.seams import Clock, Memory
+
+RETRY_S = 0.2  # after which a network that is cut is tried again
+
+
+class FirstProcess(Protocol):
+    """Is a worker's process on its first node."""
+
+    key: Key
+    agent: AgentId
+    alive: bool
+    ailing: bool
+
+    @property
+    def spread(self) -> Spread: ...
+
+    def post(self, delay_s: float, call: Callable[..., None], *args: Any) -> None: ...
+
+    def deliver(self, call: Callable[..., None], args: tuple[Any, ...]) -> None: ...
+
+    def run_script(self) -> None: ...
+
+    def end(self, code: int, detail: str = "") -> None: ...
+
+
+class SpreadNode(Protocol):
+    """Is a node on which some of a worker's processes run."""
+
+    @property
+    def name(self) -> AgentId: ...
+
+    @property
+    def memory(self) -> Memory: ...
+
+    def clock(self) -> float: ...
+
+    def world_time(self, clock: float) -> float: ...
+
+    def handle_status(self, process: Any, status: WorkerStatus) -> None: ...
+
+    def handle_process_end(
+        self, process: Any, code: int, detail: str, reported: bool = False
+    ) -> None: ...
+
+    def watch(self, process: Any) -> None: ...
+
+
+class ProofChecker(Protocol):
+    """Checks what processes take for proved."""
+
+    @property
+    def proofs(self) -> Proofs: ...
+
+
+class SpreadWorld(Clock, Protocol):
+    """Is the world around them."""
+
+    @property
+    def truth(self) -> ProofChecker: ...
+
+    def first_process(self, key: Key) -> FirstProcess | None: ...
+
+    def are_apart(self, a: AgentId, b: AgentId) -> bool: ...
+
+    def is_up(self, agent: AgentId) -> bool: ...
+
+
+class Further(Running):
+    """Simulates the processes of a worker on one of its further nodes, of number `place`."""
+
+    def __init__(
+        self,
+        world: SpreadWorld,
+        host: SpreadNode,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        place: int,
+    ) -> None:
+        super().__init__(world)
+        self.world = world
+        self.host = host
+        self.agent = host.name
+        self.worker = worker
+        self.key: Key = (int(worker), int(incarnation))
+        self.incarnation = incarnation
+        self.place = place
+        self._proofs = FollowerProofs()
+        self._said = 0
+
+    def start(self) -> None:
+        """Look for the process on the first node."""
+        self.post(self.world.delay(self.world.options.boot_s / 4), self._meet)
+
+    def handle_directive(self, directive: WorkerDirective) -> None:
+        """Take in nothing: directives are for the process on the first node."""
+
+    def apply_commit(self, view: int, commit: ef.Commit) -> None:
+        """Apply a step, and tell the agent if that shows that all members have acted."""
+        proved_at = self._proofs.record_commit(self.host.clock(), voted=commit.voted)
+        if proved_at is None:
+            return
+        world = self.world
+        world.truth.proofs.check_proof(self.key, view, commit.step, self.host.world_time(proved_at))
+        self._said += 1
+        status = WorkerStatus(
+            worker=self.worker,
+            incarnation=self.incarnation,
+            seq=self._said,
+            stage=Stage.READY,
+            proved_at=proved_at,
+        )
+        world.call_later(
+            world.delay(world.options.channel_s), self.host.handle_status, self, status
+        )
+
+    def end(self, code: int, detail: str = "", *, reported: bool = False) -> None:
+        """End here and now; its agent hears of it a little later, and so do the others."""
+        if not self.alive:
+            return
+        self.alive = False
+        self.host.handle_process_end(self, code, detail, reported)
+        first = self.world.first_process(self.key)
+        if first is not None:
+            first.spread.handle_loss(self)
+
+    def _meet(self) -> None:
+        first = self.world.first_process(self.key)
+        if first is None or not first.alive or self.world.are_apart(first.agent, self.agent):
+            self.end(-9, "it does not find its worker")
+        else:
+            first.spread.meet(self)
+
+
+class Spread:
+    """Keeps together what runs on the nodes of one worker; `first`: on the first one."""
+
+    def __init__(self, world: SpreadWorld, first: FirstProcess, memory: Memory) -> None:
+        self._world = world
+        self._first = first
+        self._memory = memory
+        self._nodes, self._shards = world.options.spread, world.options.procs
+        self.further: dict[int, Further] = {}  # by place
+        self._held: dict[int, deque[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether processes live on all nodes."""
+        return len(self.further) == self._nodes - 1 and all(
+            each.alive for each in self.further.values()
+        )
+
+    @property
+    def agents(self) -> list[AgentId]:
+        """Return all of its nodes."""
+        return [self._first.agent, *(each.agent for each in self.further.values())]
+
+    def meet(self, further: Further) -> None:
+        """Let the script begin, once processes have come from all nodes; none may come later."""
+        if len(self.further) == self._nodes - 1:
+            further.end(-9, "its worker does not listen any more")
+            return
+        self.further[further.place] = further
+        if len(self.further) == self._nodes - 1:
+            self._first.run_script()
+
+    def handle_loss(self, further: Further) -> None:
+        """End the worker whose connection has ended, unless the network lost that with the node."""
+        if self.further.get(further.place) is further and self._is_heard(further.agent):
+            why = f"its process on {further.agent} is gone"
+            self._first.post(self._world.delay(0.005), self._first.end, -9, why)
+
+    def end_others(self, *, well: bool) -> None:
+        """End the processes on further nodes, since that on the first node has ended."""
+        for each in self.further.values():
+            if self._is_heard(each.agent):
+                how, why = 0 if well else -9, "its worker has ended"
+                each.post(self._world.delay(0.005), partial(each.end, how, why, reported=well))
+
+    def call_shard_later(
+        self, shard: int, delay_s: float, call: Callable[..., None], *args: Any
+    ) -> None:
+        """Have a shard's process do something, which the one on the first node then hears of."""
+        place = shard * self._nodes // self._shards
+        if not place:
+            self._first.post(delay_s, call, *args)
+        else:
+            self._world.call_later(delay_s, self._go, place, self._first.deliver, (call, args))
+
+    def apply_commit(self, view: int, commit: ef.Commit) -> None:
+        """Have the processes on further nodes apply a step, after all earlier orders."""
+        for place, each in self.further.items():
+            self._go(place, each.apply_commit, (view, commit))
+
+    def visit_memories(self, call: Callable[[Memory, AgentId, int], None]) -> None:
+        """Do something with the memory of each of the worker's nodes."""
+        call(self._memory, self._first.agent, 0)
+        for place, each in self.further.items():
+            self._go(place, call, (each.host.memory, each.agent, place))
+
+    # ------------------------------------------------------------ the network between them
+
+    def _go(self, place: int, call: Callable[..., None], args: tuple[Any, ...]) -> None:
+        """Do something on a further node, in order; what the network does not carry waits."""
+        held = self._held.setdefault(place, deque())
+        held.append((call, args))
+        if len(held) == 1:
+            self._drain(place)
+
+    def _drain(self, place: int) -> None:
+        further, held = self.further[place], self._held[place]
+        if held and self._world.are_apart(self._first.agent, further.agent):
+            self._first.ailing = True
+            self._world.call_later(RETRY_S, self._drain, place)
+            return
+        while held:
+            call, args = held[0]
+            further.deliver(call, args)
+            held.popleft()
+
+    def _is_heard(self, agent: AgentId) -> bool:
+        """Return whether the end of a connection between two nodes is heard."""
+        world, ours = self._world, self._first.agent
+        if world.are_apart(ours, agent):
+            return False
+        lost = not world.is_up(ours) or not world.is_up(agent)
+        return not lost or world.rng.random() >= world.options.unheard_break

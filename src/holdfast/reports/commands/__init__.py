@@ -1,0 +1,1 @@
+"""Has the commands that show what runs have written."""

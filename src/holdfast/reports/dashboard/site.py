@@ -1,0 +1,130 @@
+"""Puts the dashboard's pages together: the page itself, its stream, logs and orders."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from holdfast.engine.core.errors import HoldfastError
+from holdfast.engine.net.web_server import WebServer, make_server
+from holdfast.engine.runtime.contact import read_worker_log
+from holdfast.engine.runtime.rundir import RunDir
+from holdfast.reports.dashboard.access import Access, AccessGuard
+from holdfast.reports.dashboard.feed import QUEUE_MAX, Feed
+from holdfast.reports.dashboard.order_desk import OrderDesk
+from holdfast.reports.dashboard.run_watch import RunWatch
+
+STATIC = Path(__file__).with_name("static")
+ORDER_BYTES_MAX = 4096
+
+
+class Site:
+    """Answers the requests that the guard lets through."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        tls: ssl.SSLContext | None = None,
+        queue_max: int = QUEUE_MAX,
+        update: Callable[[], None] | None = None,
+    ) -> None:
+        """`update` brings the files up to date, if they are copies of those elsewhere."""
+        self._run_dir = run_dir
+        self._tls = tls
+        self.feed = Feed(queue_max)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watch = RunWatch(run_dir, tls, self.feed, update)
+        self._desk = OrderDesk(run_dir, tls, self._tell_orders)
+
+    def application(self, access: Access) -> ASGIApp:
+        """Return the application with its guard."""
+        routes = [
+            Route("/", self._page),
+            Route("/api/state", self._state),
+            Route("/api/stream", self._stream),
+            Route("/api/log", self._log),
+            Route("/api/orders", self._ask, methods=["POST"]),
+            Route("/api/orders/confirm", self._confirm, methods=["POST"]),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ]
+        return AccessGuard(Starlette(routes=routes, lifespan=self._watch_run), access)
+
+    @contextlib.asynccontextmanager
+    async def _watch_run(self, _: Starlette) -> AsyncIterator[None]:
+        """Watch the run as long as the server works."""
+        self._loop = asyncio.get_running_loop()
+        watching = asyncio.create_task(self._watch.run())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+
+    def _tell_orders(self, orders: list[dict[str, Any]]) -> None:
+        """Publish the orders; called by any thread."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
+                self._loop.call_soon_threadsafe(self.feed.publish, "orders", orders)
+
+    async def _page(self, _: Request) -> Response:
+        return FileResponse(STATIC / "index.html", media_type="text/html")
+
+    async def _state(self, _: Request) -> Response:
+        return JSONResponse(self.feed.state())
+
+    async def _stream(self, _: Request) -> Response:
+        if self.feed.is_full:
+            return _problem("Too many pages follow this dashboard: close one of them.", 503)
+        return StreamingResponse(self.feed.follow(), media_type="text/event-stream")
+
+    async def _log(self, request: Request) -> Response:
+        worker = request.query_params.get("worker", "")
+        if not (worker.isascii() and worker.isdecimal() and len(worker) < 10):
+            return _problem(f"worker={worker} is no number of a worker.", 400)
+        asked = self._run_dir, self._tls, int(worker)
+        name, lines = await asyncio.to_thread(read_worker_log, *asked)
+        return JSONResponse({"name": name, "lines": lines})
+
+    async def _ask(self, request: Request) -> Response:
+        return await self._order(request, self._desk.ask)
+
+    async def _confirm(self, request: Request) -> Response:
+        return await self._order(request, self._desk.confirm)
+
+    async def _order(self, request: Request, take: Callable[[bytes], object]) -> Response:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > ORDER_BYTES_MAX:
+                return _problem("The order is too long.", 413)
+        try:
+            return JSONResponse(await asyncio.to_thread(take, body))
+        except (HoldfastError, OSError) as error:
+            return _problem(str(error), 409)
+
+
+def make_dashboard(
+    site: Site, listener: socket.socket, host: str, token: str = ""
+) -> tuple[WebServer, str]:
+    """Return a server of a site for a listening socket, and the URL with its token."""
+    access = Access(port=listener.getsockname()[1], token=token or secrets.token_urlsafe(32))
+    server, address = make_server(site.application(access), listener, host, site.feed.close)
+    return server, f"http://{address}/?token={access.token}"
+
+
+def _problem(text: str, status: int) -> Response:
+    return JSONResponse({"problem": text}, status_code=status)

@@ -1,0 +1,242 @@
+"""Keeps a checksum of each row, so that memory which has changed by itself is noticed.
+
+A server's memory holds rows for months, and a flipped bit in one of them would go into a model
+unseen. So a row is compared with its checksum before it is read, updated or copied. All checksums
+of a shard are summed up to its fingerprint, which is the same on all servers that hold the shard
+unless one of them has computed wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.engine.core.servers.placement import SHARDS
+from holdfast.tables.reserved_arrays import ReservedArrays
+
+CHECKED_AT_ONCE = 1 << 16  # rows
+SPREAD = 0x1E3779B97F4A7C15  # odd: neighbours count by very different factors
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Has the checksums [n] of all rows of one owner, and the sum that counts for its part."""
+
+    sums: torch.Tensor
+    total: torch.Tensor
+
+
+class RowChecksums:
+    """Keeps checksums of the rows of some arrays, which have a row for each place.
+
+    `arrays`: [places, width] each, of numbers of 4 or 8 bytes; `memory`: made them. A checksum is
+    the sum of a row's 32-bit words, each times an odd number of its own, modulo 2^32: a single
+    flipped bit always changes it. `owners`: how many parts the places have. `totals` [owners]: for
+    each, the sum of its checksums, each times an odd number of its place's own, modulo 2^64.
+    `salt`: a small number that no other checksums of the same places have.
+    """
+
+    def __init__(
+        self, arrays: Sequence[torch.Tensor], memory: ReservedArrays, owners: int, salt: int = 0
+    ) -> None:
+        self._words = [array.view(torch.int32) for array in arrays]
+        self._memory = memory
+        width = sum(words.shape[1] for words in self._words)
+        factors = torch.arange(width, dtype=torch.int64) * 0x9E3779B1 + 0x85EBCA6B
+        self._factors = (factors | 1).to(torch.int32)
+        self._sums = memory.make(len(self._words[0]), 0, torch.int32)
+        self._salt = salt << 40
+        self.totals = torch.zeros(owners, dtype=torch.int64)
+
+    def sum_up(self, places: range, arrays: Sequence[torch.Tensor]) -> Seal:
+        """Return the checksums of all rows of one owner, which these arrays [n, width] have."""
+        words = [array.view(torch.int32) for array in arrays]
+        sums, total = (
+            torch.empty(len(places), dtype=torch.int32),
+            torch.zeros((), dtype=torch.int64),
+        )
+        for part in _split(range(len(places))):
+            sums[part] = found = self._sum_rows([each[part] for each in words])
+            here = places[part]
+            total += (found * self._weigh(torch.arange(here.start, here.stop))).sum()
+        return Seal(sums, total)
+
+    def seal_part(self, places: range, owner: int, seal: Seal | None = None) -> None:
+        """Take all rows of one owner, at these places, as they are now for right.
+
+        `seal`: their checksums, if they are known.
+        """
+        here = slice(places.start, places.stop)
+        if seal is None:
+            seal = self.sum_up(places, [words[here] for words in self._words])
+        self._sums[here] = seal.sums
+        self.totals[owner] = seal.total
+
+    def seal(self, places: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
+        """Take the rows at these places, each there once, as they are now for right.
+
+        Returns the change of `totals` [owners].
+        """
+        parts = [words.index_select(0, places) for words in self._words]
+        return self.seal_copies(places, parts, owners)
+
+    def seal_copies(
+        self, places: torch.Tensor, parts: Sequence[torch.Tensor], owners: torch.Tensor
+    ) -> torch.Tensor:
+        """Take the rows at these places for right if they are these, [places, width] each.
+
+        Returns the change of `totals` [owners].
+        """
+        sums = self._sum_rows([part.view(torch.int32) for part in parts])
+        changes = sums.to(torch.int64) - self._sums.index_select(0, places)
+        self._sums[places] = sums
+        added = torch.zeros_like(self.totals)
+        added.index_add_(0, owners, changes * self._weigh(places))
+        self.totals += added
+        return added
+
+    def find_differing(self, places: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return for each of these places whether its rows, copied to `parts`, are damaged."""
+        found = self._sum_rows([part.view(torch.int32) for part in parts])
+        return found != self._sums.index_select(0, places)
+
+    def find_damaged(self, places: torch.Tensor | range) -> torch.Tensor:
+        """Return those of these places whose rows are not as they were sealed."""
+        if isinstance(places, torch.Tensor):
+            parts = [words.index_select(0, places) for words in self._words]
+            return places[self.find_differing(places, parts)]
+        damaged = []
+        for part in _split(places):
+            found = self._sum_rows([words[part] for words in self._words])
+            damaged.append((found != self._sums[part]).nonzero().flatten() + part.start)
+        return torch.cat(damaged) if damaged else torch.empty(0, dtype=torch.int64)
+
+    def release(self, places: range, owner: int) -> None:
+        """Free the memory of an owner's rows and their checksums; do not read them afterwards."""
+        self._memory.release([*self._words, self._sums], places)
+        self.totals[owner] = 0
+
+    def _weigh(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the factors [n] of these places' checksums."""
+        return ((places + self._salt) * SPREAD) | 1
+
+    def _sum_rows(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the checksums [n] of rows, from their words [n, width] in each array."""
+        found = torch.zeros(len(parts[0]), dtype=torch.int32)
+        at = 0
+        for words in parts:
+            factors = self._factors[at : at + words.shape[1]]
+            found += (words * factors).sum(1, dtype=torch.int32)
+            at += words.shape[1]
+        return found
+
+
+def _split(places: range) -> list[slice]:
+    starts = range(places.start, places.stop, CHECKED_AT_ONCE)
+    return [slice(start, min(start + CHECKED_AT_ONCE, places.stop)) for start in starts]
+
+
+class FingerprintHistory:
+    """Keeps how the last updates have changed the fingerprints of shards."""
+
+    def __init__(self) -> None:
+        self._changes: dict[int, torch.Tensor] = {}  # by update, [SHARDS]
+
+    def record(self, number: int, changes: torch.Tensor) -> None:
+        """Record what update `number` of some shards has added to fingerprints [SHARDS]."""
+        before = self._changes.get(number)
+        self._changes[number] = changes if before is None else before + changes
+
+    def drop(self, shard: int) -> None:
+        """Forget a shard: it has other rows now."""
+        for changes in self._changes.values():
+            changes[shard] = 0
+
+    def forget(self, floor: int) -> None:
+        """Forget updates up to `floor`."""
+        self._changes = {n: each for n, each in self._changes.items() if n > floor}
+
+    def undo(self, fingerprints: torch.Tensor, version: int) -> torch.Tensor:
+        """Return fingerprints [SHARDS] as they were after `version` updates."""
+        for number, changes in self._changes.items():
+            if number > version:
+                fingerprints = fingerprints - changes
+        return fingerprints
+
+
+class ShardChecksums:
+    """Keeps the checksums of one table's arrays, in sets that are looked at together.
+
+    `sets`: by name, arrays [places, width] with the places of all shards, one after the other.
+    """
+
+    def __init__(self, sets: Mapping[str, Sequence[torch.Tensor]], memory: ReservedArrays) -> None:
+        used = {name: arrays for name, arrays in sets.items() if arrays and len(arrays[0])}
+        self._sets = {
+            name: RowChecksums(arrays, memory, SHARDS, salt)
+            for salt, (name, arrays) in enumerate(used.items())
+        }
+        self._sizes = {name: len(arrays[0]) // SHARDS for name, arrays in used.items()}
+
+    @property
+    def totals(self) -> torch.Tensor:
+        """Return the fingerprint [SHARDS] of each shard."""
+        found = torch.zeros(SHARDS, dtype=torch.int64)
+        for each in self._sets.values():
+            found += each.totals
+        return found
+
+    def seal(self, places: torch.Tensor, *names: str) -> torch.Tensor:
+        """Take these places of some sets, each there once, as they are now for right.
+
+        Returns the change of `totals` [SHARDS].
+        """
+        added = torch.zeros(SHARDS, dtype=torch.int64)
+        for name in names:
+            if name in self._sets:
+                owners = torch.div(places, self._sizes[name], rounding_mode="floor")
+                added += self._sets[name].seal(places, owners)
+        return added
+
+    def sum_up(self, shard: int, arrays: Mapping[str, Sequence[torch.Tensor]]) -> list[Seal]:
+        """Return the checksums of all of a shard, whose arrays these are, by set."""
+        return [
+            each.sum_up(self._places_of(shard, name), arrays[name])
+            for name, each in self._sets.items()
+        ]
+
+    def seal_shard(self, shard: int, seals: Sequence[Seal] = ()) -> None:
+        """Take all of a shard as it is now for right. `seals`: its checksums, if they are known."""
+        for i, (name, each) in enumerate(self._sets.items()):
+            each.seal_part(self._places_of(shard, name), shard, seals[i] if seals else None)
+
+    def _places_of(self, shard: int, name: str) -> range:
+        first = shard * self._sizes[name]
+        return range(first, first + self._sizes[name])
+
+    def release(self, shard: int) -> None:
+        """Free the memory of a shard and its checksums; do not read them afterwards."""
+        for name, each in self._sets.items():
+            first = shard * self._sizes[name]
+            each.release(range(first, first + self._sizes[name]), shard)
+
+    def find_damaged(self, places: torch.Tensor, *names: str) -> set[int]:
+        """Return the shards in which these places of some sets have changed by themselves."""
+        found: set[int] = set()
+        for name in names:
+            if name in self._sets:
+                damaged = self._sets[name].find_damaged(places)
+                found |= set((damaged // self._sizes[name]).tolist())
+        return found
+
+    def is_damaged(self, shard: int, part: range) -> bool:
+        """Return whether anything in this part of a shard's places has changed by itself."""
+        for name, each in self._sets.items():
+            size = self._sizes[name]
+            first = shard * size
+            places = range(first + part.start, first + min(part.stop, size))
+            if len(each.find_damaged(places)):
+                return True
+        return False
