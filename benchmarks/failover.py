@@ -21,7 +21,7 @@ from pathlib import Path
 from scale import spec
 
 from holdfast.engine.core.errors import WorldError
-from holdfast.engine.runtime.coordinate.election import Leader, locate, open_election
+from holdfast.engine.runtime.leadership.election import Leader, locate, open_election
 from holdfast.engine.runtime.rundir import RunDir
 from labs.etcd_cluster import EtcdCluster
 

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast.engine.core.step.link_detector import LinkDetector, Wait
+from holdfast.engine.core.ground.events import Wait
+from holdfast.engine.core.step.link_detector import LinkDetector
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.train.exchange.waits import Waits
 from labs.made_up_exchanges import BUCKETS, MadeUpExchange

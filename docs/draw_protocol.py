@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from holdfast.engine.core import tree
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SourceKind
+from holdfast.engine.core.ground.vote import Vote
 from holdfast.engine.core.membership import agent, coordinator_events
-from holdfast.engine.core.replica.ends import SourceKind
 from holdfast.engine.core.replica.replica import SYNC_MOVES, SyncStage
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
 from holdfast.engine.core.step.activities import ACTIVITY_MOVES, Activity
-from holdfast.engine.core.step.vote import Vote
 from holdfast.engine.core.sum_plan import plan_sum
 from holdfast.engine.core.transitions import Transitions
 from holdfast.engine.core.types import (

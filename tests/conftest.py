@@ -12,6 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from holdfast.engine.net import peer_listener
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.engine.runtime.node import fork_server
 from holdfast.engine.state.store.checkpoints import Checkpoints
@@ -94,6 +95,14 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
         return known[steps]
 
     return digest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet_listeners() -> Iterator[None]:
+    """Keep listeners of this process, which outlive their tests, out of the output of others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peer_listener, "say_to_log", lambda text: None)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -28,7 +28,7 @@ from holdfast.engine.core.membership.coordinator_events import (
 )
 from holdfast.engine.core.membership.group import GroupMachine
 from holdfast.engine.core.membership.group_faults import ranks_of
-from holdfast.engine.core.membership.lease import LeasePolicy
+from holdfast.engine.core.policies import LeasePolicy
 from holdfast.engine.core.types import (
     AgentId,
     Incarnation,

@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
-from holdfast.engine.core.step.events import Purpose, Topic, WorkerEvent
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.events import Purpose, Topic, WorkerEvent
 from holdfast.engine.core.step.step_policy import StepPolicy
 from holdfast.engine.core.types import (
     AgentId,

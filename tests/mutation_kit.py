@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.engine.core.step.backup import BackupPolicy
+from holdfast.engine.core.policies import BackupPolicy
 from holdfast.engine.core.step.balance import BalancePolicy
 from holdfast.engine.core.step.speculation import Patience
 from holdfast.lab.sim.swarm import run_seed

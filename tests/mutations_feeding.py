@@ -6,21 +6,21 @@ import dataclasses
 
 import pytest
 
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SinkKind
+from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.membership import view_making
 from holdfast.engine.core.membership.facts import Facts
 from holdfast.engine.core.membership.followers import Followers
 from holdfast.engine.core.membership.roster import Roster
 from holdfast.engine.core.membership.view_making import Proposal
-from holdfast.engine.core.replica.ends import SinkKind
 from holdfast.engine.core.replica.feeding import Feeding
 from holdfast.engine.core.replica.following import Following
 from holdfast.engine.core.replica.replica import Replica
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
 from holdfast.engine.core.step.newcomers import Newcomers
 from holdfast.engine.core.step.step_machine import StepMachine
 from holdfast.engine.core.types import Follower, View, WorkerId
-from holdfast.engine.core.worker.standing import Standing
 from holdfast.lab.sim.world import Machines
 from mutation_kit import mutation
 

@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground.ends import SinkKind
+from holdfast.engine.core.ground.standing import Standing
+from holdfast.engine.core.ground.vote import Tally
 from holdfast.engine.core.membership import coordinator, protection, view_end
 from holdfast.engine.core.membership.facts import Facts
 from holdfast.engine.core.membership.handover import Handover
 from holdfast.engine.core.membership.protection import Protection
 from holdfast.engine.core.redundancy import KeptPieces, Piece, Recall
 from holdfast.engine.core.replica import protecting
-from holdfast.engine.core.replica.ends import SinkKind
 from holdfast.engine.core.replica.protecting import Protecting
 from holdfast.engine.core.replica.saves import Saves
-from holdfast.engine.core.step import effects as ef
 from holdfast.engine.core.step.step_machine import StepMachine
 from holdfast.engine.core.step.verdicts import Decided
-from holdfast.engine.core.step.vote import Tally
 from holdfast.engine.core.types import AgentId
 from holdfast.engine.core.worker.machine import WorkerMachine
-from holdfast.engine.core.worker.standing import Standing
 from holdfast.lab.sim import memories
 from holdfast.lab.sim.world import Machines
 from mutation_kit import MEMORY, SPREAD, TUNED, mutation

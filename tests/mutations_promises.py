@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership import coordinator as co
 from holdfast.engine.core.membership import decision_loop, node_process, view_making
@@ -36,7 +37,6 @@ from holdfast.engine.core.step.step_machine import StepMachine
 from holdfast.engine.core.step.verdicts import Decided
 from holdfast.engine.core.types import AgentId, Incarnation, Phase, Tick, View, WorkerId
 from holdfast.engine.core.worker.machine import WorkerMachine
-from holdfast.engine.core.worker.standing import Standing
 from holdfast.lab.sim import stored
 from holdfast.lab.sim.world import Machines
 from mutation_kit import mutation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.step import shards
 from holdfast.engine.core.step.shards import ShardEvents
 from holdfast.lab.sim.world import Machines

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from holdfast.engine.core.assignment import assign_at_boundary
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground.events import Wait
 from holdfast.engine.core.membership import formation, view_end, view_making
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step.link_detector import Wait
 from holdfast.engine.core.step.speeds import Speeds
 from holdfast.engine.core.types import LateWorker, StateCopy, View, ViewNumber, WorkerStatus
 from holdfast.engine.core.worker.membership import Membership

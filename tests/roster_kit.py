@@ -14,9 +14,9 @@ from holdfast.engine.core.membership.changes import (
 )
 from holdfast.engine.core.membership.coordinator_events import Announce
 from holdfast.engine.core.membership.facts import Facts
-from holdfast.engine.core.membership.lease import LeasePolicy
 from holdfast.engine.core.membership.live_roster import LiveRoster, News
 from holdfast.engine.core.membership.roster import SlotState
+from holdfast.engine.core.policies import LeasePolicy
 from holdfast.engine.core.types import (
     AgentId,
     AgentReport,

@@ -6,14 +6,14 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SinkKind, SourceKind
+from holdfast.engine.core.ground.events import Topic
 from holdfast.engine.core.job_spec import CoordinatorPolicy
+from holdfast.engine.core.policies import BackupPolicy
 from holdfast.engine.core.redundancy import Redundancy
-from holdfast.engine.core.replica.ends import SinkKind, SourceKind
 from holdfast.engine.core.replica.saves import SavePolicy
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
-from holdfast.engine.core.step.backup import BackupPolicy
-from holdfast.engine.core.step.events import Topic
 from holdfast.engine.core.step.speculation import Patience
 from holdfast.engine.core.step.step_policy import StepPolicy
 from holdfast.engine.core.types import AgentId, WorkerId

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
-from holdfast.engine.core.step.events import FINITE, SOMEBODYS, Purpose, Row, Topic
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.events import FINITE, SOMEBODYS, Purpose, Row, Topic
 from holdfast.engine.core.types import View, WorkerId
 from holdfast.lab.sim.sum_answers import answer
 

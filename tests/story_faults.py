@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SourceKind
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.membership import coordinator_events as ce
 from holdfast.engine.core.membership.liveness import ProcessSample
-from holdfast.engine.core.replica.ends import SourceKind
-from holdfast.engine.core.step import events as ev
 from holdfast.engine.core.types import AgentId, Leaving, WorkerId
 from story_cluster import Cluster, Host, Process, StoryError
 from story_commands import (

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SinkKind, SourceKind
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.redundancy import KeptPieces, Redundancy
-from holdfast.engine.core.replica.ends import SinkKind, SourceKind
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
 from holdfast.engine.core.types import AgentId, View, WorkerId
 from holdfast.lab.sim.memories import HostMemory, Memories
 from story_text import several

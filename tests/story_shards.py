@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.step.shards import FollowerProofs, ShardEvents
 from holdfast.engine.core.types import (
     AgentId,

@@ -10,15 +10,15 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground.effects import SumStage
+from holdfast.engine.core.ground.ends import SinkKind, SourceKind
+from holdfast.engine.core.ground.events import FINITE, NOBODYS, RIGHTLY, SOMEBODYS, Purpose, Topic
+from holdfast.engine.core.ground.vote import Vote
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.membership import coordinator_events as ce
 from holdfast.engine.core.naming import spans
 from holdfast.engine.core.redundancy import Recall
-from holdfast.engine.core.replica.ends import SinkKind, SourceKind
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step.events import FINITE, NOBODYS, RIGHTLY, SOMEBODYS, Purpose, Topic
-from holdfast.engine.core.step.sum_trial import SumStage
-from holdfast.engine.core.step.vote import Vote
 from holdfast.engine.core.types import (
     NO_VIEW,
     RELEASE_ALL,

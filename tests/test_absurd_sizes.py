@@ -25,7 +25,7 @@ from holdfast.engine.core.types import (
     WorkerId,
 )
 from holdfast.engine.records.ledger_audit import verify as verify_ledger
-from holdfast.engine.runtime.coordinate.journal import read_record, seal, unseal
+from holdfast.engine.runtime.leadership.journal import read_record, seal, unseal
 from holdfast.engine.state.memory.arena import (
     FIRST,
     PARTS_MAX,

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from conftest import RUN_S, Start, finish
 from holdfast.engine.commands.ledger_command import render
-from holdfast.engine.core.step.backup import BackupPolicy, DropTally, Settlement, find_counted
+from holdfast.engine.core.policies import BackupPolicy
+from holdfast.engine.core.step.backup import DropTally, Settlement, find_counted
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.records.ledger_audit import LedgerReport, verify
 from holdfast.engine.runtime.local_run import LocalRun

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from holdfast.engine.core import tree
-from holdfast.engine.core.step.events import FINITE, NOBODYS, SOMEBODYS
+from holdfast.engine.core.ground.events import FINITE, NOBODYS, SOMEBODYS
 from holdfast.engine.core.step.sum_trial import SumTrial
 from holdfast.engine.core.sum_plan import SumPlan, cut, cut_evenly, find_shared_sums
 from holdfast.engine.core.types import WorkerId

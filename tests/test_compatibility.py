@@ -25,9 +25,9 @@ from holdfast.engine.core.release import RELEASE
 from holdfast.engine.host import checks_peers
 from holdfast.engine.net.secret import write_run_dir
 from holdfast.engine.records import ledger, recordings, time_lines
-from holdfast.engine.runtime.coordinate import journal
-from holdfast.engine.runtime.coordinate.journal import read_record
 from holdfast.engine.runtime.job_events import read_events
+from holdfast.engine.runtime.leadership import journal
+from holdfast.engine.runtime.leadership.journal import read_record
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.state.store import data_index, manifest, stripes
@@ -113,7 +113,7 @@ FORMATS = {
         number_in=lambda path: json_number(path) or 1,  # the first ones had no number
     ),
     "journal": Format(
-        constant="engine/runtime/coordinate/journal.py:MAGIC",
+        constant="engine/runtime/leadership/journal.py:MAGIC",
         number=int(journal.MAGIC[-1:]),
         kept={1: SECOND / "run/journal"},
         number_in=magic_number,

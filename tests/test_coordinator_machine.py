@@ -10,7 +10,7 @@ import pytest
 from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership import coordinator_events as ce
 from holdfast.engine.core.membership.coordinator import SKIPPED, CoordinatorMachine
-from holdfast.engine.core.membership.restart import RestartPolicy
+from holdfast.engine.core.policies import RestartPolicy
 from holdfast.engine.core.types import (
     RELEASE_ALL,
     AgentId,

@@ -37,8 +37,8 @@ from holdfast.engine.runtime.coordinate.coordinator_server import (
     CoordinatorSetup,
     EffectPipe,
 )
-from holdfast.engine.runtime.coordinate.journal import MemoryJournal, MemoryStore, unseal
 from holdfast.engine.runtime.launcher import incarnation_after
+from holdfast.engine.runtime.leadership.journal import MemoryJournal, MemoryStore, unseal
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.wire.messages import JoinReply, JoinRequest
 from support import HOST, SPEC, WAIT_S, CoordinatorProcess, until

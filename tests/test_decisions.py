@@ -17,8 +17,9 @@ from holdfast.engine.core.membership.facts import Facts, LatestFacts
 from holdfast.engine.core.membership.followers import Followers
 from holdfast.engine.core.membership.formation import candidates, survivors_of
 from holdfast.engine.core.membership.last_saves import LastSaves
-from holdfast.engine.core.membership.restart import RestartPolicy, quarantine, replace_lost
+from holdfast.engine.core.membership.restart import quarantine, replace_lost
 from holdfast.engine.core.membership.roster import NodeState, SlotState
+from holdfast.engine.core.policies import RestartPolicy
 from holdfast.engine.core.types import AgentId, Incarnation, Stage, WorkerId
 from roster_kit import Cluster, member, status, view_of
 from test_roster import AT_MOST_TWO

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.types import Incarnation, Tick, ViewNumber, WorkerId, WorkerStatus
 from holdfast.engine.core.worker.machine import WorkerMachine
 from holdfast.engine.train.step import driver as driver_module

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground.events import Purpose, TaskDone
 from holdfast.engine.core.step.audit import (
     FICKLE,
     SUBSTITUTED,
@@ -26,7 +27,6 @@ from holdfast.engine.core.step.audit import (
 )
 from holdfast.engine.core.step.audits import Audits
 from holdfast.engine.core.step.early_audits import EARLY_STEPS, PAIRS_MAX, plan_early
-from holdfast.engine.core.step.events import Purpose, TaskDone
 from holdfast.engine.core.step.open_step import OpenStep
 from holdfast.engine.core.step.rulings import Rulings
 from holdfast.engine.core.types import AgentId, View, WorkerId

@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.engine.core.errors import Deposed, UserError
 from holdfast.engine.core.types import JobRecord
-from holdfast.engine.runtime.coordinate.election import (
+from holdfast.engine.runtime.leadership.election import (
     EtcdJournal,
     Hold,
     Leader,
@@ -23,8 +23,8 @@ from holdfast.engine.runtime.coordinate.election import (
     open_election,
     parse_election,
 )
-from holdfast.engine.runtime.coordinate.etcd import Endpoint, EtcdClient, KeyValue, put
-from holdfast.engine.runtime.coordinate.journal import seal, unseal
+from holdfast.engine.runtime.leadership.etcd import Endpoint, EtcdClient, KeyValue, put
+from holdfast.engine.runtime.leadership.journal import seal, unseal
 from labs.etcd_cluster import EtcdCluster, free_ports
 from support import HOST, SPEC, WAIT_S, start_etcd
 

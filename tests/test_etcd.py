@@ -11,8 +11,8 @@ import pytest
 import trustme
 
 from holdfast.engine.core.errors import Refused, Unreachable, UserError
-from holdfast.engine.runtime.coordinate.election import Leader, locate, open_election
-from holdfast.engine.runtime.coordinate.etcd import Endpoint, EtcdClient, put
+from holdfast.engine.runtime.leadership.election import Leader, locate, open_election
+from holdfast.engine.runtime.leadership.etcd import Endpoint, EtcdClient, put
 from labs.etcd_cluster import EtcdCluster, free_ports
 from support import HOST, WAIT_S, start_etcd
 

@@ -15,8 +15,8 @@ from fuzz.targets import STATUS
 from holdfast.cli.main import main
 from holdfast.engine.core.errors import Damaged, OtherRelease, UserError, WireError
 from holdfast.engine.core.types import JobRecord, WorkerStatus
-from holdfast.engine.runtime.coordinate import journal
-from holdfast.engine.runtime.coordinate.journal import FileJournal
+from holdfast.engine.runtime.leadership import journal
+from holdfast.engine.runtime.leadership.journal import FileJournal
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.state.store import data_index, manifest, stripes
 from holdfast.engine.state.store.data_index import SampleIndex

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from holdfast.engine.core import tree
 from holdfast.engine.core.errors import UserError, WireError
-from holdfast.engine.core.step.events import Purpose
+from holdfast.engine.core.ground.events import Purpose
 from holdfast.engine.train.checkpoint.state import flatten, metas, restore
 from holdfast.engine.train.data.sampling import SamplePlan
 from holdfast.engine.train.exchange.layout import Layout, piece_of

@@ -23,14 +23,14 @@ from holdfast.engine.core.types import (
     ViewNumber,
     WorkerId,
 )
-from holdfast.engine.runtime.coordinate.election import (
+from holdfast.engine.runtime.leadership.election import (
     EtcdJournal,
     Leadership,
     open_election,
     parse_election,
 )
-from holdfast.engine.runtime.coordinate.etcd import put
-from holdfast.engine.runtime.coordinate.journal import (
+from holdfast.engine.runtime.leadership.etcd import put
+from holdfast.engine.runtime.leadership.journal import (
     COUNTED_MAX,
     FileJournal,
     Journal,
@@ -374,7 +374,7 @@ KILLED_WHILE_SAVING = """
 import asyncio, os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from holdfast.engine.runtime.coordinate import journal
+from holdfast.engine.runtime.leadership import journal
 from test_journal import record
 
 calls = ["open", "write", "pwrite", "fsync", "replace", "close"]

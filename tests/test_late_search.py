@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from holdfast.engine.core.step.events import StillAwaited
+from holdfast.engine.core.ground.events import StillAwaited
 from holdfast.engine.core.types import Peer, WorkerId
 from holdfast.engine.train.exchange.layout import Layout
 from holdfast.engine.train.step import late_search

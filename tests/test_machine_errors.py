@@ -17,7 +17,8 @@ from holdfast.engine.core.membership.machine_losses import (
     MachineLoss,
     MachineLosses,
 )
-from holdfast.engine.core.membership.restart import RestartPolicy, replace_lost
+from holdfast.engine.core.membership.restart import replace_lost
+from holdfast.engine.core.policies import RestartPolicy
 from holdfast.engine.core.types import AgentId, Stage, WorkerId
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.engine.runtime.node.bootstrap import find_machine_error

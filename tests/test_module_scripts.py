@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S
-from holdfast.engine.runtime.node.user_script import find_source, is_present, name_of_module
+from holdfast.engine.runtime.user_script import find_source, is_present, name_of_module
 
 TRAIN = """
 import sys

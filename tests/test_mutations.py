@@ -27,6 +27,9 @@ import mutations_step  # noqa: F401 - and more
 import mutations_work  # noqa: F401 - and more
 import mutations_wrong  # noqa: F401 - and more
 from holdfast.engine.core.errors import InvariantError
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.membership import coordinator as co
 from holdfast.engine.core.membership import coordinator_events as ce
@@ -41,13 +44,10 @@ from holdfast.engine.core.membership.live_roster import LiveRoster, News
 from holdfast.engine.core.membership.liveness import FreezeDetector
 from holdfast.engine.core.membership.resume import resume_step
 from holdfast.engine.core.membership.roster import Roster
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
 from holdfast.engine.core.step.verdicts import Decided
 from holdfast.engine.core.types import RELEASE_ALL, AgentReport, StateCopy, ViewNumber, WorkerStatus
 from holdfast.engine.core.worker.machine import WorkerMachine
 from holdfast.engine.core.worker.membership import Membership
-from holdfast.engine.core.worker.standing import Standing
 from holdfast.lab.sim.swarm import run_seed
 from holdfast.lab.sim.world import Machines
 from holdfast.lab.sim.wrong_bits import Violation

@@ -17,7 +17,7 @@ from holdfast.engine.fleet.fleet_plan import PLAN_FILE, read_plan
 from holdfast.engine.host.external_checks import checks_file, load_checks, save_checks
 from holdfast.engine.records.ledger import LedgerDoubt, LedgerWriter, ledger_path
 from holdfast.engine.records.ledger_claims import RESULT_FILE, claim_of_result
-from holdfast.engine.runtime.coordinate.journal import FileJournal
+from holdfast.engine.runtime.leadership.journal import FileJournal
 from holdfast.engine.runtime.rundir import JOB_FILE, RunDir
 from holdfast.engine.state.store.regular_files import append_regular, create_regular
 from holdfast.engine.train.script.environment import WorkerEnvironment

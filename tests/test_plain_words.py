@@ -16,7 +16,7 @@ from holdfast.engine.core.errors import Unreachable, UserError
 from holdfast.engine.core.membership.progress import Progress
 from holdfast.engine.core.recurring import Recurring
 from holdfast.engine.core.types import WorkerId
-from holdfast.engine.runtime.coordinate.election import open_election
+from holdfast.engine.runtime.leadership.election import open_election
 from holdfast.engine.runtime.local_run import strike
 from holdfast.engine.runtime.node import bootstrap
 

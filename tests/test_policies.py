@@ -12,6 +12,7 @@ import pytest
 
 from holdfast.engine.core import invalidations
 from holdfast.engine.core.fleet.placements import FleetPolicy
+from holdfast.engine.core.ground import standing
 from holdfast.engine.core.job_problems import find_problem
 from holdfast.engine.core.job_spec import CoordinatorPolicy, JobSpec, Nodes, Stragglers, Workers
 from holdfast.engine.core.membership import (
@@ -23,15 +24,12 @@ from holdfast.engine.core.membership import (
     review_schedule,
 )
 from holdfast.engine.core.membership.agent import AgentPolicy
-from holdfast.engine.core.membership.lease import LeasePolicy
 from holdfast.engine.core.membership.liveness import FreezePolicy
-from holdfast.engine.core.membership.restart import RestartPolicy
+from holdfast.engine.core.policies import BackupPolicy, LeasePolicy, PacePolicy, RestartPolicy
 from holdfast.engine.core.replica import save_interval
-from holdfast.engine.core.replica.save_interval import PacePolicy
 from holdfast.engine.core.replica.saves import SavePolicy
 from holdfast.engine.core.setbacks import NO_SETBACKS
 from holdfast.engine.core.step import audit, newcomers, rulings, speculation
-from holdfast.engine.core.step.backup import BackupPolicy
 from holdfast.engine.core.step.balance import WINDOW_TIMES_MAX, BalancePolicy
 from holdfast.engine.core.step.speculation import Patience
 from holdfast.engine.core.step.step_policy import StepPolicy
@@ -47,7 +45,6 @@ from holdfast.engine.core.types import (
     WorkerDirective,
     WorkerStatus,
 )
-from holdfast.engine.core.worker import standing
 from holdfast.engine.state.memory import arena
 
 

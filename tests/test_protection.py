@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.engine.core.domains import Domains
 from holdfast.engine.core.errors import UserError
+from holdfast.engine.core.ground.vote import Vote, count_votes
 from holdfast.engine.core.invalidations import INVALIDATIONS_MAX, is_invalidated
 from holdfast.engine.core.membership.durable import Durable
 from holdfast.engine.core.membership.facts import Facts
@@ -31,7 +32,6 @@ from holdfast.engine.core.redundancy import (
     read_redundancy,
 )
 from holdfast.engine.core.replica.protecting import Protecting, pieces_of
-from holdfast.engine.core.step.vote import Vote, count_votes
 from holdfast.engine.core.types import (
     AgentId,
     Incarnation,

@@ -11,8 +11,8 @@ from torch import nn
 
 from fake_gpu import fake_gpu, on_gpu
 from holdfast.engine.core.errors import UserError, WorldError
+from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.redundancy import read_redundancy
-from holdfast.engine.core.step import events as ev
 from holdfast.engine.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
 from holdfast.engine.state.memory.arena import ArenaReading, PieceArena
 from holdfast.engine.state.memory.pieces import PieceCoder

@@ -11,7 +11,7 @@ import pytest
 
 from conftest import RUN_S, SCRIPTS, Start, computed_twice, finish
 from holdfast.engine.records.ledger_audit import verify
-from holdfast.engine.runtime.coordinate.journal import read_record
+from holdfast.engine.runtime.leadership.journal import read_record
 from holdfast.engine.runtime.local_run import LocalRun, strike
 from holdfast.engine.train.data.sampling import plan_of
 from labs.local_nodes import LocalNodes, names

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SourceKind
 from holdfast.engine.core.redundancy import GradientSource, Recall, read_redundancy
-from holdfast.engine.core.replica.ends import SourceKind
-from holdfast.engine.core.step import events as ev
 from holdfast.engine.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
 from holdfast.engine.net.peer_identity import PeerIdentity
 from holdfast.engine.state.memory import piece_reader

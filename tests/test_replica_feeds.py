@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 
-from holdfast.engine.core.replica.ends import SinkKind, SourceKind
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SinkKind, SourceKind
+from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.replica.feeding import SKIPPED_MAX, Feeding
 from holdfast.engine.core.replica.following import Following
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
 from holdfast.engine.core.types import (
     Follower,
     FollowOrder,
@@ -21,7 +22,6 @@ from holdfast.engine.core.types import (
     ViewNumber,
     WorkerId,
 )
-from holdfast.engine.core.worker.standing import Standing
 from roster_kit import THREE, view_of
 
 VIEW = view_of(0, 1)

@@ -23,8 +23,8 @@ from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.host.ending_signals import SAME_S
 from holdfast.engine.net.secret import SECRET_BYTES_MIN
 from holdfast.engine.runtime.local_run import LocalRun, strike
-from holdfast.engine.runtime.node.user_script import SOURCES_FILE, changed_sources
 from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.runtime.user_script import SOURCES_FILE, changed_sources
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.open import open_storage
 from holdfast.engine.train.script.made_settings import MadeSettings

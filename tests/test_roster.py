@@ -14,14 +14,10 @@ from holdfast.engine.core.membership.durable import KNOWN_MAX, Durable, speakers
 from holdfast.engine.core.membership.event_log import EventLog
 from holdfast.engine.core.membership.facts import silent_nodes
 from holdfast.engine.core.membership.live_roster import LiveRoster, News
-from holdfast.engine.core.membership.restart import (
-    RestartPolicy,
-    quarantine,
-    quarantine_wrong,
-    replace_lost,
-)
+from holdfast.engine.core.membership.restart import quarantine, quarantine_wrong, replace_lost
 from holdfast.engine.core.membership.roster import SlotState
 from holdfast.engine.core.membership.stopping import Stopping
+from holdfast.engine.core.policies import RestartPolicy
 from holdfast.engine.core.types import (
     AgentId,
     Incarnation,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from holdfast.engine.core import tree
-from holdfast.engine.core.step.events import FINITE, NOBODYS, SOMEBODYS
+from holdfast.engine.core.ground.events import FINITE, NOBODYS, SOMEBODYS
 from holdfast.engine.core.step.sum_trial import SumTrial
 from holdfast.engine.core.sum_plan import Message
 from holdfast.engine.train.exchange.layout import Layout

@@ -20,8 +20,8 @@ from holdfast.cli.main import main
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.runtime import run_mirror
 from holdfast.engine.runtime.contact import Contact
-from holdfast.engine.runtime.node.user_script import SOURCES_FILE
 from holdfast.engine.runtime.run_mirror import RunMirror, read_parts
+from holdfast.engine.runtime.user_script import SOURCES_FILE
 from holdfast.engine.wire.messages import FilePart, FilesReply, FilesRequest
 from holdfast.reports.commands.dashboard_command import is_address
 

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 
-from holdfast.engine.core.replica.ends import SinkKind
+from holdfast.engine.core.ground.effects import CopyState, Tell
+from holdfast.engine.core.ground.ends import SinkKind
+from holdfast.engine.core.ground.events import EventNoted, SaveEnded
+from holdfast.engine.core.ground.standing import Standing
+from holdfast.engine.core.ground.vote import Wish
+from holdfast.engine.core.policies import PacePolicy
 from holdfast.engine.core.replica.replica import Replica
-from holdfast.engine.core.replica.save_interval import PacePolicy
 from holdfast.engine.core.replica.saves import SavedUpTo, SavePolicy, Saves
-from holdfast.engine.core.step.effects import CopyState, Tell
-from holdfast.engine.core.step.events import EventNoted, SaveEnded
-from holdfast.engine.core.step.step_policy import StepPolicy
-from holdfast.engine.core.step.vote import Wish
 from holdfast.engine.core.types import Incarnation, ViewNumber, WorkerId
-from holdfast.engine.core.worker.standing import Standing
 from machine_kit import a_view
 
 
@@ -164,7 +163,7 @@ def test_a_checkpoint_counts_in_the_view_by_which_its_next_step_is_committed() -
     """This member did not get the votes of that step; the others have compared their states."""
     standing = Standing(WorkerId(0), Incarnation(1))
     saves = SavePolicy(enabled=True, every=10, compared=True)
-    replica = Replica(standing, StepPolicy(seed=0, cycle=1, keeps=True, saves=saves))
+    replica = Replica(standing, saves, keeps=True, compares=True)
     standing.change(committed=10)
     replica.enter(a_view(1, range(2)))
     replica.saves.agree(10, a_view(1, range(2)), Wish.SAVE)

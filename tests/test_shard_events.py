@@ -10,12 +10,13 @@ from typing import Any, get_args
 
 import pytest
 
-from holdfast.engine.core.replica.ends import SinkKind, SourceKind
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.effects import SumStage
+from holdfast.engine.core.ground.ends import SinkKind, SourceKind
 from holdfast.engine.core.step.audit import FICKLE, SUBSTITUTED
 from holdfast.engine.core.step.shards import ShardEvents, is_shared
-from holdfast.engine.core.step.sum_trial import SumStage, SumTrial
+from holdfast.engine.core.step.sum_trial import SumTrial
 from holdfast.engine.core.types import Tick, ViewNumber, WorkerId
 from holdfast.lab.sim.sum_answers import answer
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from holdfast.engine.core.replica.ends import SourceKind
-from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SourceKind
 from holdfast.engine.core.types import Follower, FollowOrder, Incarnation, WorkerId
 from holdfast.engine.net.peer_identity import PeerIdentity
 from holdfast.engine.train.feeding import feeder

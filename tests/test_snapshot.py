@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from conftest import RUN_S
 from holdfast.engine.commands.run_command import make_spec, parser
 from holdfast.engine.core.errors import Aborted, Damaged, WorldError
+from holdfast.engine.core.ground.events import SaveEnded
 from holdfast.engine.core.replica.retention import Retention
-from holdfast.engine.core.step.events import SaveEnded
 from holdfast.engine.core.types import (
     AgentId,
     Incarnation,

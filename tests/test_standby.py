@@ -25,16 +25,16 @@ from holdfast.engine.host.ending_signals import ORDERS, Orders
 from holdfast.engine.net.channel import Channel, connect
 from holdfast.engine.runtime.contact import contact_by
 from holdfast.engine.runtime.coordinate.coordinator_process import Candidate
-from holdfast.engine.runtime.coordinate.coordinator_server import DEPOSED, CoordinatorSetup
-from holdfast.engine.runtime.coordinate.election import (
+from holdfast.engine.runtime.coordinate.coordinator_server import CoordinatorSetup
+from holdfast.engine.runtime.launcher import CoordinatorSite
+from holdfast.engine.runtime.leadership.election import (
     Leader,
     locate,
     open_election,
     parse_election,
     read_outcome,
 )
-from holdfast.engine.runtime.coordinate.journal import unseal
-from holdfast.engine.runtime.launcher import CoordinatorSite
+from holdfast.engine.runtime.leadership.journal import DEPOSED, unseal
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.wire.messages import StatusReply, StatusRequest, StopRequest
 from labs.etcd_cluster import EtcdCluster, free_ports

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from holdfast.engine.core.errors import Damaged, Unreachable, UserError
-from holdfast.engine.core.replica.ends import SourceKind
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SourceKind
 from holdfast.engine.core.types import Invalidation, Peer, View, ViewNumber, WorkerId
 from holdfast.engine.state.store.storage import Missing
 from holdfast.engine.train.exchange.layout import Layout

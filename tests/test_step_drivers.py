@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from holdfast.engine.core.errors import Aborted, UserError
-from holdfast.engine.core.replica.ends import SinkKind
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
-from holdfast.engine.core.step.events import Purpose
-from holdfast.engine.core.step.link_detector import NOBODY, Wait
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SinkKind
+from holdfast.engine.core.ground.events import NOBODY, Purpose, Wait
 from holdfast.engine.core.types import (
     Incarnation,
     Peer,

@@ -7,13 +7,13 @@ import itertools
 
 import pytest
 
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SourceKind
+from holdfast.engine.core.ground.events import Purpose, Topic
 from holdfast.engine.core.membership.resume import resume_step
-from holdfast.engine.core.replica.ends import SourceKind
+from holdfast.engine.core.policies import BackupPolicy
 from holdfast.engine.core.replica.saves import SavePolicy
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
-from holdfast.engine.core.step.backup import BackupPolicy
-from holdfast.engine.core.step.events import Purpose, Topic
 from holdfast.engine.core.step.rulings import Rulings
 from holdfast.engine.core.step.speculation import Patience
 from holdfast.engine.core.step.step_policy import StepPolicy

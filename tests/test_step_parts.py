@@ -10,14 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.engine.core.errors import InvariantError
-from holdfast.engine.core.step import audit, vote
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground import vote
+from holdfast.engine.core.ground.events import Purpose, TaskDone, Wait
+from holdfast.engine.core.ground.vote import Vote, count_votes
+from holdfast.engine.core.policies import BackupPolicy
+from holdfast.engine.core.step import audit
 from holdfast.engine.core.step.audit import Alike, Audit, Ruling, Sentence
 from holdfast.engine.core.step.audits import SKETCH_WORDS, Audits
-from holdfast.engine.core.step.backup import BackupPolicy, Settlement
-from holdfast.engine.core.step.events import Purpose, TaskDone
-from holdfast.engine.core.step.link_detector import Wait
+from holdfast.engine.core.step.backup import Settlement
 from holdfast.engine.core.step.open_step import OpenStep
 from holdfast.engine.core.step.rulings import CALM_STEPS, NEVER, Rulings
 from holdfast.engine.core.step.speculation import Budget, Lateness, Patience, choose_copies
@@ -25,7 +27,6 @@ from holdfast.engine.core.step.speeds import Speeds
 from holdfast.engine.core.step.step_policy import Counting, StepPolicy
 from holdfast.engine.core.step.trust import Doubt, Trust
 from holdfast.engine.core.step.verdicts import Doubted
-from holdfast.engine.core.step.vote import Vote, count_votes
 from holdfast.engine.core.types import LateWorker, View, ViewNumber, WorkerId
 from machine_kit import a_view
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import story_kit
+from holdfast.engine.core.ground.effects import Abort, Commit, Tell, WorkerEffect
+from holdfast.engine.core.ground.events import WorkerEvent
 from holdfast.engine.core.membership import facts, formation, protection, teams
 from holdfast.engine.core.membership.agent import AgentEffect, AgentEvent, AgentMachine
 from holdfast.engine.core.membership.coordinator import CoordinatorMachine
@@ -23,8 +25,6 @@ from holdfast.engine.core.membership.view_making import Room
 from holdfast.engine.core.redundancy import Recall
 from holdfast.engine.core.replica.saves import Saves
 from holdfast.engine.core.step import audit, step_machine
-from holdfast.engine.core.step.effects import Abort, Commit, Tell, WorkerEffect
-from holdfast.engine.core.step.events import WorkerEvent
 from holdfast.engine.core.step.shards import ShardEvents
 from holdfast.engine.core.types import (
     NO_VIEW,

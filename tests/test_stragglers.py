@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.engine.core.ground.events import EventNoted
 from holdfast.engine.core.step.balance import BalancePolicy, Balancer
-from holdfast.engine.core.step.events import EventNoted
 from holdfast.engine.core.step.lasting import LastingSlowness
 from holdfast.engine.core.step.speculation import Budget, Lateness, Patience, choose_copies
 from holdfast.engine.core.step.speeds import Speeds

@@ -6,15 +6,8 @@ import random
 
 import pytest
 
-from holdfast.engine.core.step.sum_trial import (
-    COMPARE,
-    SumQuestion,
-    SumStage,
-    SumTrial,
-    find_makers,
-    find_wrong,
-    majority,
-)
+from holdfast.engine.core.ground.effects import COMPARE, SumQuestion, SumStage
+from holdfast.engine.core.step.sum_trial import SumTrial, find_makers, find_wrong, majority
 from holdfast.lab.sim.sum_answers import makers_of
 
 TRACE = SumQuestion(SumStage.TRACE)

@@ -9,8 +9,9 @@ from holdfast.engine.core.membership.changes import CountLoss
 from holdfast.engine.core.membership.formation import candidates, reason_to_stop
 from holdfast.engine.core.membership.group_faults import find_fault
 from holdfast.engine.core.membership.protection import find_recall, make_ring
-from holdfast.engine.core.membership.restart import RestartPolicy, replace_lost
+from holdfast.engine.core.membership.restart import replace_lost
 from holdfast.engine.core.membership.teams import admit_teams, end_team, find_team_to_end
+from holdfast.engine.core.policies import RestartPolicy
 from holdfast.engine.core.redundancy import KeptPieces, Redundancy
 from holdfast.engine.core.replica.protecting import parts_of, pieces_of
 from holdfast.engine.core.types import (

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step.events import Purpose
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground.events import Purpose
 from holdfast.engine.core.types import Incarnation, Phase, WorkerId, WorkerStatus
 from holdfast.engine.records.time_lines import (
     ProcessHeader,

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import pytest
 
+from holdfast.engine.core.ground.events import NOBODY, Wait
 from holdfast.engine.core.step.balance import BalancePolicy, Balancer
-from holdfast.engine.core.step.link_detector import NOBODY, LinkDetector, Wait
+from holdfast.engine.core.step.link_detector import LinkDetector
 from holdfast.engine.core.step.stragglers import Detector
 from holdfast.engine.core.types import WorkerId
 

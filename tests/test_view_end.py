@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.replica.saves import SavePolicy
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
 from holdfast.engine.core.step.step_policy import StepPolicy
 from holdfast.engine.core.types import Phase, Stage, ViewNumber, WorkerDirective
 from holdfast.lab.sim.swarm import run_seed

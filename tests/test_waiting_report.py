@@ -72,3 +72,7 @@ def test_a_placement_that_ends_for_a_reason_is_reported_once() -> None:
     now = [ended(1, "its disk is full"), ended(2, ""), ended(3, "long ago")]
     assert list(report.read(now, 1.0)) == ["hf-1 has ended on nm1: its disk is full"]
     assert list(report.read(now, 2.0)) == []
+    assert list(report.read([], 3.0)) == []
+    late = [ended(1, "its disk is full"), ended(2, "it used too much memory")]
+    assert list(report.read(late, 4.0)) == ["hf-2 has ended on nm1: it used too much memory"]
+    assert list(report.read(late, 5.0)) == []

@@ -16,11 +16,11 @@ import torch
 import torch._dynamo
 
 from holdfast.engine.core.errors import Aborted
+from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.membership import coordinator as co
 from holdfast.engine.core.membership import coordinator_events as ce
-from holdfast.engine.core.step import events as ev
 from holdfast.engine.core.types import (
     AgentId,
     FollowOrder,

@@ -129,6 +129,28 @@ def find_layers(modules: list[Module]) -> Iterator[Finding]:
                 yield Finding(module, line, f"imports {name}: {refused}")
 
 
+def find_two_way_pairs(modules: list[Module]) -> Iterator[Finding]:
+    """Find packages that import each other."""
+    names = {m.name: m for m in in_src(modules)}
+    packages = {name for name, m in names.items() if m.path.endswith("/__init__.py")}
+    seen: dict[tuple[str, str], tuple[Module, int]] = {}
+    for module in in_src(modules):
+        above = module.name if module.name in packages else parent(module.name)
+        for line, name in imports(module):
+            owner = name if name in names else parent(name)
+            below = owner if owner in packages else parent(owner)
+            if below.startswith("holdfast.") and below != above:
+                seen.setdefault((above, below), (module, line))
+    for (above, below), (module, line) in seen.items():
+        if (below, above) in seen and above < below:
+            other = seen[below, above][0].path
+            yield Finding(module, line, f"{above} and {below} import each other (see {other})")
+
+
+def parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
 def find_train_layers(modules: list[Module]) -> Iterator[Finding]:
     train = "holdfast.engine.train."
     for module in modules:
@@ -378,9 +400,15 @@ RULES = [
     Rule(
         "layers",
         find_layers,
-        "imports go one way (cli, dashboard, plan -> launch -> runtime, sim -> train, servers -> "
-        "health, observe -> store -> net -> wire, coding -> core), so that what is simulated is "
-        "the product and each part can be understood without those above it",
+        "products import the engine, and not each other; in the engine imports go one way "
+        "(commands -> faults -> fleet -> runtime -> train -> host, records -> state -> net -> "
+        "wire -> core), so that what is simulated is the product and each part can be understood "
+        "without those above it (tests/tidy_layers.py)",
+    ),
+    Rule(
+        "no-two-way",
+        find_two_way_pairs,
+        "of two packages one can be read without the other",
     ),
     Rule(
         "train-layers",

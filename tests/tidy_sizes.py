@@ -72,7 +72,7 @@ SHORT_FILES = frozenset(
         "src/holdfast/engine/core/partition.py",
         "src/holdfast/engine/core/recurring.py",
         "src/holdfast/engine/core/release.py",
-        "src/holdfast/engine/core/replica/ends.py",
+        "src/holdfast/engine/core/ground/ends.py",
         "src/holdfast/engine/core/replica/store_wait.py",
         "src/holdfast/engine/core/transitions.py",
         "src/holdfast/engine/host/lifetime.py",

@@ -35,7 +35,7 @@ from holdfast.engine.core.types import (
 )
 from holdfast.engine.net.peer_stream import HELLO, PeerProof
 from holdfast.engine.net.proof import NONCE_BYTES
-from holdfast.engine.runtime.coordinate.journal import MAGIC, seal, unseal
+from holdfast.engine.runtime.leadership.journal import MAGIC, seal, unseal
 from holdfast.engine.state.store import manifest
 from holdfast.engine.state.store.data_index import (
     DIGEST_BYTES,

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from holdfast.engine.core.errors import WorldError
-from holdfast.engine.runtime.coordinate.etcd import Endpoint, EtcdClient
+from holdfast.engine.runtime.leadership.etcd import Endpoint, EtcdClient
 
 HOST = "127.0.0.1"
 START_S = 60.0

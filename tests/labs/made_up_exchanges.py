@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-from holdfast.engine.core.step.link_detector import Wait
+from holdfast.engine.core.ground.events import Wait
 from holdfast.engine.train.exchange.waits import Waits
 
 BUCKETS = 3

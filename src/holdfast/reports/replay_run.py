@@ -17,7 +17,7 @@ from holdfast.engine.core.job_problems import JOB_BYTES_MAX
 from holdfast.engine.core.job_spec import JobSpec, with_settings
 from holdfast.engine.core.types import JobRecord
 from holdfast.engine.net.secret import SECRET_BYTES_MIN
-from holdfast.engine.runtime.coordinate.journal import FileJournal
+from holdfast.engine.runtime.leadership.journal import FileJournal
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.open import check_exists, fork_store, open_storage

@@ -39,7 +39,7 @@ from holdfast.engine.net.secret import load_secret, write_run_dir
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.net.tcp import listen
 from holdfast.engine.runtime.contact import parse_address
-from holdfast.engine.runtime.coordinate.journal import FileJournal
+from holdfast.engine.runtime.leadership.journal import FileJournal
 from holdfast.engine.runtime.rundir import RunDir, write_json
 from holdfast.engine.state.store.regular_files import DOCUMENT_BYTES_MAX, read_regular
 from holdfast.engine.wire.job_document import decode_job

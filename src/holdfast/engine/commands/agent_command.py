@@ -25,8 +25,8 @@ from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.net.tls import peer_tls_of
 from holdfast.engine.runtime.contact import ask, contact_by
 from holdfast.engine.runtime.launcher import Node, incarnation_after, launch_node
-from holdfast.engine.runtime.node.user_script import is_present
 from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.runtime.user_script import is_present
 from holdfast.engine.wire.messages import JoinReply, JoinRequest
 
 

@@ -11,8 +11,8 @@ from holdfast.engine.core.errors import UserError
 from holdfast.engine.net.secret import load_secret
 from holdfast.engine.net.tcp import listen
 from holdfast.engine.net.tls import server_of
-from holdfast.engine.runtime.coordinate.election import FORM, open_election
 from holdfast.engine.runtime.launcher import CoordinatorSite, launch_standby
+from holdfast.engine.runtime.leadership.election import FORM, open_election
 from holdfast.engine.runtime.rundir import RunDir
 
 

@@ -17,10 +17,10 @@ from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.net.tcp import listen
 from holdfast.engine.net.tls import peer_tls_of
 from holdfast.engine.plugins import find_listener
-from holdfast.engine.runtime.coordinate.journal import FileJournal
 from holdfast.engine.runtime.launcher import CoordinatorSite, launch_job
-from holdfast.engine.runtime.node.user_script import changed_sources, is_present
+from holdfast.engine.runtime.leadership.journal import FileJournal
 from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.runtime.user_script import changed_sources, is_present
 from holdfast.engine.state.store.open import check_writable, open_storage
 
 

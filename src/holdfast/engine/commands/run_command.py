@@ -40,7 +40,6 @@ from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.net.tcp import listen
 from holdfast.engine.net.tls import peer_tls_of
 from holdfast.engine.plugins import find_listener
-from holdfast.engine.runtime.coordinate.election import parse_election
 from holdfast.engine.runtime.launcher import (
     FIRST_NODE,
     CoordinatorSite,
@@ -48,8 +47,9 @@ from holdfast.engine.runtime.launcher import (
     hide_nothing,
     launch_job,
 )
-from holdfast.engine.runtime.node.user_script import MODULE_MARK, is_present, name_of_module
+from holdfast.engine.runtime.leadership.election import parse_election
 from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.runtime.user_script import MODULE_MARK, is_present, name_of_module
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.open import absolute_store, check_writable, open_storage
 from holdfast.engine.state.store.regular_files import read_named

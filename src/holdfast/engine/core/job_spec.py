@@ -11,12 +11,9 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from holdfast.engine.core.membership.lease import LeasePolicy
-from holdfast.engine.core.membership.restart import RestartPolicy
+from holdfast.engine.core.policies import BackupPolicy, LeasePolicy, PacePolicy, RestartPolicy
 from holdfast.engine.core.redundancy import Redundancy, read_redundancy
-from holdfast.engine.core.replica.save_interval import PacePolicy
 from holdfast.engine.core.settings import Setting, sections_of, setting, settings_of
-from holdfast.engine.core.step.backup import BackupPolicy
 from holdfast.engine.core.types import ProcessRole
 
 PROCESSES_MAX = 1024  # processes of one kind on a node; more would exhaust it without a word

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from holdfast.engine.faults.fault_script import Disturbance, parse
-from holdfast.engine.runtime.node import user_script
+from holdfast.engine.runtime import user_script
 from holdfast.engine.train.checkpoint.local_tensors import local_of
 from holdfast.engine.train.step.probe import Probe, current
 

@@ -23,8 +23,8 @@ from holdfast.engine.fleet.fleet_plan import STILL_RUNNING, FleetPlan, read_plan
 from holdfast.engine.fleet.fleet_process import manager_of
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.net.tcp import listen
-from holdfast.engine.runtime.coordinate.journal import FileJournal
 from holdfast.engine.runtime.launcher import INTERRUPTED, CoordinatorSite
+from holdfast.engine.runtime.leadership.journal import FileJournal
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.runtime.supervise import Kept, Supervisor, say
 

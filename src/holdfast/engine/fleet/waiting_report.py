@@ -8,6 +8,7 @@ from holdfast.engine.core.fleet.placements import Holding, Placement, PlacementI
 
 PATIENCE_S = 10.0  # a placement may wait this long without a word
 AGAIN_S = 60.0  # between two reports whose reasons differ
+RAN_MAX = 10_000  # placements whose end is looked for
 
 
 class WaitingReport:
@@ -24,7 +25,7 @@ class WaitingReport:
         self._since: float | None = None  # when the oldest placement that waits was first listed
         self._quiet_until = float("-inf")
         self._last = ""
-        self._ran: dict[PlacementId, None] = {}  # the placements that have not ended since
+        self._ran: dict[PlacementId, None] = {}  # the newest placements whose end has no reason yet
         self.current = ""  # the line as of the last listing, whether it is due again or not
 
     def read(self, placements: Sequence[Placement], now: float) -> Iterator[str]:
@@ -48,9 +49,15 @@ class WaitingReport:
             yield line
 
     def _read_ended(self, placements: Sequence[Placement]) -> Iterator[str]:
-        """Yield a line for each placement that has ended for a reason since the last listing."""
+        """Yield a line for each placement that has ended, once the manager gives a reason.
+
+        A manager may know the reason later than the end.
+        """
         for each in placements:
-            if each.holding is Holding.ENDED and each.id in self._ran and each.why:
+            if each.holding is Holding.ENDED and each.why and each.id in self._ran:
+                del self._ran[each.id]
                 yield f"{each.id} has ended on {each.host}: {each.why}"
-        running = (each for each in placements if each.holding is Holding.RUNNING)
-        self._ran = dict.fromkeys(each.id for each in running)
+            elif each.holding is Holding.RUNNING:
+                self._ran[each.id] = None
+        for old in list(self._ran)[:-RAN_MAX]:
+            del self._ran[old]

@@ -78,7 +78,8 @@ class PeerListener:
 
     `admit` runs in the listener's thread, so it must not block; the connection is its to close. If
     it raises an OSError, a RuntimeError or one of Holdfast's errors, the connection is closed and
-    the reason is logged. `say` gets the lines for the log. `close` closes `listener`, too.
+    the reason is logged. `say` gets the lines for the log, in place of this process's own log.
+    `close` closes `listener`, too.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class PeerListener:
         identity: PeerIdentity,
         magic: bytes,
         admit: Admit,
-        say: Callable[[str], None] = say_to_log,
+        say: Callable[[str], None] | None = None,
         limits: ListenerLimits | None = None,
     ) -> None:
         self._listener = listener
@@ -96,7 +97,9 @@ class PeerListener:
         self._admit = admit
         self._limits = limits or ListenerLimits()
         self._strangers: Strangers[_Stranger] = Strangers(self._limits.strangers_max)
-        self._complaints = Complaints(say, self._limits.lines_max, self._limits.window_s)
+        self._complaints = Complaints(
+            say or say_to_log, self._limits.lines_max, self._limits.window_s
+        )
         self._selector = selectors.DefaultSelector()
         self._paused_until: float | None = None  # None: connections are being accepted
         self._closed = threading.Event()
@@ -233,7 +236,7 @@ def serve(
     identity: PeerIdentity,
     magic: bytes,
     handle: Handler,
-    say: Callable[[str], None] = say_to_log,
+    say: Callable[[str], None] | None = None,
 ) -> tuple[str, PeerListener]:
     """Serve the job's peers, each in a thread of its own. OSError, UserError.
 

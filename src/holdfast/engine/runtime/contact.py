@@ -17,13 +17,13 @@ from holdfast.engine.core.types import WorkerId
 from holdfast.engine.net.channel import Channel, connect
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.records.file_tails import read_log_end
-from holdfast.engine.runtime.coordinate.election import (
+from holdfast.engine.runtime.job_status import JobStatus, parse_status
+from holdfast.engine.runtime.leadership.election import (
     SCHEMES,
     locate,
     parse_election,
     read_outcome,
 )
-from holdfast.engine.runtime.job_status import JobStatus, parse_status
 from holdfast.engine.runtime.rundir import RunDir, shorten_failure
 from holdfast.engine.wire.messages import LogReply, LogRequest, StatusReply, StatusRequest
 

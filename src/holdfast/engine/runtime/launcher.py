@@ -24,7 +24,7 @@ from holdfast.engine.core.types import AgentId, ProcessRole
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.records.summary import summarize
 from holdfast.engine.runtime.contact import ENDED_ALONE
-from holdfast.engine.runtime.coordinate.coordinator_server import DEPOSED
+from holdfast.engine.runtime.leadership.journal import DEPOSED
 from holdfast.engine.runtime.rundir import RunDir, read_goodput
 from holdfast.engine.runtime.supervise import Kept, Streams, Supervisor, say
 

@@ -15,9 +15,9 @@ from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.core.types import JobRecord
 from holdfast.engine.net.secret import read_run_dir, write_run_dir
 from holdfast.engine.records.goodput import Goodput, share_out
-from holdfast.engine.runtime.coordinate.journal import read_record
 from holdfast.engine.runtime.job_events import read_events
-from holdfast.engine.runtime.node.user_script import SOURCES_FILE, encode_sources
+from holdfast.engine.runtime.leadership.journal import read_record
+from holdfast.engine.runtime.user_script import SOURCES_FILE, encode_sources
 from holdfast.engine.state.store.regular_files import (
     DOCUMENT_BYTES_MAX,
     parse_json,

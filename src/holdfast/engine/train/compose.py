@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 import torch
 
 from holdfast.engine.core.errors import UserError
+from holdfast.engine.core.ground.ends import SinkKind, SourceKind
+from holdfast.engine.core.ground.events import EventNoted, HeirsSeen, Loading, Reachable, StateLost
 from holdfast.engine.core.job_spec import JobSpec
-from holdfast.engine.core.replica.ends import SinkKind, SourceKind
 from holdfast.engine.core.replica.saves import SavePolicy
 from holdfast.engine.core.step.balance import BalancePolicy
-from holdfast.engine.core.step.events import EventNoted, HeirsSeen, Loading, Reachable, StateLost
 from holdfast.engine.core.step.speculation import Patience
 from holdfast.engine.core.step.step_policy import StepPolicy
 from holdfast.engine.core.types import Peer, ServerLayout, WorkerId

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.engine.core.errors import Aborted
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.types import ViewNumber
 from holdfast.engine.train.protection.protector import Protector
 from holdfast.engine.train.script.ledger_recorder import LedgerRecorder

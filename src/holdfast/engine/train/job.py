@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.core.step.events import EventNoted, StepKind
+from holdfast.engine.core.ground.events import EventNoted, StepKind
 from holdfast.engine.train.checkpoint.local_tensors import check_split
 from holdfast.engine.train.checkpoint.saved_state import load_saved
 from holdfast.engine.train.checkpoint.state import PROTECTED_AS, to_plain

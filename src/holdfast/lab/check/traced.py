@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import xxhash
 
-from holdfast.engine.runtime.node import user_script
+from holdfast.engine.runtime import user_script
 from holdfast.engine.train.checkpoint.local_tensors import local_of
 from holdfast.engine.train.exchange.tensor_bytes import as_bytes
 from holdfast.engine.train.job import join_once

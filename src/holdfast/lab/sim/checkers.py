@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from holdfast.engine.core.ground.effects import Reduce
 from holdfast.engine.core.invalidations import Invalidations, is_covered, is_invalidated, merge
 from holdfast.engine.core.membership.formation import STEPS_MISSED_MAX
-from holdfast.engine.core.step.effects import Reduce
 from holdfast.engine.core.types import (
     AgentId,
     Directive,

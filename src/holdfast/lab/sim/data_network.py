@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from holdfast.engine.core.ground.events import EventNoted, GroupBroken, LinkLost, Row
+from holdfast.engine.core.ground.vote import Tally, Wish, count_votes
 from holdfast.engine.core.step.balance import BalancePolicy
-from holdfast.engine.core.step.events import EventNoted, GroupBroken, LinkLost, Row
 from holdfast.engine.core.step.step_policy import Counting
-from holdfast.engine.core.step.vote import Tally, Wish, count_votes
 from holdfast.engine.core.types import View, WorkerId
 from holdfast.lab.sim.arithmetic import Key
 from holdfast.lab.sim.groups import Group, Shapes, TurnOf, What

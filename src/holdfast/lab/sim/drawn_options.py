@@ -11,7 +11,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from holdfast.engine.core.step.backup import BackupPolicy
+from holdfast.engine.core.policies import BackupPolicy
 from holdfast.engine.core.step.balance import BalancePolicy
 from holdfast.engine.core.step.speculation import Patience
 from holdfast.lab.sim.run_options import (

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from holdfast.engine.core import tree
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
-from holdfast.engine.core.step.effects import WorkerEffect
-from holdfast.engine.core.step.events import FINITE, NOBODYS, SOMEBODYS, StepKind, Topic
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.effects import WorkerEffect
+from holdfast.engine.core.ground.events import FINITE, NOBODYS, SOMEBODYS, StepKind, Topic
 from holdfast.engine.core.types import View
 from holdfast.lab.sim.arithmetic import DROPPED, Key, Parts, add, is_not_finite
 from holdfast.lab.sim.checkers import Truth

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, Protocol
 
+from holdfast.engine.core.ground.events import RoomSeen
 from holdfast.engine.core.machine_errors import MachineError
 from holdfast.engine.core.membership import agent as ag
-from holdfast.engine.core.step.events import RoomSeen
 from holdfast.engine.core.step.script_blame import STEADY_MAX
 from holdfast.engine.core.types import Leaving, Stage, WorkerId
 from holdfast.lab.sim.arithmetic import Key

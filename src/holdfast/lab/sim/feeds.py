@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from holdfast.engine.core.replica.ends import SourceKind
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SourceKind
 from holdfast.engine.core.replica.feeding import count_feeders
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
 from holdfast.engine.core.types import NO_VIEW, FollowOrder, WorkerId
 from holdfast.lab.sim.arithmetic import Key, Share
 from holdfast.lab.sim.checkers import Truth

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
-from holdfast.engine.core.step import events as ev
-from holdfast.engine.core.step.events import WorkerEvent
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.events import WorkerEvent
 from holdfast.engine.core.step.shards import ShardEvents
 from holdfast.engine.core.types import Tick, ViewNumber
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from holdfast.engine.core.step.events import Row
-from holdfast.engine.core.step.vote import Vote
+from holdfast.engine.core.ground.events import Row
+from holdfast.engine.core.ground.vote import Vote
 from holdfast.engine.core.types import Incarnation, View, WorkerId, WorkerStatus
 from holdfast.lab.sim.arithmetic import Key
 from holdfast.lab.sim.wrong_bits import Violation

@@ -7,11 +7,11 @@ import zlib
 from dataclasses import dataclass
 
 from holdfast.engine.core.domains import Domains
+from holdfast.engine.core.ground.events import StepKind
+from holdfast.engine.core.policies import BackupPolicy
 from holdfast.engine.core.redundancy import Redundancy
 from holdfast.engine.core.replica.saves import SavePolicy
-from holdfast.engine.core.step.backup import BackupPolicy
 from holdfast.engine.core.step.balance import BalancePolicy
-from holdfast.engine.core.step.events import StepKind
 from holdfast.engine.core.step.speculation import Patience
 from holdfast.engine.core.step.step_policy import StepPolicy
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any, Protocol
 
-from holdfast.engine.core.step.events import WorkerEvent
+from holdfast.engine.core.ground.events import WorkerEvent
 from holdfast.engine.core.types import AgentId, View, WorkerId
 from holdfast.engine.core.worker.machine import WorkerMachine
 from holdfast.lab.sim.arithmetic import Key, Parts

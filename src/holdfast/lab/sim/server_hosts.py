@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Protocol, runtime_checkable
 
+from holdfast.engine.core.ground.events import HeirsSeen
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.membership.decision_loop import SKIPPED
 from holdfast.engine.core.membership.formation import LEAVE_RESERVE_S
@@ -28,7 +29,6 @@ from holdfast.engine.core.servers.server_host import (
     StartServer,
     TellServers,
 )
-from holdfast.engine.core.step.events import HeirsSeen
 from holdfast.engine.core.types import (
     AgentId,
     AgentReport,

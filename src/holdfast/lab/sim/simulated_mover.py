@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from holdfast.engine.core.replica.ends import SinkKind, SourceKind
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SinkKind, SourceKind
 from holdfast.engine.core.types import View
 from holdfast.lab.sim.feeds import Feeds, FeedWorld
 from holdfast.lab.sim.groups import Group, What

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.step.shards import FollowerProofs
 from holdfast.engine.core.types import (
     AgentId,

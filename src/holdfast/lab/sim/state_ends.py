@@ -10,11 +10,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Protocol
 
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SourceKind
 from holdfast.engine.core.redundancy import Recall
-from holdfast.engine.core.replica.ends import SourceKind
 from holdfast.engine.core.replica.saves import list_replacements
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
 from holdfast.engine.core.types import AgentId, LateWorker, View, ViewNumber
 from holdfast.lab.sim.arithmetic import Copy, Share
 from holdfast.lab.sim.checkers import Truth

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.types import WorkerId
 from holdfast.lab.sim.groups import Group
 from holdfast.lab.sim.seams import Actor

@@ -10,7 +10,8 @@ import functools
 from collections.abc import Collection
 
 from holdfast.engine.core import tree
-from holdfast.engine.core.step.sum_trial import TREE_RUNS, SumQuestion, SumStage
+from holdfast.engine.core.ground.effects import SumQuestion, SumStage
+from holdfast.engine.core.step.sum_trial import TREE_RUNS
 from holdfast.engine.core.sum_plan import find_shared_sums, have_common_elements
 
 Row = tuple[int, ...]

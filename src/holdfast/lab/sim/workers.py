@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Protocol
 
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.effects import WorkerEffect
+from holdfast.engine.core.ground.events import Purpose, StepKind, WorkerEvent
 from holdfast.engine.core.machine_errors import MachineError
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
 from holdfast.engine.core.step.audit import FICKLE, RUNS_DISPUTED
-from holdfast.engine.core.step.effects import WorkerEffect
-from holdfast.engine.core.step.events import Purpose, StepKind, WorkerEvent
 from holdfast.engine.core.types import (
     AgentId,
     Incarnation,

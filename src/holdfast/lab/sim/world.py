@@ -17,8 +17,7 @@ from typing import Any
 from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership.agent import AgentMachine, AgentPolicy
 from holdfast.engine.core.membership.coordinator import CoordinatorMachine
-from holdfast.engine.core.membership.lease import LeasePolicy
-from holdfast.engine.core.membership.restart import RestartPolicy
+from holdfast.engine.core.policies import LeasePolicy, RestartPolicy
 from holdfast.engine.core.types import AgentId
 from holdfast.engine.core.worker.machine import WorkerMachine
 from holdfast.lab.sim.arithmetic import Key

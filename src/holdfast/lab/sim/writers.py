@@ -6,9 +6,9 @@ others, which may come from other nodes, and then the checkpoint is durable.
 
 from __future__ import annotations
 
+from holdfast.engine.core.ground.effects import CopyState
+from holdfast.engine.core.ground.events import SaveEnded
 from holdfast.engine.core.replica.retention import Retention
-from holdfast.engine.core.step.effects import CopyState
-from holdfast.engine.core.step.events import SaveEnded
 from holdfast.lab.sim.arithmetic import Copy
 from holdfast.lab.sim.checkers import Truth
 from holdfast.lab.sim.seams import Actor, Clock

@@ -19,7 +19,7 @@ from holdfast.engine.net.secret import VARIABLE, load_secret
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.net.tls import client_of
 from holdfast.engine.runtime.contact import contact_by, parse_address
-from holdfast.engine.runtime.coordinate.election import SCHEMES
+from holdfast.engine.runtime.leadership.election import SCHEMES
 from holdfast.engine.runtime.run_mirror import RunMirror
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.runtime.supervise import Kept

@@ -15,7 +15,7 @@ from holdfast.engine.core.domains import Domains
 from holdfast.engine.core.errors import assert_never, require
 from holdfast.engine.core.machine_errors import MachineError
 from holdfast.engine.core.membership.departure import Departure, MoveOrders
-from holdfast.engine.core.membership.lease import LeasePolicy, acting_deadline
+from holdfast.engine.core.membership.lease import acting_deadline
 from holdfast.engine.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
 from holdfast.engine.core.membership.node_process import (
     NodeProcess,
@@ -25,6 +25,7 @@ from holdfast.engine.core.membership.node_process import (
 )
 from holdfast.engine.core.membership.own_job import OwnJob
 from holdfast.engine.core.membership.urgency import is_urgent
+from holdfast.engine.core.policies import LeasePolicy
 from holdfast.engine.core.redundancy import KeptPieces
 from holdfast.engine.core.types import (
     NO_VIEW,

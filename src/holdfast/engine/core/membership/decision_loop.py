@@ -32,8 +32,8 @@ from holdfast.engine.core.membership.coordinator_events import (
 from holdfast.engine.core.membership.event_chain import EventChain
 from holdfast.engine.core.membership.facts import Facts
 from holdfast.engine.core.membership.job_changes import Memory, Remember
-from holdfast.engine.core.membership.lease import LeasePolicy
 from holdfast.engine.core.membership.live_roster import LiveRoster
+from holdfast.engine.core.policies import LeasePolicy
 from holdfast.engine.core.types import (
     NO_VIEW,
     SIGTERM,

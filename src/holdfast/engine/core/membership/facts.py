@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from holdfast.engine.core.membership.lease import LeasePolicy, fence_time
+from holdfast.engine.core.membership.lease import fence_time
 from holdfast.engine.core.membership.roster import Roster
 from holdfast.engine.core.membership.view_making import NO_LIMIT, Room
+from holdfast.engine.core.policies import LeasePolicy
 from holdfast.engine.core.types import AgentId, Follower, Member, View, WorkerId, WorkerStatus
 
 T = TypeVar("T")

@@ -44,7 +44,8 @@ from holdfast.engine.core.membership.job_changes import (
     Remember,
 )
 from holdfast.engine.core.membership.live_roster import News
-from holdfast.engine.core.membership.restart import RestartPolicy, replace_lost
+from holdfast.engine.core.membership.restart import replace_lost
+from holdfast.engine.core.policies import RestartPolicy
 from holdfast.engine.core.types import (
     NO_VIEW,
     AgentId,

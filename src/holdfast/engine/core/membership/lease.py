@@ -19,25 +19,7 @@ lease, and how late a node may be in stopping its workers: 0.5 s allows for 5 % 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeasePolicy:
-    """Sets the times of the lease.
-
-    `suspect_s`: silence after which a node's view is stopped, if others can go on without it.
-    """
-
-    lease_s: float = 2.0
-    margin_s: float = 0.5
-    suspect_s: float = 1.5
-    abandon_s: float = 300.0
-
-    @property
-    def fence_s(self) -> float:
-        """Return how long the coordinator waits where a node waits for `lease_s`."""
-        return self.lease_s + self.margin_s
+from holdfast.engine.core.policies import LeasePolicy
 
 
 def acting_deadline(answered_at: float, proved_at: float, policy: LeasePolicy) -> float:

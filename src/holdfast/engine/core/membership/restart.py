@@ -8,27 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from holdfast.engine.core.membership.changes import Change, CountLoss, OrderNext, PutSlot
 from holdfast.engine.core.membership.coordinator_events import Announce
 from holdfast.engine.core.membership.facts import Facts, is_given_up
 from holdfast.engine.core.membership.machine_losses import MachineLoss
 from holdfast.engine.core.membership.roster import SlotState
+from holdfast.engine.core.policies import RestartPolicy
 from holdfast.engine.core.types import Stage, WorkerId, WorkerStatus
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartPolicy:
-    losses_max: int = 30  # workers lost with no step committed in between: then the job gives up
-    strikes_free: int = 2  # losses of one slot that are replaced at once
-    backoff_s: float = 0.5  # after the first loss beyond these; doubled with each further one
-    backoff_max_s: float = 30.0
-    quarantine_s: float = 5.0  # for a worker that others cannot reach; doubled each time
-    quarantine_max_s: float = 300.0
-    wrong_s: float = 60.0  # for a worker that computes wrongly; doubled each time
-    wrong_max_s: float = 86400.0
-    probation_s: float = 60.0  # a member without a loss for this long starts afresh
 
 
 def replace_lost(

@@ -22,8 +22,8 @@ from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership.coordinator_events import Announce
 from holdfast.engine.core.membership.facts import Facts, is_given_up
 from holdfast.engine.core.membership.formation import LEAVE_RESERVE_S
-from holdfast.engine.core.membership.lease import LeasePolicy
 from holdfast.engine.core.membership.roster import Roster
+from holdfast.engine.core.policies import LeasePolicy
 from holdfast.engine.core.types import AgentId, JobRecord, ServerLayout, ServerPlace, WorkerStatus
 
 

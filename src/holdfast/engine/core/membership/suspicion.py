@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast.engine.core.membership.facts import silent_nodes
-from holdfast.engine.core.membership.lease import LeasePolicy
 from holdfast.engine.core.membership.roster import NodeState, Roster
+from holdfast.engine.core.policies import LeasePolicy
 from holdfast.engine.core.types import AgentId
 
 GROWTH = 1.5  # silence that is borne, in multiples of the one that was wrongly suspected

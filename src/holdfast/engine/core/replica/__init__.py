@@ -1,1 +1,18 @@
-"""Decides what a member holds of the job's state, and exchanges of it with others. Pure."""
+"""Decides what a member holds of the job's state, and exchanges of it with others. Pure.
+
+A replica is a step whose whole state came from somewhere, and the reduced gradients since. Its
+sources and sinks are named in ground/ends.py, and its orders have six forms (ground/effects.py):
+
+    ObtainState  load a state from a source; StateObtained or ObtainFailed follows
+    ObtainStep   take the reduced gradient of a step from a source; StepObtained or ObtainFailed
+                 follows
+    CopyState    copy a share of the state for a sink; StateCopied follows, and then the script may
+                 change it again
+    KeepStep     keep a piece of a reduced gradient for a sink; of the nodes' memory, StepKept
+                 follows, and only then may the worker vote for the step
+    Forget       drop what a sink does not need any more
+    Follow       take in what members send by an order, from now on
+
+A state counts for a later recall only once the next step was committed in its view: by then all
+members have compared it.
+"""

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.engine.core.replica.ends import SinkKind
-from holdfast.engine.core.step.effects import CopyState, Forget, KeepStep, Outcome
-from holdfast.engine.core.step.events import EventNoted, FollowerBehind
+from holdfast.engine.core.ground.effects import CopyState, Forget, KeepStep, Outcome
+from holdfast.engine.core.ground.ends import SinkKind
+from holdfast.engine.core.ground.events import EventNoted, FollowerBehind
 from holdfast.engine.core.types import NO_VIEW, FollowOrder, View, WorkerId
 
 SKIPPED_MAX = 2  # boundaries between loops, at which nothing is copied

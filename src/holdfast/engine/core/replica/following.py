@@ -8,11 +8,11 @@ their copies differ, their view ends, and the order with it.
 
 from __future__ import annotations
 
-from holdfast.engine.core.replica.ends import SourceKind
-from holdfast.engine.core.step.effects import Begin, Commit, Follow, ObtainState, ObtainStep
-from holdfast.engine.core.step.events import StateFed, StateObtained, StepFed, StepObtained
+from holdfast.engine.core.ground.effects import Begin, Commit, Follow, ObtainState, ObtainStep
+from holdfast.engine.core.ground.ends import SourceKind
+from holdfast.engine.core.ground.events import StateFed, StateObtained, StepFed, StepObtained
+from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.types import FollowOrder, Phase, Stage, StateCopy
-from holdfast.engine.core.worker.standing import Standing
 
 FedEvent = StateFed | StateObtained | StepFed | StepObtained
 

@@ -8,11 +8,11 @@ all members have done so, and the next step has compared the states: then all ol
 
 from __future__ import annotations
 
+from holdfast.engine.core.ground.effects import CopyState, Forget, Outcome
+from holdfast.engine.core.ground.ends import SinkKind
+from holdfast.engine.core.ground.events import EventNoted
+from holdfast.engine.core.ground.vote import Tally
 from holdfast.engine.core.redundancy import Piece, Redundancy
-from holdfast.engine.core.replica.ends import SinkKind
-from holdfast.engine.core.step.effects import CopyState, Forget, Outcome
-from holdfast.engine.core.step.events import EventNoted
-from holdfast.engine.core.step.vote import Tally
 from holdfast.engine.core.types import View, WorkerId
 
 

@@ -12,21 +12,20 @@ from __future__ import annotations
 import enum
 
 from holdfast.engine.core.errors import require
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SinkKind, SourceKind
+from holdfast.engine.core.ground.events import FIRST
+from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.invalidations import is_invalidated
-from holdfast.engine.core.replica.ends import SinkKind, SourceKind
 from holdfast.engine.core.replica.feeding import Feeding
 from holdfast.engine.core.replica.following import FedEvent, Following
 from holdfast.engine.core.replica.protecting import Protecting
 from holdfast.engine.core.replica.room_wait import RoomWait
-from holdfast.engine.core.replica.saves import SavedUpTo, Saves
+from holdfast.engine.core.replica.saves import SavedUpTo, SavePolicy, Saves
 from holdfast.engine.core.replica.store_wait import StoreWait
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
-from holdfast.engine.core.step.backup import FIRST
-from holdfast.engine.core.step.step_policy import StepPolicy
 from holdfast.engine.core.transitions import Transitions
 from holdfast.engine.core.types import FollowOrder, Phase, StateCopy, View
-from holdfast.engine.core.worker.standing import Standing
 
 
 class SyncStage(enum.Enum):
@@ -58,18 +57,33 @@ SYNC_MOVES = Transitions(
 
 
 class Replica:
-    """Decides for the replica of one worker, as the module describes."""
+    """Decides for the replica of one worker, as the module describes.
 
-    def __init__(self, standing: Standing, policy: StepPolicy) -> None:
-        self.saves = Saves(policy.saves, standing.me)
+    `keeps`: there are checkpoints to go back to. `compares`: members compare their states.
+    `restore_s`: how long a store may stay silent when the job is to begin from a checkpoint.
+    `protect_every`: steps between two states put into the nodes' memory; 0: as many as are applied
+    again in the time that a state takes.
+    """
+
+    def __init__(
+        self,
+        standing: Standing,
+        saves: SavePolicy,
+        *,
+        keeps: bool = False,
+        compares: bool = False,
+        restore_s: float = 300.0,
+        protect_every: int = 0,
+    ) -> None:
+        self.saves = Saves(saves, standing.me)
         self.room = RoomWait(standing, self.saves)
         self.feeding = Feeding()
-        self.protecting = Protecting(policy.protect_every)
+        self.protecting = Protecting(protect_every)
         self._stage = SyncStage.CLOSED
         self._standing = standing
-        self._keeps_checkpoints = policy.keeps
-        self._following = Following(standing, compares=policy.cycle > 0)
-        self._store = StoreWait(policy.restore_s)
+        self._keeps_checkpoints = keeps
+        self._following = Following(standing, compares=compares)
+        self._store = StoreWait(restore_s)
         self._opened = -1  # the newest step that was opened in this loop
         self._withdrawn: object = ()  # the invalidations that were passed to the store last
 

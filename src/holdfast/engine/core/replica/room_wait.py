@@ -6,8 +6,8 @@ checkpoint in the votes of a step.
 
 from __future__ import annotations
 
+from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.replica.saves import Saves
-from holdfast.engine.core.worker.standing import Standing
 
 STEPS_MAX = 16  # without room: their lines are kept in memory
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Set
-from dataclasses import dataclass
 from statistics import median
+
+from holdfast.engine.core.policies import PacePolicy
 
 # Until a job has seen losses of its own: 419 unexpected interruptions of 16,384 GPUs in 54 days
 # (Llama 3, arXiv:2407.21783, Table 5), as seconds of one worker for each.
@@ -27,14 +28,6 @@ def best_interval_s(cost_s: float, mtbf_s: float) -> float:
         return mtbf_s
     x = cost_s / (2 * mtbf_s)
     return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - cost_s
-
-
-@dataclass(frozen=True, slots=True)
-class PacePolicy:
-    """Bounds the interval, as the operator wants, in seconds."""
-
-    least_s: float = 10.0
-    most_s: float = 1800.0
 
 
 class Pace:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from holdfast.engine.core.ground.effects import CopyState, Outcome
+from holdfast.engine.core.ground.ends import SinkKind
+from holdfast.engine.core.ground.events import EventNoted, SaveEnded
+from holdfast.engine.core.ground.vote import Wish
 from holdfast.engine.core.invalidations import Invalidations, is_invalidated
+from holdfast.engine.core.policies import PacePolicy
 from holdfast.engine.core.recurring import Recurring
-from holdfast.engine.core.replica.ends import SinkKind
-from holdfast.engine.core.replica.save_interval import Pace, PacePolicy
-from holdfast.engine.core.step.effects import CopyState, Outcome
-from holdfast.engine.core.step.events import EventNoted, SaveEnded
-from holdfast.engine.core.step.vote import Wish
+from holdfast.engine.core.replica.save_interval import Pace
 from holdfast.engine.core.types import Member, View, ViewNumber, WorkerId
 
 

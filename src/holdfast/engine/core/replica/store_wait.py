@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.engine.core.step.effects import GiveUp, Outcome
-from holdfast.engine.core.step.events import EventNoted
+from holdfast.engine.core.ground.effects import GiveUp, Outcome
+from holdfast.engine.core.ground.events import EventNoted
 
 
 class StoreWait:

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from holdfast.engine.core.errors import require
+from holdfast.engine.core.ground.effects import Compute
+from holdfast.engine.core.ground.events import Purpose, Row, StepKind
 from holdfast.engine.core.step.audit import (
     FICKLE,
     Alike,
@@ -24,8 +26,6 @@ from holdfast.engine.core.step.audit import (
     plan_sums,
 )
 from holdfast.engine.core.step.early_audits import plan_early
-from holdfast.engine.core.step.effects import Compute
-from holdfast.engine.core.step.events import Purpose, Row, StepKind
 from holdfast.engine.core.step.newcomers import Newcomers
 from holdfast.engine.core.step.open_step import OpenStep
 from holdfast.engine.core.types import View, ViewNumber, WorkerId

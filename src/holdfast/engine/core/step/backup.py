@@ -9,27 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
+from holdfast.engine.core.policies import BackupPolicy
 from holdfast.engine.core.types import WorkerId
-
-FIRST = 0  # the member of this rank hears which others are done
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackupPolicy:
-    """Bounds how many members a step may do without: `workers`, none if it is 0.
-
-    `results_min`: the fewest members whose results a step waits for, or all if there are fewer, as
-    after a failure.
-    """
-
-    workers: int = 0
-    results_min: int = 1
-
-    def needed_members(self, members: int) -> int:
-        """Return from how many of the view's members a step waits for results."""
-        return max(members - self.workers, min(self.results_min, members))
 
 
 def find_counted(policy: BackupPolicy, members: int, done: Mapping[int, int]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from holdfast.engine.core.ground.events import NOBODY, Wait
 from holdfast.engine.core.types import WorkerId
 
 RECENT = 16  # steps
@@ -24,29 +25,6 @@ COSTS_MIN = 0.05  # the same, of the time that the slowest computes: less is not
 CLEARLY = 0.5  # longer than usual: networks vary more than computing does
 RATE_MIN = 0.05  # at least this share of a healthy link's steps counts as clearly late
 CHANCE_MAX = 1e-5  # for a verdict; with healthy other links, 8 of 16 steps
-NOBODY = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Describes a member's longest wait for the network, as it exchanged gradients in a step.
-
-    `peer`: the rank whose gradients came `took_us` after it began to send them, and `waited_us`
-    after this member began to send its own; NOBODY: unknown. If it waited for none, `waited_us` is
-    0, and the gradients that were sent last took `took_us` at most.
-    """
-
-    peer: int = NOBODY
-    took_us: int = 0
-    waited_us: int = 0
-
-    @property
-    def counted_us(self) -> int:
-        """Return the part of the wait that is the network's."""
-        return min(self.took_us, self.waited_us)
-
-
-NO_WAIT = Wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from holdfast.engine.core.step.events import Digest, Purpose, StepKind, TaskDone
+from holdfast.engine.core.ground.events import Digest, Purpose, StepKind, TaskDone
 
 
 class OpenStep:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from holdfast.engine.core.ground.effects import Exit, GiveUp, NoteDoubt, Outcome
+from holdfast.engine.core.ground.events import EventNoted, Row
 from holdfast.engine.core.step.audit import ATTEMPTS_MAX, Ruling, Sentence, judge
-from holdfast.engine.core.step.effects import Exit, GiveUp, NoteDoubt, Outcome
-from holdfast.engine.core.step.events import EventNoted, Row
 from holdfast.engine.core.step.newcomers import Refusal
 from holdfast.engine.core.step.script_blame import ScriptBlame
 from holdfast.engine.core.step.trust import Trust

@@ -13,8 +13,8 @@ import itertools
 from collections import deque
 from collections.abc import Hashable, Sequence
 
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.step.audit import FICKLE, SUBSTITUTED
 from holdfast.engine.core.types import Tick, WorkerId
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast.engine.core.assignment import assign_at_boundary
+from holdfast.engine.core.ground.events import EventNoted, Wait
 from holdfast.engine.core.step.balance import BalancePolicy, Balancer
-from holdfast.engine.core.step.events import EventNoted
 from holdfast.engine.core.step.lasting import LastingSlowness
-from holdfast.engine.core.step.link_detector import COSTS_MIN_US, LinkDetector, Wait
+from holdfast.engine.core.step.link_detector import COSTS_MIN_US, LinkDetector
 from holdfast.engine.core.step.stragglers import Detector, Kind, Verdict
 from holdfast.engine.core.types import View, WorkerId
 

@@ -11,31 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from holdfast.engine.core.errors import require
-from holdfast.engine.core.replica.ends import SinkKind
-from holdfast.engine.core.replica.replica import Replica
-from holdfast.engine.core.step.activities import ACTIVITY_MOVES, STEPPING, SUMMED, Activity
-from holdfast.engine.core.step.audit import Alike, Audit, Sentence
-from holdfast.engine.core.step.audits import Audits
-from holdfast.engine.core.step.backup import FIRST, Settlement
-from holdfast.engine.core.step.balance import BalancePolicy
-from holdfast.engine.core.step.effects import (
-    Adopt,
-    CheckSum,
-    Forget,
-    Gather,
-    KeepStep,
-    LookWhoIsLate,
-    Outcome,
-    PutRight,
-    Redo,
-    Reduce,
-    SendCounted,
-    SendDone,
-    ShareRows,
-)
-from holdfast.engine.core.step.events import (
+from holdfast.engine.core.ground import effects
+from holdfast.engine.core.ground.ends import SinkKind
+from holdfast.engine.core.ground.events import (
     CONTRADICTED,
     FINITE,
+    FIRST,
     RIGHTLY,
     SOMEBODYS,
     CountSettled,
@@ -52,16 +33,22 @@ from holdfast.engine.core.step.events import (
     TaskDone,
     Topic,
 )
+from holdfast.engine.core.ground.standing import FOREVER, Standing
+from holdfast.engine.core.ground.vote import Vote
+from holdfast.engine.core.replica.replica import Replica
+from holdfast.engine.core.step.activities import ACTIVITY_MOVES, STEPPING, SUMMED, Activity
+from holdfast.engine.core.step.audit import Alike, Audit, Sentence
+from holdfast.engine.core.step.audits import Audits
+from holdfast.engine.core.step.backup import Settlement
+from holdfast.engine.core.step.balance import BalancePolicy
 from holdfast.engine.core.step.newcomers import Newcomers, Refusal
 from holdfast.engine.core.step.open_step import OpenStep
 from holdfast.engine.core.step.rulings import Rulings
 from holdfast.engine.core.step.speculation import Lateness, choose_copies
 from holdfast.engine.core.step.step_policy import Counting, StepPolicy
-from holdfast.engine.core.step.sum_trial import COMPARE, SumTrial
+from holdfast.engine.core.step.sum_trial import SumTrial
 from holdfast.engine.core.step.verdicts import Agreed, Decided, Doubted, Failed, Verdict
-from holdfast.engine.core.step.vote import Vote
 from holdfast.engine.core.types import Phase, View, WorkerId
-from holdfast.engine.core.worker.standing import FOREVER, Standing
 
 NO_MAJORITY = "and none has a majority"
 
@@ -131,7 +118,9 @@ class StepMachine:
         number = self._view.number
         audits, policy = self._audits, self._policy
         row = int(audits.alike), audits.whole_step, policy.processor, int(self._standing.is_exact)
-        self._standing.order(Forget(SinkKind.LATE, number), Gather(number, Topic.AGREE, row))
+        self._standing.order(
+            effects.Forget(SinkKind.LATE, number), effects.Gather(number, Topic.AGREE, row)
+        )
 
     def _handle_agreement(self, rows: Sequence[Row]) -> Agreed:
         view, audits = self._view, self._audits
@@ -201,7 +190,7 @@ class StepMachine:
         elif task.purpose is Purpose.SPECULATIVE and self.activity is Activity.ROWS:
             self._late = ()  # look again for late members
             self.advance()
-            self._standing.order(LookWhoIsLate(self._view.number, self.step))
+            self._standing.order(effects.LookWhoIsLate(self._view.number, self.step))
         else:
             self.advance()
 
@@ -225,7 +214,7 @@ class StepMachine:
         if step.running is not None:
             return
         hosted = () if self._is_dropped() else standing.status.hosted
-        standing.order(*(Adopt(vrank) for vrank in step.adopt(hosted)))
+        standing.order(*(effects.Adopt(vrank) for vrank in step.adopt(hosted)))
         task = self._next_task(step, hosted)
         if task is None or task[1] is Purpose.SPECULATIVE:
             self._become_idle(True)
@@ -279,7 +268,7 @@ class StepMachine:
         standing = self._standing
         if now >= self.look_at():
             self._looked_in = standing.status.committed
-            standing.order(LookWhoIsLate(standing.status.view, standing.status.committed))
+            standing.order(effects.LookWhoIsLate(standing.status.view, standing.status.committed))
         if now >= self.late_at():
             standing.change(phase=Phase.OVERDUE)
             standing.tell()
@@ -316,14 +305,14 @@ class StepMachine:
             counted = found
             self._continue_script()  # the script skips dropped tasks
         self._go_to(Activity.SUM)
-        self._standing.order(Reduce(self._view.number, self.step, self.owners, counted))
+        self._standing.order(effects.Reduce(self._view.number, self.step, self.owners, counted))
 
     def _say_done(self, used: int) -> None:
         number = self._view.number
         if self._rank == FIRST:
             self.handle_member_done(MemberDone(number, FIRST, self.step, used))
         else:
-            self._standing.order(SendDone(number, self.step, used))
+            self._standing.order(effects.SendDone(number, self.step, used))
 
     def handle_member_done(self, event: MemberDone) -> None:
         """Hear, as the first member, that another is done with all its tasks, perhaps too late."""
@@ -331,7 +320,7 @@ class StepMachine:
             return
         counted = self._settlement.record_done(event.rank, event.step, event.samples)
         if counted and len(self._view.members) > 1:
-            self._standing.order(SendCounted(self._view.number, event.step, counted))
+            self._standing.order(effects.SendCounted(self._view.number, event.step, counted))
         if event.rank != FIRST:
             self.advance()
 
@@ -346,7 +335,7 @@ class StepMachine:
         hosted = self._standing.status.hosted
         if step is not None and (self._is_dropped() or not step.missing_tasks(hosted)):
             self._go_to(Activity.ROWS)
-            self._standing.order(ShareRows(self._view.number, self.step))
+            self._standing.order(effects.ShareRows(self._view.number, self.step))
 
     # ------------------------------------------------------------ judging
 
@@ -375,7 +364,7 @@ class StepMachine:
             return
         self._go_to(Activity.AUDIT)
         row = self._audits.row(step)
-        self._standing.order(Gather(self._view.number, Topic.AUDIT, row))
+        self._standing.order(effects.Gather(self._view.number, Topic.AUDIT, row))
 
     def handle_gathered(self, event: Gathered) -> Verdict | None:
         """Take in the words of all members on a topic; return a verdict for the other machines."""
@@ -431,7 +420,9 @@ class StepMachine:
             return
         hosts = [self._view.rank(owner) for owner in self.owners]
         self._trial = SumTrial(self._to_check.pop(0), hosts, len(self._view.members))
-        self._standing.order(CheckSum(self._view.number, self._trial.bucket, COMPARE))
+        self._standing.order(
+            effects.CheckSum(self._view.number, self._trial.bucket, effects.COMPARE)
+        )
 
     def handle_sum_check(self, event: SumChecked) -> None:
         """Take in the members' answers about a bucket's sum."""
@@ -451,8 +442,8 @@ class StepMachine:
             self._check_next()
         else:
             if trial.right:
-                self._standing.order(PutRight(trial.bucket, trial.right))
-            self._standing.order(CheckSum(self._view.number, trial.bucket, question))
+                self._standing.order(effects.PutRight(trial.bucket, trial.right))
+            self._standing.order(effects.CheckSum(self._view.number, trial.bucket, question))
 
     def _accept(self) -> None:
         """The sums are right, as far as was looked; perhaps they are not finite."""
@@ -464,7 +455,7 @@ class StepMachine:
         self._standing.carry(self._report_contradictions())
         if not doubted and self._replica.protecting.is_active:
             self._go_to(Activity.KEEP)
-            self._standing.order(KeepStep(SinkKind.MEMORY, self._view.number, self.step))
+            self._standing.order(effects.KeepStep(SinkKind.MEMORY, self._view.number, self.step))
         else:
             self._vote(is_believed=not doubted)
 
@@ -488,7 +479,7 @@ class StepMachine:
         compares = audits.alike is Alike.BITS and not every
         return CONTRADICTED if sums.unlike and compares else FINITE
 
-    def _report_contradictions(self) -> list[Outcome]:
+    def _report_contradictions(self) -> list[effects.Outcome]:
         """Report speculative tasks whose bits differ from those of the tasks that they copy."""
         if self.doubt != CONTRADICTED:
             return []
@@ -521,7 +512,7 @@ class StepMachine:
             protect=replica.protecting.opinion(self.step, standing.leads_now),
             staged=replica.protecting.staged,
         )
-        standing.order(Gather(self._view.number, Topic.VOTE, vote.row()))
+        standing.order(effects.Gather(self._view.number, Topic.VOTE, vote.row()))
 
     def _record_reduced(self, reduced: bool) -> None:
         """Record whether the complete gradient of the step is here and may be used."""
@@ -547,7 +538,7 @@ class StepMachine:
         standing.carry(replica.feeding.handle_commit(self.step))
         replica.feeding.agree(tally.follow, self.step + 1)
         if self._view.suspended:
-            standing.order(KeepStep(SinkKind.LATE, self._view.number, self.step))
+            standing.order(effects.KeepStep(SinkKind.LATE, self._view.number, self.step))
         if self.is_timed:
             standing.carry(self._counting.observe(tally, standing.leads_now))
         step, hosted = self._open, standing.status.hosted
@@ -577,7 +568,7 @@ class StepMachine:
         step.restart()
         self._audits.plan_again(self._again)
         self._go_to(Activity.TASKS)
-        self._standing.order(Redo(self.step))
+        self._standing.order(effects.Redo(self.step))
         self.advance()
 
     def judge_states(self, prints: dict[WorkerId, int]) -> None:
@@ -590,7 +581,7 @@ class StepMachine:
         """Have wrong members leave once all have heard it; (): nobody knows which ones are."""
         self._go_to(Activity.CONFESS)
         row = self._rulings.confess(self.step, wrong, diverged=diverged)
-        self._standing.order(Gather(self._view.number, Topic.CONFESS, row))
+        self._standing.order(effects.Gather(self._view.number, Topic.CONFESS, row))
 
     def _conclude(self, rows: Sequence[Row] | None) -> Doubted | None:
         """Carry out the conclusions from the words of all members; return doubts, if any."""

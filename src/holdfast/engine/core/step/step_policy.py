@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from holdfast.engine.core.ground.events import EventNoted, Row
+from holdfast.engine.core.ground.vote import Tally, count_votes
+from holdfast.engine.core.policies import BackupPolicy
 from holdfast.engine.core.replica.saves import SavePolicy
-from holdfast.engine.core.step.backup import BackupPolicy
 from holdfast.engine.core.step.balance import BalancePolicy
-from holdfast.engine.core.step.events import EventNoted, Row
 from holdfast.engine.core.step.speculation import Patience
 from holdfast.engine.core.step.speeds import Speeds
-from holdfast.engine.core.step.vote import Tally, count_votes
 from holdfast.engine.core.types import View, WorkerId
 
 

@@ -11,12 +11,11 @@ Where workers have several processes, each row has the words of all shards, one 
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from holdfast.engine.core import tree
+from holdfast.engine.core.ground.effects import COMPARE, SumQuestion, SumStage
 from holdfast.engine.core.step.audit import ATTEMPTS_MAX
 from holdfast.engine.core.sum_plan import SharedSum, find_shared_sums, have_common_elements
 
@@ -25,25 +24,6 @@ TREE_RUNS = 2
 # The last words of a member's row of TRACE, 1 or 0: whether its piece of the root's sum is right in
 # each run along the tree; and whether its copy of the whole result is.
 VERDICT_WORDS = 2 * TREE_RUNS
-
-
-class SumStage(enum.Enum):
-    """Names what the members do, and what their rows contain."""
-
-    COMPARE = "compare"  # digests of the results of both runs along the tree
-    FLAT = "flat"  # digests of the pieces of a flat run
-    TRACE = "trace"  # digests of the sums made at tree nodes in each run, and VERDICT_WORDS
-
-
-@dataclass(frozen=True, slots=True)
-class SumQuestion:
-    """Asks all members for a table. `turned`: by how many ranks the pieces of a flat run move."""
-
-    stage: SumStage
-    turned: int = 0
-
-
-COMPARE = SumQuestion(SumStage.COMPARE)
 
 
 class SumTrial:

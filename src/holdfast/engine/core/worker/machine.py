@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from holdfast.engine.core.errors import assert_never, require
-from holdfast.engine.core.replica.ends import SinkKind, SourceKind
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.effects import WorkerEffect
+from holdfast.engine.core.ground.ends import SinkKind, SourceKind
+from holdfast.engine.core.ground.events import WorkerEvent
+from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.replica.replica import Replica, SyncStage
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
 from holdfast.engine.core.step.balance import BalancePolicy
-from holdfast.engine.core.step.effects import WorkerEffect
-from holdfast.engine.core.step.events import WorkerEvent
 from holdfast.engine.core.step.speculation import Lateness
 from holdfast.engine.core.step.step_machine import StepMachine
 from holdfast.engine.core.step.step_policy import Counting, StepPolicy
@@ -35,7 +36,6 @@ from holdfast.engine.core.types import (
     WorkerStatus,
 )
 from holdfast.engine.core.worker.membership import Membership
-from holdfast.engine.core.worker.standing import Standing
 
 ReplicaEvent = (
     ev.StateCopied
@@ -61,7 +61,14 @@ class WorkerMachine:
     ) -> None:
         policy = policy or StepPolicy()
         self._standing = Standing(worker, incarnation)
-        self._replica = Replica(self._standing, policy)
+        self._replica = Replica(
+            self._standing,
+            policy.saves,
+            keeps=policy.keeps,
+            compares=policy.cycle > 0,
+            restore_s=policy.restore_s,
+            protect_every=policy.protect_every,
+        )
         self._step = StepMachine(self._standing, policy, self._replica, counting)
         self._membership = Membership(self._standing, self._replica, self._step)
 

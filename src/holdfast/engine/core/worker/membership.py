@@ -7,11 +7,12 @@ changes `committed` or `reduced`; only a newer view can.
 from __future__ import annotations
 
 from holdfast.engine.core.errors import require
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.invalidations import Invalidations, is_covered, merge
 from holdfast.engine.core.naming import name_workers
 from holdfast.engine.core.replica.replica import Replica
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
 from holdfast.engine.core.step.step_machine import StepMachine
 from holdfast.engine.core.step.verdicts import Doubted
 from holdfast.engine.core.types import (
@@ -25,7 +26,6 @@ from holdfast.engine.core.types import (
     WorkerId,
     WorkerStatus,
 )
-from holdfast.engine.core.worker.standing import Standing
 
 
 class Membership:

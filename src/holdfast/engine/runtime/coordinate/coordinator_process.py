@@ -36,20 +36,19 @@ from holdfast.engine.net.secret import load_secret
 from holdfast.engine.net.tls import client_of
 from holdfast.engine.runtime.coordinate.coordinator_server import (
     CRASHED,
-    DEPOSED,
     CoordinatorServer,
     CoordinatorSetup,
     leave,
     tell,
 )
-from holdfast.engine.runtime.coordinate.election import (
+from holdfast.engine.runtime.leadership.election import (
     Election,
     EtcdJournal,
     Leader,
     Leadership,
     open_election,
 )
-from holdfast.engine.runtime.coordinate.journal import FileJournal, Loaded, PatientJournal
+from holdfast.engine.runtime.leadership.journal import DEPOSED, FileJournal, Loaded, PatientJournal
 from holdfast.engine.runtime.outlet import flush_outlets, free_output
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.wire.messages import StopRequest

@@ -40,11 +40,11 @@ from holdfast.engine.net.channel import Channel, Gate
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.net.tls import server_of
 from holdfast.engine.runtime.coordinate.black_box import BlackBox
-from holdfast.engine.runtime.coordinate.journal import Journal
 from holdfast.engine.runtime.coordinate.log_desk import LogDesk
 from holdfast.engine.runtime.coordinate.status_making import make_status
 from holdfast.engine.runtime.job_events import EventSink, LoggedEvent
 from holdfast.engine.runtime.job_status import encode_status
+from holdfast.engine.runtime.leadership.journal import DEPOSED, Journal
 from holdfast.engine.runtime.outlet import flush_outlets
 from holdfast.engine.runtime.run_mirror import read_parts
 from holdfast.engine.runtime.rundir import RunDir, write_json
@@ -93,7 +93,6 @@ FAREWELL_S = 2.0  # how long agents may take to hear that the job is over
 JOIN_S = 10.0  # how long a node that has asked what the job is may take to start its agent
 JOINING_MAX = 1024
 CRASHED = 70  # exit status of a coordinator that met a bug of ours
-DEPOSED = 75  # its term is over: started again, it stands by
 
 
 class EffectPipe:

@@ -29,7 +29,7 @@ from holdfast.engine.host.ending_signals import leave_ending_signals
 from holdfast.engine.host.host import advise_on_shared_memory
 from holdfast.engine.host.lifetime import die_with_parent
 from holdfast.engine.host.orphans import adopt_orphans
-from holdfast.engine.runtime.node import user_script
+from holdfast.engine.runtime import user_script
 from holdfast.engine.runtime.node.shard_processes import (
     BY_MACHINE,
     FOR_USER,

@@ -22,10 +22,11 @@ from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.core.membership.group_faults import ranks_of
 from holdfast.engine.core.types import Phase, Stage, StateCopy, View, WorkerId, WorkerStatus
 from holdfast.engine.host.ending_signals import restore_ending_signals
-from holdfast.engine.runtime.node import bootstrap, user_script
+from holdfast.engine.runtime import user_script
+from holdfast.engine.runtime.node import bootstrap
 from holdfast.engine.runtime.node.group_channel import GroupChannel
-from holdfast.engine.runtime.node.user_script import find_source
 from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.runtime.user_script import find_source
 
 MODULE = "holdfast.engine.runtime.node.group_member"
 # Libraries that a process may import before it knows its rank, and before a fork.

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 
 from holdfast.engine.core.errors import WorldError, first_line
+from holdfast.engine.core.ground.events import SaveEnded
 from holdfast.engine.core.recurring import Recurring
-from holdfast.engine.core.step.events import SaveEnded
 from holdfast.engine.core.types import View, ViewNumber, WorkerId
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.state.store.manifest import SKELETON, name_in_shard

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast.engine.core.step.link_detector import NOBODY, Wait
+from holdfast.engine.core.ground.events import NOBODY, Wait
 
 SHORT_S = 0.001  # shorter waits do not count
 

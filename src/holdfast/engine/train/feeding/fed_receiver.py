@@ -15,8 +15,8 @@ from operator import itemgetter
 import torch
 
 from holdfast.engine.core.errors import HoldfastError, WireError, first_line
-from holdfast.engine.core.replica.ends import SourceKind
-from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SourceKind
 from holdfast.engine.core.types import NO_VIEW, FollowOrder, ViewNumber
 from holdfast.engine.net import peer_stream
 from holdfast.engine.net.peer_identity import PeerIdentity

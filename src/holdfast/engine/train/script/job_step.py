@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from holdfast.engine.core.errors import UserError, WorldError
-from holdfast.engine.core.step import effects as ef
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground.events import Purpose, StepKind
 from holdfast.engine.core.step.audit import FICKLE, RUNS_DISPUTED, Sketch
-from holdfast.engine.core.step.events import Purpose, StepKind
 from holdfast.engine.train.data.order_plan import OrderPlan
 from holdfast.engine.train.data.random_streams import enter_stream
 from holdfast.engine.train.data.sample_digest import content_print

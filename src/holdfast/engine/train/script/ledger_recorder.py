@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+from holdfast.engine.core.ground.events import EventNoted
 from holdfast.engine.core.step.backup import DropTally
-from holdfast.engine.core.step.events import EventNoted
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.records.ledger import (
     LedgerDoubt,

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from holdfast.engine.core.ground.events import EventNoted, RoomSeen
 from holdfast.engine.core.membership.event_log import ROOM
-from holdfast.engine.core.step.events import EventNoted, RoomSeen
 from holdfast.engine.records.ledger import (
     LedgerDoubt,
     LedgerEntry,

@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import msgspec
 
 from holdfast.engine.core.errors import InvariantError, UserError
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.events import Digest, Purpose, StepKind
 from holdfast.engine.core.step.audit import FICKLE, SUBSTITUTED, Sketch
-from holdfast.engine.core.step.events import Digest, Purpose, StepKind
 from holdfast.engine.records.ledger import Place, StepDigests, Uses
 from holdfast.engine.records.time_lines import TimeUse
 from holdfast.engine.train.data.data_facts import Facts

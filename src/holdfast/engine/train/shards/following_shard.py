@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 
 from holdfast.engine.core.errors import HoldfastError
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.step.shards import FollowerProofs
 from holdfast.engine.core.step.speculation import Lateness, Patience
 from holdfast.engine.core.types import Incarnation, Peer, Stage, View, WorkerId, WorkerStatus

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from holdfast.engine.core.errors import HoldfastError
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.step.shards import ShardEvents, is_shared
 from holdfast.engine.core.types import Peer, WorkerId, WorkerStatus
 from holdfast.engine.train.shards.shard_channel import Book, ShardChannel

@@ -16,8 +16,8 @@ from typing import Any, TypeVar, get_args
 import msgspec
 
 from holdfast.engine.core.errors import WireError
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.types import Peer
 from holdfast.engine.wire.frames import Opener, Sealer
 from holdfast.engine.wire.messages import Address, StacksRequest

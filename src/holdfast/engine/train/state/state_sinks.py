@@ -6,9 +6,9 @@ import contextlib
 import time
 
 from holdfast.engine.core.errors import WorldError
-from holdfast.engine.core.replica.ends import SinkKind
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SinkKind
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.train.checkpoint.saver import Saver
 from holdfast.engine.train.checkpoint.shares import share_selector

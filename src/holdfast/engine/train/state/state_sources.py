@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 from holdfast.engine.core.errors import Aborted, Damaged, UserError, WorldError
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SourceKind
 from holdfast.engine.core.invalidations import Invalidations
-from holdfast.engine.core.replica.ends import SourceKind
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.state.store.storage import Missing
 from holdfast.engine.train.checkpoint.restorer import Restorer

@@ -9,7 +9,7 @@ import msgspec
 import xxhash
 
 from holdfast.engine.core.errors import Aborted
-from holdfast.engine.core.step.events import StepKind
+from holdfast.engine.core.ground.events import StepKind
 from holdfast.engine.core.types import WorkerId
 
 _decode = msgspec.msgpack.Decoder(tuple[str, int, str]).decode

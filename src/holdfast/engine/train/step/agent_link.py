@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from holdfast.engine.core.errors import WireError
-from holdfast.engine.core.step.events import Directed
+from holdfast.engine.core.ground.events import Directed
 from holdfast.engine.core.types import (
     RELEASE_ALL,
     AgentId,

@@ -13,8 +13,7 @@ from collections.abc import Collection
 import numpy as np
 import torch
 
-from holdfast.engine.core.step.backup import FIRST
-from holdfast.engine.core.step.events import CountSettled, MemberDone
+from holdfast.engine.core.ground.events import FIRST, CountSettled, MemberDone
 from holdfast.engine.core.types import View
 from holdfast.engine.train.exchange.layout import Layout
 from holdfast.engine.train.exchange.seam import Transport

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from holdfast.engine.core.step.events import FINITE, NOBODYS, SOMEBODYS
+from holdfast.engine.core.ground.events import FINITE, NOBODYS, SOMEBODYS
 from holdfast.engine.core.sum_plan import SumPlan
 from holdfast.engine.train.exchange.cut_plan import CutAddition, CutPlan, Side
 from holdfast.engine.train.exchange.layout import TAG_BUCKETS, TAG_OF_PLAN, Layout

@@ -18,7 +18,7 @@ import xxhash
 
 from holdfast.engine.core import tree
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.core.step.events import Purpose
+from holdfast.engine.core.ground.events import Purpose
 from holdfast.engine.train.checkpoint.local_tensors import local_gradient, local_of, place_as
 from holdfast.engine.train.step.default_stream import (
     check_stream,

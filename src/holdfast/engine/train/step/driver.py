@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeGuard
 
 from holdfast.engine.core.errors import Aborted, ScriptFault, UserError
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.step.speculation import Lateness
 from holdfast.engine.core.types import Peer, Tick, View, WorkerStatus
 from holdfast.engine.host.lifetime import end_lost

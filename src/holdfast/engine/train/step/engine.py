@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from holdfast.engine.core.errors import Aborted
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
-from holdfast.engine.core.step.events import FINITE, StepKind, Topic
-from holdfast.engine.core.step.sum_trial import SumStage
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.effects import SumStage
+from holdfast.engine.core.ground.events import FINITE, StepKind, Topic
 from holdfast.engine.core.types import Peer, View, WorkerId
 from holdfast.engine.train.exchange.layout import (
     TAG_AUDIT,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from holdfast.engine.core.errors import Aborted
-from holdfast.engine.core.step.events import StillAwaited
+from holdfast.engine.core.ground.events import StillAwaited
 from holdfast.engine.core.types import View
 from holdfast.engine.train.exchange.layout import TAG_LATE, Layout
 from holdfast.engine.train.exchange.seam import Transport

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.types import View
 from holdfast.engine.net.descriptors import DescriptorWatch
 

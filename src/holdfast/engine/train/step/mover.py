@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from holdfast.engine.core.replica.ends import SinkKind, SourceKind
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step import events as ev
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SinkKind, SourceKind
 from holdfast.engine.core.types import FollowOrder, View
 from holdfast.engine.train.checkpoint.loaded_state import LoadedState
 from holdfast.engine.train.checkpoint.transfer import StateSync

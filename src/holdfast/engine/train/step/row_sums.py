@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from holdfast.engine.core import tree
-from holdfast.engine.core.step.events import FINITE, NOBODYS, SOMEBODYS
+from holdfast.engine.core.ground.events import FINITE, NOBODYS, SOMEBODYS
 from holdfast.engine.core.sum_plan import WHOLE, Message, Part, SumPlan
 from holdfast.engine.train.exchange.layout import Layout
 from holdfast.engine.train.exchange.seam import Transport

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.engine.core.errors import WireError
+from holdfast.engine.core.ground.events import Digest
 from holdfast.engine.core.step.audit import Sketch
-from holdfast.engine.core.step.events import Digest
 from holdfast.engine.train.step.bucket_sums import BucketSum
 from holdfast.engine.train.step.buckets import Gradients
 from holdfast.engine.train.step.row_sums import RowsSum

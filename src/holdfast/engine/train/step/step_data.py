@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from holdfast.engine.core.step.events import StepKind
+from holdfast.engine.core.ground.events import StepKind
 from holdfast.engine.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
 from holdfast.engine.train.step.act import Act
 from holdfast.engine.train.step.buckets import Gradients

@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from holdfast.engine.core.errors import Aborted
-from holdfast.engine.core.step.sum_trial import SumQuestion, SumStage
+from holdfast.engine.core.ground.effects import SumQuestion, SumStage
 from holdfast.engine.core.sum_plan import WHOLE, Part, SumPlan, cut, cut_evenly
 from holdfast.engine.train.exchange.cut_plan import PIECE_ALIGN
 from holdfast.engine.train.exchange.layout import TAG_AUDIT, Layout, all_gather, gather_bytes

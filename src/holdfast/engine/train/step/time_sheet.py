@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.engine.core.step import effects as ef
-from holdfast.engine.core.step.events import Purpose
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground.events import Purpose
 from holdfast.engine.core.types import Phase, WorkerStatus
 from holdfast.engine.records.time_lines import (
     ProcessHeader,

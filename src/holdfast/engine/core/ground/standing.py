@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from holdfast.engine.core.step.effects import Outcome, Tell, WorkerEffect
-from holdfast.engine.core.step.events import EventNoted
+from holdfast.engine.core.ground.effects import Outcome, Tell, WorkerEffect
+from holdfast.engine.core.ground.events import EventNoted
 from holdfast.engine.core.types import (
     NO_VIEW,
     Incarnation,

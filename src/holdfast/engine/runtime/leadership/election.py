@@ -39,7 +39,7 @@ from holdfast.engine.core.errors import (
 )
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.core.types import JobRecord
-from holdfast.engine.runtime.coordinate.etcd import (
+from holdfast.engine.runtime.leadership.etcd import (
     Endpoint,
     EtcdClient,
     KeyValue,
@@ -48,7 +48,7 @@ from holdfast.engine.runtime.coordinate.etcd import (
     put,
     read,
 )
-from holdfast.engine.runtime.coordinate.journal import NO_DAMAGE, Loaded, seal, unseal
+from holdfast.engine.runtime.leadership.journal import NO_DAMAGE, Loaded, seal, unseal
 from holdfast.engine.state.store.regular_files import parse_json
 from holdfast.engine.wire.job_document import decode_job, encode_job
 

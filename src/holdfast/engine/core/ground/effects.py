@@ -6,13 +6,13 @@ for the script by the script's thread; all others at once.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from holdfast.engine.core.ground.ends import SinkKind, SourceKind
+from holdfast.engine.core.ground.events import EventNoted, Purpose, Row, Topic
 from holdfast.engine.core.invalidations import Invalidations
-from holdfast.engine.core.replica.ends import SinkKind, SourceKind
-from holdfast.engine.core.step.events import EventNoted, Purpose, Row, Topic
-from holdfast.engine.core.step.sum_trial import SumQuestion
 from holdfast.engine.core.types import (
     FollowOrder,
     LateWorker,
@@ -21,6 +21,26 @@ from holdfast.engine.core.types import (
     WorkerId,
     WorkerStatus,
 )
+
+
+class SumStage(enum.Enum):
+    """Names what the members do, and what their rows contain."""
+
+    COMPARE = "compare"  # digests of the results of both runs along the tree
+    FLAT = "flat"  # digests of the pieces of a flat run
+    TRACE = "trace"  # digests of the sums made at tree nodes in each run, and verdicts
+
+
+@dataclass(frozen=True, slots=True)
+class SumQuestion:
+    """Asks all members for a table. `turned`: by how many ranks the pieces of a flat run move."""
+
+    stage: SumStage
+    turned: int = 0
+
+
+COMPARE = SumQuestion(SumStage.COMPARE)
+
 
 # ---------------------------------------------------------------- effects: at once
 

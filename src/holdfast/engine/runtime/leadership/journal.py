@@ -27,10 +27,12 @@ import xxhash
 from holdfast.engine.core.errors import Damaged, Deposed, OtherRelease, UserError, require
 from holdfast.engine.core.release import newer_format
 from holdfast.engine.core.types import JobRecord
-from holdfast.engine.runtime.coordinate.record_check import problem_of_record
+from holdfast.engine.runtime.leadership.record_check import problem_of_record
 from holdfast.engine.state.store.regular_files import create_regular, read_regular
 from holdfast.engine.wire.strict import StrictDecoder
 
+# Exit status of a coordinator whose term is over: started again, it stands by.
+DEPOSED = 75
 MAGIC = b"HFJOURN1"
 _DECODER = StrictDecoder(JobRecord)
 DIGEST_BYTES = 16

@@ -6,8 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.engine.core.step.events import FINITE, Row
-from holdfast.engine.core.step.link_detector import NO_WAIT, Wait
+from holdfast.engine.core.ground.events import FINITE, NO_WAIT, Row, Wait
 from holdfast.engine.core.types import ViewNumber
 
 

@@ -5,13 +5,36 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from holdfast.engine.core.replica.ends import SinkKind, SourceKind
-from holdfast.engine.core.step.link_detector import NO_WAIT, Wait
+from holdfast.engine.core.ground.ends import SinkKind, SourceKind
 from holdfast.engine.core.types import ServerLayout, Tick, ViewNumber, WorkerDirective, WorkerId
 
 Digest = int | tuple[float, ...]  # a task's gradient as 63 bits, or a sketch where bits vary
 Row = tuple[int | float, ...]  # one member's words in a gather: whole numbers, or sketches
 FINITE, RIGHTLY, NOBODYS, CONTRADICTED, SOMEBODYS = 0, 1, 2, 3, 4
+FIRST = 0  # the member of this rank hears which others are done
+NOBODY = -1  # a member waited for
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Describes a member's longest wait for the network, as it exchanged gradients in a step.
+
+    `peer`: the rank whose gradients came `took_us` after it began to send them, and `waited_us`
+    after this member began to send its own; NOBODY: unknown. If it waited for none, `waited_us` is
+    0, and the gradients that were sent last took `took_us` at most.
+    """
+
+    peer: int = NOBODY
+    took_us: int = 0
+    waited_us: int = 0
+
+    @property
+    def counted_us(self) -> int:
+        """Return the part of the wait that is the network's."""
+        return min(self.took_us, self.waited_us)
+
+
+NO_WAIT = Wait()
 
 
 class Purpose(enum.Enum):

@@ -1,0 +1,1 @@
+"""Has what the machines of the core share: events, effects, standing, votes, policies."""
