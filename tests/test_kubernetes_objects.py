@@ -96,8 +96,19 @@ def cluster(tmp_path: Path) -> Iterator[KubernetesCluster]:
 
 
 def apply(cluster: KubernetesCluster, policy: str) -> None:
-    command = ["kubectl", f"--kubeconfig={cluster.config}", "apply", "--filename=-"]
-    subprocess.run(command, input=policy, text=True, check=True, capture_output=True)
+    kubectl(cluster, "apply", "--filename=-", given=policy)
+
+
+def kubectl(cluster: KubernetesCluster, *words: str, given: str = "") -> str:
+    command = ["kubectl", f"--kubeconfig={cluster.config}", *words]
+    return subprocess.run(command, input=given, text=True, check=True, capture_output=True).stdout
+
+
+def has_removal(cluster: KubernetesCluster) -> bool:
+    """Return whether the policy is in force: the API server learns of it some time later."""
+    words = ("create", "job", "probe", "--image=none", "--dry-run=server")
+    field = "--output=jsonpath={.spec.ttlSecondsAfterFinished}"
+    return kubectl(cluster, *words, field) == str(FINISHED_S)
 
 
 def test_containers_are_added_a_secret_is_deleted_and_a_node_is_out_of_service(
@@ -147,6 +158,7 @@ def test_a_job_whose_job_is_removed_soon_after_its_end_is_resumed(
     cluster: KubernetesCluster, undisturbed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apply(cluster, REMOVAL)
+    cluster.until(lambda: has_removal(cluster), "the policy is in force")
     monkeypatch.setenv("KUBECONFIG", str(cluster.config))
     store = ("--store", str(cluster.folder / "store"), "--save-every", "5")
     run, go = KubernetesRun(cluster, "--nodes", "2", *store), cluster.folder / "go"
