@@ -18,6 +18,7 @@ from holdfast.clusters.kubernetes.kubernetes_names import AGENT, COMPONENT, labe
 from holdfast.engine.core.fleet.placements import PlacementId
 from holdfast.engine.runtime.local_run import strike
 from labs import control_plane
+from labs.commands import run_kubectl
 from labs.control_plane import ControlPlane
 from labs.kubernetes_cluster import KitNode, KubernetesCluster
 from labs.kubernetes_run import STEP_S, KubernetesRun
@@ -97,19 +98,14 @@ def cluster(tmp_path: Path) -> Iterator[KubernetesCluster]:
 
 
 def apply(cluster: KubernetesCluster, policy: str) -> None:
-    kubectl(cluster, "apply", "--filename=-", given=policy)
-
-
-def kubectl(cluster: KubernetesCluster, *words: str, given: str = "") -> str:
-    command = ["kubectl", f"--kubeconfig={cluster.config}", *words]
-    return subprocess.run(command, input=given, text=True, check=True, capture_output=True).stdout
+    run_kubectl(cluster.config, "apply", "--filename=-", given=policy)
 
 
 def has_removal(cluster: KubernetesCluster) -> bool:
     """Return whether the policy is in force: the API server learns of it some time later."""
     words = ("create", "job", "probe", "--image=none", "--dry-run=server")
     field = "--output=jsonpath={.spec.ttlSecondsAfterFinished}"
-    return kubectl(cluster, *words, field) == str(FINISHED_S)
+    return run_kubectl(cluster.config, *words, field) == str(FINISHED_S)
 
 
 def test_containers_are_added_a_secret_is_deleted_and_a_node_is_out_of_service(

@@ -117,11 +117,13 @@ def test_a_plugin_that_cannot_be_loaded_is_named(
     value: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = EntryPoint(name="broken", value=value, group=plugins.GROUP)
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [broken])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [broken])
     plugins.find_of_others.cache_clear()
     try:
         with pytest.raises(UserError, match=rf"plugin broken \({value}\).*{said}"):
             plugins.find_manager("unheard of")
         assert plugins.find_manager("slurm").name == "Slurm"
+        assert plugins.find_launcher("k8s").name == "Kubernetes"
+        assert plugins.find_command("status").__name__.endswith("status_command")
     finally:
         plugins.find_of_others.cache_clear()

@@ -166,12 +166,8 @@ def test_a_writer_that_cannot_write_to_its_store_says_so_before_the_first_checkp
     shutil.rmtree(tmp_path / "store", ignore_errors=True)
     (tmp_path / "store").touch()  # in the place of the folder
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [
-        sys.executable,
-        "-m",
-        "holdfast.engine.runtime.node.checkpoint_writer",
-        str(run_dir.path),
-    ]
+    module = "holdfast.engine.runtime.node.checkpoint_writer"
+    command = [sys.executable, "-m", module, str(run_dir.path)]
     with (
         subprocess.Popen(
             [*command, str(theirs.fileno()), str(os.getpid())],

@@ -1,8 +1,8 @@
 """Runs one node of a cluster on this machine: a real kubelet, and the containerd that it uses.
 
 The folder that HOLDFAST_NODE names has the programs, as `node/build.sh` leaves them. Each node has
-a containerd of its own with the images that its pods need, and a control group of its own with all
-of its pods, by which it is killed like a machine that loses its power.
+its own containerd, with the images of its pods, and its own control group with all of its pods. By
+this group it is killed, like a machine that loses its power.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from holdfast.clusters.kubernetes.kubernetes_names import ZONE
 from labs import pod_network
+from labs.commands import start_server
 from labs.containers import PAUSE, unmount_below
 from labs.etcd_cluster import free_ports
 from labs.pod_network import PLUGINS, PodNetwork
@@ -36,7 +37,7 @@ RENEWED_S = 4  # the length of a node's lease; the kubelet renews it four times 
 
 
 def missing() -> str:
-    """Return why no kubelet can run here; empty if one can."""
+    """Return the reason that no kubelet can run here, or an empty string."""
     folder = Path(os.environ.get(FOLDER, "/nowhere"))
     lacking = [name for name in PROGRAMS if not os.access(folder / name, os.X_OK)]
     if lacking:
@@ -55,8 +56,8 @@ def program(name: str) -> Path:
 class ContainerNode:
     """Runs the kubelet of a node, and kills and freezes it. `images`: archives for its containerd.
 
-    `config`: a kubeconfig file of an administrator. `group`: the name of its control group, which
-    nothing else on this machine has.
+    `config`: a kubeconfig file of an administrator. The control group is named after the network's
+    folder, which no other cluster on this machine has.
     """
 
     def __init__(
@@ -159,17 +160,10 @@ class ContainerNode:
     def _popen(self, name: str, *words: str) -> None:
         # The shims of containers stay in this group when containerd is killed.
         enter = f'echo $$ > "{GROUPS}/pids/{self._group}/cgroup.procs" && exec "$@"'
-        shell = ["setpriv", "--pdeathsig", "KILL", "sh", "-c", enter, "sh"]
         path = f"{os.environ[FOLDER]}:{os.environ['PATH']}"
         more = {"PATH": path, "DBUS_SYSTEM_BUS_ADDRESS": f"unix:path={self._bus}"}
-        with open(self.folder / f"{name}.log", "ab") as log:
-            self._running[name] = subprocess.Popen(
-                [*shell, name, *words],
-                env={**os.environ, **more},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+        command, log = ["sh", "-c", enter, "sh", name, *words], self.folder / f"{name}.log"
+        self._running[name] = start_server(command, log, {**os.environ, **more})
 
     def _import(self, archive: Path) -> None:
         done = self._ctr("--namespace=k8s.io", "images", "import", str(archive))

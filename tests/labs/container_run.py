@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.engine.core.errors import HoldfastError
 from holdfast.engine.core.fleet.placements import PlacementId
+from labs.commands import run_kubectl
 from labs.container_node import ContainerNode, program
 from labs.containers import SITE, site_packages
 from labs.control_plane import ControlPlane
@@ -20,7 +19,6 @@ from labs.kubernetes_run import STEP_S, KubernetesRun
 from labs.pod_network import PodNetwork
 
 RUN_DIR, SIGNALS = "/holdfast/run", "/signals"
-ASK_S = 60.0
 # How containerd begins each line of a container: the time, the stream, and whether it is whole.
 HEAD = re.compile(r"^\S+ (?:stdout|stderr) [FP] ", re.MULTILINE)
 
@@ -55,16 +53,12 @@ class ContainerCluster(KubernetesCluster):
         return found
 
     def printed(self, pod: str) -> str:
-        """Return what the containers of a pod have printed; `pod`: how its name begins."""
+        """Return the output of all containers in pods whose names begin with `pod`."""
         paths = self.folder.glob(f"nodes/*/logs/{NAMESPACE}_{pod}*/*/*.log")
         return "".join(HEAD.sub("", path.read_text()) for path in sorted(paths))
 
     def kubectl(self, *words: str) -> str:
-        command = ["kubectl", f"--kubeconfig={self.config}", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)
-        if done.returncode:
-            raise HoldfastError(done.stderr)
-        return done.stdout
+        return run_kubectl(self.config, *words)
 
 
 @contextlib.contextmanager
@@ -106,9 +100,10 @@ def mount_shared(*more: tuple[str, Path]) -> tuple[list[Any], list[Any]]:
 
 
 class ContainerRun(KubernetesRun):
-    """Launches a job in containers. `agent`: what agents' containers have besides.
+    """Launches a job in containers.
 
-    `tls`: the folder of the certificates in the coordinator's pod.
+    `agent`: further fields of agents' containers. `tls`: the folder of the certificates in the
+    coordinator's pod.
     """
 
     def __init__(

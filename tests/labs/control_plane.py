@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx2
 
+from labs.commands import start_server
 from labs.etcd_cluster import free_ports
 from labs.kubernetes_cluster import write_kubeconfig
 from labs.pod_network import API_PORT, PodNetwork
@@ -128,14 +129,8 @@ class ControlPlane:
         }
 
     def _start(self, name: str) -> None:
-        with open(self.folder / f"{name}.log", "ab") as log:
-            self._running[name] = subprocess.Popen(
-                # The kernel ends it with this process, even if that is killed.
-                ["setpriv", "--pdeathsig", "KILL", find_binary(name), *self._commands[name]],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+        command = [find_binary(name), *self._commands[name]]
+        self._running[name] = start_server(command, self.folder / f"{name}.log")
 
     def _stop(self, name: str) -> None:
         popen = self._running.pop(name, None)

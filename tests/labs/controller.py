@@ -19,6 +19,8 @@ import httpx2
 import yaml
 
 from certificates import make_certificates
+from holdfast.engine.core.errors import HoldfastError
+from labs.commands import run_kubectl, start_server
 from labs.etcd_cluster import free_ports
 
 HOST = "127.0.0.1"
@@ -71,17 +73,10 @@ class Controller:
         retry(lambda: self.kubectl("wait", *established, f"--filename={types}"))
         authority = (certificates / "ca.crt").read_text()
         self._apply(self._write_webhooks(f"https://{HOST}:{webhook}", authority))
-        with open(self.folder / f"{self._name}.log", "ab") as log:
-            self._running = subprocess.Popen(
-                [
-                    *("setpriv", "--pdeathsig", "KILL", *around, str(self._built / self._name)),
-                    *(f"--config={self.folder / 'config.json'}", "--zap-log-level=2"),
-                ],
-                env={**os.environ, "KUBECONFIG": str(self._config)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+        command = [*around, str(self._built / self._name), "--zap-log-level=2"]
+        command.append(f"--config={self.folder / 'config.json'}")
+        environment = {**os.environ, "KUBECONFIG": str(self._config)}
+        self._running = start_server(command, self.folder / f"{self._name}.log", environment)
         self._until_ready(f"http://{HOST}:{health}/readyz")
 
     def stop(self) -> None:
@@ -96,10 +91,7 @@ class Controller:
         retry(lambda: self._apply(path))
 
     def kubectl(self, *words: str) -> str:
-        command = ["kubectl", f"--kubeconfig={self._config}", *words]
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert found.returncode == 0, f"{' '.join(words)}: {found.stderr}"
-        return found.stdout
+        return run_kubectl(self._config, *words)
 
     def _apply(self, path: Path) -> None:
         self.kubectl("apply", "--server-side", "--force-conflicts", f"--filename={path}")
@@ -142,7 +134,7 @@ def retry(act: Callable[[], object]) -> None:
         try:
             act()
             return
-        except AssertionError:
+        except HoldfastError:
             if time.monotonic() >= deadline:
                 raise
             time.sleep(0.2)

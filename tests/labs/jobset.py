@@ -29,7 +29,7 @@ MANIFEST = Path(__file__).parents[2] / "examples" / "kubernetes" / "jobset.yaml"
 
 
 def missing() -> str:
-    """Return why JobSet cannot run here; empty if it can."""
+    """Return the reason that JobSet cannot run here, or an empty string."""
     folder = os.environ.get(FOLDER, "")
     if not folder or not os.access(Path(folder, "jobset"), os.X_OK):
         return f"{FOLDER} names no folder with JobSet: `make kubernetes-lab` builds it"
@@ -91,7 +91,7 @@ class JobSetRun:
         ]
 
     def serving(self) -> list[str]:
-        """Return the nodes that have work; none while nobody answers."""
+        """Return the nodes that have work; while the coordinator does not answer, none."""
         words = ("holdfast", "status", "--run-dir", f"{RUN}/job", "--json")
         try:
             (first,) = self.pods("first")

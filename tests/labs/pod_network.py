@@ -3,8 +3,8 @@
 Each pod has an address of its own on the bridge, by the reference plugins of the Container Network
 Interface (Debian's containernetworking-plugins), and all of them reach each other and this machine.
 Only two services have addresses that work, since there is no kube-proxy: the API's, where the API
-server itself listens, and that of DNS, where CoreDNS does. The headless Service of a job
-needs no other.
+server itself listens, and that of DNS, where CoreDNS does. The headless Service of a
+job needs no other.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import random
 import subprocess
 from pathlib import Path
 
+from labs.commands import start_server
+
 PLUGINS = Path("/usr/lib/cni")
 NEEDED = ("bridge", "host-local", "loopback")
 API_PORT, DNS_PORT = 443, 53
-UP_S = 30.0
 TABLE = Path("/proc/net/fib_trie")
 
 
@@ -77,13 +78,8 @@ class PodNetwork:
         zone = f"kubernetes cluster.local {{\n kubeconfig {config}\n }}"
         rules = self.folder / "Corefile"
         rules.write_text(f".:{DNS_PORT} {{\n bind {self.dns}\n errors\n {zone}\n}}\n")
-        with open(self.folder / "coredns.log", "ab") as log:
-            self._dns = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", str(self._coredns), "-conf", str(rules)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+        command = [str(self._coredns), "-conf", str(rules)]
+        self._dns = start_server(command, self.folder / "coredns.log")
 
     def _links(self) -> tuple[str, str]:
         return self._bridge, self._addresses
@@ -113,6 +109,6 @@ def find_unused() -> int:
 
 
 def missing() -> str:
-    """Return why pods can have no network here; empty if they can."""
+    """Return the reason that pods can have no network here, or an empty string."""
     lacking = [name for name in NEEDED if not os.access(PLUGINS / name, os.X_OK)]
     return f"no {', '.join(lacking)} in {PLUGINS} (containernetworking-plugins)" if lacking else ""

@@ -1,6 +1,6 @@
 """Counts the events of a run by their kind: a listener beside the run, and a command after it.
 
-python -m holdfast_desk.tally RUN_DIR PARENT_PID
+The listener is `python -m holdfast_desk.tally RUN_DIR PARENT_PID`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Finds what products bring to the engine, which imports none of them.
 
-A product is a folder of holdfast, or another distribution. It describes what it brings by a
-`Plugin`: a folder under the name PLUGIN, another distribution by an entry point of the group
-`holdfast.plugins`. Modules are named there, and imported when they are needed.
+A product is a folder of holdfast, or another distribution. A `Plugin` describes what it brings. In
+a folder this is the value PLUGIN; another distribution has an entry point of the group
+`holdfast.plugins`. A plugin names modules, which are imported when they are needed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -56,8 +55,8 @@ class Plugin:
 
     `services`: modules of hosted services, which run in processes of their own on the job's nodes;
     `listen(spec, identity, host, say)` starts one and returns its address. `listeners`: modules
-    whose `listen(run_dir, tls)` returns a process (Kept) that is kept beside a run, and reads what
-    that writes; UserError if it cannot work here.
+    whose `listen(run_dir, tls)` returns a process (Kept) to run beside a job, whose files it reads;
+    UserError if it cannot work here.
     """
 
     commands: Mapping[str, Command] = field(default_factory=dict)
@@ -71,9 +70,9 @@ def list_commands() -> dict[str, Command]:
     return dict(_merge(lambda plugin: plugin.commands))
 
 
-def list_managers() -> dict[str, Manager]:
-    """List the cluster managers of all products, ours first."""
-    return dict(_merge(lambda plugin: plugin.managers))
+def list_launchers() -> dict[str, Manager]:
+    """List the managers that have a launcher, by the word that calls it, ours first."""
+    return dict(_merge(_launchers_of))
 
 
 def find_command(key: str) -> ModuleType:
@@ -84,6 +83,11 @@ def find_command(key: str) -> ModuleType:
 def find_manager(key: str) -> Manager:
     """Return a cluster manager. UserError if there is none of that name."""
     return _find("manager", key, lambda plugin: plugin.managers)
+
+
+def find_launcher(word: str) -> Manager:
+    """Return the manager whose launcher this word calls. UserError if there is none."""
+    return _find("launcher", word, _launchers_of)
 
 
 def find_service(key: str) -> ModuleType:
@@ -105,6 +109,10 @@ def _find(kind: str, key: str, choose: Callable[[Plugin], Mapping[str, Found]]) 
     raise UserError(f"there is no {kind} {key!r}: use one of {names}")
 
 
+def _launchers_of(plugin: Plugin) -> dict[str, Manager]:
+    return {each.word or key: each for key, each in plugin.managers.items() if each.launcher}
+
+
 def _merge(choose: Callable[[Plugin], Mapping[str, Found]]) -> Iterator[tuple[str, Found]]:
     taken: set[str] = set()
     for plugin in (*find_ours(), *find_of_others()):
@@ -115,7 +123,7 @@ def _merge(choose: Callable[[Plugin], Mapping[str, Found]]) -> Iterator[tuple[st
 
 @functools.cache
 def find_ours() -> list[Plugin]:
-    """Load the plugins of this distribution; that of the engine comes first."""
+    """Load the plugins of this distribution, the engine's first."""
     folders = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
     packages = [import_module(f"{ROOT.name}.{name}") for name in (COMMANDS, *folders)]
     return [package.PLUGIN for package in packages if hasattr(package, "PLUGIN")]
@@ -123,6 +131,9 @@ def find_ours() -> list[Plugin]:
 
 @functools.cache
 def find_of_others() -> list[Plugin]:
+    """Load the plugins of other distributions. UserError if one is broken."""
+    from importlib.metadata import entry_points  # takes 25 ms, and most commands are ours
+
     found = []
     for each in sorted(entry_points(group=GROUP), key=lambda each: each.name):
         try:

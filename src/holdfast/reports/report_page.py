@@ -222,7 +222,7 @@ def _part_styles() -> str:
 
 
 def write_report(run_dir: RunDir, path: Path) -> Goodput:
-    """Write the page of a run, and return where its time went. UserError."""
+    """Write the page of a run; return the shares of its time. UserError."""
     goodput, spec = read_goodput(run_dir), run_dir.spec()
     facts = RunFacts(
         name=run_dir.path.resolve().name,

@@ -227,14 +227,8 @@ def agent_template(site: KubernetesSite, job: JobSpec, plan: FleetPlan) -> Manif
     labels = labels_of(prefix, AGENT)
     pod, agent = _complete(site, site.pod, AGENT, labels | site.queue_label)
     spec = pod["spec"]
-    leave = [
-        "python3",
-        "-m",
-        "holdfast.clusters.kubernetes.kubernetes_leave",
-        plan.join,
-        f"{plan.drain_s:g}",
-    ]
-    leave += [job.job, *([plan.tls] if plan.tls else [])]
+    leave = ["python3", "-m", "holdfast.clusters.kubernetes.kubernetes_leave"]
+    leave += [plan.join, f"{plan.drain_s:g}", job.job, *([plan.tls] if plan.tls else [])]
     agent.setdefault("lifecycle", {})["preStop"] = {"exec": {"command": leave}}
     agent["env"] = [
         *agent.get("env", ()),

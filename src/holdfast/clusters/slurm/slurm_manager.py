@@ -273,7 +273,7 @@ class SlurmManager:
     ) -> str:
         """Run a command of Slurm in a folder, or in the present one.
 
-        Unreachable: it failed, and did not say what `allow` lists.
+        Unreachable: it failed with an error that is not in `allow`.
         """
         try:
             process = await asyncio.create_subprocess_exec(

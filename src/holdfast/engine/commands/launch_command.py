@@ -5,10 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from types import ModuleType
 
-from holdfast.engine.core.errors import UserError
 from holdfast.engine.fleet.fleet_plan import read_plan
 from holdfast.engine.net.standard_streams import print_plain
-from holdfast.engine.plugins import Manager, find_manager, list_managers
+from holdfast.engine.plugins import find_launcher, find_manager, list_launchers
 from holdfast.engine.runtime.rundir import RunDir
 
 LOCAL = "local"
@@ -16,22 +15,13 @@ LOCAL = "local"
 
 def main(argv: list[str]) -> int:
     """Run the launcher that the first argument names."""
-    launchers = list_launchers()
     if not argv or argv[0] in ("-h", "--help"):
         print_plain("usage: holdfast launch MANAGER [OPTION ...] SCRIPT [ARG ...]\n")
-        for word, manager in launchers.items():
+        for word, manager in list_launchers().items():
             print_plain(f"  {word:<6} {manager.text}")
         print_plain("\nholdfast launch MANAGER --help tells more of one.")
         return 0 if argv else 2
-    if argv[0] not in launchers:
-        raise UserError(f"there is no launcher {argv[0]!r}: use one of {', '.join(launchers)}")
-    return int(import_module(launchers[argv[0]].launcher).main(argv[1:]))
-
-
-def list_launchers() -> dict[str, Manager]:
-    """List the managers that have a launcher, by the word that calls it."""
-    managers = list_managers().items()
-    return {found.word or key: found for key, found in managers if found.launcher}
+    return int(import_module(find_launcher(argv[0]).launcher).main(argv[1:]))
 
 
 def go_on(run_dir: RunDir, host: str, port: int) -> int:

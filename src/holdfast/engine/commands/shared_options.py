@@ -108,7 +108,7 @@ def add_plain(parser: argparse._ActionsContainer) -> None:
 
 
 def add_listeners(parser: argparse._ActionsContainer) -> None:
-    """Add the options that name the processes which are kept beside the job and read its files."""
+    """Add the options for processes beside the job that read its files."""
     parser.add_argument(
         "--dashboard",
         action="append_const",
@@ -123,8 +123,8 @@ def add_listeners(parser: argparse._ActionsContainer) -> None:
         metavar="NAME",
         action="append",
         dest="listeners",
-        help="keep this listener of a plugin beside the job, which reads what the run writes; may "
-        "be repeated",
+        help="start this listener of a plugin beside the job, to read the run's files; repeat it "
+        "for others",
     )
 
 

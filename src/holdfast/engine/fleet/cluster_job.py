@@ -77,13 +77,8 @@ def coordinate(
 
 
 def _fleet(plan: FleetPlan) -> Kept:
-    fleet = (
-        sys.executable,
-        "-m",
-        "holdfast.engine.fleet.fleet_process",
-        plan.run_dir,
-        str(os.getpid()),
-    )
+    module = "holdfast.engine.fleet.fleet_process"
+    fleet = (sys.executable, "-m", module, plan.run_dir, str(os.getpid()))
     return Kept("fleet", lambda starts: [*fleet], serves=True)
 
 

@@ -67,12 +67,8 @@ class Node:
 
         def command(starts: int) -> list[str]:
             return [
-                *(
-                    sys.executable,
-                    "-m",
-                    "holdfast.engine.runtime.node.checkpoint_writer",
-                    str(self.run_dir.path),
-                ),
+                *(sys.executable, "-m", "holdfast.engine.runtime.node.checkpoint_writer"),
+                str(self.run_dir.path),
                 *(str(taken.fileno()), str(os.getpid())),
             ]
 
@@ -93,12 +89,8 @@ class Node:
 
         def command(starts: int) -> list[str]:
             return [
-                *(
-                    sys.executable,
-                    "-m",
-                    "holdfast.engine.runtime.node.agent_process",
-                    str(self.run_dir.path),
-                ),
+                *(sys.executable, "-m", "holdfast.engine.runtime.node.agent_process"),
+                str(self.run_dir.path),
                 *("--join", self.join, "--name", self.name, "--host", self.host),
                 *("--incarnation", str(self.first_incarnation + starts - 1)),
                 *("--nproc", str(self.nproc), "--parent", str(os.getpid())),
@@ -134,12 +126,8 @@ class CoordinatorSite:
 
         def command(starts: int) -> list[str]:
             return [
-                *(
-                    sys.executable,
-                    "-m",
-                    "holdfast.engine.runtime.coordinate.coordinator_process",
-                    str(self.run_dir.path),
-                ),
+                *(sys.executable, "-m", "holdfast.engine.runtime.coordinate.coordinator_process"),
+                str(self.run_dir.path),
                 *(str(self.listener.fileno()), str(os.getpid()), "--host", self.host),
                 *(("--tls", str(self.tls)) if self.tls is not None else ()),
                 *arguments,

@@ -17,7 +17,7 @@ NOBODY = -1  # a member waited for
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Describes a member's longest wait for the network, as it exchanged gradients in a step.
+    """Describes the longest time that a member waited for the network in a step.
 
     `peer`: the rank whose gradients came `took_us` after it began to send them, and `waited_us`
     after this member began to send its own; NOBODY: unknown. If it waited for none, `waited_us` is

@@ -21,6 +21,6 @@ act. Its driver owes it:
     Pause, Resume  the process and its children stop, and go on
     Quit           the agent ends
 
-A worker may act only until its lease ends (lease.py). So an agent that is not heard pauses its
-workers by itself, before the coordinator gives their virtual ranks away.
+A worker may act only until its lease ends (lease.py). So an agent that cannot reach the
+coordinator pauses its workers by itself, before the coordinator gives their virtual ranks away.
 """

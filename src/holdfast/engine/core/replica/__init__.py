@@ -1,6 +1,6 @@
-"""Decides what a member holds of the job's state, and exchanges of it with others. Pure.
+"""Decides how a member obtains the job's state, keeps it, and shares it with others. Pure.
 
-A replica is a step whose whole state came from somewhere, and the reduced gradients since. Its
+A replica consists of the whole state after some step, and of the reduced gradients since. Its
 sources and sinks are named in ground/ends.py, and its orders have six forms (ground/effects.py):
 
     ObtainState  load a state from a source; StateObtained or ObtainFailed follows

@@ -1,4 +1,4 @@
-"""Runs a process of a hosted service: a server of tables, which holds rows for a job's workers.
+"""Runs one process of a hosted service, such as a server of tables.
 
     python -m holdfast.engine.runtime.node.service_process
 
