@@ -321,7 +321,7 @@ def test_old_files_may_keep_their_phrases_and_must_not_gain_any():
 
 
 def test_code_in_documents_is_no_prose():
-    text = "Say it.\n\n    what is = who has\n\n```\nof which anew\n```\n\nSo many `of which`.\n"
+    text = "Call it.\n\n    what is = who has\n\n```\nof which anew\n```\n\nSo many `of which`.\n"
     found = tidy_prose.find(tidy_prose.pieces("docs/x.md", text))
     assert [(f.line, f.text) for f in found] == [(9, "So many `...`.")]
 

@@ -89,7 +89,29 @@ PHRASES = (
         r"|\b(?:not|never|no longer) so\b|\bis that of\b|\bby itself alone\b",
         "say who does what: `the agent must keep it`",
     ),
-    phrase(DOCSTRING, r"(?:tells?|told)\b", "`Return whether ...`, `Report ...`"),
+    phrase(
+        ANYWHERE,
+        r"\b(?:tells?|told|telling|says?|said|saying|hears?|heard|hearing|speaks?|spoken|spoke)\b",
+        "one verb for each act: print, log, post, record, send, receive",
+    ),
+    phrase(
+        ANYWHERE,
+        r"\b(?:nobody|somebody|everybody|anybody|others|nothing)\b",
+        "name the subject: `no member`, `another worker`, `the other servers`",
+    ),
+    phrase(ANYWHERE, r"\b(?:that of|those that|one that)\b", "repeat the noun"),
+    phrase(
+        ANYWHERE,
+        r", (?:since|as) (?:it|they|he|we)\b|\b(?:beside|in vain|meanwhile)\b"
+        r"|\b(?:go|goes|going|went|gone) on\b",
+        "because; next to, as well as; without success; in the meantime; continue",
+    ),
+    phrase(
+        DOCSTRING,
+        r"return (?:what|how|where|why|by|who)\b",
+        "`Return the reason`, `the number of`, `the time until`",
+    ),
+    phrase(DOCSTRING, r"(?:have|let)\b", "the verb of the act: `Start`, `Ask the servers for`"),
     phrase(DOCSTRING, r"notes?\b", "`Record ...`"),
     phrase(DOCSTRING, r"holds\b", "`Keeps ...`, `Describes ...`, `Is ...`"),
     phrase(DOCSTRING, r"says?\b", "`Return the text ...`, `Describes ...`"),
