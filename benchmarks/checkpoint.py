@@ -31,7 +31,8 @@ import torch.distributed.checkpoint as dcp
 from holdfast.engine.commands.run_command import make_spec, parser
 from holdfast.engine.core.errors import Damaged
 from holdfast.engine.core.ground.events import SaveEnded
-from holdfast.engine.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
+from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.views import Member, View
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.disk_calls import RealDisk, aligned

@@ -23,20 +23,11 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from holdfast.engine.core.directives import AgentReport, Directive
 from holdfast.engine.core.job_spec import JobSpec, Nodes, Workers
-from holdfast.engine.core.types import (
-    NO_VIEW,
-    AgentId,
-    AgentReport,
-    Directive,
-    Incarnation,
-    Stage,
-    StateCopy,
-    View,
-    ViewNumber,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import NO_VIEW, AgentId, Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import Stage, StateCopy, WorkerStatus
 from holdfast.engine.net.channel import Channel, connect
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.wire import messages

@@ -16,15 +16,8 @@ from pathlib import Path
 from holdfast.engine.core.step.balance import BalancePolicy
 from holdfast.engine.core.step.speeds import Speeds
 from holdfast.engine.core.step.stragglers import Detector, Kind
-from holdfast.engine.core.types import (
-    AgentId,
-    Incarnation,
-    Member,
-    Peer,
-    View,
-    ViewNumber,
-    WorkerId,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, Peer, ViewNumber, WorkerId
+from holdfast.engine.core.views import Member, View
 from holdfast.engine.records.ledger_audit import verify
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.engine.train.data.sampling import SamplePlan

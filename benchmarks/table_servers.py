@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from holdfast.engine.core.job_spec import JobSpec
-from holdfast.engine.core.types import ServerLayout
+from holdfast.engine.core.table_places import ServerLayout
 from holdfast.engine.net.peer_identity import PeerIdentity
 from holdfast.engine.runtime.node import service_process
 from holdfast.engine.runtime.rundir import RunDir

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from holdfast.engine.core import tree
+from holdfast.engine.core.directives import WorkerDirective
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.ends import SourceKind
@@ -25,17 +26,10 @@ from holdfast.engine.core.replica.replica import SYNC_MOVES, SyncStage
 from holdfast.engine.core.step.activities import ACTIVITY_MOVES, Activity
 from holdfast.engine.core.sum_plan import plan_sum
 from holdfast.engine.core.transitions import Transitions
-from holdfast.engine.core.types import (
-    AgentId,
-    Incarnation,
-    Member,
-    Phase,
-    View,
-    ViewNumber,
-    WorkerDirective,
-    WorkerId,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.views import Member, View
 from holdfast.engine.core.worker.machine import WorkerMachine
+from holdfast.engine.core.worker_status import Phase
 
 PAGE = Path(__file__).with_name("protocol.md")
 BEGIN, END = "<!-- drawn: {} -->", "<!-- end -->"

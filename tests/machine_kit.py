@@ -10,22 +10,15 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from holdfast.engine.core.directives import WorkerDirective
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.events import Purpose, Topic, WorkerEvent
 from holdfast.engine.core.step.step_policy import StepPolicy
-from holdfast.engine.core.types import (
-    AgentId,
-    Incarnation,
-    Member,
-    Phase,
-    View,
-    ViewNumber,
-    WorkerDirective,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.views import Member, View
 from holdfast.engine.core.worker.machine import WorkerMachine
+from holdfast.engine.core.worker_status import Phase, WorkerStatus
 
 E = TypeVar("E")
 

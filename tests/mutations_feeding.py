@@ -20,7 +20,8 @@ from holdfast.engine.core.replica.following import Following
 from holdfast.engine.core.replica.replica import Replica
 from holdfast.engine.core.step.newcomers import Newcomers
 from holdfast.engine.core.step.step_machine import StepMachine
-from holdfast.engine.core.types import Follower, View, WorkerId
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.views import Follower, View
 from holdfast.lab.sim.world import Machines
 from mutation_kit import mutation
 

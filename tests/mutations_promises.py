@@ -35,8 +35,10 @@ from holdfast.engine.core.replica.retention import Retention, Saved
 from holdfast.engine.core.replica.saves import Saves
 from holdfast.engine.core.step.step_machine import StepMachine
 from holdfast.engine.core.step.verdicts import Decided
-from holdfast.engine.core.types import AgentId, Incarnation, Phase, Tick, View, WorkerId
+from holdfast.engine.core.types import AgentId, Incarnation, Tick, WorkerId
+from holdfast.engine.core.views import View
 from holdfast.engine.core.worker.machine import WorkerMachine
+from holdfast.engine.core.worker_status import Phase
 from holdfast.lab.sim import stored
 from holdfast.lab.sim.world import Machines
 from mutation_kit import mutation

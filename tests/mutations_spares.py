@@ -12,7 +12,8 @@ from holdfast.engine.core.membership.reserve import Reserve
 from holdfast.engine.core.membership.view_making import Room
 from holdfast.engine.core.step.balance import BalancePolicy
 from holdfast.engine.core.step.speeds import Speeds
-from holdfast.engine.core.types import View, WorkerId
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.views import View
 from holdfast.lab.sim.world import Machines
 from mutation_kit import mutation
 

@@ -21,7 +21,7 @@ from holdfast.engine.core.step.open_step import OpenStep
 from holdfast.engine.core.step.rulings import Rulings
 from holdfast.engine.core.step.step_machine import Activity, StepMachine
 from holdfast.engine.core.step.verdicts import Doubted
-from holdfast.engine.core.types import View
+from holdfast.engine.core.views import View
 from holdfast.engine.core.worker import machine
 from holdfast.lab.sim.world import Machines
 from mutation_kit import mutation

@@ -14,8 +14,10 @@ from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground.events import Wait
 from holdfast.engine.core.membership import formation, view_end, view_making
 from holdfast.engine.core.step.speeds import Speeds
-from holdfast.engine.core.types import LateWorker, StateCopy, View, ViewNumber, WorkerStatus
+from holdfast.engine.core.types import ViewNumber
+from holdfast.engine.core.views import LateWorker, View
 from holdfast.engine.core.worker.membership import Membership
+from holdfast.engine.core.worker_status import StateCopy, WorkerStatus
 from holdfast.lab.sim.world import Machines
 from mutation_kit import mutation
 

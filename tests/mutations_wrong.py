@@ -16,9 +16,11 @@ from holdfast.engine.core.step.audit import Court, Ruling, Sentence
 from holdfast.engine.core.step.newcomers import Newcomers, Refusal
 from holdfast.engine.core.step.trust import Trust
 from holdfast.engine.core.step.verdicts import Doubted
-from holdfast.engine.core.types import StateCopy, View, WorkerId
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.views import View
 from holdfast.engine.core.worker.machine import WorkerMachine
 from holdfast.engine.core.worker.membership import Membership
+from holdfast.engine.core.worker_status import StateCopy
 from holdfast.lab.sim.world import Machines
 from mutation_kit import mutation
 

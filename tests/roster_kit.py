@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from holdfast.engine.core.directives import AgentReport
+from holdfast.engine.core.invalidations import Invalidation
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.membership.changes import (
     Change,
     CountLoss,
@@ -17,21 +20,9 @@ from holdfast.engine.core.membership.facts import Facts
 from holdfast.engine.core.membership.live_roster import LiveRoster, News
 from holdfast.engine.core.membership.roster import SlotState
 from holdfast.engine.core.policies import LeasePolicy
-from holdfast.engine.core.types import (
-    AgentId,
-    AgentReport,
-    Incarnation,
-    Invalidation,
-    JobRecord,
-    Member,
-    Phase,
-    Stage,
-    StateCopy,
-    View,
-    ViewNumber,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.views import Member, View
+from holdfast.engine.core.worker_status import Phase, Stage, StateCopy, WorkerStatus
 
 LEASE = LeasePolicy(lease_s=2.0, margin_s=0.5, suspect_s=1.5, abandon_s=20.0)
 THREE = ViewNumber(3)

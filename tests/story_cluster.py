@@ -13,25 +13,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from holdfast.engine.core.directives import AgentReport, Directive, WorkerDirective
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.ends import SinkKind, SourceKind
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.membership import coordinator_events as ce
 from holdfast.engine.core.membership.agent import AgentMachine, AgentPolicy
 from holdfast.engine.core.membership.coordinator import CoordinatorMachine
 from holdfast.engine.core.step.step_policy import StepPolicy
-from holdfast.engine.core.types import (
-    AgentId,
-    AgentReport,
-    Directive,
-    Incarnation,
-    JobRecord,
-    View,
-    WorkerDirective,
-    WorkerId,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, WorkerId
+from holdfast.engine.core.views import View
 from holdfast.engine.core.worker.machine import WorkerMachine
 from story_data import Group, Work
 from story_feeding import Feeds

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.events import FINITE, SOMEBODYS, Purpose, Row, Topic
-from holdfast.engine.core.types import View, WorkerId
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.views import View
 from holdfast.lab.sim.sum_answers import answer
 
 SOUND = 7  # the fingerprint of a state in which no bit is wrong

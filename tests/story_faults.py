@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from holdfast.engine.core.directives import Move
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.ends import SourceKind
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.membership import coordinator_events as ce
 from holdfast.engine.core.membership.liveness import ProcessSample
-from holdfast.engine.core.types import AgentId, Leaving, WorkerId
+from holdfast.engine.core.types import AgentId, WorkerId
 from story_cluster import Cluster, Host, Process, StoryError
 from story_commands import (
     COMMANDS,
@@ -242,7 +243,7 @@ def moved(cluster: Cluster, worker: str, node: str | None, why: str) -> None:
     """An operator wants a worker to compute on another node."""
     process = process_of(cluster, worker)
     to = AgentId(node or "")
-    leaving = Leaving(worker=process.worker, to=to, reason=why)
+    leaving = Move(worker=process.worker, to=to, reason=why)
     cluster.tell_agent(process.host, ag.MoveAsked(leaving))
 
 

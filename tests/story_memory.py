@@ -14,7 +14,8 @@ from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.ends import SinkKind, SourceKind
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.redundancy import KeptPieces, Redundancy
-from holdfast.engine.core.types import AgentId, View, WorkerId
+from holdfast.engine.core.types import AgentId, WorkerId
+from holdfast.engine.core.views import View
 from holdfast.lab.sim.memories import HostMemory, Memories
 from story_text import several
 

@@ -12,15 +12,8 @@ from dataclasses import dataclass, field
 
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.step.shards import FollowerProofs, ShardEvents
-from holdfast.engine.core.types import (
-    AgentId,
-    Incarnation,
-    Stage,
-    Tick,
-    ViewNumber,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, Tick, ViewNumber, WorkerId
+from holdfast.engine.core.worker_status import Stage, WorkerStatus
 
 OF_THE_WORKER = (ev.Directed, Tick, ev.LinkLost, ev.StillAwaited)  # heard by the first one alone
 

@@ -10,27 +10,20 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from holdfast.engine.core.directives import AgentReport, Directive, WorkerDirective
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground.effects import SumStage
 from holdfast.engine.core.ground.ends import SinkKind, SourceKind
 from holdfast.engine.core.ground.events import FINITE, NOBODYS, RIGHTLY, SOMEBODYS, Purpose, Topic
 from holdfast.engine.core.ground.vote import Vote
+from holdfast.engine.core.invalidations import Invalidation
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.membership import coordinator_events as ce
-from holdfast.engine.core.naming import spans
 from holdfast.engine.core.redundancy import Recall
-from holdfast.engine.core.types import (
-    NO_VIEW,
-    RELEASE_ALL,
-    AgentReport,
-    Directive,
-    Invalidation,
-    JobRecord,
-    View,
-    WorkerDirective,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import NO_VIEW, RELEASE_ALL, WorkerId, spans
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import WorkerStatus
 
 COLUMNS_MAX = 100
 Block = tuple[str, tuple[str, ...]]  # an actor, and a line for each of its effects

@@ -14,16 +14,10 @@ import zstandard
 
 from holdfast.cli.main import main
 from holdfast.engine.core.errors import Damaged, UserError, WireError
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.redundancy import PIECES_MAX
-from holdfast.engine.core.types import (
-    AgentId,
-    Incarnation,
-    JobRecord,
-    Member,
-    View,
-    ViewNumber,
-    WorkerId,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.views import Member, View
 from holdfast.engine.records.ledger_audit import verify as verify_ledger
 from holdfast.engine.runtime.leadership.journal import read_record, seal, unseal
 from holdfast.engine.state.memory.arena import (

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.engine.core.directives import Directive, Freed, WantedProcess
 from holdfast.engine.core.machine_errors import MachineError
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.membership.agent import AgentMachine, AgentPolicy
@@ -14,19 +15,8 @@ from holdfast.engine.core.membership.liveness import FreezePolicy, ProcessSample
 from holdfast.engine.core.membership.process_ends import QUIT
 from holdfast.engine.core.policies import LeasePolicy
 from holdfast.engine.core.redundancy import KeptPieces
-from holdfast.engine.core.types import (
-    AgentId,
-    Directive,
-    Freed,
-    Incarnation,
-    Phase,
-    Stage,
-    Tick,
-    ViewNumber,
-    WantedProcess,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, Tick, ViewNumber, WorkerId
+from holdfast.engine.core.worker_status import Phase, Stage, WorkerStatus
 from machine_kit import a_view
 
 ME, ONE = AgentId("a"), Incarnation(1)

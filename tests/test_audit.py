@@ -10,7 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.core.invalidations import INVALIDATIONS_MAX, is_invalidated, merge
+from holdfast.engine.core.invalidations import (
+    INVALIDATIONS_MAX,
+    Invalidation,
+    is_invalidated,
+    merge,
+)
 from holdfast.engine.core.membership.durable import Durable
 from holdfast.engine.core.step.audit import (
     Audit,
@@ -26,16 +31,9 @@ from holdfast.engine.core.step.audit import (
     plan_sums,
 )
 from holdfast.engine.core.step.trust import Doubt, Trust
-from holdfast.engine.core.types import (
-    AgentId,
-    Incarnation,
-    Invalidation,
-    Member,
-    View,
-    ViewNumber,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.views import Member, View
+from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.engine.train.step.task_digest import sketch
 
 WORKERS = [WorkerId(i) for i in range(4)]

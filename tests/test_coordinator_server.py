@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.engine.core.directives import AgentReport, Directive, WantedProcess
 from holdfast.engine.core.errors import Deposed
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.job_spec import with_settings
 from holdfast.engine.core.membership.coordinator_events import (
     Announce,
@@ -20,15 +22,7 @@ from holdfast.engine.core.membership.coordinator_events import (
     Persist,
     SendDirective,
 )
-from holdfast.engine.core.types import (
-    AgentId,
-    AgentReport,
-    Directive,
-    Incarnation,
-    JobRecord,
-    WantedProcess,
-    WorkerId,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, WorkerId
 from holdfast.engine.net.channel import connect
 from holdfast.engine.runtime.coordinate import coordinator_server
 from holdfast.engine.runtime.coordinate.coordinator_process import make_machine

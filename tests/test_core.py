@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.engine.core import tree
 from holdfast.engine.core.assignment import assign_at_boundary, assign_mid_step, spread_blocks
+from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.errors import InvariantError, first_line
 from holdfast.engine.core.exact_products import NARROW, WIDE, ExactProduct, digest_of
 from holdfast.engine.core.membership.admission import drain
@@ -22,21 +23,11 @@ from holdfast.engine.core.membership.live_roster import LiveRoster
 from holdfast.engine.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
 from holdfast.engine.core.membership.resume import resume_step
 from holdfast.engine.core.membership.roster import SlotState
-from holdfast.engine.core.naming import spans
 from holdfast.engine.core.partition import part_of
 from holdfast.engine.core.policies import LeasePolicy
-from holdfast.engine.core.types import (
-    AgentId,
-    AgentReport,
-    Incarnation,
-    Member,
-    Stage,
-    StateCopy,
-    View,
-    ViewNumber,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId, spans
+from holdfast.engine.core.views import Member, View
+from holdfast.engine.core.worker_status import Stage, StateCopy, WorkerStatus
 
 settings.register_profile("core", max_examples=150, deadline=None)
 settings.load_profile("core")

@@ -20,7 +20,8 @@ from holdfast.engine.core.membership.last_saves import LastSaves
 from holdfast.engine.core.membership.restart import quarantine, replace_lost
 from holdfast.engine.core.membership.roster import NodeState, SlotState
 from holdfast.engine.core.policies import RestartPolicy
-from holdfast.engine.core.types import AgentId, Incarnation, Stage, WorkerId
+from holdfast.engine.core.types import AgentId, Incarnation, WorkerId
+from holdfast.engine.core.worker_status import Stage
 from roster_kit import Cluster, member, status, view_of
 from test_roster import AT_MOST_TWO
 

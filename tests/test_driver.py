@@ -12,8 +12,9 @@ import torch
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.types import Incarnation, Tick, ViewNumber, WorkerId, WorkerStatus
+from holdfast.engine.core.types import Incarnation, Tick, ViewNumber, WorkerId
 from holdfast.engine.core.worker.machine import WorkerMachine
+from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.engine.train.step import driver as driver_module
 from holdfast.engine.train.step.buckets import Bucket
 from holdfast.engine.train.step.driver import Driver

@@ -29,7 +29,8 @@ from holdfast.engine.core.step.audits import Audits
 from holdfast.engine.core.step.early_audits import EARLY_STEPS, PAIRS_MAX, plan_early
 from holdfast.engine.core.step.open_step import OpenStep
 from holdfast.engine.core.step.rulings import Rulings
-from holdfast.engine.core.types import AgentId, View, WorkerId
+from holdfast.engine.core.types import AgentId, WorkerId
+from holdfast.engine.core.views import View
 from holdfast.engine.train.job import Job
 from holdfast.engine.train.script import repeated_tasks, script_memory
 from loop_kit import dataset, protected

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.engine.core.errors import Deposed, UserError
-from holdfast.engine.core.types import JobRecord
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.runtime.leadership.election import (
     EtcdJournal,
     Hold,

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
+from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.membership.coordinator_events import Announce
 from holdfast.engine.core.membership.event_chain import EventChain
-from holdfast.engine.core.types import (
-    AgentId,
-    AgentReport,
-    Incarnation,
-    Member,
-    Stage,
-    View,
-    ViewNumber,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.views import Member, View
+from holdfast.engine.core.worker_status import Stage, WorkerStatus
 
 W0, W1 = WorkerId(0), WorkerId(1)
 NEAR, FAR = AgentId("near"), AgentId("far")

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.engine.core.assignment import ONE_MACHINE
+from holdfast.engine.core.directives import Move
 from holdfast.engine.core.errors import InvariantError
 from holdfast.engine.core.membership import formation as fo
 from holdfast.engine.core.membership import view_making as vm
@@ -17,18 +18,9 @@ from holdfast.engine.core.membership.changes import OrderNext
 from holdfast.engine.core.membership.formation import STEPS_MISSED_MAX
 from holdfast.engine.core.membership.view_making import Room
 from holdfast.engine.core.redundancy import Recall
-from holdfast.engine.core.types import (
-    AgentId,
-    Incarnation,
-    LateWorker,
-    Leaving,
-    Phase,
-    Stage,
-    StateCopy,
-    ViewNumber,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.views import LateWorker
+from holdfast.engine.core.worker_status import Phase, Stage, StateCopy, WorkerStatus
 from roster_kit import LEASE, THREE, Cluster, member, resting, status, stopped, view_of
 
 WAITING, OVERDUE, BOUNDARY = (
@@ -121,7 +113,7 @@ def test_workers_on_a_node_that_another_is_moved_to_come_first() -> None:
     cluster.hear(
         "n0",
         status(0),
-        leaving=(Leaving(worker=WorkerId(0), incarnation=Incarnation(1), to=AgentId("n2")),),
+        leaving=(Move(worker=WorkerId(0), incarnation=Incarnation(1), to=AgentId("n2")),),
     )
     facts = cluster.facts()
     awaited = [w for w in (0, 1, 2) if facts.roster.awaits_worker(AgentId(f"n{w}"))]

@@ -14,7 +14,8 @@ import pytest
 from fuzz.targets import STATUS
 from holdfast.cli.main import main
 from holdfast.engine.core.errors import Damaged, OtherRelease, UserError, WireError
-from holdfast.engine.core.types import JobRecord, WorkerStatus
+from holdfast.engine.core.job_record import JobRecord
+from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.engine.runtime.leadership import journal
 from holdfast.engine.runtime.leadership.journal import FileJournal
 from holdfast.engine.runtime.rundir import RunDir

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from group_world import POLICY, GroupWorld, WrongError
+from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.errors import InvariantError
 from holdfast.engine.core.job_spec import GroupPolicy
 from holdfast.engine.core.membership import group
@@ -28,17 +29,8 @@ from holdfast.engine.core.membership.group_faults import Trials
 from holdfast.engine.core.membership.group_places import restore_slots
 from holdfast.engine.core.membership.job_changes import EndJob
 from holdfast.engine.core.membership.roster import Roster, SlotState
-from holdfast.engine.core.types import (
-    AgentId,
-    AgentReport,
-    Incarnation,
-    ProcessRole,
-    Stage,
-    Tick,
-    ViewNumber,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, ProcessRole, Tick, ViewNumber, WorkerId
+from holdfast.engine.core.worker_status import Stage, WorkerStatus
 from roster_kit import Cluster, status
 
 SEEDS = 40  # every planted bug is found in these

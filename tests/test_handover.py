@@ -10,7 +10,9 @@ from holdfast.engine.core.membership.facts import Facts
 from holdfast.engine.core.membership.handover import Handover
 from holdfast.engine.core.membership.protection import Protection
 from holdfast.engine.core.redundancy import KeptPieces, Piece, Redundancy
-from holdfast.engine.core.types import AgentId, Incarnation, View, WorkerId, WorkerStatus
+from holdfast.engine.core.types import AgentId, Incarnation, WorkerId
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import WorkerStatus
 from roster_kit import LEASE, Cluster, member, stopped, view_of
 
 ONE = Redundancy(data=1, parity=0)  # no loss of a node is borne

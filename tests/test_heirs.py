@@ -7,7 +7,7 @@ from dataclasses import replace
 from holdfast.engine.core.servers.heirs import HeirProgress, HolderAnswer
 from holdfast.engine.core.servers.holdings import ShardStanding
 from holdfast.engine.core.servers.placement import HEIRS, find_shards, lay_out
-from holdfast.engine.core.types import ServerLayout
+from holdfast.engine.core.table_places import ServerLayout
 from holdfast.engine.train.script.row_updates import HeirWatch
 
 WHOLE = ShardStanding()

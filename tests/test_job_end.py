@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.engine.core.setbacks import NO_SETBACKS
-from holdfast.engine.core.types import Phase, Stage, StateCopy
+from holdfast.engine.core.job_record import NO_SETBACKS
+from holdfast.engine.core.worker_status import Phase, Stage, StateCopy
 from roster_kit import status
 from test_coordinator_machine import POLICY, Job, begun
 

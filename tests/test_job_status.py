@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.engine.core.errors import WireError
+from holdfast.engine.core.job_record import JobRecord, Slot
 from holdfast.engine.core.membership.coordinator_events import CoordinatorSnapshot
 from holdfast.engine.core.membership.roster import NodeSnapshot
-from holdfast.engine.core.types import JobRecord, Slot, Stage, WorkerStatus
+from holdfast.engine.core.worker_status import Stage, WorkerStatus
 from holdfast.engine.runtime.coordinate.status_making import processes_of
 from holdfast.engine.runtime.job_events import EventSink, LoggedEvent, read_events
 from holdfast.engine.runtime.job_status import (

@@ -13,16 +13,9 @@ from typing import Protocol
 import pytest
 
 from holdfast.engine.core.errors import Damaged, Deposed, UserError
-from holdfast.engine.core.types import (
-    AgentId,
-    Incarnation,
-    JobRecord,
-    Member,
-    Slot,
-    View,
-    ViewNumber,
-    WorkerId,
-)
+from holdfast.engine.core.job_record import JobRecord, Slot
+from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.views import Member, View
 from holdfast.engine.runtime.leadership.election import (
     EtcdJournal,
     Leadership,

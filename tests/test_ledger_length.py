@@ -7,7 +7,8 @@ import pytest
 
 from conftest import finish
 from holdfast.engine.commands.ledger_command import main
-from holdfast.engine.core.types import JobRecord, View
+from holdfast.engine.core.job_record import JobRecord
+from holdfast.engine.core.views import View
 from holdfast.engine.records.ledger import Place, Uses
 from holdfast.engine.records.ledger_audit import verify
 from holdfast.engine.records.ledger_claims import claims_of_record

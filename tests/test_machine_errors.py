@@ -19,7 +19,8 @@ from holdfast.engine.core.membership.machine_losses import (
 )
 from holdfast.engine.core.membership.restart import replace_lost
 from holdfast.engine.core.policies import RestartPolicy
-from holdfast.engine.core.types import AgentId, Stage, WorkerId
+from holdfast.engine.core.types import AgentId, WorkerId
+from holdfast.engine.core.worker_status import Stage
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.engine.runtime.node.bootstrap import find_machine_error
 from holdfast.engine.runtime.node.shard_processes import BY_MACHINE, read_told

@@ -26,6 +26,7 @@ import mutations_spread  # noqa: F401 - and more
 import mutations_step  # noqa: F401 - and more
 import mutations_work  # noqa: F401 - and more
 import mutations_wrong  # noqa: F401 - and more
+from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.errors import InvariantError
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
@@ -45,9 +46,10 @@ from holdfast.engine.core.membership.liveness import FreezeDetector
 from holdfast.engine.core.membership.resume import resume_step
 from holdfast.engine.core.membership.roster import Roster
 from holdfast.engine.core.step.verdicts import Decided
-from holdfast.engine.core.types import RELEASE_ALL, AgentReport, StateCopy, ViewNumber, WorkerStatus
+from holdfast.engine.core.types import RELEASE_ALL, ViewNumber
 from holdfast.engine.core.worker.machine import WorkerMachine
 from holdfast.engine.core.worker.membership import Membership
+from holdfast.engine.core.worker_status import StateCopy, WorkerStatus
 from holdfast.lab.sim.swarm import run_seed
 from holdfast.lab.sim.world import Machines
 from holdfast.lab.sim.wrong_bits import Violation

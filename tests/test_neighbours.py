@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from holdfast.engine.core.assignment import assign_at_boundary, assign_mid_step
 from holdfast.engine.core.domains import Path, find_paths, order_kinds
+from holdfast.engine.core.job_record import JobRecord, Slot
 from holdfast.engine.core.membership import formation as fo
 from holdfast.engine.core.membership import view_making as vm
 from holdfast.engine.core.membership.live_roster import LiveRoster
@@ -22,17 +23,9 @@ from holdfast.engine.core.membership.view_making import Room
 from holdfast.engine.core.redundancy import Recall
 from holdfast.engine.core.step.balance import BalancePolicy, Balancer
 from holdfast.engine.core.step.speeds import Speeds
-from holdfast.engine.core.types import (
-    AgentId,
-    Follower,
-    Incarnation,
-    JobRecord,
-    Slot,
-    View,
-    ViewNumber,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.views import Follower, View
+from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.lab.sim.neighbour_rules import find_scattered
 from roster_kit import Cluster, resting, status, stopped, view_of
 

@@ -11,15 +11,9 @@ from holdfast.engine.core.membership.progress import Progress
 from holdfast.engine.core.membership.view_making import Proposal, make_view
 from holdfast.engine.core.step.audit import Audit, Court, Ruling, Sentence
 from holdfast.engine.core.step.newcomers import Newcomers, Refusal
-from holdfast.engine.core.types import (
-    AgentId,
-    Incarnation,
-    Phase,
-    View,
-    ViewNumber,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import Phase, WorkerStatus
 from roster_kit import Cluster, member, view_of
 
 W0, W1, W2, W3 = (WorkerId(i) for i in range(4))

@@ -14,16 +14,9 @@ from holdfast.engine.core.errors import Damaged, WireError
 from holdfast.engine.core.membership.facts import LatestFacts
 from holdfast.engine.core.membership.live_roster import LiveRoster
 from holdfast.engine.core.redundancy import Piece
-from holdfast.engine.core.types import (
-    AgentId,
-    Incarnation,
-    Member,
-    Stage,
-    View,
-    ViewNumber,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.views import Member, View
+from holdfast.engine.core.worker_status import Stage, WorkerStatus
 from holdfast.engine.wire.object_graphs import dump_graph, load_graph
 
 MEMBER = Member(worker=WorkerId(3), incarnation=Incarnation(2), agent=AgentId("a"))

@@ -11,9 +11,11 @@ import dataclasses
 import pytest
 
 from holdfast.engine.core import invalidations
+from holdfast.engine.core.directives import SIGTERM, AgentReport, Directive, WorkerDirective
 from holdfast.engine.core.fleet.placements import FleetPolicy
 from holdfast.engine.core.ground import standing
 from holdfast.engine.core.job_problems import find_problem
+from holdfast.engine.core.job_record import NO_SETBACKS, JobRecord
 from holdfast.engine.core.job_spec import CoordinatorPolicy, JobSpec, Nodes, Stragglers, Workers
 from holdfast.engine.core.membership import (
     agent,
@@ -28,23 +30,12 @@ from holdfast.engine.core.membership.liveness import FreezePolicy
 from holdfast.engine.core.policies import BackupPolicy, LeasePolicy, PacePolicy, RestartPolicy
 from holdfast.engine.core.replica import save_interval
 from holdfast.engine.core.replica.saves import SavePolicy
-from holdfast.engine.core.setbacks import NO_SETBACKS
 from holdfast.engine.core.step import audit, newcomers, rulings, speculation
 from holdfast.engine.core.step.balance import WINDOW_TIMES_MAX, BalancePolicy
 from holdfast.engine.core.step.speculation import Patience
 from holdfast.engine.core.step.step_policy import StepPolicy
-from holdfast.engine.core.types import (
-    SIGTERM,
-    AgentReport,
-    Directive,
-    JobRecord,
-    Phase,
-    Stage,
-    StateCopy,
-    View,
-    WorkerDirective,
-    WorkerStatus,
-)
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import Phase, Stage, StateCopy, WorkerStatus
 from holdfast.engine.state.memory import arena
 
 

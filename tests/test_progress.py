@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from holdfast.engine.core.membership.progress import Progress
-from holdfast.engine.core.types import Incarnation, JobEvent, LateWorker, WorkerId
+from holdfast.engine.core.types import Incarnation, WorkerId
+from holdfast.engine.core.views import LateWorker
+from holdfast.engine.core.worker_status import JobEvent
 from roster_kit import invalid, status, view_of
 
 FIRST = WorkerId(0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from holdfast.engine.core.domains import Domains
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.core.ground.vote import Vote, count_votes
-from holdfast.engine.core.invalidations import INVALIDATIONS_MAX, is_invalidated
+from holdfast.engine.core.invalidations import INVALIDATIONS_MAX, Invalidation, is_invalidated
 from holdfast.engine.core.membership.durable import Durable
 from holdfast.engine.core.membership.facts import Facts
 from holdfast.engine.core.membership.protection import (
@@ -32,15 +32,8 @@ from holdfast.engine.core.redundancy import (
     read_redundancy,
 )
 from holdfast.engine.core.replica.protecting import Protecting, pieces_of
-from holdfast.engine.core.types import (
-    AgentId,
-    Incarnation,
-    Invalidation,
-    Member,
-    View,
-    ViewNumber,
-    WorkerId,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.views import Member, View
 from roster_kit import LEASE, Cluster, stopped, view_of
 
 RS = Redundancy(data=2, parity=1)

@@ -13,7 +13,8 @@ from fake_gpu import fake_gpu, on_gpu
 from holdfast.engine.core.errors import UserError, WorldError
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.redundancy import read_redundancy
-from holdfast.engine.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
+from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.views import Member, View
 from holdfast.engine.state.memory.arena import ArenaReading, PieceArena
 from holdfast.engine.state.memory.pieces import PieceCoder
 from holdfast.engine.train.checkpoint import state

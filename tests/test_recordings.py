@@ -17,6 +17,7 @@ import pytest
 import zstandard
 
 from holdfast.cli.main import main
+from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.errors import Damaged
 from holdfast.engine.core.membership import decision_loop
 from holdfast.engine.core.membership.coordinator import CoordinatorMachine
@@ -28,15 +29,8 @@ from holdfast.engine.core.membership.coordinator_events import (
     SendDirective,
     StopRequested,
 )
-from holdfast.engine.core.types import (
-    AgentId,
-    AgentReport,
-    Incarnation,
-    Tick,
-    View,
-    ViewNumber,
-    WorkerId,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, Tick, ViewNumber, WorkerId
+from holdfast.engine.core.views import View
 from holdfast.engine.records.recordings import (
     DecisionDigest,
     Recording,

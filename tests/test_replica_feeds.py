@@ -12,16 +12,9 @@ from holdfast.engine.core.ground.ends import SinkKind, SourceKind
 from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.replica.feeding import SKIPPED_MAX, Feeding
 from holdfast.engine.core.replica.following import Following
-from holdfast.engine.core.types import (
-    Follower,
-    FollowOrder,
-    Incarnation,
-    Phase,
-    Stage,
-    StateCopy,
-    ViewNumber,
-    WorkerId,
-)
+from holdfast.engine.core.types import Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.views import Follower, FollowOrder
+from holdfast.engine.core.worker_status import Phase, Stage, StateCopy
 from roster_kit import THREE, view_of
 
 VIEW = view_of(0, 1)

@@ -12,7 +12,8 @@ from holdfast.engine.core.membership import review_schedule
 from holdfast.engine.core.membership.review_schedule import REVIEW_S, Agenda
 from holdfast.engine.core.membership.suspicion import LEASES
 from holdfast.engine.core.policies import LeasePolicy
-from holdfast.engine.core.types import Incarnation, Phase
+from holdfast.engine.core.types import Incarnation
+from holdfast.engine.core.worker_status import Phase
 from roster_kit import LEASE, Cluster, member
 
 POLICY = CoordinatorPolicy(virtual_ranks=2, lease=LEASE, patience_s=5.0, hang_s=50.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.engine.core.directives import WorkerDirective
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.membership import formation as fo
@@ -9,7 +10,8 @@ from holdfast.engine.core.membership.event_log import ROOM, EventLog
 from holdfast.engine.core.replica.room_wait import STEPS_MAX
 from holdfast.engine.core.replica.saves import SavePolicy
 from holdfast.engine.core.step.step_policy import StepPolicy
-from holdfast.engine.core.types import JobEvent, Phase, ViewNumber, WorkerDirective
+from holdfast.engine.core.types import ViewNumber
+from holdfast.engine.core.worker_status import JobEvent, Phase
 from machine_kit import Company, Walker, a_view
 from roster_kit import Cluster, member, view_of
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.engine.core.job_record import JobRecord, Slot
 from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership.admission import admit, drain, recall_slots, welcome
 from holdfast.engine.core.membership.changes import AddSlot, DismissNode, OrderNext, PutSlot
@@ -18,21 +19,9 @@ from holdfast.engine.core.membership.restart import quarantine, quarantine_wrong
 from holdfast.engine.core.membership.roster import SlotState
 from holdfast.engine.core.membership.stopping import Stopping
 from holdfast.engine.core.policies import RestartPolicy
-from holdfast.engine.core.types import (
-    AgentId,
-    Incarnation,
-    JobEvent,
-    JobRecord,
-    Phase,
-    ProcessRole,
-    Slot,
-    Stage,
-    StateCopy,
-    View,
-    ViewNumber,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, ProcessRole, ViewNumber, WorkerId
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import JobEvent, Phase, Stage, StateCopy, WorkerStatus
 from roster_kit import LEASE, THREE, Cluster, invalid, member, status, stopped, view_of
 
 N0, N1, N2 = AgentId("n0"), AgentId("n1"), AgentId("n2")

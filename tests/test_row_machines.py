@@ -43,7 +43,7 @@ from holdfast.engine.core.servers.reading import (
     can_begin_from,
     find_common,
 )
-from holdfast.engine.core.types import ServerLayout
+from holdfast.engine.core.table_places import ServerLayout
 
 
 def hold(*shards: int, window: int = WINDOW) -> Holdings:

@@ -13,7 +13,7 @@ import torch
 from holdfast.engine.core.errors import UserError, WireError
 from holdfast.engine.core.servers.holdings import BARE, ShardStanding
 from holdfast.engine.core.servers.placement import SHARDS, find_holders, find_shards, share_out
-from holdfast.engine.core.types import ServerLayout
+from holdfast.engine.core.table_places import ServerLayout
 from holdfast.engine.net import peer_stream
 from holdfast.engine.net.peer_identity import PeerIdentity
 from holdfast.engine.state.store.checkpoints import Checkpoints

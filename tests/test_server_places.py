@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from holdfast.engine.core.directives import Directive
 from holdfast.engine.core.errors import InvariantError
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership.departure import Departure
 from holdfast.engine.core.membership.formation import LEAVE_RESERVE_S
@@ -23,17 +25,9 @@ from holdfast.engine.core.servers.server_host import (
     StartServer,
     TellServers,
 )
-from holdfast.engine.core.types import (
-    AgentId,
-    Directive,
-    Incarnation,
-    JobRecord,
-    RunningServer,
-    ServerLayout,
-    ServerPlace,
-    Tick,
-    View,
-)
+from holdfast.engine.core.table_places import RunningServer, ServerLayout, ServerPlace
+from holdfast.engine.core.types import AgentId, Incarnation, Tick
+from holdfast.engine.core.views import View
 from roster_kit import LEASE, Cluster, member, stopped, view_of
 
 

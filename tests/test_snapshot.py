@@ -26,17 +26,10 @@ from conftest import RUN_S
 from holdfast.engine.commands.run_command import make_spec, parser
 from holdfast.engine.core.errors import Aborted, Damaged, WorldError
 from holdfast.engine.core.ground.events import SaveEnded
+from holdfast.engine.core.invalidations import Invalidation
 from holdfast.engine.core.replica.retention import Retention
-from holdfast.engine.core.types import (
-    AgentId,
-    Incarnation,
-    Invalidation,
-    Member,
-    Peer,
-    View,
-    ViewNumber,
-    WorkerId,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, Peer, ViewNumber, WorkerId
+from holdfast.engine.core.views import Member, View
 from holdfast.engine.host.ending_signals import ORDERS
 from holdfast.engine.runtime.node import checkpoint_writer
 from holdfast.engine.runtime.node.checkpoint_writer import SCRUB_S, Writer

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from conftest import RUN_S
+from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.errors import HoldfastError
 from holdfast.engine.core.job_problems import find_problem
 from holdfast.engine.core.job_spec import with_settings
@@ -19,14 +20,8 @@ from holdfast.engine.core.membership.coordinator_events import Announce
 from holdfast.engine.core.membership.live_roster import LiveRoster
 from holdfast.engine.core.membership.reserve import Reserve, ReservePolicy, spares_needed
 from holdfast.engine.core.membership.roster import SlotState
-from holdfast.engine.core.types import (
-    AgentId,
-    AgentReport,
-    Incarnation,
-    Stage,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, WorkerId
+from holdfast.engine.core.worker_status import Stage, WorkerStatus
 from holdfast.engine.runtime.local_run import LocalRun, strike
 from holdfast.engine.train.job import Job
 from loop_kit import dataset, digest, protected, step_once

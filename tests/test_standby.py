@@ -19,8 +19,10 @@ from typing import Any
 
 import pytest
 
+from holdfast.engine.core.directives import AgentReport, Directive
 from holdfast.engine.core.errors import HoldfastError, UserError
-from holdfast.engine.core.types import AgentId, AgentReport, Directive, Incarnation, JobRecord
+from holdfast.engine.core.job_record import JobRecord
+from holdfast.engine.core.types import AgentId, Incarnation
 from holdfast.engine.host.ending_signals import ORDERS, Orders
 from holdfast.engine.net.channel import Channel, connect
 from holdfast.engine.runtime.contact import contact_by

@@ -12,7 +12,9 @@ from holdfast.engine.core.errors import Damaged, Unreachable, UserError
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.ends import SourceKind
-from holdfast.engine.core.types import Invalidation, Peer, View, ViewNumber, WorkerId
+from holdfast.engine.core.invalidations import Invalidation
+from holdfast.engine.core.types import Peer, ViewNumber, WorkerId
+from holdfast.engine.core.views import View
 from holdfast.engine.state.store.storage import Missing
 from holdfast.engine.train.exchange.layout import Layout
 from holdfast.engine.train.state import state_sources

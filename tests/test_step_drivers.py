@@ -14,16 +14,10 @@ from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.ends import SinkKind
 from holdfast.engine.core.ground.events import NOBODY, Purpose, Wait
-from holdfast.engine.core.types import (
-    Incarnation,
-    Peer,
-    Tick,
-    View,
-    ViewNumber,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import Incarnation, Peer, Tick, ViewNumber, WorkerId
+from holdfast.engine.core.views import View
 from holdfast.engine.core.worker.machine import WorkerMachine
+from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.engine.train.exchange.waits import SHORT_S, Waits
 from holdfast.engine.train.step.driver import Driver, ViewRendezvous
 from holdfast.engine.train.step.filled_buckets import FilledBuckets

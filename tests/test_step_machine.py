@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 
+from holdfast.engine.core.directives import WorkerDirective
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.ends import SourceKind
@@ -17,7 +18,8 @@ from holdfast.engine.core.replica.saves import SavePolicy
 from holdfast.engine.core.step.rulings import Rulings
 from holdfast.engine.core.step.speculation import Patience
 from holdfast.engine.core.step.step_policy import StepPolicy
-from holdfast.engine.core.types import Phase, StateCopy, ViewNumber, WorkerDirective, WorkerId
+from holdfast.engine.core.types import ViewNumber, WorkerId
+from holdfast.engine.core.worker_status import Phase, StateCopy
 from machine_kit import Company, Walker, a_view, doubts, purposes
 
 STORE = SourceKind.STORE

@@ -27,7 +27,8 @@ from holdfast.engine.core.step.speeds import Speeds
 from holdfast.engine.core.step.step_policy import Counting, StepPolicy
 from holdfast.engine.core.step.trust import Doubt, Trust
 from holdfast.engine.core.step.verdicts import Doubted
-from holdfast.engine.core.types import LateWorker, View, ViewNumber, WorkerId
+from holdfast.engine.core.types import ViewNumber, WorkerId
+from holdfast.engine.core.views import LateWorker, View
 from machine_kit import a_view
 
 W0, W1, W2, W3 = (WorkerId(w) for w in range(4))

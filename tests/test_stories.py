@@ -26,16 +26,9 @@ from holdfast.engine.core.redundancy import Recall
 from holdfast.engine.core.replica.saves import Saves
 from holdfast.engine.core.step import audit, step_machine
 from holdfast.engine.core.step.shards import ShardEvents
-from holdfast.engine.core.types import (
-    NO_VIEW,
-    AgentId,
-    Incarnation,
-    Phase,
-    ViewNumber,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import NO_VIEW, AgentId, Incarnation, ViewNumber, WorkerId
 from holdfast.engine.core.worker.machine import WorkerMachine
+from holdfast.engine.core.worker_status import Phase, WorkerStatus
 from story_cluster import Machines
 from story_faults import ALL_COMMANDS
 from story_text import Scribe, merged

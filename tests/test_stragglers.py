@@ -16,7 +16,8 @@ from holdfast.engine.core.step.lasting import LastingSlowness
 from holdfast.engine.core.step.speculation import Budget, Lateness, Patience, choose_copies
 from holdfast.engine.core.step.speeds import Speeds
 from holdfast.engine.core.step.stragglers import Detector, Kind, Verdict, _kind
-from holdfast.engine.core.types import AgentId, Incarnation, Member, View, ViewNumber, WorkerId
+from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.views import Member, View
 
 Inject = Callable[[int, int, random.Random], float]  # worker and step give a factor
 SLOW = (Kind.STEADY, Kind.INTERMITTENT, Kind.PERIODIC, Kind.DRIFTING, Kind.OWN_PAST)

@@ -21,7 +21,7 @@ from holdfast.engine.core.servers.holdings import (
 )
 from holdfast.engine.core.servers.placement import find_holders
 from holdfast.engine.core.servers.reading import OrderCopy, RowReading
-from holdfast.engine.core.types import ServerLayout
+from holdfast.engine.core.table_places import ServerLayout
 from holdfast.lab.sim.simulated_servers import SimServer
 from holdfast.lab.sim.table_servers import (
     TableSimOptions,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from holdfast.engine.core.job_record import JobRecord, Slot
 from holdfast.engine.core.membership.changes import CountLoss
 from holdfast.engine.core.membership.formation import candidates, reason_to_stop
 from holdfast.engine.core.membership.group_faults import find_fault
@@ -14,16 +15,9 @@ from holdfast.engine.core.membership.teams import admit_teams, end_team, find_te
 from holdfast.engine.core.policies import RestartPolicy
 from holdfast.engine.core.redundancy import KeptPieces, Redundancy
 from holdfast.engine.core.replica.protecting import parts_of, pieces_of
-from holdfast.engine.core.types import (
-    AgentId,
-    Incarnation,
-    JobRecord,
-    Member,
-    Slot,
-    Stage,
-    View,
-    WorkerId,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, WorkerId
+from holdfast.engine.core.views import Member, View
+from holdfast.engine.core.worker_status import Stage
 from roster_kit import LEASE, Cluster, member, status, view_of
 
 A, B, C, D = (AgentId(name) for name in "abcd")

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground.events import Purpose
-from holdfast.engine.core.types import Incarnation, Phase, WorkerId, WorkerStatus
+from holdfast.engine.core.types import Incarnation, WorkerId
+from holdfast.engine.core.worker_status import Phase, WorkerStatus
 from holdfast.engine.records.time_lines import (
     ProcessHeader,
     SpentLine,

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from holdfast.engine.core.directives import WorkerDirective
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.replica.saves import SavePolicy
 from holdfast.engine.core.step.step_policy import StepPolicy
-from holdfast.engine.core.types import Phase, Stage, ViewNumber, WorkerDirective
+from holdfast.engine.core.types import ViewNumber
+from holdfast.engine.core.worker_status import Phase, Stage
 from holdfast.lab.sim.swarm import run_seed
 from machine_kit import Company, Walker, a_view
 from mutation_kit import GOES_ON, SPREAD

@@ -7,29 +7,20 @@ from typing import Any
 
 import pytest
 
+from holdfast.engine.core.directives import WorkerDirective
 from holdfast.engine.core.errors import InvariantError
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.ends import SinkKind, SourceKind
 from holdfast.engine.core.ground.events import Purpose, StepKind, Topic
 from holdfast.engine.core.ground.standing import JOB_EVENTS_MAX
+from holdfast.engine.core.invalidations import Invalidation
 from holdfast.engine.core.replica.saves import SavePolicy
 from holdfast.engine.core.step.speculation import Patience
 from holdfast.engine.core.step.step_policy import StepPolicy
-from holdfast.engine.core.types import (
-    Incarnation,
-    Invalidation,
-    LateWorker,
-    Member,
-    Phase,
-    Stage,
-    StateCopy,
-    Tick,
-    View,
-    ViewNumber,
-    WorkerDirective,
-    WorkerId,
-)
+from holdfast.engine.core.types import Incarnation, Tick, ViewNumber, WorkerId
+from holdfast.engine.core.views import LateWorker, Member, View
+from holdfast.engine.core.worker_status import Phase, Stage, StateCopy
 from machine_kit import Company, Walker, a_view, purposes
 
 ONE, TWO, THREE = ViewNumber(1), ViewNumber(2), ViewNumber(3)

@@ -17,22 +17,15 @@ import torch._dynamo
 
 from holdfast.engine.core.errors import Aborted
 from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.membership import coordinator as co
 from holdfast.engine.core.membership import coordinator_events as ce
-from holdfast.engine.core.types import (
-    AgentId,
-    FollowOrder,
-    Incarnation,
-    JobRecord,
-    Peer,
-    Tick,
-    View,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, Peer, Tick, WorkerId
+from holdfast.engine.core.views import FollowOrder, View
 from holdfast.engine.core.worker.machine import WorkerMachine
+from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.engine.train.compose import Control, step_policy
 from holdfast.engine.train.exchange.seam import Message, Pending
 from holdfast.engine.train.job import Job

@@ -13,26 +13,19 @@ from collections.abc import Callable, Iterator
 import msgspec
 import xxhash
 
-from holdfast.engine.core.errors import Damaged, UserError, WireError
-from holdfast.engine.core.job_problems import find_problem
-from holdfast.engine.core.types import (
-    AgentId,
+from holdfast.engine.core.directives import (
     AgentReport,
     Directive,
-    Incarnation,
-    JobRecord,
-    Leaving,
-    Member,
-    Peer,
-    Slot,
-    Stage,
-    View,
-    ViewNumber,
+    Move,
     WantedProcess,
     WorkerDirective,
-    WorkerId,
-    WorkerStatus,
 )
+from holdfast.engine.core.errors import Damaged, UserError, WireError
+from holdfast.engine.core.job_problems import find_problem
+from holdfast.engine.core.job_record import JobRecord, Slot
+from holdfast.engine.core.types import AgentId, Incarnation, Peer, ViewNumber, WorkerId
+from holdfast.engine.core.views import Member, View
+from holdfast.engine.core.worker_status import Stage, WorkerStatus
 from holdfast.engine.net.peer_stream import HELLO, PeerProof
 from holdfast.engine.net.proof import NONCE_BYTES
 from holdfast.engine.runtime.leadership.journal import MAGIC, seal, unseal
@@ -126,7 +119,7 @@ MESSAGES: list[object] = [
     ScaleRequest(servers=3),
     MoveRequest(
         agent=AgentId("node1"),
-        leaving=Leaving(worker=WorkerId(3), incarnation=Incarnation(2), to=AgentId("node2")),
+        leaving=Move(worker=WorkerId(3), incarnation=Incarnation(2), to=AgentId("node2")),
     ),
 ]
 RECORD = JobRecord(

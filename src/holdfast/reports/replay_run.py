@@ -14,8 +14,8 @@ from pathlib import Path
 
 from holdfast.engine.core.errors import UserError, WorldError
 from holdfast.engine.core.job_problems import JOB_BYTES_MAX
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.job_spec import JobSpec, with_settings
-from holdfast.engine.core.types import JobRecord
 from holdfast.engine.net.secret import SECRET_BYTES_MIN
 from holdfast.engine.runtime.leadership.journal import FileJournal
 from holdfast.engine.runtime.rundir import RunDir

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from holdfast.engine.core.servers.heirs import HolderAnswer
 from holdfast.engine.core.servers.holdings import ShardStanding
 from holdfast.engine.core.servers.placement import HEIRS, add_heirs, find_shards, lay_out
-from holdfast.engine.core.types import ServerLayout
+from holdfast.engine.core.table_places import ServerLayout
 from holdfast.engine.train.script.row_updates import ServerAccess
 from holdfast.tables.server_wire import Answer
 

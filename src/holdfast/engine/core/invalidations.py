@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from holdfast.engine.core.types import Invalidation, ViewNumber
+from holdfast.engine.core.types import ViewNumber, WorkerId
 
 INVALIDATIONS_MAX = 16  # the newest are remembered; by then older ones have been removed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invalidation:
+    """Declares copies of the state untrue: of steps beyond `after`, made in views up to `view`."""
+
+    after: int
+    view: ViewNumber
+    #: The workers that have computed wrongly in that view again and again.
+    wrong: tuple[WorkerId, ...] = ()
+
 
 Invalidations = tuple[Invalidation, ...]
 
 
 def merge(known: Invalidations, more: Iterable[Invalidation]) -> Invalidations:
-    """Join invalidations, without those that others cover, in the order of their views.
+    """Join invalidations in the order of their views; an invalidation that another covers goes.
 
     Any order of arrival gives the same: a worker that is wrong in a view stays accused.
     """
@@ -27,7 +39,7 @@ def merge(known: Invalidations, more: Iterable[Invalidation]) -> Invalidations:
 
 
 def is_covered(invalidation: Invalidation, by: Iterable[Invalidation]) -> bool:
-    """Return whether one of the others covers every copy of the state that this one covers."""
+    """Return whether another invalidation covers every copy of the state that this one covers."""
     return any(
         other.after <= invalidation.after and other.view >= invalidation.view for other in by
     )

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.engine.core.types import JobRecord
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.state.store.regular_files import read_json
 
 RESULT_FILE = "result.json"

@@ -36,7 +36,8 @@ from holdfast.engine.core.membership.coordinator_events import (
 )
 from holdfast.engine.core.membership.facts import LatestFacts
 from holdfast.engine.core.membership.group import GroupMachine
-from holdfast.engine.core.types import Tick, View
+from holdfast.engine.core.types import Tick
+from holdfast.engine.core.views import View
 from holdfast.engine.state.store.regular_files import read_up_to, regular_stream
 from holdfast.engine.wire.object_graphs import dump_graph, load_graph
 from holdfast.engine.wire.strict import StrictDecoder

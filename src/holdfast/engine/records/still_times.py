@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from holdfast.engine.core.naming import read_spans
+from holdfast.engine.core.types import read_spans
 from holdfast.engine.records.incident_costs import Part, Stretch
 from holdfast.engine.records.incidents import Event
 from holdfast.engine.records.time_lines import ProcessTimes, TimeUse

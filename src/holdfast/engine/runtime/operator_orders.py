@@ -9,10 +9,11 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 
+from holdfast.engine.core.directives import Move
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.core.job_problems import SPREAD_STAYS
 from holdfast.engine.core.membership.server_places import name_count
-from holdfast.engine.core.types import AgentId, Leaving, WorkerId
+from holdfast.engine.core.types import AgentId, WorkerId
 from holdfast.engine.runtime.contact import ask, contact_of, job_status
 from holdfast.engine.runtime.job_status import JobStatus, ProcessPhase
 from holdfast.engine.runtime.rundir import RunDir
@@ -114,7 +115,7 @@ def make_order(status: JobStatus, worker: int, to: str, reason: str) -> MoveRequ
             f"no worker waits on node {to}: start an agent there that offers more of them "
             "(`holdfast agent --nproc`) than the job has virtual ranks for"
         )
-    leaving = Leaving(worker=WorkerId(worker), to=AgentId(to), reason=reason)
+    leaving = Move(worker=WorkerId(worker), to=AgentId(to), reason=reason)
     return MoveRequest(agent=AgentId(found.agent), leaving=leaving)
 
 

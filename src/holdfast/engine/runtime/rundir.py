@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.engine.core.errors import Damaged, OtherRelease, UserError
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.job_spec import JobSpec
-from holdfast.engine.core.types import JobRecord
 from holdfast.engine.net.secret import read_run_dir, write_run_dir
 from holdfast.engine.records.goodput import Goodput, share_out
 from holdfast.engine.runtime.job_events import read_events

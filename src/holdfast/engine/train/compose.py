@@ -18,7 +18,8 @@ from holdfast.engine.core.replica.saves import SavePolicy
 from holdfast.engine.core.step.balance import BalancePolicy
 from holdfast.engine.core.step.speculation import Patience
 from holdfast.engine.core.step.step_policy import StepPolicy
-from holdfast.engine.core.types import Peer, ServerLayout, WorkerId
+from holdfast.engine.core.table_places import ServerLayout
+from holdfast.engine.core.types import Peer, WorkerId
 from holdfast.engine.core.worker.machine import WorkerMachine
 from holdfast.engine.net.peer_identity import PeerIdentity
 from holdfast.engine.state.memory.arena import PieceArena

@@ -12,21 +12,14 @@ from typing import Any
 
 import msgspec
 
+from holdfast.engine.core.directives import AgentReport, Directive, Move, WorkerDirective
 from holdfast.engine.core.domains import Domains
 from holdfast.engine.core.errors import WireError
 from holdfast.engine.core.job_problems import find_problem
 from holdfast.engine.core.job_spec import JobSpec
-from holdfast.engine.core.types import (
-    AgentId,
-    AgentReport,
-    Directive,
-    Leaving,
-    Peer,
-    View,
-    WorkerDirective,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, Peer, WorkerId
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.engine.wire.strict import StrictDecoder
 
 VIEW_BYTES_MAX = 64 << 20
@@ -108,7 +101,7 @@ class MoveRequest:
     """Orders that a worker of a node be moved to another, for an operator; passed on likewise."""
 
     agent: AgentId
-    leaving: Leaving
+    leaving: Move
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,18 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from holdfast.engine.core.directives import Directive
 from holdfast.engine.core.ground.effects import Reduce
 from holdfast.engine.core.invalidations import Invalidations, is_covered, is_invalidated, merge
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.membership.formation import STEPS_MISSED_MAX
-from holdfast.engine.core.types import (
-    AgentId,
-    Directive,
-    JobRecord,
-    View,
-    ViewNumber,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, ViewNumber, WorkerId
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.lab.sim.arithmetic import (
     DROPPED,
     INITIAL_STATE,

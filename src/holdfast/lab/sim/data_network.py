@@ -15,7 +15,8 @@ from holdfast.engine.core.ground.events import EventNoted, GroupBroken, LinkLost
 from holdfast.engine.core.ground.vote import Tally, Wish, count_votes
 from holdfast.engine.core.step.balance import BalancePolicy
 from holdfast.engine.core.step.step_policy import Counting
-from holdfast.engine.core.types import View, WorkerId
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.views import View
 from holdfast.lab.sim.arithmetic import Key
 from holdfast.lab.sim.groups import Group, Shapes, TurnOf, What
 from holdfast.lab.sim.seams import Actor

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Protocol
 
+from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.step.audit import are_too_many
 from holdfast.engine.core.step.newcomers import REFUSED_MAX
 from holdfast.engine.core.step.script_blame import STEADY_MAX
-from holdfast.engine.core.types import AgentReport, View
+from holdfast.engine.core.views import View
 from holdfast.lab.sim.arithmetic import Key
 from holdfast.lab.sim.run_options import STORE_LOST, USUAL_MAX, Options
 from holdfast.lab.sim.seams import Actor

@@ -5,9 +5,10 @@ It compares the lines with the views that the journal holds, and with the worker
 
 from __future__ import annotations
 
+from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.membership.coordinator_events import Announce
 from holdfast.engine.core.membership.event_chain import FAULTS, RESUMED
-from holdfast.engine.core.types import AgentReport, View
+from holdfast.engine.core.views import View
 from holdfast.lab.sim.wrong_bits import Violation
 
 ROOTS = (*FAULTS, "drain", "silent")

@@ -15,7 +15,7 @@ from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.effects import WorkerEffect
 from holdfast.engine.core.ground.events import FINITE, NOBODYS, SOMEBODYS, StepKind, Topic
-from holdfast.engine.core.types import View
+from holdfast.engine.core.views import View
 from holdfast.lab.sim.arithmetic import DROPPED, Key, Parts, add, is_not_finite
 from holdfast.lab.sim.checkers import Truth
 from holdfast.lab.sim.data_network import DataNetwork

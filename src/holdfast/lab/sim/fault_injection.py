@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, Protocol
 
+from holdfast.engine.core.directives import Move
 from holdfast.engine.core.ground.events import RoomSeen
 from holdfast.engine.core.machine_errors import MachineError
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.step.script_blame import STEADY_MAX
-from holdfast.engine.core.types import Leaving, Stage, WorkerId
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.worker_status import Stage
 from holdfast.lab.sim.arithmetic import Key
 from holdfast.lab.sim.endings import SCRIPT_FAILED
 from holdfast.lab.sim.hosts import AgentHost, HostWorld
@@ -348,9 +350,7 @@ class Faults:
             case "move" if host.processes:
                 self.note(kind)
                 worker, to = rng.choice(sorted(host.processes)), rng.choice(hosts).name
-                host.handle(
-                    ag.MoveAsked(Leaving(worker=WorkerId(worker), to=to, reason="asked for"))
-                )
+                host.handle(ag.MoveAsked(Move(worker=WorkerId(worker), to=to, reason="asked for")))
             case "partition":
                 self.note(kind)
                 self._cut(host, rng.choice(((True,), (False,), (True, False))), duration_s)

@@ -16,7 +16,8 @@ from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.ends import SourceKind
 from holdfast.engine.core.replica.feeding import count_feeders
-from holdfast.engine.core.types import NO_VIEW, FollowOrder, WorkerId
+from holdfast.engine.core.types import NO_VIEW, WorkerId
+from holdfast.engine.core.views import FollowOrder
 from holdfast.lab.sim.arithmetic import Key, Share
 from holdfast.lab.sim.checkers import Truth
 from holdfast.lab.sim.data_network import DataNetwork

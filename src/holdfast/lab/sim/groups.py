@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from holdfast.engine.core.types import View
+from holdfast.engine.core.views import View
 from holdfast.lab.sim.arithmetic import Key
 
 VIEWS_KEPT = 8

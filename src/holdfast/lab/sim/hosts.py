@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from holdfast.engine.core.directives import AgentReport, Directive
 from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.machine_errors import MachineError
 from holdfast.engine.core.membership import agent as ag
@@ -17,14 +18,8 @@ from holdfast.engine.core.membership import coordinator as co
 from holdfast.engine.core.membership import coordinator_events as ce
 from holdfast.engine.core.membership.liveness import ProcessSample
 from holdfast.engine.core.redundancy import KeptPieces
-from holdfast.engine.core.types import (
-    AgentId,
-    AgentReport,
-    Directive,
-    Incarnation,
-    Tick,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, Tick
+from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.lab.sim.endings import STOPPED
 from holdfast.lab.sim.memories import HostMemory
 from holdfast.lab.sim.server_hosts import ServerHosts

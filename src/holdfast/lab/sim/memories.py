@@ -14,7 +14,8 @@ from typing import TypeVar
 from holdfast.engine.core.invalidations import Invalidations, is_invalidated
 from holdfast.engine.core.redundancy import KeptPieces, Piece, Redundancy
 from holdfast.engine.core.replica.protecting import parts_of, pieces_of
-from holdfast.engine.core.types import AgentId, View, ViewNumber, WorkerId
+from holdfast.engine.core.types import AgentId, ViewNumber, WorkerId
+from holdfast.engine.core.views import View
 from holdfast.lab.sim.arithmetic import Copy
 from holdfast.lab.sim.wrong_bits import Violation
 

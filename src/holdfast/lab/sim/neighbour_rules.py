@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from holdfast.engine.core.domains import Path
-from holdfast.engine.core.types import View
+from holdfast.engine.core.views import View
 from holdfast.lab.sim.wrong_bits import Violation
 
 

@@ -9,15 +9,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from holdfast.engine.core.invalidations import Invalidations
-from holdfast.engine.core.types import (
-    RELEASE_ALL,
-    AgentId,
-    JobRecord,
-    Phase,
-    View,
-    ViewNumber,
-    WorkerStatus,
-)
+from holdfast.engine.core.job_record import JobRecord
+from holdfast.engine.core.types import RELEASE_ALL, AgentId, ViewNumber
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import Phase, WorkerStatus
 from holdfast.lab.sim.arithmetic import Key
 from holdfast.lab.sim.endings import is_out_of_time
 from holdfast.lab.sim.memories import LostRows, Memories

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from holdfast.engine.core.directives import AgentReport
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.membership.durable import KNOWN_MAX
-from holdfast.engine.core.types import AgentId, AgentReport, JobRecord, View
+from holdfast.engine.core.types import AgentId
+from holdfast.engine.core.views import View
 from holdfast.lab.sim.event_checks import EventChecks
 from holdfast.lab.sim.run_options import Options
 from holdfast.lab.sim.seams import Actor

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 from holdfast.engine.core.ground.events import Row
 from holdfast.engine.core.ground.vote import Vote
-from holdfast.engine.core.types import Incarnation, View, WorkerId, WorkerStatus
+from holdfast.engine.core.types import Incarnation, WorkerId
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.lab.sim.arithmetic import Key
 from holdfast.lab.sim.wrong_bits import Violation
 

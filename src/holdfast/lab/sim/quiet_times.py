@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from holdfast.engine.core.types import Stage, View
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import Stage
 from holdfast.lab.sim.arithmetic import Key
 from holdfast.lab.sim.run_options import Options
 from holdfast.lab.sim.seams import Actor

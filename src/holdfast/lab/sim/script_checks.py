@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from holdfast.engine.core.types import Phase, WorkerStatus
+from holdfast.engine.core.worker_status import Phase, WorkerStatus
 from holdfast.lab.sim.arithmetic import Key
 from holdfast.lab.sim.wrong_bits import Violation
 

@@ -7,7 +7,8 @@ from random import Random
 from typing import Any, Protocol
 
 from holdfast.engine.core.ground.events import WorkerEvent
-from holdfast.engine.core.types import AgentId, View, WorkerId
+from holdfast.engine.core.types import AgentId, WorkerId
+from holdfast.engine.core.views import View
 from holdfast.engine.core.worker.machine import WorkerMachine
 from holdfast.lab.sim.arithmetic import Key, Parts
 from holdfast.lab.sim.groups import Group, What

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from holdfast.engine.core.servers.heirs import HeirProgress
 from holdfast.engine.core.servers.placement import HEIRS, add_heirs, find_shards, lay_out
 from holdfast.engine.core.servers.reading import RowReading
-from holdfast.engine.core.types import ServerLayout
+from holdfast.engine.core.table_places import ServerLayout
 from holdfast.lab.sim.simulated_servers import RowMessages, RowTruth, SimServer
 
 ROWS = "rows"  # the only group of tables

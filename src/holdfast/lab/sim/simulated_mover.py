@@ -11,7 +11,7 @@ from typing import Protocol
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.ends import SinkKind, SourceKind
-from holdfast.engine.core.types import View
+from holdfast.engine.core.views import View
 from holdfast.lab.sim.feeds import Feeds, FeedWorld
 from holdfast.lab.sim.groups import Group, What
 from holdfast.lab.sim.seams import Actor

@@ -12,16 +12,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+from holdfast.engine.core.directives import WorkerDirective
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.step.shards import FollowerProofs
-from holdfast.engine.core.types import (
-    AgentId,
-    Incarnation,
-    Stage,
-    WorkerDirective,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, WorkerId
+from holdfast.engine.core.worker_status import Stage, WorkerStatus
 from holdfast.lab.sim.arithmetic import Key
 from holdfast.lab.sim.proofs import Proofs
 from holdfast.lab.sim.running import Running

@@ -15,7 +15,8 @@ from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.ends import SourceKind
 from holdfast.engine.core.redundancy import Recall
 from holdfast.engine.core.replica.saves import list_replacements
-from holdfast.engine.core.types import AgentId, LateWorker, View, ViewNumber
+from holdfast.engine.core.types import AgentId, ViewNumber
+from holdfast.engine.core.views import LateWorker, View
 from holdfast.lab.sim.arithmetic import Copy, Share
 from holdfast.lab.sim.checkers import Truth
 from holdfast.lab.sim.data_network import DataNetwork

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from holdfast.engine.core.invalidations import Invalidations, is_invalidated, merge
 from holdfast.engine.core.replica.retention import Retention, Saved, SaveOrder, choose_kept
-from holdfast.engine.core.types import View, ViewNumber
+from holdfast.engine.core.types import ViewNumber
+from holdfast.engine.core.views import View
 from holdfast.lab.sim.arithmetic import Copy
 from holdfast.lab.sim.wrong_bits import Violation
 

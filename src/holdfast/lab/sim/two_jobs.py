@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.membership import agent as ag
-from holdfast.engine.core.types import AgentId, AgentReport
+from holdfast.engine.core.types import AgentId
 from holdfast.lab.sim.hosts import AgentHost, CoordinatorHost
 from holdfast.lab.sim.run_options import Options
 from holdfast.lab.sim.world import World

@@ -9,21 +9,16 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Protocol
 
+from holdfast.engine.core.directives import WorkerDirective
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.effects import WorkerEffect
 from holdfast.engine.core.ground.events import Purpose, StepKind, WorkerEvent
 from holdfast.engine.core.machine_errors import MachineError
 from holdfast.engine.core.step.audit import FICKLE, RUNS_DISPUTED
-from holdfast.engine.core.types import (
-    AgentId,
-    Incarnation,
-    Tick,
-    WorkerDirective,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, Tick, WorkerId
 from holdfast.engine.core.worker.machine import WorkerMachine
+from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.lab.sim.arithmetic import INITIAL_STATE, Key, apply
 from holdfast.lab.sim.arithmetic import task as right
 from holdfast.lab.sim.endings import SCRIPT_FAILED

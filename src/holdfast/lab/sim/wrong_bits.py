@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from holdfast.engine.core.step.audit import ATTEMPTS_MAX
-from holdfast.engine.core.types import View
+from holdfast.engine.core.views import View
 from holdfast.lab.sim.arithmetic import Key, is_not_finite
 from holdfast.lab.sim.run_options import Options
 from holdfast.lab.sim.seams import Actor

@@ -13,14 +13,9 @@ from dataclasses import dataclass
 from holdfast.engine.core.ground.ends import SinkKind, SourceKind
 from holdfast.engine.core.ground.events import EventNoted, Purpose, Row, Topic
 from holdfast.engine.core.invalidations import Invalidations
-from holdfast.engine.core.types import (
-    FollowOrder,
-    LateWorker,
-    View,
-    ViewNumber,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import ViewNumber, WorkerId
+from holdfast.engine.core.views import FollowOrder, LateWorker, View
+from holdfast.engine.core.worker_status import WorkerStatus
 
 
 class SumStage(enum.Enum):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from holdfast.engine.core.directives import WorkerDirective
 from holdfast.engine.core.ground.ends import SinkKind, SourceKind
-from holdfast.engine.core.types import ServerLayout, Tick, ViewNumber, WorkerDirective, WorkerId
+from holdfast.engine.core.table_places import ServerLayout
+from holdfast.engine.core.types import Tick, ViewNumber, WorkerId
 
 Digest = int | tuple[float, ...]  # a task's gradient as 63 bits, or a sketch where bits vary
 Row = tuple[int | float, ...]  # one member's words in a gather: whole numbers, or sketches

@@ -11,16 +11,9 @@ from collections.abc import Iterable
 
 from holdfast.engine.core.ground.effects import Outcome, Tell, WorkerEffect
 from holdfast.engine.core.ground.events import EventNoted
-from holdfast.engine.core.types import (
-    NO_VIEW,
-    Incarnation,
-    JobEvent,
-    Phase,
-    View,
-    ViewNumber,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import NO_VIEW, Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import JobEvent, Phase, WorkerStatus
 
 JOB_EVENTS_MAX = 8  # events that a status carries
 FOREVER = float("inf")

@@ -23,7 +23,9 @@ from holdfast.engine.core.membership.draining import choose_drains
 from holdfast.engine.core.membership.facts import Facts
 from holdfast.engine.core.membership.roster import Roster, SlotState
 from holdfast.engine.core.membership.teams import admit_teams
-from holdfast.engine.core.types import AgentId, View, WorkerId, WorkerStatus
+from holdfast.engine.core.types import AgentId, WorkerId
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import WorkerStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+from holdfast.engine.core.directives import AgentReport, Directive, Move, WorkerDirective
 from holdfast.engine.core.domains import Domains
 from holdfast.engine.core.errors import assert_never, require
 from holdfast.engine.core.machine_errors import MachineError
@@ -27,20 +28,9 @@ from holdfast.engine.core.membership.own_job import OwnJob
 from holdfast.engine.core.membership.urgency import is_urgent
 from holdfast.engine.core.policies import LeasePolicy
 from holdfast.engine.core.redundancy import KeptPieces
-from holdfast.engine.core.types import (
-    NO_VIEW,
-    AgentId,
-    AgentReport,
-    Directive,
-    Incarnation,
-    Leaving,
-    ProcessRole,
-    RunningServer,
-    Tick,
-    WorkerDirective,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.table_places import RunningServer
+from holdfast.engine.core.types import NO_VIEW, AgentId, Incarnation, ProcessRole, Tick, WorkerId
+from holdfast.engine.core.worker_status import WorkerStatus
 
 UNANSWERED_MAX = 1024  # reports whose sending time is remembered until the coordinator answers
 
@@ -130,7 +120,7 @@ class Drained:
 class MoveAsked:
     """A worker of this node is to be moved to another one."""
 
-    leaving: Leaving
+    leaving: Move
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from holdfast.engine.core.directives import AgentReport, Directive, WantedProcess
 from holdfast.engine.core.errors import require
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership import formation, restart
 from holdfast.engine.core.membership.admission import admit, welcome
@@ -85,18 +87,9 @@ from holdfast.engine.core.membership.view_making import (
     make_view,
 )
 from holdfast.engine.core.step.speculation import Budget
-from holdfast.engine.core.types import (
-    RELEASE_ALL,
-    AgentId,
-    AgentReport,
-    Directive,
-    JobRecord,
-    Member,
-    Stage,
-    View,
-    ViewNumber,
-    WantedProcess,
-)
+from holdfast.engine.core.types import RELEASE_ALL, AgentId, ViewNumber
+from holdfast.engine.core.views import Member, View
+from holdfast.engine.core.worker_status import Stage
 
 Plan = list[CoordinatorChange]
 

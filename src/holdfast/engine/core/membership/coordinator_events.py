@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.engine.core.directives import SIGTERM, AgentReport, Directive
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.membership.roster import NodeSnapshot
-from holdfast.engine.core.types import (
-    SIGTERM,
-    AgentId,
-    AgentReport,
-    Directive,
-    JobRecord,
-    Tick,
-    ViewNumber,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, Tick, ViewNumber, WorkerId
+from holdfast.engine.core.worker_status import WorkerStatus
 
 # ---------------------------------------------------------------- events
 

@@ -14,7 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from holdfast.engine.core.directives import SIGTERM, AgentReport, Directive, WantedProcess
 from holdfast.engine.core.errors import assert_never, require
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.membership.admission import Attendance, drain, recall_slots
 from holdfast.engine.core.membership.changes import Change
 from holdfast.engine.core.membership.coordinator_events import (
@@ -34,19 +36,8 @@ from holdfast.engine.core.membership.facts import Facts
 from holdfast.engine.core.membership.job_changes import Memory, Remember
 from holdfast.engine.core.membership.live_roster import LiveRoster
 from holdfast.engine.core.policies import LeasePolicy
-from holdfast.engine.core.types import (
-    NO_VIEW,
-    SIGTERM,
-    AgentId,
-    AgentReport,
-    Directive,
-    Incarnation,
-    JobRecord,
-    Tick,
-    View,
-    ViewNumber,
-    WantedProcess,
-)
+from holdfast.engine.core.types import NO_VIEW, AgentId, Incarnation, Tick, ViewNumber
+from holdfast.engine.core.views import View
 
 SKIPPED = 1000  # numbers passed over after the loss of the journal: more than were given unheard
 

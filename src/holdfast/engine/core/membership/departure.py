@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from holdfast.engine.core.directives import Directive, Move
 from holdfast.engine.core.redundancy import KeptPieces
-from holdfast.engine.core.types import AgentId, Directive, Incarnation, Leaving, WorkerId
+from holdfast.engine.core.types import AgentId, Incarnation, WorkerId
 
 NEVER = float("inf")
 
@@ -76,18 +77,16 @@ class MoveOrders:
     """Keeps the orders to move workers of a node, the newest for each worker."""
 
     def __init__(self) -> None:
-        self._orders: dict[WorkerId, Leaving] = {}
+        self._orders: dict[WorkerId, Move] = {}
 
-    def ask(self, order: Leaving, incarnation: Incarnation) -> bool:
+    def ask(self, order: Move, incarnation: Incarnation) -> bool:
         """Record that the process that runs as this worker is to be moved; tell if that is news."""
         named = dataclasses.replace(order, incarnation=incarnation)
         news = self._orders.get(order.worker) != named
         self._orders[order.worker] = named
         return news
 
-    def list_open(
-        self, find: Callable[[WorkerId, Incarnation], object | None]
-    ) -> tuple[Leaving, ...]:
+    def list_open(self, find: Callable[[WorkerId, Incarnation], object | None]) -> tuple[Move, ...]:
         """Return the orders for processes that `find` finds."""
         orders = (order for _, order in sorted(self._orders.items()))
         return tuple(o for o in orders if find(o.worker, o.incarnation) is not None)

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from holdfast.engine.core.invalidations import Invalidations, is_covered, is_invalidated, merge
-from holdfast.engine.core.types import Incarnation, Invalidation, ViewNumber, WorkerId, WorkerStatus
+from holdfast.engine.core.invalidations import (
+    Invalidation,
+    Invalidations,
+    is_covered,
+    is_invalidated,
+    merge,
+)
+from holdfast.engine.core.types import Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.worker_status import WorkerStatus
 
 KNOWN_MAX = 128  # the newest checkpoints are remembered
 

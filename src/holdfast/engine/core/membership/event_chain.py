@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.membership.coordinator_events import (
     Announce,
     CoordinatorEffect,
@@ -18,7 +19,8 @@ from holdfast.engine.core.membership.coordinator_events import (
     Cost,
     ReportArrived,
 )
-from holdfast.engine.core.types import AgentId, AgentReport, Member, View, WorkerId
+from holdfast.engine.core.types import AgentId, WorkerId
+from holdfast.engine.core.views import Member, View
 
 FAULTS = (
     "lost",

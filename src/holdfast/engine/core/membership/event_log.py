@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from holdfast.engine.core.job_record import Slot
 from holdfast.engine.core.membership.coordinator_events import Announce
-from holdfast.engine.core.types import (
-    Incarnation,
-    JobEvent,
-    Slot,
-    ViewNumber,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.worker_status import JobEvent, WorkerStatus
 
 ROOM = "room"  # kind of events on the run directory's file system, from each worker that uses it
 # Kinds that are not about the worker that reports them.

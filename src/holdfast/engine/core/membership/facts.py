@@ -14,7 +14,9 @@ from holdfast.engine.core.membership.lease import fence_time
 from holdfast.engine.core.membership.roster import Roster
 from holdfast.engine.core.membership.view_making import NO_LIMIT, Room
 from holdfast.engine.core.policies import LeasePolicy
-from holdfast.engine.core.types import AgentId, Follower, Member, View, WorkerId, WorkerStatus
+from holdfast.engine.core.types import AgentId, WorkerId
+from holdfast.engine.core.views import Follower, Member, View
+from holdfast.engine.core.worker_status import WorkerStatus
 
 T = TypeVar("T")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.engine.core.setbacks import Setbacks
-from holdfast.engine.core.types import WorkerId, WorkerStatus
+from holdfast.engine.core.job_record import Setbacks
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.worker_status import WorkerStatus
 
 FALLS_ALIKE = 3  # times that a job may begin again from one step for one reason
 

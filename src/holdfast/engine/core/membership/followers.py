@@ -13,15 +13,9 @@ from dataclasses import dataclass
 from holdfast.engine.core.membership.coordinator_events import Announce
 from holdfast.engine.core.membership.facts import Facts
 from holdfast.engine.core.membership.formation import candidates
-from holdfast.engine.core.naming import name_workers, say_of_workers
-from holdfast.engine.core.types import (
-    Follower,
-    FollowOrder,
-    Incarnation,
-    Stage,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import Incarnation, WorkerId, name_workers, say_of_workers
+from holdfast.engine.core.views import Follower, FollowOrder
+from holdfast.engine.core.worker_status import Stage, WorkerStatus
 
 ORDERS_PER_TERM = 1 << 20
 

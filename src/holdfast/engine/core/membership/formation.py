@@ -21,17 +21,9 @@ from holdfast.engine.core.membership.view_making import (
     choose_owners,
     find_worker_paths,
 )
-from holdfast.engine.core.naming import name_workers, say_of_workers
-from holdfast.engine.core.types import (
-    NO_VIEW,
-    AgentId,
-    Follower,
-    LateWorker,
-    Stage,
-    View,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import NO_VIEW, AgentId, WorkerId, name_workers, say_of_workers
+from holdfast.engine.core.views import Follower, LateWorker, View
+from holdfast.engine.core.worker_status import Stage, WorkerStatus
 
 QUARANTINED_S = 10.0  # workers quarantined for longer are not waited for
 LEAVE_RESERVE_S = 2.0  # a node that is gone so soon is left although a worker is still being fed

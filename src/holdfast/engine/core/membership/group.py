@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.errors import require
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.job_spec import GroupPolicy
 from holdfast.engine.core.membership.admission import welcome
 from holdfast.engine.core.membership.changes import AddSlot, CountLoss, DismissNode, OrderNext
@@ -46,15 +48,9 @@ from holdfast.engine.core.membership.job_changes import (
 from holdfast.engine.core.membership.live_roster import News
 from holdfast.engine.core.membership.restart import replace_lost
 from holdfast.engine.core.policies import RestartPolicy
-from holdfast.engine.core.types import (
-    NO_VIEW,
-    AgentId,
-    AgentReport,
-    JobRecord,
-    Stage,
-    View,
-    ViewNumber,
-)
+from holdfast.engine.core.types import NO_VIEW, AgentId, ViewNumber
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import Stage
 
 Plan = list[GroupChange]
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from holdfast.engine.core.job_spec import GroupPolicy
 from holdfast.engine.core.membership.roster import Roster
-from holdfast.engine.core.types import AgentId, Member, Stage, View, WorkerStatus
+from holdfast.engine.core.types import AgentId
+from holdfast.engine.core.views import Member, View
+from holdfast.engine.core.worker_status import Stage, WorkerStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,9 @@ from collections.abc import Collection, Sequence
 from holdfast.engine.core.job_spec import GroupPolicy
 from holdfast.engine.core.membership.changes import AddSlot, Change, OrderNext, PutSlot
 from holdfast.engine.core.membership.roster import Roster, SlotState
-from holdfast.engine.core.types import (
-    NO_VIEW,
-    AgentId,
-    Member,
-    ProcessRole,
-    Stage,
-    View,
-    ViewNumber,
-    WorkerId,
-)
+from holdfast.engine.core.types import NO_VIEW, AgentId, ProcessRole, ViewNumber, WorkerId
+from holdfast.engine.core.views import Member, View
+from holdfast.engine.core.worker_status import Stage
 
 
 def admit_node(roster: Roster, name: AgentId) -> list[Change]:

@@ -15,13 +15,14 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from holdfast.engine.core.directives import AgentReport, Freed
 from holdfast.engine.core.invalidations import is_invalidated
 from holdfast.engine.core.membership.coordinator_events import Announce
 from holdfast.engine.core.membership.durable import Durable
 from holdfast.engine.core.membership.facts import Facts, is_given_up
 from holdfast.engine.core.membership.protection import Protection
 from holdfast.engine.core.redundancy import KeptPieces, Recall
-from holdfast.engine.core.types import AgentId, AgentReport, Freed, ViewNumber
+from holdfast.engine.core.types import AgentId, ViewNumber
 
 NEVER = float("inf")
 

@@ -15,7 +15,9 @@ from holdfast.engine.core.membership.last_saves import LastSaves
 from holdfast.engine.core.membership.protection import Protection
 from holdfast.engine.core.membership.reserve import Reserve
 from holdfast.engine.core.membership.server_places import ServerPlaces
-from holdfast.engine.core.types import View, ViewNumber, WorkerStatus
+from holdfast.engine.core.types import ViewNumber
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import WorkerStatus
 
 Memory: TypeAlias = (
     Attendance | Followers | Handover | LastSaves | Protection | Reserve | ServerPlaces | Trials

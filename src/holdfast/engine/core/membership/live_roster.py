@@ -9,7 +9,9 @@ import dataclasses
 import enum
 from operator import attrgetter
 
+from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.errors import assert_never
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.membership.changes import (
     AddSlot,
     DismissNode,
@@ -22,14 +24,8 @@ from holdfast.engine.core.membership.changes import (
     WelcomeNode,
 )
 from holdfast.engine.core.membership.roster import NodeState, Roster, SlotState
-from holdfast.engine.core.types import (
-    AgentId,
-    AgentReport,
-    Incarnation,
-    JobRecord,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import AgentId, Incarnation, WorkerId
+from holdfast.engine.core.worker_status import WorkerStatus
 
 SOONER_S = 0.5  # a node's end that comes nearer by less is no news
 

@@ -6,17 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from holdfast.engine.core.directives import Directive, WorkerDirective
 from holdfast.engine.core.machine_errors import MachineError
 from holdfast.engine.core.membership.liveness import FreezeDetector, FreezePolicy
 from holdfast.engine.core.membership.process_ends import judge_end
-from holdfast.engine.core.types import (
-    NO_VIEW,
-    Directive,
-    ProcessRole,
-    WorkerDirective,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import NO_VIEW, ProcessRole, WorkerId
+from holdfast.engine.core.worker_status import WorkerStatus
 
 
 @dataclass(slots=True)

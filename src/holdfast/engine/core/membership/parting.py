@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from holdfast.engine.core.job_record import LeaderEnd
 from holdfast.engine.core.membership.facts import Facts
-from holdfast.engine.core.types import LeaderEnd, WorkerStatus
+from holdfast.engine.core.worker_status import WorkerStatus
 
 
 def find_parting(facts: Facts) -> str:

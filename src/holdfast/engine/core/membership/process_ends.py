@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.engine.core.machine_errors import MachineError
-from holdfast.engine.core.types import Stage
+from holdfast.engine.core.worker_status import Stage
 
 QUIT = (
     "the script ended its process with exit status 0 before its last line: by os._exit, or a "

@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
 from holdfast.engine.core.invalidations import Invalidations
+from holdfast.engine.core.job_record import NO_SETBACKS, LeaderEnd, Setbacks
 from holdfast.engine.core.membership.fall_causes import FallCauses, describe_alike_falls
 from holdfast.engine.core.membership.machine_losses import MachineLoss, MachineLosses
 from holdfast.engine.core.membership.parting import describe_uneven_ends
 from holdfast.engine.core.membership.suspensions import Suspensions
-from holdfast.engine.core.setbacks import NO_SETBACKS, Setbacks
-from holdfast.engine.core.types import AgentId, LeaderEnd, Stage, View, WorkerId, WorkerStatus
+from holdfast.engine.core.types import AgentId, WorkerId
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import Stage, WorkerStatus
 
 KILLED = ("ended by SIGKILL", "ended by signal 9")  # from outside, not by a mistake of its own
 

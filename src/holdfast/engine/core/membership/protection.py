@@ -11,6 +11,7 @@ from functools import partial
 from holdfast.engine.core.domains import Domains
 from holdfast.engine.core.invalidations import (
     INVALIDATIONS_MAX,
+    Invalidation,
     Invalidations,
     is_invalidated,
     merge,
@@ -19,7 +20,8 @@ from holdfast.engine.core.membership.durable import Durable
 from holdfast.engine.core.membership.facts import Facts, is_given_up
 from holdfast.engine.core.membership.roster import Roster
 from holdfast.engine.core.redundancy import GradientSource, KeptPieces, Recall, Redundancy
-from holdfast.engine.core.types import NO_VIEW, AgentId, Invalidation, Member, View, ViewNumber
+from holdfast.engine.core.types import NO_VIEW, AgentId, ViewNumber
+from holdfast.engine.core.views import Member, View
 
 
 @dataclass(frozen=True, slots=True)

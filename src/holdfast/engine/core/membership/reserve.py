@@ -16,7 +16,9 @@ from holdfast.engine.core.membership.changes import Change, WantSpares
 from holdfast.engine.core.membership.coordinator_events import Announce
 from holdfast.engine.core.membership.roster import Roster
 from holdfast.engine.core.membership.view_making import Room
-from holdfast.engine.core.types import Incarnation, Stage, View, WorkerId
+from holdfast.engine.core.types import Incarnation, WorkerId
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import Stage
 
 # 419 unexpected interruptions in 54 days of 16,384 GPUs: "The Llama 3 Herd of Models" (2024), 3.3.4
 LOSS_EVERY_S = 54 * 86_400.0 * 16_384 / 419  # between losses of one worker, as a first guess

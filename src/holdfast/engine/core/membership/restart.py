@@ -15,7 +15,8 @@ from holdfast.engine.core.membership.facts import Facts, is_given_up
 from holdfast.engine.core.membership.machine_losses import MachineLoss
 from holdfast.engine.core.membership.roster import SlotState
 from holdfast.engine.core.policies import RestartPolicy
-from holdfast.engine.core.types import Stage, WorkerId, WorkerStatus
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.worker_status import Stage, WorkerStatus
 
 
 def replace_lost(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.engine.core.errors import require
-from holdfast.engine.core.types import WorkerStatus
+from holdfast.engine.core.worker_status import WorkerStatus
 
 
 def resume_step(survivors: Sequence[WorkerStatus], lost: bool) -> tuple[int, str]:

@@ -12,22 +12,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from holdfast.engine.core.directives import AgentReport, WantedProcess
 from holdfast.engine.core.domains import Domains
+from holdfast.engine.core.job_record import JobRecord, Slot
 from holdfast.engine.core.redundancy import KeptPieces
-from holdfast.engine.core.types import (
-    AgentId,
-    AgentReport,
-    Incarnation,
-    JobRecord,
-    ProcessRole,
-    RunningServer,
-    Slot,
-    Stage,
-    View,
-    WantedProcess,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.table_places import RunningServer
+from holdfast.engine.core.types import AgentId, Incarnation, ProcessRole, WorkerId
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import Stage, WorkerStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,13 +18,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership.coordinator_events import Announce
 from holdfast.engine.core.membership.facts import Facts, is_given_up
 from holdfast.engine.core.membership.formation import LEAVE_RESERVE_S
 from holdfast.engine.core.membership.roster import Roster
 from holdfast.engine.core.policies import LeasePolicy
-from holdfast.engine.core.types import AgentId, JobRecord, ServerLayout, ServerPlace, WorkerStatus
+from holdfast.engine.core.table_places import ServerLayout, ServerPlace
+from holdfast.engine.core.types import AgentId
+from holdfast.engine.core.worker_status import WorkerStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.engine.core.types import View, WorkerId
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.views import View
 
 DELAY_MAX = 32  # steps; fewer than a worker may miss (core/membership/formation.py)
 ON_TIME = 128  # steps without being late, after which earlier times are forgotten

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from operator import attrgetter
 
-from holdfast.engine.core.types import WorkerStatus
+from holdfast.engine.core.worker_status import WorkerStatus
 
 _TOLD = attrgetter("late", "ended", "at_boundary")  # news in a phase; the rest is mere progress
 

@@ -25,7 +25,8 @@ from holdfast.engine.core.membership.job_changes import CoordinatorChange, PlanC
 from holdfast.engine.core.membership.protection import Protection
 from holdfast.engine.core.membership.restart import replace_all
 from holdfast.engine.core.membership.teams import end_team, find_team_to_end
-from holdfast.engine.core.types import NO_VIEW, Phase, ViewNumber, WorkerStatus
+from holdfast.engine.core.types import NO_VIEW, ViewNumber
+from holdfast.engine.core.worker_status import Phase, WorkerStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,17 +10,10 @@ from holdfast.engine.core.domains import Domains, find_paths
 from holdfast.engine.core.errors import require
 from holdfast.engine.core.membership.coordinator_events import Announce
 from holdfast.engine.core.membership.roster import Roster
-from holdfast.engine.core.naming import spans
 from holdfast.engine.core.redundancy import Recall
-from holdfast.engine.core.types import (
-    Follower,
-    LateWorker,
-    Member,
-    View,
-    ViewNumber,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import ViewNumber, WorkerId, spans
+from holdfast.engine.core.views import Follower, LateWorker, Member, View
+from holdfast.engine.core.worker_status import WorkerStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

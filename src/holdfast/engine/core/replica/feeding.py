@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from holdfast.engine.core.ground.effects import CopyState, Forget, KeepStep, Outcome
 from holdfast.engine.core.ground.ends import SinkKind
 from holdfast.engine.core.ground.events import EventNoted, FollowerBehind
-from holdfast.engine.core.types import NO_VIEW, FollowOrder, View, WorkerId
+from holdfast.engine.core.types import NO_VIEW, WorkerId
+from holdfast.engine.core.views import FollowOrder, View
 
 SKIPPED_MAX = 2  # boundaries between loops, at which nothing is copied
 # A follower has a connection and a thread for each member that feeds it.

@@ -12,7 +12,8 @@ from holdfast.engine.core.ground.effects import Begin, Commit, Follow, ObtainSta
 from holdfast.engine.core.ground.ends import SourceKind
 from holdfast.engine.core.ground.events import StateFed, StateObtained, StepFed, StepObtained
 from holdfast.engine.core.ground.standing import Standing
-from holdfast.engine.core.types import FollowOrder, Phase, Stage, StateCopy
+from holdfast.engine.core.views import FollowOrder
+from holdfast.engine.core.worker_status import Phase, Stage, StateCopy
 
 FedEvent = StateFed | StateObtained | StepFed | StepObtained
 

@@ -13,7 +13,8 @@ from holdfast.engine.core.ground.ends import SinkKind
 from holdfast.engine.core.ground.events import EventNoted
 from holdfast.engine.core.ground.vote import Tally
 from holdfast.engine.core.redundancy import Piece, Redundancy
-from holdfast.engine.core.types import View, WorkerId
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.views import View
 
 
 def pieces_of(

@@ -25,7 +25,8 @@ from holdfast.engine.core.replica.room_wait import RoomWait
 from holdfast.engine.core.replica.saves import SavedUpTo, SavePolicy, Saves
 from holdfast.engine.core.replica.store_wait import StoreWait
 from holdfast.engine.core.transitions import Transitions
-from holdfast.engine.core.types import FollowOrder, Phase, StateCopy, View
+from holdfast.engine.core.views import FollowOrder, View
+from holdfast.engine.core.worker_status import Phase, StateCopy
 
 
 class SyncStage(enum.Enum):

@@ -17,7 +17,8 @@ from holdfast.engine.core.invalidations import Invalidations, is_invalidated
 from holdfast.engine.core.policies import PacePolicy
 from holdfast.engine.core.recurring import Recurring
 from holdfast.engine.core.replica.save_interval import Pace
-from holdfast.engine.core.types import Member, View, ViewNumber, WorkerId
+from holdfast.engine.core.types import ViewNumber, WorkerId
+from holdfast.engine.core.views import Member, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from holdfast.engine.core.servers.holdings import ShardStanding
 from holdfast.engine.core.servers.placement import HEIRS, find_shards, lay_out
-from holdfast.engine.core.types import ServerLayout
+from holdfast.engine.core.table_places import ServerLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.engine.core.types import View, WorkerId
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.views import View
 
 ATTEMPTS_MAX = 3  # at a step
 SHARE = 0.25  # more of a job's workers are never on wrong machines at about the same time

@@ -28,7 +28,8 @@ from holdfast.engine.core.step.audit import (
 from holdfast.engine.core.step.early_audits import plan_early
 from holdfast.engine.core.step.newcomers import Newcomers
 from holdfast.engine.core.step.open_step import OpenStep
-from holdfast.engine.core.types import View, ViewNumber, WorkerId
+from holdfast.engine.core.types import ViewNumber, WorkerId
+from holdfast.engine.core.views import View
 
 SKETCH_WORDS = 9  # the norm's square, and eight sums with random signs
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.engine.core.step.audit import Audit
-from holdfast.engine.core.types import View, WorkerId
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.views import View
 
 EARLY_STEPS = 4  # first steps of a job, or after a join, in which a script is watched closely
 PAIRS_MAX = 4  # pairs of workers compare a task in one of these

@@ -16,7 +16,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from holdfast.engine.core.step.audit import Audit, Ruling, Sentence, are_too_many, name_machines
-from holdfast.engine.core.types import NO_VIEW, View, WorkerId
+from holdfast.engine.core.types import NO_VIEW, WorkerId
+from holdfast.engine.core.views import View
 
 REFUSED_MAX = 1  # machines that may be refused in turn
 

@@ -10,12 +10,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from holdfast.engine.core.ground.effects import Exit, GiveUp, NoteDoubt, Outcome
 from holdfast.engine.core.ground.events import EventNoted, Row
+from holdfast.engine.core.invalidations import Invalidation
 from holdfast.engine.core.step.audit import ATTEMPTS_MAX, Ruling, Sentence, judge
 from holdfast.engine.core.step.newcomers import Refusal
 from holdfast.engine.core.step.script_blame import ScriptBlame
 from holdfast.engine.core.step.trust import Trust
 from holdfast.engine.core.step.verdicts import Doubted
-from holdfast.engine.core.types import Invalidation, View, WorkerId
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.views import View
 
 NEVER = 1 << 60
 UPDATES = (

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from holdfast.engine.core.step.audit import are_too_many, name_machines
 from holdfast.engine.core.step.early_audits import EARLY_STEPS
-from holdfast.engine.core.types import View, WorkerId
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.views import View
 
 STEADY_MAX = 2  # machines that may be wrong in a steady way
 TIES_MAX = 2  # times that two halves of the workers may hold different states;

@@ -14,7 +14,8 @@ from holdfast.engine.core.step.balance import BalancePolicy, Balancer
 from holdfast.engine.core.step.lasting import LastingSlowness
 from holdfast.engine.core.step.link_detector import COSTS_MIN_US, LinkDetector
 from holdfast.engine.core.step.stragglers import Detector, Kind, Verdict
-from holdfast.engine.core.types import View, WorkerId
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.views import View
 
 PASSING = (Kind.INTERMITTENT, Kind.PERIODIC)
 

@@ -48,7 +48,9 @@ from holdfast.engine.core.step.speculation import Lateness, choose_copies
 from holdfast.engine.core.step.step_policy import Counting, StepPolicy
 from holdfast.engine.core.step.sum_trial import SumTrial
 from holdfast.engine.core.step.verdicts import Agreed, Decided, Doubted, Failed, Verdict
-from holdfast.engine.core.types import Phase, View, WorkerId
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import Phase
 
 NO_MAJORITY = "and none has a majority"
 

@@ -13,7 +13,8 @@ from holdfast.engine.core.replica.saves import SavePolicy
 from holdfast.engine.core.step.balance import BalancePolicy
 from holdfast.engine.core.step.speculation import Patience
 from holdfast.engine.core.step.speeds import Speeds
-from holdfast.engine.core.types import View, WorkerId
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.views import View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from holdfast.engine.core.types import Incarnation, View, WorkerId
+from holdfast.engine.core.types import Incarnation, WorkerId
+from holdfast.engine.core.views import View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.engine.core.types import Invalidation, WorkerId
+from holdfast.engine.core.invalidations import Invalidation
+from holdfast.engine.core.types import WorkerId
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from holdfast.engine.core.directives import WorkerDirective
 from holdfast.engine.core.errors import assert_never, require
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
@@ -24,18 +25,10 @@ from holdfast.engine.core.step.speculation import Lateness
 from holdfast.engine.core.step.step_machine import StepMachine
 from holdfast.engine.core.step.step_policy import Counting, StepPolicy
 from holdfast.engine.core.step.verdicts import Agreed, Decided, Doubted, Failed, Verdict
-from holdfast.engine.core.types import (
-    NO_VIEW,
-    Incarnation,
-    Phase,
-    Stage,
-    Tick,
-    View,
-    WorkerDirective,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import NO_VIEW, Incarnation, Tick, WorkerId
+from holdfast.engine.core.views import View
 from holdfast.engine.core.worker.membership import Membership
+from holdfast.engine.core.worker_status import Phase, Stage, WorkerStatus
 
 ReplicaEvent = (
     ev.StateCopied

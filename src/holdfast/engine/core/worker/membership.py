@@ -6,26 +6,18 @@ changes `committed` or `reduced`; only a newer view can.
 
 from __future__ import annotations
 
+from holdfast.engine.core.directives import WorkerDirective
 from holdfast.engine.core.errors import require
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.standing import Standing
-from holdfast.engine.core.invalidations import Invalidations, is_covered, merge
-from holdfast.engine.core.naming import name_workers
+from holdfast.engine.core.invalidations import Invalidation, Invalidations, is_covered, merge
 from holdfast.engine.core.replica.replica import Replica
 from holdfast.engine.core.step.step_machine import StepMachine
 from holdfast.engine.core.step.verdicts import Doubted
-from holdfast.engine.core.types import (
-    NO_VIEW,
-    Invalidation,
-    Phase,
-    StateCopy,
-    View,
-    ViewNumber,
-    WorkerDirective,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import NO_VIEW, ViewNumber, WorkerId, name_workers
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import Phase, StateCopy, WorkerStatus
 
 
 class Membership:

@@ -19,23 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, get_args
 
+from holdfast.engine.core.directives import SIGTERM, AgentReport
 from holdfast.engine.core.errors import Deposed, HoldfastError, WireError, WorldError, assert_never
 from holdfast.engine.core.job_problems import SPREAD_STAYS, find_scale_problem
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.core.membership import coordinator as machine
 from holdfast.engine.core.membership import coordinator_events as ce
 from holdfast.engine.core.membership.group import GroupMachine
-from holdfast.engine.core.types import (
-    NO_VIEW,
-    SIGTERM,
-    AgentId,
-    AgentReport,
-    JobRecord,
-    Peer,
-    Tick,
-    View,
-    WorkerId,
-)
+from holdfast.engine.core.types import NO_VIEW, AgentId, Peer, Tick, WorkerId
+from holdfast.engine.core.views import View
 from holdfast.engine.net.channel import Channel, Gate
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.net.tls import server_of

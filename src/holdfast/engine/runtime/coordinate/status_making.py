@@ -8,7 +8,9 @@ import os
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.core.membership.coordinator_events import CoordinatorSnapshot
 from holdfast.engine.core.redundancy import Redundancy
-from holdfast.engine.core.types import RELEASE_ALL, ProcessRole, Stage, View, WorkerId, WorkerStatus
+from holdfast.engine.core.types import RELEASE_ALL, ProcessRole, WorkerId
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import Stage, WorkerStatus
 from holdfast.engine.runtime.job_status import (
     CoordinatorStatus,
     JobPhase,

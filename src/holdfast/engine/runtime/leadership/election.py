@@ -37,8 +37,8 @@ from holdfast.engine.core.errors import (
     UserError,
     WorldError,
 )
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.job_spec import JobSpec
-from holdfast.engine.core.types import JobRecord
 from holdfast.engine.runtime.leadership.etcd import (
     Endpoint,
     EtcdClient,

@@ -25,8 +25,8 @@ import msgspec
 import xxhash
 
 from holdfast.engine.core.errors import Damaged, Deposed, OtherRelease, UserError, require
+from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.release import newer_format
-from holdfast.engine.core.types import JobRecord
 from holdfast.engine.runtime.leadership.record_check import problem_of_record
 from holdfast.engine.state.store.regular_files import create_regular, read_regular
 from holdfast.engine.wire.strict import StrictDecoder

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.engine.core.types import JobRecord, View
+from holdfast.engine.core.job_record import JobRecord
+from holdfast.engine.core.views import View
 
 COUNT_MAX = 1 << 53  # limits terms, views, steps and workers
 

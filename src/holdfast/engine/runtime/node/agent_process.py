@@ -24,13 +24,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.engine.core.directives import Directive
 from holdfast.engine.core.domains import join_labels, read_domains
 from holdfast.engine.core.errors import OtherJob, WorldError, assert_never, first_line
 from holdfast.engine.core.machine_errors import MachineError
 from holdfast.engine.core.membership import agent as machine
 from holdfast.engine.core.membership.liveness import FreezePolicy
 from holdfast.engine.core.servers.server_host import BookArrived, ServerHost
-from holdfast.engine.core.types import AgentId, Directive, Incarnation, Tick, WorkerId, WorkerStatus
+from holdfast.engine.core.types import AgentId, Incarnation, Tick, WorkerId
+from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.engine.host.ending_signals import Orders
 from holdfast.engine.host.external_checks import ExternalCheck, load_checks
 from holdfast.engine.host.history import Health, Watch

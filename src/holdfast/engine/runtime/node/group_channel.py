@@ -8,15 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from holdfast.engine.core.types import (
-    Incarnation,
-    Peer,
-    Stage,
-    View,
-    WorkerDirective,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.directives import WorkerDirective
+from holdfast.engine.core.types import Incarnation, Peer, WorkerId
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import Stage, WorkerStatus
 from holdfast.engine.host.lifetime import end_lost
 from holdfast.engine.net.readiness import wait_readable
 from holdfast.engine.wire.frames import Opener, Sealer

@@ -20,7 +20,9 @@ from pathlib import Path
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.core.membership.group_faults import ranks_of
-from holdfast.engine.core.types import Phase, Stage, StateCopy, View, WorkerId, WorkerStatus
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import Phase, Stage, StateCopy, WorkerStatus
 from holdfast.engine.host.ending_signals import restore_ending_signals
 from holdfast.engine.runtime import user_script
 from holdfast.engine.runtime.node import bootstrap

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-from holdfast.engine.core.types import View
+from holdfast.engine.core.views import View
 from holdfast.engine.runtime.node import bootstrap
 from holdfast.engine.runtime.node.group_channel import GroupChannel
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from holdfast.engine.core.membership.activity import ActivityMeter, ActivitySample
-from holdfast.engine.core.types import NO_VIEW, Incarnation, WorkerId, WorkerStatus
+from holdfast.engine.core.types import NO_VIEW, Incarnation, WorkerId
+from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.engine.host.procfs import session_cpu_s
 from holdfast.engine.runtime.node import fork_server
 from holdfast.engine.runtime.node.gpu_shares import visible_gpus

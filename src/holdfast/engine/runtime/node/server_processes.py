@@ -19,7 +19,8 @@ from typing import IO
 from holdfast.engine.core.errors import assert_never
 from holdfast.engine.core.membership.liveness import FreezeDetector, FreezePolicy
 from holdfast.engine.core.servers import server_host as machine
-from holdfast.engine.core.types import RunningServer, Tick
+from holdfast.engine.core.table_places import RunningServer
+from holdfast.engine.core.types import Tick
 from holdfast.engine.host.procfs import sample_process
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.runtime.node import fork_server, service_process

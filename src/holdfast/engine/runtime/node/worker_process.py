@@ -19,19 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from holdfast.engine.core.directives import Directive
 from holdfast.engine.core.domains import Domains
 from holdfast.engine.core.errors import WireError, assert_never
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.core.machine_errors import MachineError
 from holdfast.engine.core.membership.agent import ProcessExited
-from holdfast.engine.core.types import (
-    NO_VIEW,
-    Directive,
-    Incarnation,
-    ProcessRole,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.types import NO_VIEW, Incarnation, ProcessRole, WorkerId
+from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.engine.host.host import advise_on_shared_memory
 from holdfast.engine.host.oom_kills import OomKills
 from holdfast.engine.host.orphans import end_orphans

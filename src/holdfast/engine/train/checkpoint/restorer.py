@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from holdfast.engine.core.errors import Aborted, Damaged, WireError
-from holdfast.engine.core.invalidations import Invalidations
+from holdfast.engine.core.invalidations import Invalidation, Invalidations
 from holdfast.engine.core.partition import part_of
 from holdfast.engine.core.replica.saves import list_replacements
-from holdfast.engine.core.types import NO_VIEW, Invalidation, ViewNumber
+from holdfast.engine.core.types import NO_VIEW, ViewNumber
 from holdfast.engine.state.store.checkpoint_reading import OneEntry, load, load_range
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.manifest import (

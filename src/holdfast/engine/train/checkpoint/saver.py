@@ -21,7 +21,8 @@ import torch
 from holdfast.engine.core.errors import WorldError, first_line
 from holdfast.engine.core.ground.events import SaveEnded
 from holdfast.engine.core.recurring import Recurring
-from holdfast.engine.core.types import View, ViewNumber, WorkerId
+from holdfast.engine.core.types import ViewNumber, WorkerId
+from holdfast.engine.core.views import View
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.state.store.manifest import SKELETON, name_in_shard
 from holdfast.engine.state.store.snapshot import (

@@ -17,7 +17,8 @@ import torch
 from holdfast.engine.core.errors import HoldfastError, WireError, first_line
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.ends import SourceKind
-from holdfast.engine.core.types import NO_VIEW, FollowOrder, ViewNumber
+from holdfast.engine.core.types import NO_VIEW, ViewNumber
+from holdfast.engine.core.views import FollowOrder
 from holdfast.engine.net import peer_stream
 from holdfast.engine.net.peer_identity import PeerIdentity
 from holdfast.engine.net.peer_listener import serve

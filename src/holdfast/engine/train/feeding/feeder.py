@@ -16,7 +16,8 @@ from holdfast.engine.core.errors import WireError, first_line
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.ends import SourceKind
 from holdfast.engine.core.replica.feeding import count_feeders
-from holdfast.engine.core.types import NO_VIEW, Follower, FollowOrder, View, WorkerId
+from holdfast.engine.core.types import NO_VIEW, WorkerId
+from holdfast.engine.core.views import Follower, FollowOrder, View
 from holdfast.engine.net import peer_stream
 from holdfast.engine.net.peer_identity import PeerIdentity
 from holdfast.engine.net.peer_stream import SendRate

@@ -21,7 +21,8 @@ from holdfast.engine.core.errors import UserError, WorldError, first_line
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.redundancy import Piece, Redundancy
 from holdfast.engine.core.replica.protecting import parts_of, pieces_of
-from holdfast.engine.core.types import View, WorkerId
+from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.views import View
 from holdfast.engine.state.memory.arena import GRADIENT, STATE, PieceArena, PieceEntry, PieceShelf
 from holdfast.engine.state.memory.piece_post import Parcel, PiecePost
 from holdfast.engine.state.memory.pieces import Image, PieceCoder

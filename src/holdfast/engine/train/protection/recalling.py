@@ -10,7 +10,7 @@ from holdfast.engine.core.errors import Damaged, WorldError, first_line
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.ends import SourceKind
 from holdfast.engine.core.redundancy import Recall, Redundancy
-from holdfast.engine.core.types import View
+from holdfast.engine.core.views import View
 from holdfast.engine.net.peer_identity import PeerIdentity
 from holdfast.engine.state.memory.arena import GRADIENT, STATE
 from holdfast.engine.state.memory.piece_reader import PieceReader

@@ -18,7 +18,7 @@ from torch import nn
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.core.servers.heirs import HeirProgress, HolderAnswer
 from holdfast.engine.core.servers.placement import lay_out, share_out
-from holdfast.engine.core.types import ServerLayout
+from holdfast.engine.core.table_places import ServerLayout
 from holdfast.engine.net.peer_identity import PeerIdentity
 from holdfast.engine.train.step.keyed_gradient import find_keyed_gradient
 from holdfast.engine.train.step.row_gradient import RowGradient

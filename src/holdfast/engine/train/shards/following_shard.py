@@ -13,7 +13,9 @@ from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.step.shards import FollowerProofs
 from holdfast.engine.core.step.speculation import Lateness, Patience
-from holdfast.engine.core.types import Incarnation, Peer, Stage, View, WorkerId, WorkerStatus
+from holdfast.engine.core.types import Incarnation, Peer, WorkerId
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import Stage, WorkerStatus
 from holdfast.engine.net.readiness import wait_readable
 from holdfast.engine.train.shards.shard_channel import Book, ShardChannel
 from holdfast.engine.train.step.driver import Driver

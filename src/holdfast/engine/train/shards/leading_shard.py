@@ -9,7 +9,8 @@ from holdfast.engine.core.errors import HoldfastError
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.step.shards import ShardEvents, is_shared
-from holdfast.engine.core.types import Peer, WorkerId, WorkerStatus
+from holdfast.engine.core.types import Peer, WorkerId
+from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.engine.train.shards.shard_channel import Book, ShardChannel
 from holdfast.engine.train.step.agent_link import AgentLink
 from holdfast.engine.train.step.driver import Driver

@@ -12,20 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 
+from holdfast.engine.core.directives import WorkerDirective
 from holdfast.engine.core.errors import WireError
 from holdfast.engine.core.ground.events import Directed
-from holdfast.engine.core.types import (
-    RELEASE_ALL,
-    AgentId,
-    Member,
-    Peer,
-    ServerLayout,
-    View,
-    ViewNumber,
-    WorkerDirective,
-    WorkerId,
-    WorkerStatus,
-)
+from holdfast.engine.core.table_places import ServerLayout
+from holdfast.engine.core.types import RELEASE_ALL, AgentId, Peer, ViewNumber, WorkerId
+from holdfast.engine.core.views import Member, View
+from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.engine.host.lifetime import end_lost
 from holdfast.engine.net.readiness import is_readable, wait_readable
 from holdfast.engine.train.step.driver import Driver

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from holdfast.engine.core.ground.events import FIRST, CountSettled, MemberDone
-from holdfast.engine.core.types import View
+from holdfast.engine.core.views import View
 from holdfast.engine.train.exchange.layout import Layout
 from holdfast.engine.train.exchange.seam import Transport
 from holdfast.engine.train.step.driver import Driver

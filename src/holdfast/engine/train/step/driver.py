@@ -17,7 +17,9 @@ from holdfast.engine.core.errors import Aborted, ScriptFault, UserError
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.step.speculation import Lateness
-from holdfast.engine.core.types import Peer, Tick, View, WorkerStatus
+from holdfast.engine.core.types import Peer, Tick
+from holdfast.engine.core.views import View
+from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.engine.host.lifetime import end_lost
 from holdfast.engine.records.time_lines import TimeUse
 from holdfast.engine.train.step.link_watch import LinkWatch, ViewGroup

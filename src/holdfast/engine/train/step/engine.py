@@ -20,7 +20,8 @@ from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.effects import SumStage
 from holdfast.engine.core.ground.events import FINITE, StepKind, Topic
-from holdfast.engine.core.types import Peer, View, WorkerId
+from holdfast.engine.core.types import Peer, WorkerId
+from holdfast.engine.core.views import View
 from holdfast.engine.train.exchange.layout import (
     TAG_AUDIT,
     TAG_VOTE,

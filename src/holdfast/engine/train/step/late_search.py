@@ -20,7 +20,7 @@ import torch
 
 from holdfast.engine.core.errors import Aborted
 from holdfast.engine.core.ground.events import StillAwaited
-from holdfast.engine.core.types import View
+from holdfast.engine.core.views import View
 from holdfast.engine.train.exchange.layout import TAG_LATE, Layout
 from holdfast.engine.train.exchange.seam import Transport
 from holdfast.engine.train.step.driver import Driver

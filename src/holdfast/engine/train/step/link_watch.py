@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.types import View
+from holdfast.engine.core.views import View
 from holdfast.engine.net.descriptors import DescriptorWatch
 
 LOOK_S = 0.5  # between two looks at a group's links

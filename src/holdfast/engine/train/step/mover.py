@@ -13,7 +13,7 @@ from typing import Protocol
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.ends import SinkKind, SourceKind
-from holdfast.engine.core.types import FollowOrder, View
+from holdfast.engine.core.views import FollowOrder, View
 from holdfast.engine.train.checkpoint.loaded_state import LoadedState
 from holdfast.engine.train.checkpoint.transfer import StateSync
 from holdfast.engine.train.exchange.seam import Transport

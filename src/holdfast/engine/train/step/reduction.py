@@ -15,7 +15,7 @@ import torch
 
 from holdfast.engine.core.errors import InvariantError, UserError
 from holdfast.engine.core.spread_turns import find_branches
-from holdfast.engine.core.types import View
+from holdfast.engine.core.views import View
 from holdfast.engine.train.exchange.layout import (
     TAG_BUFFERS,
     TAG_OF_PLAN,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground.events import Purpose
-from holdfast.engine.core.types import Phase, WorkerStatus
+from holdfast.engine.core.worker_status import Phase, WorkerStatus
 from holdfast.engine.records.time_lines import (
     ProcessHeader,
     SpentLine,

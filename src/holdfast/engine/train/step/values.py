@@ -16,7 +16,7 @@ import torch
 
 from holdfast.engine.core.errors import Aborted
 from holdfast.engine.core.spread_turns import Turn
-from holdfast.engine.core.types import View
+from holdfast.engine.core.views import View
 from holdfast.engine.train.exchange.layout import TAG_VALUES, Layout
 from holdfast.engine.train.exchange.seam import Pending, Transport, is_done
 
