@@ -15,7 +15,7 @@ import pytest
 import zstandard
 
 from holdfast.cli.main import main
-from holdfast.clusters.mesos.mesos_stream import read_records
+from holdfast.clusters.mesos.mesos_session import read_records
 from holdfast.clusters.rest_link import read_answer
 from holdfast.engine.core.errors import UserError, WireError
 from holdfast.engine.net.peer_stream import MESSAGE_BYTES_MAX, receive_exactly

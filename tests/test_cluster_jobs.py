@@ -15,7 +15,7 @@ import pytest
 from conftest import finish
 from holdfast.clusters.yarn.yarn_manager import open_manager
 from holdfast.engine.core.fleet.placements import Holding, Placement, PlacementId
-from holdfast.engine.fleet.fleet_plan import read_plan
+from holdfast.engine.fleet.cluster_manager import read_plan
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.lab.contracts.cluster_contract import assert_survives
 from labs.cluster_run import JOB_S, ClusterRun, assert_ends_with_its_service, run_undisturbed

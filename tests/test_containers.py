@@ -15,7 +15,7 @@ from lightkube.resources.core_v1 import Pod
 
 from certificates import make_certificates
 from conftest import SCRIPTS
-from holdfast.clusters.kubernetes.kubernetes_names import COORDINATOR
+from holdfast.clusters.kubernetes.kubernetes_manifests import COORDINATOR
 from holdfast.engine.core.fleet.placements import PlacementId
 from holdfast.engine.runtime.local_run import strike
 from holdfast.engine.state.store.checkpoints import Checkpoints

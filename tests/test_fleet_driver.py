@@ -17,9 +17,9 @@ from holdfast.engine.core.fleet.placements import (
     Placement,
     PlacementId,
 )
-from holdfast.engine.fleet import waiting_report
+from holdfast.engine.fleet import fleet_process
 from holdfast.engine.fleet.cluster_manager import StoppedByOperator
-from holdfast.engine.fleet.fleet_driver import FleetDriver, FleetPace
+from holdfast.engine.fleet.fleet_process import FleetDriver, FleetPace
 
 LOOKS = 5  # of a manager that has ended all placements, while the job saves
 
@@ -116,7 +116,7 @@ class PatientJob:
 def test_what_a_job_waits_for_is_in_its_status_while_it_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(waiting_report, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(fleet_process, "PATIENCE_S", 0.0)
     manager, told = ShortManager(), list[str]()
     job = PatientJob(manager)
     doubles: tuple[Any, Any] = (manager, job)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.cli.main import main
-from holdfast.engine.commands.job_config import read_config, write_config
+from holdfast.engine.commands.job_options import read_config, write_config
 from holdfast.engine.commands.run_command import make_job, make_spec, parser
 from holdfast.engine.core.errors import Damaged, UserError, WireError
 from holdfast.engine.core.job_problems import as_flag, find_problem

@@ -15,8 +15,12 @@ from lightkube.resources.core_v1 import Pod
 
 from holdfast.clusters.kubernetes import kubernetes_job, kubernetes_manager
 from holdfast.clusters.kubernetes.kubernetes_manager import KubernetesManager
-from holdfast.clusters.kubernetes.kubernetes_manifests import POD_VARIABLE
-from holdfast.clusters.kubernetes.kubernetes_names import COORDINATOR, TRACKING, labels_of
+from holdfast.clusters.kubernetes.kubernetes_manifests import (
+    COORDINATOR,
+    POD_VARIABLE,
+    TRACKING,
+    labels_of,
+)
 from holdfast.engine.core.fleet.placements import PlacementId
 from labs import control_plane
 from labs.control_plane import ControlPlane

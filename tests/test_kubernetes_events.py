@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from lightkube.resources.core_v1 import Event, Pod
 
-from holdfast.clusters.kubernetes.kubernetes_events import (
+from holdfast.clusters.kubernetes.kubernetes_notices import (
     KUEUE_GATE,
+    Sightings,
     find_failures,
     find_queue_reasons,
+    placement_of,
 )
-from holdfast.clusters.kubernetes.kubernetes_notices import Sightings, placement_of
 from holdfast.engine.core.fleet.placements import Holding
 from test_kubernetes import UNPLACED, later
 

@@ -17,7 +17,7 @@ from lightkube.resources.core_v1 import Node
 
 from conftest import SCRIPTS, finish
 from holdfast.cli.main import main
-from holdfast.clusters.kubernetes.kubernetes_names import COORDINATOR
+from holdfast.clusters.kubernetes.kubernetes_manifests import COORDINATOR
 from holdfast.engine.core.fleet.placements import PlacementId
 from holdfast.engine.runtime.local_run import LocalRun
 from labs import control_plane

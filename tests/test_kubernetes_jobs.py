@@ -17,8 +17,8 @@ from lightkube.types import CascadeType
 from certificates import make_certificates
 from conftest import SCRIPTS, finish
 from holdfast.cli.main import main
-from holdfast.clusters.kubernetes.kubernetes_names import COORDINATOR
-from holdfast.clusters.kubernetes.kubernetes_resume import job_again
+from holdfast.clusters.kubernetes.kubectl import job_again
+from holdfast.clusters.kubernetes.kubernetes_manifests import COORDINATOR
 from holdfast.engine.core.errors import Refused
 from holdfast.engine.core.fleet.placements import PlacementId
 from holdfast.engine.runtime.local_run import LocalRun

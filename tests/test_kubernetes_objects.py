@@ -14,7 +14,7 @@ from lightkube.resources.core_v1 import ConfigMap, Secret
 
 from conftest import SCRIPTS
 from holdfast.cli.main import main
-from holdfast.clusters.kubernetes.kubernetes_names import AGENT, COMPONENT, labels_of
+from holdfast.clusters.kubernetes.kubernetes_manifests import AGENT, COMPONENT, labels_of
 from holdfast.engine.core.fleet.placements import PlacementId
 from holdfast.engine.runtime.local_run import strike
 from labs import control_plane

@@ -12,10 +12,10 @@ import pytest
 from conftest import RUN_S, SCRIPTS, finish
 from holdfast.cli.main import main
 from holdfast.clusters.local.fake_cluster import FakeCluster, kill_tree
-from holdfast.engine.commands.launch_options import agent_options, launch_parser
+from holdfast.engine.commands.launch_command import agent_options, launch_parser
 from holdfast.engine.core.errors import HoldfastError
 from holdfast.engine.core.job_spec import JobSpec, Nodes, Workers
-from holdfast.engine.fleet.fleet_plan import FleetPlan
+from holdfast.engine.fleet.cluster_manager import FleetPlan
 from holdfast.engine.runtime.local_run import LocalRun, strike
 from holdfast.lab.contracts.cluster_contract import assert_survives, serving_nodes
 

@@ -15,11 +15,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.clusters.mesos import mesos_place, mesos_stream
-from holdfast.clusters.mesos.mesos_manager import MAINTENANCE, MesosManager
-from holdfast.clusters.mesos.mesos_session import MesosFramework
-from holdfast.clusters.mesos.mesos_stream import read_records
-from holdfast.clusters.mesos.mesos_waiting import DeclinedOffers
+from holdfast.clusters.mesos import mesos_place, mesos_session
+from holdfast.clusters.mesos.mesos_manager import MAINTENANCE, DeclinedOffers, MesosManager
+from holdfast.clusters.mesos.mesos_session import MesosFramework, read_records
 from holdfast.engine.core.errors import Refused, Unreachable
 from holdfast.engine.core.fleet.placements import Holding, Placement, PlacementId
 from holdfast.lab.contracts.cluster_contract import (
@@ -220,7 +218,7 @@ def test_a_silent_subscription_is_made_again(fake: FakeMesos) -> None:
 
 def test_heartbeats_keep_a_subscription(fake: FakeMesos, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.knobs.beat_s, patience_s = 0.1, 3.0  # longer than a busy machine holds anybody up
-    monkeypatch.setattr(mesos_stream, "MISSED", patience_s / fake.knobs.beat_s)
+    monkeypatch.setattr(mesos_session, "MISSED", patience_s / fake.knobs.beat_s)
 
     async def work() -> None:
         manager = fake.manager()

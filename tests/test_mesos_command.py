@@ -10,7 +10,7 @@ import pytest
 from holdfast.cli.main import main
 from holdfast.clusters import launch_application
 from holdfast.clusters.mesos.mesos_manager import access_of
-from holdfast.engine.fleet.fleet_plan import read_plan
+from holdfast.engine.fleet.cluster_manager import read_plan
 from holdfast.engine.runtime.rundir import RunDir
 from labs.fake_mesos import FakeMesos
 

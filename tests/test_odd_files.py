@@ -13,7 +13,7 @@ from holdfast.clusters.local.local_manager import LocalManager
 from holdfast.engine.core.errors import HoldfastError, UserError, WorldError
 from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.job_spec import JobSpec
-from holdfast.engine.fleet.fleet_plan import PLAN_FILE, read_plan
+from holdfast.engine.fleet.cluster_manager import PLAN_FILE, read_plan
 from holdfast.engine.host.external_checks import checks_file, load_checks, save_checks
 from holdfast.engine.records.ledger import LedgerDoubt, LedgerWriter, ledger_path
 from holdfast.engine.records.ledger_claims import RESULT_FILE, claim_of_result

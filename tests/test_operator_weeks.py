@@ -22,7 +22,7 @@ from conftest import finish
 from holdfast.clusters.yarn.yarn_manager import open_manager
 from holdfast.engine.core.errors import HoldfastError
 from holdfast.engine.core.fleet.placements import Holding, Placement, PlacementId
-from holdfast.engine.fleet.fleet_plan import read_plan
+from holdfast.engine.fleet.cluster_manager import read_plan
 from holdfast.engine.runtime.local_run import LocalRun, strike
 from holdfast.lab.contracts.cluster_contract import serving_nodes
 from labs import control_plane, yarn_lab

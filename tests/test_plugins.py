@@ -107,6 +107,41 @@ def test_a_listener_that_is_not_there_is_named(
 
 
 @pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_module_of_a_plugin_that_cannot_be_imported_is_named(
+    source: str,
+    error: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "broken_desk.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    plugin = plugins.Plugin(
+        commands={"broken": plugins.Command(text="", module="broken_desk")},
+        managers={"broken": plugins.Manager(name="b", adapter="", launcher="broken_desk")},
+        listeners={"broken": "broken_desk"},
+    )
+    monkeypatch.setattr(plugins, "find_foreign", lambda: [plugin])
+    run = ["run", "--run-dir", str(tmp_path / "run"), "--listener", "broken", SCRIPT, "go"]
+    for kind, words in {
+        "command": ["broken"],
+        "launcher": ["launch", "broken"],
+        "listener": run,
+    }.items():
+        assert main(words) == 2
+        printed = capsys.readouterr().err
+        named = f"the {kind} 'broken' cannot be used, because its module broken_desk cannot be"
+        assert printed == f"holdfast: {named} imported: {error}\n"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
     ("value", "said"),
     [
         ("no_such_module:PLUGIN", "cannot be loaded: ModuleNotFoundError"),
@@ -118,12 +153,12 @@ def test_a_plugin_that_cannot_be_loaded_is_named(
 ) -> None:
     broken = EntryPoint(name="broken", value=value, group=plugins.GROUP)
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [broken])
-    plugins.find_of_others.cache_clear()
+    plugins.find_foreign.cache_clear()
     try:
         with pytest.raises(UserError, match=rf"plugin broken \({value}\).*{said}"):
             plugins.find_manager("unheard of")
         assert plugins.find_manager("slurm").name == "Slurm"
         assert plugins.find_launcher("k8s").name == "Kubernetes"
-        assert plugins.find_command("status").__name__.endswith("status_command")
+        assert plugins.find_command("status").__module__.endswith("status_command")
     finally:
-        plugins.find_of_others.cache_clear()
+        plugins.find_foreign.cache_clear()

@@ -18,14 +18,12 @@ from typing import Any
 import pytest
 
 from holdfast.cli.main import main
-from holdfast.clusters.ray import launch_ray, ray_manager, ray_place
-from holdfast.clusters.ray.ray_link import RayLink
-from holdfast.clusters.ray.ray_manager import RayManager, RayShare
-from holdfast.clusters.ray.ray_tables import RayTables, read_tables, selector
-from holdfast.clusters.ray.ray_waiting import RayDemand
+from holdfast.clusters.ray import ray_manager, ray_place
+from holdfast.clusters.ray.ray_manager import RayLink, RayManager, RayShare
+from holdfast.clusters.ray.ray_tables import RayDemand, RayTables, read_tables, selector
 from holdfast.engine.core.errors import Damaged, Refused, Unreachable
 from holdfast.engine.core.fleet.placements import Holding, Notice, Placement, PlacementId
-from holdfast.engine.fleet.fleet_plan import read_plan
+from holdfast.engine.fleet.cluster_manager import read_plan
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.lab.contracts.cluster_contract import (
     CLUSTER_CASES,
@@ -344,9 +342,8 @@ def test_the_secret_goes_through_ray_only_where_no_file_system_is_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
     ray = Recorder(tmp_path)
-    monkeypatch.setattr(launch_ray, "link_to", lambda address: ray)
-    monkeypatch.setattr(ray_manager, "link_to", lambda address, log: ray)
-    monkeypatch.setattr(launch_ray, "launch_cluster_job", lambda *how: 0)
+    monkeypatch.setattr(ray_manager, "link_to", lambda address, log=None: ray)
+    monkeypatch.setattr(ray_manager, "launch_cluster_job", lambda *how: 0)
     options = ["--run-dir", str(tmp_path / "run"), "--cpus", "0.5"]
     assert main(["launch", "ray", *options, *(() if shared else ("--not-shared",)), __file__]) == 0
     run_dir = RunDir(tmp_path / "run")
@@ -384,7 +381,7 @@ def test_an_address_without_a_cluster_is_refused(capsys: pytest.CaptureFixture[s
 @pytest.fixture
 def on_a_fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay(tmp_path)
-    monkeypatch.setattr(launch_ray, "link_to", lambda address: fake)
+    monkeypatch.setattr(ray_manager, "link_to", lambda address: fake)
     return fake
 
 
@@ -399,7 +396,7 @@ def test_too_few_nodes_are_refused_unless_more_will_come(
     assert "--nodes 2: the cluster has 0 with 1 CPU, 8 GPU" in said
     assert "--cpus -1: an agent needs 0 or more" in refusal(capsys, "--cpus", "-1")
     launched: list[tuple[RunDir, str, int]] = []
-    monkeypatch.setattr(launch_ray, "launch_cluster_job", lambda *how: launched.append(how) or 0)
+    monkeypatch.setattr(ray_manager, "launch_cluster_job", lambda *how: launched.append(how) or 0)
     options = ["--run-dir", str(tmp_path / "run"), "--nodes", "4", "--wait-for-nodes"]
     assert main(["launch", "ray", *options, __file__]) == 0
     ((run_dir, host, port),) = launched
@@ -412,7 +409,7 @@ def test_a_resumed_job_asks_ray_where_it_is(
 ) -> None:
     launched: list[str] = []
     monkeypatch.setattr(
-        launch_ray, "launch_cluster_job", lambda run_dir, host, port: launched.append(host) or 0
+        ray_manager, "launch_cluster_job", lambda run_dir, host, port: launched.append(host) or 0
     )
     monkeypatch.setattr(on_a_fake, "_hello", lambda: {"host": "10.0.0.7", "version": ""})
     options = ["--run-dir", str(tmp_path / "run"), "--address", "10.0.0.1:6379"]

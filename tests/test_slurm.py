@@ -10,14 +10,19 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.main import main
-from holdfast.clusters.slurm import slurm_ends
+from holdfast.clusters.slurm import slurm_manager
 from holdfast.clusters.slurm import slurm_tables as tables
+from holdfast.clusters.slurm.slurm_batch import (
+    NODE,
+    clean_environment,
+    job_script,
+    read_options,
+    read_time,
+)
 from holdfast.clusters.slurm.slurm_manager import SlurmManager
-from holdfast.clusters.slurm.slurm_options import clean_environment, read_options, read_time
-from holdfast.clusters.slurm.slurm_scripts import NODE, job_script
 from holdfast.engine.core.errors import Damaged, Unreachable
 from holdfast.engine.core.fleet.placements import Holding, PlacementId
-from holdfast.engine.fleet.fleet_plan import STILL_RUNNING
+from holdfast.engine.fleet.cluster_manager import STILL_RUNNING
 
 JOBS = """\
 2|F|n/a||INVALID|NonZeroExitCode|hf-x-2
@@ -135,7 +140,7 @@ def test_a_cancelled_step_that_stays_listed_has_ended(
     assert look() == before
     asyncio.run(manager.release(PlacementId("hf-x-2"), "4.2"))
     assert look() == before
-    later = time.monotonic() + slurm_ends.STALE_S  # after KillWait
+    later = time.monotonic() + slurm_manager.STALE_S  # after KillWait
     monkeypatch.setattr("time.monotonic", lambda: later)
     one_asks_again = {"hf-x-5": (Holding.WAITING, True)}
     assert look() == before | {"hf-x-2": (Holding.ENDED, False)} | one_asks_again

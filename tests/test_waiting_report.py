@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.engine.core.fleet.placements import Holding, Placement, PlacementId
-from holdfast.engine.fleet.waiting_report import WaitingReport
+from holdfast.engine.fleet.fleet_process import WaitingReport
 
 
 def placed(number: int, why: str | None = None) -> Placement:

@@ -24,8 +24,7 @@ from holdfast.clusters.yarn import yarn_manager
 from holdfast.clusters.yarn.yarn_manager import YarnService, is_switched_off
 from holdfast.engine.core.errors import Refused, Unreachable
 from holdfast.engine.core.fleet.placements import Holding
-from holdfast.engine.fleet.cluster_manager import StoppedByOperator
-from holdfast.engine.fleet.fleet_plan import read_plan
+from holdfast.engine.fleet.cluster_manager import StoppedByOperator, read_plan
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.lab.contracts.cluster_contract import (
     CLUSTER_CASES,

@@ -60,8 +60,6 @@ LARGE_CLASSES: dict[str, tuple[int, int]] = {  # methods and attributes at most
 SHORT_FILES = frozenset(
     (
         "src/holdfast/lab/demo/demo_command.py",
-        "src/holdfast/engine/commands/launch_command.py",
-        "src/holdfast/clusters/local/launch_local.py",
         "src/holdfast/engine/core/membership/activity.py",
         "src/holdfast/engine/core/membership/departure.py",
         "src/holdfast/engine/core/membership/draining.py",
@@ -78,7 +76,6 @@ SHORT_FILES = frozenset(
         "src/holdfast/engine/host/lifetime.py",
         "src/holdfast/trainers/accelerated.py",
         "src/holdfast/trainers/loaders.py",
-        "src/holdfast/clusters/kubernetes/kubernetes_names.py",
         "src/holdfast/engine/state/memory/free_memory.py",
         "src/holdfast/engine/net/proof.py",
         "src/holdfast/engine/state/store/owner_process.py",

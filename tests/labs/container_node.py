@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from holdfast.clusters.kubernetes.kubernetes_names import ZONE
+from holdfast.clusters.kubernetes.kubernetes_manifests import ZONE
 from labs import pod_network
 from labs.commands import start_server
 from labs.containers import PAUSE, unmount_below

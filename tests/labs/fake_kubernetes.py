@@ -35,7 +35,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from holdfast.clusters.kubernetes.kubernetes_names import JOB_UID, TRACKING
+from holdfast.clusters.kubernetes.kubernetes_manifests import JOB_UID, TRACKING
 
 Object = dict[str, Any]
 Place = tuple[str, str]  # resource, and namespace or ""

@@ -37,7 +37,7 @@ from lightkube.resources.core_v1 import (
 )
 from lightkube.types import PatchType
 
-from holdfast.clusters.kubernetes.kubernetes_names import ZONE
+from holdfast.clusters.kubernetes.kubernetes_manifests import ZONE
 from holdfast.engine.host.lifetime import die_with_parent
 
 LOOK_S = 0.05

@@ -28,7 +28,7 @@ from lightkube.types import PatchType
 from typing_extensions import Self
 
 from holdfast.clusters.kubernetes.kubernetes_manager import KubernetesManager
-from holdfast.clusters.kubernetes.kubernetes_names import AGENT, ZONE, instance_of, labels_of
+from holdfast.clusters.kubernetes.kubernetes_manifests import AGENT, ZONE, instance_of, labels_of
 from holdfast.clusters.kubernetes.kubernetes_notices import REASON
 from holdfast.engine.core.errors import Refused
 from holdfast.engine.core.fleet.placements import PlacementId

@@ -13,8 +13,8 @@ from lightkube.resources.batch_v1 import Job
 
 from conftest import SCRIPTS
 from holdfast.cli.main import main
-from holdfast.clusters.kubernetes.kubernetes_names import COORDINATOR
-from holdfast.clusters.kubernetes.kubernetes_resume import COMPLETE, FAILED
+from holdfast.clusters.kubernetes.kubectl import COMPLETE, FAILED
+from holdfast.clusters.kubernetes.kubernetes_manifests import COORDINATOR
 from holdfast.engine.core.errors import HoldfastError
 from holdfast.engine.core.fleet.placements import Placement, PlacementId
 from holdfast.engine.net.tls import client_of
@@ -101,7 +101,7 @@ class KubernetesRun:
         """Wait for the end of the Job, and return how it ended.
 
         It may have pods on a lost node. Until this is back or removed, Kubernetes 1.31 and newer
-        gives the Job the first condition of a pair only (kubernetes_resume.py).
+        gives the Job the first condition of a pair only (kubectl.py).
         """
 
         def end() -> str | None:

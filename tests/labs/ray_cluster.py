@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.clusters.local.fake_cluster import kill_tree
-from holdfast.clusters.ray.ray_link import RayLink, link_to
-from holdfast.clusters.ray.ray_manager import RayManager, RayShare
+from holdfast.clusters.ray.ray_manager import RayLink, RayManager, RayShare, link_to
 from holdfast.clusters.ray.ray_tables import DRAINED, NAMESPACE, RayTables, read_tables
 from holdfast.engine.core.fleet.placements import PlacementId
 from holdfast.lab.contracts.cluster_contract import PREFIX

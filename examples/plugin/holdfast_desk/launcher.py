@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.engine.commands.launch_options import launch_parser, make_run_dir
+from holdfast.engine.commands.launch_command import launch_parser, make_run_dir
 from holdfast.engine.fleet.cluster_job import launch_cluster_job
 from holdfast.engine.runtime.rundir import RunDir
 

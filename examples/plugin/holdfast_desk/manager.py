@@ -15,8 +15,7 @@ from pathlib import Path
 from holdfast.engine.core.errors import Refused
 from holdfast.engine.core.fleet.placements import Holding, Placement, PlacementId
 from holdfast.engine.core.job_spec import JobSpec
-from holdfast.engine.fleet.cluster_manager import PlacementOrder
-from holdfast.engine.fleet.fleet_plan import FleetPlan, job_prefix
+from holdfast.engine.fleet.cluster_manager import FleetPlan, PlacementOrder, job_prefix
 
 PLACEMENT, HOST, PROCESS = "DESK_PLACEMENT", "DESK_HOST", "DESK_PROCESS"
 # The processes that a node starts inherit its marks, and have other numbers.

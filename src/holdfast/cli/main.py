@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
         print_plain(f"holdfast {holdfast.__version__}")
         return 0
     try:
-        return int(find_command(args[0]).main(args[1:]))
+        return int(find_command(args[0])(args[1:]))
     except HoldfastError as error:
         print_plain(f"holdfast: {error}", file=sys.stderr)
         return 2

@@ -9,13 +9,13 @@ PLUGIN = Plugin(
         "slurm": Manager(
             name="Slurm",
             adapter="holdfast.clusters.slurm.slurm_manager",
-            launcher="holdfast.clusters.slurm.launch_slurm",
+            launcher="holdfast.clusters.slurm.slurm_manager",
             text="a batch job of Slurm, and further ones as it grows",
         ),
         "ray": Manager(
             name="Ray",
             adapter="holdfast.clusters.ray.ray_manager",
-            launcher="holdfast.clusters.ray.launch_ray",
+            launcher="holdfast.clusters.ray.ray_manager",
             text="nodes of a Ray cluster, by an actor on each",
         ),
         "yarn": Manager(
@@ -27,13 +27,13 @@ PLUGIN = Plugin(
         "mesos": Manager(
             name="Mesos",
             adapter="holdfast.clusters.mesos.mesos_manager",
-            launcher="holdfast.clusters.mesos.launch_mesos",
+            launcher="holdfast.clusters.mesos.mesos_manager",
             text="tasks of a framework on a Mesos cluster",
         ),
         "local": Manager(
             name="local",
             adapter="holdfast.clusters.local.local_manager",
-            launcher="holdfast.clusters.local.launch_local",
+            launcher="holdfast.clusters.local.local_manager",
             text="processes of this machine that stand for nodes, to try things out",
         ),
         "kubernetes": Manager(

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.engine.commands.launch_options import ABANDON_S, HERE, REACHED, WAIT, launch_parser
+from holdfast.engine.commands.launch_command import ABANDON_S, HERE, REACHED, WAIT, launch_parser
 from holdfast.engine.core.errors import UserError, WorldError, first_line
 from holdfast.engine.fleet.cluster_job import launch_cluster_job
-from holdfast.engine.fleet.fleet_plan import read_plan
+from holdfast.engine.fleet.cluster_manager import read_plan
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.runtime.rundir import RunDir
 
@@ -84,12 +84,12 @@ def own_user() -> str:
 
 
 def path_of(file: Path | None) -> str:
-    """Return where a file is that an option names; "" for none."""
+    """Return the full path of a file that an option names; "" for none."""
     return str(file.absolute()) if file is not None else ""
 
 
 def run_application(run_dir: RunDir, host: str, port: int, end: Callable[[RunDir], None]) -> int:
-    """Run a job, or go on with it, from here; then end the application.
+    """Run a job, or continue it, from here; then end the application.
 
     Returns the exit status.
     """
@@ -100,7 +100,7 @@ def run_application(run_dir: RunDir, host: str, port: int, end: Callable[[RunDir
 
 
 def end_application(end: Callable[[], None], name: str, remedy: str) -> None:
-    """End an application, or say that it may still be there."""
+    """End an application, or print that it may still be there."""
     try:
         end()
     except (WorldError, OSError) as error:

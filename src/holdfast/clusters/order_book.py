@@ -1,8 +1,8 @@
 """Keeps a job's orders for nodes in its run directory, where launcher and nodes see them.
 
-Some managers start a container without being able to say for which order. There, each order is a
-file, and the container that carries it out claims it by a link, which only one process can make.
-Orders stay in the book for ever, so that no id is used twice. The folder is closed to other users.
+Some managers start a container without being able to name its order. There, each order is a file,
+and the container that carries it out claims it by a link, which only one process can make. Orders
+stay in the book for ever, so that no id is used twice. The folder is closed to other users.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from holdfast.engine.state.store.regular_files import create_regular, read_json
 
 ORDERS = "orders"  # in the run directory
 ORDER, CLAIM, NOTE = ".order", ".claim", ".note"
-NOBODY = ""
+WITHDRAWN = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BookEntry:
-    """Describes an order; `holder`: its container, NOBODY if it was withdrawn before."""
+    """Describes an order; `holder`: its container, or WITHDRAWN."""
 
     order: PlacementOrder
     holder: str | None = None
-    host: str = ""  # where the holder is
-    domains: Domains = ()  # the host's, if they were known as it was chosen
+    #: Where the holder is.
+    host: str = ""
+    #: Failure domains of the host, if they were known as it was chosen.
+    domains: Domains = ()
 
     @property
     def waits(self) -> bool:
@@ -46,7 +48,7 @@ class OrderBook:
         self._folder = folder
 
     def add(self, order: PlacementOrder) -> None:
-        """Write an order down; one that is there already gets its new hosts to avoid."""
+        """Write an order down; an order that is there already gets its new hosts to avoid."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         fields = {
             "command": list(order.command),
@@ -86,7 +88,7 @@ class OrderBook:
 
     def withdraw(self, id_: PlacementId) -> bool:
         """Withdraw an order; return False if a container has claimed it before."""
-        return self.claim(id_, NOBODY)
+        return self.claim(id_, WITHDRAWN)
 
     def note(self, id_: PlacementId, text: str) -> None:
         """Record a text about a claimed order for the manager's adapter; "" removes it."""

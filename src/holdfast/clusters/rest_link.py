@@ -43,8 +43,8 @@ Answered = TypeVar("Answered")
 class RestAccess:
     """Describes how a manager is reached, and by which user. `kerberos`: a ticket proves the user.
 
-    `address`: of a server, or of several, with commas. `user`: said in each request, where nothing
-    is proved; with a password it is proved by that. `ca`: a file with certificates.
+    `address`: of a server, or of several, with commas. `user`: named in each request without a
+    proof; with a password it is proved by that. `ca`: a file with certificates.
     """
 
     address: str

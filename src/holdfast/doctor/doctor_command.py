@@ -1,4 +1,4 @@
-"""Run `holdfast doctor`, which says whether this machine is fit to join a job."""
+"""Run `holdfast doctor`, which judges whether this machine is fit to join a job."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _size(text: str) -> int:
 
 
 def make_examination(options: argparse.Namespace) -> doctor.Examination:
-    """Turn the options into an examination; UserError says which value is wrong."""
+    """Turn the options into an examination; UserError names the wrong value."""
     if options.loaders < 0:
         raise UserError(f"--loaders {options.loaders} must not be negative")
     if bool(options.loaders) != bool(options.batch_bytes):
@@ -172,7 +172,7 @@ def _read(path: Path) -> Report:
 
 @contextlib.contextmanager
 def _progress(*, quiet: bool) -> Iterator[doctor.Progress]:
-    """Show a bar where a person watches; elsewhere nothing."""
+    """Show a bar, if a person watches."""
     if quiet or not sys.stderr.isatty():
         yield lambda done, total, title: None
         return

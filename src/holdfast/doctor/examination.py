@@ -65,7 +65,7 @@ Progress = Callable[[int, int, str], None]  # number done, number in all, the ne
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExaminationPace:
-    """A pace says how long each part may take; after `..._limit_s` it counts as hung."""
+    """Limits the time of each part; after `..._limit_s` it counts as hung."""
 
     arithmetic_s: float = 1.0
     memory_s: float = 1.0  # 0 leaves the part out
@@ -163,7 +163,7 @@ class Doctor:
     def _ask(
         self, name: str, kind: type[T], arguments: dict[str, Any], as_check: tuple[str, str]
     ) -> tuple[T | None, list[Finding]]:
-        """Take one sample, or return the finding that says why there is none."""
+        """Take one sample, or return the finding with the reason why there is none."""
         answer = self._measure(name, arguments, self._wanted.pace.limit_s)
         failure = answer.failure
         if not failure:

@@ -1,7 +1,7 @@
-"""Finds what products bring to the engine, which imports none of them.
+"""Finds the parts that products bring to the engine, which imports no product.
 
-A product is a folder of holdfast, or another distribution. A `Plugin` describes what it brings. In
-a folder this is the value PLUGIN; another distribution has an entry point of the group
+A product is a folder of holdfast, or another distribution. A `Plugin` describes its parts. In a
+folder this is the value PLUGIN; another distribution has an entry point of the group
 `holdfast.plugins`. A plugin names modules, which are imported when they are needed.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from holdfast.engine.core.errors import UserError
+from holdfast.engine.core.errors import HoldfastError, UserError
 
 GROUP = "holdfast.plugins"
 ROOT = Path(__file__).parents[1]
@@ -26,10 +26,15 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """Describes a word after `holdfast`. `module` has `main(argv) -> int`, an exit status."""
+    """Describes a word after `holdfast`.
+
+    `module` has a function of the name `main`: it takes the words that follow, and returns an exit
+    status.
+    """
 
     text: str
     module: str
+    main: str = "main"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +56,12 @@ class Manager:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plugin:
-    """Describes what a product brings, each by a key.
+    """Describes the parts that a product brings, each by a key.
 
     `services`: modules of hosted services, which run in processes of their own on the job's nodes;
     `listen(spec, identity, host, say)` starts one and returns its address. `listeners`: modules
-    whose `listen(run_dir, tls)` returns a process (Kept) to run beside a job, whose files it reads;
-    UserError if it cannot work here.
+    whose `listen(run_dir, tls)` returns a process (Kept) to run next to a job, whose files it
+    reads; UserError if it cannot work here.
     """
 
     commands: Mapping[str, Command] = field(default_factory=dict)
@@ -75,9 +80,11 @@ def list_launchers() -> dict[str, Manager]:
     return dict(_merge(_launchers_of))
 
 
-def find_command(key: str) -> ModuleType:
-    """Import the module of a command. UserError if there is none of that name."""
-    return import_module(_find("command", key, lambda plugin: plugin.commands).module)
+def find_command(key: str) -> Callable[[list[str]], int]:
+    """Import the function of a command. UserError: there is no such command, or it is broken."""
+    command = _find("command", key, lambda plugin: plugin.commands)
+    main: Callable[[list[str]], int] = getattr(load("command", key, command.module), command.main)
+    return main
 
 
 def find_manager(key: str) -> Manager:
@@ -91,17 +98,31 @@ def find_launcher(word: str) -> Manager:
 
 
 def find_service(key: str) -> ModuleType:
-    """Import the module of a hosted service. UserError if there is none of that name."""
-    return import_module(_find("hosted service", key, lambda plugin: plugin.services))
+    """Import the module of a hosted service. UserError: there is none, or it is broken."""
+    kind = "hosted service"
+    return load(kind, key, _find(kind, key, lambda plugin: plugin.services))
 
 
 def find_listener(key: str) -> ModuleType:
-    """Import the module of a listener of runs. UserError if there is none of that name."""
-    return import_module(_find("listener", key, lambda plugin: plugin.listeners))
+    """Import the module of a listener of runs. UserError: there is no such one, or it is broken."""
+    return load("listener", key, _find("listener", key, lambda plugin: plugin.listeners))
+
+
+def load(kind: str, key: str, module: str) -> ModuleType:
+    """Import a module that a plugin names. UserError with the error of its code."""
+    try:
+        return import_module(module)
+    except HoldfastError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the code may be a stranger's
+        raise UserError(
+            f"the {kind} {key!r} cannot be used, because its module {module} cannot be imported: "
+            f"{type(error).__name__}: {error}"
+        ) from None
 
 
 def _find(kind: str, key: str, choose: Callable[[Plugin], Mapping[str, Found]]) -> Found:
-    for plugins in (find_ours, find_of_others):  # those of others take longer to find
+    for plugins in (find_ours, find_foreign):  # the foreign ones take longer to find
         for plugin in plugins():
             if key in choose(plugin):
                 return choose(plugin)[key]
@@ -115,7 +136,7 @@ def _launchers_of(plugin: Plugin) -> dict[str, Manager]:
 
 def _merge(choose: Callable[[Plugin], Mapping[str, Found]]) -> Iterator[tuple[str, Found]]:
     taken: set[str] = set()
-    for plugin in (*find_ours(), *find_of_others()):
+    for plugin in (*find_ours(), *find_foreign()):
         new = {key: found for key, found in choose(plugin).items() if key not in taken}
         taken.update(new)
         yield from new.items()
@@ -130,7 +151,7 @@ def find_ours() -> list[Plugin]:
 
 
 @functools.cache
-def find_of_others() -> list[Plugin]:
+def find_foreign() -> list[Plugin]:
     """Load the plugins of other distributions. UserError if one is broken."""
     from importlib.metadata import entry_points  # takes 25 ms, and most commands are ours
 

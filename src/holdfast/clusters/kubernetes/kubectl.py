@@ -1,7 +1,7 @@
 """Runs kubectl for `holdfast launch k8s`: applies a job's objects, and resumes a job.
 
-The user's kubeconfig counts, and nothing else that changes what kubectl prints or does: neither
-its preferences (kuberc) nor its other variables.
+The user's kubeconfig counts. kubectl's preferences (kuberc) and its other variables would change
+its output or its acts, and do not count.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.clusters.kubernetes.kubernetes_manifests import COORDINATOR_KEY, Manifest
-from holdfast.clusters.kubernetes.kubernetes_names import INSTANCE
-from holdfast.clusters.kubernetes.kubernetes_resume import job_again
+from holdfast.clusters.kubernetes.kubernetes_manifests import (
+    COORDINATOR,
+    COORDINATOR_KEY,
+    INSTANCE,
+    TRIES_MAX,
+    Manifest,
+)
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.net.standard_streams import print_plain
 
@@ -103,7 +107,7 @@ def find_refusal(name: str, namespace: str) -> str:
 
 
 def _look(*words: str) -> Mapping[str, Any] | None:
-    """Return what kubectl gets; None if it may not, or cannot."""
+    """Return the object that kubectl gets; None if it may not, or cannot."""
     try:
         found = json.loads(run_kubectl("get", *words, "--output=json"))
     except (UserError, ValueError):
@@ -141,3 +145,42 @@ def deleted_job(name: str, *place: str) -> dict[str, Any]:
         )
     found: dict[str, Any] = json.loads(base64.b64decode(kept))
     return found
+
+
+GIVEN_LABELS = ("controller-uid", "job-name")  # by Kubernetes, also with a prefix
+KEPT = ("name", "namespace", "labels")
+# Since Kubernetes 1.31 a Job has the first condition of each pair until its pods have ended.
+FAILED, COMPLETE = ("FailureTarget", "Failed"), ("SuccessCriteriaMet", "Complete")
+
+
+def job_again(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Make a Job that continues an ended one, which Kubernetes lists. UserError: it has not failed.
+
+    A Job cannot be started twice. Another Job of the same name finds the run directory on its
+    claim. Its uid differs from the uid that the run directory has recorded, so the job is resumed.
+
+    The caller deletes the old Job first, but does not wait for its pods: one on a lost node would
+    stay. The next coordinator waits for the earlier one's lock, and for the end of its agents.
+    """
+    name = job["metadata"]["name"]
+    conditions = job.get("status", {}).get("conditions", ())
+    ended = {each["type"] for each in conditions if each["status"] == "True"}
+    if not ended.intersection(FAILED):
+        how = "has succeeded" if ended.intersection(COMPLETE) else "is running"
+        raise UserError(f"the job {name} {how}: there is nothing to resume")
+    made: dict[str, Any] = json.loads(json.dumps(dict(job)))
+    metadata, spec, template = made["metadata"], made["spec"], made["spec"]["template"]
+    if all(each["name"] != COORDINATOR for each in template["spec"]["containers"]):
+        raise UserError(f"the job {name} is none of Holdfast's: it has no {COORDINATOR}")
+    for labels in (metadata.get("labels", {}), template["metadata"].get("labels", {})):
+        for key in [key for key in labels if key.rpartition("/")[2] in GIVEN_LABELS]:
+            del labels[key]
+    template["metadata"].pop("creationTimestamp", None)
+    spec.pop("selector", None)
+    spec["backoffLimit"] = TRIES_MAX
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {key: metadata[key] for key in KEPT if key in metadata},
+        "spec": spec,
+    }

@@ -3,7 +3,7 @@
     python -m holdfast.clusters.kubernetes.kubernetes_job RUN_DIR
 
 The job, its plan and its secret come from the environment; RUN_DIR is on a volume that outlives
-the pod. Its address stays the same, so agents find the next pod, and the job goes on. So SIGTERM,
+the pod. Its address stays the same, so agents find the next pod, and the job continues. So SIGTERM,
 with which Kubernetes ends pods, ends only this pod; SIGINT stops the job, as Ctrl-C does.
 
 A pod of another Job than the last one resumes the job: the pods of the earlier Job go with it.
@@ -27,12 +27,14 @@ from holdfast.clusters.kubernetes.kubernetes_manifests import (
     JOB_VARIABLE,
     PLAN_VARIABLE,
     POD_VARIABLE,
+    TRACKING,
     UID_VARIABLE,
+    UNCOUNTED,
+    instance_of,
 )
-from holdfast.clusters.kubernetes.kubernetes_names import TRACKING, UNCOUNTED, instance_of
 from holdfast.engine.core.errors import Damaged, HoldfastError, UserError, first_line
 from holdfast.engine.fleet.cluster_job import coordinate, release_all
-from holdfast.engine.fleet.fleet_plan import FleetPlan, job_prefix
+from holdfast.engine.fleet.cluster_manager import FleetPlan, job_prefix
 from holdfast.engine.fleet.fleet_process import manager_of
 from holdfast.engine.host.lifetime import die_with_parent
 from holdfast.engine.net.secret import load_secret, write_run_dir
@@ -82,7 +84,7 @@ def keep(command: list[str]) -> int:
 
 
 def run(run_dir: RunDir) -> int:
-    """Begin the job, or go on with it where another pod left it. Returns the exit status."""
+    """Begin the job, or continue it where another pod left it. Returns the exit status."""
     if importlib.util.find_spec("lightkube") is None:
         raise UserError("this image lacks a package: build it with holdfast[kubernetes]")
     uid = os.environ.get(UID_VARIABLE, "")
@@ -144,7 +146,7 @@ def read_uid(run_dir: RunDir) -> tuple[str, bool] | None:
 
 
 async def finish_job(namespace: str, prefix: str, code: int) -> None:
-    """Make the Job end with this pod: another pod could change nothing."""
+    """Make the Job end with this pod: another pod could not help."""
     from httpx2 import HTTPError
     from lightkube import ApiError, AsyncClient, ConfigError
     from lightkube.resources.batch_v1 import Job

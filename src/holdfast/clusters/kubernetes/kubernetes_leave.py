@@ -1,10 +1,10 @@
-"""Has the node of a pod left before the pod ends: the hook that Kubernetes runs before it does.
+"""Drains the node of a pod before the pod ends: Kubernetes runs this hook first.
 
     python -m holdfast.clusters.kubernetes.kubernetes_leave JOIN SECONDS JOB [CERTIFICATES]
 
 It works without the controller; the secret and the node's name are in the environment. It returns
-once nothing on the node is needed, or nobody answers: then SIGTERM asks the agent itself. A
-coordinator of another job than JOB, which may have the same secret, is asked nothing.
+once the node is not needed any more, or no coordinator answers: then SIGTERM asks the agent itself.
+A coordinator of another job than JOB, which may have the same secret, gets no request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOOK_S = 0.5
 
 
 async def leave(contact: Contact, secret: bytes, node: AgentId, within_s: float) -> None:
-    """Have a node drained, and wait until it is."""
+    """Order that a node is drained, and wait until it is."""
     until = time.monotonic() + within_s
     order = DrainRequest(agent=node, reason="its pod is being deleted", deadline_s=within_s)
     reply = await exchange(contact, secret, order, OrderReply)

@@ -1,12 +1,12 @@
 """Asks Kubernetes for a job's nodes: each is a pod, whose name is the placement's id.
 
-A pod that exists already cannot be created again, so a repeated request changes nothing. All
-knowledge is in the cluster: pods are found by their labels, never remembered. Only the age of an
+A pod that exists already cannot be created again, so a request may be repeated. All knowledge is
+in the cluster: pods are found by their labels, never remembered. Only the age of an
 announcement is counted here, by our own clock.
 
-Kubernetes lets the next pod of a Job wait for twice as long after each one that was lost, up to 10
-minutes, and never forgets a loss. A coordinator that has served for a while is therefore no longer
-counted: the loss of its pod is replaced at once. Its Job does so without the finalizer of the pod.
+Kubernetes lets the next pod of a Job wait for twice as long after each lost pod, up to 10 minutes,
+and never forgets a loss. A coordinator that has served for a while is therefore no longer counted:
+the loss of its pod is replaced at once. Its Job does so without the finalizer of the pod.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from lightkube.resources.batch_v1 import Job
 from lightkube.resources.core_v1 import ConfigMap, Event, Node, Pod, PodTemplate
 from lightkube.types import PatchType
 
-from holdfast.clusters.kubernetes.kubernetes_events import (
-    PENDING,
-    find_failures,
-    find_queue_reasons,
-    is_queued,
-    is_starting,
-)
-from holdfast.clusters.kubernetes.kubernetes_manifests import POD_VARIABLE
-from holdfast.clusters.kubernetes.kubernetes_names import (
+from holdfast.clusters.kubernetes.kubernetes_manifests import (
     AGENT,
+    POD_VARIABLE,
     TRACKING,
     UNCOUNTED,
     instance_of,
     labels_of,
 )
-from holdfast.clusters.kubernetes.kubernetes_notices import Sightings, placement_of
+from holdfast.clusters.kubernetes.kubernetes_notices import (
+    PENDING,
+    Sightings,
+    find_failures,
+    find_queue_reasons,
+    is_queued,
+    is_starting,
+    placement_of,
+)
 from holdfast.engine.core.errors import Refused, Unreachable, first_line
 from holdfast.engine.core.fleet.placements import Placement, PlacementId
 from holdfast.engine.core.job_spec import JobSpec
-from holdfast.engine.fleet.cluster_manager import PlacementOrder
-from holdfast.engine.fleet.fleet_plan import FleetPlan, job_prefix
+from holdfast.engine.fleet.cluster_manager import FleetPlan, PlacementOrder, job_prefix
 from holdfast.engine.net.standard_streams import print_plain
 
 START_S = 10.0  # a pod may be started for so long before its events are asked for
@@ -70,7 +70,8 @@ class KubernetesManager:
         self._namespace = namespace
         self._prefix = prefix
         self._label = label
-        self._blind = False  # towards nodes, and it has been said
+        # Nodes may not be listed, and a line about that has been printed.
+        self._blind = False
         self._sightings = Sightings()
         self._pod = pod  # empty once it is not counted
         self._served_since: float | None = None
@@ -127,7 +128,7 @@ class KubernetesManager:
         """Return the object that owns a Job's agents, and goes with the Job; make it if need be.
 
         It shows `kubectl drain` that a controller replaces these pods. A Job that was named as
-        their controller would disown them, since it does not select them.
+        their controller would disown them, because it does not select them.
         """
         owner = reference(job)
         create: Any = self._client.create  # its types do not fit
@@ -146,7 +147,7 @@ class KubernetesManager:
         return made
 
     async def _forgive(self) -> None:
-        """Take the coordinator's pod from those that its Job counts when they are lost."""
+        """Take the coordinator's pod from the pods whose loss its Job counts."""
         pod = self._pod
         with contextlib.suppress(ApiError, HTTPError):
             found = await self._client.get(Pod, pod, namespace=self._namespace)
@@ -164,7 +165,7 @@ class KubernetesManager:
             self._pod = ""
 
     async def _failures(self, pods: Sequence[Pod]) -> dict[str, str]:
-        """Return what keeps pods from being started, by their uids; none if we may not see it."""
+        """Return the problems that keep pods from starting, by uid; none if we may not see them."""
         found: dict[str, str] = {}
         if self._wait_long([pod for pod in pods if is_starting(pod)]):
             found = find_failures(await self._events({"involvedObject.kind": "Pod"}))
@@ -216,7 +217,7 @@ def uid_of(pod: Pod) -> str:
 
 
 def reference(owner: Job | ConfigMap, *, controller: bool | None = None) -> OwnerReference:
-    """Return what makes an object go when its owner goes."""
+    """Return the reference that makes an object go when its owner goes."""
     assert owner.metadata is not None
     name, uid = owner.metadata.name or "", owner.metadata.uid or ""
     version, kind = ("batch/v1", "Job") if isinstance(owner, Job) else ("v1", "ConfigMap")

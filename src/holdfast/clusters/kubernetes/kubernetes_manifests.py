@@ -1,4 +1,4 @@
-"""Writes the Kubernetes objects of one job, as plain values ready for YAML. Pure.
+"""Writes the Kubernetes objects of one job, with their labels, as plain values for YAML. Pure.
 
 The coordinator, and the controller that keeps the nodes, are one pod of a Job. The agents' pods are
 created by the controller from the PodTemplate that is made here.
@@ -12,19 +12,37 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.clusters.kubernetes.kubernetes_names import (
-    AGENT,
-    COORDINATOR,
-    JOB_UID,
-    QUEUE,
-    ZONE,
-    instance_of,
-    labels_of,
-)
 from holdfast.engine.core.job_spec import JobSpec
-from holdfast.engine.fleet.fleet_plan import FleetPlan, job_prefix
+from holdfast.engine.fleet.cluster_manager import FleetPlan, job_prefix
 from holdfast.engine.net.secret import VARIABLE
 from holdfast.engine.wire.job_document import encode_job
+
+ZONE = "topology.kubernetes.io/zone"  # label of nodes
+AGENT = "agent"
+COORDINATOR = "coordinator"
+# Kubernetes labels the pods of a Job with its uid, and keeps the Job's count of failures by this
+# finalizer of pods.
+JOB_UID, TRACKING = "controller-uid", "batch.kubernetes.io/job-tracking"
+QUEUE = "kueue.x-k8s.io/queue-name"  # label by which Kueue admits a Job or a pod
+UNCOUNTED = "holdfast/uncounted"  # annotation of a pod from which we have removed the finalizer
+NAME, INSTANCE, COMPONENT = (
+    f"app.kubernetes.io/{key}" for key in ("name", "instance", "component")
+)
+
+
+def labels_of(prefix: str, component: str = "") -> dict[str, str]:
+    """Return the labels of a part of the job whose placements' ids begin with `prefix`.
+
+    Kubernetes recommends these keys, so its tools show them.
+    """
+    labels = {NAME: "holdfast", INSTANCE: instance_of(prefix)}
+    return {**labels, COMPONENT: component} if component else labels
+
+
+def instance_of(prefix: str) -> str:
+    """Return the name of each object that a job has once."""
+    return prefix.rstrip("-")
+
 
 Manifest = dict[str, Any]
 
@@ -51,7 +69,7 @@ class KubernetesSite:
     `claim`: a volume claim that all pods share; without one the coordinator alone gets a new one.
     `volume`: its mount point. `spread`: the label of nodes over whose values pods are spread.
     `resources`: limits of an agent. `pod`: a pod template that the agents' pods are made from, and
-    `coordinator_pod` one for the coordinator's; both are checked (kubernetes_template.py).
+    `coordinator_pod` one for the coordinator's; both are checked (launch_k8s.py).
     `certificates`: a Secret with all pods' certificates, for TLS. `queue`: the LocalQueue in which
     the coordinator's Job and each agent's pod wait for Kueue to admit them.
     """
@@ -75,7 +93,7 @@ class KubernetesSite:
 
     @property
     def tls(self) -> str:
-        """Return where the certificates are in pods; empty without TLS."""
+        """Return the folder of the certificates in pods; empty without TLS."""
         return f"{self.volume}/tls" if self.certificates else ""
 
 
@@ -132,7 +150,7 @@ def manifests(
 
 
 def _rights(site: KubernetesSite, name: str, make_manifest: Any) -> list[Manifest]:
-    """Let the controller keep pods, and see nodes, whose taints announce events."""
+    """Allow the controller to keep pods, and to see nodes, whose taints announce events."""
     account = [{"kind": "ServiceAccount", "name": name, "namespace": site.namespace}]
     group = "rbac.authorization.k8s.io"
     wide = f"{name}-{site.namespace}"
@@ -260,7 +278,7 @@ def _mount_all(site: KubernetesSite, spec: Manifest, container: Manifest, claim:
 
 
 def _mount_temporary(spec: Manifest, container: Manifest) -> None:
-    """Let a container whose own file system is read-only write temporary files."""
+    """Mount a place for temporary files if the container's own file system is read-only."""
     if container.get("securityContext", {}).get("readOnlyRootFilesystem"):
         _mount(spec, container, "/tmp", {"name": "holdfast-temporary", "emptyDir": {}})
 

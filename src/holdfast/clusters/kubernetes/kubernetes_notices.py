@@ -1,25 +1,90 @@
-"""Reads what Kubernetes says of a job's pods and their nodes, as placements with notices. Pure.
+"""Reads a job's pods, their nodes and events as placements with notices and reasons. Pure.
 
-A notice is whatever means that a pod will have to go: its deletion or eviction, whose deadline is
-the end of its grace period; a taint that it does not tolerate, or for a time only; a cordoned node.
+A notice is any sign that a pod will have to go: its deletion or eviction, whose deadline is the end
+of its grace period; a taint that it does not tolerate, or for a time only; a cordoned node. Events
+have the reason why Kubernetes cannot start a pod on its node. Its status is ContainerCreating then,
+the same as while an image is pulled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
-from holdfast.clusters.kubernetes.kubernetes_events import is_queued
-from holdfast.clusters.kubernetes.kubernetes_names import AGENT
+from holdfast.clusters.kubernetes.kubernetes_manifests import AGENT
 from holdfast.engine.core.domains import Domains
 from holdfast.engine.core.fleet.placements import Holding, Notice, Placement, PlacementId
 
 if TYPE_CHECKING:
     from lightkube.models.core_v1 import Taint, Toleration
-    from lightkube.resources.core_v1 import Node, Pod
+    from lightkube.resources.core_v1 import Event, Node, Pod
+
+# Reasons of events, after which Kubernetes tries the same again on the same node.
+FAILURES = frozenset(
+    ("FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox")
+)
+# Reasons of events that a pod has once these failures are over.
+PROGRESS = frozenset(
+    ("SuccessfulAttachVolume", "Pulling", "Pulled", "BackOff", "Failed", "Created", "Started")
+)
+# Kueue holds a pod back by this gate, and gives the reason in the events of the pod's Workload.
+KUEUE_GATE = "kueue.x-k8s.io/admission"
+PENDING = "Pending"
+WORKLOAD_OF_POD = re.compile(r"pod-(.+)-[0-9a-f]+")
+NEVER = datetime.min.replace(tzinfo=timezone.utc)
+
+
+def is_starting(pod: Pod) -> bool:
+    """Return whether a pod has a node, where it does not run yet."""
+    phase = pod.status.phase if pod.status is not None else None
+    return bool(pod.spec is not None and pod.spec.nodeName and phase in (None, "Pending"))
+
+
+def is_queued(pod: Pod) -> bool:
+    """Return whether Kueue has not admitted a pod."""
+    gates = (pod.spec.schedulingGates if pod.spec is not None else None) or ()
+    return any(gate.name == KUEUE_GATE for gate in gates)
+
+
+def find_queue_reasons(events: Iterable[Event]) -> dict[str, str]:
+    """Return, by the names of pods, why Kueue does not admit each, by the events of Workloads."""
+    newest: dict[str, tuple[datetime, str]] = {}
+    for event in events:
+        named = WORKLOAD_OF_POD.fullmatch(event.involvedObject.name or "")
+        if named and event.reason == PENDING and event.message:
+            found = (_moment(event), f"Kueue: {' '.join(event.message.split())}")
+            newest[named[1]] = max(newest.get(named[1], found), found)
+    return {pod: reason for pod, (_, reason) in newest.items()}
+
+
+def find_failures(events: Iterable[Event]) -> dict[str, str]:
+    """Return, by the uids of pods, the failure that keeps each from being started.
+
+    A failure that progress has followed is over.
+    """
+    newest: dict[str, tuple[datetime, bool, str]] = {}
+    for event in events:
+        uid, reason = event.involvedObject.uid or "", event.reason or ""
+        if reason in FAILURES or reason in PROGRESS:
+            message = " ".join((event.message or "").split())
+            text = f"{reason}: {message}" if reason in FAILURES else ""
+            found = (_moment(event), reason in PROGRESS, text)
+            newest[uid] = max(newest.get(uid, found), found)
+    return {uid: text for uid, (_, _, text) in newest.items() if text}
+
+
+def _moment(event: Event) -> datetime:
+    """Return when an event was last seen."""
+    last = event.series.lastObservedTime if event.series is not None else None
+    return (
+        last or event.lastTimestamp or event.eventTime or event.metadata.creationTimestamp or NEVER
+    )
+
 
 REASON = "holdfast/reason"  # an operator's own words, as an annotation of a node
-# After its grace period a pod counts as ended, if nobody has confirmed it for so long: a node that
+# After its grace period a pod counts as ended, if its end is not confirmed for so long: a node that
 # is away never does, and another one may still be taking its volumes from it.
 OVERDUE_AWAY_S, OVERDUE_S = 2.0, 60.0
 OVER = ("Succeeded", "Failed")
@@ -115,7 +180,7 @@ def _reason_to_end(pod: Pod) -> str:
     """Return Kubernetes' reason why a pod has ended, if that was not its own doing.
 
     By the source of Kubernetes 1.37, the kernel kills all of a container whose memory is used up,
-    where control groups are of version 2: then nothing in the pod is left to say so.
+    where control groups are of version 2: then no process in the pod is left to report it.
     """
     status = pod.status
     if status is None:

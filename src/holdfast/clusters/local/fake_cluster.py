@@ -1,7 +1,7 @@
-"""Plays a cluster manager on this machine, which can be told to do whatever managers do.
+"""Plays a cluster manager on this machine, which a test can order to behave like any real one.
 
-The placements are real processes (local_manager.py). What the fake was told is in files as well, so
-the fleet of a running job obeys a test in another process.
+The placements are real processes (local_manager.py). The orders to the fake are in files as well,
+so the fleet of a running job obeys a test in another process.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from holdfast.engine.core.domains import Domains
 from holdfast.engine.core.errors import Unreachable
 from holdfast.engine.core.fleet.placements import Notice, Placement, PlacementId
 from holdfast.engine.core.job_spec import JobSpec
-from holdfast.engine.fleet.cluster_manager import PlacementOrder
-from holdfast.engine.fleet.fleet_plan import FleetPlan, job_prefix
+from holdfast.engine.fleet.cluster_manager import FleetPlan, PlacementOrder, job_prefix
 from holdfast.engine.host.procfs import start_time
 
 ORDERS = "told"
 
 
 class FakeManager:
-    """Adapts the fake: a LocalManager that misbehaves as its cluster was told to."""
+    """Adapts the fake: a LocalManager that misbehaves by the orders to its cluster."""
 
     def __init__(self, inner: LocalManager, folder: Path) -> None:
         self._inner = inner
@@ -92,9 +91,9 @@ class FakeCluster:
     def tell(self, **orders: Any) -> None:
         """Change the manager's behaviour.
 
-        `away`: it answers nothing. `hang`: it takes requests in and never answers. `deaf`: the
+        `away`: it does not answer. `hang`: it takes requests in and never answers. `deaf`: the
         answers to this many first requests of an adapter are lost, though they are carried out.
-        `lost`: ids that it believes have ended. `dead`: hosts that take nothing.
+        `lost`: ids that it believes have ended. `dead`: hosts that take no placement.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / f".{ORDERS}"
@@ -111,7 +110,7 @@ class FakeCluster:
         self.notify(host, reason)
 
     def kill(self, host: str) -> None:
-        """End a host with all its processes; it takes nothing any more."""
+        """End a host with all its processes; it takes no further placement."""
         self.tell(dead=[*read_orders(self.folder).get("dead", []), host])
         for pid in self.processes_on(host):
             kill_tree(pid)

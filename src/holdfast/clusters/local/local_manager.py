@@ -1,7 +1,8 @@
 """Keeps a job's nodes as processes of this machine: to try things out, and to test with.
 
 It plays a cluster of a few hosts, each with room for one placement. Its knowledge is in files, one
-for each placement, so any number of these objects and any restart find the same.
+for each placement, so any number of these objects and any restart find the same. Its launcher is
+`holdfast launch local`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.engine.commands.launch_command import launch_parser, make_run_dir
 from holdfast.engine.core.errors import Refused, WorldError
 from holdfast.engine.core.fleet.placements import Holding, Placement, PlacementId
 from holdfast.engine.core.job_spec import JobSpec
-from holdfast.engine.fleet.cluster_manager import PlacementOrder
-from holdfast.engine.fleet.fleet_plan import FleetPlan, job_prefix
+from holdfast.engine.fleet.cluster_job import launch_cluster_job
+from holdfast.engine.fleet.cluster_manager import FleetPlan, PlacementOrder, job_prefix
 from holdfast.engine.host.procfs import start_time
+from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.state.store.regular_files import append_regular, read_json
 
 FOLDER = "placements"
@@ -115,7 +118,7 @@ class LocalManager:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other managers of the same folder from starting anything meanwhile."""
+        """Keep other managers of the same folder from starting a placement at the same time."""
         self._folder.mkdir(exist_ok=True)
         with open(append_regular(self._folder / "lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -134,3 +137,18 @@ def open_manager(plan: FleetPlan, spec: JobSpec) -> LocalManager:
     """Open the manager of a job's run directory; the launcher is our parent."""
     hosts = [f"local{number}" for number in range(plan.nodes_max + 1)]
     return LocalManager(Path(plan.run_dir, FOLDER), hosts, os.getppid(), job_prefix(spec.job))
+
+
+def main(argv: list[str]) -> int:
+    """Run a job to its end. Returns the exit status."""
+    options = launch_parser(
+        "local",
+        "Run a training script on several nodes that are processes of this machine, and replace "
+        "those that are lost, as the other launchers do on a cluster.",
+    ).parse_args(argv)
+    return go_on(make_run_dir(options, "local", {}), options.host, options.port)
+
+
+def go_on(run_dir: RunDir, host: str, port: int) -> int:
+    """Run a job, or continue it, from here."""
+    return launch_cluster_job(run_dir, host, port)

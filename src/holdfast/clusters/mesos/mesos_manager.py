@@ -1,12 +1,13 @@
-"""Gets a job's nodes from Mesos: each is a task of one framework, by the v1 scheduler HTTP API.
+"""Runs a job in tasks of one Mesos framework: `holdfast launch mesos`.
 
-Orders are in the job's order book. An order that waits is launched on the first offer that fits,
-and the book says on which agent before Mesos is told: so nothing is launched twice, and an adapter
-that is started later can ask Mesos for all tasks by their names.
+Each node is a task. Orders for nodes are in the job's order book. An order that waits is launched
+on the first offer that fits, and its agent is in the book before Mesos gets the launch: so no order
+is launched twice, and an adapter that is started later can ask Mesos for all tasks by their names.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import sys
@@ -16,32 +17,111 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast.clusters.launch_application import (
+    application_parser,
+    check_limits,
+    check_room,
+    end_application,
+    own_user,
+    path_of,
+    run_application,
+)
 from holdfast.clusters.mesos.mesos_session import (
     FRAMEWORK,
+    UNUSABLE,
     MesosFramework,
     MesosSession,
+    MesosStream,
     Unsubscribed,
     say,
 )
-from holdfast.clusters.mesos.mesos_stream import MesosStream
-from holdfast.clusters.mesos.mesos_waiting import DeclinedOffers
 from holdfast.clusters.order_book import ORDERS, BookEntry, OrderBook
-from holdfast.clusters.rest_link import ANSWER_S, RestAccess, RestLink
+from holdfast.clusters.rest_link import (
+    ANSWER_S,
+    NOT_JSON,
+    UNKNOWN,
+    RestAccess,
+    RestLink,
+    check_access,
+)
+from holdfast.engine.commands.launch_command import (
+    ABANDON_S,
+    check_launch,
+    make_run_dir,
+    own_address,
+    prefer,
+)
 from holdfast.engine.core.domains import Domains
-from holdfast.engine.core.errors import Unreachable, UserError
+from holdfast.engine.core.errors import Refused, Unreachable, UserError, WorldError, first_line
 from holdfast.engine.core.fleet.placements import Holding, Notice, Placement, PlacementId
 from holdfast.engine.core.job_spec import JobSpec
-from holdfast.engine.fleet.cluster_manager import PlacementOrder
-from holdfast.engine.fleet.fleet_plan import FleetPlan, job_prefix
+from holdfast.engine.fleet.cluster_manager import FleetPlan, PlacementOrder, job_prefix, read_plan
+from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.state.store.regular_files import DOCUMENT_BYTES_MAX, read_regular
+
+HOSTS_MAX = 8  # in one sentence
+
+
+class DeclinedOffers:
+    """Keeps the last offer of each host, from when an order begins to wait until one is taken.
+
+    Mesos does not explain its offers. The reason why an order waits is made of the last offers that
+    the job has declined, and of the moment since which none fits.
+
+    `needs`: the resources of one task. Moments are on the clock on the wall.
+    """
+
+    def __init__(self, needs: Mapping[str, float]) -> None:
+        self._needs = dict(needs)
+        self._since: float | None = None
+        self._lacks: dict[str, str] = {}  # by host
+
+    def look(self, waits: bool, wall: float) -> None:
+        """Begin a look at offers. `waits`: whether an order waits for one."""
+        if not waits:
+            self._since, self._lacks = None, {}
+        elif self._since is None:
+            self._since = wall
+
+    def take(self, host: str, wall: float) -> None:
+        """Record an offer that fits. Orders that still wait have waited since this moment."""
+        self._since = wall
+        self._lacks[host] = "has a node of the job"
+
+    def decline(self, offer: Mapping[str, Any], lack: str) -> None:
+        """Record an offer that does not fit. `lack`: why; empty: it is too small."""
+        if self._since is not None:
+            self._lacks[offer["hostname"]] = lack or f"offers {name_resources(offer, self._needs)}"
+
+    def reason(self) -> str:
+        """Return the reason why an order waits; empty if none does."""
+        if self._since is None:
+            return ""
+        wanted = ", ".join(f"{key} {need:g}" for key, need in self._needs.items() if need)
+        moment = time.strftime("%H:%M:%S UTC", time.gmtime(self._since))
+        seen = "; ".join(f"{host} {lack}" for host, lack in sorted(self._lacks.items())[:HOSTS_MAX])
+        more = len(self._lacks) - HOSTS_MAX
+        seen += f"; and {more} more" if more > 0 else ""
+        return f"no offer of Mesos since {moment} fits {wanted} ({seen or 'it has made none'})"
+
+
+def name_resources(offer: Mapping[str, Any], needs: Mapping[str, float]) -> str:
+    """Name the amounts of an offer that a task may use, of the resources that it needs."""
+    has = {key: 0.0 for key, need in needs.items() if need}
+    for each in offer["resources"]:
+        if each["name"] in has and not UNUSABLE & set(each):
+            has[each["name"]] += each["scalar"]["value"]
+    return ", ".join(f"{key} {value:g}" for key, value in has.items())
+
 
 NAME = "Mesos"
 PROOF = "give --user and --password-file"
 MAINTENANCE = "Mesos plans maintenance of its host"
-# TASK_LOST stands for several of these, unless a framework asks to have them told apart.
+# TASK_LOST stands for several of these, unless a framework asks for the exact one.
 FAILED = ("FAILED", "ERROR", "LOST", "DROPPED", "UNREACHABLE", "GONE", "GONE_BY_OPERATOR")
 OVER = frozenset(f"TASK_{state}" for state in ("FINISHED", "KILLED", "UNKNOWN", *FAILED))
-HEARD_S = 2.0  # for a master to tell the state of tasks; without it, they count as running
+# A master has this time to report the state of tasks; without it, they count as running.
+HEARD_S = 2.0
 REFUSE_S, REFUSE_IDLE_S = 5.0, 3600.0  # until an offer is made again, while orders wait or not
 
 
@@ -187,7 +267,7 @@ class MesosManager:
             raise Unreachable(f"Mesos says: {event['error']['message']}")
 
     def _announce(self, stream: MesosStream, inverse: Sequence[Mapping[str, Any]]) -> None:
-        """Take in that agents will be unavailable; Mesos is told that we leave in time."""
+        """Take in that agents will be unavailable; answer Mesos that we leave in time."""
         for each in inverse:
             start = int(each["unavailability"]["start"]["nanoseconds"]) / 1e9
             until = time.monotonic() + max(start - time.time(), 0.0)
@@ -243,7 +323,7 @@ class MesosManager:
 
 
 def _lack(offer: Mapping[str, Any], taken: Container[str], *, avoided: bool) -> str:
-    """Return why an offer does not fit for another reason than its size; empty if it may."""
+    """Return the reason, other than its size, why an offer does not fit; empty if it may."""
     if offer["hostname"] in taken:
         return "has a node of the job"
     if "unavailability" in offer:
@@ -262,7 +342,7 @@ def _domains_of(offer: Mapping[str, Any]) -> Domains:
 
 
 def access_of(told: Mapping[str, str]) -> RestAccess:
-    """Return how Mesos is reached, by the settings of a plan. UserError: there is no password."""
+    """Return the way to Mesos, by the settings of a plan. UserError: there is no password."""
     password = ""
     if told["password_file"]:
         try:
@@ -292,3 +372,126 @@ def open_manager(plan: FleetPlan, spec: JobSpec) -> MesosManager:
         RestLink(access_of(told), NAME, PROOF), framework, Path(run_dir, FRAMEWORK)
     )
     return MesosManager(session, framework, OrderBook(Path(run_dir, ORDERS)))
+
+
+EXAMPLE = "http://HOST:5050, a master's web address"
+OPERATOR, FORBIDDEN = "/api/v1", 403
+LIMITS: dict[str, tuple[float, float]] = {
+    "cpus": (0.01, 10_000),
+    "memory": (1, 1 << 30),
+    "gpus": (0, 10_000),
+    "failover_s": (60, 31_536_000),
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run a job to its end. Returns the exit status."""
+    options = parser().parse_args(argv)
+    check_launch(options)
+    check_values(options)
+    prefer(options, "nodes.abandon_s", ABANDON_S)
+    settings = {
+        "runs_as": own_user(),
+        "ca": path_of(options.ca_file),
+        "password_file": path_of(options.password_file),
+        **{key: str(getattr(options, key)) for key in ("master", "user", "role", *LIMITS)},
+    }
+    access = access_of(settings)
+    check_access(access, "--master", EXAMPLE)
+    check_cluster(RestLink(access, NAME, PROOF), options)
+    settings["listen"] = options.host or own_address("--master", options.master.split(",")[0])
+    run_dir = make_run_dir(options, "mesos", settings)
+    start(run_dir)
+    try:
+        return go_on(run_dir, settings["listen"], options.port)
+    except BaseException:  # the framework would outlive this command
+        end(run_dir)
+        raise
+
+
+def go_on(run_dir: RunDir, host: str, port: int) -> int:
+    """Run a job, or continue it, from here; the framework ends with it."""
+    return run_application(run_dir, host, port, end)
+
+
+def parser() -> argparse.ArgumentParser:
+    return application_parser(
+        "mesos",
+        "Mesos",
+        (
+            "a Mesos cluster, in tasks of one framework",
+            "hosts that are scheduled for maintenance",
+        ),
+        ("master", "URL", "", "address of a master, or of several with commas, http://HOST:5050"),
+        ("role", "NAME", "*", "role whose resources are used (default %(default)s)"),
+        ("user", "NAME", "", "prove to be NAME, the principal, with --password-file"),
+        ("cpus", "N", 1.0, "CPUs of each task (default %(default)g)"),
+        ("memory", "MB", 4096, "memory of each task, in MB (default %(default)s)"),
+        ("gpus", "N", 0, "GPUs of each task (default %(default)s)"),
+        ("failover-s", "S", 3600.0, "Mesos ends all tasks when neither this command nor "
+         "`holdfast resume` is there for so long (default %(default)g)"),
+        ("password-file", "FILE", None, "read --user's password from a file only you can read"),
+        ("ca-file", "FILE", None, "trust the certificates in this file (https)"),
+    )  # fmt: skip
+
+
+def check_values(options: argparse.Namespace) -> None:
+    """Raise UserError for a value that Mesos would refuse, or could never satisfy."""
+    if not options.master:
+        raise UserError(f"there is no Mesos master to ask: name one, --master {EXAMPLE}")
+    check_limits(options, LIMITS, "user", "password-file")
+
+
+def check_cluster(link: RestLink, options: argparse.Namespace) -> None:
+    """Raise UserError unless a master of Mesos is there, and it has agents enough."""
+    try:
+        answer = link.of_any(lambda: link.ask_now("POST", OPERATOR, {"type": "GET_AGENTS"}))
+        if answer.status == UNKNOWN or answer.document is NOT_JSON:
+            raise UserError(f"--master {options.master} is no Mesos: it does not know {OPERATOR}")
+        if answer.status == FORBIDDEN:
+            return  # agents are shown to operators alone
+        if not answer.accepted:
+            raise link.failure(answer)
+    except WorldError as error:
+        raise UserError(f"--master {options.master} cannot be used: {first_line(error)}") from None
+    agents = answer.document.get("get_agents", {}).get("agents", ())
+    fitting = sum(has_room(each, options) for each in agents)
+    wanted = {"CPUs": options.cpus, "MB": options.memory, "GPUs": options.gpus}
+    check_room(options, fitting, wanted)
+
+
+def has_room(agent: Mapping[str, Any], options: argparse.Namespace) -> bool:
+    """Return whether an agent is large enough for one of the tasks."""
+    total = dict.fromkeys(("cpus", "mem", "gpus"), 0.0)
+    for each in agent.get("total_resources", ()):
+        if each["name"] in total:
+            total[each["name"]] += each["scalar"]["value"]
+    enough = total["cpus"] >= options.cpus and total["mem"] >= options.memory
+    return bool(agent.get("active") and enough and total["gpus"] >= options.gpus)
+
+
+def start(run_dir: RunDir) -> None:
+    """Subscribe the framework once. UserError: Mesos refuses it."""
+    told, session = read_plan(run_dir).settings, session_of(run_dir)
+    try:
+        session.subscription()
+    except Refused as error:
+        if "ole" in first_line(error):  # role, or Role
+            text = f"--role {told['role']}: {first_line(error)}; name another"
+            raise UserError(text) from None
+        raise UserError(f"the framework is refused: {first_line(error)}") from None
+    except WorldError as error:
+        raise UserError(f"--master {told['master']} cannot be used: {first_line(error)}") from None
+    finally:
+        session.close()
+
+
+def end(run_dir: RunDir) -> None:
+    """End the framework, or print that it may still be there."""
+    session = session_of(run_dir)
+    remedy = f"curl -d frameworkId={session.kept_id()} MASTER/master/teardown"
+    end_application(session.end, f"framework {session.kept_id()}", remedy)
+
+
+def session_of(run_dir: RunDir) -> MesosSession:
+    return open_manager(read_plan(run_dir), run_dir.spec()).session

@@ -22,7 +22,7 @@ from holdfast.engine.net.standard_streams import print_plain
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Carry out the order. Exit status 1: it cannot be read here; the last line says why."""
+    """Carry out the order. Exit status 1: it cannot be read here, for the printed reason."""
     run_dir, id_ = Path(argv[0]), PlacementId(argv[1])
     try:
         entry = OrderBook(run_dir / ORDERS).find(id_)

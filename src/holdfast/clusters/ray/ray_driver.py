@@ -1,9 +1,9 @@
-"""Speaks with Ray, in a process of its own: one question and one answer a line, as JSON.
+"""Asks Ray, in a process of its own: one question and one answer a line, as JSON.
 
     python -m holdfast.clusters.ray.ray_driver ADDRESS
 
 Ray's library blocks for as long as it likes, writes where it likes, and ends its process when the
-cluster is away for long. Here that harms nobody: RayLink, which asks, starts another one.
+cluster is away for long. Here that does no harm: RayLink, which asks, starts another one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RayDriver:
         return found
 
     def start(self, order: Mapping[str, Any]) -> None:
-        """Have an actor made, unless there is one of that name: one node never gets two of a unit.
+        """Order an actor, unless there is one of that name: one node never gets two of a unit.
 
         Every node has one of each implicit resource; so Ray itself keeps agents apart, and what
         waits for a node shows an autoscaler that one is wanted.

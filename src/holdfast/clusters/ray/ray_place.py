@@ -2,9 +2,9 @@
 
     python -m holdfast.clusters.ray.ray_place ACTOR_PID COMMAND ...
 
-Ray imports the class on the nodes; nothing here needs Ray. When an actor ends, Ray kills its
-children and not theirs. So the process that keeps the agent (local_place.py) is made nobody's
-child: it outlives the actor until it has ended everything.
+Ray imports the class on the nodes; this module does not need Ray. When an actor ends, Ray kills its
+children and not theirs. So the process that keeps the agent (local_place.py) is no child of the
+actor: it outlives the actor until it has ended everything.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Reads what Ray says of its nodes and actors, as placements with notices. Pure.
+"""Reads Ray's lists of nodes, actors and demands as placements with notices and reasons. Pure.
 
-The words are those of ray_driver.py, which asks Ray.
+The driver (ray_driver.py) asks Ray for these lists. Demands are what Ray's scheduler cannot meet at
+present. Ray does not name the actor of a demand, so all actors of a job that wait have the same
+reasons.
 """
 
 from __future__ import annotations
@@ -9,23 +11,68 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holdfast.clusters.ray.ray_waiting import RayDemand, explain_demand
 from holdfast.engine.core.domains import Domains
 from holdfast.engine.core.errors import Damaged
 from holdfast.engine.core.fleet.placements import Holding, Notice, Placement, PlacementId
 
-# An actor that may yet run is in one of these, and goes through them in this order only, since it
-# is never restarted: asked for one after the other, they leave none out.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayDemand:
+    """Describes resources for which Ray has no node. `unit`: its job's; `avoid`: ids of nodes."""
+
+    unit: str
+    resources: Mapping[str, float]
+    avoid: Sequence[str] = ()
+
+
+def explain_demand(demand: RayDemand, nodes: Sequence[RayNode]) -> str:
+    """Return the reason why no node meets a demand, as counts of the nodes by their lack."""
+    wanted = ", ".join(f"{key} {need:g}" for key, need in sorted(demand.resources.items()))
+    kinds = [_lack(demand, node) for node in nodes]
+    if all(kind is SMALL for kind in kinds):
+        return f"{wanted} is infeasible in Ray: none of its {len(nodes)} nodes has so much"
+    counts = [(kinds.count(kind), kind) for kind in KINDS if kind in kinds]
+    found = ", ".join(f"{n} {one if n == 1 else more}" for n, (one, more) in counts)
+    return f"{wanted} is pending in Ray: of its {len(nodes)} nodes {found}"
+
+
+SMALL = ("is too small", "are too small")
+DRAINS = ("drains", "drain")
+OURS = ("has a node of the job", "have a node of the job")
+AVOIDED = ("is avoided", "are avoided")
+BUSY = ("is in use", "are in use")
+FREE = ("is free", "are free")
+KINDS = (SMALL, DRAINS, OURS, AVOIDED, BUSY, FREE)
+
+
+def _lack(demand: RayDemand, node: RayNode) -> tuple[str, str]:
+    if not _has(node.resources, demand):
+        return SMALL
+    if node.drains:
+        return DRAINS
+    if demand.unit in node.taken:
+        return OURS
+    if node.id in demand.avoid:
+        return AVOIDED
+    return FREE if _has(node.free, demand) else BUSY
+
+
+def _has(resources: Mapping[str, float], demand: RayDemand) -> bool:
+    return all(resources.get(key, 0.0) >= need for key, need in demand.resources.items())
+
+
+# An actor that may yet run is in one of these, and passes through them in this order only, because
+# it is never restarted: asked for one after the other, they leave none out.
 WAITING_STATES, RUNNING_STATE = ("DEPENDENCIES_UNREADY", "PENDING_CREATION"), "ALIVE"
 STATES = (*WAITING_STATES, RUNNING_STATE)
 DRAINED = "Ray drains its node"  # it gives no reason
-NAMESPACE = "holdfast"  # all our actors are in it: their names tell the jobs apart
+NAMESPACE = "holdfast"  # all our actors are in it: their names begin with the job's
 NODE_LABEL = "ray.io/node-id"  # Ray gives it to every node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayNode:
-    """Describes a node that is up; `drained_at`: on the clock on the wall, 0 if nobody has said.
+    """Describes a node that is up; `drained_at`: on the clock on the wall, 0 if it is not known.
 
     `free`: of its resources. `taken`: the units of the jobs that have an agent there. Ray is asked
     for these two only while an actor waits.

@@ -1,8 +1,8 @@
-"""Gets a job's nodes from Slurm: in the job's own allocation first, then by further jobs.
+"""Submits a job to Slurm, and gets its nodes there: `holdfast launch slurm`.
 
-An agent in the allocation is a step of its own, so that it can be ended and replaced alone; each
-further job has one node. Names of steps and jobs are the placements' ids. Nothing is remembered but
-which requests are under way.
+Nodes come from the job's own allocation first, then from further jobs. An agent in the allocation
+is a step of its own, so that it can be ended and replaced alone; each further job has one node.
+Names of steps and jobs are the placements' ids. Only the requests under way are remembered.
 """
 
 from __future__ import annotations
@@ -14,19 +14,84 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.clusters.slurm import slurm_tables as tables
-from holdfast.clusters.slurm.slurm_ends import StepEnds
-from holdfast.clusters.slurm.slurm_options import SbatchOptions, clean_environment, read_options
-from holdfast.clusters.slurm.slurm_scripts import NODE, escape_pattern
-from holdfast.engine.core.errors import Refused, Unreachable
+from holdfast.clusters.slurm.slurm_batch import (
+    NODE,
+    SbatchOptions,
+    clean_environment,
+    escape_pattern,
+    job_script,
+    read_options,
+)
+from holdfast.clusters.slurm.slurm_tables import SlurmStep, read_problem
+from holdfast.engine.commands.launch_command import launch_parser, make_run_dir, prefer
+from holdfast.engine.core.errors import Refused, Unreachable, UserError
 from holdfast.engine.core.fleet.placements import Holding, Notice, Placement, PlacementId
 from holdfast.engine.core.job_spec import JobSpec
-from holdfast.engine.fleet.cluster_manager import PlacementOrder, StoppedByOperator
-from holdfast.engine.fleet.fleet_plan import FleetPlan, job_prefix
+from holdfast.engine.fleet.cluster_manager import (
+    FleetPlan,
+    PlacementOrder,
+    StoppedByOperator,
+    job_prefix,
+    read_plan,
+)
 from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.runtime.rundir import RunDir
+
+# Slurm kills a cancelled step after KillWait, by default 30 s.
+STALE_S = 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancelled:
+    name: str
+    at: float
+
+
+class StepEnds:
+    """Remembers the steps that were cancelled, and the sruns that started steps.
+
+    Slurm lists a step that ended while slurmctld was away for ever.
+    """
+
+    def __init__(self) -> None:
+        self._sruns: dict[str, subprocess.Popen[bytes]] = {}  # by the name of the step
+        self._cancelled: dict[str, _Cancelled] = {}  # by the id of the step
+
+    def record_start(self, name: str, srun: subprocess.Popen[bytes]) -> None:
+        self._sruns[name] = srun
+
+    def record_cancel(self, id_: str, name: str, now: float) -> None:
+        """Record that a step is cancelled; the first time counts."""
+        self._cancelled.setdefault(id_, _Cancelled(name, now))
+
+    def has_ended(self, step: SlurmStep, now: float) -> bool:
+        """Return whether a step that is listed was cancelled and has ended."""
+        cancelled, srun = self._cancelled.get(step.id), self._sruns.get(step.name)
+        if cancelled is None:
+            return False
+        # Our own srun sees the end of its step also while slurmctld is away.
+        return now >= cancelled.at + STALE_S or (srun is not None and srun.poll() is not None)
+
+    def forget(self, listed: Collection[str], now: float) -> None:
+        """Forget steps that have ended. `listed`: the ids in Slurm's list.
+
+        After slurmctld was away it lists a step late.
+        """
+        self._cancelled = {
+            id_: each
+            for id_, each in self._cancelled.items()
+            if id_ in listed or now < each.at + STALE_S
+        }
+        names = {each.name for each in self._cancelled.values()}
+        self._sruns = {
+            name: srun for name, srun in self._sruns.items() if srun.poll() is None or name in names
+        }
+
 
 ENDED_ALREADY = ("Invalid job id", "already completing or completed", "does not exist")
 NO_TOPOLOGY = ("topology", "No switch", "not found")
@@ -40,7 +105,7 @@ class SlurmManager:
     """Lists, requests and ends the placements whose ids begin with `prefix`.
 
     `allocation`: id of the job whose hosts are used first; empty: there is none. `options`: of
-    sbatch, for further jobs. `drain_s`: how long before the end of its time a job is told.
+    sbatch, for further jobs. `drain_s`: how long before the end of its time a job is signalled.
     Variables of the environment that change Slurm's answers are not passed on to its commands.
     """
 
@@ -122,7 +187,7 @@ class SlurmManager:
     # ------------------------------------------------------------ asking
 
     async def _jobs(self) -> list[tables.SlurmJob]:
-        """List this user's jobs, with those that have just ended."""
+        """List this user's jobs, also jobs that have just ended."""
         text = await self._ask(
             *("squeue", "--me", "--noheader", "--all", "--states=all"), f"--format={tables.JOBS}"
         )
@@ -142,7 +207,7 @@ class SlurmManager:
         return {node.name: node for node in tables.read_nodes(text)}
 
     async def _labelled(self, placement: Placement) -> Placement:
-        """Add the switch on which its host hangs, if Slurm has been told of switches."""
+        """Add the switch of its host, if Slurm is configured with switches."""
         host = placement.host
         if placement.holding is not Holding.RUNNING or not host:
             return placement
@@ -153,7 +218,7 @@ class SlurmManager:
         return dataclasses.replace(placement, domains=(f"switch={switch}",) if switch else ())
 
     async def _listed_steps(self) -> list[tables.SlurmStep]:
-        """List all steps of the allocation, also those that a user has started there."""
+        """List all steps of the allocation, also steps that a user has started there."""
         if not self._allocation:
             return []
         text = await self._ask(
@@ -336,3 +401,97 @@ def open_manager(plan: FleetPlan, spec: JobSpec) -> SlurmManager:
         read_options(options.split("\n") if options else ()),
         plan.drain_s,
     )
+
+
+SCRIPT = "slurm_job.sh"
+ABANDON_S = 60.0  # only a requeue brings a coordinator back after so long, and that ends all nodes
+
+
+def main(argv: list[str]) -> int:
+    """Submit a job, and return at once. Exit status 0: Slurm has taken it in."""
+    parser = launch_parser(
+        "slurm",
+        "Submit a training script to Slurm: one job with --nodes nodes, which starts a coordinator "
+        "and one agent on each node, replaces nodes that are lost, leaves nodes that are drained, "
+        "and grows by further jobs. The run directory must be on a file system that all nodes "
+        "share. Workers' output goes to files in it.",
+        {
+            "--host": "the name of the node where the coordinator runs",
+            "--abandon-s": f"{ABANDON_S:g}",
+        },
+    )
+    group = parser.add_argument_group("Slurm")
+    group.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="an option of sbatch for the job and its further jobs; may be repeated: "
+        "--sbatch=--partition=gpu --sbatch=--time=12:00:00",
+    )
+    group.add_argument(
+        "--write-script",
+        action="store_true",
+        help="write the batch script and say where it is, instead of submitting it",
+    )
+    options = parser.parse_args(argv)
+    prefer(options, "nodes.abandon_s", ABANDON_S)
+    found = read_options(options.sbatch, options.drain_s)
+    settings = {"options": "\n".join(options.sbatch), "listen": options.host}
+    run_dir = make_run_dir(options, "slurm", settings)
+    if found.time_s is not None and not run_dir.spec().checkpoints.store:
+        print_plain(
+            "holdfast: without --store nothing is kept when the job's time is over: a job that "
+            "takes longer than --sbatch=--time does not end its training",
+            file=sys.stderr,
+            flush=True,
+        )
+    write_script(run_dir, options.nodes, options.port)
+    if options.write_script:
+        print_plain(f"holdfast: submit it with: sbatch {run_dir.path / SCRIPT}", file=sys.stderr)
+        return 0
+    return submit(run_dir)
+
+
+def go_on(run_dir: RunDir, host: str, port: int) -> int:
+    """Submit a job again, unchanged."""
+    return submit(run_dir)
+
+
+def write_script(run_dir: RunDir, nodes: int, port: int) -> None:
+    plan, spec = read_plan(run_dir), run_dir.spec()
+    host, given = plan.settings["listen"], plan.settings["options"]
+    listen = (*(("--host", host) if host else ()), "--port", str(port))
+    text = job_script(
+        name=job_prefix(spec.job).rstrip("-"),
+        prefix=job_prefix(spec.job),
+        nodes=nodes,
+        command=(sys.executable, "-m", "holdfast.engine.fleet.cluster_job", plan.run_dir, *listen),
+        output=f"{escape_pattern(plan.run_dir)}/slurm-%j.txt",
+        signal_s=plan.drain_s,
+        options=read_options(given.split("\n") if given else ()).of_job(),
+        has_store=bool(spec.checkpoints.store),
+    )
+    (run_dir.path / SCRIPT).write_text(text)
+
+
+def submit(run_dir: RunDir) -> int:
+    """Hand the script to sbatch. UserError with sbatch's words if it refuses."""
+    try:
+        found = subprocess.run(
+            ["sbatch", "--parsable", str(run_dir.path / SCRIPT)],
+            env=clean_environment(os.environ),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise UserError(
+            "there is no command sbatch here: use a machine that submits jobs"
+        ) from None
+    if found.returncode:
+        raise UserError(f"sbatch refuses the job: {read_problem(found.stderr)}")
+    print_plain(
+        f"holdfast: submitted as Slurm job {found.stdout.strip()}", file=sys.stderr, flush=True
+    )
+    return 0

@@ -1,13 +1,13 @@
 """Reads the output of Slurm's commands, in the formats that are set here. Pure.
 
-Fields are separated by `|`; one that may hold any character comes last.
+Fields are separated by `|`; a field that may hold any character comes last.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.clusters.slurm.slurm_options import read_time
+from holdfast.clusters.slurm.slurm_batch import read_time
 from holdfast.engine.core.errors import Damaged
 from holdfast.engine.core.fleet.placements import Holding
 
@@ -22,7 +22,8 @@ RUNNING = ("R", "S", "ST", "SI", "RV")
 FLAGS = "*~#!%$@^-+"  # characters that may follow a node's state
 LEAVING = ("draining", "drained", "drng", "drain", "maint", "perfctrs", "reboot")
 GONE = ("down", "fail", "failing", "powered_down", "future", "error")
-UNKNOWN = "unknown"  # slurmctld has begun again, and has not heard of the node yet
+# slurmctld has begun again, and the node has not reported yet.
+UNKNOWN = "unknown"
 NONE = ("", "n/a", "N/A", "(null)", "NONE", "None", "Unknown")
 
 
@@ -34,8 +35,10 @@ class SlurmJob:
     name: str
     holding: Holding
     script_host: str = ""
-    hosts: str = ""  # as Slurm abbreviates them
-    left_s: float | None = None  # of its time, if there is a limit
+    #: As Slurm abbreviates them.
+    hosts: str = ""
+    #: The seconds until its time limit. None: it has no limit.
+    left_s: float | None = None
     why: str = ""
 
 
@@ -71,7 +74,8 @@ def read_jobs(text: str) -> list[SlurmJob]:
 def _job(
     id_: str, state: str, script_host: str, hosts: str, left: str, why: str, name: str
 ) -> SlurmJob:
-    holding = Holding.ENDED  # also while it completes: nothing of it is started any more
+    # A job that completes starts no further process.
+    holding = Holding.ENDED
     if state in RUNNING:
         holding = Holding.RUNNING
     elif state in WAITING:
@@ -108,7 +112,7 @@ def _node(name: str, state: str, reason: str) -> SlurmNode:
 
 
 def read_leaf_switch(text: str) -> str:
-    """Read which switch a host hangs on from `scontrol show topology HOST`; empty: none is told."""
+    """Read the switch of a host from `scontrol show topology HOST`; empty: it names none."""
     for line in text.splitlines():
         words = dict(word.partition("=")[::2] for word in line.split())
         if words.get("Level") == "0" and "SwitchName" in words:
@@ -133,7 +137,7 @@ def _rows(text: str, fields: int) -> list[list[str]]:
 
 
 def _time_left(text: str) -> float | None:
-    """Read a time that is left; one that is over has a negative sign or is called INVALID."""
+    """Read the time until a limit; after the limit it is negative or called INVALID."""
     if text in ("UNLIMITED", "NOT_SET", *NONE):
         return None
     if text == "INVALID" or text.startswith("-"):

@@ -22,12 +22,14 @@ from holdfast.clusters.rest_link import RestAccess, RestLink, check_access
 from holdfast.clusters.yarn.yarn_manager import (
     NAME,
     VERSION,
+    NameTaken,
+    QueueRefused,
     YarnManager,
     is_switched_off,
     list_nodes,
     open_manager,
 )
-from holdfast.engine.commands.launch_options import (
+from holdfast.engine.commands.launch_command import (
     ABANDON_S,
     check_launch,
     make_run_dir,
@@ -36,7 +38,7 @@ from holdfast.engine.commands.launch_options import (
     run_dir_of,
 )
 from holdfast.engine.core.errors import Refused, UserError, WorldError, first_line
-from holdfast.engine.fleet.fleet_plan import read_plan
+from holdfast.engine.fleet.cluster_manager import read_plan
 from holdfast.engine.runtime.rundir import RunDir
 
 EXAMPLE = "http://HOST:8088, its ResourceManager's web address"
@@ -78,7 +80,7 @@ def main(argv: list[str]) -> int:
 
 
 def go_on(run_dir: RunDir, host: str, port: int) -> int:
-    """Go on with a job from here; its service is started again if that has ended."""
+    """Continue a job from here; its service is started again if that has ended."""
     if asyncio.run(create(run_dir, lambda manager, nodes: manager.create_again(nodes))):
         return run(run_dir, host, port)
     return run_application(run_dir, host, port, destroy)
@@ -166,27 +168,27 @@ def has_room(node: Mapping[str, Any], options: argparse.Namespace) -> bool:
 
 
 async def create(run_dir: RunDir, start: Callable[[YarnManager, int], Awaitable[bool]]) -> bool:
-    """Have YARN start the service, with so many containers; return whether it did. UserError."""
+    """Start the service with the plan's number of nodes; return `start`'s answer. UserError."""
     plan = read_plan(run_dir)
     told, manager = plan.settings, open_manager(plan, run_dir.spec())
     try:
         return await start(manager, plan.nodes)
+    except NameTaken:
+        raise UserError(
+            f"--service {manager.name}: YARN has a service of this name; choose another, or "
+            f"remove that one with `yarn app -destroy {manager.name}`"
+        ) from None
+    except QueueRefused as error:
+        queue = told["queue"] or "default"
+        raise UserError(f"--queue {queue}: {first_line(error)}; name another") from None
     except Refused as error:
-        said = first_line(error)
-        if "already" in said:
-            raise UserError(
-                f"--service {manager.name}: YARN has a service of this name; choose another, or "
-                f"remove that one with `yarn app -destroy {manager.name}`"
-            ) from None
-        if "queue" in said:
-            raise UserError(f"--queue {told['queue'] or 'default'}: {said}; name another") from None
-        raise UserError(f"the service is refused: {said}") from None
+        raise UserError(f"the service is refused: {first_line(error)}") from None
     except WorldError as error:
         raise UserError(f"--rm {told['rm']} cannot be used: {first_line(error)}") from None
 
 
 def destroy(run_dir: RunDir) -> None:
-    """End the service, or say that it may still be there."""
+    """End the service, or print that it may still be there."""
     manager = open_manager(read_plan(run_dir), run_dir.spec())
     remedy = f"yarn app -destroy {manager.name}"
     end_application(lambda: asyncio.run(manager.destroy()), f"service {manager.name}", remedy)

@@ -2,7 +2,7 @@
 
 The service has one component, whose containers YARN spreads over hosts and replaces as they end.
 Orders are in the job's order book; a container claims one of them (yarn_place.py) and is that node
-for as long as it lasts. A container in place of one that has ended is another node. Nodes are given
+for as long as it lasts. A container that replaces an ended one is another node. Nodes are given
 back by naming their container's instance, since a smaller number would end the newest ones.
 
 A raise of the number replaces what YARN has still to allocate from an earlier raise. So orders that
@@ -42,8 +42,12 @@ from holdfast.clusters.yarn.yarn_waiting import (
 from holdfast.engine.core.errors import Refused, Unreachable
 from holdfast.engine.core.fleet.placements import Holding, Notice, Placement, PlacementId
 from holdfast.engine.core.job_spec import JobSpec
-from holdfast.engine.fleet.cluster_manager import PlacementOrder, StoppedByOperator
-from holdfast.engine.fleet.fleet_plan import FleetPlan, job_prefix
+from holdfast.engine.fleet.cluster_manager import (
+    FleetPlan,
+    PlacementOrder,
+    StoppedByOperator,
+    job_prefix,
+)
 
 NAME = "YARN"
 SERVICES, NODES, VERSION = "/app/v1/services", "/ws/v1/cluster/nodes", "/app/v1/services/version"
@@ -67,7 +71,7 @@ PROPERTIES = {
     "yarn.service.am-restart.max-attempts": NEVER,
     # The ResourceManager has a limit of its own; failures older than this do not count for it.
     "yarn.service.am-failure.validity-interval-ms": "600000",
-    # Until a new master asks for others in place of containers that it does not find again.
+    # Until a new master asks for replacements of containers that it does not find again.
     "yarn.service.container-recovery.timeout.ms": "10000",
     "yarn.service.container-failure.retry.max": "0",
 }
@@ -117,6 +121,14 @@ class YarnService:
         }
 
 
+class NameTaken(Refused):
+    """Reports that YARN has a service of this name."""
+
+
+class QueueRefused(Refused):
+    """Reports that YARN has no such queue, or does not allow the user to use it."""
+
+
 class YarnManager:
     """Asks for, lists and gives back the containers of one service, by the orders in `book`.
 
@@ -134,7 +146,7 @@ class YarnManager:
         self._failure = ""  # why a service was started again for the orders that wait
         self._idle_since: dict[str, float] = {}  # by container
         self._ended: set[str] = set()  # containers that have had orders
-        self._absent_at: float | None = None  # since when others are not listed
+        self._absent_at: float | None = None  # since when a claimed container is not listed
         self._new_until = float("-inf")  # until then a master may be new
         self._raised = (0, frozenset[str]())  # the number and the containers of the last look
         self._raised_at = float("-inf")  # when these changed
@@ -172,7 +184,7 @@ class YarnManager:
         return _placement(entry, nodes, running=running, why=why)
 
     async def request(self, order: PlacementOrder) -> None:
-        self._book.add(order)  # before the others that come with it are asked for
+        self._book.add(order)  # before the orders that come with it are asked for
         async with self._alone:
             found = await self._find()
             await self._settle(found, self._book.entries())
@@ -193,14 +205,17 @@ class YarnManager:
     # ------------------------------------------------------------ the service
 
     async def create(self, containers: int) -> bool:
-        """Have YARN start the service; return True. Refused, with the reason that YARN gives."""
+        """Ask YARN to start the service; return True. Refused, with the reason that YARN gives."""
         answer = await self._link.ask("POST", SERVICES, self._service.definition(containers))
         if not answer.accepted:
-            raise Refused(str(self._link.failure(answer)))  # also by status 500
+            reason = str(self._link.failure(answer))
+            kinds = {"already": NameTaken, "queue": QueueRefused}
+            # YARN also refuses by status 500.
+            raise next((kind for word, kind in kinds.items() if word in reason), Refused)(reason)
         return True
 
     async def create_again(self, containers: int) -> bool:
-        """Have YARN start the service unless it runs; return whether it had to. Refused."""
+        """Ask YARN to start the service unless it runs; return whether it had to. Refused."""
         found = await self._find()
         if not _is_over(found):
             return False
@@ -208,7 +223,7 @@ class YarnManager:
         return await self.create(containers)
 
     async def destroy(self) -> None:
-        """Have YARN end the service and forget it, if there is one."""
+        """Ask YARN to end the service and forget it, if there is one."""
         if await self._find() is not None:
             await self._link.ask_or_raise("DELETE", self._service.path)
         self._application = ""
@@ -322,7 +337,7 @@ class YarnManager:
         """Raise Unreachable unless the master is up and knows the containers that YARN runs.
 
         A new master is up for some seconds before it lists the containers of the one before.
-        `claimed`: containers that have had orders; one that is not listed has ended.
+        `claimed`: containers that have had orders; a container that is not listed has ended.
         """
         now = time.monotonic()
         if not _has_master(found):
@@ -342,7 +357,7 @@ class YarnManager:
         self._absent_at = None
 
     async def _drop(self, idle: Sequence[Mapping[str, Any]]) -> None:
-        """Give back containers that nobody has wanted for a while."""
+        """Give back containers that have been without an order for a while."""
         now = time.monotonic()
         self._idle_since = {each["id"]: self._idle_since.get(each["id"], now) for each in idle}
         old = [each for each in idle if now >= self._idle_since[each["id"]] + IDLE_S]
@@ -355,7 +370,7 @@ class YarnManager:
         await self._link.ask_or_raise("PUT", self._service.path, {"components": [component]})
 
     async def _nodes(self) -> dict[str, Mapping[str, Any]]:
-        """Return YARN's descriptions of its nodes, by host; of two the one that is not lost."""
+        """Return YARN's descriptions of its nodes, by host; a node that is not lost comes first."""
         listed = await list_nodes(self._link)
         listed = sorted(listed, key=lambda node: node.get("state") in GONE, reverse=True)
         return {each["nodeHostName"]: each for each in listed}
@@ -449,7 +464,7 @@ def _placement(
     rack = str(node.get("rack", NO_RACK))
     notice = None
     if running and node.get("state") == "DECOMMISSIONING":
-        within_s = node.get("decommissioningTimeout")  # where YARN tells it
+        within_s = node.get("decommissioningTimeout")  # where YARN gives it
         until = time.monotonic() + within_s if within_s and within_s > 0 else None
         notice = Notice(reason=DECOMMISSIONED, until=until)
     holding = Holding.WAITING if running is None else Holding.RUNNING
@@ -465,7 +480,7 @@ def _placement(
 
 
 def access_of(told: Mapping[str, str]) -> RestAccess:
-    """Return how YARN is reached, by the settings of a plan."""
+    """Return the way to YARN, by the settings of a plan."""
     return RestAccess(
         address=told["rm"],
         user=told["user"],

@@ -2,9 +2,9 @@
 
     python -m holdfast.clusters.yarn.yarn_place RUN_DIR [MEMORY_MB]
 
-YARN starts one of these for each node of the job, and others in place of those that end. Each
-claims an order that does not avoid its host, and ends with the ordered agent; until there is such
-an order it keeps its host, so that YARN gives the next container another one.
+YARN starts one of these for each node of the job, and another one when one ends. Each claims an
+order that does not avoid its host, and ends with the ordered agent; until there is such an order it
+keeps its host, so that YARN gives the next container another one.
 
 YARN adds up the memory of a container's processes, and kills it without a word to the job. So all
 of them stay below this one, where YARN counts them, and it writes in the order book when they
@@ -103,7 +103,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def find_problem(run_dir: Path) -> str:
-    """Return why the run directory cannot be read from here, or ""."""
+    """Return the reason why the run directory cannot be read from here, or ""."""
     try:
         os.listdir(run_dir)
     except OSError as error:

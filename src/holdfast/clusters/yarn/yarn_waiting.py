@@ -4,7 +4,7 @@ There are three kinds of reasons: a container does not read its order, because i
 the run directory or its command fails; YARN does not start the service's master; YARN does not
 allocate a container, for reasons that its scheduler gives for each host.
 
-It also says why a container has ended, where that can be known: YARN writes it only to its log.
+It also finds the reason why a container has ended, where possible: YARN writes it only to its log.
 """
 
 from __future__ import annotations

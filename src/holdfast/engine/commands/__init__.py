@@ -1,4 +1,4 @@
-"""Offers the commands of the engine: those that run a job, and operate it."""
+"""Offers the commands of the engine, which run a job and operate it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLUGIN = Plugin(
             module="holdfast.engine.commands.launch_command",
         ),
         "resume": Command(
-            text="go on with a run that was killed, stopped or failed",
+            text="continue a run that was killed, stopped or failed",
             module="holdfast.engine.commands.resume_command",
         ),
         "agent": Command(
@@ -28,15 +28,18 @@ PLUGIN = Plugin(
         ),
         "drain": Command(
             text="empty a node of a running job, which goes on without it",
-            module="holdfast.engine.commands.drain_command",
+            module="holdfast.engine.commands.order_commands",
+            main="run_drain",
         ),
         "migrate": Command(
             text="move a worker of a running job to another node, while it trains",
-            module="holdfast.engine.commands.migrate_command",
+            module="holdfast.engine.commands.order_commands",
+            main="run_migrate",
         ),
         "scale": Command(
             text="put the tables of a running job on another number of servers",
-            module="holdfast.engine.commands.scale_command",
+            module="holdfast.engine.commands.order_commands",
+            main="run_scale",
         ),
         "coordinator": Command(
             text="stand by as another coordinator of a job, on any machine",

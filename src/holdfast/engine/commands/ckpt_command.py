@@ -373,7 +373,7 @@ def import_file(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _progress(what: str, total: int, *, bytes_: bool = True) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar where a person watches; elsewhere nothing."""
+    """Show a progress bar, if a person watches."""
     if not sys.stderr.isatty():
         yield lambda count: None
         return

@@ -1,4 +1,4 @@
-"""`holdfast coordinator` adds a coordinator to a job, to take over when the others fail."""
+"""`holdfast coordinator` adds a coordinator to a job, to take over when the leader fails."""
 
 from __future__ import annotations
 

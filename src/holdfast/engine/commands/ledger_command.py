@@ -1,7 +1,7 @@
 """`holdfast ledger verify RUN_DIR [--json]` prints the proof that every sample was used once.
 
-It reads and prints; it decides nothing. Must not import torch, so that it starts at once and runs
-where there is none. Exit status: 0 proved, 1 not proved, 2 there is nothing to verify.
+It reads and prints, without decisions. Must not import torch, so that it starts at once and runs
+where there is none. Exit status: 0 proved, 1 not proved, 2 there is no ledger to verify.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.engine.train.data.sampling import plan_of
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; `argv` is what follows `holdfast ledger`."""
+    """Run the command; `argv`: the words after `holdfast ledger`."""
     parser = argparse.ArgumentParser(prog="holdfast ledger")
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("verify", help="prove that every sample was used exactly once")

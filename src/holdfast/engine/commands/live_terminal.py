@@ -1,7 +1,7 @@
 """Shows one line on a running job at the bottom of a terminal; all other output scrolls above it.
 
 The job's processes write to pipes then, which are copied here. It reads the run's files and asks
-the coordinator, in a thread of its own; nothing waits for it but the terminal.
+the coordinator, in a thread of its own; only the terminal waits for it.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _keep_up(live: Live, line: StatusLine, over: threading.Event) -> None:
 class _Copy:
     """Copies a pipe to the terminal above the line, or to standard output if that is a file.
 
-    It reads on when nobody can see the output any more: the job's processes would wait for it.
+    It continues to read when the terminal is gone: the job's processes would wait for it.
     """
 
     def __init__(self, console: ScriptConsole, shown: bool) -> None:
@@ -152,4 +152,4 @@ def _write_all(data: bytes) -> None:
 
 
 def _drop(data: bytes) -> None:
-    """Do nothing with the data."""
+    """Drop data for a terminal that is gone."""

@@ -15,7 +15,7 @@ from holdfast.engine.core.plain_text import fit
 class PlainConsole(Console):
     """Escapes each text that rich draws; rich's own codes for colours and lines stay.
 
-    Brackets and colons in a text mean nothing, unless a call asks for markup.
+    Brackets and colons in a text have no meaning, unless a call asks for markup.
     """
 
     def __init__(self, **options: Any) -> None:

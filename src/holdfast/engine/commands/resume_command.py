@@ -11,7 +11,7 @@ from holdfast.engine.commands import launch_command
 from holdfast.engine.commands.run_command import choose_show
 from holdfast.engine.commands.shared_options import add_listeners, add_plain, add_tls
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.fleet.fleet_plan import PLAN_FILE
+from holdfast.engine.fleet.cluster_manager import PLAN_FILE
 from holdfast.engine.net.secret import VARIABLE
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.net.tcp import listen

@@ -10,8 +10,13 @@ import sys
 import time
 from pathlib import Path
 
-from holdfast.engine.commands.job_config import JobConfig, read_config, write_config
-from holdfast.engine.commands.job_options import add_settings, given_settings
+from holdfast.engine.commands.job_options import (
+    JobConfig,
+    add_settings,
+    given_settings,
+    read_config,
+    write_config,
+)
 from holdfast.engine.commands.shared_options import (
     SuggestingParser,
     add_checks,
@@ -63,7 +68,7 @@ OURS_ALONE = {"--nodes", "--nodes-min", "--nodes-max", "--nproc", "--run-dir", "
 
 
 def parser() -> argparse.ArgumentParser:
-    """Make the options of the command: the job's settings, and those of this launch only."""
+    """Make the options of the command: the job's settings, and options of this launch only."""
     found = SuggestingParser(
         prog="holdfast run",
         usage="%(prog)s [OPTION ...] [-m] SCRIPT [ARG ...]",
@@ -169,7 +174,7 @@ def main(argv: list[str]) -> int:
 
 
 def choose_show(*, plain: bool) -> Show:
-    """Return what shows a job on standard error: a live line if that is a terminal."""
+    """Return the function that shows a job on standard error: a live line on a terminal."""
     if plain or not sys.stderr.isatty():
         return hide_nothing
     from holdfast.engine.commands.live_terminal import live_terminal  # it takes a while to import
@@ -246,7 +251,7 @@ def _check_faults(path: Path) -> None:
 
 
 def make_job(options: argparse.Namespace) -> JobSpec:
-    """Make the job that options and file describe. UserError says which value is wrong."""
+    """Make the job that options and file describe. UserError names the wrong value."""
     config = read_config(options.config) if options.config is not None else JobConfig()
     given = given_settings(options)
     spec = JobSpec(

@@ -30,7 +30,7 @@ class SuggestingParser(argparse.ArgumentParser):
 
 
 def add_secret(parser: argparse._ActionsContainer, otherwise: str) -> None:
-    """Add --secret-file; `otherwise` says where the secret comes from without it."""
+    """Add --secret-file; `otherwise`: the source of the secret without it."""
     parser.add_argument(
         "--secret-file",
         type=Path,
@@ -89,7 +89,7 @@ def take_run(
 
 @contextmanager
 def show_waiting(waiting: str, interrupted: str) -> Iterator[None]:
-    """Show `waiting` on the terminal meanwhile. Ctrl-C prints `interrupted`, and ends with 130."""
+    """Show `waiting` on the terminal. Ctrl-C prints `interrupted`, and ends with status 130."""
     try:
         with PlainConsole(stderr=True).status(waiting):
             yield
@@ -108,7 +108,7 @@ def add_plain(parser: argparse._ActionsContainer) -> None:
 
 
 def add_listeners(parser: argparse._ActionsContainer) -> None:
-    """Add the options for processes beside the job that read its files."""
+    """Add the options for processes that run next to the job and read its files."""
     parser.add_argument(
         "--dashboard",
         action="append_const",
@@ -129,7 +129,7 @@ def add_listeners(parser: argparse._ActionsContainer) -> None:
 
 
 def add_notices(parser: argparse._ActionsContainer) -> None:
-    """Add the option --notices, which says whom to ask whether this machine is taken away."""
+    """Add the option --notices, for the source of notices that this machine is taken away."""
     parser.add_argument(
         "--notices",
         type=source_name,
@@ -142,7 +142,7 @@ def add_notices(parser: argparse._ActionsContainer) -> None:
 
 
 def add_domains(parser: argparse._ActionsContainer) -> None:
-    """Add the option --domain, which says what this machine shares with others that may fail."""
+    """Add the option --domain, for what this machine shares with other ones and may fail."""
     parser.add_argument(
         "--domain",
         action="append",

@@ -1,9 +1,10 @@
-"""Runs a job whose nodes come from a cluster manager: its coordinator and its fleet, on this host.
+"""Runs a job on nodes of a cluster manager: its coordinator and its fleet, on this host.
 
     python -m holdfast.engine.fleet.cluster_job RUN_DIR [--host HOST] [--port PORT]
 
-The run directory holds the job and its plan (fleet_plan.py). A job that has run before goes on from
-its newest checkpoint; nodes of that time are given back first, since they knew another coordinator.
+The run directory holds the job and its plan (cluster_manager.py). A job that has run before
+continues from its newest checkpoint; its earlier nodes are given back first, because they knew
+another coordinator.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from pathlib import Path
 
 from holdfast.engine.core.errors import HoldfastError, UserError
 from holdfast.engine.core.fleet.placements import Holding
-from holdfast.engine.fleet.cluster_manager import ClusterManager
-from holdfast.engine.fleet.fleet_plan import STILL_RUNNING, FleetPlan, read_plan
+from holdfast.engine.fleet.cluster_manager import (
+    STILL_RUNNING,
+    ClusterManager,
+    FleetPlan,
+    read_plan,
+)
 from holdfast.engine.fleet.fleet_process import manager_of
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.net.tcp import listen

@@ -496,7 +496,7 @@ def page_on(run: Trained) -> str:
     page = run.run_dir / "report.html"
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            find_command("report").main([str(run.run_dir), "--output", str(page)])
+            find_command("report")([str(run.run_dir), "--output", str(page)])
     except UserError as error:
         return str(error)
     return str(page)
