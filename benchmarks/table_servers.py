@@ -21,7 +21,7 @@ import torch
 
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.core.table_places import ServerLayout
-from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.runtime.node import service_process
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.train.script.row_updates import HeirWatch, ServerAccess

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import trustme
 
-from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.train.exchange.seam import Message, Rendezvous
 from holdfast.engine.train.exchange.tcp_transport import TcpListener, TcpTransport
 from holdfast.engine.train.exchange.waits import Waits

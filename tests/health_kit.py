@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.engine.host.limits import Limits
+from holdfast.engine.host.findings import Limits
 
 # What other programs do to this machine meanwhile is no part of these tests.
 CALM = Limits(

@@ -34,7 +34,7 @@ from holdfast.engine.core.errors import OtherJob, WireError
 from holdfast.engine.core.job_problems import JOB_BYTES_MAX
 from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.engine.net.channel import Channel, Gate, connect
-from holdfast.engine.net.complaints import Complaints
+from holdfast.engine.net.strangers import Complaints
 from holdfast.engine.wire import frames
 from holdfast.engine.wire.messages import KINDS, StatusReply, StatusRequest, encode
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from checkpoint_kit import SIZES, Loaded, make_state, save, stored_bytes
 from holdfast.engine.core.errors import Damaged, UserError, WorldError
 from holdfast.engine.core.replica.retention import Retention
-from holdfast.engine.net.readiness import wait_readable
+from holdfast.engine.net.descriptors import wait_readable
 from holdfast.engine.state.store import compression
 from holdfast.engine.state.store.checkpoint_reading import load_range
 from holdfast.engine.state.store.checkpoints import Checkpoints

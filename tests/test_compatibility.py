@@ -161,7 +161,7 @@ WITHIN_A_RUN = {
     "engine/state/memory/arena.py:MAGIC",
     "engine/state/memory/piece_post.py:MAGIC",
     "engine/state/memory/piece_server.py:MAGIC",
-    "engine/runtime/node/spread_processes.py:MAGIC",
+    "engine/runtime/node/shard_processes.py:MAGIC",
     "tables/server_wire.py:MAGIC",
     "engine/train/exchange/tcp_transport.py:MAGIC",
     "engine/train/feeding/feed_frames.py:MAGIC",

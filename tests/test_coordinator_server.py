@@ -186,7 +186,7 @@ def test_a_coordinator_that_may_be_deposed_sends_nothing(
         listener = socket.create_server((HOST, 0))
         setup = CoordinatorSetup(run_dir=RunDir(tmp_path), secret=b"", listener=listener, host=HOST)
         server = CoordinatorServer(setup, SPEC, core, journal, check)
-        server._agents[AgentId("x")] = agent  # type: ignore[assignment]
+        server._nodes.record_report(AgentId("x"), agent, 0.0)  # type: ignore[arg-type]
         server._carry_out([directive("x", 1)])
 
     monkeypatch.setattr(coordinator_server, "leave", leave)

@@ -7,14 +7,14 @@ import threading
 
 import pytest
 
-from holdfast.engine.runtime import disk_looks
-from holdfast.engine.runtime.disk_looks import DiskLook
+from holdfast.engine.runtime import event_loops
+from holdfast.engine.runtime.event_loops import DiskLook
 
 WAIT_S = 30.0
 
 
 def test_a_look_that_hangs_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_looks, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(event_loops, "PATIENCE_S", 0.05)
     goes_on, calls = threading.Event(), list[int]()
 
     def look() -> int:

@@ -29,9 +29,8 @@ from holdfast.engine.host.checks_trials import (
     MemorySpeedSample,
     TorchLine,
 )
-from holdfast.engine.host.findings import Finding, Grade
+from holdfast.engine.host.findings import GIB, Finding, Grade
 from holdfast.engine.host.host import HostReader
-from holdfast.engine.host.limits import GIB
 
 HOLDFAST = [sys.executable, "-m", "holdfast.cli.main"]
 OK, WARN, FAIL, SKIPPED = Grade.OK, Grade.WARN, Grade.FAIL, Grade.SKIPPED

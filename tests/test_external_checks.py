@@ -33,7 +33,7 @@ from holdfast.engine.host.external_checks import (
 from holdfast.engine.host.findings import REASON_MAX, Finding, Grade
 from holdfast.engine.host.history import Health, Watch
 from holdfast.engine.host.light import light_checks
-from holdfast.engine.net.readiness import wait_readable
+from holdfast.engine.net.descriptors import wait_readable
 
 OK, WARN, FAIL, SKIPPED = Grade.OK, Grade.WARN, Grade.FAIL, Grade.SKIPPED
 ROOT = Path(__file__).parent.parent

@@ -18,9 +18,9 @@ from holdfast.engine.core.job_spec import with_settings
 from holdfast.engine.core.replica import feeding
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.net import peer_stream
-from holdfast.engine.net.peer_identity import PeerIdentity
 from holdfast.engine.net.peer_listener import PeerListener, open_listener
 from holdfast.engine.net.peer_stream import SendRate
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.runtime.local_run import LocalRun, strike
 from holdfast.engine.state.memory import free_memory
 from holdfast.engine.state.memory.free_memory import free_bytes

@@ -17,7 +17,7 @@ from fake_gpu import FakeCudart, fake_gpu, move, on_gpu
 from holdfast.engine.core.job_spec import with_settings
 from holdfast.engine.core.redundancy import Piece, read_redundancy
 from holdfast.engine.core.types import WorkerId
-from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.engine.state.memory.pieces import Image, PieceCoder
 from holdfast.engine.train.checkpoint.staging import Copier

@@ -22,9 +22,8 @@ from holdfast.engine.host.checks_gpu import (
     with_logged_xids,
 )
 from holdfast.engine.host.checks_trials import KernelLogSample
-from holdfast.engine.host.findings import Finding, Grade
+from holdfast.engine.host.findings import Finding, Grade, Limits
 from holdfast.engine.host.gpu import XID_AGE_S, GpuReader, gpu_looker
-from holdfast.engine.host.limits import Limits
 
 LIMITS = Limits()
 LOST = FakeNvml.NVML_ERROR_GPU_IS_LOST

@@ -36,16 +36,18 @@ from holdfast.engine.host.checks_trials import (
     MemorySpeedSample,
 )
 from holdfast.engine.host.findings import (
+    GIB,
+    MIB,
     REASON_MAX,
     Finding,
     Grade,
+    Limits,
     grade_above,
     grade_below,
     summary,
     to_one_line,
     worst,
 )
-from holdfast.engine.host.limits import GIB, MIB, Limits
 
 OK, WARN, FAIL, SKIPPED = Grade.OK, Grade.WARN, Grade.FAIL, Grade.SKIPPED
 LIMITS = Limits()

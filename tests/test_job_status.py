@@ -12,7 +12,6 @@ from holdfast.engine.core.job_record import JobRecord, Slot
 from holdfast.engine.core.membership.coordinator_events import CoordinatorSnapshot
 from holdfast.engine.core.membership.roster import NodeSnapshot
 from holdfast.engine.core.worker_status import Stage, WorkerStatus
-from holdfast.engine.runtime.coordinate.status_making import processes_of
 from holdfast.engine.runtime.job_events import EventSink, LoggedEvent, read_events
 from holdfast.engine.runtime.job_status import (
     CoordinatorStatus,
@@ -24,6 +23,7 @@ from holdfast.engine.runtime.job_status import (
     ProcessStatus,
     encode_status,
     parse_status,
+    processes_of,
 )
 from holdfast.engine.runtime.outlet import flush_outlets
 

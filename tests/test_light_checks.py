@@ -19,13 +19,12 @@ from holdfast.engine.host import bounded
 from holdfast.engine.host.bounded import Watcher, child_command, run_bounded
 from holdfast.engine.host.checks_gpu import GpuReport, GpuSample
 from holdfast.engine.host.checks_trials import DiskSample
-from holdfast.engine.host.findings import Finding, Grade
+from holdfast.engine.host.findings import GIB, Finding, Grade
 from holdfast.engine.host.history import Health, Watch
 from holdfast.engine.host.host import HostReader
 from holdfast.engine.host.kernel_log import KernelLog
 from holdfast.engine.host.light import LightChecks, light_checks
-from holdfast.engine.host.limits import GIB
-from holdfast.engine.net.readiness import wait_readable
+from holdfast.engine.net.descriptors import wait_readable
 
 OK, WARN, FAIL = Grade.OK, Grade.WARN, Grade.FAIL
 DISK = DiskSample(directory="/d", free_bytes=100 * GIB, sync_s=0.001)
@@ -277,7 +276,7 @@ def test_the_light_checks_of_this_machine(tmp_path: Path) -> None:
 
 def test_light_checks_need_no_torch_and_no_numpy() -> None:
     code = (
-        "import sys, holdfast.engine.host.light, holdfast.engine.host.child;"
+        "import sys, holdfast.engine.host.light, holdfast.engine.host.bounded;"
         "print([m for m in ('torch', 'numpy') if m in sys.modules])"
     )
     assert subprocess.check_output(python(code), text=True).strip() == "[]"

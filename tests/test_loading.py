@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils import signal_handling
 
 from holdfast.engine.core.errors import UserError, WorldError
-from holdfast.engine.net.readiness import wait_readable
+from holdfast.engine.net.descriptors import wait_readable
 from holdfast.engine.train.data import batch_loading as loading
 from holdfast.engine.train.data.batch_loading import BatchSource, LoadOptions
 from holdfast.engine.train.data.data_workers import protect_data_workers

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from holdfast.engine.core.exact_products import NARROW, WIDE, digest_of
-from holdfast.engine.host import compute, kernel_log, stream
+from holdfast.engine.host import compute, kernel_log
 from holdfast.engine.host import disk_speed as disk
 from holdfast.engine.host import network_speed as network
 from holdfast.engine.host.checks_peers import PeerSample
@@ -457,7 +457,7 @@ def test_a_peer_is_measured() -> None:
     assert abs(sample.offset_s) <= sample.round_trip_s, "one clock cannot differ from itself"
     assert sample.sent_per_s
     assert sample.received_per_s
-    assert sample.moved_bytes >= 2 * stream.BLOCK_BYTES
+    assert sample.moved_bytes >= 2 * network.BLOCK_BYTES
     assert sample.stream_failure == ""
 
 
@@ -485,7 +485,7 @@ def test_a_port_that_is_not_reached_is_told_apart_from_a_dead_peer(
         raise ConnectionRefusedError("Connection refused")
 
     monkeypatch.setattr(network, "send_stream", refused)
-    monkeypatch.setattr(stream, "SILENCE_S", 0.05)
+    monkeypatch.setattr(network, "SILENCE_S", 0.05)
     sample = measured()
     assert (sample.failure, sample.stream_failure) == ("", "Connection refused")
     assert sample.round_trip_s > 0
@@ -509,8 +509,8 @@ def test_a_server_knows_two_directions() -> None:
 
 
 @contextlib.contextmanager
-def accepting(direction: str) -> Iterator[tuple[stream.Acceptor, Future[int]]]:
-    acceptor = stream.Acceptor.open("127.0.0.1", direction)
+def accepting(direction: str) -> Iterator[tuple[network.Acceptor, Future[int]]]:
+    acceptor = network.Acceptor.open("127.0.0.1", direction)
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(acceptor.run)
         yield acceptor, future
@@ -520,36 +520,36 @@ def test_a_stream_is_let_in_by_its_token_only() -> None:
     with accepting("up") as (acceptor, future), contextlib.ExitStack() as stack:
         here = "127.0.0.1", acceptor.port
         with pytest.raises(OSError, match=r"early|reset|not connected"):
-            stream.send_stream(*here, bytes(stream.TOKEN_BYTES), 0.0)
-        for _ in range(2 * stream.STRANGERS_MAX):  # silent ones hold nothing up
+            network.send_stream(*here, bytes(network.TOKEN_BYTES), 0.0)
+        for _ in range(2 * network.STRANGERS_MAX):  # silent ones hold nothing up
             stack.enter_context(socket.create_connection(here, WAIT_S))
-        assert stream.send_stream(*here, acceptor.token, 0.0)[0] == future.result(WAIT_S) > 0
+        assert network.send_stream(*here, acceptor.token, 0.0)[0] == future.result(WAIT_S) > 0
         with pytest.raises(OSError, match="refused"):
-            stream.send_stream(*here, acceptor.token, 0.0)
+            network.send_stream(*here, acceptor.token, 0.0)
 
 
 def test_every_byte_of_a_stream_is_counted() -> None:
     with accepting("up") as (acceptor, future):
-        moved, rate = stream.send_stream("127.0.0.1", acceptor.port, acceptor.token, 0.0)
-        assert moved == stream.BLOCK_BYTES == future.result(WAIT_S)
+        moved, rate = network.send_stream("127.0.0.1", acceptor.port, acceptor.token, 0.0)
+        assert moved == network.BLOCK_BYTES == future.result(WAIT_S)
         assert rate > 0
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
 def test_a_stream_is_bounded_by_the_server(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client would go on for a minute; the server's limit of bytes ends it."""
-    monkeypatch.setattr(stream, "STREAM_BYTES_MAX", 3 * stream.BLOCK_BYTES)
+    monkeypatch.setattr(network, "STREAM_BYTES_MAX", 3 * network.BLOCK_BYTES)
     with accepting(direction) as (acceptor, future):
-        client = stream.send_stream if direction == "up" else stream.receive_stream
+        client = network.send_stream if direction == "up" else network.receive_stream
         moved, _ = client("127.0.0.1", acceptor.port, acceptor.token, 60.0)
-        assert moved <= 4 * stream.BLOCK_BYTES
-        assert future.result(WAIT_S) <= 4 * stream.BLOCK_BYTES
+        assert moved <= 4 * network.BLOCK_BYTES
+        assert future.result(WAIT_S) <= 4 * network.BLOCK_BYTES
 
 
 def test_a_stream_that_nobody_comes_for_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "SILENCE_S", 0.01)
+    monkeypatch.setattr(network, "SILENCE_S", 0.01)
     with pytest.raises(OSError, match="timed out"):
-        stream.Acceptor.open("127.0.0.1", "up").run()
+        network.Acceptor.open("127.0.0.1", "up").run()
 
 
 def test_a_server_lets_in_a_bounded_number() -> None:

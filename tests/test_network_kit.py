@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.engine.core.errors import UserError, WorldError
-from holdfast.engine.net.readiness import wait_readable
+from holdfast.engine.net.descriptors import wait_readable
 from labs import network_lab as network
 from labs.network_lab import OWNER, Direction, Host, Lab, clean_leftovers
 from labs.relay import Relay

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S
-from holdfast.engine.host.kernel_log import KernelLog
-from holdfast.engine.host.oom_kills import WINDOW_S, OomKills
+from holdfast.engine.host.kernel_log import WINDOW_S, KernelLog, OomKills
 from holdfast.engine.runtime.local_run import LocalRun
 
 V1 = "9:name=systemd:/\n4:memory:/job/7\n1:cpu,cpuacct:/\n"

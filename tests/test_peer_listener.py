@@ -21,10 +21,10 @@ import pytest
 
 from holdfast.engine.core.errors import WireError
 from holdfast.engine.net import peer_stream
-from holdfast.engine.net.peer_identity import PeerIdentity
 from holdfast.engine.net.peer_listener import ListenerLimits, PeerListener, open_listener
 from holdfast.engine.net.strangers import Strangers
 from holdfast.engine.net.tcp import name_of
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.memory.node_memory import NodeMemory
 from holdfast.engine.state.memory.piece_server import MAGIC, PieceAnswer, PieceRequest, PieceServer
 from support import until

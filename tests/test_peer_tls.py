@@ -23,9 +23,8 @@ import trustme
 from certificates import make_certificates
 from holdfast.engine.core.errors import Aborted, UserError, WireError
 from holdfast.engine.net import peer_stream
-from holdfast.engine.net.peer_identity import PeerIdentity, split_address
 from holdfast.engine.net.peer_listener import ListenerLimits, PeerListener, open_listener
-from holdfast.engine.net.tls import TlsFiles, client_context
+from holdfast.engine.net.tls import PeerIdentity, TlsFiles, client_context, split_address
 from holdfast.engine.state.memory.node_memory import NodeMemory
 from holdfast.engine.state.memory.piece_server import MAGIC, PieceAnswer, PieceRequest, PieceServer
 from holdfast.engine.train.exchange.group_network import GroupNetwork

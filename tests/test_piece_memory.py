@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from holdfast.engine.core.errors import Damaged
 from holdfast.engine.core.redundancy import KeptPieces, Piece, read_redundancy
 from holdfast.engine.net import peer_stream
-from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.memory import piece_server
 from holdfast.engine.state.memory.arena import (
     FIRST,

@@ -8,7 +8,7 @@ import pytest
 import xxhash
 
 from holdfast.engine.core.errors import WorldError
-from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.memory.arena import (
     GRADIENT,
     STATE,

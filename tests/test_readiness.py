@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.engine.net.readiness import is_readable, wait_readable
+from holdfast.engine.net.descriptors import is_readable, wait_readable
 
 BEYOND = 1100  # more than select.select can name
 

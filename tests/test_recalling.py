@@ -16,7 +16,7 @@ from holdfast.engine.core.ground.ends import SourceKind
 from holdfast.engine.core.redundancy import GradientSource, Recall, read_redundancy
 from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
 from holdfast.engine.core.views import Member, View
-from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.memory import piece_reader
 from holdfast.engine.state.memory.arena import PieceArena
 from holdfast.engine.state.memory.node_memory import NodeMemory

@@ -42,8 +42,8 @@ from holdfast.engine.records.recordings import (
     read_recording,
     thaw,
 )
-from holdfast.engine.runtime.coordinate import recorder
-from holdfast.engine.runtime.coordinate.recorder import Recorder
+from holdfast.engine.runtime.coordinate import black_box
+from holdfast.engine.runtime.coordinate.black_box import Recorder
 from holdfast.lab.sim.swarm import run_seed
 from holdfast.reports.decision_replay import replay
 from mutation_kit import COMBINED
@@ -279,9 +279,9 @@ def test_a_directory_without_recordings_is_refused(
 def test_a_long_term_makes_several_recordings_and_old_ones_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder, "RECORDING_BYTES", 300)
-    monkeypatch.setattr(recorder, "BEGINNINGS", 0)
-    monkeypatch.setattr(recorder, "FILES_MAX", 3)
+    monkeypatch.setattr(black_box, "RECORDING_BYTES", 300)
+    monkeypatch.setattr(black_box, "BEGINNINGS", 0)
+    monkeypatch.setattr(black_box, "FILES_MAX", 3)
     (tmp_path / "recordings").mkdir()
     for number in range(3):  # of an earlier term, whose machine's clock was ahead
         older = tmp_path / "recordings" / f"coordinator-2-{number}.zst"
@@ -302,7 +302,7 @@ def test_a_long_term_makes_several_recordings_and_old_ones_go(
 def test_a_disk_that_is_too_slow_costs_a_part_of_the_recording_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder, "WAITING_BYTES_MAX", 0)
+    monkeypatch.setattr(black_box, "WAITING_BYTES_MAX", 0)
     told: list[str] = []
     machine = CoordinatorMachine(SPEC.policy(), 3, None, 10.0)
     it = Recorder(tmp_path, 3, told.append)
@@ -325,7 +325,7 @@ def test_a_full_disk_is_told_once_and_tried_again_a_while_later(
         paths.append(path)
         return os.open("/dev/full" if len(paths) == 1 else path, os.O_WRONLY | os.O_CREAT)
 
-    monkeypatch.setattr(recorder, "create_regular", create)
+    monkeypatch.setattr(black_box, "create_regular", create)
     it = Recorder(tmp_path, 3, told.append)
     it.begin(machine, 10.0)
 
@@ -339,10 +339,10 @@ def test_a_full_disk_is_told_once_and_tried_again_a_while_later(
     (line,) = told
     assert line.startswith("what the coordinator hears is not recorded: ")
     assert "No space left" in line
-    speak(next(sent), 10.0 + recorder.AGAIN_S - 0.1)
+    speak(next(sent), 10.0 + black_box.AGAIN_S - 0.1)
     assert len(paths) == 1
-    speak(next(sent), 10.0 + recorder.AGAIN_S)
-    speak(next(sent), 10.0 + recorder.AGAIN_S)
+    speak(next(sent), 10.0 + black_box.AGAIN_S)
+    speak(next(sent), 10.0 + black_box.AGAIN_S)
     it.close()
     assert len(told) == 1
     assert replay(open_recording(paths[1])).difference is None

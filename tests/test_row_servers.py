@@ -15,7 +15,7 @@ from holdfast.engine.core.servers.holdings import BARE, ShardStanding
 from holdfast.engine.core.servers.placement import SHARDS, find_holders, find_shards, share_out
 from holdfast.engine.core.table_places import ServerLayout
 from holdfast.engine.net import peer_stream
-from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.files import FileStorage
 from holdfast.engine.train.script.row_updates import HeirWatch, ServerAccess

@@ -14,7 +14,7 @@ from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.ends import SourceKind
 from holdfast.engine.core.types import Incarnation, WorkerId
 from holdfast.engine.core.views import Follower, FollowOrder
-from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.train.feeding import feeder
 from holdfast.engine.train.feeding.fed_receiver import FedReceiver
 from holdfast.engine.train.feeding.feeder import Feeder

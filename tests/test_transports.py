@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from holdfast.engine.core.errors import Aborted, UserError
-from holdfast.engine.net import peer_listener, proof
-from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.net import peer_listener, peer_stream
 from holdfast.engine.net.peer_stream import PeerProof
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.train.exchange import tcp_transport
 from holdfast.engine.train.exchange.group_link import HEAD
 from holdfast.engine.train.exchange.group_network import GroupNetwork
@@ -267,16 +267,16 @@ def test_tcp_does_not_wait_for_a_silent_impostor() -> None:
 
 
 def test_a_token_is_bound_to_key_group_sender_and_receiver() -> None:
-    group = proof.group_name([b"a", b"b", b"c"])
-    good = proof.token(KEY, group, 0, 1)
-    assert len(good) == proof.TOKEN_BYTES
-    assert proof.is_token(good, KEY, group, 0, 1)
-    assert not proof.is_token(good, b"j" * 32, group, 0, 1)
-    assert not proof.is_token(good, KEY, group, 1, 0)
-    assert not proof.is_token(good, KEY, group, 0, 2)
-    assert not proof.is_token(good[:-1], KEY, group, 0, 1)
+    group = peer_stream.group_name([b"a", b"b", b"c"])
+    good = peer_stream.token(KEY, group, 0, 1)
+    assert len(good) == peer_stream.TOKEN_BYTES
+    assert peer_stream.is_token(good, KEY, group, 0, 1)
+    assert not peer_stream.is_token(good, b"j" * 32, group, 0, 1)
+    assert not peer_stream.is_token(good, KEY, group, 1, 0)
+    assert not peer_stream.is_token(good, KEY, group, 0, 2)
+    assert not peer_stream.is_token(good[:-1], KEY, group, 0, 1)
     for other in ([b"a", b"b", b"d"], [b"b", b"a", b"c"], [b"ab", b"", b"c"], [b"a", b"b"]):
-        assert not proof.is_token(good, KEY, proof.group_name(other), 0, 1)
+        assert not peer_stream.is_token(good, KEY, peer_stream.group_name(other), 0, 1)
 
 
 def test_the_peer_key_is_taken_out_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

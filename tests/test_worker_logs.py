@@ -12,8 +12,8 @@ import pytest
 from conftest import RUN_S, Start
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.runtime.contact import read_worker_log
-from holdfast.engine.runtime.coordinate import log_desk
-from holdfast.engine.runtime.coordinate.log_desk import LogDesk
+from holdfast.engine.runtime.coordinate import connected_nodes
+from holdfast.engine.runtime.coordinate.connected_nodes import LogDesk
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.wire.messages import LogReply, LogRequest
@@ -63,7 +63,7 @@ def test_the_nodes_answer_counts_more_than_a_file_of_the_coordinators(tmp_path: 
 def test_without_an_answer_the_file_of_the_coordinators_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: LogReply | None
 ) -> None:
-    monkeypatch.setattr(log_desk, "NODE_S", 0.01)
+    monkeypatch.setattr(connected_nodes, "NODE_S", 0.01)
     assert find(tmp_path, answer) == [LogReply(number=3, name="", lines=())]
     (tmp_path / "worker-7-1.log").write_text("of old\n")
     assert find(tmp_path, answer) == [LogReply(number=3, name="worker-7-1.log", lines=("of old",))]

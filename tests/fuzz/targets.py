@@ -26,8 +26,7 @@ from holdfast.engine.core.job_record import JobRecord, Slot
 from holdfast.engine.core.types import AgentId, Incarnation, Peer, ViewNumber, WorkerId
 from holdfast.engine.core.views import Member, View
 from holdfast.engine.core.worker_status import Stage, WorkerStatus
-from holdfast.engine.net.peer_stream import HELLO, PeerProof
-from holdfast.engine.net.proof import NONCE_BYTES
+from holdfast.engine.net.peer_stream import HELLO, NONCE_BYTES, PeerProof
 from holdfast.engine.runtime.leadership.journal import MAGIC, seal, unseal
 from holdfast.engine.state.store import manifest
 from holdfast.engine.state.store.data_index import (

@@ -15,7 +15,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
-from holdfast.engine.net.readiness import wait_readable
+from holdfast.engine.net.descriptors import wait_readable
 from labs.fake_mesos_state import CPUS, FakeMesosFramework, end_task
 
 if TYPE_CHECKING:

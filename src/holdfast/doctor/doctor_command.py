@@ -25,10 +25,9 @@ from holdfast.engine.commands.shared_options import add_checks
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.host.checks_peers import Report
 from holdfast.engine.host.external_checks import parse_all_checks
-from holdfast.engine.host.findings import Finding, Grade, to_one_line, worst
+from holdfast.engine.host.findings import GIB, KIB, MIB, Finding, Grade, to_one_line, worst
 from holdfast.engine.host.history import Health, HealthVerdict, Watch
 from holdfast.engine.host.light import light_checks
-from holdfast.engine.host.limits import GIB, KIB, MIB
 from holdfast.engine.host.network_speed import PeerServer
 from holdfast.engine.net.secret import load_secret
 from holdfast.engine.net.standard_streams import print_plain

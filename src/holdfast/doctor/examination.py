@@ -51,9 +51,8 @@ from holdfast.engine.host.checks_trials import (
     judge_memory_speed,
 )
 from holdfast.engine.host.external_checks import ExternalCheck, run
-from holdfast.engine.host.findings import Finding, Grade, make_skipped, summary
+from holdfast.engine.host.findings import GIB, Finding, Grade, Limits, make_skipped, summary
 from holdfast.engine.host.host import HostReader
-from holdfast.engine.host.limits import GIB, Limits
 
 SELFTEST = "holdfast.engine.train.selftest"
 PEERS_MAX = 64

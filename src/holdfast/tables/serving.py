@@ -26,9 +26,9 @@ from holdfast.engine.core.servers.holdings import (
 )
 from holdfast.engine.core.servers.placement import SHARDS
 from holdfast.engine.net import peer_stream
-from holdfast.engine.net.peer_identity import PeerIdentity
 from holdfast.engine.net.peer_listener import PeerListener, serve
 from holdfast.engine.net.peer_stream import UNLIMITED, SendRate
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.open import open_storage
 from holdfast.tables import server_wire as wire

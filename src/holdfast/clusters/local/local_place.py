@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from holdfast.engine.host.ending_signals import leave_ending_signals
-from holdfast.engine.net.readiness import wait_readable
+from holdfast.engine.net.descriptors import wait_readable
 
 END_S = 15.0  # between SIGTERM and SIGKILL
 PR_SET_CHILD_SUBREAPER = 36

@@ -40,7 +40,7 @@ from holdfast.engine.core.fleet.placements import Placement, PlacementId
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.fleet.cluster_job import launch_cluster_job
 from holdfast.engine.fleet.cluster_manager import FleetPlan, PlacementOrder, job_prefix, read_plan
-from holdfast.engine.net.readiness import wait_readable
+from holdfast.engine.net.descriptors import wait_readable
 from holdfast.engine.net.secret import VARIABLE, read_run_dir
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.state.store.regular_files import append_regular

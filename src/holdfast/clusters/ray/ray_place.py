@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from holdfast.clusters.local import local_place
-from holdfast.engine.net.readiness import wait_readable
+from holdfast.engine.net.descriptors import wait_readable
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.state.store.regular_files import append_regular
 

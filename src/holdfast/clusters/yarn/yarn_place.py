@@ -26,8 +26,8 @@ from holdfast.clusters.order_book import ORDERS, OrderBook
 from holdfast.clusters.ray.ray_place import start
 from holdfast.engine.core.errors import HoldfastError
 from holdfast.engine.core.fleet.placements import PlacementId
-from holdfast.engine.net.readiness import wait_readable
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.descriptors import wait_readable
+from holdfast.engine.net.standard_streams import RareLines, print_plain
 
 LOOK_S = 0.5
 RESIDENT = 1  # its place among the words of /proc/PID/statm, in pages
@@ -41,12 +41,12 @@ def main(argv: list[str]) -> NoReturn:
     if any(entry.holder == container for entry in book.entries()):
         # YARN has started this container again, and only another container may be another node.
         sys.exit(1)
-    told = ""
+    problems = RareLines(lambda line: print_plain(line, flush=True))
     while (order := book.take(container, host)) is None:
-        problem = find_problem(run_dir)
-        if problem and problem != told:
-            print_plain(f"holdfast: {host} does not see the run directory {problem}", flush=True)
-        told = problem
+        if problem := find_problem(run_dir):
+            problems.put(f"holdfast: {host} does not see the run directory {problem}")
+        else:
+            problems.forget()
         time.sleep(LOOK_S)
     print_plain(f"holdfast: {container} on {host} is node {order.id}", flush=True)
     given = {**order.environment, "HOLDFAST_PLACEMENT": order.id}

@@ -40,10 +40,11 @@ from holdfast.engine.fleet.cluster_manager import (
 )
 from holdfast.engine.host.ending_signals import Orders
 from holdfast.engine.host.lifetime import die_with_parent
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import RareLines, print_plain
 from holdfast.engine.net.tls import client_of
 from holdfast.engine.plugins import find_manager, load
 from holdfast.engine.runtime.contact import Contact, contact_by, exchange
+from holdfast.engine.runtime.event_loops import DeadlineTimer
 from holdfast.engine.runtime.job_status import JobStatus, parse_status
 from holdfast.engine.runtime.outlet import free_output
 from holdfast.engine.runtime.rundir import RunDir, is_full
@@ -224,9 +225,8 @@ class FleetDriver:
         self._requesting: set[PlacementId] = set()
         self._finished = asyncio.Event()
         self._ended = False
-        self._timer: asyncio.TimerHandle | None = None
-        #: The newest problem of each kind of question, so that each is printed once.
-        self._problems: dict[str, str] = {}
+        self._timer = DeadlineTimer(lambda: self._feed(Tick()), TICK_S_MIN)
+        self._problems = RareLines(say)  # by the questions that have failed
         self._waiting = WaitingReport(name)
         self._stop_at = float("-inf")  # the job is not asked to stop before
 
@@ -249,8 +249,7 @@ class FleetDriver:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            if self._timer is not None:
-                self._timer.cancel()
+            self._timer.cancel()
 
     def end(self) -> None:
         """Take the job as over."""
@@ -313,12 +312,9 @@ class FleetDriver:
         try:
             found = await asyncio.wait_for(question, self._pace.answer_s)
         except FAILURES as error:
-            problem = first_line(error)
-            if self._problems.get(whom) != problem:
-                self._problems[whom] = problem
-                self._say(f"{whom} cannot be asked ({problem})")
+            self._problems.put(f"{whom} cannot be asked ({first_line(error)})", whom)
             return None
-        self._problems.pop(whom, None)
+        self._problems.forget(whom)
         return found
 
     # ------------------------------------------------------------ acting
@@ -327,13 +323,7 @@ class FleetDriver:
         now = time.monotonic()
         for effect in self._machine.handle(event, now):
             self._carry_out(effect)
-        if self._timer is not None:
-            self._timer.cancel()
-        deadline = self._machine.deadline()
-        if deadline is not None and not self._finished.is_set():
-            delay_s = max(deadline - time.monotonic(), TICK_S_MIN)
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(delay_s, self._feed, Tick())
+        self._timer.set(None if self._finished.is_set() else self._machine.deadline())
 
     def _carry_out(self, effect: fe.FleetEffect) -> None:
         match effect:

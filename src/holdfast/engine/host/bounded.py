@@ -1,29 +1,45 @@
-"""Run measurements in other processes, which are never waited for longer than a bound.
+"""Runs measurements in other processes, and waits for none of them longer than a bound.
+
+    python -m holdfast.engine.host.bounded once|watch NAME PARENT_PID
 
 A thread that is stuck in a dead disk or driver cannot be ended, and would keep its process from
 ending too. So a call that may hang runs in a child, which is killed at its limit and, if even
-that does not help, left behind: nobody waits for any of its pipes.
+that does not help, left behind, with all its pipes.
+
+The child is the command above. The first line of its input is a JSON object of arguments. `once`
+prints one JSON line; `watch` prints one for every further line of input, until there are no more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from signal import SIGKILL, Signals
+from typing import Any
+
+import msgspec
+
+from holdfast.engine.core.errors import HoldfastError
+from holdfast.engine.host.ending_signals import leave_ending_signals
+from holdfast.engine.host.lifetime import die_with_parent
+from holdfast.engine.net.standard_streams import print_plain
 
 REAP_S = 0.5
 LINE_BYTES_MAX = 1 << 20
 RESTART_S = 60.0
-CHILD = "holdfast.engine.host.child"
+CHILD = "holdfast.engine.host.bounded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildAnswer:
-    """An answer is what a child said until its end or limit."""
+    """An answer is the output of a child until its end or limit."""
 
     lines: tuple[bytes, ...] = ()
     failure: str = ""  # empty when it ended well
@@ -31,7 +47,7 @@ class ChildAnswer:
 
 
 def child_command(name: str, *, watch: bool = False) -> list[str]:
-    """Return the command that runs one of the measurements of child.py."""
+    """Return the command that runs one of the MEASUREMENTS."""
     how = "watch" if watch else "once"
     return [sys.executable, "-m", CHILD, how, name, str(os.getpid())]
 
@@ -62,7 +78,7 @@ def _start(command: Sequence[str], stderr: int) -> subprocess.Popen[bytes]:
 
 
 def _lines(out: bytes) -> tuple[bytes, ...]:
-    """Split what a child said into lines, and leave out an unfinished one."""
+    """Split the output of a child into lines, and leave out an unfinished one."""
     whole, _, _ = out.rpartition(b"\n")
     return tuple(line for line in whole.split(b"\n") if line)
 
@@ -72,7 +88,7 @@ def _describe_end(code: int) -> str:
 
 
 def _kill(popen: subprocess.Popen[bytes]) -> bool:
-    """Kill a child; False when it does not even die, since it is stuck in the kernel."""
+    """Kill a child; False when it does not even die, because it is stuck in the kernel."""
     popen.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
         popen.wait(REAP_S)
@@ -107,7 +123,7 @@ class Watcher:
         return self._child[0].pid if self._child else 0
 
     def fileno(self) -> int:
-        """Return what an event loop waits on for an answer; -1 while there is no child."""
+        """Return the descriptor for an event loop that waits for an answer; -1 without a child."""
         for popen in self._child:
             assert popen.stdout is not None
             return popen.stdout.fileno()
@@ -161,7 +177,7 @@ class Watcher:
         return None, ""
 
     def close(self) -> None:
-        """End the child; one that cannot be killed is left to the kernel."""
+        """End the child; if it cannot be killed, it is left to the kernel."""
         for popen in self._child:
             popen.send_signal(self._end)
             for pipe in (popen.stdin, popen.stdout):
@@ -179,3 +195,48 @@ class Watcher:
             os.set_blocking(popen.stdin.fileno(), False)
             with contextlib.suppress(OSError):  # a child that has ended shows when it is polled
                 os.write(popen.stdin.fileno(), data)
+
+
+# Modules and functions that measure; imported only in the child, since some need numpy.
+MEASUREMENTS = {
+    "arithmetic": ("compute", "try_arithmetic"),
+    "memory": ("compute", "try_memory"),
+    "disk": ("disk_speed", "try_disk"),
+    "gpu": ("gpu", "gpu_looker"),  # opens the driver once and returns what looks again and again
+    "kernel-log": ("kernel_log", "read_log"),
+    "peer": ("network_speed", "try_peer"),
+    "external": ("external_checks", "run_command"),
+}
+
+
+def main(argv: list[str]) -> int:
+    how, name, parent = argv
+    # By SIGTERM an external command's keeper can still end the command.
+    if name == "external":
+        die_with_parent(int(parent), signal.SIGTERM)
+    else:
+        die_with_parent(int(parent))
+        leave_ending_signals()
+    arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=dict[str, Any])
+    module, function = MEASUREMENTS[name]
+    try:
+        found = getattr(importlib.import_module(f"holdfast.engine.host.{module}"), function)
+        look = found(**arguments) if name == "gpu" else functools.partial(found, **arguments)
+        if how == "once":
+            _tell(look())
+            return 0
+        while sys.stdin.buffer.readline():
+            _tell(look())
+    except (HoldfastError, OSError, MemoryError) as error:
+        print_plain(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _tell(sample: object) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(sample) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

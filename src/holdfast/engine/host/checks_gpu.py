@@ -1,4 +1,4 @@
-"""Judge GPUs by what their driver tells; None stands for what a GPU does not tell.
+"""Judge GPUs by the values of their driver; None stands for a value that a GPU lacks.
 
 Values and bits are those of NVML (nvml.h); the library itself is not known here.
 """
@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 
 from holdfast.engine.host.checks_trials import KernelLogSample
 from holdfast.engine.host.findings import (
+    GIB,
     Finding,
     Grade,
+    Limits,
     fail_if,
     keep_if_needed,
     make_skipped,
     warn_if,
 )
-from holdfast.engine.host.limits import GIB, Limits
 
 # The reasons for lower clocks: nvmlClocksEventReason...
 HW_SLOWDOWN = 0x8
@@ -62,7 +63,7 @@ WEAR = "watch it: its memory is getting worse"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSample:
-    """A GPU sample is one look at one GPU; `lost` is what its driver says instead of answering."""
+    """A GPU sample is one look at one GPU; `lost`: the driver's error in place of answers."""
 
     index: int
     bus: str = ""
@@ -88,7 +89,7 @@ class GpuSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReport:
-    """A GPU report holds all GPUs of a machine; `missing` says why there is nothing to ask."""
+    """Holds the samples of all GPUs of a machine; `missing`: the reason why there are none."""
 
     missing: str = ""
     driver: str = ""
@@ -112,7 +113,7 @@ def with_logged_xids(report: GpuReport, log: KernelLogSample) -> GpuReport:
 
 
 def judge_all_gpus(report: GpuReport, limits: Limits, *, before_job: bool) -> list[Finding]:
-    """Judge all GPUs. `before_job`: nothing should use them yet."""
+    """Judge all GPUs. `before_job`: no process should use them yet."""
     if not report.gpus:
         return [_judge_none(report)]
     found: list[Finding] = []
@@ -150,7 +151,7 @@ def judge_gpu_count(count: int, expected: int) -> Finding:
 
 
 def judge_gpu(gpu: GpuSample, limits: Limits, *, before_job: bool) -> list[Finding]:
-    """Judge one GPU: one finding for each thing that it tells, or just one if it is lost."""
+    """Judge one GPU: one finding for each of its values, or just one if it is lost."""
     subject = f"GPU {gpu.index}"
     if gpu.lost:
         return [

@@ -1,7 +1,7 @@
-"""Judge a host by what its kernel tells: memory, processors, pressure, processes' allowances.
+"""Judge a host by its kernel's values: memory, processors, pressure, processes' allowances.
 
 Measurements in, findings out. It does not know how anything was measured; None means that the
-machine does not tell, which is skipped and never held against it.
+machine lacks a value, which is skipped and never held against it.
 """
 
 from __future__ import annotations
@@ -9,16 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.engine.host.findings import (
+    GIB,
+    MIB,
     Finding,
     Grade,
+    Limits,
+    Pair,
     fail_if,
     grade_above,
     grade_below,
     keep_if_needed,
+    limit_text,
     make_skipped,
     warn_if,
 )
-from holdfast.engine.host.limits import GIB, MIB, Limits, Pair, limit_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +66,14 @@ class CpuSample:
 class PressureSample:
     """Gives the percentage of the last minute in which tasks waited for each resource."""
 
-    cpu_some: float | None = None  # None where it is not told
+    cpu_some: float | None = None  # None where the kernel has no such value
     memory_full: float | None = None
     io_full: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowanceSample:
-    """An allowance sample tells what a process may have here; None is without limit."""
+    """Gives the resources that a process may have here; None is without limit."""
 
     open_files: int | None
     open_files_hard: int | None

@@ -1,4 +1,4 @@
-"""Judge a machine against others: the way to a peer, equal versions, speeds like the others'.
+"""Judge a machine against its peers: the way to a peer, equal versions, similar speeds.
 
 A `Report` is one machine's examination as data; two of them can be compared.
 """
@@ -12,12 +12,14 @@ from statistics import median
 from holdfast.engine.host.findings import (
     Finding,
     Grade,
+    Limits,
+    Pair,
     fail_if,
     grade_above,
     grade_below,
     keep_if_needed,
+    limit_text,
 )
-from holdfast.engine.host.limits import Limits, Pair, limit_text
 
 FORMAT = 1
 PYTHON_MIN, TORCH_MIN = (3, 10), (2, 6)
@@ -181,7 +183,7 @@ def compare_facts(ours: dict[str, str], other: Report) -> list[Finding]:
 def compare_speeds(
     ours: dict[str, float], others: Sequence[Report], limits: Limits
 ) -> list[Finding]:
-    """Judge each speed by the median of the others that measured it; one odd peer is not enough."""
+    """Judge each speed by the median of the peers that measured it; one odd peer is not enough."""
     found: list[Finding] = []
     for name in sorted(ours):
         known = [r.speeds[name] for r in others if r.speeds.get(name, 0.0) > 0.0]

@@ -10,16 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.engine.host.findings import (
+    GIB,
+    MIB,
     Finding,
     Grade,
+    Limits,
+    Pair,
     fail_if,
     grade_above,
     grade_below,
     keep_if_needed,
+    limit_text,
     make_skipped,
     warn_if,
 )
-from holdfast.engine.host.limits import GIB, MIB, Limits, Pair, limit_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +34,13 @@ class ArithmeticSample:
     repeats: int
     wrong: int  # wrong ones among the repeats
     where: str = ""  # the rows of wrong ones
-    failure: str = ""  # the error, if nothing was computed
+    failure: str = ""  # the error, if there is no result
     operations_per_s: float = 0.0  # median
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySpeedSample:
-    """A memory speed sample tells how fast memory was copied, and which bytes did not last."""
+    """Gives the speed of copying memory, and the bytes that did not last."""
 
     copied_per_s: float
     tested_bytes: int
@@ -50,7 +54,7 @@ class DiskSample:
 
     directory: str
     filesystem: str = ""
-    failure: str = ""  # what the operating system said when it could not be used
+    failure: str = ""  # the operating system's error, if it cannot be used
     free_bytes: int = 0
     inodes: float | None = None  # part of them that is free
     sync_s: float | None = None  # median
@@ -297,7 +301,7 @@ def judge_kernel_log(
 def judge_failure(
     check: str, subject: str, failure: str, *, hung: bool, broken: Grade = Grade.WARN
 ) -> Finding:
-    """Make a finding of a measurement that did not come: one that hung is about the machine.
+    """Make a finding of a missing measurement: if it hung, the machine is at fault.
 
     `broken`: the grade of any other end, which may be our own fault.
     """

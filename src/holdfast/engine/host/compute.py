@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from holdfast.engine.core.exact_products import WIDE, ExactProduct, digest_of
 from holdfast.engine.host.checks_trials import ArithmeticSample, MemorySpeedSample
-from holdfast.engine.host.limits import MIB
+from holdfast.engine.host.findings import MIB
 
 REPEATS_MIN, REPEATS_MAX = 3, 200
 COPY_BYTES = 128 * MIB
@@ -34,7 +34,7 @@ def operands(product: ExactProduct, dtype: Any) -> tuple[Matrix, Matrix]:
 
 
 def result_digest(result: Matrix) -> str:
-    """Digest a result of whole numbers; one with others, inf or nan too, gets another digest."""
+    """Digest a result of whole numbers; a result with fractions, inf or nan gets another digest."""
     with np.errstate(invalid="ignore"):
         whole = result.astype("<i4")
     fraction = b"" if np.array_equal(whole, result) else b"fraction"
@@ -105,7 +105,7 @@ def try_memory(budget_s: float, available_bytes: int, threads: int) -> MemorySpe
 
 
 def copy_rate(source: Matrix, target: Matrix, budget_s: float, threads: int) -> float:
-    """Return the best of several passes, in bytes a second: others can only slow one down."""
+    """Return the best of several passes, in bytes a second: load can only slow one down."""
     pieces = list(
         zip(np.array_split(source, threads), np.array_split(target, threads), strict=True)
     )
@@ -137,7 +137,7 @@ def write_pattern(words: Matrix, pattern: int) -> None:
 
 
 def check_pattern(words: Matrix, pattern: int) -> tuple[int, int]:
-    """Count the bytes that differ, and tell where the first one is (-1: none)."""
+    """Return the number of bytes that differ, and the position of the first one (-1: none)."""
     expected = np.empty(PIECE, np.uint64)
     wrong, first = 0, -1
     for start in range(0, len(words), PIECE):

@@ -1,7 +1,7 @@
 """Try out the disk under a directory: space, fsync, writing, reading back.
 
 Runs in a process of its own, because a file system that hangs cannot be interrupted. Its file has
-no name, or loses it as soon as it is open, so nothing is left behind.
+no name, or loses it as soon as it is open, so no file is left behind.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from holdfast.engine.host.checks_trials import DiskSample
-from holdfast.engine.host.limits import MIB
+from holdfast.engine.host.findings import MIB
 
 PREFIX = ".holdfast-doctor-"
 SYNCS = 20
@@ -29,7 +29,7 @@ def try_disk(directory: str, *, syncs: int = SYNCS, write_s: float = 0.0) -> Dis
     try:
         found = os.statvfs(directory)
         free = found.f_bavail * found.f_frsize
-        # Without a name (O_TMPFILE) where the file system can, so that even a kill leaves nothing.
+        # Without a name (O_TMPFILE) where the file system can, so that even a kill leaves no file.
         with tempfile.TemporaryFile(prefix=PREFIX, dir=directory, buffering=0) as file:
             descriptor = file.fileno()
             times = sync_times(descriptor, syncs, max(write_s, 1.0))
@@ -107,7 +107,7 @@ def _write(descriptor: int, data: bytes | bytearray) -> None:
 
 
 def filesystem_of(directory: str, mounts: Path) -> str:
-    """Name the type of the file system under a directory; empty when it is not told."""
+    """Name the type of the file system under a directory; empty when it is not known."""
     place = os.path.realpath(directory)
     best, kind = "", ""
     with contextlib.suppress(OSError):

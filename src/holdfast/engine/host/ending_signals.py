@@ -45,7 +45,7 @@ class EndRequests:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Block ending signals and orders, also in processes started meanwhile, until they are ready.
+    """Block ending signals and orders, also in new processes, until they are ready.
 
     A process is ready when it calls `leave_ending_signals` or receives Orders.
     """
@@ -57,7 +57,7 @@ def held_back() -> Iterator[None]:
 
 
 def leave_ending_signals() -> None:
-    """Do nothing on signals that ask for an end, from now on in this process.
+    """Ignore signals that ask for an end, from now on in this process.
 
     Programs that it starts, and processes that it forks, are ended by these signals as usual. A
     signal that is ignored, as by nohup, stays so in them, too.
@@ -71,7 +71,7 @@ def leave_ending_signals() -> None:
 
 
 def restore_ending_signals() -> None:
-    """Let the signals that `leave_ending_signals` took end this process again."""
+    """Undo `leave_ending_signals`: its signals end this process again."""
     for number in ENDING:
         if signal.getsignal(number) is _do_nothing:
             usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
@@ -106,7 +106,7 @@ class Orders:
         return [passed_on[each] for each in arrived if each in passed_on]
 
     def watch(self, act: Callable[[int], object]) -> None:
-        """Have the running event loop call `act` with each signal that is passed on."""
+        """Call `act` in the running event loop with each signal that is passed on."""
 
         def look() -> None:
             for number in self.read():

@@ -2,14 +2,24 @@
 
 This is the one seam for DCGM, a node-problem-detector plugin or a script. It follows the
 convention of the Monitoring Plugins (their Development Guidelines): exit status 0 is ok, 1 a
-warning, 2 a failure, 3 unknown; the first line of output says why. Whatever keeps a command from
-giving a verdict is its own trouble and not the machine's: it is skipped, with the reason.
+warning, 2 a failure, 3 unknown; the first line of output has the reason. A command that gives no
+verdict is itself at fault and not the machine: it is skipped, with the reason.
+
+A command runs for a bounded time. It has a process group of its own, which is killed when the
+command has ended, when its time is over, and when this process is asked to end (SIGTERM). A process
+that leaves the group on purpose (setsid) is let go.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shlex
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +32,10 @@ import msgspec
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.host.bounded import Watcher, child_command, run_bounded
 from holdfast.engine.host.findings import Finding, Grade, keep_if_needed, to_one_line
+from holdfast.engine.net.descriptors import is_readable, wait_readable
 from holdfast.engine.state.store.regular_files import create_regular, read_regular
 
-PREFIX = "external-"  # so that no name can be that of a check of ours
+PREFIX = "external-"  # so that no name can be the name of a check of ours
 CHECKS_MAX = 32
 LIMIT_S, LIMIT_S_MAX = 30.0, 3600.0
 EVERY_S = 60.0  # between two runs on a node that trains
@@ -45,7 +56,7 @@ class ExternalCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandSample:
-    """A command sample is how one run of a command ended; `failure` says why without a status."""
+    """Describes the end of one run of a command; `failure`: the reason why there is no status."""
 
     status: int | None = None
     failure: str = ""
@@ -91,7 +102,7 @@ def _check_limit(limit_s: float) -> None:
 
 
 def checks_file(run_dir: Path, node: str) -> Path:
-    """Return where a node's checks are; several nodes may share one run directory."""
+    """Return the file of a node's checks; several nodes may share one run directory."""
     return run_dir / f"external-checks-{quote(node, safe='')}.json"
 
 
@@ -166,7 +177,7 @@ class RepeatedCheck:
 
 
 def make_repeated_check(check: ExternalCheck) -> RepeatedCheck:
-    """Make a check that an agent can repeat; it starts nothing yet."""
+    """Make a check that an agent can repeat; it starts no process yet."""
     command = child_command("external", watch=True)
     return RepeatedCheck(check, Watcher(command, _request(check).strip(), SIGTERM))
 
@@ -184,3 +195,82 @@ def _finding(check: ExternalCheck, line: bytes | None, failure: str) -> Finding:
         except msgspec.MsgspecError as error:
             sample = CommandSample(failure=f"its answer is malformed: {error}")
     return judge_command(check, sample)
+
+
+HEAD_BYTES = 4096  # kept of each output; the rest is read and thrown away
+REAP_S = 0.5
+
+
+def run_command(command: list[str], limit_s: float) -> CommandSample:
+    """Run a command to its end, or kill it after `limit_s` seconds."""
+    woken, wake = os.pipe()
+    # It only leaves word: to leave while a process is being started would be to forget it.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: os.write(wake, b"x") and None)
+    try:
+        return _run(command, limit_s, woken)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        asked = is_readable(woken)
+        os.close(woken)
+        os.close(wake)
+        if asked:
+            sys.exit(1)
+
+
+def _run(command: list[str], limit_s: float, woken: int) -> CommandSample:
+    try:
+        popen = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        return CommandSample(failure=f"cannot start {command[0]}: {reason}")
+    assert popen.stdout is not None
+    assert popen.stderr is not None
+    with popen.stdout as out, popen.stderr as err:
+        try:
+            heads, ended = _read(popen.pid, (out.fileno(), err.fileno()), limit_s, woken)
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(popen.pid, signal.SIGKILL)  # not yet reaped, so the number is still its
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        popen.wait(REAP_S)
+    failure = "" if ended else f"no answer in {limit_s:g} s"
+    if popen.returncode is None:
+        failure += ", and it cannot even be killed"
+    elif ended and popen.returncode < 0:
+        failure = f"killed by signal {-popen.returncode}"
+    status = popen.returncode if ended and not failure else None
+    return CommandSample(status=status, failure=failure, said=_first_line(heads))
+
+
+def _read(pid: int, pipes: tuple[int, ...], limit_s: float, woken: int) -> tuple[list[bytes], bool]:
+    """Read until the process ends; returns (the heads of its outputs, whether it has ended)."""
+    heads = dict.fromkeys(pipes, b"")
+    ending = os.pidfd_open(pid)
+    waiting = [ending, woken, *pipes]
+    end = time.monotonic() + limit_s
+    try:
+        while (left_s := end - time.monotonic()) > 0:
+            ready = wait_readable(waiting, left_s)
+            for pipe in (pipe for pipe in pipes if pipe in ready):
+                data = os.read(pipe, 1 << 16)
+                heads[pipe] = (heads[pipe] + data)[:HEAD_BYTES]
+                if not data:
+                    waiting.remove(pipe)
+            # Its output was there before it ended, so it has been read.
+            if ending in ready or woken in ready:
+                return list(heads.values()), ending in ready
+        return list(heads.values()), False
+    finally:
+        os.close(ending)
+
+
+def _first_line(heads: list[bytes]) -> str:
+    """Return the first line that is not blank, in the outputs' order."""
+    lines = [line for head in heads for line in head.decode(errors="replace").splitlines()]
+    return next((line.strip() for line in lines if line.strip()), "")

@@ -1,6 +1,7 @@
-"""Grades what a check says of a machine, and sums several findings up.
+"""Grades the results of checks by limits, and sums several findings up.
 
-It knows nothing of how anything was measured.
+It does not know how anything was measured. docs/doctor.md has the sources of the limits between ok,
+warn and fail. A pair is (warn, fail).
 """
 
 from __future__ import annotations
@@ -9,16 +10,73 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+Pair = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits separate ok, warn and fail; speeds are a second, fractions from 0 to 1."""
+
+    # Against the median of the other machines: below this part of it.
+    slow: Pair = (0.7, 0.5)  # arithmetic, memory
+    slow_disk: Pair = (0.5, 0.2)  # shared storage varies more, and training waits for it less
+
+    # Memory and processors.
+    memory_available: Pair = (0.10, 0.01)  # below this part of what the machine or container has
+    swap_used: float = 0.01  # warn above this part of the memory
+    swap_pages_per_s: float = 100.0  # warn above, while running
+    steal: Pair = (0.02, 0.20)  # above this part of the processors' time
+    throttled: float = 0.10  # warn above this part of the scheduling periods
+    cpu_pressure: float = 25.0  # warn above this % of the last minute (before a job only)
+    memory_pressure: float = 5.0  # the same, for "full"
+    io_pressure: float = 25.0
+
+    # What processes may have.
+    open_files: Pair = (4096, 512)
+    processes: Pair = (4096, 512)
+    shared_memory_bytes: Pair = (
+        1 * GIB,
+        16 * MIB,
+    )  # or the need of the data loaders, if it is given
+
+    # Disk.
+    disk_free_bytes: Pair = (10 * GIB, 1 * GIB)
+    disk_inodes: Pair = (0.05, 0.001)
+    disk_write: Pair = (100e6, 10e6)
+    disk_sync_s: Pair = (0.02, 1.0)  # median, on a machine that waits for a job
+    disk_sync_busy_s: Pair = (5.0, 60.0)  # one, on a node that may be writing a checkpoint
+    answer_s: float = 60.0  # a disk or GPU that has not answered for so long while running: fail
+
+    # Network.
+    round_trip_s: Pair = (0.01, 0.5)
+    network: Pair = (100e6, 10e6)
+    clock_s: Pair = (0.1, 1.0)
+
+    # GPU.
+    gpu_margin_c: int = 5  # warn when so close to the temperature at which it slows itself down
+    gpu_slowdown_c: int = 90  # for a GPU that does not report that temperature
+    gpu_corrected: int = 100  # warn above, since the driver was loaded
+    gpu_memory_used_bytes: int = 2 * GIB  # warn above, before a job
+
+
+def limit_text(sign: str, pair: Pair, scale: float = 1.0) -> str:
+    """Put a pair of limits into words, for example: warn above 0.1, fail above 1."""
+    return f"warn {sign} {pair[0] / scale:g}, fail {sign} {pair[1] / scale:g}"
+
+
 REASON_MAX = 300
 
 
 class Grade(enum.Enum):
-    """Grade is what a check says of one thing."""
+    """Grade is a check's verdict on one thing."""
 
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
-    SKIPPED = "skipped"  # not measured, and why: it speaks neither for nor against the machine
+    #: It is not measured, for a reason: evidence neither for nor against the machine.
+    SKIPPED = "skipped"
 
 
 _BADNESS = {Grade.SKIPPED: 0, Grade.OK: 1, Grade.WARN: 2, Grade.FAIL: 3}
@@ -35,7 +93,7 @@ class Finding:
     value: float | None = None
     unit: str = ""
     limit: str = ""  # in words, for example: warn above 0.1, fail above 1
-    advice: str = ""  # what to do; empty when there is nothing to do
+    advice: str = ""  # the remedy, if one is needed
 
     @property
     def name(self) -> str:
@@ -68,14 +126,14 @@ def fail_if(bad: bool) -> Grade:
 
 
 def grade_above(value: float, warn: float, fail: float) -> Grade:
-    """Grade a value that should be low; one that is no number fails, since something lies."""
+    """Grade a value that should be low; NaN fails, because a measurement is wrong."""
     if not value <= fail:
         return Grade.FAIL
     return warn_if(value > warn)
 
 
 def grade_below(value: float, warn: float, fail: float) -> Grade:
-    """Grade a value that should be high; one that is no number fails, since something lies."""
+    """Grade a value that should be high; NaN fails, because a measurement is wrong."""
     if not value >= fail:
         return Grade.FAIL
     return warn_if(value < warn)
@@ -87,7 +145,7 @@ def keep_if_needed(grade: Grade, advice: str) -> str:
 
 
 def worst(findings: Iterable[Finding]) -> Grade:
-    """Return the worst grade; all skipped is OK, since nothing speaks against the machine."""
+    """Return the worst grade; all skipped is OK, because there is no evidence of a fault."""
     found = max((f.grade for f in findings), key=_BADNESS.__getitem__, default=Grade.OK)
     return Grade.OK if found is Grade.SKIPPED else found
 

@@ -1,7 +1,7 @@
 """Ask NVIDIA's driver about GPUs through NVML (the optional package nvidia-ml-py).
 
 Runs in a process of its own: a driver in trouble hangs or crashes its callers. A GPU that does not
-know an answer (older, virtual, or split by MIG) gives None for it; one that is lost says so. The
+know an answer (older, virtual, or split by MIG) gives None for it; a lost one gives an error. The
 library is an argument, so that tests bring their own.
 """
 
@@ -145,7 +145,7 @@ class GpuReader:
         return int(values[0].value.uiVal)
 
     def _watch_events(self) -> None:
-        """Have the driver keep Xid errors from now on; where it will not, they stay None."""
+        """Ask the driver to keep Xid errors from now on; where it will not, they stay None."""
         nvml = self._nvml
         try:
             event_set = nvml.nvmlEventSetCreate()
@@ -175,7 +175,7 @@ class GpuReader:
                 try:
                     event = nvml.nvmlEventSetWait_v2(event_set, 0)
                 except nvml.NVMLError:
-                    break  # a time-out: nothing has happened
+                    break  # a time-out: there was no event
                 if event.eventType & nvml.nvmlEventTypeXidCriticalError:
                     bus = self._bus(event.device)
                     known = self._xids.get(bus, ())
@@ -199,7 +199,7 @@ def load_nvml() -> ModuleType | str:
 def gpu_looker(
     present: int, nvml: Any = None, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], GpuReport]:
-    """Make a function for one look after another; without a driver it says so each time."""
+    """Make a function for one look after another; without a driver it reports that each time."""
     library = load_nvml() if nvml is None else nvml
     if isinstance(library, str):
         return lambda: GpuReport(missing=library, present=present)

@@ -1,6 +1,6 @@
 """Judge a machine by the history of its findings: a `Watch` turns rounds of them into a verdict.
 
-It knows nothing of how anything was measured. Its invariant: no single round of findings, however
+It does not know how anything was measured. Its invariant: no single round of findings, however
 bad, ever drains a node, and a drained node is only taken back after a clean probation, in which
 every check that drained it was seen to be well again.
 """
@@ -22,13 +22,13 @@ class Health(enum.Enum):
     """Health is what the job should do with a node."""
 
     HEALTHY = "healthy"
-    SUSPECT = "suspect"  # keep it, prefer others, look at it
+    SUSPECT = "suspect"  # keep it, prefer other nodes, look at it
     DRAIN = "drain"  # move its work away; it is taken back after a clean probation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthVerdict:
-    """A health verdict says what to do with a node and why; small enough for every report."""
+    """Gives the treatment of a node and its reason; small enough for every report."""
 
     health: Health = Health.HEALTHY
     reason: str = ""  # one bounded line; empty when healthy
@@ -67,7 +67,7 @@ class _CheckTrack:
 
     recent: deque[tuple[float, Grade]]
     suspect: bool = False
-    bad: Finding | None = None  # the newest one that was not ok
+    bad: Finding | None = None  # the newest finding that was not ok
 
     def count(self, grade: Grade) -> int:
         return sum(1 for _, g in self.recent if g is grade)
@@ -93,7 +93,7 @@ class WatchRecord:
 
 @dataclass(slots=True)
 class _Probation:
-    """A probation tells how far a drained node is on its way back."""
+    """Keeps the progress of a drained node on its way back."""
 
     causes: dict[str, None] = field(default_factory=dict)  # failed, in order; must be seen well
     seen: dict[str, None] = field(default_factory=dict)  # causes seen well since clean_at
@@ -204,7 +204,7 @@ class Watch:
         return HealthVerdict(health=health, reason=to_one_line(reason), check=bad.check)
 
     def _prove(self, findings: Sequence[Finding], now: float) -> None:
-        """Let one round count towards the probation, which any failure starts again.
+        """Count one round towards the probation, which any failure starts again.
 
         Checks may report at different times, so a sample is complete when every cause has been seen
         to be well; silence does not advance it.

@@ -1,12 +1,19 @@
-"""Read what the kernel wrote about broken hardware, from /dev/kmsg, without waiting for more.
+"""Reads the kernel's lines about broken hardware and killed processes, from /dev/kmsg.
 
-Lines are only ever compared with fixed patterns, and cut before they are shown.
+Reading does not wait for more lines. They are only ever compared with fixed patterns, and cut
+before they are shown. Where the log can be read, and numbers processes as we do, it names a process
+that the kernel has killed because memory ran out. Otherwise a control group counts such kills, and
+a count that has just grown explains a SIGKILL that no other process has sent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import time
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,7 +67,7 @@ class KernelLog:
         self._descriptor = -1
 
     def open(self, *, from_end: bool) -> str:
-        """Open the device; returns why there is nothing to read, or an empty text."""
+        """Open the device; return the reason why it cannot be read, or an empty text."""
         try:
             self._descriptor = os.open(self._device, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             if from_end:
@@ -77,7 +84,7 @@ class KernelLog:
             try:
                 record = os.read(self._descriptor, RECORD_BYTES_MAX)
             except BrokenPipeError:
-                continue  # older records were overwritten meanwhile: go on with the oldest left
+                continue  # older records were overwritten: continue with the oldest left
             except OSError:
                 break
             parsed = parse_record(record.decode("utf-8", errors="replace"))
@@ -106,3 +113,80 @@ def read_log(device: Path = DEVICE) -> KernelLogSample:
     finally:
         log.close()
     return tally.sample()
+
+
+WINDOW_S = 10.0  # a process with much memory takes as long to end after its kill
+_KILLED = re.compile(r"ut of memory: Killed process (\d+) ")
+_COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+
+
+class OomKills:
+    """Watches the count of one control group. `look` at it often."""
+
+    def __init__(
+        self, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup"), log: Path = DEVICE
+    ) -> None:
+        self._proc = proc
+        self._groups = groups
+        self._log = log
+        self._seen: deque[tuple[float, int]] = deque()  # times and counts, of the last seconds
+        self._explained: deque[float] = deque()  # times of kills that one process each has had
+
+    def look(self, now: float) -> int:
+        """Read the count; return by how much it has grown in the last seconds."""
+        count = self._read_count()
+        self._seen.append((now, count))
+        while len(self._seen) > 1 and self._seen[1][0] < now - WINDOW_S:
+            self._seen.popleft()
+        while self._explained and self._explained[0] < now - WINDOW_S:
+            self._explained.popleft()
+        return count - self._seen[0][1]
+
+    def explain(self, pid: int, now: float) -> str:
+        """Return the evidence that the kernel has killed this process for lack of memory, or ""."""
+        grown = self.look(now)
+        if line := self._find_line(pid):
+            self._explained.append(now)
+            return line
+        if grown <= len(self._explained):
+            return ""
+        self._explained.append(now)
+        return "its control group counts the kill"
+
+    def _find_line(self, pid: int) -> str:
+        """Return the line of the kernel's log on this process, if it can be read and has one."""
+        log = KernelLog(self._log)
+        if log.open(from_end=False):
+            return ""
+        try:
+            since_s = time.clock_gettime(time.CLOCK_BOOTTIME) - 2 * WINDOW_S
+            lines = log.lines(RECORDS_MAX, since_s)
+        finally:
+            log.close()
+        named = ((line, _KILLED.search(line)) for line in reversed(lines))
+        return next((line[:LINE_MAX] for line, m in named if m and int(m[1]) == pid), "")
+
+    def _read_count(self) -> int:
+        """Return the number of such kills in this process's control group; 0 if none counts."""
+        for path in self._find_files():
+            with contextlib.suppress(OSError):
+                if found := _COUNT.search(path.read_text()):
+                    return int(found[1])
+        return 0
+
+    def _find_files(self) -> Iterator[Path]:
+        """Yield the files that may have the count, the best one first."""
+        try:
+            lines = (self._proc / "self" / "cgroup").read_text().splitlines()
+        except OSError:
+            lines = []
+        for line in lines:
+            _, controllers, place = line.split(":", 2)
+            # A container may see the path of its group, or the group itself at the root.
+            if controllers == "":
+                for folder in (place.lstrip("/"), ""):
+                    yield self._groups / folder / "memory.events"
+            elif "memory" in controllers.split(","):
+                for folder in (place.lstrip("/"), ""):
+                    yield self._groups / "memory" / folder / "memory.oom_control"
+        yield self._proc / "vmstat"

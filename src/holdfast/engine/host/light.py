@@ -39,10 +39,9 @@ from holdfast.engine.host.checks_trials import (
     judge_kernel_log,
 )
 from holdfast.engine.host.external_checks import ExternalCheck, RepeatedCheck, make_repeated_check
-from holdfast.engine.host.findings import Finding, Grade
+from holdfast.engine.host.findings import Finding, Grade, Limits
 from holdfast.engine.host.host import HostReader
 from holdfast.engine.host.kernel_log import KernelLog, KernelLogTally
-from holdfast.engine.host.limits import Limits
 
 LINES_MAX = 200  # lines of the kernel's log in one round
 BUSY = ("memory-available", "cpu-steal")
@@ -72,7 +71,7 @@ class LightChecks:
         self._host: HostSample | None = None
         self._gpus: GpuReport | None = None
         self._gpus_expected = 0
-        self._gpus_none = False  # nothing to ask, now and later
+        self._gpus_none = False  # there are no GPUs, now and later
         self._log_state = "closed"  # open, closed, or why it cannot be read
 
     def round(self, now: float) -> tuple[Finding, ...]:
@@ -174,7 +173,7 @@ def _answer(watcher: Watcher, now: float, limits: Limits, kind: type[Any]) -> tu
 def light_checks(
     directory: str, limits: Limits | None = None, external: Sequence[ExternalCheck] = ()
 ) -> LightChecks:
-    """Make the checks of this machine; nothing is started yet. `directory`: where it writes."""
+    """Make the checks of this machine; none is started yet. `directory`: its disk is tried."""
     reader = HostReader()
     disk = {"directory": directory, "syncs": 1, "write_s": 0.0}
     gpu = {"present": reader.gpus_present()}

@@ -21,8 +21,7 @@ from typing import Any, NoReturn
 from holdfast.engine.core.errors import OtherJob, WireError
 from holdfast.engine.core.job_problems import JOB_BYTES_MAX
 from holdfast.engine.net import tls as tls_module
-from holdfast.engine.net.complaints import Complaints
-from holdfast.engine.net.strangers import Strangers
+from holdfast.engine.net.strangers import Complaints, Strangers
 from holdfast.engine.net.tcp import CONNECT_S, DEAD_S, dial, name_of, tune
 from holdfast.engine.wire import frames
 from holdfast.engine.wire.messages import decode, encode
@@ -67,7 +66,7 @@ class Channel:
         """Queue a message; a peer that does not read is disconnected rather than waited for.
 
         A message to a peer that has hung up is dropped. asyncio would close the connection when
-        that cannot be written, and with it lose what the peer has said before.
+        that cannot be written, and with it lose the peer's last messages.
         """
         waiting = self._writer.transport.get_write_buffer_size()
         if waiting > self._backlog_bytes_max and not self._cut_off:
@@ -106,7 +105,7 @@ class Channel:
             self._writer.transport.abort()
 
     async def _read(self) -> bytes:
-        """Read some bytes; none at the end, however it came, unless its reason is worth telling."""
+        """Read some bytes; none at the end, unless its reason is worth an error."""
         try:
             data = await self._reader.read(READ_BYTES)
         except ssl.SSLError as error:
@@ -183,7 +182,7 @@ async def connect(
     handshake_s: float = HANDSHAKE_S,
     dead_s: float = DEAD_S,
 ) -> Channel:
-    """Open a channel to a server. OSError if nobody answers, WireError if the wrong one does.
+    """Open a channel to a server. OSError if no server answers, WireError if the wrong one does.
 
     `job`: the job of this client, if it has one yet; OtherJob if the server's is another.
     `tls`: a context from `client_context`; the server's certificate is then checked against `host`.
@@ -210,7 +209,7 @@ async def connect(
 async def _answer(
     reader: asyncio.StreamReader, secret: bytes, nonce: bytes, ours: bytes
 ) -> frames.Encounter:
-    """Check the client's proof; return what both have said."""
+    """Check the client's proof; return the greetings of both."""
     answer = b""
     while len(answer) < frames.GREETING_BYTES:  # refused at the first wrong byte
         answer += await _read_some(reader, frames.GREETING_BYTES - len(answer))
@@ -353,7 +352,7 @@ class Gate:
         asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def close(self) -> None:
-        """Stop accepting and turn the strangers away; channels being served go on."""
+        """Stop accepting and turn the strangers away; channels being served stay."""
         for listener in self._listener:
             asyncio.get_running_loop().remove_reader(listener)
         self._listener = []

@@ -2,8 +2,8 @@
 
 One thread conducts the proofs of all connections at once, so that a stranger costs a descriptor and
 a few bytes for `proof_s` at most; with certificates that includes the handshake of TLS. Which
-strangers have to go is decided in net/strangers.py; why they had to is said in a bounded number of
-lines (net/complaints.py).
+strangers have to go is decided in net/strangers.py; the reasons are logged in a bounded number of
+lines.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from dataclasses import dataclass
 
 from holdfast.engine.core.errors import HoldfastError, WireError, first_line
 from holdfast.engine.net import tls
-from holdfast.engine.net.complaints import Complaints
-from holdfast.engine.net.peer_identity import PeerIdentity
 from holdfast.engine.net.peer_stream import PeerProof, Purpose
 from holdfast.engine.net.standard_streams import print_plain
-from holdfast.engine.net.strangers import Strangers
+from holdfast.engine.net.strangers import Complaints, Strangers
 from holdfast.engine.net.tcp import name_of, tune
+from holdfast.engine.net.tls import PeerIdentity
 
 BACKLOG = 1024  # connections that the kernel holds until they are accepted
 ACCEPTS_AT_ONCE = 16  # between two looks at what strangers have sent
-SILENT_S = 20.0  # a machine that acknowledges nothing for this long ends its connections
+SILENT_S = 20.0  # after this time without an acknowledgement a machine's connections end
 LEFT = "it left before the handshake was done"
 EXHAUSTED_S = 0.1  # pause in accepting when descriptors or memory have run out
 
@@ -74,7 +73,7 @@ def open_listener(host: str) -> tuple[socket.socket, str]:
 
 
 class PeerListener:
-    """Accepts connections, and calls `admit` with each one that has proved to be of the job.
+    """Accepts connections, and calls `admit` with each connection that is proved to be of the job.
 
     `admit` runs in the listener's thread, so it must not block; the connection is its to close. If
     it raises an OSError, a RuntimeError or one of Holdfast's errors, the connection is closed and
@@ -115,7 +114,7 @@ class PeerListener:
         threading.Thread(target=self._run, name="holdfast-listen", daemon=True).start()
 
     def close(self) -> None:
-        """Stop accepting and turn the strangers away; connections that were let in go on."""
+        """Stop accepting and turn the strangers away; connections that were let in stay."""
         with self._closing:
             if not self._closed.is_set():
                 self._closed.set()
@@ -175,7 +174,7 @@ class PeerListener:
             self._selector.register(sock, selectors.EVENT_READ, stranger)
             host, proof_s = str(address[0]), self._limits.proof_s
             self._turn_away(self._strangers.enter(stranger, host, time.monotonic(), proof_s))
-            self._hear(stranger)  # an honest peer has mostly said its first words by now
+            self._hear(stranger)  # an honest peer has mostly sent its hello by now
 
     def _hear(self, stranger: _Stranger) -> None:
         """Read everything that a stranger has sent, and answer it."""

@@ -1,27 +1,58 @@
 """Opens TCP connections on which both sides first prove that they are of the same job.
 
-The connecting side names its purpose, in a magic word and three numbers. The proofs are those of
-net/proof.py; net/peer_listener.py listens. With certificates all of it is encrypted (TLS). Messages
-are MessagePack with their length before them; their meaning, and any bytes after them, are up to
-the callers.
+The connecting side names its purpose, in a magic word and three numbers; net/peer_listener.py
+listens. With certificates all of it is encrypted (TLS). Messages are MessagePack with their length
+before them; their meaning, and any bytes after them, are up to the callers.
+
+The proofs are tokens. Only a holder of the job's peer key can make a token. It is bound to its
+sender, its receiver and all earlier words of both sides, which contain a fresh random number of
+each and so belong to one connection alone. A token that was overheard is of no use in another group
+or to another member. It proves the identity of members as the group is built. It neither hides nor
+seals later data.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 import socket
 import ssl
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
 
 from holdfast.engine.core.errors import WireError
-from holdfast.engine.net import proof, tls
-from holdfast.engine.net.peer_identity import PeerIdentity, split_address
+from holdfast.engine.net import tls
+from holdfast.engine.net.tls import PeerIdentity, split_address
+
+TOKEN_BYTES = 32
+NONCE_BYTES = 16
+
+
+def group_name(addresses: Sequence[bytes]) -> bytes:
+    """Digest a group's `addresses` by rank, each with its owner's nonce: no other group has it."""
+    digest = hashlib.sha256(b"holdfast group 1")
+    for address in addresses:
+        digest.update(len(address).to_bytes(4, "big") + address)
+    return digest.digest()
+
+
+def token(key: bytes, group: bytes, sender: int, receiver: int) -> bytes:
+    """Make the token that rank `sender` shows to rank `receiver`."""
+    text = b"holdfast peer 1|%s|%d|%d" % (group, sender, receiver)
+    return hmac.digest(key, text, hashlib.sha256)
+
+
+def is_token(claim: bytes, key: bytes, group: bytes, sender: int, receiver: int) -> bool:
+    """Compare tokens in constant time."""
+    return hmac.compare_digest(claim, token(key, group, sender, receiver))
+
 
 HELLO = struct.Struct("!8sQII16s")  # magic, three numbers, nonce
 REACH_S = 10.0  # to connect and to exchange proofs: a process that listens may just be starting
@@ -74,7 +105,7 @@ def connect(
 def begin_tls(channel: socket.socket, identity: PeerIdentity, name: str) -> socket.socket:
     """Return the connection to use instead of `channel`: encrypted, if we have certificates.
 
-    Nothing has been sent yet when it returns; `introduce` shakes hands. `name`: what the
+    No byte has been sent yet when it returns; `introduce` shakes hands. `name`: what the
     listener's certificate must be for. OSError.
     """
     if identity.tls is None:
@@ -90,7 +121,7 @@ def begin_tls(channel: socket.socket, identity: PeerIdentity, name: str) -> sock
 def shut(channel: socket.socket) -> None:
     """End a connection in both directions, which frees its blocked threads. Never blocks.
 
-    SSLSocket.shutdown would let a thread that is still sending go on without encryption.
+    SSLSocket.shutdown would let a thread that is still sending continue without encryption.
     """
     with suppress(OSError):
         socket.socket.shutdown(channel, socket.SHUT_RDWR)
@@ -106,12 +137,12 @@ def introduce(
             channel.do_handshake()
         except TimeoutError:
             raise TimeoutError(LATE) from None
-    hello = HELLO.pack(magic, *purpose, os.urandom(proof.NONCE_BYTES))
+    hello = HELLO.pack(magic, *purpose, os.urandom(NONCE_BYTES))
     channel.sendall(hello)
-    group = proof.group_name([hello, _receive_by(until, channel, proof.NONCE_BYTES)])
-    channel.sendall(proof.token(key, group, 0, 1))
-    claim = _receive_by(until, channel, proof.TOKEN_BYTES)
-    if not proof.is_token(claim, key, group, 1, 0):
+    group = group_name([hello, _receive_by(until, channel, NONCE_BYTES)])
+    channel.sendall(token(key, group, 0, 1))
+    claim = _receive_by(until, channel, TOKEN_BYTES)
+    if not is_token(claim, key, group, 1, 0):
         raise WireError("what listens there has not proved that it is of this job")
 
 
@@ -147,8 +178,8 @@ class PeerProof:
 
     @property
     def wants(self) -> int:
-        """Return how many bytes to read at most; what follows them belongs to somebody else."""
-        size = proof.TOKEN_BYTES if self._group else HELLO.size
+        """Return the number of bytes to read at most; later ones belong to another reader."""
+        size = TOKEN_BYTES if self._group else HELLO.size
         return size - len(self._data)
 
     def feed(self, data: bytes) -> bytes:
@@ -160,17 +191,17 @@ class PeerProof:
             raise WireError(f"not a peer of this job: it begins with {self._data[:8]!r}")
         if self.wants:
             return b""
-        nonce = os.urandom(proof.NONCE_BYTES)
+        nonce = os.urandom(NONCE_BYTES)
         self._hello, self._data = self._data, b""
-        self._group = proof.group_name([self._hello, nonce])
+        self._group = group_name([self._hello, nonce])
         return nonce
 
     def _check_token(self) -> bytes:
-        if not proof.is_token(self._data, self._key, self._group, 0, 1):
+        if not is_token(self._data, self._key, self._group, 0, 1):
             raise WireError("it does not know this job's secret")
         _, first, second, third, _ = HELLO.unpack(self._hello)
         self.purpose = first, second, third
-        return proof.token(self._key, self._group, 1, 0)
+        return token(self._key, self._group, 1, 0)
 
 
 def send_message(channel: socket.socket, message: msgspec.Struct) -> None:

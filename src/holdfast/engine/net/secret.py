@@ -1,7 +1,7 @@
 """Finds the job's secret and derives keys from it.
 
-The secret is what makes a process part of a job. So it is taken only from places that others cannot
-read, never from a command line, and never passed on to child processes.
+The secret is what makes a process part of a job. So it is taken only from places that other users
+cannot read, never from a command line, and never passed on to child processes.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def load_secret(
 
 
 def read_secret_file(path: Path) -> bytes:
-    """Read the secret from a file that others cannot read. UserError.
+    """Read the secret from a file that other users cannot read. UserError.
 
-    The rule is PostgreSQL's for its keys: a file of ours must be closed to group and others (0600,
-    0400); one owned by root may be readable by its group as well (0440, 0640), since that is how
+    The rule is PostgreSQL's for its keys: a file of ours must be closed to group and world (0600,
+    0400); a file owned by root may be readable by its group as well (0440, 0640), since that is how
     Kubernetes hands a secret to a pod that does not run as root (`defaultMode: 0440`, `fsGroup`).
     Links are followed, as Kubernetes mounts need; the file that was opened is the one checked.
     """
@@ -73,7 +73,7 @@ def _read(path: Path, flags: int) -> bytes:
 
 
 def _reason_to_refuse(found: os.stat_result) -> str:
-    """Return why a secret must not come from this file; empty if it may."""
+    """Return the reason why a secret must not come from this file; empty if it may."""
     me = os.geteuid()
     if not stat.S_ISREG(found.st_mode):
         return "is not a regular file: name one"
@@ -90,8 +90,8 @@ def _reason_to_refuse(found: os.stat_result) -> str:
 def write_run_dir(path: Path, secret: bytes) -> None:
     """Write the secret into a run directory, as a new file that only its owner can read. OSError.
 
-    Any older file of its name is removed, and a link is never followed: in a directory that others
-    can write to, they could choose where the secret goes and who may read it.
+    Any older file of its name is removed, and a link is never followed: in a directory where
+    other users can write, they could choose its place and its readers.
     """
     file = path / RUN_DIR_FILE
     file.unlink(missing_ok=True)
@@ -103,7 +103,8 @@ def write_run_dir(path: Path, secret: bytes) -> None:
 def read_run_dir(path: Path) -> bytes:
     """Read the secret that `holdfast run` made in its directory. UserError.
 
-    It must be the file that was made there: no link, and closed to others as any secret file is.
+    It must be the file that was made there: no link, and closed to other users as any secret file
+    is.
     """
     if not path.is_dir():
         raise UserError(f"there is no run directory {path}: `holdfast run` prints its own at start")

@@ -8,9 +8,30 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import TextIO
 
 from holdfast.engine.core.plain_text import fit
+
+
+class RareLines:
+    """Passes a line on only if it differs from the last line about the same subject.
+
+    `say`: takes the lines. A problem that lasts is thus printed once.
+    """
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+        self._last: dict[str, str] = {}  # by subject
+
+    def put(self, line: str, subject: str = "") -> None:
+        if self._last.get(subject) != line:
+            self._last[subject] = line
+            self._say(line)
+
+    def forget(self, subject: str = "") -> None:
+        """Record that the last line is not true any more: the same line is news again."""
+        self._last.pop(subject, None)
 
 
 def fill_standard_streams() -> None:

@@ -1,13 +1,14 @@
 """Sets limits for connections that have not proved themselves: how many there are, and how long.
 
 All listeners share these rules. There is no clock and no socket here: callers pass the time, and
-close the connections that they are told to close.
+close the connections that are returned to them. Complaints about strangers do not flood a log: the
+first lines are written, all further ones only counted in a line.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -77,3 +78,44 @@ class Strangers(Generic[T]):
     def deadline(self) -> float | None:
         """Return when `expire` is due; None without strangers."""
         return min((entry.until for entry in self._entries.values()), default=None)
+
+
+class Complaints:
+    """Writes at most `lines_max` lines in every `window_s`, and one line that counts the rest.
+
+    The caller passes the time and calls `flush` at the deadline.
+    """
+
+    def __init__(
+        self, say: Callable[[str], None], lines_max: int = 10, window_s: float = 10.0
+    ) -> None:
+        self.window_s = window_s
+        self._say = say
+        self._lines_max = lines_max
+        self._lines = 0  # written in the present window
+        self._held = 0
+        self._last = ""
+        self._ends_at: float | None = None  # when the present window ends; None: none is open
+
+    def deadline(self) -> float | None:
+        """Return when `flush` is due; None while no line is held back."""
+        return self._ends_at
+
+    def add(self, text: str, now: float) -> None:
+        self.flush(now)
+        if self._ends_at is None:
+            self._ends_at = now + self.window_s
+        if self._lines < self._lines_max:
+            self._lines += 1
+            self._say(text)
+        else:
+            self._held += 1
+            self._last = text
+
+    def flush(self, now: float, force: bool = False) -> None:
+        """Close the window if it is over (or `force`), and report the lines that it held back."""
+        if self._ends_at is None or (now < self._ends_at and not force):
+            return
+        if self._held:
+            self._say(f"and {self._held} more in {self.window_s:g} s, the last: {self._last}")
+        self._lines, self._held, self._last, self._ends_at = 0, 0, "", None

@@ -1,8 +1,8 @@
 """Sets up TCP for the control plane: it connects quickly or not at all, and notices a dead network.
 
 Without these options a connection whose network is gone looks alive for a quarter of an hour. With
-them the kernel gives up once nothing has been acknowledged for `dead_s`. A frozen peer is another
-case: its kernel goes on acknowledging. It is disconnected, as one that does not read, only when its
+them the kernel gives up after `dead_s` without an acknowledgement. A frozen peer is another case:
+its kernel still acknowledges. It is disconnected, like a peer that does not read, only when its
 receive buffer has been full for `dead_s`; it can connect again when it wakes.
 """
 
@@ -28,7 +28,7 @@ CONNECTING_MAX = 4096  # agents that come back all at once, when a coordinator h
 
 
 def tune(sock: socket.socket, dead_s: float) -> None:
-    """Have the kernel close the connection after `dead_s` without acknowledgement.
+    """Ask the kernel to close the connection after `dead_s` without acknowledgement.
 
     If the connection is idle, this takes up to 1 s longer.
     """
@@ -88,11 +88,12 @@ def check_endpoint(host: str, port: int) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket at an address that others can be told. UserError."""
+    """Return a listening socket at an address that agents can reach. UserError."""
     try:
         if not host or ipaddress.ip_address(host).is_unspecified:
             raise UserError(
-                f"--host {host or repr(host)} is no machine: give one that agents reach"
+                f"--host {host or repr(host)} names no single machine: give a name or address "
+                "that agents can reach"
             )
     except ValueError:
         pass  # it is a name

@@ -1,7 +1,10 @@
 """Sets up TLS with the operator's certificates: both sides show one signed by the operator's CA.
 
 TLS hides the data; the job's secret still proves inside that a peer belongs to the job.
-Only TLS 1.3 is spoken, since all processes of a job run the same release.
+Only TLS 1.3 is used, because all processes of a job run the same release.
+
+A process's credentials for other processes of its job are the peer key, which proves that it is of
+the job, and certificates: with these (`--tls`) the connection is encrypted before the proofs.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import os
 import ssl
 import stat
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +97,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     """Make the context for `Gate` and `accept`. UserError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_REQUIRED
-    context.num_tickets = 0  # nothing to resume: each connection proves its certificate afresh
+    context.num_tickets = 0  # no sessions are resumed: each connection proves its certificate
     return _fill(context, files)
 
 
@@ -172,3 +175,32 @@ def _fill(context: ssl.SSLContext, files: TlsFiles) -> ssl.SSLContext:
 def _shorten(error: Exception) -> str:
     reason = getattr(error, "reason", None)
     return str(reason or error).lower().replace("_", " ")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerIdentity:
+    """Identifies a process of a job to its peers. `tls`: None for plain connections."""
+
+    key: bytes = field(default=b"", repr=False)
+    tls: PeerTls | None = None
+
+    @classmethod
+    def of(cls, key: bytes, directory: Path | None) -> PeerIdentity:
+        """Make one from the peer key and an operator's --tls directory. UserError."""
+        return cls(key=key, tls=peer_tls_of(directory))
+
+    def address(self, host: str, place: str) -> str:
+        """Return the address to announce for a listener of this process at `place`, HOST:PORT.
+
+        Where our certificate is not for `host`, a name that it is for follows after a slash:
+        whoever connects checks the certificate against that. UserError.
+        """
+        name = self.tls.name_for(host) if self.tls is not None else host
+        return place if place.rpartition(":")[0] == name else f"{place}/{name}"
+
+
+def split_address(address: str) -> tuple[str, int, str]:
+    """Split an announced address into host, port, and the name for the certificate. ValueError."""
+    place, _, name = address.partition("/")
+    host, _, port = place.rpartition(":")
+    return host, int(port), name or host

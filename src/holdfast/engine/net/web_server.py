@@ -2,7 +2,7 @@
 
 A connection is a stranger until the head of a request has come, and again between two requests.
 The rules of net/strangers.py apply to it, as on the control plane. The module knows no application:
-callers pass one, and uvicorn speaks HTTP. Every request must call the server by one of its own
+callers pass one, and uvicorn handles HTTP. Every request must call the server by one of its own
 names, because a page of another site can have its name resolved to this machine.
 """
 
@@ -99,7 +99,7 @@ class WebGuard:
 
 
 class WebState(ServerState):
-    """Keeps the strangers of one server beside the connections that uvicorn keeps."""
+    """Keeps the strangers of one server next to the connections that uvicorn keeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def serve(listener: socket.socket, server: WebServer, announce: Callable[[], Non
 
 
 async def _serve(listener: socket.socket, server: WebServer, announce: Callable[[], None]) -> None:
-    # Before the server is up, a signal may be lost: Python ignores what it raises in a destructor.
+    # Before the server is up, a signal may be lost: Python ignores an exception in a destructor.
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     rising = asyncio.create_task(server.is_up.wait())
     await asyncio.wait({serving, rising}, return_when=asyncio.FIRST_COMPLETED)

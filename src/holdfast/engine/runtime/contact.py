@@ -29,7 +29,7 @@ from holdfast.engine.wire.messages import LogReply, LogRequest, StatusReply, Sta
 
 ANSWER_S = 5.0
 AGAIN_S = 0.5
-ENDED_ALONE = 4  # exit status of an agent that ends without having heard that its job is over
+ENDED_ALONE = 4  # exit status of an agent that ends without a word that its job is over
 T = TypeVar("T")
 
 
@@ -37,8 +37,8 @@ T = TypeVar("T")
 class Contact:
     """Names the place of a coordinator.
 
-    `election`: a URL; empty if the coordinator is at `address` (host, port). `job`: the one that
-    it must be of; empty: any.
+    `election`: a URL; empty if the coordinator is at `address` (host, port). `job`: it must
+    be of this job; empty: any.
     """
 
     address: tuple[str, int] = ("", 0)
@@ -71,7 +71,7 @@ class Contact:
             return False
         try:
             if await locate(self.election) is not None:
-                return False  # the leader says it itself, once everything has ended
+                return False  # the leader reports the end itself, once everything has ended
             return await read_outcome(self.election) is not None
         except WorldError:
             return False
@@ -125,7 +125,7 @@ def ask(
 ) -> T:
     """Ask the coordinator one question and return its answer. NoAnswer if none comes; UserError.
 
-    `patience_s`: how long to try again while nobody answers.
+    `patience_s`: the time for further tries while no coordinator answers.
     """
     deadline, told = time.monotonic() + patience_s, False
     while True:
@@ -177,5 +177,5 @@ def read_worker_log(
             if reply.name:
                 return reply.name, list(reply.lines)
         except (HoldfastError, OSError):
-            pass  # `holdfast status` says why it does not answer
+            pass  # `holdfast status` shows why it does not answer
     return read_log_end(run_dir.logs, worker)

@@ -20,7 +20,7 @@ from holdfast.engine.runtime.outlet import LogFile
 from holdfast.engine.state.store.regular_files import open_regular, read_whole_lines
 
 EVENT_BYTES_MAX = 1 << 20  # a longer line is no event
-FAILED = "failed"  # kind of the event that tells the outcome of a failed job
+FAILED = "failed"  # kind of the event with the outcome of a failed job
 
 
 class LoggedEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -52,7 +52,7 @@ class EventSink:
         self._own_lines = 0
 
     def next_own_id(self, term: int) -> str:
-        """Return an id for a line that the core knows nothing of."""
+        """Return an id for a line that is not the core's."""
         self._own_lines += 1
         return f"{term}.s{self._own_lines}"
 

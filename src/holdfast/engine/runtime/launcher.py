@@ -1,7 +1,7 @@
 """Launches a job with its coordinator and first node, a further node, or a standby.
 
-Whoever launches a coordinator holds its listening socket, so that one that dies comes back at the
-same address.
+Whoever launches a coordinator holds its listening socket, so that a coordinator that dies comes
+back at the same address.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Show = Callable[[RunDir, Path | None], AbstractContextManager[Streams | None]]
 
 
 def hide_nothing(run_dir: RunDir, tls: Path | None) -> AbstractContextManager[None]:
-    """Let processes write to our own output."""
+    """Leave the output of processes to them: they write to ours."""
     return contextlib.nullcontext()
 
 
@@ -114,7 +114,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorSite:
-    """Describes the place of a coordinator: its socket, and its name for others."""
+    """Describes the place of a coordinator: its socket, and its name for other nodes."""
 
     run_dir: RunDir
     listener: socket.socket
@@ -122,7 +122,7 @@ class CoordinatorSite:
     tls: Path | None = None
 
     def coordinator(self, arguments: Sequence[str], at_first: Sequence[str] = ()) -> Kept:
-        """Describe the coordinator's process; those that replace it do not get `at_first`."""
+        """Describe the coordinator's process; its replacements do not get `at_first`."""
 
         def command(starts: int) -> list[str]:
             return [
@@ -143,8 +143,8 @@ class CoordinatorSite:
             ends_with=(0, 1),
             excused=excused,
             pass_fds=[self.listener.fileno()],
-            # One that cannot even write how the job ended has told nobody. After a term that is
-            # over, the next leader does.
+            # A coordinator that cannot even write the outcome has not reported it to agents. After
+            # the end of a term, the next leader does.
             has_told=lambda code: code in (0, *excused) or self.run_dir.outcome() is not None,
         )
 
@@ -189,7 +189,7 @@ def launch_job(
         ).run()
     _tell_how_it_went(site.run_dir)
     outcome = site.run_dir.outcome()
-    if outcome and not interrupted:  # else the coordinator has said so
+    if outcome and not interrupted:  # else the coordinator has printed it
         say(outcome)
     if interrupted:
         return INTERRUPTED
@@ -207,7 +207,7 @@ def _tell_how_it_went(run_dir: RunDir) -> None:
         goodput = read_goodput(run_dir)
     except UserError:  # no worker has begun, or the log cannot be read
         return
-    if not goodput.steps:  # all that counts then is why the job has failed
+    if not goodput.steps:  # only the reason of the failure counts then
         return
     for line in [*summarize(goodput), f"for more: holdfast report {run_dir.path}"]:
         say(line)

@@ -1,6 +1,6 @@
 """Starts real runs for tests as a user would, disturbs them from outside and watches them end.
 
-It is shipped so that users can test their own scripts. Nothing here reaches inside the job: it
+It is shipped so that users can test their own scripts. No function here reaches inside the job: it
 reads the status, the events file and the output, and sends signals to processes.
 """
 
@@ -18,19 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.engine.core.errors import HoldfastError
+from holdfast.engine.host import lifetime
 from holdfast.engine.net.tls import client_of
-from holdfast.engine.runtime import for_life
 from holdfast.engine.runtime.contact import job_status
 from holdfast.engine.runtime.job_events import read_events
 from holdfast.engine.runtime.rundir import RunDir
 
 POLL_S = 0.01
-ACTIVE = (
-    "computing",
-    "waiting",
-    "ended",
-    "hot spare",
-)  # states of workers that are members of the view
+# The states of workers that are members of the view.
+ACTIVE = ("computing", "waiting", "ended", "hot spare")
 
 
 class RunEnded(AssertionError):
@@ -68,7 +64,7 @@ class LocalRun:
 
     def __enter__(self) -> LocalRun:
         command = self._command or ["run", "--run-dir", str(self.run_dir.path)]
-        first = (for_life.__name__, str(os.getpid())) if self._bound else ()
+        first = (lifetime.__name__, str(os.getpid())) if self._bound else ()
         self._popen = self._start(
             [
                 *(sys.executable, "-m", *first, "holdfast.cli.main", *command),
@@ -111,12 +107,12 @@ class LocalRun:
         self._process().send_signal(number)
 
     def status(self) -> dict[str, Any]:
-        """Return what `holdfast status --json` prints. HoldfastError while nobody answers."""
+        """Return the status as `holdfast status --json` prints it. HoldfastError: no answer."""
         tls = client_of(self.tls)
         return job_status(self.run_dir, tls).to_dict()
 
     def members(self) -> dict[int, int]:
-        """Return worker -> pid of those in the view; empty while nobody answers."""
+        """Return worker -> pid of the members of the view; empty while there is no answer."""
         with contextlib.suppress(HoldfastError):
             workers = self.status()["workers"]
             return {w["id"]: w["pid"] for w in workers if w["state"] in ACTIVE}
@@ -125,7 +121,7 @@ class LocalRun:
     def until(self, ready: Callable[[], Any], timeout_s: float, what: str) -> Any:
         """Poll until `ready()` is truthy and return it; RunEnded if the run ends before.
 
-        A HoldfastError counts as "not yet": nobody answers while the coordinator is replaced.
+        A HoldfastError counts as "not yet": there is no answer while the coordinator is replaced.
         """
         deadline, problem = time.monotonic() + timeout_s, ""
         while True:
@@ -154,7 +150,7 @@ class LocalRun:
         return [e for e in read_events(self.run_dir.events) if kind is None or e["kind"] == kind]
 
     def leftovers(self) -> list[int]:
-        """Find live processes of this run: those that name its directory."""
+        """Find live processes of this run, which name its directory."""
         return [pid for pid in processes_that_name(self.run_dir.path) if pid != self.pid]
 
     def log(self) -> str:

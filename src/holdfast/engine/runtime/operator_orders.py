@@ -32,9 +32,9 @@ def drain(
     reason: str = DRAIN_REASON,
     deadline_s: float = float("inf"),
 ) -> list[str]:
-    """Order that these nodes leave the job. UserError: a node is unknown, or nobody answers.
+    """Order that these nodes leave the job. UserError: a node is unknown, or there is no answer.
 
-    `deadline_s`: the nodes will be gone by then. Returns sentences on what may be lost.
+    `deadline_s`: the nodes will be gone by then. Returns sentences on possible losses.
     """
     known = [node.id for node in job_status(run_dir, tls).agents]
     if unknown := [node for node in nodes if node not in known]:
@@ -48,7 +48,7 @@ def drain(
 
 
 def await_drained(run_dir: RunDir, tls: ssl.SSLContext | None, node: str) -> None:
-    """Wait until nothing on the node is needed, or the run is over. UserError if nobody answers."""
+    """Wait until the node is not needed, or the run is over. UserError: there is no answer."""
 
     def has_left(status: JobStatus) -> bool:
         found = status.node(node)
@@ -60,14 +60,14 @@ def await_drained(run_dir: RunDir, tls: ssl.SSLContext | None, node: str) -> Non
 def migrate(
     run_dir: RunDir, tls: ssl.SSLContext | None, worker: int, to: str, reason: str = MOVE_REASON
 ) -> None:
-    """Order that a worker moves to another node. UserError: it cannot, or nobody answers."""
-    if run_dir.spec().workers.spread > 1:  # the coordinator says the same, where this is not read
+    """Order that a worker moves to another node. UserError: it cannot, or there is no answer."""
+    if run_dir.spec().workers.spread > 1:  # the coordinator answers the same
         raise UserError(SPREAD_STAYS)
     _give(run_dir, tls, make_order(job_status(run_dir, tls), worker, to, reason))
 
 
 def await_migrated(run_dir: RunDir, tls: ssl.SSLContext | None, worker: int) -> None:
-    """Wait until the worker is no member, or the run is over. UserError if nobody answers."""
+    """Wait until the worker is no member, or the run is over. UserError: there is no answer."""
 
     def has_left(status: JobStatus) -> bool:
         return not any(each.id == worker and each.state.hosts for each in status.workers)
@@ -83,7 +83,7 @@ def scale(run_dir: RunDir, tls: ssl.SSLContext | None, servers: int) -> None:
 def await_scaled(run_dir: RunDir, tls: ssl.SSLContext | None, servers: int) -> bool:
     """Wait until all rows are on these servers, or the run is over; return whether they are.
 
-    UserError if nobody answers, or another number was asked for meanwhile.
+    UserError: there is no answer, or another number has been ordered since.
     """
     seen: list[JobStatus] = []
 

@@ -18,14 +18,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from holdfast.engine.net.readiness import wait_readable
+from holdfast.engine.net.descriptors import wait_readable
 from holdfast.engine.state.store.regular_files import append_regular
 
 WAITING_BYTES_MAX = 8 << 20
 CHUNK_BYTES = LINE_BYTES_MAX = 64 << 10
 LOOK_S = 0.005
 # At the end; the launcher waits somewhat longer for its processes.
-STALLED_S = 4.0  # for a reader that takes nothing
+STALLED_S = 4.0  # for a reader that does not read
 FLUSH_S = 8.0  # for all outlets
 
 
@@ -146,7 +146,7 @@ class Output:
 
     def __init__(self, outlets: Mapping[int, Outlet]) -> None:
         self._outlets = outlets
-        self._rests = dict.fromkeys(outlets, b"")  # of lines that have not ended
+        self._rests = dict.fromkeys(outlets, b"")  # beginnings of unfinished lines
         self._idle = threading.Event()
 
     def copy(self) -> None:
@@ -175,7 +175,7 @@ _outlets: weakref.WeakSet[Outlet] = weakref.WeakSet()
 
 
 def free_output(kept_in: str) -> None:
-    """Let no write to standard output and standard error wait for a reader from now on.
+    """Free all writes to standard output and standard error from waiting for a reader.
 
     Their descriptors lead to pipes which a thread empties. So every writer is covered: prints,
     warnings, tracebacks, and processes that inherit them. `kept_in`: where lines can be found that

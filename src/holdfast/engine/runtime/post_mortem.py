@@ -99,7 +99,7 @@ def _find(events: Sequence[Event], event: str) -> Incident | None:
 
 
 def _tell_story(run_dir: RunDir, event: str) -> str:
-    """Return the story of the event's incident, or what the event says if it has none."""
+    """Return the story of the event's incident, or the event's own text if it has none."""
     events = read_events(run_dir.events)
     incident = _find(events, event)
     if incident is not None:
@@ -109,7 +109,7 @@ def _tell_story(run_dir: RunDir, event: str) -> str:
 
 
 def _parts(run_dir: RunDir) -> Iterator[tuple[str, bytes]]:
-    """Yield the parts with their names, those first that matter most."""
+    """Yield the parts with their names, the most important ones first."""
     root = run_dir.path
     yield "job.json", _end_of(run_dir.job, EVENT_BYTES_MAX)
     yield "events.jsonl", _end_of(run_dir.events, EVENT_BYTES_MAX)

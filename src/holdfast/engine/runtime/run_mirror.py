@@ -29,10 +29,10 @@ _NAME = re.compile(r"(times|ledger)/[A-Za-z0-9_-][A-Za-z0-9_.-]{0,200}\.jsonl")
 
 
 def read_parts(run_dir: Path, held: Mapping[str, int]) -> FilesReply:
-    """Return what a mirror lacks of the files in a run directory, up to some size.
+    """Return the parts of files in a run directory that a mirror lacks, up to some size.
 
-    `held` says by file how far a mirror is, as the parts said that it has received. A file that
-    cannot be read is left out.
+    `held`: the position of the mirror in each file, from the parts that it has received. A file
+    that cannot be read is left out.
     """
     parts: list[FilePart] = []
     left = REPLY_BYTES
@@ -88,7 +88,7 @@ def _read_end(path: Path, name: str, held: int | None) -> Iterator[FilePart]:
 
 
 class RunMirror:
-    """Keeps a run directory here up to date with that of the job at an address."""
+    """Keeps a run directory here up to date with the directory of the job at an address."""
 
     def __init__(self, contact: Contact, secret: bytes, folder: Path) -> None:
         """Make the directory. Its files come with the first `update`."""
@@ -98,12 +98,12 @@ class RunMirror:
         self.run_dir = RunDir(folder)
         folder.mkdir(mode=0o700, exist_ok=True)
         write_run_dir(folder, secret)
-        if not contact.election:  # else the job's document says where to look for the coordinator
+        if not contact.election:  # else the job's document has the URL of the election
             host, port = contact.address
             write_json(self.run_dir.coordinator, {"host": host, "port": port})
 
     def update(self) -> None:
-        """Ask until nothing new is left. NoAnswer, UserError: nobody answers, or nothing fits."""
+        """Ask until no new part is left. NoAnswer; UserError: the answer does not fit."""
         more = True
         while more:
             question = FilesRequest(held=tuple(sorted(self._held.items())))

@@ -85,7 +85,7 @@ class RunDir:
             raise make_unwritable_error(self.path, error) from None
 
     def reopen(self, *, ended: bool = False) -> None:
-        """Forget how the run ended, but not that it did: it is to go on.
+        """Forget the outcome of the run, which is to continue, but not that it ended.
 
         `ended`: all of its processes have ended, although it may have no result.
         """
@@ -137,7 +137,7 @@ class RunDir:
             raise UserError(f"{self.coordinator} is damaged: {found!r}") from None
 
     def outcome(self) -> str | None:
-        """Return how the run ended; None while it has not."""
+        """Return the outcome of the run; None while it has not ended."""
         try:
             return str(read_json(self.result)["outcome"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -150,7 +150,7 @@ class RunDir:
         return None
 
     def check_journal(self) -> None:
-        """Raise UserError if another release of Holdfast wrote the journal and has to go on."""
+        """Raise UserError if only another release of Holdfast can continue from the journal."""
         try:
             read_record(self.journal)
         except OtherRelease as error:
@@ -224,14 +224,14 @@ def read_run_events(run: RunDir) -> list[dict[str, Any]]:
 
 
 def shorten_failure(outcome: str) -> str:
-    """Return why a run failed, in one line: of a traceback the exception alone."""
+    """Return the reason of a failure in one line: of a traceback the exception alone."""
     first, _, rest = outcome.partition("\n")
     who, traceback, _ = first.partition("Traceback (most")
     return f"{who}{rest.splitlines()[-1]}" if traceback and rest else first
 
 
 def read_goodput(run_dir: RunDir) -> Goodput:
-    """Return where the time of a run went. UserError if its workers wrote nothing about it."""
+    """Return the uses of a run's time. UserError if its workers have not recorded it."""
     found = share_out(run_dir.path, read_run_events(run_dir))
     if found is None:
         raise UserError(

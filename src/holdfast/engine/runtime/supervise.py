@@ -1,7 +1,7 @@
-"""Keeps processes alive until the job is over: restarts what crashes, passes signals to end on.
+"""Keeps processes alive until the job is over: restarts crashed ones, passes signals to end on.
 
-Everything it starts dies with it. It knows nothing of jobs: the caller says which exit status means
-an ordinary end.
+All its processes die with it. It does not know jobs: the caller names the exit statuses of an
+ordinary end.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from holdfast.engine.core.errors import WorldError
 from holdfast.engine.host.ending_signals import ENDING, ORDERS, EndRequests, held_back
-from holdfast.engine.host.orphans import adopt_orphans, end_all_orphans, end_orphans, list_children
-from holdfast.engine.net.readiness import wait_readable
+from holdfast.engine.host.lifetime import adopt_orphans, end_all_orphans, end_orphans, list_children
+from holdfast.engine.net.descriptors import wait_readable
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.runtime.outlet import STALLED_S, Outlet
 
@@ -33,11 +33,11 @@ INTERRUPTS_MAX = 2  # the next one kills
 class Kept:
     """Describes a process that is started again when it crashes.
 
-    `command` is told how often it has been started. `excused`: exit statuses after which it is
-    started again however often, and what to say then. `serves`: the others can do without it, and
-    it is told to end when they have ended. `spared`: they can do without it, too, but it ends by
-    itself. `has_told`: whether the others are told to end, by it or
-    by another one, once it has ended with some status; if not, they are not waited for.
+    `command` gets the number of its starts so far. `excused`: exit statuses after which it is
+    started again however often, each with a line to print. `serves`: the other processes can do
+    without it, and it is ordered to end when they have ended. `spared`: they can do without it,
+    too, but it ends by itself. `has_told`: returns, by its exit status, whether the other processes
+    get an order to end from it or from its successor; if not, they are not waited for.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Kept:
     pass_fds: Sequence[int] = ()
     serves: bool = False
     spared: bool = False
-    give_up: Callable[[], None] = lambda: None  # lets others stop waiting for it
+    give_up: Callable[[], None] = lambda: None  # ends the wait of the other processes for it
     has_told: Callable[[int], bool] = lambda code: True
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)  # none or one
     pidfd: int = -1
@@ -67,7 +67,7 @@ class Streams:
 class Supervisor:
     """Runs processes until the first one ends in order, and receives the signals.
 
-    Another one that ends in order is not started again. After a signal any end is final.
+    A further process that ends in order is not started again. After a signal any end is final.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""Makes temporary folders that do not outlive their process: one that is killed removes nothing.
+"""Makes temporary folders that do not outlive their process by long, even if it is killed.
 
 A process that is asked to end (SIGTERM, SIGHUP) removes its folder first. Each folder holds a lock
-for as long as its process lives. Whoever makes the next folder removes those whose locks are free.
+for as long as its process lives. The next process that makes a folder removes all folders with free
+locks.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from holdfast.engine.state.store.regular_files import read_json
 
 MODULE_MARK = "-m "
 SOURCES_FILE = "sources.json"  # its name in every run directory
-SOURCES_MAX = 200  # files beside the script that are digested
+SOURCES_MAX = 200  # digested files next to the script
 
 
 def name_of_module(script: str) -> str:
@@ -60,7 +60,7 @@ def changed_sources(run_dir: Path, cwd: str | os.PathLike[str], script: str) -> 
 
 
 def _digest_sources(cwd: str | os.PathLike[str], script: str) -> dict[str, str]:
-    """Return digests of the script and of the Python files beside it, by their names."""
+    """Return digests of the script and of the Python files next to it, by their names."""
     source = find_source(cwd, script)
     if source is None:
         return {}

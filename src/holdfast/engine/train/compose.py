@@ -21,7 +21,7 @@ from holdfast.engine.core.step.step_policy import StepPolicy
 from holdfast.engine.core.table_places import ServerLayout
 from holdfast.engine.core.types import Peer, WorkerId
 from holdfast.engine.core.worker.machine import WorkerMachine
-from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.memory.arena import PieceArena
 from holdfast.engine.state.memory.piece_post import PiecePost
 from holdfast.engine.state.store.checkpoints import Checkpoints

@@ -10,8 +10,8 @@ other's job:
     server -> client   magic, version, release, server nonce, its job
     client -> server   magic, version, release, client nonce, its job, proof("client")
     server -> client   proof("server")
-Both nonces and both jobs are part of every proof and key. The nonces are fresh, so nothing of a
-connection can be used again in another; and nobody without the secret can pass one job off as
+Both nonces and both jobs are part of every proof and key. The nonces are fresh, so no part of a
+connection can be used again in another; and without the secret nobody can pass one job off as
 another. A client that is of no job yet names none. It sends these bytes and not one more before it
 has seen the server's proof. Jobs are compared after the proofs, so that both sides can rely on
 each other's words.
@@ -168,7 +168,7 @@ class Encounter:
 
 
 def proof(secret: bytes, role: str, encounter: Encounter) -> bytes:
-    """Make what only a holder of the secret can say in this very encounter, in this role."""
+    """Make the proof that only a holder of the secret can make, in this encounter and role."""
     nonces = (encounter.server_nonce, encounter.client_nonce)
     jobs = (encounter.server_job, encounter.client_job)
     text = b"|".join([role.encode(), b"%d" % VERSION, *nonces, *jobs])

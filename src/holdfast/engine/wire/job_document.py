@@ -26,7 +26,7 @@ def encode_job(spec: JobSpec) -> bytes:
 
 
 def decode_job(data: bytes) -> JobSpec:
-    """Read the job that a document describes. Damaged says why it describes none.
+    """Read the job that a document describes. Damaged: it describes none, for a reason.
 
     OtherRelease: a newer release wrote it.
     """

@@ -1,6 +1,6 @@
 """Messages <-> bytes: one kind byte and a MessagePack map, decoded against the exact type.
 
-Nothing is ever constructed that the receiver did not name: `decode` takes the kinds it may accept.
+No object is ever made of a kind that the receiver did not name: `decode` takes the accepted kinds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VIEW_BYTES_MAX = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Gives the address of one process of a view for others' transports (opaque to all else)."""
+    """Gives the address of one process of a view for its peers' transports (opaque to all else)."""
 
     view: int
     peer: Peer
@@ -143,9 +143,9 @@ class ClockReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderReply:
-    """Answers whether an order was taken or passed on: empty, or why not.
+    """Answers whether an order was taken or passed on: empty, or the reason.
 
-    `warning`: what may be lost by it.
+    `warning`: a possible loss.
     """
 
     problem: str
@@ -173,9 +173,9 @@ class PeerReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilesRequest:
-    """Asks what files of the run have gained, for a viewer on another machine.
+    """Asks for the new parts of files of the run, for a viewer on another machine.
 
-    `held`: file by file how far the viewer is, as the parts said that it has received.
+    `held`: the viewer's position in each file, from the parts that it has received.
     """
 
     held: tuple[tuple[str, int], ...]

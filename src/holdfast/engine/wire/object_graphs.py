@@ -41,7 +41,7 @@ def dump_graph(root: object, fresh: Collection[type] = ()) -> bytes:
 
 
 def load_graph(data: bytes, fresh: Collection[type] = ()) -> Any:
-    """Make a graph from its bytes. Damaged says why these describe none."""
+    """Make a graph from its bytes. Damaged: they describe none."""
     was_on = gc.isenabled()
     # Else the collector examines the new objects again and again: seconds for millions of them.
     gc.disable()
@@ -178,7 +178,7 @@ def _large(digits: object) -> int:
 
 
 def _slots_of(kind: type) -> tuple[str, ...]:
-    """Return the names in the slots of a class and of those that it inherits from."""
+    """Return the names in the slots of a class and of its base classes."""
     found: list[str] = []
     for each in kind.__mro__:
         names = each.__dict__.get("__slots__", ())

@@ -1,7 +1,7 @@
 """Decodes MessagePack into exact types, and refuses fields that those do not have.
 
 msgspec refuses unknown fields of its own structs, but drops those of dataclasses. Values here are
-dataclasses, since the core knows nothing but the standard library; so each of them is given a
+dataclasses, because the core knows only the standard library; so each of them is given a
 struct with the same fields, against which the bytes are checked before they are decoded.
 """
 
@@ -33,7 +33,7 @@ class StrictDecoder(Generic[T]):
 
 @functools.cache
 def _struct_like(kind: type[Any]) -> type[msgspec.Struct]:
-    """Return a struct with the fields of a dataclass that refuses all others."""
+    """Return a struct with the fields of a dataclass that refuses all other fields."""
     hints = typing.get_type_hints(kind, include_extras=True)
     fields: list[Any] = []
     for each in dataclasses.fields(kind):

@@ -1,19 +1,243 @@
-"""Keeps recordings and bundles, so that people can understand a coordinator's decisions."""
+"""Keeps recordings and bundles, so that people can understand a coordinator's decisions.
+
+Both are written in threads, for which the coordinator does not wait. A disk that is too slow costs
+a part of the recording, and never time: the waiting part is bounded, and beyond it the recording
+stops until the disk has caught up. A file that cannot be written is given up, and the next one is
+tried a while later.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
+import zstandard
+
+from holdfast.engine.core.errors import HoldfastError
 from holdfast.engine.core.membership.coordinator_events import (
     Announce,
     CoordinatorEffect,
     CoordinatorEvent,
 )
-from holdfast.engine.records.recordings import Machine
-from holdfast.engine.runtime.coordinate.bundle_keeper import BundleKeeper
-from holdfast.engine.runtime.coordinate.recorder import Recorder
+from holdfast.engine.core.release import RELEASE
+from holdfast.engine.records.recordings import (
+    RECORDINGS_DIR,
+    DecisionDigest,
+    Header,
+    Machine,
+    digest_core,
+    digest_effects,
+    encode_record,
+    freeze,
+    make_heard,
+    order_of_name,
+)
 from holdfast.engine.runtime.rundir import RunDir
+from holdfast.engine.state.store.regular_files import create_regular
+
+# The next recording is begun after this many bytes before compression, and at least this many times
+# as many as the machine has, whose writing costs a second in a job of a thousand nodes.
+RECORDING_BYTES, BEGINNINGS = 64 << 20, 32
+FILES_MAX = 16  # in a run directory, of all terms
+WAITING_BYTES_MAX = 16 << 20
+PACE_S = 0.2  # between two writes
+END_S = 2.0  # for the last write
+AGAIN_S = 60.0  # after a file that could not be written
+
+
+class Recorder:
+    """Records one term. `hear` precedes the machine's handling of an event, `note` follows."""
+
+    def __init__(self, run_dir: Path, term: int, say: Callable[[str], None]) -> None:
+        """Begin a term. `say`: takes a sentence on a part that is not recorded."""
+        self._folder = run_dir / RECORDINGS_DIR
+        self._term = term
+        self._say = say
+        self._core = digest_core()
+        self._lock = threading.Lock()
+        self._waiting: list[bytes | Path] = []  # a path: what follows goes to this new file
+        self._waiting_bytes = 0
+        self._room_bytes = 0  # in this recording; less than 0: it is long enough
+        self._count = 0
+        self._is_on = False
+        self._problem = ""  # why the present file cannot be written
+        self._not_before = float("-inf")  # the next file, by the machine's clock
+        self._filled = threading.Event()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._write, daemon=True, name="recorder")
+        self._thread.start()
+
+    def begin(self, machine: Machine, now: float) -> None:
+        """Begin a recording with the machine as it is; not while too much waits for the disk."""
+        is_slow = self._waiting_bytes > WAITING_BYTES_MAX // 2
+        if is_slow or now < self._not_before:
+            return
+        try:
+            state = freeze(machine)
+        except TypeError as error:
+            self._not_before = float("inf")
+            self._say(f"what the coordinator hears is not recorded: {error}")
+            return
+        header = Header(
+            release=RELEASE,
+            core=self._core,
+            term=self._term,
+            began=time.time(),
+            clock=now,
+            machine=state,
+        )
+        self._count += 1
+        self._is_on, self._room_bytes = True, max(RECORDING_BYTES, BEGINNINGS * len(state))
+        self._put(self._folder / f"coordinator-{self._term}-{self._count}.zst")
+        self._put(encode_record(header))
+
+    def hear(self, event: CoordinatorEvent, now: float) -> None:
+        """Record an event that the machine handles next."""
+        if self._is_on:
+            self._put(encode_record(make_heard(event, now)))
+
+    def note(self, machine: Machine, effects: Sequence[CoordinatorEffect], now: float) -> None:
+        """Record the machine's decision; begin the next recording if this one is long enough."""
+        if self._problem:
+            self._say(f"what the coordinator hears is not recorded: {self._problem}")
+            self._problem, self._is_on, self._not_before = "", False, now + AGAIN_S
+        if not self._is_on:
+            self.begin(machine, now)
+            return
+        if effects:
+            self._put(encode_record(DecisionDigest(digest_effects(effects))))
+        if self._waiting_bytes > WAITING_BYTES_MAX:
+            self._is_on = False
+            self._say("the disk is slow: a part of what the coordinator hears is not recorded")
+        elif self._room_bytes < 0:
+            self.begin(machine, now)
+
+    def close(self) -> None:
+        """Write the rest, for a limited time."""
+        self._over.set()
+        self._filled.set()
+        self._thread.join(END_S)
+
+    def _put(self, part: bytes | Path) -> None:
+        size = len(part) if isinstance(part, bytes) else 0
+        self._room_bytes -= size
+        with self._lock:
+            self._waiting.append(part)
+            self._waiting_bytes += size
+        self._filled.set()
+
+    def _write(self) -> None:
+        output, is_over = _Output(), False
+        while not is_over:
+            self._filled.wait()
+            self._filled.clear()  # before the look at `over`, which may come at any moment
+            is_over = self._over.wait(PACE_S)
+            with self._lock:
+                parts, self._waiting = self._waiting, []
+            for part in parts:
+                if isinstance(part, Path):
+                    output.begin(part)
+                else:
+                    output.write(part)
+            output.flush()
+            self._problem, output.problem = output.problem or self._problem, ""
+            with self._lock:
+                self._waiting_bytes = sum(len(p) for p in self._waiting if isinstance(p, bytes))
+        output.end()
+
+
+class _Output:
+    """Writes one compressed file after the other; `problem`: why one was given up."""
+
+    def __init__(self) -> None:
+        self.problem = ""
+        self._stream: zstandard.ZstdCompressionWriter | None = None
+
+    def begin(self, path: Path) -> None:
+        self.end()
+        try:
+            path.parent.mkdir(exist_ok=True)
+            kept = sorted(path.parent.glob("coordinator-*.zst"), key=order_of_name)
+            for each in kept[: len(kept) - FILES_MAX + 1]:
+                each.unlink()
+            file = os.fdopen(create_regular(path), "wb", buffering=0)
+        except OSError as error:
+            self.problem = str(error)
+            return
+        self._stream = zstandard.ZstdCompressor(level=3).stream_writer(file)
+
+    def write(self, data: bytes) -> None:
+        self._try(lambda stream: stream.write(data))
+
+    def flush(self) -> None:
+        self._try(lambda stream: stream.flush(zstandard.FLUSH_BLOCK))
+
+    def end(self) -> None:
+        self._try(lambda stream: stream.close())
+        self._stream = None
+
+    def _try(self, use: Callable[[Any], object]) -> None:
+        try:
+            if self._stream is not None:
+                use(self._stream)
+        except OSError as error:  # the disk is full, for example
+            self._stream, self.problem = None, str(error)
+
+
+SETTLE_S = 1.0  # until the lines of an incident are in its files
+PAUSE_S = 30.0  # between two bundles: further incidents are in the next one's recordings
+FINISH_S = 5.0  # for a bundle that is being written as the job ends
+
+
+class BundleKeeper:
+    """Writes one bundle at a time. `say`: takes a sentence on a bundle that cannot be written."""
+
+    def __init__(self, run_dir: RunDir, say: Callable[[str], None]) -> None:
+        self._run_dir = run_dir
+        self._say = say
+        self._task: asyncio.Task[None] | None = None
+        self._next = ""  # the newest incident that has no bundle yet
+        self._is_ending = asyncio.Event()
+
+    def order(self, incident: str) -> None:
+        """Order a bundle of the incident to which this event belongs."""
+        self._next = incident
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._work())
+
+    async def finish(self) -> None:
+        """Write the last bundle, if one is ordered, for a limited time."""
+        self._is_ending.set()
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=FINISH_S)
+
+    async def _work(self) -> None:
+        while self._next:
+            await self._pause(SETTLE_S)
+            incident, self._next = self._next, ""
+            try:
+                await asyncio.to_thread(_write, self._run_dir, incident)
+            except (HoldfastError, OSError) as error:
+                self._say(f"incident {incident} has no bundle: {error}")
+            await self._pause(PAUSE_S)
+
+    async def _pause(self, duration_s: float) -> None:
+        try:
+            await asyncio.wait_for(self._is_ending.wait(), duration_s)
+        except asyncio.TimeoutError:
+            return
+
+
+def _write(run_dir: RunDir, incident: str) -> None:
+    from holdfast.engine.runtime.post_mortem import keep_bundle  # it takes a while
+
+    keep_bundle(run_dir, incident)
+
 
 BUNDLED = ("resumed", "failed")  # kinds of events after which a bundle is kept
 
@@ -31,7 +255,7 @@ class BlackBox:
         self._recorder.begin(self._machine, time.monotonic())
 
     def handle(self, event: CoordinatorEvent, now: float) -> Sequence[CoordinatorEffect]:
-        """Have the machine handle an event, record the event and its effects; return these."""
+        """Pass an event to the machine, record it with its effects, and return these."""
         self._recorder.hear(event, now)
         try:
             effects = self._machine.handle(event, now)

@@ -6,8 +6,8 @@ It listens on a socket that it inherits, so that a restarted coordinator has the
 it keeps its journal in the run directory; with an election it first stands by until it leads, and
 its journal is in etcd.
 
-Exit status: 0 the job succeeded, 1 it failed (result.json says why) or cannot be run as asked,
-DEPOSED (or SIGALRM) it led the job and does no longer; anything else is a crash.
+Exit status: 0 the job succeeded, 1 it failed (the reason is in result.json) or cannot be run as
+asked, DEPOSED (or SIGALRM) it led the job and does no longer; anything else is a crash.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from holdfast.engine.host.lifetime import die_with_parent
 from holdfast.engine.net.channel import connect
 from holdfast.engine.net.descriptors import raise_limit
 from holdfast.engine.net.secret import load_secret
+from holdfast.engine.net.standard_streams import RareLines
 from holdfast.engine.net.tls import client_of
 from holdfast.engine.runtime.coordinate.coordinator_server import (
     CRASHED,
@@ -53,7 +54,7 @@ from holdfast.engine.runtime.outlet import flush_outlets, free_output
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.wire.messages import StopRequest
 
-LOOK_S = 0.5  # between two looks at the others
+LOOK_S = 0.5  # between two looks at the other coordinators
 START_S = 120.0  # to reach etcd at first; later on it may be away for as long as it likes
 
 
@@ -117,7 +118,7 @@ async def work_alone(setup: CoordinatorSetup, orders: Orders, resume: bool = Fal
     loaded = await file.load()
     if resume and loaded.record is not None:
         record = dataclasses.replace(loaded.record, outcome=None)
-        if setup.run_dir.take_earlier_end():  # nothing of it runs: there is nobody to wait for
+        if setup.run_dir.take_earlier_end():  # no process of it runs: there is no need to wait
             record = dataclasses.replace(record, view=None, slots=())
         loaded = dataclasses.replace(loaded, record=record)
     spec = setup.run_dir.spec()
@@ -138,7 +139,7 @@ class Candidate:
     """Stands by until it leads, then coordinates until the job or its term is over.
 
     Each of the three parts of its life (standing by, leading, resigning) has an event loop of its
-    own, so nothing of one can act in the next.
+    own, so no task of one part can act in the next.
     """
 
     def __init__(
@@ -173,18 +174,16 @@ class Candidate:
         return spec, leadership
 
     async def _find_spec(self) -> JobSpec:
-        """Find the job: the first coordinator has it in its run directory, the others in etcd."""
+        """Find the job: the first coordinator has it in its run directory, standbys in etcd."""
         run_dir, secret, election = self._setup.run_dir, self._setup.secret, self._election
         if run_dir.job.exists():
             spec = run_dir.spec()
             await election.ask_patiently(lambda: election.publish(spec, secret), tell, START_S)
             return spec
-        told, known = False, lambda: election.read_job(secret)
+        lines, known = RareLines(tell), lambda: election.read_job(secret)
         found = await election.ask_patiently(known, tell, START_S)
         while found is None:
-            if not told:
-                tell(f"standing by: nobody has begun the job {election.job}")
-                told = True
+            lines.put(f"standing by: nobody has begun the job {election.job}")
             await asyncio.sleep(LOOK_S)
             found = await election.ask_patiently(known, tell)
         return found
@@ -205,10 +204,10 @@ class Candidate:
     async def _pass_on_stop(self) -> None:
         """Ask the leader to end the job, as our operator wants, until this standby ends too.
 
-        A leader may lose its term before others know of the stop, so each one is asked, once: a
-        leader that is asked again ends the job without a last checkpoint.
+        A leader may lose its term before other candidates know of the stop, so each one is asked,
+        once: a leader that is asked again ends the job without a last checkpoint.
         """
-        asked, told = 0, ""
+        asked, problems = 0, RareLines(tell)
         while True:
             try:
                 found = await self._election.leader()
@@ -216,9 +215,7 @@ class Candidate:
                     await self._ask_to_stop(found)
                     asked = found.term
             except (OSError, WorldError) as error:
-                if told != str(error):
-                    tell(f"cannot reach the leader to stop the job: {error}")
-                told = str(error)
+                problems.put(f"cannot reach the leader to stop the job: {error}")
             await asyncio.sleep(LOOK_S)
 
     async def _ask_to_stop(self, leader: Leader) -> None:
@@ -250,7 +247,7 @@ class Candidate:
 
 
 def _damage_line(damage: str, spec: JobSpec) -> str:
-    """Return what to say of a lost record: for a while the agents are asked, and all waits."""
+    """Return the line on a lost record: for a while the agents are asked, and changes wait."""
     lease = spec.policy().lease
     return (
         f"{damage}; waiting up to {lease.fence_s:g} s for agents to report their processes, or "

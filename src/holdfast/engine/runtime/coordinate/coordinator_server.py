@@ -1,8 +1,8 @@
 """Serves the coordinator: sockets, clock and journal around the pure machine.
 
-It carries out the machine's effects in order: nothing that follows a record is sent before that
-record is durable, and nothing at all when another coordinator may lead. It does not know how a
-coordinator becomes leader, nor where the journal is.
+It carries out the machine's effects in order. An effect that follows a record waits until that
+record is durable. When another coordinator may lead, no effect is carried out. It does not know how
+a coordinator becomes leader, nor where the journal is.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from holdfast.engine.net.channel import Channel, Gate
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.net.tls import server_of
 from holdfast.engine.runtime.coordinate.black_box import BlackBox
-from holdfast.engine.runtime.coordinate.log_desk import LogDesk
-from holdfast.engine.runtime.coordinate.status_making import make_status
+from holdfast.engine.runtime.coordinate.connected_nodes import ConnectedNodes, LogDesk
+from holdfast.engine.runtime.event_loops import DeadlineTimer
 from holdfast.engine.runtime.job_events import EventSink, LoggedEvent
-from holdfast.engine.runtime.job_status import encode_status
+from holdfast.engine.runtime.job_status import encode_status, make_status
 from holdfast.engine.runtime.leadership.journal import DEPOSED, Journal
 from holdfast.engine.runtime.outlet import flush_outlets
 from holdfast.engine.runtime.run_mirror import read_parts
@@ -82,17 +82,15 @@ Incoming = (
 )
 INCOMING = get_args(Incoming)
 TICK_S_MIN = 0.002
-FAREWELL_S = 2.0  # how long agents may take to hear that the job is over
-JOIN_S = 10.0  # how long a node that has asked what the job is may take to start its agent
-JOINING_MAX = 1024
+FAREWELL_S = 2.0  # agents may take so long to receive the end of the job
 CRASHED = 70  # exit status of a coordinator that met a bug of ours
 
 
 class EffectPipe:
     """Queues effects on their way out, in order.
 
-    What waits for a slow journal stays bounded: directives and records are complete in themselves,
-    so of several that wait only the newest is kept, at its own position.
+    The effects that wait for a slow journal stay bounded: directives and records are complete in
+    themselves, so of several that wait only the newest is kept, at its own position.
     """
 
     def __init__(self) -> None:
@@ -142,31 +140,6 @@ class AddressRoll:
         return is_new, AddressBook(view=view.number, addresses=found)
 
 
-class ExpectedNodes:
-    """Knows how many nodes have asked what the job is, and have yet to start their agents.
-
-    `awaited`: the fleet's last report of nodes that the cluster manager does not give.
-    """
-
-    def __init__(self) -> None:
-        self.awaited = ""
-        self._until: list[float] = []  # monotonic; one for each node
-        self._come: set[AgentId] = set()
-
-    def note_question(self, now: float) -> None:
-        waiting = [until for until in self._until if now < until]
-        self._until = [*waiting[-JOINING_MAX:], now + JOIN_S]
-
-    def note_report(self, agent: AgentId, now: float) -> None:
-        """Record that an agent is here, which one node was expected to start."""
-        if agent not in self._come:
-            self._come.add(agent)
-            self._until = [until for until in self._until if now < until][1:]
-
-    def has_any(self, now: float) -> bool:
-        return any(now < until for until in self._until)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorSetup:
     """Keeps the settings of a coordinator process for its whole life."""
@@ -174,7 +147,8 @@ class CoordinatorSetup:
     run_dir: RunDir
     secret: bytes
     listener: socket.socket
-    host: str  # our name for others
+    #: The name by which other machines reach this one.
+    host: str
     tls: Path | None = None  # directory of the certificates
 
 
@@ -187,7 +161,7 @@ TORCH_IN_THE_CLEAR = (
 class CoordinatorServer:
     """Drives one CoordinatorMachine or GroupMachine; everything runs in one event loop.
 
-    `check` raises Deposed when nothing may be sent any more.
+    `check` raises Deposed when no message may be sent any more.
     """
 
     def __init__(
@@ -199,22 +173,19 @@ class CoordinatorServer:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._setup = setup
-        self._run_dir = setup.run_dir
         self._events = EventSink(setup.run_dir.events)
         self._spec = spec
         self._core = core
         self._journal = journal
         self._check = check
-        self._agents: dict[AgentId, Channel] = {}
-        self._expected = ExpectedNodes()
+        self._nodes = ConnectedNodes()
         self._addresses = AddressRoll()
         self._logs = LogDesk(setup.run_dir.logs)
         self._pipe = EffectPipe()
         self._saving: asyncio.Task[None] | None = None
         self._finished = asyncio.Event()
         self._outcome = ""
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_for: float | None = None  # the deadline for which the timer is set
+        self._timer = DeadlineTimer(self._tick, TICK_S_MIN)
         self._black_box = BlackBox(setup.run_dir, core, lambda line: self.say("recording", line))
 
     async def run(self) -> str:
@@ -228,13 +199,13 @@ class CoordinatorServer:
             self.say("tls", TORCH_IN_THE_CLEAR)
         port = setup.listener.getsockname()[1]
         where = {"host": setup.host, "port": port, "pid": os.getpid()}
-        write_json(self._run_dir.coordinator, where)
+        write_json(self._setup.run_dir.coordinator, where)
         self._black_box.begin()
         self._feed(Tick())
         await self._finished.wait()
         step = self._core.snapshot().step
-        flush_outlets()  # whoever sees the result finds the whole event log
-        write_json(self._run_dir.result, {"outcome": self._outcome, "step": step})
+        flush_outlets()  # a reader of the result finds the whole event log
+        write_json(self._setup.run_dir.result, {"outcome": self._outcome, "step": step})
         await self._wait_until_agents_left()
         gate.close()
         await self._black_box.close()
@@ -245,7 +216,7 @@ class CoordinatorServer:
 
         `number`: the signal by which scripts for torchrun are asked to end.
         """
-        saves = bool(self._spec.checkpoints.store and self._agents)
+        saves = bool(self._spec.checkpoints.store and self._nodes)
         self._feed(ce.StopRequested(reason, saves, number))
 
     def interrupt(self, number: int) -> None:
@@ -257,8 +228,8 @@ class CoordinatorServer:
         connected_until = time.monotonic() + FAREWELL_S
         while True:
             now = time.monotonic()
-            leaving = self._agents and now < connected_until
-            if not leaving and not self._expected.has_any(now):
+            leaving = self._nodes and now < connected_until
+            if not leaving and not self._nodes.expects_any(now):
                 return
             await asyncio.sleep(0.01)
 
@@ -272,8 +243,7 @@ class CoordinatorServer:
                         break
                     case AgentReport():
                         agent = message.agent
-                        self._expected.note_report(agent, time.monotonic())
-                        self._agents[agent] = channel
+                        self._nodes.record_report(agent, channel, time.monotonic())
                         self._feed(ce.ReportArrived(message))
                     case Address():
                         self._note_address(message, channel)
@@ -282,9 +252,9 @@ class CoordinatorServer:
                         number = self._next_incarnation(name)
                         reply = JoinReply(spec=self._spec, seen_as=host, incarnation=number)
                         channel.send(reply)
-                        self._expected.note_question(time.monotonic())
+                        self._nodes.record_question(time.monotonic())
                     case StatusRequest():
-                        awaited = self._expected.awaited
+                        awaited = self._nodes.awaited
                         status = make_status(self._core.snapshot(), self._spec, awaited)
                         channel.send(StatusReply(text=encode_status(status)))
                     case StopRequest():
@@ -292,7 +262,7 @@ class CoordinatorServer:
                     case ClockRequest(asked=asked):
                         channel.send(ClockReply(asked=asked, told=time.time()))
                     case FilesRequest(held=held):
-                        path = self._run_dir.path
+                        path = self._setup.run_dir.path
                         channel.send(await asyncio.to_thread(read_parts, path, dict(held)))
                     case LogRequest():
                         node = self._find_node_of(message.worker)
@@ -306,7 +276,7 @@ class CoordinatorServer:
                     case MoveRequest() | LabelRequest():
                         channel.send(OrderReply(problem=self._pass_on(message)))
                     case NodesAwaited(text=text):
-                        self._expected.awaited = text
+                        self._nodes.awaited = text
                         channel.send(OrderReply(problem=""))
                     case ScaleRequest(servers=count):
                         problem = find_scale_problem(self._spec, count)
@@ -314,8 +284,7 @@ class CoordinatorServer:
                             self._feed(ce.ServersAsked(count))
                         channel.send(OrderReply(problem=problem))
                     case StacksRequest():
-                        for each in self._agents.values():
-                            each.send(message)
+                        self._nodes.send_all(message)
                         channel.send(OrderReply(problem=""))
                     case _:
                         assert_never(message)
@@ -324,12 +293,11 @@ class CoordinatorServer:
         except Exception:  # noqa: BLE001 - asyncio would hide it: crash and be restarted
             crash()
         finally:
-            if agent is not None and self._agents.get(agent) is channel:
-                del self._agents[agent]
+            if agent is not None and self._nodes.remove(agent, channel):
                 self._record_departure()
 
     def _next_incarnation(self, name: str) -> int:
-        """Return an incarnation above that of every agent of this name that was heard of."""
+        """Return an incarnation above the incarnations of all known agents of this name."""
         agents = self._core.snapshot().agents
         return max((each.incarnation for each in agents if each.agent == name), default=0) + 1
 
@@ -337,39 +305,25 @@ class CoordinatorServer:
         """Return the way to the node that a worker belongs to; None if it is not connected."""
         slots = self._core.snapshot().record.slots
         name = next((slot.agent for slot in slots if slot.worker == worker), None)
-        return self._agents.get(name) if name is not None else None
+        return self._nodes.find(name)
 
     def _pass_on(self, message: DrainRequest | MoveRequest | LabelRequest) -> str:
-        """Pass an order on to the node, which then reports it; return why that is not possible."""
-        channel = self._agents.get(message.agent)
+        """Pass an order on to its node, which then reports it; return a problem, or ""."""
         if isinstance(message, MoveRequest) and self._spec.workers.spread > 1:
             return SPREAD_STAYS
-        if channel is None:
-            names = ", ".join(sorted(self._agents)) or "none"
-            return f"there is no node {message.agent!r} just now; the connected ones: {names}"
-        channel.send(message)
-        return ""
+        return self._nodes.pass_on(message)
 
     def _record_departure(self) -> None:
         """Record that an agent left an ended job after its workers; its last report may be lost."""
         outcome = self._core.outcome
-        if outcome is not None and not self._agents:
+        if outcome is not None and not self._nodes:
             self._carry_out([ce.Finish(outcome)])
 
     def _feed(self, event: ce.CoordinatorEvent) -> None:
         now = time.monotonic()
         self._carry_out(self._black_box.handle(event, now))
-        deadline = self._core.deadline()
-        if deadline == self._timer_for and not isinstance(event, Tick):
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._timer_for = deadline
-        if deadline is not None and not self._finished.is_set():
-            delay_s = max(deadline - now, TICK_S_MIN)
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(delay_s, self._tick)
+        is_over = self._finished.is_set()
+        self._timer.set(None if is_over else self._core.deadline())
 
     def _tick(self) -> None:
         try:
@@ -378,9 +332,9 @@ class CoordinatorServer:
             crash()
 
     def _carry_out(self, effects: Sequence[ce.CoordinatorEffect]) -> None:
-        """Carry out effects in order; what follows a Persist waits until that is durable.
+        """Carry out effects in order; effects after a Persist wait until that is durable.
 
-        Events go on meanwhile.
+        Events are handled in the meantime.
         """
         self._pipe.push(effects)
         try:
@@ -393,7 +347,7 @@ class CoordinatorServer:
                 case ce.Persist(record):
                     self._saving = asyncio.ensure_future(self._save(record))
                 case ce.SendDirective(directive):
-                    channel = self._agents.get(directive.agent)
+                    channel = self._nodes.find(directive.agent)
                     if channel is not None:
                         channel.send(directive)
                 case ce.Announce():
@@ -409,7 +363,7 @@ class CoordinatorServer:
             await self._journal.save(record)
             self._saving = None
             self._carry_out([])
-        except HoldfastError as error:  # without a journal nothing may be decided
+        except HoldfastError as error:  # without a journal no decision may be made
             leave(error)
         except Exception:  # noqa: BLE001 - asyncio would hide it: crash and be restarted
             crash()
@@ -420,8 +374,10 @@ class CoordinatorServer:
             return
         is_new, book = self._addresses.take(view, message)
         if book is not None:
-            for each in self._agents.values() if is_new else [channel]:
-                each.send(book)
+            if is_new:
+                self._nodes.send_all(book)
+            else:
+                channel.send(book)
 
     def say(self, kind: str, text: str, announced: ce.Announce | None = None) -> None:
         """Write one line of the job's event log, for people and for events.jsonl."""

@@ -39,6 +39,7 @@ from holdfast.engine.core.errors import (
 )
 from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.job_spec import JobSpec
+from holdfast.engine.net.standard_streams import RareLines
 from holdfast.engine.runtime.leadership.etcd import (
     Endpoint,
     EtcdClient,
@@ -212,16 +213,16 @@ class Leadership:
         self._prolonged: Callable[[float], None] | None = None
 
     def on_prolonged(self, call: Callable[[float], None]) -> None:
-        """Have `call(left_s)` called now and after each renewal."""
+        """Call `call(left_s)` now and after each renewal."""
         self._prolonged = call
         call(self.remaining_s())
 
     def remaining_s(self) -> float:
-        """Return for how much longer it is certain that nobody else leads."""
+        """Return the time in which no other candidate can lead for certain."""
         return self._sure_until - self._now()
 
     def check(self) -> None:
-        """Raise Deposed unless nobody else can lead; call it before sending anything."""
+        """Raise Deposed if another candidate may lead; call it before each message."""
         if self.remaining_s() <= 0:
             raise self.make_deposed(f"its lease was not renewed for {self.held.ttl_s * SURE:.2g} s")
 
@@ -229,7 +230,7 @@ class Leadership:
         return Deposed(f"term {self.held.term} of this coordinator is over: {why}")
 
     async def hold(self) -> None:
-        """Renew for ever. Deposed once that has failed for too long, or somebody ended the term."""
+        """Renew for ever. Deposed once that has failed for too long, or the term was ended."""
         while True:
             await asyncio.sleep(min(self.held.ttl_s / RENEWALS, max(self.remaining_s(), 0.0)))
             while refused := await self._renew():
@@ -238,7 +239,7 @@ class Leadership:
                 await asyncio.sleep(min(PAUSE_S, max(self.remaining_s(), 0.0)))
 
     async def resign(self) -> None:
-        """Let another coordinator lead at once. Nothing may be sent any more."""
+        """Give the leadership up at once. No message may be sent any more."""
         within_s, self._sure_until = self.remaining_s(), -math.inf
         await self.etcd.revoke(self.held.lease, within_s)
 
@@ -279,7 +280,7 @@ class Election:
 
         UserError if it does not answer for `limit_s`.
         """
-        told, until = "", self._now() + limit_s
+        troubles, until = RareLines(say), self._now() + limit_s
         while True:
             try:
                 return await what()
@@ -288,10 +289,8 @@ class Election:
                     raise UserError(
                         f"gave up after {limit_s:g} s: {error}; check --election and start again"
                     ) from None
-                if str(error) != told:
-                    told = str(error)
-                    limit = f"; trying for {limit_s:g} s" if limit_s < math.inf else ""
-                    say(f"standing by: {told}{limit}")
+                limit = f"; trying for {limit_s:g} s" if limit_s < math.inf else ""
+                troubles.put(f"standing by: {error}{limit}")
             await asyncio.sleep(min(self._url.ttl_s / POLLS, POLL_S_MAX))
 
     async def campaign(self, host: str, port: int, say: Say) -> Leadership:
@@ -300,17 +299,16 @@ class Election:
         `say` is called with the reason for waiting. `host` and `port` are this candidate's address
         as leader.
         """
-        before: Leader | None = None
+        leaders = RareLines(say)
         while True:
             leader = await self.ask_patiently(self.leader, say)
             if leader is None:
                 leadership = await self.ask_patiently(lambda: self._try(host, port), say)
                 if leadership is not None:
                     return leadership
-            elif leader != before:
-                before = leader
+            else:
                 where = f"{leader.host}:{leader.port}"
-                say(f"standing by: {where} is the leader, term {leader.term}")
+                leaders.put(f"standing by: {where} is the leader, term {leader.term}")
             await asyncio.sleep(min(self._url.ttl_s / POLLS, POLL_S_MAX))
 
     async def leader(self) -> Leader | None:
@@ -471,7 +469,7 @@ class EtcdJournal:
         await self._insist(replace)
 
     def close(self) -> None:
-        """Do nothing, since `Leadership.resign` ends the leadership."""
+        """Leave the leadership to `Leadership.resign`, which ends it."""
 
     def _leads_comparison(self) -> dict[str, Any]:
         return compare_creation(self._leadership.url.key("leader"), self._leadership.held.created)
@@ -482,7 +480,7 @@ class EtcdJournal:
         )
 
     async def _insist(self, what: Callable[[float], Awaitable[T]]) -> T:
-        """Try for as long as the leadership lasts, which is being prolonged meanwhile."""
+        """Try for as long as the leadership lasts, which another task prolongs."""
         while True:
             self._leadership.check()
             try:

@@ -1,7 +1,7 @@
 """Talks to etcd v3 with asyncio, over the JSON gateway that every etcd serves.
 
 It does only what an election and a journal need: leases, reads and transactions. Each request opens
-its own connection, so nothing is shared between requests and a dead server costs one attempt.
+its own connection: requests share no state, and a dead server costs one attempt.
 HTTP/1.0 keeps answers free of chunks and ends them with the connection.
 
 Requests are tried at one server after the other until their time is up, so a transaction may be
@@ -55,14 +55,16 @@ class Outcome:
     """Describes the result of a transaction."""
 
     succeeded: bool
-    revision: int  # etcd's after it, and that of every key that it has put
+    #: The revision of etcd after it, and of every key that it has put.
+    revision: int
     entries: tuple[KeyValue | None, ...]  # one for each `read`, in order
 
 
 class EtcdClient:
     """Sends requests to etcd's servers.
 
-    Each raises Unreachable if no server carried it out within `within_s`, Refused if one said no.
+    Each raises Unreachable if no server carried it out within `within_s`, Refused if a server
+    declined.
     """
 
     def __init__(

@@ -6,7 +6,8 @@ what the next `load` returns, or the damage is named. There is no third outcome.
 
 Only the newest record is ever used. The one before it looks harmless and is not: it lacks the
 newest view, so a coordinator that trusted it would give that view's number to other members while
-the first may still act in it. A coordinator without its record asks the agents, which know more.
+the first may still act in it. A coordinator without its record asks the agents, which know more. A
+record with numbers that no coordinator can have written counts as damaged.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import xxhash
 from holdfast.engine.core.errors import Damaged, Deposed, OtherRelease, UserError, require
 from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.release import newer_format
-from holdfast.engine.runtime.leadership.record_check import problem_of_record
+from holdfast.engine.core.views import View
 from holdfast.engine.state.store.regular_files import create_regular, read_regular
 from holdfast.engine.wire.strict import StrictDecoder
 
@@ -40,14 +41,14 @@ HEADER_BYTES = len(MAGIC) + 8 + DIGEST_BYTES
 RECORD_BYTES_MAX = 256 << 20
 NO_DAMAGE = ""
 NOTE_BYTES = 64
-COUNTED_MAX = 1 << 31  # terms that were counted are below this, whatever the clock says
+COUNTED_MAX = 1 << 31  # terms that were counted are below this, whatever the clock shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """Describes the beginning of a coordinator."""
 
-    term: int  # greater than that of any coordinator before
+    term: int  # greater than all terms before
     record: JobRecord | None  # None: the job has not begun, or there is damage
     damage: str = NO_DAMAGE  # the loss and its reason; the job may be running all the same
 
@@ -65,13 +66,13 @@ class Journal(Protocol):
     async def save(self, record: JobRecord) -> None:
         """Save a record, durably on return.
 
-        HoldfastError: it may or may not be durable, so nothing may be decided now. Deposed: another
-        coordinator may have begun a term.
+        HoldfastError: it may or may not be durable, so no decision may be made now. Deposed:
+        another coordinator may have begun a term.
         """
         ...
 
     def close(self) -> None:
-        """Let another coordinator have the journal."""
+        """Give the journal up, for another coordinator."""
         ...
 
 
@@ -85,7 +86,7 @@ def seal(record: JobRecord) -> bytes:
 
 
 def unseal(data: bytes) -> JobRecord:
-    """Decode the record. Damaged (or OtherRelease) with its fault; nothing else is raised."""
+    """Decode the record. Damaged (or OtherRelease) with its fault, and no other error."""
     if not data:
         raise Damaged("it is empty")
     newer = newer_format(data, MAGIC)
@@ -385,3 +386,42 @@ class MemoryJournal:
     def close(self) -> None:
         if self._held:
             self._store.held = self._held = False
+
+
+COUNT_MAX = 1 << 53  # limits terms, views, steps and workers
+
+
+def problem_of_record(record: JobRecord) -> str:
+    """Return the reason why no coordinator can have written this record, or ""."""
+    counts = {
+        f"term {record.term}": record.term,
+        f"view {record.views_used}": record.views_used,
+        f"{record.workers_named} workers named": record.workers_named,
+        f"{record.forgotten} records lost": record.forgotten,
+        f"a furthest step {record.setbacks.furthest}": record.setbacks.furthest,
+    }
+    for what, count in counts.items():
+        if not _is_count(count):
+            return what
+    for step in record.saved:
+        if not _is_count(step):
+            return f"a checkpoint of step {step}"
+    return _problem_of_view(record.view) if record.view is not None else ""
+
+
+def _problem_of_view(view: View) -> str:
+    if not _is_count(view.number):
+        return f"view {view.number}"
+    if not _is_count(view.resume_step):
+        return f"view {view.number} begins at step {view.resume_step}"
+    workers = frozenset(view.workers)
+    if len(workers) < len(view.members):
+        return f"view {view.number} lists a member twice"
+    for worker in (view.leader, *view.owners):
+        if worker not in workers:
+            return f"view {view.number} names worker {worker}, which is no member"
+    return ""
+
+
+def _is_count(number: int) -> bool:
+    return 0 <= number <= COUNT_MAX

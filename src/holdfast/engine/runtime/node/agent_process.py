@@ -18,9 +18,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,25 +35,28 @@ from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.engine.host.ending_signals import Orders
 from holdfast.engine.host.external_checks import ExternalCheck, load_checks
 from holdfast.engine.host.history import Health, Watch
-from holdfast.engine.host.lifetime import die_with_parent
+from holdfast.engine.host.lifetime import (
+    adopt_orphans,
+    die_with_parent,
+    end_all_orphans,
+    end_orphans,
+)
 from holdfast.engine.host.light import light_checks
-from holdfast.engine.host.orphans import adopt_orphans, end_all_orphans, end_orphans
 from holdfast.engine.host.procfs import sample_process
 from holdfast.engine.net.channel import Channel
 from holdfast.engine.net.descriptors import raise_limit
-from holdfast.engine.net.peer_identity import PeerIdentity
 from holdfast.engine.net.peer_listener import open_listener
 from holdfast.engine.net.secret import derive_peer_key, read_run_dir
-from holdfast.engine.net.standard_streams import print_plain
-from holdfast.engine.net.tls import client_of
+from holdfast.engine.net.standard_streams import RareLines, print_plain
+from holdfast.engine.net.tls import PeerIdentity, client_of
 from holdfast.engine.records.clocks import measure, write_clock
 from holdfast.engine.records.file_tails import read_log_end
 from holdfast.engine.runtime.contact import ENDED_ALONE, Contact, contact_by
-from holdfast.engine.runtime.disk_looks import DiskLook
+from holdfast.engine.runtime.event_loops import DeadlineTimer, DiskLook
 from holdfast.engine.runtime.node import bootstrap
+from holdfast.engine.runtime.node.fork_server import LocalProcess
 from holdfast.engine.runtime.node.gpu_shares import free_place
 from holdfast.engine.runtime.node.group_watch import GroupWatch, run_forking
-from holdfast.engine.runtime.node.local_process import LocalProcess
 from holdfast.engine.runtime.node.notices import NoticeSource, notice_source
 from holdfast.engine.runtime.node.server_processes import ServerProcesses
 from holdfast.engine.runtime.node.worker_process import (
@@ -62,6 +64,7 @@ from holdfast.engine.runtime.node.worker_process import (
     StackDumps,
     WorkerProcess,
     WorkerTemplate,
+    say,
 )
 from holdfast.engine.runtime.outlet import free_output
 from holdfast.engine.runtime.rundir import STACKS_DIR, RunDir
@@ -99,9 +102,71 @@ TICK_S_MIN = 0.01
 ORPHANS_S = 2.0  # for the ends of processes that scripts have left behind
 LOOKS_PER_HANG = 10
 LOOK_S_MIN, LOOK_S_MAX = 0.25, 10.0
-# A process of a torchrun script may wait unscheduled for as long as it likes. One that the kernel
-# reports as stopped for 10 s holds up all others, and nobody else would notice for --hang-s.
+# A process of a torchrun script may wait unscheduled for as long as it likes. A process that the
+# kernel reports as stopped for 10 s holds up the whole group, and would be found by --hang-s only.
 STOPPED_ONLY = FreezePolicy(stopped_samples=40, silent_samples=1 << 60)
+
+
+class NodePieces:
+    """Serves, reports, verifies and mends the pieces of the state in this node's memory.
+
+    `feed`: gets the pieces as an event for the agent's machine. `peers`: the servers of pieces on
+    all nodes.
+    """
+
+    def __init__(
+        self, template: WorkerTemplate, feed: Callable[[machine.AgentEvent], None]
+    ) -> None:
+        self.peers: tuple[str, ...] = ()
+        self._spec = template.spec
+        self._feed = feed
+        workers = template.spec.workers
+        self._loop = asyncio.get_running_loop()
+        self._memory = NodeMemory(self._report_soon, workers.procs, workers.spread)
+        key = derive_peer_key(template.run_dir.secret(), template.spec.job)
+        self._identity = PeerIdentity.of(key, template.tls)
+        self._address = PieceServer(self._memory, self._identity).listen(template.host)
+        self._mending: Mending | None = None
+
+    def open(self, worker: WorkerId) -> list[tuple[int, int]]:
+        """Open a file for the pieces of each process of a worker: its number and descriptor."""
+        return [self._memory.open(worker) for _ in range(self._spec.workers.procs_on_node)]
+
+    def record_end(self, numbers: Sequence[int]) -> None:
+        """Record that no process writes to these files any more."""
+        for number in numbers:
+            self._memory.record_end(number)
+        self.report()
+
+    def report(self) -> None:
+        kept, size = self._memory.report()
+        self._feed(machine.MemoryHeld(kept, self._address, size))
+
+    def _report_soon(self) -> None:
+        self._loop.call_soon_threadsafe(self.report)
+
+    async def watch(self, every_s: float) -> None:
+        """Report the pieces, for ever."""
+        while True:
+            self.report()
+            await asyncio.sleep(every_s)
+
+    async def mend(self) -> None:
+        """Verify pieces all the time, slowly, and mend damaged ones."""
+        from holdfast.engine.state.memory.mending import Mending  # needs numpy
+
+        rate = self._spec.checkpoints.scrub_rate * 1e6
+        self._mending = Mending(self._memory, self._identity, self._spec.redundancy())
+        while rate:
+            await asyncio.sleep(MEND_S)
+            for line in await asyncio.to_thread(self._mending.round, rate, self.peers):
+                say(line)
+                self.report()
+
+    def end(self) -> None:
+        """End a round of verifying soon."""
+        if self._mending is not None:
+            self._mending.end()
 
 
 class AgentServer:
@@ -123,14 +188,12 @@ class AgentServer:
         self._coordinator: Channel | None = None
         self._processes: dict[WorkerId, WorkerProcess] = {}
         self._spawning: dict[WorkerId, asyncio.Task[None]] = {}
-        self._memory: NodeMemory | None = None
-        self._pieces_at = ""
-        self._peers: tuple[str, ...] = ()  # where all nodes serve pieces
+        self._pieces: NodePieces | None = None
         self._servers: ServerProcesses | None = None
         self._group = GroupWatch(template.run_dir) if template.spec.compat.enabled else None
         self._quit = asyncio.Event()
         self._problem = ""  # why it quits
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = DeadlineTimer(lambda: self._feed(Tick()), TICK_S_MIN)
 
     async def run(
         self,
@@ -146,30 +209,17 @@ class AgentServer:
         end of this machine.
         """
         leave = machine.Drained("it was asked to leave", leave=True, deadline_s=notice_s)
-        loop = asyncio.get_running_loop()
         self._feed(machine.Labelled(self._template.domains))
         orders.watch(lambda number: self._feed(leave))
-        mending: Mending | None = None
         tasks = [
             asyncio.ensure_future(self._talk(contact, secret)),
             asyncio.ensure_future(self._watch()),
             asyncio.ensure_future(self._ask_time()),
         ]
         if self._template.spec.redundancy().data:
-            found_damage = partial(loop.call_soon_threadsafe, self._note_memory)
-            workers = self._template.spec.workers
-            self._memory = NodeMemory(found_damage, workers.procs, workers.spread)
-            key = derive_peer_key(secret, self._template.spec.job)
-            identity = PeerIdentity.of(key, self._template.tls)
-            server = PieceServer(self._memory, identity)
-            self._pieces_at = server.listen(self._template.host)
-            from holdfast.engine.state.memory.mending import (
-                Mending,  # with numpy, which few jobs need here
-            )
-
-            mending = Mending(self._memory, identity, self._template.spec.redundancy())
-            tasks.append(asyncio.ensure_future(self._watch_memory()))
-            tasks.append(asyncio.ensure_future(self._mend_memory(mending)))
+            self._pieces = NodePieces(self._template, self._feed)
+            tasks.append(asyncio.ensure_future(self._pieces.watch(self._policy.heartbeat_s)))
+            tasks.append(asyncio.ensure_future(self._pieces.mend()))
         if self._template.spec.servers.count:
             host = ServerHost(self._core.snapshot().agent)
             self._servers = ServerProcesses(
@@ -189,40 +239,18 @@ class AgentServer:
             await process.wait_until_drained()
         if self._coordinator is not None:
             await self._coordinator.finish()
-        if mending is not None:
-            mending.end()
+        if self._pieces is not None:
+            self._pieces.end()
         for task in tasks:
             task.cancel()
         end_all_orphans(LocalProcess.living, ORPHANS_S)
         return self._problem
 
-    async def _watch_memory(self) -> None:
-        while True:
-            self._note_memory()
-            await asyncio.sleep(self._policy.heartbeat_s)
-
-    async def _mend_memory(self, mending: Mending) -> None:
-        """Verify pieces all the time, slowly, and mend those that are damaged."""
-        rate = self._template.spec.checkpoints.scrub_rate * 1e6
-        while rate:
-            await asyncio.sleep(MEND_S)
-            for line in await asyncio.to_thread(mending.round, rate, self._peers):
-                print_plain(f"holdfast: agent: {line}", file=sys.stderr, flush=True)
-                self._note_memory()
-
     def _forget(self, process: WorkerProcess) -> None:
         """Record that a process has ended: its place is free, and it writes no more pieces."""
         process.place = None
-        if self._memory is not None:
-            for number, _ in process.memory:
-                self._memory.record_end(number)
-            self._note_memory()
-
-    def _note_memory(self) -> None:
-        """Report the pieces of the state in this node's memory."""
-        if self._memory is not None:
-            kept, size = self._memory.report()
-            self._feed(machine.MemoryHeld(kept, self._pieces_at, size))
+        if self._pieces is not None:
+            self._pieces.record_end([number for number, _ in process.memory])
 
     async def _watch_notices(self, source: NoticeSource) -> None:
         """Leave the job once a notice announces the end of this machine."""
@@ -236,13 +264,12 @@ class AgentServer:
             except (OSError, WorldError) as error:
                 if not problem:
                     problem = first_line(error)
-                    text = f"holdfast: agent: no notices can be heard ({problem})"
-                    print_plain(text, file=sys.stderr, flush=True)
+                    say(f"no notices can be heard ({problem})")
             await asyncio.sleep(NOTICE_EVERY_S)
 
     async def _talk(self, contact: Contact, secret: bytes) -> None:
         """Keep a connection to the coordinator, for ever: it may be restarted at any time."""
-        refused, has_met, began_at = "", False, time.monotonic()
+        refusals, has_met, began_at = RareLines(say), False, time.monotonic()
         stacks = StackDumps(self._processes)
         outcome = DiskLook(self._template.run_dir.outcome, None)
         while True:
@@ -253,7 +280,8 @@ class AgentServer:
                 while (m := await self._coordinator.receive(*FROM_COORDINATOR)) is not None:
                     if isinstance(m, Directive):
                         stacks.follow(m)
-                        self._peers = m.view.pieces_at if m.view else self._peers
+                        if self._pieces is not None and m.view:
+                            self._pieces.peers = m.view.pieces_at
                         self._feed(machine.DirectiveArrived(m))
                         if self._servers is not None and not m.undecided:
                             self._servers.handle(BookArrived(m.servers, over=m.shutdown))
@@ -276,9 +304,7 @@ class AgentServer:
             except OtherJob as error:
                 self._feed(machine.CoordinatorReached(error.met))
             except WorldError as error:
-                if str(error) != refused:
-                    refused = str(error)
-                    print_plain(f"holdfast: agent: {error}", file=sys.stderr, flush=True)
+                refusals.put(str(error))
             except OSError:
                 pass
             if self._coordinator is not None:
@@ -288,7 +314,7 @@ class AgentServer:
                 self._feed(machine.JobOver())
                 return
             abandon_s = self._policy.lease.abandon_s
-            if not has_met and time.monotonic() > began_at + abandon_s:  # so nothing runs here
+            if not has_met and time.monotonic() > began_at + abandon_s:  # so no worker runs here
                 self._problem = f"no coordinator at {contact} for {abandon_s:g} s: is the job over?"
                 self._quit.set()
                 return
@@ -316,7 +342,7 @@ class AgentServer:
         def read() -> None:
             name, lines = read_log_end(logs, request.worker)
             reply = LogReply(number=request.number, name=name, lines=tuple(lines))
-            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(asker.send, reply)
 
         # A disk that hangs must not hold up the agent, nor its end.
@@ -369,13 +395,7 @@ class AgentServer:
         now = time.monotonic()
         for effect in self._core.handle(event, now):
             self._carry_out(effect)
-        if self._timer is not None:
-            self._timer.cancel()
-        deadline = self._core.deadline()
-        if deadline is not None:
-            delay_s = max(deadline - time.monotonic(), TICK_S_MIN)
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(delay_s, self._feed, Tick())
+        self._timer.set(self._core.deadline())
 
     def _carry_out(self, effect: machine.AgentEffect) -> None:
         match effect:
@@ -423,10 +443,8 @@ class AgentServer:
     async def _spawn(self, process: WorkerProcess) -> None:
         worker, incarnation = process.worker, process.incarnation
         try:
-            if self._memory is not None:
-                procs = range(self._template.spec.workers.procs_on_node)
-                for _ in procs:
-                    process.memory.append(self._memory.open(worker))
+            if self._pieces is not None:
+                process.memory += self._pieces.open(worker)
             if process.spread is not None and not process.spread.place:
                 listener, meets_at = open_listener(self._template.host)
                 part = SpreadPart(place=0, meets_at=meets_at, listener=listener)
@@ -448,9 +466,9 @@ class AgentServer:
             if (message.worker, message.incarnation) == (process.worker, process.incarnation):
                 if self._group is not None:
                     self._group.note(message)
-                    process.label = f"rank {message.hosted[0]}" if message.hosted else process.label
-                if message.has_stopped:
-                    self._note_memory()  # the next view may begin from its pieces
+                    process.label_rank(message.hosted)
+                if message.has_stopped and self._pieces is not None:
+                    self._pieces.report()  # the next view may begin from its pieces
                 self._feed(machine.WorkerSaid(message))
         elif self._coordinator is not None:
             self._coordinator.send(message)
@@ -510,7 +528,7 @@ def main(argv: list[str]) -> int:
         slots, incarnation = spec.slots(options.nproc) + spares, Incarnation(options.incarnation)
         name, pid = options.name, os.getpid()
         core = machine.AgentMachine(name, incarnation, slots, policy, pid, spec.job)
-        # Nobody can take over from the only node, so nothing would follow from its checks.
+        # No node can take over from the only one, so its checks would have no effect.
         directory = str(run_dir.path) if spec.nodes_max > 1 else ""
         server = AgentServer(core, template, policy, directory, external)
         return await server.run(contact, secret, options.notices, orders, options.notice_s)

@@ -27,16 +27,15 @@ from holdfast.engine.core.errors import HoldfastError, UserError
 from holdfast.engine.core.machine_errors import MachineError, Raised, judge_error
 from holdfast.engine.host.ending_signals import leave_ending_signals
 from holdfast.engine.host.host import advise_on_shared_memory
-from holdfast.engine.host.lifetime import die_with_parent
-from holdfast.engine.host.orphans import adopt_orphans
+from holdfast.engine.host.lifetime import adopt_orphans, die_with_parent
 from holdfast.engine.runtime import user_script
 from holdfast.engine.runtime.node.shard_processes import (
     BY_MACHINE,
+    DONE,
     FOR_USER,
     make_shards,
     tell_failure,
 )
-from holdfast.engine.runtime.node.spread_processes import DONE
 
 MODULE = "holdfast.engine.runtime.node.bootstrap"
 CHAIN_MAX = 16  # limit for the exceptions between an error and its first cause
@@ -82,7 +81,7 @@ def teller(failure_fd: int) -> Callable[[str], None]:
 
 
 def run_told(run: Callable[[], None], tell: Callable[[str], None]) -> int:
-    """Run a script; tell of its failure, and return the exit code."""
+    """Run a script; report its failure by `tell`, and return the exit code."""
     try:
         run()
     except SystemExit as end:
@@ -105,8 +104,8 @@ def run_told(run: Callable[[], None], tell: Callable[[str], None]) -> int:
 def _run(script: str) -> None:
     """Run the script; if it ends well, end the job that it has left open.
 
-    Its draws from the global generators before it joins the job are keyed as well: a split of the
-    data, say.
+    Its draws from the global generators before it joins the job are keyed as well: for
+    example a split of the data.
     """
     # What only starts workers does without torch.
     from holdfast.engine.train.data.random_streams import seed_generators
@@ -164,7 +163,7 @@ def describe(error: BaseException) -> str:
 
 
 def find_machine_error(error: BaseException) -> MachineError | None:
-    """Return the machine's own error that an exception tells of; None: the script is at fault."""
+    """Return the machine's own error behind an exception; None: the script is at fault."""
     chain: list[Raised] = []
     each: BaseException | None = error
     while each is not None and len(chain) < CHAIN_MAX:

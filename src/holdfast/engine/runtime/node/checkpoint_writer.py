@@ -3,7 +3,7 @@
     python -m holdfast.engine.runtime.node.checkpoint_writer RUN_DIR FD PARENT_PID
 
 It takes orders from a socket that it inherits (see store/snapshot.py). Each is carried out in a
-thread of its own: share 0 of a checkpoint waits for the others, which may come from other nodes,
+thread of its own: share 0 of a checkpoint waits for all shares, which may come from other nodes,
 and commits. It runs at a low priority. Its launcher orders it to end once it has finished these.
 """
 
@@ -24,7 +24,7 @@ from holdfast.engine.core.replica.retention import Retention
 from holdfast.engine.core.types import ViewNumber
 from holdfast.engine.host.ending_signals import Orders
 from holdfast.engine.host.lifetime import die_with_parent
-from holdfast.engine.net.readiness import wait_readable
+from holdfast.engine.net.descriptors import wait_readable
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.runtime.outlet import free_output
 from holdfast.engine.runtime.rundir import RunDir
@@ -104,7 +104,7 @@ class Writer:
             delivery.answer(answer)
 
     def _save(self, delivery: Delivery) -> bool:
-        """Save a share; tell whether the whole checkpoint is durable now, not just this share."""
+        """Save a share; return whether the whole checkpoint is durable now, not just this share."""
         order, began = delivery.order, time.monotonic()
         for before in self._take_older(order.step):
             before.abandon()
@@ -162,7 +162,7 @@ def main(argv: list[str]) -> int:
     if saved.scrub_rate > 0:
         rate = saved.scrub_rate * 1e6
         threading.Thread(target=writer.scrub, args=(rate,), daemon=True).start()
-    # Beside the orders: a store that does not answer holds up nothing.
+    # In a thread of its own: a store that does not answer holds up no order.
     threading.Thread(target=_probe, args=(storage, saved.store), daemon=True).start()
     with socket.socket(fileno=options.fd) as channel:
         is_told = writer.serve(channel, orders)

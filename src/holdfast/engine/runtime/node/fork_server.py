@@ -1,4 +1,4 @@
-"""Starts worker processes by forking one that has imported torch already.
+"""Starts processes of a node by forking a process that has imported torch already.
 
     python -m holdfast.engine.runtime.node.fork_server LISTENER_FD PARENT_PID MODULE...
 
@@ -9,12 +9,14 @@ back. The processes behave as if the agent had started them: environment, direct
 namespace, descriptors and session are those asked for, and they are killed when the agent goes.
 
 What torch reads from the environment while it is imported cannot be changed afterwards: a request
-that differs there is refused, and the agent starts the process in the ordinary way.
+that differs there is refused, and the agent starts the process in the ordinary way (LocalProcess).
+Event loops wait in the same way for processes of both kinds, and for their output.
 """
 
 from __future__ import annotations
 
 import array
+import asyncio
 import contextlib
 import ctypes
 import fcntl
@@ -28,14 +30,13 @@ import struct
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, ClassVar, NoReturn
 
 from holdfast.engine.core.job_spec import Workers
 from holdfast.engine.host.ending_signals import leave_ending_signals
-from holdfast.engine.host.lifetime import die_with_parent
-from holdfast.engine.host.orphans import adopt_orphans, end_orphans
+from holdfast.engine.host.lifetime import adopt_orphans, die_with_parent, end_orphans
 from holdfast.engine.runtime.node import (
     bootstrap,
     gpu_shares,
@@ -52,7 +53,7 @@ NUMBER = struct.Struct("!q")
 CLONE_NEWNET = 0x40000000
 REQUEST_S = 10.0  # for a request to arrive whole
 ENTRIES = {m.MODULE: m.main for m in (bootstrap, group_member, group_store, service_process)}
-# What Python, torch and the libraries under it read only once, as they are loaded.
+# Variables that Python, torch and the libraries under it read only once, when they are loaded.
 READ_AT_IMPORT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH", "PYTHONHASHSEED")
 READ_AT_IMPORT_PREFIXES = (
     "LD_",
@@ -92,7 +93,7 @@ class ForkedProcess:
         return self._code
 
     def give_up(self) -> None:
-        """Have the process killed, and do not wait for it."""
+        """Order the server to kill the process, and do not wait for it."""
         self._connection.close()
 
 
@@ -284,7 +285,7 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int], server: int)
     os.sched_setaffinity(0, request["affinity"])
     os.environ.clear()
     os.environ.update({**request["environment"], "HOLDFAST_PARENT": str(server)})
-    # A fork's environment and arguments cannot be seen from outside: this says whose it is.
+    # A fork's environment and arguments cannot be seen from outside: this file shows its run.
     os.open(os.environ["HOLDFAST_RUN_DIR"], os.O_RDONLY | os.O_DIRECTORY)
     sys.path[0] = request["directory"]
     if "numpy" in sys.modules:
@@ -348,16 +349,77 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 def _load(modules: Sequence[str]) -> None:
-    """Import what processes will need, for seconds; requests wait meanwhile.
+    """Import the modules that processes will need, for seconds; requests wait.
 
     It is done before the first one: a node that waits to take a lost one's place is to be quick.
     """
     import holdfast.engine.train.preload  # noqa: F401
 
     for name in modules:
-        with contextlib.suppress(Exception):  # a process that needs it says why it fails
+        with contextlib.suppress(Exception):  # a process that needs it reports its failure
             importlib.import_module(name)
 
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+
+
+class LocalProcess(subprocess.Popen[bytes]):
+    """Is a process that this one has started. `living`: the ids of those not yet collected."""
+
+    living: ClassVar[set[int]] = set()
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        super().__init__(command, **options)
+        self.living.add(self.pid)
+
+    def collect(self) -> int:
+        """Wait for the exit status: negative for the signal that ended it."""
+        code = self.wait()
+        self.living.discard(self.pid)
+        return code
+
+    def end_descriptor(self) -> int:
+        """Return a descriptor that becomes readable once the process has ended; close it."""
+        return os.pidfd_open(self.pid)
+
+
+async def wait_for_end(process: LocalProcess | ForkedProcess) -> int:
+    """Wait for the end of a process; returns its status, negative for a signal."""
+    try:
+        descriptor = process.end_descriptor()
+    except OSError:  # no descriptors are left
+        return await asyncio.to_thread(process.collect)
+    try:
+        await wait_until_readable(descriptor)
+    finally:
+        os.close(descriptor)
+    return process.collect()
+
+
+async def wait_until_readable(descriptor: int) -> None:
+    """Wait until there is something to read, or the other end is closed."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(descriptor, _set_once, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(descriptor)
+
+
+async def read_chunks(pipe: IO[bytes] | None) -> AsyncIterator[bytes]:
+    """Yield the bytes of a pipe until the other end is closed, and close it."""
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
+    try:
+        while data := await reader.read(1 << 16):
+            yield data
+    finally:
+        transport.close()
+
+
+def _set_once(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,7 +1,7 @@
 """Gives each process of a node GPUs of its own, by the variable that CUDA heeds.
 
 So `cuda` means the right device in every script. Where there are fewer GPUs than processes, they
-take turns; where there are none, nothing is set.
+take turns; where there are none, no variable is set.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DRIVER = Path("/proc/driver/nvidia/gpus")  # with an entry for each GPU
 def visible_gpus(environ: Mapping[str, str], driver: Path = DRIVER) -> tuple[str, ...]:
     """Return the GPUs that this process may use, as the variable names them: numbers, or UUIDs.
 
-    As CUDA does, it ends at a negative number, or one that is no GPU.
+    As CUDA does, it ends at a negative number, or at a word that is no GPU.
     """
     if VARIABLE not in environ:
         count = len(list(driver.iterdir())) if driver.is_dir() else 0

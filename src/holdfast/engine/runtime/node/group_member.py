@@ -1,9 +1,9 @@
-"""Runs a script that was written for torchrun, once this process has been told its rank.
+"""Runs a script that was written for torchrun, once this process has its rank.
 
     python -m holdfast.engine.runtime.node.group_member SCRIPT ARGS...
 
 Until then it waits, with PyTorch imported: a group that starts again does not wait for imports.
-What the script sees is what torchrun would have shown it.
+The script sees the same as under torchrun.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast.engine.core.worker_status import Phase, Stage, StateCopy, WorkerSt
 from holdfast.engine.host.ending_signals import restore_ending_signals
 from holdfast.engine.runtime import user_script
 from holdfast.engine.runtime.node import bootstrap
-from holdfast.engine.runtime.node.group_channel import GroupChannel
+from holdfast.engine.runtime.node.group_store import GroupChannel
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.runtime.user_script import find_source
 
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
 def preload(spec: JobSpec) -> None:
     """Import what the script will want. UserError names what the job asks for and is not there."""
     for name in libraries_of(find_source(spec.cwd, spec.script)):
-        with contextlib.suppress(Exception):  # the script may not need it, and else says so
+        with contextlib.suppress(Exception):  # the script may not need it, and else fails by itself
             importlib.import_module(name)
     for name in spec.modules():
         try:
@@ -78,7 +78,7 @@ def libraries_of(script: Path | None) -> list[str]:
     try:
         tree = ast.parse(script.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return []  # running it will tell
+        return []  # running it shows the error
     found = [name for node in ast.walk(tree) for name in _imported(node)]
     return list(dict.fromkeys(name for name in found if name.split(".")[0] in SAFE))
 
@@ -91,7 +91,7 @@ def _imported(node: ast.AST) -> Iterator[str]:
 
 
 def _wait(spec: JobSpec) -> dict[str, str]:
-    """Wait for a rank; return the variables that tell the script of it."""
+    """Wait for a rank; return the variables that show it to the script."""
     run_dir = Path(os.environ["HOLDFAST_RUN_DIR"])
     channel = GroupChannel.take_channel()
     channel.report_ready()
@@ -155,7 +155,7 @@ def _join_threads() -> None:
 
 
 def modules_of(spec: JobSpec) -> Sequence[str]:
-    """Return what a process that is to be forked for this job should import."""
+    """Return the modules to import in the process that is forked for this job."""
     return [*BASE, *libraries_of(find_source(spec.cwd, spec.script)), *spec.modules()]
 
 

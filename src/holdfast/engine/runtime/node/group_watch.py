@@ -29,7 +29,7 @@ class GroupWatch:
         self._meters: dict[tuple[WorkerId, Incarnation], ActivityMeter] = {}
 
     def note(self, status: WorkerStatus) -> None:
-        """Take in what a process says of itself; the newest counts."""
+        """Take in a process's own status; the newest counts."""
         self._said[status.worker] = status
 
     def look(
@@ -37,7 +37,7 @@ class GroupWatch:
     ) -> Iterator[WorkerStatus]:
         """Look at processes with a script; yield statuses of those at work since the last look.
 
-        `steps`: those that `read_steps` has found.
+        `steps`: the result of `read_steps`.
         """
         running = {p.worker: p for p in processes if p.running}
         cpu_s = session_cpu_s({p.pid for p in running.values()})
@@ -51,7 +51,7 @@ class GroupWatch:
             sample = ActivitySample(
                 at=now,
                 cpu_s=cpu_s.get(process.pid, 0.0),
-                printed=process.printed,
+                printed=process.printed_bytes,
                 step=steps.get(process.pid),
             )
             key = (worker, process.incarnation)

@@ -43,7 +43,7 @@ class NoticeSource:
     base: str = ""  # URL of the metadata server, if not the cloud's own
 
     def poll(self) -> MachineNotice | None:
-        """Ask once whether there is a notice. OSError or WorldError if nobody answers as agreed."""
+        """Ask once whether there is a notice. OSError or WorldError: there is no proper answer."""
         try:
             match self.kind:
                 case "aws":
@@ -128,7 +128,7 @@ def _seconds_until(at: datetime) -> float:
 
 
 def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
-    """Return the answer's text; None if there is nothing there."""
+    """Return the answer's text; None if the server has no such page."""
     request = urllib.request.Request(url, headers=dict(headers), method=method)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

@@ -1,6 +1,6 @@
-"""Starts, watches and ends the servers of tables on one node, as core/servers/server_host.py says.
+"""Starts, watches and ends the servers of tables on one node, for core/servers/server_host.py.
 
-Everything runs in the agent's event loop. What a server writes goes to a log file in the run
+Everything runs in the agent's event loop. The output of a server goes to a log file in the run
 directory.
 """
 
@@ -22,19 +22,20 @@ from holdfast.engine.core.servers import server_host as machine
 from holdfast.engine.core.table_places import RunningServer
 from holdfast.engine.core.types import Tick
 from holdfast.engine.host.procfs import sample_process
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.runtime.event_loops import DeadlineTimer
 from holdfast.engine.runtime.node import fork_server, service_process
-from holdfast.engine.runtime.node.fork_server import ForkedProcess
-from holdfast.engine.runtime.node.local_process import (
+from holdfast.engine.runtime.node.fork_server import (
+    ForkedProcess,
     LocalProcess,
     read_chunks,
     wait_for_end,
     wait_until_readable,
 )
-from holdfast.engine.runtime.node.worker_process import WorkerTemplate
+from holdfast.engine.runtime.node.worker_process import WorkerTemplate, say
 from holdfast.engine.runtime.outlet import LogFile
 
 ADDRESS_BYTES_MAX = 1024
+TICK_S_MIN = 0.01
 # A server waits for requests, so only the kernel's word counts; half a second of it is enough.
 FREEZE = FreezePolicy(stopped_samples=2, silent_samples=1 << 60)
 
@@ -54,7 +55,7 @@ class ServerProcesses:
         self._pids: dict[tuple[int, int], int] = {}  # by number and incarnation
         self._detectors: dict[tuple[int, int], FreezeDetector] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = DeadlineTimer(lambda: self.handle(Tick()), TICK_S_MIN)
 
     def handle(self, event: machine.HostEvent) -> None:
         """Feed the machine, and carry out its decisions."""
@@ -70,13 +71,7 @@ class ServerProcesses:
                     self._tell(self._host.report())
                 case _:
                     assert_never(effect)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        deadline = self._host.deadline()
-        if deadline is not None:
-            delay_s = max(deadline - time.monotonic(), 0.01)
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self.handle, Tick())
+        self._timer.set(self._host.deadline())
 
     async def watch(self) -> None:
         """Look for servers that are stopped, for ever."""
@@ -102,7 +97,7 @@ class ServerProcesses:
         try:
             process, address_fd = await self._start()
         except OSError as error:
-            _say(f"server {number}: {error}")
+            say(f"server {number}: {error}")
             self.handle(machine.ServerEnded(number, incarnation))
             return
         self._pids[number, incarnation] = process.pid
@@ -120,7 +115,7 @@ class ServerProcesses:
         self.handle(machine.ServerEnded(number, incarnation))
 
     async def _start(self) -> tuple[LocalProcess | ForkedProcess, int]:
-        """Start a process; returns it, and what its address is read from. OSError."""
+        """Start a process; return it, and the descriptor that yields its address. OSError."""
         read, write = os.pipe()
         try:
             environment = self._template.common_environment()
@@ -148,7 +143,7 @@ class ServerProcesses:
 
     async def _log(self, pipe: IO[bytes] | None, number: int) -> None:
         """Append what a server writes to its log."""
-        log = LogFile(self._template.run_dir.logs / f"server-{number}.log", _say)
+        log = LogFile(self._template.run_dir.logs / f"server-{number}.log", say)
         try:
             async for data in read_chunks(pipe):
                 log.write(data)
@@ -156,12 +151,8 @@ class ServerProcesses:
             log.close()
 
 
-def _say(text: str) -> None:
-    print_plain(f"holdfast: agent: {text}", file=sys.stderr, flush=True)
-
-
 async def _read_line(descriptor: int) -> str:
-    """Return what a process tells before it closes its end; empty if that is nothing."""
+    """Return the line that a process writes before it closes its end, or ""."""
     data = b""
     try:
         while len(data) < ADDRESS_BYTES_MAX and not data.endswith(b"\n"):

@@ -16,8 +16,8 @@ from pathlib import Path
 from holdfast.engine.host.ending_signals import leave_ending_signals
 from holdfast.engine.host.lifetime import die_with_parent
 from holdfast.engine.net.descriptors import raise_limit
-from holdfast.engine.net.peer_identity import PeerIdentity
 from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.plugins import find_service
 from holdfast.engine.runtime.node import bootstrap
 from holdfast.engine.runtime.rundir import RunDir

@@ -1,9 +1,15 @@
-"""Makes the processes of a worker, where it has several, and has them live and die together.
+"""Makes the processes of a worker, where it has several, which live and die together.
 
-The one that an agent has started forks the others of its node before the script begins, and watches
-them. They are in its session, so that the agent stops and kills all of them at once, and the kernel
-kills them when it ends. If the worker is spread over several nodes there is such a process on each;
-those on further nodes are watched by that of shard 0 (spread_processes.py).
+The first process of a node is started by the agent. It forks the further ones before the script
+begins, and watches them. They are in its session, so that the agent stops and kills all of them at
+once, and the kernel kills them when it ends. If the worker is spread over several nodes there is
+such a process on each.
+
+Then the process of shard 0 listens, at an address that the coordinator passes on, and watches the
+first processes of further nodes. Each process there connects to it before the script begins, for
+orders; the first one of a node has a second connection, for reports of the ends of the processes
+there, and of the worker. These are never encrypted, because another process takes over their
+descriptors.
 """
 
 from __future__ import annotations
@@ -17,29 +23,141 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
+from holdfast.engine.core.errors import WireError, first_line
 from holdfast.engine.core.machine_errors import MachineError
 from holdfast.engine.core.membership.liveness import FreezeDetector, FreezePolicy
 from holdfast.engine.core.membership.process_ends import QUIT
 from holdfast.engine.host.ending_signals import leave_ending_signals
-from holdfast.engine.host.lifetime import die_with_parent
+from holdfast.engine.host.lifetime import die_with_parent, end_lost
 from holdfast.engine.host.procfs import sample_process
-from holdfast.engine.net.readiness import wait_readable
+from holdfast.engine.net import peer_stream
+from holdfast.engine.net.descriptors import wait_readable
+from holdfast.engine.net.peer_listener import PeerListener
 from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.tcp import tune
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.runtime.node.gpu_shares import VARIABLE, visible_gpus
-from holdfast.engine.runtime.node.spread_processes import (
-    DONE,
-    END_S,
-    LIFE,
-    ORDERS,
-    Gathering,
-    SpreadPlace,
-    connect,
-    end_together,
-    wait_to_be_ended,
-)
+
+MAGIC = b"hspread\1"
+ORDERS, LIFE = 0, 1  # the purposes of connections
+DONE = b"\0"  # the script has ended well
+LOOK_S = 0.05
+DEAD_S = 5.0  # after this silence of a machine a connection counts as ended
+END_S = 60.0  # for the process of shard 0 to end this one, after a failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpreadPlace:
+    """Names this node among a worker's (`place`, of `nodes`), and the shards here."""
+
+    place: int = 0
+    nodes: int = 1
+    procs: int = 1  # the number in the whole worker
+    incarnation: int = 0
+
+    @property
+    def shards(self) -> range:
+        each = self.procs // self.nodes
+        return range(self.place * each, (self.place + 1) * each)
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> SpreadPlace:
+        """Take it from the variables of a process."""
+        return cls(
+            place=int(environ.get("HOLDFAST_PLACE", "0")),
+            nodes=int(environ.get("HOLDFAST_SPREAD", "1")),
+            procs=int(environ.get("HOLDFAST_PROCS", "1")),
+            incarnation=int(environ.get("HOLDFAST_INCARNATION", "0")),
+        )
+
+
+class Gathering:
+    """Waits, in the process of shard 0, for the processes on further nodes."""
+
+    def __init__(self, listener: socket.socket, key: bytes, place: SpreadPlace) -> None:
+        self._listener = listener
+        self._key = key
+        self._place = place
+        self._arrived = threading.Condition()
+        self._come: dict[tuple[int, int], socket.socket] = {}  # by purpose and shard
+
+    def connections(self) -> tuple[list[socket.socket], dict[int, socket.socket]]:
+        """Return connections for orders, by shard from the first on a further node; and of lives.
+
+        The latter by the first shard on each node. Waits for as long as it takes: if a process is
+        lost before, the coordinator ends this one.
+        """
+        here, procs = len(self._place.shards), self._place.procs
+        orders = [(ORDERS, shard) for shard in range(here, procs)]
+        lives = [(LIFE, shard) for shard in range(here, procs, here)]
+        listener = PeerListener(self._listener, PeerIdentity(key=self._key), MAGIC, self._admit)
+        listener.start()
+        with self._arrived:
+            self._arrived.wait_for(lambda: all(each in self._come for each in (*orders, *lives)))
+        listener.close()
+        return [self._come[each] for each in orders], {s: self._come[k, s] for k, s in lives}
+
+    def _admit(self, channel: socket.socket, come_for: peer_stream.Purpose) -> None:
+        incarnation, shard, purpose = come_for
+        if incarnation != self._place.incarnation:
+            raise WireError(
+                f"it belongs to incarnation {incarnation} of this worker, which is now "
+                f"{self._place.incarnation}"
+            )
+        _tune(channel)
+        with self._arrived:
+            self._come[purpose, shard] = channel
+            self._arrived.notify_all()
+
+
+def connect(
+    address: str, key: bytes, place: SpreadPlace, shard: int, purpose: int
+) -> socket.socket:
+    """Connect to the process of shard 0; this process ends at once if that is gone."""
+    try:
+        who = PeerIdentity(key=key)
+        channel = peer_stream.connect(address, who, MAGIC, (place.incarnation, shard, purpose))
+        _tune(channel)
+    except (OSError, WireError) as error:
+        end_lost(f"its worker's first process cannot be reached: {first_line(error)}")
+    return channel
+
+
+def _tune(channel: socket.socket) -> None:
+    tune(channel, DEAD_S)
+    channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def end_together(life: int, failure_fd: int) -> None:
+    """End this process with the process of shard 0, seen by the descriptor `life`, and as well.
+
+    `failure_fd`: reports a good end to this node's agent.
+    """
+
+    def watch() -> None:
+        data = b""
+        with contextlib.suppress(OSError):
+            data = os.read(life, 1)
+        if data == DONE:
+            with contextlib.suppress(OSError):
+                os.write(failure_fd, DONE)
+            os._exit(0)
+        end_lost("its worker has ended")
+
+    threading.Thread(target=watch, name="holdfast-life", daemon=True).start()
+
+
+def wait_to_be_ended(limit_s: float = float("inf")) -> NoReturn:
+    """Wait, on a further node, until the process of shard 0 ends this one."""
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        time.sleep(LOOK_S)
+    end_lost("its worker has not ended")
+
 
 GRACE_S = 3.0  # after a failure, wait this long for a loss that explains it
 READ_BYTES = 1 << 16
@@ -54,17 +172,20 @@ class _Other:
     """Is this process's record of another process of the worker."""
 
     shard: int
-    pid: int  # 0: it is on another node, and so are those that it watches
-    ended: int  # a descriptor that is readable once it has
-    told: int  # descriptor that yields the reason of its failure, or DONE
+    #: 0: it is on another node, with the processes that it watches.
+    pid: int
+    #: A descriptor, readable once it has ended.
+    ended: int
+    #: A descriptor that yields the reason of its failure, or DONE.
+    told: int
 
 
 class ShardProcesses:
     """Watches the other processes of this worker; any of them that fails ends all.
 
-    When one process is lost, the scripts of the others fail, since they cannot reach it. So a
-    failure is reported only after GRACE_S without a loss that explains it. `first`: this process is
-    shard 0 and reports to the agent; the others report to it.
+    When one process is lost, the scripts of all fail, because they cannot reach it. So a failure is
+    reported only after GRACE_S without a loss that explains it. `first`: this process is shard 0
+    and reports to the agent; all other ones report to it.
     """
 
     def __init__(self, others: list[_Other], failure_fd: int, *, first: bool = True) -> None:
@@ -82,7 +203,7 @@ class ShardProcesses:
         self._watch.join()
 
     def tell(self, text: str) -> None:
-        """Report a failure of the script to the agent: that of the process which failed first."""
+        """Report the script's failure to the agent, from the process that failed first."""
         with self._lock:
             said = wait_readable((other.told for other in self._others), 0.0)
             first = not self._failures and not said
@@ -94,9 +215,9 @@ class ShardProcesses:
     def end(self, code: int) -> None:
         """Wait, at the end of the script, until all processes of this worker may end together.
 
-        Others would take one that went first for lost. After a good end this reports it to the
-        agent, or to the process of shard 0. `code`: the script's; after a failure those
-        on further nodes wait to be ended, as the reason may be a loss that is yet to be heard of.
+        A process that went first would count as lost. After a good end this reports it to the
+        agent, or to the process of shard 0. `code`: the script's; after a failure processes on
+        further nodes wait to be ended, because the reason may be a loss that is reported later.
         """
         if not code:
             self.wait()
@@ -115,7 +236,7 @@ class ShardProcesses:
 
     def _look(self) -> None:
         policy = FreezePolicy()
-        # Nobody tells here which of them have joined the job.
+        # It is not known here which of them have joined the job.
         running = [(other, FreezeDetector(policy, joined=False)) for other in self._others]
         given_up_s = math.inf
         while time.monotonic() < given_up_s and (running or (self._failures and not self._here)):
@@ -143,7 +264,7 @@ class ShardProcesses:
 
     def _find_end(self, other: _Other) -> None:
         """Find out how another process has ended, and read its report."""
-        # Those of another node name themselves, unless it is the first one there.
+        # A process of another node names itself, unless it is the first one there.
         prefix = b"process %d of the worker: " % other.shard
         with self._lock:
             text = _read(other.told)
@@ -180,7 +301,7 @@ def _read(descriptor: int) -> bytes:
     """Read all bytes that are available at once."""
     os.set_blocking(descriptor, False)
     data = b""
-    with contextlib.suppress(OSError):  # nothing is, or the connection was reset
+    with contextlib.suppress(OSError):  # there are none, or the connection was reset
         while wait_readable([descriptor], REST_S if data else 0.0):
             more = os.read(descriptor, READ_BYTES)
             data += more
@@ -203,10 +324,10 @@ def read_told(text: bytes) -> tuple[str, MachineError | None]:
 
 
 def make_shards(failure_fd: int) -> ShardProcesses | LoneShard:
-    """Make the other processes of a worker on this node, and meet those on others.
+    """Make the other processes of a worker on this node, and meet the ones on further nodes.
 
-    Each process gets the object that reports a failure of its script, and that waits for the others
-    at its end. The processes must not have begun any thread.
+    Each process gets the object that reports a failure of its script, and that waits for all
+    processes at its end. The processes must not have begun any thread.
     """
     place = SpreadPlace.read(os.environ)
     key = bytes.fromhex(os.environ.get("HOLDFAST_PEER_KEY", ""))
@@ -248,8 +369,8 @@ def make_shards(failure_fd: int) -> ShardProcesses | LoneShard:
 def _fork(shards: range, failure_fd: int) -> tuple[list[_Other] | None, list[socket.socket], int]:
     """Make the processes of all these shards but the first.
 
-    Returns in that one the others, and ends of channels to them; in each other one no others, its
-    end, and where it tells of a failure.
+    Returns in the first one the other processes, and ends of channels to them; in each other one
+    None, its end, and the descriptor for the report of a failure.
     """
     parent = os.getpid()
     ends: list[socket.socket] = []
@@ -292,7 +413,7 @@ class LoneShard:
         tell_failure(self._told_fd, text.encode(errors="replace"))
 
     def end(self, code: int) -> None:
-        """Wait, after a good end, to be ended with the others."""
+        """Wait, after a good end, to be ended with the other processes."""
         if code:
             return
         os.write(self._told_fd, DONE)

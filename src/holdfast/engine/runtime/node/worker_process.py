@@ -1,7 +1,7 @@
 """Runs one process of a node for its agent: its start, its channel, its output, its end.
 
-The process reads what the job is from the run directory. Its environment says only which process
-it is and how it reaches its agent; train/script/environment.py reads that.
+The process reads what the job is from the run directory. Its environment names only the process
+and the way to its agent; train/script/environment.py reads that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -28,16 +28,19 @@ from holdfast.engine.core.membership.agent import ProcessExited
 from holdfast.engine.core.types import NO_VIEW, Incarnation, ProcessRole, WorkerId
 from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.engine.host.host import advise_on_shared_memory
-from holdfast.engine.host.oom_kills import OomKills
-from holdfast.engine.host.orphans import end_orphans
+from holdfast.engine.host.kernel_log import OomKills
+from holdfast.engine.host.lifetime import end_orphans
 from holdfast.engine.net import secret
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.runtime.node import bootstrap, fork_server, group_member, group_store
-from holdfast.engine.runtime.node.fork_server import ForkedProcess
+from holdfast.engine.runtime.node.fork_server import (
+    ForkedProcess,
+    LocalProcess,
+    read_chunks,
+    wait_for_end,
+)
 from holdfast.engine.runtime.node.gpu_shares import VARIABLE, share_of_gpus, visible_gpus
-from holdfast.engine.runtime.node.local_process import LocalProcess, read_chunks, wait_for_end
-from holdfast.engine.runtime.node.shard_processes import read_told
-from holdfast.engine.runtime.node.spread_processes import DONE
+from holdfast.engine.runtime.node.shard_processes import DONE, read_told
 from holdfast.engine.runtime.outlet import LogFile, write_all
 from holdfast.engine.runtime.rundir import STACKS_DIR, RunDir
 from holdfast.engine.wire.frames import Opener, Sealer
@@ -46,7 +49,7 @@ from holdfast.engine.wire.messages import Address, StacksRequest, decode, encode
 STORY_BYTES_MAX = 16 << 10  # longest part of a traceback that is reported
 LINE_BYTES_MAX = 64 << 10  # a longer line is passed on in pieces
 DRAIN_S = 5.0
-STORY_S = 0.2  # to read why a process that a signal has ended gave up, if it told
+STORY_S = 0.2  # to read the last report of a process that a signal has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +61,7 @@ class WorkerTemplate:
     host: str
     orders_fd: int | None = None  # to the checkpoint writer
     tls: Path | None = None  # directory of the certificates
-    domains: Domains = ()  # failure domains that the node is in, as it was told
+    domains: Domains = ()  # failure domains of the node, as its operator has given them
     memory_bytes: int = 0  # most bytes of pieces in this node's memory
     oom_kills: OomKills = field(default_factory=OomKills)
 
@@ -79,7 +82,7 @@ class WorkerTemplate:
         return command
 
     def job_variables(self) -> dict[str, str]:
-        """Return the variables of the job; a script for torchrun keeps those that are set."""
+        """Return the variables of the job; a script for torchrun keeps variables that are set."""
         found = bootstrap.environment_of_job(self.spec.workers.threads, self.spec.workers.seed)
         if self.spec.compat.enabled:
             return {name: os.environ.get(name, value) for name, value in found.items()}
@@ -101,7 +104,7 @@ class WorkerTemplate:
         }
 
     def stacks_path(self, worker: WorkerId, incarnation: Incarnation) -> Path:
-        """Return the file in which a worker's process writes where its threads are."""
+        """Return the file in which a worker's process writes the stacks of its threads."""
         return self.run_dir.path.resolve() / STACKS_DIR / f"worker-{worker}-{incarnation}.txt"
 
     def environment(
@@ -159,8 +162,74 @@ OnMessage = Callable[["WorkerProcess", "WorkerStatus | Address"], None]
 OnExit = Callable[["WorkerProcess", ProcessExited], None]
 
 
+class ProcessOutput:
+    """Passes the output of one process on: whole lines to our own output, all bytes to its log.
+
+    `label`: the head of its lines on standard error. `size`: the number of bytes so far.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.size = 0
+        self.tasks: list[asyncio.Task[None]] = []
+        self._log: LogFile | None = None
+
+    def begin(self, log: Path, out: IO[bytes] | None, err: IO[bytes] | None) -> None:
+        """Copy from the pipes of a process until it closes them."""
+        self._log = LogFile(log, say)
+        self.tasks = [
+            asyncio.ensure_future(self._copy(out, 1)),
+            asyncio.ensure_future(self._copy(err, 2)),
+        ]
+
+    def note(self, text: str) -> None:
+        """Write a line of ours to the log."""
+        self._write_log(text.encode() + b"\n")
+
+    def close_log(self) -> None:
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    async def _copy(self, pipe: IO[bytes] | None, to_fd: int) -> None:
+        rest = b""
+        async for data in read_chunks(pipe):
+            self._write_log(data)
+            self.size += len(data)
+            *lines, rest = (rest + data).split(b"\n")
+            if len(rest) > LINE_BYTES_MAX:
+                lines, rest = [*lines, rest], b""
+            write_all(to_fd, b"".join(self._head(to_fd) + line + b"\n" for line in lines))
+        if rest:
+            write_all(to_fd, self._head(to_fd) + rest + b"\n")
+
+    def _head(self, to_fd: int) -> bytes:
+        return b"" if to_fd == 1 else f"[{self.label}] ".encode()
+
+    def _write_log(self, data: bytes) -> None:
+        if self._log is not None:
+            self._log.write(data)
+
+
+class ScriptReport:
+    """Collects the report of a script on its end, from the failure pipe of its process."""
+
+    def __init__(self) -> None:
+        self.text = b""
+        self.tasks: list[asyncio.Task[None]] = []  # none or one
+
+    def begin(self, descriptor: int) -> None:
+        self.tasks = [asyncio.ensure_future(self._collect(descriptor))]
+
+    async def _collect(self, descriptor: int) -> None:
+        async for data in read_chunks(os.fdopen(descriptor, "rb", buffering=0)):
+            self.text = (self.text + data)[-STORY_BYTES_MAX:]
+            if self.text.endswith(DONE):  # processes that it started may keep the pipe open
+                return
+
+
 class WorkerProcess:
-    """Runs one process of a worker; after `start`, its callbacks tell everything."""
+    """Runs one process of a worker; after `start`, its callbacks report all its acts."""
 
     def __init__(
         self,
@@ -174,22 +243,31 @@ class WorkerProcess:
         self.worker = worker
         self.incarnation = incarnation
         self.role = role
-        self.pid = 0
         self.running = False
         self.killed_early = False
-        self.printed = 0  # bytes
-        self.label = f"worker {worker}"  # at the head of its lines for people
         self._template = template
         self.memory: list[tuple[int, int]] = []  # number and descriptor of its files for pieces
         self.place: int | None = None  # on its node, while it has one
         self._popen: LocalProcess | ForkedProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._sealer = Sealer(None)
-        self._pipes: list[asyncio.Task[None]] = []
-        self._told: asyncio.Task[None] | None = None  # reads how its script has ended
+        self._output = ProcessOutput(f"worker {worker}")
+        self._report = ScriptReport()
         self._tasks: list[asyncio.Task[None]] = []
-        self._story = b""
-        self._log: LogFile | None = None
+
+    @property
+    def pid(self) -> int:
+        """Return the process id; 0 before the start."""
+        return self._popen.pid if self._popen is not None else 0
+
+    @property
+    def printed_bytes(self) -> int:
+        return self._output.size
+
+    def label_rank(self, ranks: Sequence[int]) -> None:
+        """Show the first of these ranks at the head of its lines, if there is one."""
+        if ranks:
+            self._output.label = f"rank {ranks[0]}"
 
     async def start(self, on_message: OnMessage, on_exit: OnExit) -> None:
         """Raises OSError when no process can be made."""
@@ -206,15 +284,10 @@ class WorkerProcess:
             os.close(failure_write)
             if self.spread is not None and self.spread.listener is not None:
                 self.spread.listener.close()
-        self.pid, self.running = self._popen.pid, True
-        self._open_log()
+        self.running = True
+        self._output.begin(self._log_path(), self._popen.stdout, self._popen.stderr)
         reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._told = asyncio.ensure_future(self._collect_failure(failure_read))
-        self._pipes = [
-            asyncio.ensure_future(self._copy(self._popen.stdout, 1)),
-            asyncio.ensure_future(self._copy(self._popen.stderr, 2)),
-            self._told,
-        ]
+        self._report.begin(failure_read)
         listening = asyncio.ensure_future(self._listen(reader, on_message))
         self._tasks = [listening, asyncio.ensure_future(self._reap(on_exit, listening))]
 
@@ -273,13 +346,13 @@ class WorkerProcess:
         self._signal(signal.SIGCONT)
 
     def ask_for_stacks(self, request: StacksRequest) -> None:
-        """Have the process write where its threads are; a script for torchrun cannot."""
+        """Ask the process to write the stacks of its threads; a script for torchrun cannot."""
         if self.role is ProcessRole.WORKER and not self._template.spec.compat.enabled:
             self.send(request)
 
     def note(self, text: str) -> None:
         """Write a line of ours to the worker's log."""
-        self._write_log(text.encode() + b"\n")
+        self._output.note(text)
 
     def _signal(self, number: int) -> None:
         if self.running:
@@ -288,8 +361,8 @@ class WorkerProcess:
 
     async def wait_until_drained(self) -> None:
         """Wait until everything that the process printed has been passed on."""
-        if self._pipes:
-            await asyncio.wait(self._pipes, timeout=DRAIN_S)
+        if tasks := [*self._output.tasks, *self._report.tasks]:
+            await asyncio.wait(tasks, timeout=DRAIN_S)
 
     async def _reap(self, on_exit: OnExit, listening: asyncio.Task[None]) -> None:
         popen = self._popen
@@ -297,27 +370,24 @@ class WorkerProcess:
         code = await wait_for_end(popen)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(popen.pid, signal.SIGKILL)  # the children that it has left behind
-        end_orphans(LocalProcess.living)  # and those that have left its group
+        end_orphans(LocalProcess.living)  # and its descendants in other groups
         self.running = False
         if code > 0:
             await self.wait_until_drained()
         else:
-            assert self._told is not None
-            last_words = [self._told, listening] if code else [self._told]
+            last_words = [*self._report.tasks, *([listening] if code else ())]
             await asyncio.wait(last_words, timeout=STORY_S if code else DRAIN_S)
         on_exit(self, self._make_end(code))
         await self.wait_until_drained()
         if self._writer is not None:
             self._writer.close()
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        self._output.close_log()
 
     def _make_end(self, code: int) -> ProcessExited:
-        """Describe the end of the process, by what it has reported and by what the kernel tells."""
+        """Describe the end of the process, by its own report and by the kernel's."""
         compat = self._template.spec.compat.enabled
-        reported = self._story.endswith(DONE) or compat
-        detail, error = ("", None) if code <= 0 and reported else read_told(self._story)
+        reported = self._report.text.endswith(DONE) or compat
+        detail, error = ("", None) if code <= 0 and reported else read_told(self._report.text)
         if error is not None:
             self.note(detail)  # the job may continue without it, and its log has the reason
         if code == -signal.SIGKILL:
@@ -350,42 +420,16 @@ class WorkerProcess:
                 self.kill()
                 return
 
-    async def _copy(self, pipe: IO[bytes] | None, to_fd: int) -> None:
-        """Pass whole lines on to the console, and everything to the log."""
-        rest = b""
-        async for data in read_chunks(pipe):
-            self._write_log(data)
-            self.printed += len(data)
-            *lines, rest = (rest + data).split(b"\n")
-            if len(rest) > LINE_BYTES_MAX:
-                lines, rest = [*lines, rest], b""
-            write_all(to_fd, b"".join(self._head(to_fd) + line + b"\n" for line in lines))
-        if rest:
-            write_all(to_fd, self._head(to_fd) + rest + b"\n")
-
-    def _head(self, to_fd: int) -> bytes:
-        return b"" if to_fd == 1 else f"[{self.label}] ".encode()
-
-    async def _collect_failure(self, descriptor: int) -> None:
-        async for data in read_chunks(os.fdopen(descriptor, "rb", buffering=0)):
-            self._story = (self._story + data)[-STORY_BYTES_MAX:]
-            if self._story.endswith(DONE):  # processes that it started may keep the pipe open
-                return
-
-    def _open_log(self) -> None:
+    def _log_path(self) -> Path:
         place = self.spread.place if self.spread is not None else 0
         name = f"worker-{self.worker}-{self.incarnation}{f'-node-{place}' if place else ''}.log"
-        self._log = LogFile(self._template.run_dir.logs / name, _say)  # closed when reaped
-
-    def _write_log(self, data: bytes) -> None:
-        if self._log is not None:
-            self._log.write(data)
+        return self._template.run_dir.logs / name
 
 
 class StackDumps:
-    """Has the workers of a node write where their threads are: as a view ends, or when asked.
+    """Asks the workers of a node for the stacks of their threads, as a view ends or on request.
 
-    `processes`: those of this node, as they are now.
+    `processes`: the present ones of this node.
     """
 
     def __init__(self, processes: Mapping[WorkerId, WorkerProcess]) -> None:
@@ -393,16 +437,16 @@ class StackDumps:
         self._ended = NO_VIEW
 
     def follow(self, directive: Directive) -> None:
-        """Have stacks written if the directive ends a view."""
+        """Ask for stacks if the directive ends a view."""
         if directive.stop_view > self._ended:
             self._ended = directive.stop_view
             self.write(StacksRequest(reason=f"view {directive.stop_view} ends"))
 
     def write(self, request: StacksRequest) -> None:
-        """Have stacks written now."""
+        """Ask for stacks now."""
         for process in self._processes.values():
             process.ask_for_stacks(request)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print_plain(f"holdfast: agent: {text}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ import msgspec
 
 from holdfast.engine.core.errors import Damaged, WorldError, first_line
 from holdfast.engine.core.redundancy import Piece, Redundancy
-from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.memory.arena import ALIGN, PieceArena, PieceEntry, PieceShelf, Table
 from holdfast.engine.state.memory.node_memory import NodeMemory
 from holdfast.engine.state.memory.piece_reader import PieceReader

@@ -15,8 +15,8 @@ import xxhash
 
 from holdfast.engine.core.errors import WorldError
 from holdfast.engine.net import peer_stream
-from holdfast.engine.net.peer_identity import PeerIdentity
 from holdfast.engine.net.peer_listener import serve
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.memory.arena import PieceArena, PieceEntry, PieceShelf
 
 MAGIC = b"hpost\0\0\1"

@@ -18,7 +18,7 @@ import xxhash
 from holdfast.engine.core.errors import Damaged, WireError, WorldError
 from holdfast.engine.core.redundancy import Piece, Redundancy
 from holdfast.engine.net import peer_stream
-from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.memory.arena import PieceEntry, Table, problem_of_table
 from holdfast.engine.state.memory.piece_server import MAGIC, PieceAnswer, PieceRequest
 from holdfast.engine.state.memory.pieces import PieceCoder

@@ -12,8 +12,8 @@ import msgspec
 
 from holdfast.engine.core.errors import Damaged
 from holdfast.engine.net import peer_stream
-from holdfast.engine.net.peer_identity import PeerIdentity
 from holdfast.engine.net.peer_listener import serve
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.memory.arena import PieceEntry, Table
 from holdfast.engine.state.memory.node_memory import NodeMemory
 

@@ -24,8 +24,8 @@ import torch
 
 from holdfast.engine.core.errors import Aborted, HoldfastError, UserError
 from holdfast.engine.net import peer_stream, tls
-from holdfast.engine.net.peer_identity import PeerIdentity, split_address
 from holdfast.engine.net.peer_listener import PeerListener, open_listener
+from holdfast.engine.net.tls import PeerIdentity, split_address
 from holdfast.engine.train.exchange import sockets
 from holdfast.engine.train.exchange.group_link import GroupLink
 from holdfast.engine.train.exchange.group_network import Expected, GroupNetwork, Leaving

@@ -20,8 +20,8 @@ from holdfast.engine.core.ground.ends import SourceKind
 from holdfast.engine.core.types import NO_VIEW, ViewNumber
 from holdfast.engine.core.views import FollowOrder
 from holdfast.engine.net import peer_stream
-from holdfast.engine.net.peer_identity import PeerIdentity
 from holdfast.engine.net.peer_listener import serve
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.memory.free_memory import free_bytes
 from holdfast.engine.train.checkpoint import state
 from holdfast.engine.train.checkpoint.loaded_state import LoadedState

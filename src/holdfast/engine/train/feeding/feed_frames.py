@@ -15,8 +15,8 @@ import xxhash
 
 from holdfast.engine.core.errors import WireError
 from holdfast.engine.net import peer_stream
-from holdfast.engine.net.peer_identity import PeerIdentity
 from holdfast.engine.net.peer_stream import UNLIMITED, SendRate
+from holdfast.engine.net.tls import PeerIdentity
 
 MAGIC = b"hfeed\0\0\1"
 HEAD_BYTES_MAX = 1 << 20

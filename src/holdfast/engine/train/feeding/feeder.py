@@ -19,8 +19,8 @@ from holdfast.engine.core.replica.feeding import count_feeders
 from holdfast.engine.core.types import NO_VIEW, WorkerId
 from holdfast.engine.core.views import Follower, FollowOrder, View
 from holdfast.engine.net import peer_stream
-from holdfast.engine.net.peer_identity import PeerIdentity
 from holdfast.engine.net.peer_stream import SendRate
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.memory.free_memory import free_bytes
 from holdfast.engine.train.checkpoint import state
 from holdfast.engine.train.checkpoint.transfer import parts_of

@@ -11,7 +11,7 @@ from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.ends import SourceKind
 from holdfast.engine.core.redundancy import Recall, Redundancy
 from holdfast.engine.core.views import View
-from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.memory.arena import GRADIENT, STATE
 from holdfast.engine.state.memory.piece_reader import PieceReader
 from holdfast.engine.train.checkpoint.loaded_state import LoadedState

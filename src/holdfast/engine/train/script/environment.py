@@ -15,7 +15,7 @@ from pathlib import Path
 from holdfast.engine.core.errors import Damaged, UserError
 from holdfast.engine.core.job_spec import JobSpec, SilentErrors, Stragglers
 from holdfast.engine.core.types import Incarnation, ProcessRole, WorkerId
-from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.store.regular_files import DOCUMENT_BYTES_MAX, read_regular
 from holdfast.engine.wire.job_document import JOB_FILE, decode_job
 

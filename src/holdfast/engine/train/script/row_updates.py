@@ -19,7 +19,7 @@ from holdfast.engine.core.errors import UserError
 from holdfast.engine.core.servers.heirs import HeirProgress, HolderAnswer
 from holdfast.engine.core.servers.placement import lay_out, share_out
 from holdfast.engine.core.table_places import ServerLayout
-from holdfast.engine.net.peer_identity import PeerIdentity
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.train.step.keyed_gradient import find_keyed_gradient
 from holdfast.engine.train.step.row_gradient import RowGradient
 

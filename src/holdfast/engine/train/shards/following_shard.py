@@ -16,7 +16,7 @@ from holdfast.engine.core.step.speculation import Lateness, Patience
 from holdfast.engine.core.types import Incarnation, Peer, WorkerId
 from holdfast.engine.core.views import View
 from holdfast.engine.core.worker_status import Stage, WorkerStatus
-from holdfast.engine.net.readiness import wait_readable
+from holdfast.engine.net.descriptors import wait_readable
 from holdfast.engine.train.shards.shard_channel import Book, ShardChannel
 from holdfast.engine.train.step.driver import Driver
 from holdfast.engine.train.step.stack_file import write_stacks

@@ -20,7 +20,7 @@ from holdfast.engine.core.types import RELEASE_ALL, AgentId, Peer, ViewNumber, W
 from holdfast.engine.core.views import Member, View
 from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.engine.host.lifetime import end_lost
-from holdfast.engine.net.readiness import is_readable, wait_readable
+from holdfast.engine.net.descriptors import is_readable, wait_readable
 from holdfast.engine.train.step.driver import Driver
 from holdfast.engine.train.step.stack_file import write_stacks
 from holdfast.engine.wire.frames import Opener, Sealer

@@ -1,16 +1,47 @@
-"""Reads from disks that may hang, for event loops that must not."""
+"""Helps the drivers of machines in event loops: timers for deadlines, and disks that may hang."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 PATIENCE_S = 1.0
+
+
+class DeadlineTimer:
+    """Calls `tick` when a machine next wants a Tick, at least `least_s` from now."""
+
+    def __init__(self, tick: Callable[[], object], least_s: float) -> None:
+        self._tick = tick
+        self._least_s = least_s
+        self._handle: asyncio.TimerHandle | None = None
+        self._deadline: float | None = None  # the one for which the handle is set
+
+    def set(self, deadline: float | None) -> None:
+        """Set the timer for the machine's present deadline; None: it wants no Tick."""
+        if deadline == self._deadline:
+            return
+        self.cancel()
+        self._deadline = deadline
+        if deadline is not None:
+            delay_s = max(deadline - time.monotonic(), self._least_s)
+            self._handle = asyncio.get_running_loop().call_later(delay_s, self._fire)
+
+    def cancel(self) -> None:
+        """Stop the timer until it is set again."""
+        if self._handle is not None:
+            self._handle.cancel()
+        self._handle, self._deadline = None, None
+
+    def _fire(self) -> None:
+        self._handle, self._deadline = None, None
+        self._tick()
 
 
 class DiskLook(Generic[T]):
