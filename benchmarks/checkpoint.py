@@ -35,8 +35,7 @@ from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerI
 from holdfast.engine.core.views import Member, View
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.state.store.checkpoints import Checkpoints
-from holdfast.engine.state.store.disk_calls import RealDisk, aligned
-from holdfast.engine.state.store.files import FileStorage
+from holdfast.engine.state.store.files import FileStorage, RealDisk, aligned
 from holdfast.engine.state.store.manifest import SUSPECT
 from holdfast.engine.state.store.storage import Storage
 from holdfast.engine.state.store.volumes import VolumeStorage

@@ -26,7 +26,12 @@ from stragglers import run_job
 from torch import nn
 from torch.nn import functional as F
 
-from holdfast.tables import SGD, Adagrad, Downpour, RowOptimizer
+from holdfast.tables import SGD, Adagrad, RowOptimizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "recipes"))
+from downpour import Downpour
+
 from lone_step import train_step
 
 REPLICAS = (1, 4, 16, 64)

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.engine.state.store.data_index import index_files, write_index
-from holdfast.engine.state.store.verified_files import VerifiedFiles
+from holdfast.engine.state.store.data_index import VerifiedFiles, index_files, write_index
 from holdfast.engine.train.data.batch_loading import BatchSource, LoadOptions
 from holdfast.engine.train.data.sample_digest import index_samples
 from holdfast.engine.train.data.sampling import SamplePlan

@@ -126,7 +126,12 @@ WALKS = (
         name="`holdfast migrate`",
         text="from the command to the view without the worker that leaves",
         turns=(
-            ("order_commands:run_migrate", "operator_orders:migrate", "contact:ask", "Channel.send"),
+            (
+                "order_commands:run_migrate",
+                "operator_orders:migrate",
+                "contact:ask",
+                "Channel.send",
+            ),
             ("CoordinatorServer._pass_on", "Channel.send"),
             ("AgentServer._feed", "MoveOrders.ask", "AgentServer._carry_out", "Channel.send"),
             ("LiveRoster.hear", "plan_change", "choose_change", "Channel.send"),

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-
-from holdfast.tables import Downpour
+from downpour import Downpour
 
 Loss = Callable[[Any, Any], torch.Tensor]  # takes the model's output and the targets
 

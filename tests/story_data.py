@@ -14,7 +14,7 @@ from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.events import FINITE, SOMEBODYS, Purpose, Row, Topic
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.core.views import View
-from holdfast.lab.sim.sum_answers import answer
+from holdfast.lab.sim.exchanges import answer
 
 SOUND = 7  # the fingerprint of a state in which no bit is wrong
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from dashboard_kit import write_crashed_run
 from holdfast.cli.main import main
-from holdfast.engine.records.clocks import CLOCKS_DIR
+from holdfast.engine.records.time_lines import CLOCKS_DIR
 from holdfast.engine.runtime.post_mortem import keep_bundle
 from holdfast.engine.runtime.rundir import RunDir
 from test_recordings import record

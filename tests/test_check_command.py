@@ -14,7 +14,13 @@ import pytest
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.runtime.local_run import processes_that_name
 from holdfast.lab.check import check_command
-from holdfast.lab.check.script_check import JOINS, START, WORKERS, TracedRun, compare
+from holdfast.lab.check.check_command import (
+    DIFFERS_BY_WORKER,
+    LACKS_AT_JOIN,
+    START,
+    TracedRun,
+    compare,
+)
 from support import until
 
 SCRIPT = """
@@ -136,8 +142,8 @@ def traced(name: str, *digests: str) -> TracedRun:
     ("alone", "two", "killed", "cause", "step"),
     [
         ("abc", "abc", "abc", None, 0),
-        ("abc", "abc", "abd", JOINS, 2),
-        ("abc", "abd", "abd", WORKERS, 2),
+        ("abc", "abc", "abd", LACKS_AT_JOIN, 2),
+        ("abc", "abd", "abd", DIFFERS_BY_WORKER, 2),
         ("abc", "xbc", "abc", START, 0),
     ],
 )

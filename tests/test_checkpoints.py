@@ -20,7 +20,7 @@ from holdfast.engine.core.replica.retention import Retention
 from holdfast.engine.net.descriptors import wait_readable
 from holdfast.engine.state.store import compression
 from holdfast.engine.state.store.checkpoint_reading import load_range
-from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.checkpoints import Checkpoints, scrub
 from holdfast.engine.state.store.files import FileStorage
 from holdfast.engine.state.store.manifest import (
     CHUNK_BYTES,
@@ -33,7 +33,6 @@ from holdfast.engine.state.store.manifest import (
     encode,
     manifest_name,
 )
-from holdfast.engine.state.store.scrub import scrub
 from holdfast.engine.state.store.storage import Missing
 from holdfast.lab.contracts.storages import Crash, CrashDisk, MemoryStorage
 from scripts import saver

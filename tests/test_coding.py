@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.engine.core.errors import Damaged, InvariantError, UserError
-from holdfast.engine.state.coding import galois
+from holdfast.engine.state.coding import reed_solomon
 from holdfast.engine.state.coding.reed_solomon import BLOCK_BYTES, ReedSolomon
 
 try:
@@ -70,8 +70,8 @@ def coded(code: ReedSolomon, size: int, seed: int) -> list[memoryview]:
 
 @given(a=st.integers(0, 255), b=st.integers(0, 255))
 def test_products_are_those_of_the_definition(a: int, b: int) -> None:
-    assert galois.products()[a, b] == times(a, b)
-    assert a == 0 or times(a, galois.inverse(a)) == 1
+    assert reed_solomon.products()[a, b] == times(a, b)
+    assert a == 0 or times(a, reed_solomon.inverse(a)) == 1
 
 
 @given(st.data())
@@ -82,12 +82,12 @@ def test_the_left_null_space_is_orthogonal_and_complete(data: st.DataObject) -> 
     columns = generator.integers(0, 256, (k, n), np.uint8)
     if n > 1 and data.draw(st.booleans()):
         columns[:, 0] = columns[:, 1]
-    rows = galois.left_null_space(columns)
-    assert not galois.multiply(rows, columns).any()
-    beyond = galois.left_null_space(np.ascontiguousarray(rows.T))
+    rows = reed_solomon.left_null_space(columns)
+    assert not reed_solomon.multiply(rows, columns).any()
+    beyond = reed_solomon.left_null_space(np.ascontiguousarray(rows.T))
     assert len(rows) + len(beyond) == k  # the rows are independent
     # Nothing else is orthogonal: what the columns do not span, the rows do.
-    assert len(galois.left_null_space(np.concatenate([columns, rows.T], axis=1))) in range(k)
+    assert len(reed_solomon.left_null_space(np.concatenate([columns, rows.T], axis=1))) in range(k)
 
 
 # ---------------------------------------------------------------- the code

@@ -25,8 +25,7 @@ from holdfast.engine.records.ledger import LedgerDoubt, LedgerWriter, ledger_pat
 from holdfast.engine.records.time_lines import ProcessTimes, SpentLine, TimeUse
 from holdfast.reports.commands import dashboard_command
 from holdfast.reports.dashboard.feed import Client, Feed
-from holdfast.reports.dashboard.loss_series import LossSeries
-from holdfast.reports.dashboard.step_rates import measure_rates, rate_now
+from holdfast.reports.dashboard.run_files import LossSeries, measure_rates, rate_now
 from labs.local_nodes import LocalNodes
 
 PAGES = ("/", "/api/state", "/api/stream", "/api/log?worker=0", "/static/main.js")

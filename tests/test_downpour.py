@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from downpour import Downpour
+from lbfgs import LBFGS
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,7 +18,7 @@ from conftest import SCRIPTS, Start, finish, has_checkpoint
 from holdfast.cli.main import main
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.runtime.local_run import LocalRun, strike
-from holdfast.tables import LBFGS, SGD, Adagrad, Downpour, EmbeddingBag, LazyAdam
+from holdfast.tables import SGD, Adagrad, EmbeddingBag, LazyAdam
 from lone_step import LoneStep, train_step
 
 STEPS, VRANKS, LR, LOCAL_LR = 6, 3, 0.1, 0.05

@@ -21,7 +21,7 @@ from holdfast.tables import (
     KeyRules,
     RowWiseAdagrad,
 )
-from holdfast.tables.row_values import fill_rows, seed_of_table
+from holdfast.tables.table_shape import fill_rows, seed_of_table
 
 IDS = torch.tensor([4, 1, 1, 9, 0, 3])
 OFFSETS = torch.tensor([0, 2, 2, 5])

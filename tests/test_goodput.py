@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.engine.records.goodput import Goodput, measure_union, share_times
-from holdfast.engine.records.incident_costs import Part
+from holdfast.engine.records.incidents import Part
 from holdfast.engine.records.summary import summarize
 from holdfast.engine.records.time_lines import ProcessTimes, SpentLine, TimeUse
-from holdfast.reports.report_page import RunFacts, write_page
+from holdfast.reports.commands.report_command import RunFacts, write_page
 
 T0 = 1_000_000.0
 

@@ -25,10 +25,9 @@ from holdfast.tables.keyed_rows import (
     find_keys,
     first_values,
 )
-from holdfast.tables.row_values import hash_keys
 from holdfast.tables.server_rows import RowUpdate
 from holdfast.tables.table_set import write_shard
-from holdfast.tables.table_shape import AGE, FREQUENCY, KeyRules, TableShape
+from holdfast.tables.table_shape import AGE, FREQUENCY, KeyRules, TableShape, hash_keys
 from test_row_servers import Servers
 
 DIM = 3

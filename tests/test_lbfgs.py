@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from lbfgs import LBFGS
 from torch import nn
 
 from conftest import Start, finish
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.runtime.local_run import strike
-from holdfast.tables import LBFGS
 
 Loss = Callable[[], torch.Tensor]
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.engine.core.errors import WorldError
-from holdfast.engine.records.ledger import LedgerDoubt, LedgerWriter, ledger_path
-from holdfast.engine.records.ledger_chain import ChainCheck
+from holdfast.engine.records.ledger import ChainCheck, LedgerDoubt, LedgerWriter, ledger_path
 from test_ledger import STEPS, audit, entry, header, write_run
 
 Lines = list[bytes]

@@ -26,7 +26,7 @@ from holdfast.engine.core.step.speeds import Speeds
 from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
 from holdfast.engine.core.views import Follower, View
 from holdfast.engine.core.worker_status import WorkerStatus
-from holdfast.lab.sim.neighbour_rules import find_scattered
+from holdfast.lab.sim.membership_checks import find_scattered
 from roster_kit import Cluster, resting, status, stopped, view_of
 
 MACHINE, RACK, ZONE = 3, 2, 1  # names at the beginning of a path, zones first

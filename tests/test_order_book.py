@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.clusters.order_book import NOBODY, OrderBook
+from holdfast.clusters.order_book import WITHDRAWN, OrderBook
 from holdfast.engine.core.errors import Damaged
 from holdfast.engine.core.fleet.placements import PlacementId
 from holdfast.lab.contracts.cluster_contract import order
@@ -50,7 +50,7 @@ def test_a_withdrawn_order_is_not_taken(book: OrderBook) -> None:
     assert book.withdraw(wanted.id)
     assert book.withdraw(wanted.id)  # the answer to the first one may have been lost
     assert book.take("c1", "a") is None
-    assert [entry.holder for entry in book.entries()] == [NOBODY]
+    assert [entry.holder for entry in book.entries()] == [WITHDRAWN]
 
 
 def test_an_order_avoids_the_hosts_that_it_was_last_given(book: OrderBook) -> None:

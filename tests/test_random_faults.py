@@ -14,8 +14,7 @@ import pytest
 
 from conftest import RUN_S, Start, finish
 from holdfast.engine.core.errors import HoldfastError
-from holdfast.engine.records.incident_costs import Part
-from holdfast.engine.records.incidents import list_incidents
+from holdfast.engine.records.incidents import Part, list_incidents
 from holdfast.engine.records.ledger_audit import verify
 from holdfast.engine.runtime.local_run import LocalRun, RunEnded, strike
 from holdfast.engine.train.data.sampling import SamplePlan

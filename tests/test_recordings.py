@@ -45,7 +45,7 @@ from holdfast.engine.records.recordings import (
 from holdfast.engine.runtime.coordinate import black_box
 from holdfast.engine.runtime.coordinate.black_box import Recorder
 from holdfast.lab.sim.swarm import run_seed
-from holdfast.reports.decision_replay import replay
+from holdfast.reports.commands.incident_command import replay
 from mutation_kit import COMBINED
 from support import SPEC
 

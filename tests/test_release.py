@@ -62,7 +62,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: list[str]) -> None:
     assert wheel_problems(wheel, RELEASE) == []
-    for name in ("py.typed", "reports/dashboard/static/index.html", "reports/report.css"):
+    for name in ("py.typed", "reports/dashboard/static/index.html", "reports/commands/report.css"):
         less = [each for each in wheel if each != f"holdfast/{name}"]
         assert wheel_problems(less, RELEASE) == [f"the wheel lacks holdfast/{name}"]
     more = [*wheel, "tests/test_wire.py"]

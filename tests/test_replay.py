@@ -10,11 +10,11 @@ import pytest
 
 from conftest import SCRIPTS, Start, finish, has_checkpoint
 from holdfast.cli.main import main
-from holdfast.engine.records.ledger_chain import add_chain
+from holdfast.engine.records.ledger import add_chain
 from holdfast.engine.runtime.local_run import LocalRun, strike
 from holdfast.engine.state.store.files import FileStorage
-from holdfast.engine.state.store.forked import ForkedStorage
 from holdfast.engine.state.store.manifest import manifest_name
+from holdfast.engine.state.store.open import ForkedStorage
 
 STEPS = 40
 

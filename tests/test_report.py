@@ -11,8 +11,7 @@ import pytest
 from conftest import Start, finish
 from holdfast.cli.main import main
 from holdfast.engine.records.goodput import Goodput, share_out
-from holdfast.engine.records.incident_costs import Part
-from holdfast.engine.records.incidents import list_incidents
+from holdfast.engine.records.incidents import Part, list_incidents
 from holdfast.engine.records.summary import describe_seconds
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.reports.charts import nice_ticks, thin_points

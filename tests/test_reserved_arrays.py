@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.tables.reserved_arrays import RESERVED_MIN, ReservedArrays, check_room
+from holdfast.tables.row_memory import RESERVED_MIN, ReservedArrays, check_room
 
 BIG = 1 << 26  # bytes; more than anything else takes meanwhile
 ROWS = BIG // 16

@@ -12,9 +12,8 @@ from holdfast.engine.core.servers.holdings import BARE
 from holdfast.engine.core.servers.placement import SHARDS
 from holdfast.tables import RowOptimizer
 from holdfast.tables.keyed_rows import EVERY_PLACE, KeyedTable, _Moves
-from holdfast.tables.reserved_arrays import ReservedArrays
-from holdfast.tables.row_checksums import RowChecksums
 from holdfast.tables.row_client import KEPT
+from holdfast.tables.row_memory import ReservedArrays, RowChecksums
 from holdfast.tables.server_group import ServerGroup, fill_shard
 from holdfast.tables.server_rows import RowUpdate, ServerTable
 from holdfast.tables.serving import scrub

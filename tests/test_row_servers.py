@@ -23,13 +23,12 @@ from holdfast.tables import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
 from holdfast.tables import server_wire as wire
 from holdfast.tables.row_client import KEPT, RowClient
 from holdfast.tables.row_optimizers import TableOptimizer
-from holdfast.tables.row_values import fill_rows
 from holdfast.tables.served_tables import ServedOptimizer
 from holdfast.tables.server_group import ServerGroup, ShardRows, fill_shard
 from holdfast.tables.server_rows import RowBlock, RowUpdate
 from holdfast.tables.serving import RowServer
 from holdfast.tables.table_set import write_shard
-from holdfast.tables.table_shape import TableShape
+from holdfast.tables.table_shape import TableShape, fill_rows
 from holdfast.tables.table_store import TableStore
 from support import until
 

@@ -18,7 +18,7 @@ from holdfast.engine.core.step.audit import FICKLE, SUBSTITUTED
 from holdfast.engine.core.step.shards import ShardEvents, is_shared
 from holdfast.engine.core.step.sum_trial import SumTrial
 from holdfast.engine.core.types import Tick, ViewNumber, WorkerId
-from holdfast.lab.sim.sum_answers import answer
+from holdfast.lab.sim.exchanges import answer
 
 VIEW = ViewNumber(3)
 TASK = ev.TaskDone(4, 1, ev.Purpose.HOSTED, 8, digest=11)

@@ -11,8 +11,8 @@ import pytest
 from holdfast.engine.core.spread_turns import plan_turns
 from holdfast.engine.core.types import WorkerId
 from holdfast.lab.sim.arithmetic import MISSING, add, expected_sum, task
-from holdfast.lab.sim.slot_plans import Hosting, read, sum_nodes
 from holdfast.lab.sim.swarm import run_seed
+from holdfast.lab.sim.turns import Hosting, read, sum_nodes
 from mutation_kit import EXCHANGES, GOES_ON
 
 STATE, STEP = 3, 5

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.tables.collections import Bag, pool_stacked
 from holdfast.tables.served_tables import FoundRows, as_parameter_of, empty_weight, find_rows
-from holdfast.tables.stacked_bags import Bag, pool_stacked
 
 ROWS, DIM = 50, 6
 

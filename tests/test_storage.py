@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.engine.core.errors import Damaged, WorldError
-from holdfast.engine.state.store.disk_calls import RealDisk
-from holdfast.engine.state.store.files import BUFFER_BYTES, FileStorage
+from holdfast.engine.state.store.files import BUFFER_BYTES, FileStorage, RealDisk
 from holdfast.engine.state.store.storage import Storage
 from holdfast.lab.contracts.storages import STORAGE_CASES, Crash, CrashDisk, MemoryStorage, content
 

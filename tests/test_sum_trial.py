@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.engine.core.ground.effects import COMPARE, SumQuestion, SumStage
 from holdfast.engine.core.step.sum_trial import SumTrial, find_makers, find_wrong, majority
-from holdfast.lab.sim.sum_answers import makers_of
+from holdfast.lab.sim.exchanges import makers_of
 
 TRACE = SumQuestion(SumStage.TRACE)
 

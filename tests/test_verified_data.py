@@ -22,6 +22,7 @@ from holdfast.engine.core.errors import Damaged, UserError
 from holdfast.engine.state.store.data_index import (
     FileIndex,
     SampleIndex,
+    VerifiedFiles,
     decode_index,
     encode_index,
     index_files,
@@ -30,7 +31,6 @@ from holdfast.engine.state.store.data_index import (
     verify_files,
     write_index,
 )
-from holdfast.engine.state.store.verified_files import VerifiedFiles
 from holdfast.engine.train.data.sample_digest import index_samples, sample_digest
 
 BLOCK = 4096

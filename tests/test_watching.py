@@ -13,29 +13,27 @@ import pytest
 
 from conftest import Start, finish
 from holdfast.cli.main import main
-from holdfast.engine.records.clocks import (
-    ClockLine,
-    choose_clock,
-    measure,
-    read_clocks,
-    write_clock,
-)
 from holdfast.engine.records.goodput import share_out
 from holdfast.engine.records.incidents import list_incidents
 from holdfast.engine.records.run_tail import RunTail
-from holdfast.engine.records.time_left import STEPS_MIN, describe_left, estimate_left_s
+from holdfast.engine.records.summary import STEPS_MIN, describe_left, estimate_left_s
 from holdfast.engine.records.time_lines import (
+    ClockLine,
     ProcessHeader,
     ProcessTimes,
     SpentLine,
     TimesWriter,
     TimeUse,
+    choose_clock,
+    measure,
+    read_clocks,
     times_path,
+    write_clock,
 )
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.engine.runtime.rundir import RunDir
+from holdfast.reports.commands.trace_command import trace_entries
 from holdfast.reports.dashboard.run_files import RunFiles
-from holdfast.reports.trace import trace_entries
 
 ROOT = Path(__file__).parents[1]
 

@@ -22,8 +22,7 @@ from holdfast.tables import Adagrad, RowOptimizer, server_connection
 from holdfast.tables import server_wire as wire
 from holdfast.tables.keyed_rows import KeyedTable
 from holdfast.tables.row_client import KEPT, RowClient
-from holdfast.tables.row_reader import RowReader
-from holdfast.tables.row_reads import RowRead
+from holdfast.tables.row_reader import RowRead, RowReader
 from holdfast.tables.server_connection import ServerConnection
 from holdfast.tables.server_group import ServerGroup, fill_shard
 from holdfast.tables.server_rows import RowBlock, RowUpdate

@@ -32,7 +32,7 @@ from holdfast.old_paths import install
 if TYPE_CHECKING:
     from holdfast import tables
     from holdfast import tables as servers
-    from holdfast.engine.state.store.verified_files import VerifiedFiles
+    from holdfast.engine.state.store.data_index import VerifiedFiles
     from holdfast.engine.train.job import Batches, Epoch, Job, RankState, Step, Stream, Task, join
 
 __all__ = [
@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
     if name in ("tables", "servers"):  # the second is the name that it had before
         return import_module("holdfast.tables")
     if name == "VerifiedFiles":
-        from holdfast.engine.state.store.verified_files import VerifiedFiles
+        from holdfast.engine.state.store.data_index import VerifiedFiles
 
         return VerifiedFiles
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast.tables import LBFGS
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "recipes"))
+from lbfgs import LBFGS
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=30)

@@ -12,7 +12,7 @@ PLUGIN = Plugin(
         ),
         "demo": Command(
             text="train a small model through faults and prove that nothing changed",
-            module="holdfast.lab.demo.demo_command",
+            module="holdfast.lab.demo.demo",
         ),
         "sim": Command(
             text="run the protocol in the deterministic simulator",

@@ -1,6 +1,6 @@
 """Draws small charts as SVG text for pages that must work without a network, in light and dark.
 
-Colours are CSS variables or classes of the page (report_page.py). Must not know runs.
+Colours are CSS variables or classes of the page (commands/report_command.py). Must not know runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Marks a place on the horizontal axis, with a text that is shown beside the pointer."""
+    """Marks a place on the horizontal axis, with a text that is shown next to the pointer."""
 
     at: float
     text: str
@@ -66,7 +66,7 @@ def draw_line(
     label: str,
     height: float = 240.0,
 ) -> str:
-    """Draw a line through the finite points; others leave gaps. `label`: the name of x."""
+    """Draw a line through the finite points; the rest leave gaps. `label`: the name of x."""
     finite = [p for p in points if math.isfinite(p[1])]
     if not finite:
         return "<p>Nothing to draw.</p>"

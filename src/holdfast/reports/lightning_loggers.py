@@ -1,4 +1,4 @@
-"""Logs Lightning's metrics to one CSV file, with which a new leader goes on."""
+"""Logs Lightning's metrics to one CSV file, which a new leader continues."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CSVLogger(loggers.CSVLogger):
 
     @property
     def experiment(self) -> Any:
-        """Return the writer of the file; on workers that do not lead, one that does nothing."""
+        """Return the writer of the file; on workers that do not lead, it has no effect."""
         if self._experiment is None and self._job.is_leader:
             os.makedirs(self.root_dir, exist_ok=True)
             self._experiment = _Writer(self.log_dir)

@@ -29,17 +29,13 @@ if TYPE_CHECKING:
         EmbeddingCollection,
         EmbeddingConfig,
     )
-    from holdfast.tables.downpour import Downpour
     from holdfast.tables.embeddings import Embedding, EmbeddingBag
-    from holdfast.tables.lbfgs import LBFGS
     from holdfast.tables.row_optimizers import SGD, Adagrad, LazyAdam, RowOptimizer, RowWiseAdagrad
     from holdfast.tables.table_shape import KeyRules
 
 __all__ = [
-    "LBFGS",
     "SGD",
     "Adagrad",
-    "Downpour",
     "Embedding",
     "EmbeddingBag",
     "EmbeddingBagCollection",
@@ -53,6 +49,8 @@ __all__ = [
 ]
 
 PLUGIN = Plugin(services={"tables": "holdfast.tables.serving"})
+# Names that were here once.
+RECIPES = {"Downpour": "examples/recipes/downpour.py", "LBFGS": "examples/recipes/lbfgs.py"}
 _MODULES = {
     "collections": (
         "EmbeddingBagCollection",
@@ -60,9 +58,7 @@ _MODULES = {
         "EmbeddingCollection",
         "EmbeddingConfig",
     ),
-    "downpour": ("Downpour",),
     "embeddings": ("Embedding", "EmbeddingBag"),
-    "lbfgs": ("LBFGS",),
     "row_optimizers": ("SGD", "Adagrad", "LazyAdam", "RowOptimizer", "RowWiseAdagrad"),
     "table_shape": ("KeyRules",),
 }
@@ -72,4 +68,6 @@ def __getattr__(name: str) -> Any:
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{module}"), name)
+    if name in RECIPES:
+        raise AttributeError(f"{__name__}.{name} is a recipe now: copy {RECIPES[name]} of Holdfast")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,7 +23,6 @@ from holdfast.engine.train.step.absent_weight import AbsentWeight
 from holdfast.engine.train.step.keyed_gradient import collect_keys
 from holdfast.tables.keyed_rows import KeyedTable, find_keys
 from holdfast.tables.row_optimizers import SGD, RowOptimizer, TableOptimizer
-from holdfast.tables.row_values import fill_rows, seed_of_table
 from holdfast.tables.served_tables import (
     FoundRows,
     ServedOptimizer,
@@ -32,7 +31,14 @@ from holdfast.tables.served_tables import (
     find_rows,
 )
 from holdfast.tables.server_wire import round_to_half
-from holdfast.tables.table_shape import AGE, FREQUENCY, KeyRules, TableShape
+from holdfast.tables.table_shape import (
+    AGE,
+    FREQUENCY,
+    KeyRules,
+    TableShape,
+    fill_rows,
+    seed_of_table,
+)
 
 _DEFAULT = SGD()
 FP32, FP16 = "fp32", "fp16"  # as TorchRec names them
@@ -61,8 +67,8 @@ def as_ids(table: str, ids: torch.Tensor) -> torch.Tensor:
 class TableSpec:
     """Describes a table of rows of `dim` numbers, first drawn uniformly from `limits`.
 
-    `count`: how many rows; None: one for any 64-bit key, as `rules` say. Raises UserError for sizes
-    and limits that no table can have.
+    `count`: how many rows; None: one for any 64-bit key, by `rules`. Raises UserError for sizes and
+    limits that no table can have.
     """
 
     def __init__(
@@ -159,7 +165,8 @@ class TableSpec:
         """Name the table if it does not fit. UserError."""
         try:
             yield
-        except (RuntimeError, MemoryError):  # torch says so when memory has run out
+        # Torch raises RuntimeError when memory has run out.
+        except (RuntimeError, MemoryError):
             rows = self.count if self.rules is None else self.rules.capacity
             named = "num_embeddings" if self.rules is None else "max_capacity"
             raise UserError(
@@ -210,7 +217,7 @@ class TableSpec:
 
 
 def _check_rules(name: str, rules: KeyRules | None) -> KeyRules | None:
-    """Return these rules. UserError for those that make no sense."""
+    """Return these rules. UserError for rules that make no sense."""
     if rules is None:
         return None
     if rules.admit_after < 1:
@@ -223,7 +230,7 @@ def _check_rules(name: str, rules: KeyRules | None) -> KeyRules | None:
 def optimizer_of(
     tables: Sequence[Embedding | EmbeddingBag], rule: RowOptimizer
 ) -> TableOptimizer | ServedOptimizer:
-    """Return what updates the rows of these tables, here or on the job's servers."""
+    """Return the optimizer of the rows of these tables, here or on the job's servers."""
     found = _make_optimizer(tables, rule)
     for table in tables:
         table._table.optimizer = found
@@ -295,7 +302,7 @@ class _Rows(nn.Module):
 
     @torch.no_grad()
     def write_rows(self, rows: torch.Tensor, ids: torch.Tensor | None = None) -> None:
-        """Give these rows [ids, dim], by default all, to the table: pretrained ones, say.
+        """Give these rows [ids, dim], by default all, to the table: such as pretrained ones.
 
         What the optimizer keeps for them stays. Call it on all workers with the same rows, before
         the first step or after a step's batches. Rows on servers that are written elsewhere count
@@ -346,7 +353,7 @@ class _Rows(nn.Module):
 
     @contextmanager
     def _plain_weight(self) -> Iterator[None]:
-        """Let torch save and load a table of any keys as one with an empty weight."""
+        """Saves and loads, for torch, a table of any keys as one with an empty weight."""
         weight, is_keyed = self._parameters["weight"], self._table.rules is not None
         if is_keyed:
             self._parameters["weight"] = nn.Parameter(torch.empty(0, self._table.dim))

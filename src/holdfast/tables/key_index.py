@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from holdfast.engine.core.servers.placement import SHARDS
-from holdfast.tables.row_values import hash_keys
+from holdfast.tables.table_shape import hash_keys
 
 RECENT_MIN = 1 << 12  # keys added one update after another, before some are sorted in
 RECENT_SHARE = 8
 SHARD_BITS = SHARDS.bit_length() - 1
-CODE_BITS = 64 - SHARD_BITS  # of a code, below the bits of the shard
+#: Bits of a code, below the bits of the shard.
+CODE_BITS = 64 - SHARD_BITS
 
 
 class KeyIndex:
@@ -32,7 +33,7 @@ class KeyIndex:
         self._base = self._recent = SortedKeys(keys[:0], keys[:0])
 
     def replace(self, places: Mapping[int, torch.Tensor]) -> None:
-        """Point to the keys at these places [n] of some shards, and to no others there."""
+        """Point to the keys at these places [n] of some shards, and drop all earlier ones there."""
         found = {shard: sort_keys(self._keys[each], each) for shard, each in places.items()}
         # A key that is not of the shard is there because memory has changed by itself.
         self._put({n: each.pick(find_shards(each.codes) == n) for n, each in found.items()})
@@ -68,7 +69,7 @@ class KeyIndex:
             part.forget(codes)
 
     def _sort_in(self) -> None:
-        """Move the recent keys of one shard, the one with most of them, to the others."""
+        """Move the recent keys of one shard, the one with most of them, to its sorted keys."""
         owners = find_shards(self._recent.codes)
         shard = int(torch.bincount(owners, minlength=SHARDS).argmax())
         old = self._base.cut(shard)
@@ -77,7 +78,7 @@ class KeyIndex:
         self._put({shard: old.pick(still).merge(new)})
 
     def _put(self, parts: Mapping[int, SortedKeys]) -> None:
-        """Have these keys of some shards, and no others there."""
+        """Replace the keys of some shards by these."""
         every = [parts[n] if n in parts else self._base.cut(n) for n in range(SHARDS)]
         codes, places = ([getattr(e, name) for e in every] for name in ("codes", "places"))
         self._base = SortedKeys(torch.cat(codes), torch.cat(places))
@@ -97,7 +98,7 @@ class SortedKeys:
     places: torch.Tensor
 
     def find(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return the place [n] of each code [n], -1 for one that has none."""
+        """Return the place [n] of each code [n], -1 for a code without a place."""
         if not len(self.codes):
             return torch.full_like(codes, -1)
         at = torch.searchsorted(self.codes, codes).clamp_(max=len(self.codes) - 1)

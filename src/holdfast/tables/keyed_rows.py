@@ -17,17 +17,16 @@ import torch
 from holdfast.engine.core.errors import WireError
 from holdfast.engine.core.servers.placement import SHARDS
 from holdfast.tables.key_index import KeyIndex, encode, sort_keys
-from holdfast.tables.reserved_arrays import ReservedArrays
-from holdfast.tables.row_checksums import FingerprintHistory, Seal, ShardChecksums
+from holdfast.tables.row_memory import FingerprintHistory, ReservedArrays, Seal, ShardChecksums
 from holdfast.tables.row_optimizers import RowOptimizer
-from holdfast.tables.row_values import fill_rows, hash_keys
 from holdfast.tables.server_rows import RowUpdate
-from holdfast.tables.table_shape import FREQUENCY, TableShape
+from holdfast.tables.table_shape import FREQUENCY, TableShape, fill_rows, hash_keys
 
 GIVEN_UP_SHARE = 16  # a full shard gives up this share of its places at once, at least
 FORGET_AFTER = 1000  # updates; uses that are further apart do not add up to an admission
 USES, LAST = 0, 1  # columns of the arrays "used" and "seen"
-EVERY_PLACE = range(1 << 62)  # of a shard
+#: Every place of a shard.
+EVERY_PLACE = range(1 << 62)
 
 
 @dataclass(slots=True)
@@ -57,7 +56,7 @@ class _Undo:
     def drop_shard(
         self, places: tuple[int, int], cells: tuple[int, int], added: torch.Tensor
     ) -> _Undo:
-        """Return it without the places and cells of a shard; `added`: keys of the others."""
+        """Return it without the places and cells of a shard; `added`: keys of the rest."""
         stays = (self.places < places[0]) | (self.places >= places[1])
         counted = (self.cells < cells[0]) | (self.cells >= cells[1])
         return replace(
@@ -170,7 +169,8 @@ class KeyedTable:
         self._undos: list[_Undo] = []
         self._index = KeyIndex(self.arrays["keys"][:, 0], self.arrays["used"][:, USES])
         self._free: dict[int, torch.Tensor] = {}  # free places of each shard, in growing order
-        self._unknown = set(shards)  # whose keys the index does not know as they are now
+        # Shards whose keys have changed since the index took them in.
+        self._unknown = set(shards)
         sets = sort_into_sets(self.arrays, slots) if undoes else {}
         self.checksums = ShardChecksums(sets, memory)
         self.history = FingerprintHistory()
@@ -182,7 +182,7 @@ class KeyedTable:
         self._unknown |= set(self._held)
 
     def _find_index(self) -> KeyIndex:
-        """Return the index of all keys, after a look at those that it does not know."""
+        """Return the index of all keys, after a look at the keys that it does not know."""
         taken: dict[int, torch.Tensor] = {}
         for shard in sorted(self._unknown):
             start, stop = self._range_of(shard, "used")
@@ -200,7 +200,7 @@ class KeyedTable:
             part.fill_(self._first_slots.get(name, 0))
 
     def hold(self, shards: Sequence[int]) -> None:
-        """Have rows in these shards alone from now on."""
+        """Keep rows in these shards alone from now on."""
         for shard in self._held:
             if shard not in shards:
                 self.drop(shard)
@@ -397,7 +397,7 @@ class KeyedTable:
     # ------------------------------------------------------------ places
 
     def _range_of(self, shard: int, name: str) -> tuple[int, int]:
-        """Return where an array has the places of a shard: from, to."""
+        """Return the part of an array with the places of a shard: from, to."""
         size = self._counts.cells if name == "seen" else self.shape.shard_rows
         return shard * size, (shard + 1) * size
 

@@ -22,18 +22,23 @@ from holdfast.engine.core.servers.placement import SHARDS, choose_part, choose_s
 from holdfast.engine.core.servers.reading import Give, OrderCopy, bring_up
 from holdfast.engine.train.script.row_updates import ServerAccess
 from holdfast.tables import server_wire as wire
-from holdfast.tables.holder_book import HolderBook
-from holdfast.tables.kept_updates import KeptUpdates
-from holdfast.tables.key_batch import SentUpdate
-from holdfast.tables.row_reader import RowReader
-from holdfast.tables.row_reads import KeyRead, RowRead
-from holdfast.tables.server_connection import ServerConnection, ServerFull
+from holdfast.tables.row_reader import KeyRead, RowRead, RowReader
+from holdfast.tables.server_connection import (
+    HolderBook,
+    KeptUpdates,
+    SentUpdate,
+    ServerConnection,
+    ServerFull,
+)
 from holdfast.tables.server_rows import RowUpdate
 
-KEPT = WINDOW  # updates that a worker keeps, besides those that reads do not know yet
+#: Updates that a worker keeps, without the ones that reads do not know yet.
+KEPT = WINDOW
 SAVE_TRIES, SAVE_PAUSE_S = 50, 0.1  # to order a save, since a server may lack an update yet
-PLACES_AT_ONCE = 1 << 16  # of each shard, in which a server looks for keys within its patience
-QUEUE_MAX = 64  # updates that wait for one server; it is given the others as it asks
+#: Places of each shard, in which a server looks for keys within its patience.
+PLACES_AT_ONCE = 1 << 16
+#: Updates that wait for one server, which asks for any further ones.
+QUEUE_MAX = 64
 
 
 class RowClient:
@@ -114,7 +119,7 @@ class RowClient:
     def save(
         self, version: int, step: int, token: str, first: int, parts: Mapping[int, Sequence[int]]
     ) -> None:
-        """Have servers save the rows as of `version`, as shares from number `first` on.
+        """Order servers to save the rows as of `version`, as shares from number `first` on.
 
         `parts`: the shards that each server saves, as one share, if it has them. Returns at once.
         """
@@ -137,7 +142,7 @@ class RowClient:
     def _compare_all(self, version: int) -> dict[int, tuple[int, ...]]:
         """Compare all rows as of `version` on all servers, and have wrong ones dropped.
 
-        Returns the servers that have each shard; nothing: some rows are not there.
+        Returns the servers that have each shard; no server keeps them: some rows are not there.
         """
         reader = RowReader(self._group, self.book, self._kept, _give_up)
         none = [torch.empty(0, dtype=torch.int64) for _ in self._group.tables]

@@ -1,4 +1,4 @@
-"""Optimizers that update the rows of a table that a step has used, and leave the others alone.
+"""Optimizers that update the rows of a table that a step has used, and leave the rest alone.
 
 Each is a plain record with a function on whole arrays of rows, for one table as for many. A row's
 new value is a function of the row, its slots, its gradient and the number of the step alone, so it
@@ -215,7 +215,8 @@ class TableOptimizer(torch.optim.Optimizer):
                     self._update(param, group["lr"])
 
     def _update(self, param: torch.Tensor, lr: float) -> None:
-        # Made here, as it is needed: what others own may be dropped before, and come back to us.
+        # Made here, as it is needed: the caller's arrays may be dropped before, and their memory be
+        # given to us.
         state, grad = self.state[param] or self._begin(param), param.grad
         assert grad is not None, "a table without a gradient"
         state["step"] += 1

@@ -1,7 +1,7 @@
 """Looks rows up on servers, and gives their gradients back: tables that no worker holds.
 
 Their parameters have the shape of the whole table and take no memory. A look-up fetches the rows
-that it needs, once each, and its gradient is sparse, as that of torch's modules with sparse=True.
+that it needs, once each, and its gradient is sparse, as with torch's modules and sparse=True.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ class ServedOptimizer(torch.optim.Optimizer):
         self.param_groups[0].setdefault("written", [0, 0])
         self.param_groups[0].setdefault("unread", [])
         self.param_groups[0].setdefault("staleness", self._staleness)
-        if self._client is not None:  # it may be the only one that has these updates
+        # This worker may be the only one with these updates.
+        if self._client is not None:
             self._client.keep_unread(self._saved_version, [_unpack(each) for each in self._unread])
 
     def connect(self, access: ServerAccess) -> None:
@@ -149,7 +150,7 @@ class ServedOptimizer(torch.optim.Optimizer):
         self._client = RowClient(group, access)
 
     def set_staleness(self, steps: int) -> None:
-        """Let later steps read rows without the updates of the last `steps` steps.
+        """Allow later steps to read rows without the updates of the last `steps` steps.
 
         Call it between two steps, on all workers. UserError for more than the job's --staleness.
         """
@@ -157,7 +158,7 @@ class ServedOptimizer(torch.optim.Optimizer):
         self.param_groups[0]["staleness"] = steps
 
     def save(self, step: int, token: str, first: int, parts: Mapping[int, Sequence[int]]) -> None:
-        """Have servers save rows as the next step may read them, as shares from `first` on.
+        """Order servers to save rows as the next step may read them, as shares from `first` on.
 
         `parts`: the shards that each server saves.
         """
@@ -242,7 +243,7 @@ class ServedOptimizer(torch.optim.Optimizer):
 
     @property
     def _saved_version(self) -> int:
-        """Return how many updates the rows have had that the next step may read, at least."""
+        """Return the least number of updates of the rows that the next step may read."""
         state = self.param_groups[0]
         return int(max(state["updates"] - self._staleness, state["written"][0]))
 

@@ -1,25 +1,127 @@
-"""Keeps a connection to one server of tables, over which a worker sends updates and orders."""
+"""Keeps a worker's connection to one server of tables, which sends it updates and orders.
+
+All connections of a group share some records. `HolderBook` knows which servers hold which shards of
+the group, and where they listen; the heir of a server, a second process of it on another node, has
+the number HEIRS plus the server's. `KeptUpdates` has the worker's last updates, for servers that
+have missed some. `KeyBatch` has the keys of all tables of the group in one array, so that few
+operations handle them.
+"""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
 
 from holdfast.engine.core.errors import UserError, WireError
+from holdfast.engine.core.servers.heirs import HolderAnswer
+from holdfast.engine.core.servers.holdings import ShardStanding
+from holdfast.engine.core.servers.placement import HEIRS, SHARDS, add_heirs, find_shards, lay_out
 from holdfast.engine.core.servers.reading import OrderCopy
+from holdfast.engine.core.table_places import ServerLayout
 from holdfast.engine.net import peer_stream
+from holdfast.engine.train.script.row_updates import ServerAccess
 from holdfast.tables import server_wire as wire
-from holdfast.tables.holder_book import HolderBook
-from holdfast.tables.kept_updates import KeptUpdates
-from holdfast.tables.key_batch import SentUpdate
+from holdfast.tables.server_rows import RowUpdate, number_tables
+from holdfast.tables.server_wire import Answer
+from holdfast.tables.table_shape import TableShape, mark_shards
 
-PATIENCE_S = 0.5  # with a server that sends nothing
+#: A worker waits this long for a server that is silent.
+PATIENCE_S = 0.5
 REACH_S = 0.5  # to connect
 UNTOLD = -1  # stands for the number of a layout
 
 
+@dataclass(frozen=True, slots=True)
+class WidthRun:
+    """Describes neighbouring tables of one width: their keys are from `start` to before `stop`."""
+
+    tables: range
+    start: int
+    stop: int
+    dim: int
+
+
+class KeyBatch:
+    """Keeps the keys [n] of all tables, one table after the other."""
+
+    def __init__(self, shapes: Sequence[TableShape], keys: Sequence[torch.Tensor]) -> None:
+        self.keys = torch.cat(list(keys))
+        self.sizes = [each.shape[0] for each in keys]
+        self._tables = number_tables(keys)
+        self._count = len(shapes)
+        if any(shape.keyed for shape in shapes):
+            pairs = zip(shapes, keys, strict=True)
+            self._shards = torch.cat([shape.shards_of(each) for shape, each in pairs])
+        else:
+            self._shards = self.keys % SHARDS
+        self.runs = list(_find_runs(shapes, self.sizes))
+
+    def find_shards(self) -> list[int]:
+        """Return the shards that the keys are in."""
+        found: list[int] = torch.bincount(self._shards, minlength=SHARDS).nonzero()[:, 0].tolist()
+        return found
+
+    def find_places(self, shards: Sequence[int]) -> torch.Tensor:
+        """Return the places in `keys` of the keys in these shards: [n], in growing order."""
+        return mark_shards(shards)[self._shards].nonzero()[:, 0]
+
+    def count_by_table(self, places: torch.Tensor) -> tuple[int, ...]:
+        """Return how many of these places each table has."""
+        return tuple(torch.bincount(self._tables[places], minlength=self._count).tolist())
+
+    def split_places(self, places: torch.Tensor) -> list[torch.Tensor]:
+        """Return these places for each run, counted from its first key on."""
+        ends = torch.tensor([run.stop for run in self.runs[:-1]], dtype=torch.int64)
+        parts = places.tensor_split(torch.searchsorted(places, ends).tolist())
+        return [part - run.start for run, part in zip(self.runs, parts, strict=True)]
+
+
+class SentUpdate:
+    """Keeps an update as arrays, from which the part for a server is picked quickly."""
+
+    def __init__(self, shapes: Sequence[TableShape], update: RowUpdate) -> None:
+        self.batch = KeyBatch(shapes, update.keys)
+        self.steps, self.rates = tuple(update.steps), tuple(update.rates)
+        self.writes = update.writes
+        self._grads = [torch.cat([update.grads[i] for i in run.tables]) for run in self.batch.runs]
+
+    def pick_update(self, shards: Sequence[int]) -> RowUpdate:
+        """Return the part of the update in these shards."""
+        places = self.batch.find_places(shards)
+        counts = self.batch.count_by_table(places)
+        dims = [run.dim for run in self.batch.runs for _ in run.tables]
+        sizes = [n * dim for n, dim in zip(counts, dims, strict=True)]
+        flat = self.pick_grads(places).split(sizes)
+        return RowUpdate(
+            keys=self.batch.keys[places].split(counts),
+            grads=[each.view(-1, dim) for each, dim in zip(flat, dims, strict=True)],
+            steps=self.steps,
+            rates=self.rates,
+            writes=self.writes,
+        )
+
+    def pick_grads(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the gradients at these places of the batch, as one flat array."""
+        parts = zip(self._grads, self.batch.split_places(places), strict=True)
+        return torch.cat([grads.index_select(0, at).reshape(-1) for grads, at in parts])
+
+
+def _find_runs(shapes: Sequence[TableShape], sizes: Sequence[int]) -> Iterator[WidthRun]:
+    first = start = at = 0
+    for i, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
+        at += size
+        if i + 1 == len(shapes) or shapes[i + 1].dim != shape.dim:
+            yield WidthRun(range(first, i + 1), start, at, shape.dim)
+            first, start = i + 1, at
+
+
 class ServerFull(WireError):
-    """Says that a server has no memory for the tables, so others have to answer in its place.
+    """Is raised for a server without memory for the tables: other servers have to answer in its
+    place.
 
     Over connections that follow the layout: or no memory for the rows of a new one.
     """
@@ -28,8 +130,8 @@ class ServerFull(WireError):
 class ServerConnection:
     """Keeps a connection to one server, made again when it is needed. Use it in one thread.
 
-    `address`: where the server listened at the last use. `layout`: the number of the layout that it
-    was told of. `follows`: it is told of each new one.
+    `address`: where the server listened at the last use. `layout`: the number of the layout that
+    the server has received. `follows`: it receives each new one.
     """
 
     def __init__(
@@ -109,10 +211,115 @@ class ServerConnection:
         return peer_stream.receive_message(channel, wire.Answer)
 
     def order_copy(self, order: OrderCopy) -> None:
-        """Have the server copy shards from another one, unless it is unknown where that listens.
+        """Order the server to copy shards from another one, unless that one's address is unknown.
 
         OSError, WireError, UserError.
         """
         source, name = self._book.find_address(order.source), self._group.name
         if source:
             self.order(wire.FetchShards(name, source, order.shards, order.version))
+
+
+class HolderBook:
+    """Looks up servers and heirs, and passes on how far new ones are. Threads may share it."""
+
+    def __init__(self, group: str, access: ServerAccess) -> None:
+        self.access, self._group = access, group
+        access.heirs.add_group(group)
+
+    @property
+    def layout(self) -> ServerLayout:
+        """Return the newest layout."""
+        return self.access.heirs.layout
+
+    def name(self, server: int) -> str:
+        """Return the name of a server or an heir in a sentence."""
+        return f"server {server}" if server < HEIRS else f"server {server - HEIRS}'s heir"
+
+    def find_address(self, server: int) -> str:
+        """Return the address of a server or an heir; empty: that is not known."""
+        if server < HEIRS:
+            return self.access.find_address(server)
+        return self.access.find_heir(server - HEIRS)
+
+    def find_shards(self, server: int, layout: ServerLayout) -> tuple[int, ...]:
+        """Return the shards that a server, or an heir, is to hold in this layout."""
+        return find_shards(server % HEIRS, lay_out(layout, self.access.replicas))
+
+    def list_servers(self) -> list[int]:
+        """Return the numbers of all servers, and of the heirs that there are now."""
+        count = self.layout.servers
+        return [*range(count), *self._list_heirs(count)]
+
+    def find_holders(self, shards: Iterable[int]) -> dict[int, tuple[int, ...]]:
+        """Return which servers hold these shards now, and after them the heirs of these servers."""
+        layout = self.layout
+        holders = lay_out(layout, self.access.replicas)
+        return add_heirs(holders, shards, self._list_heirs(layout.servers))
+
+    def look_at(self, server: int, layout: ServerLayout) -> None:
+        """Report a process that needs no rows in this layout, or forget one that has ended."""
+        address = self.find_address(server)
+        if not address:
+            self.record_silence(server)
+        elif not self.find_shards(server, layout):
+            self.record_answer(HolderAnswer(server, address, layout.number, (), ShardStanding()))
+
+    def record_answer(self, answer: HolderAnswer) -> None:
+        """Record how far a server or an heir is after an update of some shards."""
+        self.access.heirs.record_answer(self._group, answer)
+
+    def record_silence(self, server: int) -> None:
+        """Record that a server or an heir has not answered an update."""
+        self.access.heirs.record_silence(self._group, server)
+
+    def tell_of_damage(self, server: int, answer: Answer) -> None:
+        """Report the shards that a server has dropped, by its answer."""
+        if answer.dropped:
+            shards = ", ".join(map(str, answer.dropped))
+            self.access.tell(
+                f"{self.name(server)}: memory with rows of {self._group} has changed by itself; "
+                f"the server drops shards {shards} and gets them again"
+            )
+
+    def _list_heirs(self, servers: int) -> list[int]:
+        return [HEIRS + n for n in range(servers) if self.access.find_heir(n)]
+
+
+class KeptUpdates:
+    """Keeps a worker's last updates, `most` of them. Safe to use from several threads."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._updates: dict[int, SentUpdate] = {}
+        self._lock = threading.Lock()
+
+    def keep(self, number: int, update: SentUpdate) -> None:
+        """Keep one more update, and drop the oldest if they are too many."""
+        with self._lock:
+            if number - 1 not in self._updates:
+                self._updates.clear()  # the state was received in between
+            self._updates[number] = update
+            self._updates.pop(number - self._most, None)
+
+    def replace(self, updates: Mapping[int, SentUpdate]) -> None:
+        """Keep only these, by their numbers."""
+        with self._lock:
+            self._updates = dict(updates)
+
+    def find(self, number: int) -> SentUpdate | None:
+        """Return an update, if it is kept."""
+        with self._lock:
+            return self._updates.get(number)
+
+    def find_start(self, version: int) -> int:
+        """Return the number after which all updates up to `version` are kept."""
+        with self._lock:
+            while version in self._updates:
+                version -= 1
+            return version
+
+    def list_since(self, number: int) -> list[tuple[int, SentUpdate]]:
+        """Return all updates after this one."""
+        with self._lock:
+            return sorted((n, each) for n, each in self._updates.items() if n > number)

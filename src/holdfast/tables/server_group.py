@@ -1,6 +1,6 @@
 """Keeps one group of tables on a server: its rows, and how far each shard is.
 
-One lock covers both, so a read sees all of an update or nothing of it. Reads that are one update
+One lock covers both, so a read sees all of an update or no part of it. Reads that are one update
 early wait for a moment, since that update is mostly on its way.
 """
 
@@ -33,7 +33,7 @@ from holdfast.engine.core.servers.holdings import (
     UpdateArrived,
 )
 from holdfast.tables.keyed_rows import KeyedTable, find_keys
-from holdfast.tables.row_checksums import Seal
+from holdfast.tables.row_memory import Seal
 from holdfast.tables.server_rows import RowUpdate
 from holdfast.tables.server_wire import NEWEST, TABLES_MAX, TableGroup
 from holdfast.tables.table_set import TableSet
@@ -73,7 +73,7 @@ class _Arrived:
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """Keeps `shards` as they were after `version` updates; it loses those that get other rows.
+    """Keeps `shards` as they were after `version` updates; it loses the shards that get other rows.
 
     `for_save`: it loses all once a save of a later version begins. Storage may hang for ever.
     """
@@ -99,7 +99,7 @@ class _Pins:
         self._pins.remove(pin)
 
     def lose(self, shards: Iterable[int]) -> None:
-        """Let no pin keep these shards any longer, which get other rows."""
+        """Remove these shards, which get other rows, from all pins."""
         for pin in self._pins:
             pin.shards.difference_update(shards)
 
@@ -127,9 +127,11 @@ class ServerGroup:
         self._tokens = 0
         self._pins = _Pins()  # versions that are being copied
         self._damaged: set[int] = set()  # shards to drop
-        self._dropped: set[int] = set()  # those that nobody was told of yet
+        # Shards that no answer has named yet.
+        self._dropped: set[int] = set()
         self._changed = threading.Condition()
-        # Taken before the other lock by whoever writes to bare shards, or chooses the shards.
+        # A thread that writes to bare shards, or chooses the shards, takes this before the other
+        # lock.
         self._bare = threading.Lock()
 
     def hold(self, shards: Sequence[int], layout: int) -> None:
@@ -223,7 +225,7 @@ class ServerGroup:
             return dropped
 
     def judge(self, version: int, shards: Sequence[int]) -> ShardStanding:
-        """Return how far these shards are for a read as of `version`. Others count as past."""
+        """Return these shards' numbers of updates for a read as of `version`; others are past."""
         with self._changed:
             return self._holdings.judge(version, shards)
 
@@ -241,7 +243,7 @@ class ServerGroup:
             return found
 
     def unpin(self, pin: Pin) -> None:
-        """Let the rows go that `pin` keeps."""
+        """Release the rows that `pin` keeps."""
         with self._changed:
             self._pins.remove(pin)
             self._forget_undos()
@@ -249,7 +251,7 @@ class ServerGroup:
     def copy_as_of(self, pin: Pin, shard: int, table: int, array: int) -> torch.Tensor:
         """Return a copy of one array of a shard as of a version that is pinned. Damaged.
 
-        It is made in parts, between which reads and updates go on.
+        It is made in parts, with reads and updates in between.
         """
         kept, name = self.tables.all[table], f"shard {shard} of {self.group.name}"
         sizes = self.tables.sizes(shard, table)
@@ -334,7 +336,7 @@ class ServerGroup:
                     self._handle(CopyFailed((shard,)))
                     return
                 self._handle(ShardsGivenUp((shard,)))
-            # Reads wait for nothing that takes long: a bare shard is not read or updated.
+            # Reads never wait for long: a bare shard is not read or updated.
             self.tables.write(shard, arrays)
             with self._changed:
                 self._copies[shard] = copy
@@ -369,7 +371,7 @@ class ServerGroup:
         return copied
 
     def _forget_undos(self) -> None:
-        """Drop the old values of rows that nobody can ask for any more."""
+        """Drop the old values of rows that no worker can ask for any more."""
         self.tables.forget_undos(min(self._holdings.floor, self._pins.oldest))
 
     def _adopt(self, shard: int) -> None:
@@ -386,7 +388,7 @@ class ServerGroup:
 
 
 def fill_shard(group: ServerGroup, shard: int) -> None:
-    """Give all rows of a shard their first values; reads of other shards go on meanwhile."""
+    """Give all rows of a shard their first values; other shards can be read in the meantime."""
     arrays = group.tables.make_room(shard)
     for table, each in zip(group.tables.all, arrays, strict=True):
         table.fill(shard, each)

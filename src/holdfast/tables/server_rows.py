@@ -1,8 +1,8 @@
 """Keeps the rows of tables on one server, and what undoes their last updates.
 
 Tables of one width share their arrays, so that a request for many tables takes a few operations on
-whole arrays. There the tables come one after the other, and each has a part for every shard, of
-which only those that the server holds take memory: row k of a table is in shard k % SHARDS, at
+whole arrays. There the tables come one after the other, and each has a part for every shard; only
+the parts of shards that the server holds take memory: row k of a table is in shard k % SHARDS, at
 place k // SHARDS of that part. Must not know connections.
 """
 
@@ -16,11 +16,9 @@ import numpy as np
 import torch
 
 from holdfast.engine.core.servers.placement import SHARDS
-from holdfast.tables.reserved_arrays import ReservedArrays
-from holdfast.tables.row_checksums import FingerprintHistory, RowChecksums, Seal
+from holdfast.tables.row_memory import FingerprintHistory, ReservedArrays, RowChecksums, Seal
 from holdfast.tables.row_optimizers import RowOptimizer
-from holdfast.tables.row_values import fill_rows
-from holdfast.tables.table_shape import TableShape, mark_shards
+from holdfast.tables.table_shape import TableShape, fill_rows, mark_shards
 
 FILLED_AT_ONCE = 1 << 16  # rows
 
@@ -294,7 +292,7 @@ class ServerTable:
         self._first_owner = first_owner
 
     def places_of(self, shard: int) -> range:
-        """Return where the arrays have a shard."""
+        """Return the place of a shard in the arrays."""
         first = self._start + shard * self.shape.shard_rows
         return range(first, first + self.shape.shard_rows)
 
@@ -313,7 +311,7 @@ class ServerTable:
             slot.fill_(first_value)
 
     def hold(self, shards: Sequence[int]) -> None:
-        """Have rows in these shards alone from now on."""
+        """Keep rows in these shards alone from now on."""
         for shard in self._held:
             if shard not in shards:
                 self.drop(shard)

@@ -1,7 +1,7 @@
-"""Describes what workers and servers of tables say to each other.
+"""Describes the messages between workers and servers of tables.
 
 A request and its answer are messages of net/peer_stream.py; arrays follow them as plain bytes, in
-this machine's order, with the sizes that the message names. Nothing here is ever unpickled.
+this machine's order, with the sizes that the message names. No message is ever unpickled.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ class TableGroup(msgspec.Struct, frozen=True, array_like=True):
     name: str
     tables: tuple[TableShape, ...]
     rule: str
-    settings: tuple[tuple[str, tuple[float, ...]], ...]  # the fields of the rule
-    staleness: int = 0  # updates that reads do not know yet
+    #: The fields of the rule, with their values.
+    settings: tuple[tuple[str, tuple[float, ...]], ...]
+    #: Number of updates that reads do not know yet.
+    staleness: int = 0
 
     def make_rule(self) -> RowOptimizer:
         """Return the optimizer. UserError, WireError."""
@@ -50,7 +52,7 @@ class TableGroup(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def shard_bytes(self) -> int:
-        """Return how many bytes one shard of all tables takes. UserError, WireError."""
+        """Return the bytes that one shard of all tables takes. UserError, WireError."""
         rule = self.make_rule()
         per_row = {
             s.dim: 4 * (s.dim + sum(width for width, _ in rule.slots(s.dim).values()))
@@ -71,10 +73,10 @@ def describe_rule(rule: RowOptimizer) -> tuple[str, tuple[tuple[str, tuple[float
 
 
 class BeginGroup(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks a server to hold these shards of a group's tables, and no others.
+    """Asks a server to hold these shards of a group's tables alone.
 
-    Only a greater `layout` than the last one changes what it holds. New shards are bare: their
-    rows have to come.
+    Only a greater `layout` than the last one changes its shards. New shards are bare: their rows
+    have to come.
     """
 
     group: TableGroup
@@ -132,7 +134,7 @@ class ListKeys(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Asks which keys of a table have rows as of a version; they follow the answer.
 
     Only keys at the places `first` to `stop` - 1 of each shard count. The answer has fingerprints,
-    too, as that of ReadRows has.
+    as the answer to ReadRows has.
     """
 
     group: str
@@ -158,7 +160,7 @@ class CopyShard(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class DropShard(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Orders a server to drop a shard, if this is still its fingerprint after `version` updates.
 
-    Other servers have come to another one, which is right.
+    Other servers have computed another one, which is right.
     """
 
     group: str
@@ -225,11 +227,11 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     array after it.
 
     `unknown`: the server does not know the group, so BeginGroup must come first. `version`: of the
-    shard that was asked for. `dropped`: shards that the server has dropped since its last answer
-    of this kind, as its memory had changed by itself. `fingerprints`: of the shards that were asked
+    shard that was asked for. `dropped`: shards that the server has dropped since its last answer of
+    this kind, as its memory had changed by itself. `fingerprints`: of the shards that were asked
     for, equal on all servers that hold the same rows. `is_full`: the problem is that the server has
-    no memory for the tables, or for more of their rows if it knows the group. The others are those
-    of ShardStanding.
+    no memory for the tables, or for more of their rows if it knows the group. The other fields are
+    as in ShardStanding.
     """
 
     problem: str = ""
@@ -245,7 +247,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def standing(self) -> ShardStanding:
-        """Return how far the server is."""
+        """Return the server's number of updates."""
         return ShardStanding(self.behind, self.past, self.copying)
 
 

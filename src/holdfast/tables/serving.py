@@ -150,7 +150,8 @@ class RowServer:
             return wire.Answer()
         except (UserError, WireError) as error:
             return wire.problem_of(error)
-        except (RuntimeError, MemoryError) as error:  # torch says so when memory has run out
+        # Torch raises RuntimeError when memory has run out.
+        except (RuntimeError, MemoryError) as error:
             problem = f"the server cannot hold these tables: {error}"
             return wire.Answer(problem=problem, is_full=True, unknown=known is None)
 
@@ -192,7 +193,7 @@ class RowServer:
         peer_stream.send_message(channel, self._describe_standing(group, standing))
 
     def _describe_standing(self, group: ServerGroup, standing: ShardStanding) -> wire.Answer:
-        """Return the answer that says how far shards are, and which were dropped."""
+        """Return the answer with the number of updates of the shards, and with the dropped ones."""
         dropped = group.take_dropped()
         if dropped:
             self._say(f"memory with rows of {group.group.name} has changed: shards {dropped}")
@@ -335,7 +336,7 @@ def _fill_all(group: ServerGroup, shards: Sequence[int]) -> Iterator[int]:
 def fetch_shard(
     channel: socket.socket, group: ServerGroup, shard: int, version: int = wire.NEWEST
 ) -> None:
-    """Copy a shard from another server, as it is there, or as of `version`. OSError, WireError."""
+    """Copy a shard from another server, as of now or of `version`. OSError, WireError."""
     peer_stream.send_message(channel, wire.CopyShard(group.group.name, shard, version))
     answer = peer_stream.receive_message(channel, wire.Answer)
     if answer.unknown:
@@ -362,7 +363,8 @@ def _check_begin(request: wire.BeginGroup) -> None:
 
 def scrub(group: ServerGroup, round_number: int, rounds: int) -> None:
     """Look at the next part of all rows; after `rounds` calls each was looked at once."""
-    shards = group.tables.shards  # they may change meanwhile
+    # The shards may change during the loop.
+    shards = group.tables.shards
     if not shards:
         return
     per_shard = max(rounds // len(shards), 1)

@@ -10,8 +10,7 @@ import torch
 from holdfast.engine.core.errors import WireError
 from holdfast.engine.core.servers.placement import SHARDS
 from holdfast.tables.keyed_rows import KeyedBlock, KeyedTable, KeyedUpdate
-from holdfast.tables.reserved_arrays import check_room
-from holdfast.tables.row_checksums import Seal
+from holdfast.tables.row_memory import Seal, check_room
 from holdfast.tables.server_rows import BlockUpdate, RowBlock, RowUpdate, ServerTable
 from holdfast.tables.server_wire import TableGroup
 
@@ -70,7 +69,7 @@ class TableSet:
         self.all = [tables[i] for i in range(len(shapes))]
 
     def hold(self, shards: Sequence[int]) -> None:
-        """Have rows in these shards alone from now on; new ones are bare. RuntimeError."""
+        """Keep rows in these shards alone from now on; new ones are bare. RuntimeError."""
         added = set(shards).difference(self.shards)
         check_room(len(added) * self._group.shard_bytes)
         self.shards = tuple(shards)
@@ -149,7 +148,7 @@ class TableSet:
         return found
 
     def apply(self, number: int, shards: Sequence[int], update: RowUpdate) -> set[int]:
-        """Apply an update to those of these shards that are sound; return the others."""
+        """Apply an update to those of these shards that are sound; return the dropped ones."""
         parts = [
             block.prepare(number, shards, update.pick_tables(chosen))
             for chosen, block in self._blocks

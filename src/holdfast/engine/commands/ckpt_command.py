@@ -19,10 +19,9 @@ from holdfast.engine.core.replica.retention import Retention
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.records.summary import DATE_AND_TIME, format_clock
 from holdfast.engine.state.store.checkpoint_reading import Bad
-from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.checkpoints import Checkpoints, Pacer
 from holdfast.engine.state.store.manifest import DIGEST_BYTES, ITEM_BYTES, Entry, Manifest
 from holdfast.engine.state.store.open import FORM, check_exists, open_storage
-from holdfast.engine.state.store.scrub import Pacer
 from holdfast.engine.state.store.volumes import VolumeStorage
 
 Command = Callable[[argparse.Namespace], int]

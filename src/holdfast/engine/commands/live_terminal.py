@@ -23,8 +23,7 @@ from holdfast.engine.core.errors import HoldfastError
 from holdfast.engine.core.plain_text import escape_controls
 from holdfast.engine.net.tls import client_of
 from holdfast.engine.records.run_tail import RunTail
-from holdfast.engine.records.summary import describe_workers
-from holdfast.engine.records.time_left import describe_left
+from holdfast.engine.records.summary import describe_left, describe_workers
 from holdfast.engine.runtime.contact import job_status
 from holdfast.engine.runtime.job_status import JobStatus
 from holdfast.engine.runtime.rundir import RunDir

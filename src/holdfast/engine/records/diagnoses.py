@@ -161,13 +161,13 @@ class Diagnosis:
 
     @property
     def place(self) -> str:
-        """Return the node of the cause, as the end of a sentence; empty: not known, or said."""
+        """Return the cause's node to end a sentence; empty if unknown, or if the text names it."""
         node, text = self.event.get("node"), str(self.event["text"])
         is_new = isinstance(node, str) and node and f"node {node}" not in text
         return f" (node {node})" if is_new else ""
 
     def lines(self) -> list[str]:
-        """Return what people read at the end of a story."""
+        """Return the lines that end a story."""
         text = find_headline(str(self.event["text"]))
         return [
             f"Cause: {text}{self.place}.",

@@ -1,8 +1,11 @@
 """Shares out the time of a run: what part of wall time x workers was productive, and the rest.
 
-It reads what the workers wrote (time_lines.py) and the event log. Each worker has a place from the
-time when it was first there to the end of the run. The parts of a place's time are those that its
-processes wrote; the time in which it had no process is `degraded`. So all parts sum up to all time.
+It reads the times that the workers wrote (time_lines.py) and the event log. Each worker has a place
+from the time when it was first there to the end of the run. Its processes wrote the parts of its
+time; the time in which it had no process is `degraded`. So all parts sum up to all time.
+
+At times no process of the job ran: all of them had ended and the job was resumed later, or all were
+frozen at once. Such a time is neither productive nor lost time of workers.
 """
 
 from __future__ import annotations
@@ -14,13 +17,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.engine.records.incident_costs import IncidentCost, Part, Stretch, charge
-from holdfast.engine.records.incidents import Event, find_unsaved, list_incidents
-from holdfast.engine.records.still_times import (
-    Interval,
-    find_still_times,
-    leave_out,
-    measure_missing,
+from holdfast.engine.core.types import read_spans
+from holdfast.engine.records.incidents import (
+    Event,
+    IncidentCost,
+    Part,
+    Stretch,
+    charge,
+    find_unsaved,
+    list_incidents,
 )
 from holdfast.engine.records.time_lines import (
     ProcessTimes,
@@ -67,6 +72,9 @@ _PARTS = {
 _OF_STEPS = frozenset(
     (Part.PRODUCTIVE, Part.WAITING, Part.DATA, Part.STATES, Part.CHECKS, Part.AGAIN, Part.SAVING)
 )
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+Interval = tuple[float, float]
+NUMBERS_MAX = 1_000_000  # workers in a line of the event log
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,14 +83,21 @@ class Goodput:
 
     began: float
     ended: float
-    stretches: list[Stretch] = field(default_factory=list)  # sorted by worker and time
-    steps: int = 0  # committed
-    step_counts: dict[int, int] = field(default_factory=dict)  # by class of length
+    #: Stretches of time, sorted by worker and time.
+    stretches: list[Stretch] = field(default_factory=list)
+    #: Committed steps.
+    steps: int = 0
+    #: Number of steps by class of length.
+    step_counts: dict[int, int] = field(default_factory=dict)
     costs: list[IncidentCost] = field(default_factory=list)
-    still: list[Interval] = field(default_factory=list)  # the whole job stood still
-    missing: dict[int, float] = field(default_factory=dict)  # seconds by worker without times
-    missing_share: float = 0.0  # their part in the time of all workers
-    unsaved: str = ""  # a line on checkpoints that the run asked for and lacks
+    #: Times in which the whole job stood still.
+    still: list[Interval] = field(default_factory=list)
+    #: Seconds by worker without times.
+    missing: dict[int, float] = field(default_factory=dict)
+    #: Share of workers without times in the time of all workers.
+    missing_share: float = 0.0
+    #: A line on checkpoints that the run asked for and lacks.
+    unsaved: str = ""
 
     @property
     def span_s(self) -> float:
@@ -90,7 +105,7 @@ class Goodput:
 
     @property
     def still_s(self) -> float:
-        """Return how long the whole job stood still: it is in none of the other figures."""
+        """Return the time in which the whole job stood still; no other figure contains it."""
         return measure_union(self.still)
 
     @property
@@ -144,12 +159,12 @@ class Goodput:
         return measure_union(training) / self.wall_s if self.wall_s else 0.0
 
     def step_quantile(self, share: float) -> float:
-        """Return how long a step took that is not shorter than this share of all, in seconds."""
+        """Return a step's duration in seconds, of which this share of all steps is not longer."""
         return find_quantile(self.step_counts, share)
 
     @property
     def step_seconds(self) -> float:
-        """Return how long all steps took together, counted by each worker; right to 5 %."""
+        """Return the sum of all steps' durations on each worker; right to 5 %."""
         return sum(class_seconds(number) * count for number, count in self.step_counts.items())
 
     def to_dict(self) -> dict[str, Any]:
@@ -179,9 +194,6 @@ class Goodput:
         }
 
 
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
-
-
 def measure_union(intervals_s: Iterable[tuple[float, float]]) -> float:
     """Return the length of the union of intervals, each from its begin to its end."""
     total, reached = 0.0, float("-inf")
@@ -192,7 +204,7 @@ def measure_union(intervals_s: Iterable[tuple[float, float]]) -> float:
 
 
 def share_out(run_dir: str | os.PathLike[str], events: Sequence[Event]) -> Goodput | None:
-    """Return where the time of a run went; None if its workers wrote nothing about it.
+    """Return the uses of a run's time; None if its workers recorded no times.
 
     `events`: those of its event log.
     """
@@ -200,7 +212,7 @@ def share_out(run_dir: str | os.PathLike[str], events: Sequence[Event]) -> Goodp
 
 
 def share_times(processes: Sequence[ProcessTimes], events: Sequence[Event]) -> Goodput | None:
-    """Return where the time of these processes went, which are all of one run."""
+    """Return the uses of the time of these processes, which are all of one run."""
     if not processes:
         return None
     pairs = [(float(e["time"]), int(e["step"])) for e in events if _is_view(e)]
@@ -243,7 +255,7 @@ class _ViewSteps:
         self._least = [*least][::-1]  # the least step in this view and all later ones
 
     def earliest_after(self, time: float, default: int) -> int:
-        """Return the earliest step at which a view after this time went on."""
+        """Return the earliest step at which a view after this time resumed."""
         number = bisect.bisect_right(self._times, time)
         return self._least[number] if number < len(self._least) else default
 
@@ -298,7 +310,7 @@ def _stretches_of(
 
 
 def _clip(line: SpentLine, began: float, least: float, most: float) -> float | None:
-    """Return which share of a line lies between two times; None: nothing of it."""
+    """Return the share of a line that lies between two times; None if no part does."""
     seconds = line.seconds
     inside = min(began + seconds, most) - max(began, least)
     return inside / seconds if seconds > 0 and inside > 0 else None
@@ -318,3 +330,110 @@ def _parts_of(line: SpentLine, step_before: int, at: float, views: _ViewSteps) -
         parts = {part: seconds - lost.get(part, 0.0) for part, seconds in parts.items()}
         parts[Part.LOST] = parts.get(Part.LOST, 0.0) + sum(lost.values())
     return parts
+
+
+def find_still_times(
+    processes: Sequence[ProcessTimes], events: Sequence[Event], stretches: Sequence[Stretch]
+) -> list[Interval]:
+    """Return the intervals in which the whole job stood still, in order.
+
+    `stretches`: the time of all workers; they show when one of them was at work after all.
+    """
+    frozen = [_find_frozen_times(each) for each in _by_worker(processes).values()]
+    common = frozen[0] if frozen else []
+    for each in frozen[1:]:
+        common = _intersect(common, each)
+    worked = [(s.began, s.ended) for s in stretches if not _is_idle(s)]
+    return _subtract(sorted([*common, *_find_times_down(processes, events)]), worked)
+
+
+def _is_idle(stretch: Stretch) -> bool:
+    return all(part is Part.DEGRADED for part, seconds in stretch.parts.items() if seconds)
+
+
+def _by_worker(processes: Iterable[ProcessTimes]) -> dict[int, list[ProcessTimes]]:
+    found: dict[int, list[ProcessTimes]] = {}
+    for each in processes:
+        found.setdefault(each.worker, []).append(each)
+    return found
+
+
+def _find_frozen_times(processes: Iterable[ProcessTimes]) -> list[Interval]:
+    lines = (pair for process in processes for pair in process.walk())
+    return sorted(
+        (at, at + line.seconds)
+        for at, line in lines
+        if {use for use, seconds in line.spent.items() if seconds} == {TimeUse.FROZEN}
+    )
+
+
+def _intersect(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """Return the times that are in both lists, which are sorted."""
+    found, i, j = list[Interval](), 0, 0
+    while i < len(some) and j < len(others):
+        began, ended = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
+        if began < ended:
+            found.append((began, ended))
+        if some[i][1] < others[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def _find_times_down(processes: Sequence[ProcessTimes], events: Sequence[Event]) -> list[Interval]:
+    """Return the times from the last sign of life to the moment at which the job was resumed."""
+    found = []
+    for resumed_at in [float(e["time"]) for e in events if e["kind"] == "resume"]:
+        signs = [float(e["time"]) for e in events if e["time"] < resumed_at]
+        signs += [min(each.ended, resumed_at) for each in processes if each.began < resumed_at]
+        if signs:
+            found.append((max(signs), resumed_at))
+    return [(began, ended) for began, ended in found if began < ended]
+
+
+def _subtract(some: Sequence[Interval], others: Iterable[Interval]) -> list[Interval]:
+    """Return the parts of the first intervals that no second one covers."""
+    found = list(some)
+    for began, ended in others:
+        pieces = [(a, min(b, began)) for a, b in found] + [(max(a, ended), b) for a, b in found]
+        found = sorted((a, b) for a, b in pieces if a < b)
+    return found
+
+
+def leave_out(stretches: Iterable[Stretch], still: Sequence[Interval]) -> list[Stretch]:
+    """Return the stretches without the time in which the whole job stood still."""
+    found: list[Stretch] = []
+    for stretch in stretches:
+        if still and _is_idle(stretch):
+            for began, ended in _subtract([(stretch.began, stretch.ended)], still):
+                parts = {Part.DEGRADED: ended - began}
+                found.append(Stretch(stretch.worker, began, parts, stretch.step))
+        else:
+            found.append(stretch)
+    return found
+
+
+# ---------------------------------------------------------------- missing workers
+
+
+def measure_missing(
+    known: Iterable[int], events: Sequence[Event], ended: float
+) -> tuple[dict[int, float], float]:
+    """Return the time as members of views of the workers without times, and of all workers.
+
+    `known`: the workers with times. Seconds.
+    """
+    views = [
+        (float(e["time"]), read_spans(str(e.get("members", "")), NUMBERS_MAX))
+        for e in events
+        if e["kind"] == "view"
+    ]
+    have, missing, total_s = set(known), dict[int, float](), 0.0
+    for number, (began, members) in enumerate(views):
+        until = views[number + 1][0] if number + 1 < len(views) else ended
+        for worker in members:
+            total_s += until - began
+            if worker not in have:
+                missing[worker] = missing.get(worker, 0.0) + until - began
+    return missing, total_s

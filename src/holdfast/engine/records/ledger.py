@@ -3,6 +3,10 @@
 Every incarnation of every worker appends to a file of its own, one JSON line per committed step, so
 that all copies of a step must agree (see ledger_audit.py). Must not know torch, datasets or how
 samples are drawn.
+
+The lines of a file are a chain: each has a digest of itself and of all lines before it. So a line
+that was changed, left out or put in is found. A forger can compute all digests again, but the
+copies of the other workers have to agree with them.
 """
 
 from __future__ import annotations
@@ -10,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import hashlib
 import os
+import re
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,22 +28,66 @@ import msgspec
 
 from holdfast.engine.core.errors import UserError, WorldError
 from holdfast.engine.core.release import describe_newer_writer
-from holdfast.engine.records.ledger_chain import (
-    CHAIN_BEGIN,
-    LINE_BYTES_MAX,
-    add_chain,
-    find_last_chain,
+from holdfast.engine.state.store.regular_files import (
+    append_regular,
+    read_whole_lines,
+    regular_stream,
 )
-from holdfast.engine.state.store.regular_files import append_regular, read_whole_lines
 
+CHAIN_BEGIN = ""  # before the first line of a file
+LINE_BYTES_MAX = 1 << 26
+_CHAIN = re.compile(rb',"chain":"([0-9a-f]{16})"\}\n?$')
 LEDGER_DIR = "ledger"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # a disk is full, or a quota is used up
 _DOUBT = b'"doubt"'  # occurs in each line that holds a doubt
-
 Host = tuple[int, int]  # (worker, incarnation)
 _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 _HexList = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{16})*$")]
 _Hex64 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+NOT_TAKEN = f"{0:016x}"
+# 1 had no chain, no losses of tasks and no digests of the state; 2 had no digests of gradients
+FORMAT: Literal[3] = 3
+
+
+def add_chain(line: bytes, before: str) -> tuple[bytes, str]:
+    """Return a JSON line with its chain, and the chain. `before`: the last line's chain."""
+    chain = _digest(line, before)
+    return b'%s,"chain":"%s"}' % (line[:-1], chain.encode()), chain
+
+
+class ChainCheck:
+    """Checks the chain of one file, line by line."""
+
+    def __init__(self) -> None:
+        self._chain = CHAIN_BEGIN
+
+    def find_problem(self, line: bytes) -> str:
+        """Return a problem of a line's chain, or "".
+
+        The lines that follow are compared with the chain that this one has.
+        """
+        found = _CHAIN.search(line)
+        if found is None:
+            return "has no digest of the lines before it" if self._chain else ""
+        chain, before = found[1].decode(), self._chain
+        self._chain = chain
+        if chain == _digest(line[: found.start()] + b"}", before):
+            return ""
+        return "was changed, or lines before it were changed, left out or put in"
+
+
+def find_last_chain(path: Path) -> str:
+    """Return the chain at the end of a file, which other lines may follow. OSError."""
+    chain = CHAIN_BEGIN
+    with regular_stream(path) as file:
+        for line in iter(lambda: file.readline(LINE_BYTES_MAX), b""):
+            found = _CHAIN.search(line)
+            chain = found[1].decode() if found is not None else chain
+    return chain
+
+
+def _digest(line: bytes, before: str) -> str:
+    return hashlib.blake2b(before.encode() + line, digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +95,7 @@ class LedgerHeader:
     """Names the writer and the job. A later header in the same file names the next plan.
 
     `backup`: how many workers' results a step may drop. `dataset`: a number for each dataset with
-    records that may be quarantined, from 1 on; `quarantined`: those that are at this place.
+    records that may be quarantined, from 1 on; `quarantined`: the records at this place.
     `digest_steps`: digests of gradients and sums cover every byte in this number of steps; 0: there
     are none.
     """
@@ -66,7 +116,8 @@ class Uses(enum.Enum):
 
     SAMPLES = "samples"
     SAME_SAMPLES = "same samples"  # as the step before it, in the script's same step
-    NO_SAMPLES = "no samples"  # its members only told each other values
+    # The members of the view only handed each other values.
+    NO_SAMPLES = "no samples"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +182,6 @@ class LedgerDoubt:
     again: bool
 
 
-NOT_TAKEN = f"{0:016x}"
-
-
 class HeaderLine(
     msgspec.Struct,
     tag="header",
@@ -150,7 +198,8 @@ class HeaderLine(
     dataset: _Natural = 0
     quarantined: tuple[_Natural, ...] = ()
     digest_steps: _Natural = 0
-    format: Literal[1, 2, 3] = 1  # omitted, as in the first ledgers, which had none
+    #: The first ledgers omit it.
+    format: Literal[1, 2, 3] = 1
     chain: _Hex64 | None = None
 
 
@@ -167,16 +216,20 @@ class StepLine(
     counts: tuple[_Natural, ...]
     digests: tuple[_Hex64, ...]
     loss: str
-    index: _Natural | None = None  # the plan's step, if that has another number
+    #: The plan's step, if it has another number.
+    index: _Natural | None = None
     uses: Uses = Uses.SAMPLES
     told: str = ""
     bad: dict[int, tuple[_Natural, ...]] = {}
     handed: dict[int, _Hex64] = {}
-    losses: _HexList = ""  # the bits of one after the other
+    #: The bits of the losses, one after the other.
+    losses: _HexList = ""
     state: _Hex64 = NOT_TAKEN
-    gradients: _HexList = ""  # the digest of one after the other
+    #: The digests of the gradients, one after the other.
+    gradients: _HexList = ""
     sum: _Hex64 = NOT_TAKEN
-    chain: _Hex64 | None = None  # digest of all lines of the file up to this one, doubts left out
+    #: Digest of all lines of the file up to this one, without doubts.
+    chain: _Hex64 | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError, which makes a line malformed, if the loss is no number."""
@@ -229,12 +282,10 @@ Line = HeaderLine | StepLine | DoubtLine
 _encode = msgspec.json.Encoder().encode
 decode_line = msgspec.json.Decoder(Line).decode
 _decode_any_header = msgspec.json.Decoder(_AnyHeader).decode
-# 1 had no chain, no losses of tasks and no digests of the state; 2 had no digests of gradients
-FORMAT: Literal[3] = 3
 
 
 def newer_format_in(line: bytes) -> str:
-    """Return what to say of a header line of a newer release's ledger; nothing of other lines."""
+    """Return the warning for a header line of a newer release's ledger; empty for other lines."""
     try:
         found = _decode_any_header(line).format
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -260,7 +311,7 @@ def find_ledger_files(run_dir: str | os.PathLike[str]) -> list[Path]:
 
 
 def read_lines(path: Path, *, having: Sequence[bytes] = ()) -> Iterator[Line]:
-    """Yield the whole lines of a file that can be read, and no others.
+    """Yield the lines of a file that are whole and can be read.
 
     `having`: only lines that contain one of these; by default all.
     """
@@ -273,7 +324,7 @@ def read_lines(path: Path, *, having: Sequence[bytes] = ()) -> Iterator[Line]:
 
 
 def read_doubts(paths: Sequence[Path]) -> list[DoubtLine]:
-    """Collect the doubts of all files: a worker may doubt the lines of others."""
+    """Collect the doubts of all files: a worker may doubt another worker's lines."""
     every = (line for path in paths for line in read_lines(path, having=(_DOUBT,)))
     return [line for line in every if isinstance(line, DoubtLine)]
 
@@ -361,7 +412,7 @@ class LedgerWriter:
         return None
 
     def _put(self, line: bytes, *, chained: bool = True, opens: bool = False) -> None:
-        """Write a line after those that were kept, or keep it, too. WorldError."""
+        """Write the lines that were kept, and then this one, or keep it as well. WorldError."""
         if self._file is None and not (opens or self._kept):
             raise WorldError(f"the ledger {self.path} is not open for writing")
         self._kept.append((line, chained))

@@ -1,8 +1,8 @@
 """Proves from a run's ledger that every sample was used exactly once.
 
 It compares all copies of all steps with each other and with the plan that the headers name, which
-is made by the caller's `plan_of` and recomputed here. Invariant: nothing in a file is trusted;
-each fault becomes a finding that names file and line.
+is made by the caller's `plan_of` and recomputed here. Invariant: no part of a file is trusted; each
+fault becomes a finding that names file and line.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.records.ledger import (
     LINE_BYTES_MAX,
+    ChainCheck,
     DoubtLine,
     HeaderLine,
     Host,
@@ -35,13 +36,13 @@ from holdfast.engine.records.ledger import (
     newer_format_in,
     read_doubts,
 )
-from holdfast.engine.records.ledger_chain import ChainCheck
 from holdfast.engine.records.ledger_claims import Claim, claim_of_result
 from holdfast.engine.records.left_out_audit import LeftOut
 from holdfast.engine.state.store.regular_files import regular_stream
 
 FINDINGS_MAX = 1000
-FINDING_CHARS_MAX = 1000  # it may quote what the file says
+#: A finding may quote a file at length.
+FINDING_CHARS_MAX = 1000
 STEP_SAMPLES_MAX = 1 << 26  # a plan that claims more for one step is not recomputed
 
 
@@ -51,20 +52,25 @@ class LedgerReport:
 
     `inexact_since`: the first step whose result may differ from that of sound machines. `dropped`:
     samples of late workers that were left out by choice, in `dropped_in` steps. `skipped`: samples
-    of batches that the script has left out, in `skipped_in` steps. `quarantined`:
-    records that were reported bad; others took their places `replaced` times. `job_steps`:
-    the job's number of steps, if a source besides the ledger names it.
+    of batches that the script has left out, in `skipped_in` steps. `quarantined`: records that were
+    reported bad; good ones took their places `replaced` times. `job_steps`: the job's number of
+    steps, if a source besides the ledger names it.
     """
 
     findings: tuple[str, ...]
     files: int
-    copies: int  # lines read, over all workers
-    steps: int  # distinct steps
-    samples: int  # proved to have been used
+    #: Lines read, over all workers.
+    copies: int
+    #: Distinct steps.
+    steps: int
+    #: Samples that are proved to have been used.
+    samples: int
     lost: int
     repeated: int
-    replayed: tuple[int, ...]  # steps committed again after all workers were lost
-    torn: int  # files whose last line was cut off by the death of their writer
+    #: Steps committed again after all workers were lost.
+    replayed: tuple[int, ...]
+    #: Files whose last line was cut off by the death of their writer.
+    torn: int
     inexact_since: int | None = None
     dropped: int = 0
     dropped_in: int = 0
@@ -111,7 +117,7 @@ class OrderedPlan(AnyPlan, Protocol):
         digests: Sequence[int],
         told: str,
     ) -> list[Any]:
-        """Return where the order stands after a step that told this.
+        """Return the position in the order after a step with these values.
 
         UserError if it used other samples.
         """
@@ -120,7 +126,7 @@ class OrderedPlan(AnyPlan, Protocol):
 
 @runtime_checkable
 class Plan(AnyPlan, Protocol):
-    """Declares a plan that says which samples each step uses: `SamplePlan` is one."""
+    """Declares a plan of the samples that each step uses: `SamplePlan` is one."""
 
     def step_samples(self, step: int) -> int: ...
     def step_tasks(self, step: int) -> list[NDArray[np.int64]]: ...
@@ -138,7 +144,7 @@ PlanOf = Callable[[Mapping[str, Any]], AnyPlan]
 def verify(
     run_dir: str | os.PathLike[str], plan_of: PlanOf, claims: Sequence[Claim] = ()
 ) -> LedgerReport:
-    """Check every copy of every step against the others, the plan and its epochs.
+    """Compare all copies of every step with each other, the plan and its epochs.
 
     `claims`: the run's number of steps, from other sources; result.json in its directory is read
     here. It takes memory for a small record per step, and for the indices of one epoch. UserError
@@ -178,8 +184,8 @@ def verify(
     )
 
 
-# All copies of a step must agree on this. Hashed, so that a million steps fit in memory. Of a step
-# that only tells values `place` has not the value that was agreed on: see `_check_told`.
+# All copies of a step must agree on this. Hashed, so that a million steps fit in memory. A step
+# that only hands over values does not agree on the value of `place`: see `_check_told`.
 _CONTENT = (
     *("plan", "place", "counts", "digests", "loss", "bad", "handed", "losses", "state"),
     *("gradients", "sum"),
@@ -190,18 +196,28 @@ _CONTENT = (
 class _Step:
     """Keeps one step while the files are read."""
 
-    contents: dict[tuple[Host, ...], tuple[Any, ...]]  # as _CONTENT; by `hosts` if they may differ
-    where: str  # file and line of the first copy
-    view: int  # view of the newest commit
-    plan: int  # its index, or -1 when it cannot be recomputed
+    #: The fields of _CONTENT, by `hosts` if they may differ.
+    contents: dict[tuple[Host, ...], tuple[Any, ...]]
+    #: File and line of the first copy.
+    where: str
+    #: View of the newest commit.
+    view: int
+    #: Index of the plan, or -1 when it cannot be recomputed.
+    plan: int
     place: Place
-    marks: tuple[Sequence[int], Sequence[int]] = ((), ())  # a stream's counts and digests
-    told: dict[tuple[Host, ...], str] = field(default_factory=dict)  # agreed value, by `hosts`
+    #: A stream's counts and digests.
+    marks: tuple[Sequence[int], Sequence[int]] = ((), ())
+    #: The value that was agreed on, by `hosts`.
+    told: dict[tuple[Host, ...], str] = field(default_factory=dict)
     commits: list[tuple[int, tuple[Host, ...], Host]] = field(default_factory=list)
-    wrong: tuple[int, ...] = ()  # vranks whose samples are not the plan's
-    replaced: int = 0  # samples in whose place others were used
-    dropped: tuple[int, ...] = ()  # vranks whose samples were left out by choice
-    skipped: int = 0  # samples of batches that the script has left out
+    #: Virtual ranks whose samples are not the plan's.
+    wrong: tuple[int, ...] = ()
+    #: Samples that a plan replaced by others.
+    replaced: int = 0
+    #: Virtual ranks whose samples were left out by choice.
+    dropped: tuple[int, ...] = ()
+    #: Samples of batches that the script has left out.
+    skipped: int = 0
 
 
 class _Audit:
@@ -443,7 +459,7 @@ class _Audit:
                 self.find(f"{step.where}: step {number} is the first to use its samples")
 
     def check_length(self, claims: Sequence[Claim]) -> None:
-        """Check that the ledger has as many steps as each of the claims."""
+        """Check that the ledger has no fewer steps than each claim requires."""
         steps = max(self.steps, default=-1) + 1
         for claim in claims:
             if steps < claim.least:
@@ -542,7 +558,8 @@ class _Audit:
     def _ranges_of(self, plan: Plan, numbers: list[int]) -> list[tuple[int, int]]:
         """Return ranges of steps that the plan covers: `numbers`, and those missing before each."""
         present = sorted(self._find_first_uses())
-        # A job may have begun with a model that was trained so far elsewhere: its first step says.
+        # A job may have begun with a model that was trained elsewhere, up to its first step's
+        # number.
         began = self.steps[0].place.index if 0 in self.steps else 0
         previous = dict(zip(present, [began - 1, *present], strict=False))
         return [(max(previous[n] + 1, plan.first_step), n + 1) for n in numbers]

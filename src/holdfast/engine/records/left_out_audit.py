@@ -1,7 +1,7 @@
 """Finds in a run's ledger which records were quarantined when, to prove the use of samples.
 
-A record that a task has reported is left out by all from the script's next step on. Nothing else
-may take the place of a planned record: a worker that uses another one without a report is found.
+A record that a task has reported is left out by all from the script's next step on. No other record
+may take the place of a planned one: a worker that uses another one without a report is found.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LeftOut:
 
     @property
     def count(self) -> int:
-        """Return how many records were quarantined."""
+        """Return the number of quarantined records."""
         return sum(len(set().union(*steps.values())) for steps in self._told.values())
 
     def left_out_records(self, dataset: int, index: int) -> frozenset[int]:

@@ -1,8 +1,8 @@
 """Describes recordings of a coordinator: the state of its machine, and the events after that.
 
-A recording is a zstd stream of records, each with its length before it: first a header, then what
-the machine was told, and a digest of its decision where it decided anything. The end may be
-missing. One term of a coordinator makes one recording after the other.
+A recording is a zstd stream of records, each with its length before it: first a header, then the
+events that the machine handled, each with a digest of its decision where it decided anything. The
+end may be missing. One term of a coordinator makes one recording after the other.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
 
 
 class HeardEvent(msgspec.Struct, frozen=True, tag="heard", array_like=True):
-    """Is one event. `at`: the time at which the machine was told of it."""
+    """Is one event. `at`: the time at which the machine handled it."""
 
     at: float
     kind: str
@@ -116,7 +116,7 @@ def digest_effects(effects: Sequence[CoordinatorEffect]) -> int:
 
 
 def _digest_view(view: View) -> bytes:
-    """Digest a view, and remember the last: a large job's nodes are told of it one by one."""
+    """Digest a view, and remember the last: a large job's nodes receive it one by one."""
     if not _DIGESTED or _DIGESTED[0][0] is not view:
         _DIGESTED[:] = [(view, xxhash.xxh64_digest(_CANONICAL.encode(view)))]
     return _DIGESTED[0][1]

@@ -1,6 +1,6 @@
 """Follows the files of a run as they grow: its events, its newest loss, and how fast steps come.
 
-A reader asks now and then; nothing is read twice. Must not know processes or sockets.
+A reader asks now and then; no part of a file is read twice. Must not know processes or sockets.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from holdfast.engine.records.file_tails import FileTail
 from holdfast.engine.records.incidents import Incident, drop_routine, list_incidents, parse_event
 from holdfast.engine.records.ledger import LEDGER_DIR, StepLine, decode_line
-from holdfast.engine.records.time_left import estimate_left_s
+from holdfast.engine.records.summary import estimate_left_s
 from holdfast.engine.records.time_lines import read_last_times
 from holdfast.engine.state.store.regular_files import regular_stream
 
@@ -30,8 +30,8 @@ class RunTail:
     def __init__(self, run_dir: Path, events_max: int | None = None) -> None:
         """Follow the run in a directory.
 
-        `events_max`: of older events than these only those are kept that incidents consist of, and
-        that tell which workers there were; 0 keeps none; None keeps all.
+        `events_max`: of older events only those are kept that belong to incidents or name the
+        workers of the run; 0 keeps none; None keeps all.
         """
         self._events_max = events_max
         self._dropped_at = 0  # how many were left when routine ones were last dropped
@@ -65,11 +65,12 @@ class RunTail:
         reached = self._reached
         reached.append((now, step))
         while len(reached) > 2 and (reached[1][0] < now - RATE_S or reached[1][1] == reached[0][1]):
-            reached.popleft()  # it is too old, or nothing went on until the next look
+            # It is too old, or no step was committed before the next look.
+            reached.popleft()
 
     @property
     def steps_per_s(self) -> float | None:
-        """Return how many steps a second are committed; None as long as nothing is known."""
+        """Return the number of steps committed per second; None until it is known."""
         if len(self._reached) < 2:
             return None
         (began, first), (ended, last) = self._reached[0], self._reached[-1]

@@ -1,4 +1,4 @@
-"""Reads what a run's ledger says of each step, and finds what two records of a step differ in.
+"""Reads the record of each step from a run's ledger, and compares the records of two runs.
 
 Of several copies of a step the one of the newest view counts. Steps that were withdrawn because
 something wrong may have been used in them do not. Must not know torch.
@@ -129,7 +129,7 @@ def has_losses(line: StepLine) -> bool:
 
 
 def has_digests(line: StepLine) -> bool:
-    """Return whether a step has all digests of its gradients and its sum, or sums nothing."""
+    """Return whether a step has all digests of its gradients and its sum, or has no sum."""
     return line.uses is Uses.NO_SAMPLES or (bool(line.gradients) and line.sum != NOT_TAKEN)
 
 
@@ -157,7 +157,7 @@ def _has_other_sum(ours: StepLine, theirs: StepLine) -> bool:
 
 
 def _first_difference(ours: Sequence[object], theirs: Sequence[object]) -> tuple[int, ...]:
-    """Return where two lists differ."""
+    """Return the places at which two lists differ."""
     return tuple(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
 
 

@@ -1,7 +1,11 @@
-"""Writes and reads how each worker spent its time: JSON lines in a run's folder times/.
+"""Writes and reads how each worker spent its time, and how far the clock of each node is ahead.
 
-Each process of a worker appends to a file of its own. A line holds the seconds by use since the
-line before, so the uses of a file sum up to the life of its process. Must not know torch.
+Each process of a worker appends JSON lines to a file of its own, in a run's folder times/. A line
+holds the seconds by use since the line before, so the uses of a file sum up to the life of its
+process. In the folder clocks/, each node's agent writes how far its clock is ahead of the
+coordinator's. An agent sends its time, and the coordinator answers with its own. The coordinator's
+clock was read between the question and the answer, so half of the round trip bounds the error.
+Must not know torch.
 """
 
 from __future__ import annotations
@@ -9,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import quote
 
 import msgspec
 
-from holdfast.engine.records.clocks import ClockLine, choose_clock, read_clocks
 from holdfast.engine.state.store.regular_files import (
     append_regular,
     read_whole_lines,
@@ -30,6 +34,11 @@ LAST_FILES = 4
 _Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 _StepClass = Annotated[int, msgspec.Meta(ge=0, lt=512)]  # up to 58 million years
 _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e10)]
+CLASSES_PER_OCTAVE = 8
+SHORTEST_STEP_S = 1e-4
+CLOCKS_DIR = "clocks"
+NEAR_S = 600.0
+CLOCK_BYTES_MAX = 4096
 
 
 class TimeUse(str, enum.Enum):  # a string: those are hashed quickly
@@ -46,7 +55,8 @@ class TimeUse(str, enum.Enum):  # a string: those are hashed quickly
     UPDATE = "update"  # the script's own lines between the batches of two steps
     SAVE = "save"  # it copies its share of the state
     WAIT = "wait"  # it waits for other workers of the view
-    SPARE = "spare"  # it waits as a member that hosts nothing
+    # It waits as a member without virtual ranks.
+    SPARE = "spare"
     STALL = "stall"  # it waits, and there is no view that could commit a step
     END = "end"  # it waits at the end of a loop
     FROZEN = "frozen"  # no thread of the process ran
@@ -93,9 +103,6 @@ Line = ProcessHeader | SpentLine
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Line).decode
 
-CLASSES_PER_OCTAVE = 8
-SHORTEST_STEP_S = 1e-4
-
 
 def times_path(run_dir: str | os.PathLike[str], worker: int, incarnation: int) -> Path:
     """Return the file of one incarnation of a worker."""
@@ -133,10 +140,12 @@ class ProcessTimes:
 
     worker: int
     incarnation: int
-    began: float  # seconds since the epoch
+    #: Beginning of the process, in seconds since the epoch.
+    began: float
     host: str = ""
     lines: list[SpentLine] = field(default_factory=list)
-    clock: ClockLine | None = None  # its node's clock, if that was measured
+    #: The clock of the process's node, if it was measured.
+    clock: ClockLine | None = None
 
     @property
     def ended(self) -> float:
@@ -177,7 +186,8 @@ def read_last_times(run_dir: str | os.PathLike[str]) -> list[list[SpentLine]]:
     """Return the last lines of the files that were written last, beginning with the newest file."""
     try:
         ages = {p: p.stat().st_mtime_ns for p in (Path(run_dir) / TIMES_DIR).glob("*.jsonl")}
-    except OSError:  # one has gone meanwhile
+    # One has been removed since the list was made.
+    except OSError:
         return []
     newest = sorted(ages, key=ages.__getitem__, reverse=True)[:LAST_FILES]
     return [list(_read_last_lines(path)) for path in newest]
@@ -231,3 +241,66 @@ def find_quantile(counts: Mapping[int, int], share: float) -> float:
         if seen >= share * total:
             return class_seconds(number)
     return 0.0
+
+
+class ClockLine(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Describes one measurement, in seconds. `at`: by the node's clock, since the epoch."""
+
+    host: str
+    at: float
+    ahead_s: float
+    error_s: float
+
+    @property
+    def correction_s(self) -> float:
+        """Return the seconds to subtract from the node's times; 0 if the clocks may be the same."""
+        return self.ahead_s if abs(self.ahead_s) > self.error_s else 0.0
+
+
+_decode_clock = msgspec.json.Decoder(ClockLine).decode
+
+
+def measure(host: str, asked: float, told: float, heard: float) -> ClockLine | None:
+    """Return a measurement; None if the node's clock was set back in between.
+
+    `asked`, `heard`: times of the question and of the answer, by the node's clock. `told`: the
+    time of the coordinator's clock in the answer.
+    """
+    if heard < asked:
+        return None
+    middle, error_s = (asked + heard) / 2, (heard - asked) / 2
+    return ClockLine(host=host, at=heard, ahead_s=middle - told, error_s=error_s)
+
+
+def write_clock(run_dir: str | os.PathLike[str], node: str, line: ClockLine) -> None:
+    """Append a measurement to the node's file. A disk that refuses does no harm."""
+    path = Path(run_dir) / CLOCKS_DIR / f"{quote(node, safe='')}.jsonl"
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = append_regular(path)
+        try:
+            os.write(file, _encode(line) + b"\n")
+        finally:
+            os.close(file)
+
+
+def read_clocks(run_dir: str | os.PathLike[str]) -> dict[str, list[ClockLine]]:
+    """Return the measurements of each host's clock."""
+    found: dict[str, list[ClockLine]] = {}
+    for path in sorted((Path(run_dir) / CLOCKS_DIR).glob("*.jsonl")):
+        for data in read_whole_lines(path, CLOCK_BYTES_MAX):
+            with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                line = _decode_clock(data)
+                found.setdefault(line.host, []).append(line)
+    return found
+
+
+def choose_clock(lines: Sequence[ClockLine], at: float) -> ClockLine | None:
+    """Return the best measurement made around a time of the node's clock, else the nearest one.
+
+    Clocks drift, and are set, so a measurement that is much older or newer shows little.
+    """
+    near = [line for line in lines if abs(line.at - at) <= NEAR_S]
+    if near:
+        return min(near, key=lambda line: line.error_s)
+    return min(lines, key=lambda line: abs(line.at - at), default=None)

@@ -501,7 +501,7 @@ def _connect_servers(control: Control, updates: RowUpdates, script: ScriptThread
 
 
 def _check_is_trained(trained: Collection[object], protected: Mapping[str, Any]) -> None:
-    # Downpour updates frozen parameters: their gradients are not the job's to sum.
+    # Some optimizers update frozen parameters, whose gradients are not the job's to sum.
     if not trained and not any(getattr(o, "trains_frozen", False) for o in protected.values()):
         raise UserError("nothing to train: protect a torch.nn.Module with parameters")
 

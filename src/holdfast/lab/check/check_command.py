@@ -1,4 +1,8 @@
-"""`holdfast check` tries a training script: on 1 worker, on 2, and with a kill and a join."""
+"""`holdfast check` tries a training script: on 1 worker, on 2, and with a kill and a join.
+
+Equal states at every step show that the script keeps the promise; else the first tensor that
+differs, and the kind of run with the difference, point to the cause.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +11,22 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from holdfast.engine.commands.plain_console import PlainConsole
 from holdfast.engine.commands.run_command import check_present, script_of
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.faults import fault_script
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.engine.runtime.temporary import temporary_folder
-from holdfast.lab.check.script_check import (
-    Divergence,
-    TracedRun,
-    check_enough_steps,
-    compare,
-    read_traces,
-    step_of_join,
-)
 
-TRACED = str(Path(fault_script.__file__).with_name("traced.py"))  # not imported: it loads torch
+# Not imported here, because it loads torch.
+TRACED = str(Path(__file__).with_name("traced.py"))
 KILL_STEP = 3
 STEPS_AFTER_JOIN = 6
 ROOM_BYTES = 1 << 16  # a disk without so much room is full
@@ -40,6 +37,21 @@ ONE_MACHINE = (
     "not the machine)"
 )
 GUARD = ("--fingerprint-steps", "1", "--repeat-steps", "2", "--abandon-s", "10")
+States = Mapping[int, Mapping[str, str]]  # by step, then by path
+START = (
+    "the model or the data depend on something that is drawn before holdfast.join(), on the clock, "
+    "or on the worker: build everything after holdfast.join(), and sort what a directory lists"
+)
+DIFFERS_BY_WORKER = (
+    "an update depends on the worker: on a batch's own loss instead of step.loss, on job.worker or "
+    "job.is_leader, on variables that change from batch to batch, or on random numbers that are "
+    "not drawn from the global generators"
+)
+LACKS_AT_JOIN = (
+    "a worker that joins lacks something: a variable of the script that steps change (keep it in "
+    "job.values), a module, optimizer or scheduler that is not protected, or what a line did once "
+    "at an earlier step"
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -216,7 +228,7 @@ def report(
 
 
 def said_of(run: TracedRun) -> tuple[str, ...]:
-    """Return why a run has failed, which names what the script does, and what the guard tells."""
+    """Return the reason that a run failed: the script's fault, and the guard's findings."""
     return (run.problem, *run.told) if run.problem else tuple(run.told)
 
 
@@ -229,3 +241,90 @@ def to_dict(runs: Sequence[TracedRun], findings: Sequence[Divergence], steps: in
         "runs": [{name: getattr(run, name) for name in names} for run in runs],
         "findings": [asdict(each) for each in findings],
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedRun:
+    """Describes one run of the script. `problem`: why it ended; "" if it went well."""
+
+    name: str
+    #: The states by worker and incarnation.
+    states: dict[str, States]
+    #: Events of the job about the script.
+    told: Sequence[str]
+    problem: str = ""
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps at which some worker has written down its state."""
+        return max((max(each, default=-1) + 1 for each in self.states.values()), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """Names the place where a run first differs from the first run of all."""
+
+    run: str
+    step: int
+    path: str
+    cause: str
+
+
+def read_traces(directory: Path) -> dict[str, States]:
+    """Read what the workers of a run have written down."""
+    found: dict[str, States] = {}
+    for path in sorted(directory.glob("*.jsonl")):
+        lines = path.read_text().splitlines()
+        entries = [json.loads(line) for line in lines if line.endswith("}")]
+        found[path.stem] = {entry["step"]: entry["tensors"] for entry in entries}
+    return found
+
+
+def compare(runs: Sequence[TracedRun], steps: int) -> list[Divergence]:
+    """Compare each run with the first one, in their first `steps` steps."""
+    reference = next(iter(runs[0].states.values()), {})
+    found: list[Divergence] = []
+    for run in runs:
+        first = min(
+            (
+                (step, path)
+                for states in run.states.values()
+                for step, state in states.items()
+                if step < steps
+                for path in _first_difference(reference.get(step), state)
+            ),
+            key=lambda place: place[0],
+            default=None,
+        )
+        if first is not None:
+            step, path = first
+            cause = START if step == 0 else _cause(run, runs, found)
+            found.append(Divergence(run=run.name, step=step, path=path, cause=cause))
+    return found
+
+
+def _cause(run: TracedRun, runs: Sequence[TracedRun], found: Sequence[Divergence]) -> str:
+    alone_differs = any(each.run != run.name for each in found)
+    return DIFFERS_BY_WORKER if alone_differs or run is not runs[-1] else LACKS_AT_JOIN
+
+
+def _first_difference(one: Mapping[str, str] | None, other: Mapping[str, str]) -> list[str]:
+    if one is None:
+        return []
+    paths = [*one, *(path for path in other if path not in one)]
+    return [path for path in paths if one.get(path) != other.get(path)][:1]
+
+
+def step_of_join(states: Mapping[str, Any], worker: int) -> int | None:
+    """Return the first step that the second incarnation of a worker has taken part in."""
+    found: Any = states.get(f"{worker}-2")
+    return min(found) if found else None
+
+
+def check_enough_steps(run: TracedRun, joined: int | None) -> None:
+    """Check that a killed worker has come back. UserError names the next action if it has not."""
+    if not run.problem and joined is None:
+        raise UserError(
+            f"the script ended after {run.steps} steps, before the worker that was killed had "
+            "joined again: let it train for more steps"
+        )

@@ -37,13 +37,15 @@ class Tracer(Probe):
 
     def __init__(self, traces: Path, kill_step: int | None, process: tuple[int, int, int]) -> None:
         self._traces = traces
-        self._kill_step = kill_step  # None: nobody is killed
+        # None: no worker is killed.
+        self._kill_step = kill_step
         self._worker, self._incarnation, self._shard = process
         self._wait_until = math.inf  # begins with the first wait
 
     def boundary(self, step: int, protected: Mapping[str, Any]) -> None:
         if self._shard:
-            return  # the process of shard 0 speaks for its worker
+            # The process of shard 0 writes for its worker.
+            return
         line = json.dumps({"step": step, "tensors": digests(protected)})
         with (self._traces / f"{self._worker}-{self._incarnation}.jsonl").open("a") as file:
             file.write(line + "\n")

@@ -34,11 +34,12 @@ class ClusterHarness(Protocol):
     """Acts on one cluster in its manager's own way; hosts are named as listings name them.
 
     `away(True)` ends the manager's servers, as before an upgrade, and `away(False)` starts them
-    again; processes on the hosts go on. `kill` ends a host with all its processes.
+    again; processes on the hosts continue. `kill` ends a host with all its processes.
     """
 
     hosts: Sequence[str]
-    domains: Mapping[str, Domains]  # by host
+    #: The failure domains of each host.
+    domains: Mapping[str, Domains]
 
     def manager(self, job: str = PREFIX) -> ClusterManager:
         """Make an adapter of the job whose ids begin with `job`."""
@@ -47,7 +48,7 @@ class ClusterHarness(Protocol):
     def kill(self, host: str) -> None: ...
 
     def drain(self, host: str, reason: str) -> str | None:
-        """Have the manager announce a host's end; return its own reason, if it gives one."""
+        """Order the manager to announce a host's end; return its own reason, if it gives one."""
         ...
 
     def away(self, away: bool) -> None: ...
@@ -325,9 +326,9 @@ async def _empty(manager: ClusterManager) -> bool:
 def assert_survives(
     run: LocalRun, harness: ClusterHarness, let_go: Callable[[], None], keep: str = ""
 ) -> None:
-    """Kill one of a running job's hosts and drain another: both are replaced, and nothing is lost.
+    """Kill one of a running job's hosts and drain another: both are replaced, and no step is lost.
 
-    The job also hears from its manager in which failure domains its nodes are.
+    The job also learns the failure domains of its nodes from its manager.
 
     The job has three nodes of one worker and at least two hosts to spare; the host `keep` stays. It
     takes minutes, unless `let_go()` is called. The caller waits for its end, and compares the
@@ -336,7 +337,7 @@ def assert_survives(
     manager = harness.manager("hf-")
 
     def placements() -> dict[str, str]:
-        """Return the host of each serving agent; empty while somebody does not answer."""
+        """Return the host of each serving agent; empty while any node does not answer."""
         try:
             hosts = {str(p.id): p.host for p in asyncio.run(_observe(manager))}
             serving = serving_nodes(run.status())

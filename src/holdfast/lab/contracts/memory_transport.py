@@ -27,7 +27,8 @@ class _Group:
     """Keeps the shared state of one group's members; the network's condition guards it."""
 
     aborted: bool = False
-    gone: set[int] = field(default_factory=set)  # ranks that closed it, or died
+    #: Ranks that closed the group, or died.
+    gone: set[int] = field(default_factory=set)
     unplugged: set[int] = field(default_factory=set)
     boxes: dict[tuple[int, int, int], Box] = field(
         default_factory=lambda: collections.defaultdict(collections.deque)
@@ -48,7 +49,7 @@ class MemoryNetwork:
             return MemoryTransport(self, b"%d" % next(self._numbers))
 
     def group(self, addresses: tuple[bytes, ...]) -> _Group:
-        """Return what the transports with these addresses, by rank, share."""
+        """Return the record that the transports with these addresses, by rank, share."""
         with self.changed:
             return self._groups.setdefault(addresses, _Group())
 
@@ -158,7 +159,7 @@ class MemoryTransport:
             self._network.changed.notify_all()
 
     def unplug(self) -> None:
-        """Lose every message from now on, in both directions, without a word to anybody."""
+        """Lose every message from now on, in both directions, without an error."""
         with self._network.changed:
             self._group.unplugged.add(self._rank)
 
@@ -207,7 +208,8 @@ class _PendingInMemory:
         for (peer, tensor), copy in zip(self._sends, self._copies, strict=True):
             ours, sent = (t.contiguous().reshape(-1).view(torch.uint8) for t in (tensor, copy))
             same = torch.equal(ours, sent)
-            if not same:  # a group that was given up meanwhile has no claim to its tensors
+            # A group that was given up in the meantime has no claim to its tensors.
+            if not same:
                 self._transport.check()
             assert same, f"what rank {peer} is sent was touched before the wait"
         self._sends, self._copies = [], []

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from holdfast.engine.core.errors import Damaged, UserError
-from holdfast.engine.state.store.disk_calls import RealDisk
+from holdfast.engine.state.store.files import RealDisk
 from holdfast.engine.state.store.storage import Missing, Storage, check_name
 
 LARGE = 20 << 20  # more than a storage's buffers hold

@@ -2,7 +2,7 @@
 
 `run_contract` starts real processes, hands each a rendezvous, and collects the faults that they
 find; `run_contract_in_threads` does so within one process. A transport must pass all of CONTRACT;
-one that is `ordered` is excused from `takes_any_order`.
+an `ordered` one is excused from `takes_any_order`.
 """
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ def look_after(transport: Transport, done: threading.Event) -> None:
 
 
 def _wait_for_nothing(member: GroupMember, transport: Transport) -> None:
-    """Wait for messages that nobody sends."""
+    """Wait for messages that no member sends."""
     transport.exchange([], [(p, member.make_full(0, 1000)) for p in member.peers()], 77).wait()
 
 

@@ -1,7 +1,7 @@
 """Trains a small GPT through faults, then undisturbed, and compares the two: `holdfast demo`.
 
-The demo is a user of the test kit: it starts runs as anybody would, disturbs one of them from
-outside and trusts only the files on the disk afterwards. It reads and prints; it trains nothing
+The demo is a user of the test kit: it starts runs as a user would, disturbs one of them from
+outside and trusts only the files on the disk afterwards. It reads and prints; it does not train
 itself.
 """
 
@@ -51,7 +51,8 @@ REST_STEPS = 20  # between two faults, and after the last
 RESTS = 8  # in the number of steps that --steps gives
 POLL_S = 0.1
 POLL_DUE_S = 0.03  # while a fault waits for its victims: joining takes a few of these
-SILENCE_S = 10.0  # a slow run is heard from this often
+#: A slow run prints a line this often.
+SILENCE_S = 10.0
 END_S = 60.0  # from the last step to the end of every process
 COMMIT = re.compile(r"step (\d+) loss (\S+) time (\S+)")
 # These are about the speed of this machine, which the demo is not about.
@@ -66,8 +67,10 @@ class Trained:
     run_dir: Path
     workers: int
     seconds: float
-    digest: str  # SHA-256 of all parameters and optimizer state, as the script printed it
-    losses: dict[int, str]  # step -> loss as hexadecimal digits, so every bit of it
+    #: SHA-256 of all parameters and optimizer state, printed by the script.
+    digest: str
+    #: By step: the loss as hexadecimal digits, so that every bit counts.
+    losses: dict[int, str]
     ledger: LedgerReport
     commits: list[fault_kit.StepEnd]
     events: list[dict[str, Any]]
@@ -82,14 +85,15 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """Compares both runs. `problems` is empty if nothing differs and nothing was lost."""
+    """Compares both runs. `problems` is empty if the results are equal and complete."""
 
     steps: int
     faulty: Trained
     calm: Trained
     problems: list[str]
     recoveries: list[fault_kit.Recovery]
-    missed: list[fault_kit.PlannedFault]  # left out, or struck too late to be measured
+    #: Faults that were left out, or struck too late to be measured.
+    missed: list[fault_kit.PlannedFault]
     plot: Path | None
 
 
@@ -329,14 +333,14 @@ def is_over(striker: fault_kit.Striker, step: int, now: float, seconds: float) -
 
 
 def end(run: LocalRun) -> None:
-    """Have the script stop after its next step. It never sees half a file."""
+    """Order the script to stop after its next step. It never sees half a file."""
     new = run.run_dir.path / f"{STOP}.new"
     new.write_text("0")
     new.rename(run.run_dir.path / STOP)
 
 
 def alive(run: LocalRun) -> int:
-    """Count workers that take part in steps, or will soon; 0 while nobody answers."""
+    """Count workers that take part in steps, or will soon; 0 while no coordinator answers."""
     with contextlib.suppress(HoldfastError):
         return sum(w["state"] in (*ACTIVE, "changing view") for w in run.status()["workers"])
     return 0
@@ -404,7 +408,7 @@ def missing_steps(trained: Trained, steps: int) -> list[int]:
 
 
 def to_dict(proof: Proof, seed: int) -> dict[str, Any]:
-    """Make the JSON object, with everything that the report for people says."""
+    """Make the JSON object, with all facts of the report for people."""
     faulty, calm = proof.faulty, proof.calm
     return {
         "ok": not proof.problems,

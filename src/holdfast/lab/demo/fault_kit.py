@@ -62,7 +62,8 @@ class Strike:
 
     fault: PlannedFault
     victims: tuple[int, ...]
-    step: int  # steps committed when it happened
+    #: Steps committed when the fault struck.
+    step: int
     time: float
 
     def __str__(self) -> str:
@@ -93,10 +94,12 @@ class Recovery:
     """
 
     strike: Strike
-    causes: tuple[str, ...]  # as the job itself understood them
+    #: The causes that the job itself has found.
+    causes: tuple[str, ...]
     next_step_s: float
     usual_step_s: float
-    stall_s: float  # the recovering step's gap to the one before it, less a usual step
+    #: Time from the last step before the fault to the first one after it, less a usual step.
+    stall_s: float
 
 
 def schedule(rest_steps: int, workers: int, seed: int) -> tuple[PlannedFault, ...]:
@@ -165,7 +168,7 @@ class Striker:
         return None
 
     def _has_recovered(self, step: int) -> bool:
-        """Return whether the last strike's victims are known as lost and the job has gone on."""
+        """Return whether the last strike's victims are known as lost and the job has resumed."""
         if not self.strikes:
             return True
         last = self.strikes[-1]
@@ -206,7 +209,7 @@ def _median_step_s(commits: list[StepEnd]) -> float:
 
 
 def _victims(fault: PlannedFault, workers: list[dict[str, Any]]) -> dict[int, int]:
-    """Return worker -> pid; empty if there are not enough, or nobody would survive."""
+    """Return worker -> pid; empty if there are not enough, or no worker would survive."""
     states = JOINING if fault.kind is FaultKind.KILL_JOINING else ACTIVE
     there = {w["id"]: w["pid"] for w in workers if w["state"] in states}
     active = [w["id"] for w in workers if w["state"] in ACTIVE]

@@ -1,4 +1,4 @@
 """Simulates jobs deterministically: the real machines in a world whose faults come from one seed.
 
-Nothing here decides anything of the protocol, and nothing here knows tensors, sockets or threads.
+No module here makes a decision of the protocol, or knows tensors, sockets or threads.
 """

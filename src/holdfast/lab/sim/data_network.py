@@ -1,8 +1,8 @@
 """Simulates the data plane between workers: groups, their messages, and the loss of messages.
 
 Per view, connections are reliable and keep order while both ends live and neither has aborted. When
-an end closes, the seed decides whether messages under way arrive, and whether the other end hears
-of it. This module only carries messages; the step machines decide which are sent, and when.
+an end closes, the seed decides whether messages under way arrive, and whether the other end notices
+it. This module only carries messages; the step machines decide which are sent, and when.
 """
 
 from __future__ import annotations
@@ -49,11 +49,66 @@ class SharedCounting(Counting):
         return []
 
 
+class SharedResults:
+    """Computes the results of a gather once for all members of a view, which are often many."""
+
+    def __init__(self) -> None:
+        # The counter of the newest large group.
+        self._crowd: dict[int, SharedCounting] = {}
+        self._ordered: tuple[object, tuple[Any, ...]] = (None, ())
+        self._summed: tuple[object, Any] = (None, None)
+        self._held: tuple[object, dict[WorkerId, int]] = (None, {})
+        self._announced: tuple[Sequence[Row], Tally] | None = None
+
+    def counting_of(self, view: View, balance: BalancePolicy | None) -> Counting:
+        """Return the counter of a view's votes: a member's own, or a large group's shared one."""
+        if len(view.members) <= CROWD:
+            return Counting(view, balance)
+        if view.number not in self._crowd:
+            self._crowd = {view.number: SharedCounting(view, balance)}
+        return self._crowd[view.number]
+
+    def bodies_in_order(self, group: Group, bodies: dict[Key, Any]) -> tuple[Any, ...]:
+        """Return the messages of all members, by rank."""
+        if bodies is not self._ordered[0]:
+            self._ordered = (bodies, tuple(bodies[key] for key in group.keys))
+        return self._ordered[1]
+
+    def combine(
+        self, group: Group, bodies: dict[Key, Any], fold: Callable[[Group, dict[Key, Any]], T]
+    ) -> T:
+        """Combine the contributions of the members."""
+        if bodies is not self._summed[0]:
+            self._summed = (bodies, fold(group, bodies))
+        found: T = self._summed[1]
+        return found
+
+    def held_prints(self, group: Group, prints: dict[Key, Any]) -> dict[WorkerId, int]:
+        """Return the fingerprints of the members that hold the state already."""
+        if prints is not self._held[0]:
+            view = group.view
+            without = set(view.joiners) - {lag.worker for lag in view.catching_up}
+            found = {WorkerId(key[0]): hash(prints[key]) for key in group.keys}
+            self._held = (prints, {w: found[w] for w in found if w not in without})
+        return self._held[1]
+
+    def announces(self, votes: Sequence[Row], *, can_save: bool) -> bool:
+        """Return whether these votes announce that the view ends at the next boundary.
+
+        `can_save`: the state there can be saved, because it lies within a loop.
+        """
+        if self._announced is None or votes is not self._announced[0]:
+            self._announced = (votes, count_votes(votes))
+        tally = self._announced[1]
+        return tally.pending or (tally.save is Wish.END_SAVE and can_save)
+
+
 class DataNetwork:
     """Connections between workers, and the place where the members of a view meet."""
 
     def __init__(self, world: TurnWorld) -> None:
         self.shapes = Shapes()
+        self.results = SharedResults()
         self.turns = Turns(world, self.send)
         self._closed: Counter[int] = Counter()  # ends of large groups, by view
         self._world = world
@@ -61,17 +116,9 @@ class DataNetwork:
         self._last: dict[tuple[int, Key, Key], float] = {}
         self._cut_links: dict[tuple[int, Key, Key], bool] = {}
         self._apart: dict[tuple[str, str], bool] = {}
-        self._crowd: dict[
-            int, SharedCounting
-        ] = {}  # shared by the members of the newest large group
-        # Results of a gather, computed once for all members of a large group.
-        self._ordered: tuple[object, tuple[Any, ...]] = (None, ())
-        self._summed: tuple[object, Any] = (None, None)
-        self._held: tuple[object, dict[WorkerId, int]] = (None, {})
-        self._announced: tuple[Sequence[Row], Tally] | None = None
 
     def install(self, process: Actor, view: View) -> None:
-        """Begin to build the group of `view`, and give up if the others do not come."""
+        """Begin to build the group of `view`, and give up if other members stay away."""
         world = self._world
         group = process.group = Group(self.shapes.of(view))
         here = self._arrived.setdefault(group.number, [])
@@ -92,14 +139,6 @@ class DataNetwork:
                 p.handle_connection,
                 group.number,
             )
-
-    def counting_of(self, view: View, balance: BalancePolicy | None) -> Counting:
-        """Return the counter of a view's votes: a member's own, or a large group's shared one."""
-        if len(view.members) <= CROWD:
-            return Counting(view, balance)
-        if view.number not in self._crowd:
-            self._crowd = {view.number: SharedCounting(view, balance)}
-        return self._crowd[view.number]
 
     # ------------------------------------------------------------ messages
 
@@ -142,46 +181,11 @@ class DataNetwork:
             if sender.cut_through >= link[0] or link in self._cut_links:
                 return
             if self.is_apart(sender, receiver):
-                self._cut_links[link] = True  # order is kept: nothing later may overtake the loss
+                # Order is kept: no later message may overtake the loss.
+                self._cut_links[link] = True
                 return
         handle = handle_turn if len(what) == 3 else handle_message
         receiver.deliver(handle, (receiver, link[0], what, sender.key, body))
-
-    # ------------------------------------------------------------ what all have said
-
-    def bodies_in_order(self, group: Group, bodies: dict[Key, Any]) -> tuple[Any, ...]:
-        """Return the messages of all members, by rank."""
-        if bodies is not self._ordered[0]:
-            self._ordered = (bodies, tuple(bodies[key] for key in group.keys))
-        return self._ordered[1]
-
-    def combine(
-        self, group: Group, bodies: dict[Key, Any], fold: Callable[[Group, dict[Key, Any]], T]
-    ) -> T:
-        """Combine the contributions of the members."""
-        if bodies is not self._summed[0]:
-            self._summed = (bodies, fold(group, bodies))
-        found: T = self._summed[1]
-        return found
-
-    def held_prints(self, group: Group, prints: dict[Key, Any]) -> dict[WorkerId, int]:
-        """Return the prints of those that hold the state already."""
-        if prints is not self._held[0]:
-            view = group.view
-            without = set(view.joiners) - {lag.worker for lag in view.catching_up}
-            found = {WorkerId(key[0]): hash(prints[key]) for key in group.keys}
-            self._held = (prints, {w: found[w] for w in found if w not in without})
-        return self._held[1]
-
-    def announces(self, votes: Sequence[Row], *, can_save: bool) -> bool:
-        """Return whether these votes announce that the view ends at the next boundary.
-
-        `can_save`: the state there can be saved, because it lies within a loop.
-        """
-        if self._announced is None or votes is not self._announced[0]:
-            self._announced = (votes, count_votes(votes))
-        tally = self._announced[1]
-        return tally.pending or (tally.save is Wish.END_SAVE and can_save)
 
     # ------------------------------------------------------------ ends and cuts
 
@@ -208,7 +212,7 @@ class DataNetwork:
             peer.post(delay_s, handle_break, peer, group.number, process.worker, reason)
 
     def cut_link(self, a: Actor, b: Actor, number: int) -> None:
-        """Break a connection between two live workers; at least one of them is told."""
+        """Break a connection between two live workers; at least one of them notices."""
         rng = self._world.rng
         self._cut_links[(number, a.key, b.key)] = self._cut_links[(number, b.key, a.key)] = True
         told = rng.choice(((a,), (b,), (a, b)))
@@ -218,7 +222,7 @@ class DataNetwork:
             process.post(soon_s, handle_break, process, number, peer.worker, "link broke")
 
     def silence(self, a: Actor, b: Actor, number: int) -> None:
-        """Let nothing pass between two workers; in time the kernel says so, to one or both.
+        """Drop all messages between two workers; in time the kernel reports it, to one or both.
 
         A link that is healed in time may go unnoticed, if no message was sent on it.
         """
@@ -293,7 +297,7 @@ def handle_break(process: Actor, number: int, peer: WorkerId, reason: str) -> No
 
 
 def handle_message(process: Actor, number: int, what: What, sender: Key, body: object) -> None:
-    """Give a message that has come to its receiver."""
+    """Give a message to its receiver."""
     group = process.open_group(number)
     if group is not None:
         group.heard.setdefault(what, {})[sender] = body

@@ -1,4 +1,4 @@
-"""Draws the parameters of a simulated run from its seed.
+"""Draws the parameters of a simulated run from its seed, also those of a job on very many nodes.
 
 Swarm testing: each seed switches on only some kinds of faults, because a run with every kind at
 once spends its life in the same few recovery paths.
@@ -19,12 +19,14 @@ from holdfast.lab.sim.run_options import (
     EXCHANGE_KIND,
     FAULT_KINDS,
     LATER_KINDS,
+    RACK_KINDS,
     SAVE_KINDS,
     WRONG_KINDS,
     Options,
 )
 
 More = Callable[[Options, Random], Options]
+LARGE_KINDS = (*RACK_KINDS, "worker_crash", "agent_crash", "coordinator_crash", "partition")
 
 
 def draw(seed: int, small: bool = False) -> Options:
@@ -92,7 +94,7 @@ def draw(seed: int, small: bool = False) -> Options:
 
 
 def _with_sharded_optimizer(options: Options, rng: Random) -> Options:
-    """Let each worker hold its share of the state only, in some runs that protect it."""
+    """Shard the state among the workers, in some runs that protect it."""
     unfit = options.procs > 1 or options.hot_spares or options.forgetful
     if not options.redundancy.data or unfit or rng.random() < 0.6:
         return options
@@ -108,7 +110,7 @@ def _with_shards(options: Options, rng: Random) -> Options:
 
 
 def _with_fault(kind: str, left_out: float, agents: int = 1) -> More:
-    """Let a further kind of fault strike, in a share of the runs with this number of nodes."""
+    """Add a further kind of fault, in a share of the runs with this number of nodes."""
 
     def add(options: Options, rng: Random) -> Options:
         if options.agents < agents or not options.faults or rng.random() < left_out:
@@ -119,7 +121,7 @@ def _with_fault(kind: str, left_out: float, agents: int = 1) -> More:
 
 
 def _with_nodes_left_behind(options: Options, rng: Random) -> Options:
-    """Let nodes of an earlier job with the same secret wait at the address, in some runs."""
+    """Make nodes of an earlier job with the same secret wait at the address, in some runs."""
     if options.agents < 2 or rng.random() < 0.9:
         return options
     return dataclasses.replace(options, left_behind_s=rng.uniform(2.0, 8.0))
@@ -171,7 +173,7 @@ def _with_servers(options: Options, rng: Random) -> Options:
 
 
 def _with_leaves(options: Options, rng: Random) -> Options:
-    """Have nodes with pieces of the state leave for good, in some runs; in others nothing else."""
+    """Remove nodes with pieces of the state for good, in some runs, a few without other faults."""
     if not options.faults or not options.redundancy.data or rng.random() < 0.5:
         return options
     kinds = rng.choice(((*options.faults, "leave"), ("leave", "notice"), ("leave",)))
@@ -226,7 +228,7 @@ def _with_notices(options: Options, rng: Random) -> Options:
 
 
 def _with_feeds(options: Options, rng: Random) -> Options:
-    """Have workers that join fed while others train, in half of the runs."""
+    """Feed workers that join while the members train, in half of the runs."""
     feeds, fails = rng.random() < 0.5, rng.choice((0.0, 0.0, 0.1))
     moves = ("move",) if rng.random() < 0.2 else ()
     faults = (*options.faults, *moves)
@@ -234,7 +236,7 @@ def _with_feeds(options: Options, rng: Random) -> Options:
 
 
 def _with_forgetful_scripts(options: Options, rng: Random) -> Options:
-    """Let some scripts keep state that joiners lack, unless machines may be wrong, too."""
+    """Make some scripts keep state that joiners lack, unless machines may be wrong, too."""
     wrong = (*WRONG_KINDS, "poison", "sum_wrongly")
     if options.backup.workers or set(wrong) & set(options.faults) or rng.random() < 0.8:
         return options
@@ -242,14 +244,14 @@ def _with_forgetful_scripts(options: Options, rng: Random) -> Options:
 
 
 def _with_rounds(options: Options, rng: Random) -> Options:
-    """Let scripts open some steps right after the ones before, to train or to tell values."""
+    """Make scripts open some steps right after the ones before, to train or to exchange values."""
     if rng.random() < 0.7:
         return options
     return dataclasses.replace(options, rounds=rng.randint(2, 4), tells_values=rng.random() < 0.5)
 
 
 def _with_ends(options: Options, rng: Random) -> Options:
-    """Let some jobs end otherwise: stopped amid faults, given up, failed; others count high."""
+    """Make some jobs end otherwise: stopped amid faults, given up, failed; some count high."""
     stop_s, again_s = options.stop_s, 0.0
     if not stop_s and rng.random() < 0.06:
         stop_s = rng.uniform(0.5, options.faults_end_s)
@@ -285,7 +287,7 @@ def _with_stores(options: Options, rng: Random) -> Options:
 
 
 def _with_wrong_bits(options: Options, rng: Random) -> Options:
-    """Let some machines compute wrongly, or forget, in a third of the runs."""
+    """Make some machines compute wrongly, or forget, in a third of the runs."""
     if rng.random() < 0.67:
         return options
     audit = rng.choice((1.0, 0.3))
@@ -300,7 +302,7 @@ def _with_wrong_bits(options: Options, rng: Random) -> Options:
 
 
 def _with_exact_bits(options: Options, rng: Random) -> Options:
-    """Let most jobs compute exactly; in some of those, several machines are wrong at once."""
+    """Make most jobs compute exactly; in some of those, several machines are wrong at once."""
     if rng.random() < 0.3:
         return options
     options = dataclasses.replace(options, exact_bits=True)
@@ -321,7 +323,7 @@ def _with_clocks(options: Options, rng: Random) -> Options:
 
 
 def _with_struck_exchanges(options: Options, rng: Random) -> Options:
-    """Let faults strike within sums and gathers, in half of the runs.
+    """Aim faults at sums and gathers, in half of the runs.
 
     Where several machines are wrong at once, the loss of sound ones would leave no majority.
     """
@@ -363,7 +365,8 @@ _MORE: dict[str, More] = {
     "spread": _with_spread,
     "optimizer": _with_sharded_optimizer,
     "protecting": _with_timed_protection,
-    "isolation": _with_fault("isolation", 0.7, agents=2),  # nodes are cut off from everybody
+    # Nodes are cut off from all other nodes.
+    "isolation": _with_fault("isolation", 0.7, agents=2),
     "quits": _with_fault("quit", 0.8),  # a process ends with status 0 before its script has ended
     "left behind": _with_nodes_left_behind,
     "exact": _with_exact_bits,
@@ -377,3 +380,49 @@ _MORE: dict[str, More] = {
     "repeats": lambda o, rng: dataclasses.replace(o, repeats=rng.choice((0.0, 0.02))),
     "racks": _with_racks,
 }
+
+
+def draw_large(seed: int, nodes: int) -> Options:
+    """Draw a job with one worker on each of many nodes; racks, nodes and coordinator fail."""
+    rng = Random(f"large {seed} {nodes}")
+    steps = rng.randint(6, 10)
+    return Options(
+        seed=seed,
+        agents=nodes,
+        agents_late=0,
+        slots=1,
+        vranks=nodes,
+        loops=(steps,),
+        nodes_min=nodes,
+        nodes_max=nodes,
+        workers_min=1,
+        task_s=rng.uniform(0.5, 1.0),
+        optimizer_s=0.1,
+        boot_s=1.0,
+        load_s=0.3,
+        build_s=0.2,
+        build_timeout_s=20.0,
+        link_s=2.0,
+        control_s=0.002,
+        channel_s=0.0002,
+        data_s=0.002,
+        heartbeat_s=1.0,
+        lease_s=4.0,
+        lease_margin_s=0.8,
+        suspect_s=2.0,
+        abandon_s=30.0,
+        late_s=0.1,
+        settle_s=10.0,
+        hang_s=60.0,
+        loss=0.0,
+        duplicate=0.0,
+        drift=0.005,
+        cut_in_flight=rng.choice((0.0, 0.5)),
+        unheard_break=rng.choice((0.0, 0.5)),
+        faults=tuple(kind for kind in LARGE_KINDS if rng.random() < 0.7) or RACK_KINDS,
+        crash_inside=0.0,
+        fault_every_s=2.0,
+        faults_end_s=15.0,
+        save_every=rng.choice((0, 2)),
+        balance=BalancePolicy(warm_up=0, window=2),
+    )

@@ -1,41 +1,119 @@
-"""Carries out one simulated worker's exchanges with the members of its view, as it is told.
+"""Carries out one simulated worker's exchanges with the members of its view, as its machine orders.
 
-It mirrors the engine of a real worker, and like that one decides nothing: when something has come
-from all members, the machine hears of it.
+It mirrors the engine of a real worker, and like that one makes no decision: when the messages of
+all members are there, it passes the result to the machine as an event. Questions about a sum to
+which some members add wrong parts are answered here: these members are wrong in the first run along
+the tree, at each tree node whose sum they help to make, and later runs are right. Numbers stand for
+digests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from holdfast.engine.core import tree
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.effects import WorkerEffect
+from holdfast.engine.core.ground.effects import SumQuestion, SumStage, WorkerEffect
 from holdfast.engine.core.ground.events import FINITE, NOBODYS, SOMEBODYS, StepKind, Topic
+from holdfast.engine.core.step.sum_trial import TREE_RUNS
+from holdfast.engine.core.sum_plan import find_shared_sums, have_common_elements
 from holdfast.engine.core.views import View
 from holdfast.lab.sim.arithmetic import DROPPED, Key, Parts, add, is_not_finite
 from holdfast.lab.sim.checkers import Truth
 from holdfast.lab.sim.data_network import DataNetwork
-from holdfast.lab.sim.exchange_checks import check_total
 from holdfast.lab.sim.groups import Group, What
 from holdfast.lab.sim.seams import Actor, Clock
-from holdfast.lab.sim.sum_answers import Row, answer, makers_of
-from holdfast.lab.sim.turns import NONE_AWAITED, LevelSum, TurnedGather
+from holdfast.lab.sim.turns import NONE_AWAITED, LevelSum, TurnedGather, check_total
 from holdfast.lab.sim.wrong_bits import Violation
+
+Row = tuple[int, ...]
+Piece = tuple[tree.Node, int]  # a node, and the number of one of its pieces
+MEETINGS = "update", "end"  # members with shares of the state meet after each step and each loop
+
+
+class SumMakers:
+    """Knows who makes which sums. `hosts`: the rank of each virtual rank, of `size` members."""
+
+    def __init__(self, hosts: tuple[int, ...], size: int) -> None:
+        nodes = tree.find_host_nodes(hosts, size)
+        self._runs = [find_shared_sums(nodes, len(hosts), turned) for turned in range(TREE_RUNS)]
+
+    def makers_among(self, ranks: Collection[int]) -> tuple[int, ...]:
+        """Return those of these ranks that help to make a sum."""
+        makers = {rank for each in self._runs[0] for rank in each.hosts}
+        return tuple(rank for rank in ranks if rank in makers)
+
+    def trace(self, rank: int, wrongly: tuple[int, ...], total: int) -> Row:
+        """Return a member's row about the sums that it has made."""
+        wrong = self._find_wrong_pieces(wrongly)
+        root = self._runs[0][-1].node if self._runs[0] else None
+        made: list[int] = []
+        is_right = [1] * TREE_RUNS
+        for run, sums in enumerate(self._runs):
+            for each in sums:
+                if rank in each.hosts:
+                    piece = each.node, each.hosts.index(rank)
+                    is_wrong = run == 0 and piece in wrong
+                    made.append(hash((total, piece)) + is_wrong)
+                    if is_wrong and each.node == root:
+                        is_right[run] = 0
+        copies = [0 if wrongly else 1, 1]
+        return (*made, *is_right, *copies)
+
+    def _find_wrong_pieces(self, wrongly: tuple[int, ...]) -> set[Piece]:
+        """Return the pieces that are wrong after the first run."""
+        wrong: set[Piece] = set()
+        counts = {each.node: len(each.hosts) for each in self._runs[0]}
+        for each in self._runs[0]:
+            for i, maker in enumerate(each.hosts):
+                if maker in wrongly or any(
+                    have_common_elements((i, len(each.hosts)), (j, counts[child]))
+                    for child in (each.left, each.right)
+                    for j in range(counts.get(child, 0))
+                    if (child, j) in wrong
+                ):
+                    wrong.add((each.node, i))
+        return wrong
+
+
+def answer(
+    question: SumQuestion,
+    rank: int,
+    hosts: tuple[int, ...],
+    size: int,
+    wrongly: tuple[int, ...],
+    total: int,
+) -> Row:
+    """Return a member's row, if `wrongly` were wrong and the right sum is `total`."""
+    if question.stage is SumStage.COMPARE:
+        return hash((total, wrongly)) if wrongly else hash(total), hash(total)
+    if question.stage is SumStage.FLAT:
+        return tuple(hash((total, piece)) for piece in range(size))
+    return makers_of(hosts, size).trace(rank, wrongly, total)
+
+
+@functools.lru_cache(maxsize=64)
+def makers_of(hosts: tuple[int, ...], size: int) -> SumMakers:
+    """Return the makers of all sums. Kept, since all members need the same."""
+    return SumMakers(hosts, size)
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
     """Describes a member's addend, fingerprints of its state, and whether it sums wrongly."""
 
-    tokens: tuple[tuple[int, int], ...]  # virtual rank and token
+    #: Virtual ranks with their tokens.
+    tokens: tuple[tuple[int, int], ...]
     part: int
     whole: int
-    copied: int  # a fingerprint of its copy for followers; 0: none
-    kind: StepKind  # kind of the step that its script has opened
+    #: A fingerprint of the member's copy for followers; 0: it has none.
+    copied: int
+    #: Kind of the step that the member's script has opened.
+    kind: StepKind
     sums_wrongly: bool
 
 
@@ -46,10 +124,8 @@ class Sums:
     parts: Parts
     total: int
     wrongly: tuple[int, ...]
-    poisoned: tuple[tuple[int, int], ...]  # ranks and tokens that are not finite
-
-
-MEETINGS = "update", "end"  # members with shares of the state meet after each step and each loop
+    #: Virtual ranks whose tokens are not finite, with these.
+    poisoned: tuple[tuple[int, int], ...]
 
 
 class ExchangeWorld(Clock, Protocol):
@@ -72,7 +148,7 @@ class Exchanges:
         self._met: dict[str, Callable[[], None]] = {}  # what follows once all members have come
         self.looked = (-1, -1)  # view and step of its last search for late members
         self._reduce: ef.Reduce | None = None
-        # The sum under way, and the gather of the rows beside it.
+        # The sum under way, and the gather of the rows next to it.
         self._levels: LevelSum | None = None
         self._rows: TurnedGather | None = None
         self._rows_step = -1  # the newest step whose rows were begun
@@ -106,7 +182,7 @@ class Exchanges:
                     self._world.truth.proofs.record_given_vote(group.view.number, row, process.key)
                 data.turns.gather(process, group, group.turn(topic.value), row)
             case ef.Reduce():
-                self._world.truth.check_reduce(group.view, effect)
+                self._world.truth.steps.check_reduce(group.view, effect)
                 self._reduce, self._rows, self._levels = effect, None, None
                 group.turn("rows")
             case ef.ShareRows():
@@ -140,7 +216,7 @@ class Exchanges:
             self.receive(group.newest_turn(kind), group)
 
     def receive(self, what: What, group: Group) -> None:
-        """Take in a message from a member; go on once all members have sent theirs."""
+        """Take in a message from a member; continue once all members have sent theirs."""
         process, (kind, number) = self._process, what
         view = group.view.number
         match kind:
@@ -156,7 +232,7 @@ class Exchanges:
                 found = group.messages_of_all(what)
                 if found is not None and what == group.newest_turn(kind):
                     del group.heard[what]
-                    rows = self._world.data.bodies_in_order(group, found)
+                    rows = self._world.data.results.bodies_in_order(group, found)
                     if kind == "piece":
                         self._finish_check(rows, group)
                     elif kind in MEETINGS:
@@ -201,7 +277,7 @@ class Exchanges:
             return
         found = group.heard.pop(rows)
         self._reduce, self._levels, self.summed_in = None, None, group.view
-        mine = self._world.data.combine(group, found, self._fold)
+        mine = self._world.data.results.combine(group, found, self._fold)
         check_total(process.key, reduce.step, levels.total, mine.total)
         self._hosts = tuple(group.view.rank(owner) for owner in reduce.owners)
         self.parts, self._true_total = mine.parts, mine.total

@@ -26,20 +26,16 @@ from holdfast.lab.sim.workers import Process
 
 EXCHANGE_TIMES = 3  # how much oftener than between effects a fault strikes between turns
 LATE_S, LATE_SHARE = 10.0, 0.3
-STAYS_S = 40.0  # longer than that nobody waits for a machine that leaves
+#: The longest wait for a machine that leaves.
+STAYS_S = 40.0
 
 
 class FaultyWorld(HostWorld, Protocol):
     """Is the world that faults strike."""
 
-    cut: dict[tuple[str, bool], int]
-    events: int
-
     def live_processes(self) -> list[Process]: ...
 
     def first_process(self, key: Key) -> Process | None: ...
-
-    def mark(self, text: str) -> None: ...
 
 
 class Faults:
@@ -55,9 +51,8 @@ class Faults:
         self.active = False
         self.disturbed_until = 0.0  # as far as faults have struck until now
         self.count: dict[str, int] = {}
-        self._lying: dict[int, int] = {}  # workers whose machine stays wrong, and how
-        self._failing: WorkerId | None = None  # the worker whose machine has errors of its own
-        self._steady: dict[int, None] = {}  # workers that were wrong in the same way each time
+        self.workers = WorkerFaults(self, world)
+        self._nodes = NodeFaults(self, world)
 
     def start(self) -> None:
         kinds = self._world.options.faults
@@ -72,7 +67,7 @@ class Faults:
         self._strike_next()
 
     def _stop(self) -> None:
-        """Let the world heal: stopped processes and cut links come back by their own timers."""
+        """Heal the world: stopped processes and cut links come back by their own timers."""
         self.active = self._inside_worker = self._inside_coordinator = False
 
     def _strike_next(self) -> None:
@@ -92,7 +87,8 @@ class Faults:
             return False
         self.note("worker_crash_inside")
         process.end(-11, "crashed between two effects")
-        if "all_lost" in self._kinds and world.events % 2:  # all others at the same moment
+        # All other workers end at the same moment.
+        if "all_lost" in self._kinds and world.story.events % 2:
             self._lose_all([each for each in world.live_processes() if each is not process])
         return True
 
@@ -112,22 +108,12 @@ class Faults:
         self.heal_later(world.rng.uniform(0.1, 4.0), world.coordinator.start)
         return True
 
-    def draw_lie_at_start(self, process: Process) -> int:
-        """Return what a process that starts adds to its results, if its machine is wrong."""
-        lies = self._lying.get(process.worker, 0)
-        wrong = (
-            lies
-            and self.active
-            and not any(p.spoiling.is_spoiled for p in self._world.live_processes())
-        )
-        return lies if wrong else 0
-
     def loses_journal(self) -> bool:
         """Return whether a coordinator that starts finds its journal damaged.
 
         It never does after the job has ended: no node might be left to report the end.
         """
-        disk = self._world.truth.disk
+        disk = self._world.truth.membership.disk
         if disk is not None and disk.outcome is not None:
             return False
         if not (self._journal and self.active) or self._world.rng.random() >= 0.3:
@@ -142,15 +128,15 @@ class Faults:
         live = world.live_processes()
         match kind:
             case "agent_crash" | "agent_lost" | "partition" | "data_partition" | "writer_crash":
-                self._strike_node(kind)
+                self._nodes.strike(kind)
             case (
                 "agent_freeze" | "node_freeze" | "drain" | "leave" | "move" | "notice" | "isolation"
             ):
-                self._strike_node(kind)
+                self._nodes.strike(kind)
             case "clock_set":
-                self._strike_node(kind)
+                self._nodes.strike(kind)
             case "rack_crash" | "rack_partition":
-                self._strike_rack(kind)
+                self._nodes.strike_rack(kind)
             case "all_lost":
                 self._lose_all(live)
             case "rows_lost":
@@ -166,7 +152,7 @@ class Faults:
                 if not world.coordinator.frozen:
                     self.note(kind)
                     world.coordinator.frozen = True
-                    self.heal_later(self._duration_s(), world.coordinator.thaw)
+                    self.heal_later(self.draw_duration_s(), world.coordinator.thaw)
             case "scale":
                 self.note(kind)
                 world.coordinator.scale(rng.randint(1, 4))
@@ -183,33 +169,30 @@ class Faults:
                     world.store_silent = True
                     world.truth.endings.store_silent_since = world.now
                     if kind != STORE_LOST:
-                        self.heal_later(self._duration_s(), self._store_answers)
+                        self.heal_later(self.draw_duration_s(), self._store_answers)
             case "no_room":
                 self.note(kind)
-                fill_disk(self, live, rng, self._duration_s())
+                fill_disk(self, live, rng, self.draw_duration_s())
             case "machine_error":
-                if process := find_failing(live, self._failing, rng):
-                    self.note(kind)
-                    self._failing = process.worker
-                    process.end(1, SCRIPT_FAILED, error=MachineError.DISK_FULL)
+                self.workers.fail(kind, live)
             case _:
                 if live:
                     self.note(kind)
                     process = rng.choice(live)
                     if world.options.spread > 1 and rng.random() < 0.5:
-                        self._strike_further(kind, process)
+                        self.workers.strike_further(kind, process)
                     else:
-                        self._strike_worker(kind, process)
+                        self.workers.strike(kind, process)
 
     def _lose_all(self, live: list[Process]) -> None:
         """End all workers at once, and perhaps some nodes with what their memory holds."""
         world, rng = self._world, self._world.rng
         self.note("all_lost")
         nodes = rng.choice((0, world.options.redundancy.parity, rng.randint(0, 3)))
-        hosts = self._hosts()
+        hosts = self._nodes.list_hosts()
         for host in rng.sample(hosts, min(nodes, max(len(hosts) - 1, 0))):
             host.crash()
-            self.heal_later(self._duration_s(), host.start)
+            self.heal_later(self.draw_duration_s(), host.start)
         for process in live:
             process.end(-9, "crashed")
 
@@ -229,7 +212,41 @@ class Faults:
             self.note("link_break")
             world.data.cut_link(a, world.rng.choice(peers), number)
 
-    def _strike_worker(self, kind: str, process: Process) -> None:
+    # ------------------------------------------------------------ tools
+
+    def heal_later(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+        """Undo a fault, later; until then the world is disturbed."""
+        self.disturbed_until = max(self.disturbed_until, self._world.now + delay_s)
+        self._world.call_later(delay_s, call, *args)
+
+    def draw_duration_s(self) -> float:
+        """Draw the duration of a fault, until a second after the last fault at most."""
+        rng = self._world.rng
+        return min(rng.choice((0.2, 1.0, 10.0)) * rng.uniform(0.2, 2.0), self._remaining_s() + 1)
+
+    def _remaining_s(self) -> float:
+        return max(self._world.options.faults_end_s - self._world.now, 0.0)
+
+    def note(self, kind: str) -> None:
+        self.count[kind] = self.count.get(kind, 0) + 1
+        self.disturbed_until = max(self.disturbed_until, self._world.now)
+        self._world.story.mark(f"fault: {kind}")
+
+
+class WorkerFaults:
+    """Strikes processes of workers: ends, freezes, delays and spoils them."""
+
+    def __init__(self, faults: Faults, world: FaultyWorld) -> None:
+        self._faults = faults
+        self._world = world
+        # Workers whose machine stays wrong, and the error that it adds.
+        self._lying: dict[int, int] = {}
+        # The worker whose machine has errors of its own.
+        self._failing: WorkerId | None = None
+        # Workers that were wrong in the same way each time.
+        self._steady: dict[int, None] = {}
+
+    def strike(self, kind: str, process: Process) -> None:
         world, rng = self._world, self._world.rng
         match kind:
             case "worker_crash":
@@ -238,28 +255,28 @@ class Faults:
                 process.end(0)
             case "freeze":
                 process.stopped = process.froze = True
-                process.host.watch(process)
+                process.host.sampler.watch(process)
                 if rng.random() < 0.7:  # else only the agent ends it
-                    self.heal_later(rng.uniform(0.1, 4.0), process.resume)
+                    self._faults.heal_later(rng.uniform(0.1, 4.0), process.resume)
             case "silent":
                 process.ailing = process.ailing or process.silenced  # so often that it may count
                 process.silent = process.silenced = True
-                process.host.watch(process)
-                self.heal_later(rng.uniform(0.5, 6.0), process.resume)
+                process.host.sampler.watch(process)
+                self._faults.heal_later(rng.uniform(0.5, 6.0), process.resume)
             case "busy":
                 process.stuck = process.ailing = True
-                self.heal_later(rng.uniform(0.5, 6.0), self._unstick, process)
+                self._faults.heal_later(rng.uniform(0.5, 6.0), self._unstick, process)
             case "stuck":
                 process.stuck = process.ailing = rng.random() < 0.2 or process.ailing
-                self.heal_later(3 * world.options.hang_s, self._unstick, process)
+                self._faults.heal_later(3 * world.options.hang_s, self._unstick, process)
             case "flip" | "liar" | "lie_once" | "poison" | "sum_wrongly":
                 self._spoil(kind, process)
             case "slow":
                 process.ailing = True
                 process.slowness = rng.uniform(2.0, 10.0)
-                self.heal_later(rng.uniform(1.0, 20.0), hasten, process)
+                self._faults.heal_later(rng.uniform(1.0, 20.0), hasten, process)
 
-    def _strike_further(self, kind: str, process: Process) -> None:
+    def strike_further(self, kind: str, process: Process) -> None:
         """Strike a worker's processes on one of its further nodes."""
         rng = self._world.rng
         each = rng.choice(list(process.spread.further.values()) or [None])
@@ -273,8 +290,8 @@ class Faults:
             case "freeze" | "silent":
                 process.ailing = True
                 each.stopped, each.silent = kind == "freeze", kind == "silent"
-                each.host.watch(each)
-                self.heal_later(rng.uniform(0.1, 6.0), each.resume)
+                each.host.sampler.watch(each)
+                self._faults.heal_later(rng.uniform(0.1, 6.0), each.resume)
 
     def _spoil(self, kind: str, process: Process) -> None:
         """Make the bits of a process wrong, from here on or once."""
@@ -300,109 +317,139 @@ class Faults:
             case "sum_wrongly":
                 process.spoiling.sums_wrongly = True
 
-    def _strike_node(self, kind: str) -> None:
+    def _unstick(self, process: Process) -> None:
+        process.stuck = False
+
+    def draw_lie_at_start(self, process: Process) -> int:
+        """Return the error that a starting process adds to its results, if its machine is wrong."""
+        lies = self._lying.get(process.worker, 0)
+        wrong = (
+            lies
+            and self._faults.active
+            and not any(p.spoiling.is_spoiled for p in self._world.live_processes())
+        )
+        return lies if wrong else 0
+
+    def fail(self, kind: str, live: list[Process]) -> None:
+        """End a process by an error of its machine's own; always of the same worker."""
+        found = [process for process in live if self._failing in (None, process.worker)]
+        if found and len(live) > 1:
+            process = self._world.rng.choice(found)
+            self._faults.note(kind)
+            self._failing = process.worker
+            process.end(1, SCRIPT_FAILED, error=MachineError.DISK_FULL)
+
+
+class NodeFaults:
+    """Strikes nodes and racks: ends, freezes, drains and cuts them off."""
+
+    def __init__(self, faults: Faults, world: FaultyWorld) -> None:
+        self._faults = faults
+        self._world = world
+
+    def strike(self, kind: str) -> None:
         world, rng = self._world, self._world.rng
-        hosts = self._hosts()
+        hosts = self.list_hosts()
         if not hosts:
             return
-        host, duration_s = rng.choice(hosts), self._duration_s()
+        host, duration_s = rng.choice(hosts), self._faults.draw_duration_s()
         match kind:
             case "agent_crash":
-                self.note(kind)
+                self._faults.note(kind)
                 host.crash()
-                self.heal_later(duration_s, host.start)
+                self._faults.heal_later(duration_s, host.start)
             case "agent_lost":
                 if len(hosts) > 1 and rng.random() < 0.3:
-                    self.note(kind)
+                    self._faults.note(kind)
                     host.crash()
                     host.gone = True
             case "writer_crash":
-                self.note(kind)
+                self._faults.note(kind)
                 host.writer.crash()
             case "clock_set":
-                self.note(kind)
+                self._faults.note(kind)
                 host.writer.clock_ahead_s = rng.uniform(-1e4, 1e4)
             case "agent_freeze" | "node_freeze":
                 if not host.frozen and host.machine is not None:
-                    self.note(kind)
+                    self._faults.note(kind)
                     self._freeze(host, whole=kind == "node_freeze")
-                    self.heal_later(duration_s, self._thaw, host)
+                    self._faults.heal_later(duration_s, self._thaw, host)
             case "drain":
-                self.note(kind)
+                self._faults.note(kind)
                 host.drained = True
                 host.handle(ag.Drained("asked for", rng.choice(("", "disk"))))
-                self.heal_later(duration_s, host.handle, ag.Drained(""))
+                self._faults.heal_later(duration_s, host.handle, ag.Drained(""))
             case "leave":  # for good; another machine comes once it has left
-                self.note(kind)
+                self._faults.note(kind)
                 host.drained = True
                 host.handle(ag.Drained("it is needed elsewhere", leave=True))
-                self.heal_later(duration_s, start_another, self, host)
+                self._faults.heal_later(duration_s, start_another, self._faults, host)
             case "notice":  # a notice of this machine's end; another machine comes later
-                self.note(kind)
+                self._faults.note(kind)
                 host.drained = True
                 in_s = rng.uniform(0.5, 8.0)
                 world.truth.leaves.record_notice(host, in_s)
                 host.handle(ag.Drained("taken away", leave=True, deadline_s=in_s))
                 # Some machines are taken later than announced.
                 late_s = LATE_S if in_s % 1.0 < LATE_SHARE else 0.0
-                self.heal_later(in_s + late_s, host.crash)
-                self.heal_later(in_s + late_s + duration_s, start_another, self, host)
+                self._faults.heal_later(in_s + late_s, host.crash)
+                self._faults.heal_later(
+                    in_s + late_s + duration_s, start_another, self._faults, host
+                )
             case "move" if host.processes:
-                self.note(kind)
+                self._faults.note(kind)
                 worker, to = rng.choice(sorted(host.processes)), rng.choice(hosts).name
                 host.handle(ag.MoveAsked(Move(worker=WorkerId(worker), to=to, reason="asked for")))
             case "partition":
-                self.note(kind)
+                self._faults.note(kind)
                 self._cut(host, rng.choice(((True,), (False,), (True, False))), duration_s)
-            case "isolation":  # from everybody
-                self.note(kind)
+            # The node is cut off from all other nodes.
+            case "isolation":
+                self._faults.note(kind)
                 self._cut(host, (True, False), duration_s)
                 for other in hosts:
                     if other is not host:
                         world.data.part(host.name, other.name)
-                        self.heal_later(duration_s, world.data.join, host.name, other.name)
+                        self._faults.heal_later(duration_s, world.data.join, host.name, other.name)
             case "data_partition":
                 other = rng.choice(hosts)
                 if other is not host:
-                    self.note(kind)
+                    self._faults.note(kind)
                     world.data.part(host.name, other.name)
-                    self.heal_later(duration_s, world.data.join, host.name, other.name)
+                    self._faults.heal_later(duration_s, world.data.join, host.name, other.name)
 
-    def _strike_rack(self, kind: str) -> None:
+    def strike_rack(self, kind: str) -> None:
         """Neighbours fail at the same moment, and come back one by one."""
-        rng, hosts = self._world.rng, self._hosts()
+        rng, hosts = self._world.rng, self.list_hosts()
         if not hosts:
             return
         size = max(len(hosts) // RACK_SHARE, rng.randint(2, 4))
-        first, duration_s = rng.randrange(len(hosts)), self._duration_s()
-        self.note(kind)
+        first, duration_s = rng.randrange(len(hosts)), self._faults.draw_duration_s()
+        self._faults.note(kind)
         for host in hosts[first : first + size]:
             back_s = duration_s * rng.uniform(1.0, 1.5)
             if kind == "rack_crash":
                 host.crash()
-                self.heal_later(back_s, host.start)
+                self._faults.heal_later(back_s, host.start)
             else:
                 self._cut(host, (True, False), back_s)
 
-    def _hosts(self) -> list[AgentHost]:
+    def list_hosts(self) -> list[AgentHost]:
         hosts = sorted(self._world.hosts.items())
         return [h for _, h in hosts if not h.gone and h.started]
 
-    def _duration_s(self) -> float:
-        rng = self._world.rng
-        return min(rng.choice((0.2, 1.0, 10.0)) * rng.uniform(0.2, 2.0), self._remaining_s() + 1)
-
     def _cut(self, host: AgentHost, directions: tuple[bool, ...], duration_s: float) -> None:
         """Cut a host off from the coordinator; `directions`: True towards it, False from it."""
-        cut = self._world.cut
+        network = self._world.network
         for up in directions:
-            cut[(host.name, up)] = cut.get((host.name, up), 0) + 1
-            self.heal_later(duration_s, self._heal, host.name, up)
+            network.cut(host.name, up)
+            self._faults.heal_later(duration_s, network.heal, host.name, up)
 
     def _freeze(self, host: AgentHost, whole: bool) -> None:
         host.frozen = True
         for process in host.processes.values() if whole else ():
-            process.silent = True  # with the whole machine: nobody there sees it stopped
+            # The whole machine is frozen: no process on it notices.
+            process.silent = True
 
     def _thaw(self, host: AgentHost) -> None:
         """Wake a frozen machine; it is not known who runs first on it."""
@@ -412,27 +459,6 @@ class Faults:
         for process in processes:
             process.resume()
         host.thaw()
-
-    # ------------------------------------------------------------ leaves
-
-    def heal_later(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
-        """Undo a fault, later; until then the world is disturbed."""
-        self.disturbed_until = max(self.disturbed_until, self._world.now + delay_s)
-        self._world.call_later(delay_s, call, *args)
-
-    def _remaining_s(self) -> float:
-        return max(self._world.options.faults_end_s - self._world.now, 0.0)
-
-    def _heal(self, name: str, up: bool) -> None:
-        self._world.cut[(name, up)] -= 1
-
-    def _unstick(self, process: Process) -> None:
-        process.stuck = False
-
-    def note(self, kind: str) -> None:
-        self.count[kind] = self.count.get(kind, 0) + 1
-        self.disturbed_until = max(self.disturbed_until, self._world.now)
-        self._world.mark(f"fault: {kind}")
 
 
 def hasten(process: Process) -> None:
@@ -453,7 +479,7 @@ def strike_between_turns(
         struck.end(-9, f"killed between two turns of a {place}")
     elif act == "freeze":
         struck.stopped = struck.froze = True
-        struck.host.watch(struck)
+        struck.host.sampler.watch(struck)
         if world.rng.random() < 0.7:  # else only the agent ends it
             faults.heal_later(world.rng.uniform(0.1, 4.0), struck.resume)
     elif peer is not None and peer.agent != process.agent:
@@ -476,7 +502,7 @@ def fill_disk(faults: Faults, live: list[Process], rng: Random, duration_s: floa
 def start_another(faults: Faults, host: AgentHost, waited_s: float = 0.0) -> None:
     """Start another machine in the place of one that leaves, once it has left.
 
-    One that is needed for very long, because no others come, is taken away.
+    A machine that is needed for very long, because no other one arrives, is taken away.
     """
     if host.machine is not None and waited_s < STAYS_S:
         faults.heal_later(1.0, start_another, faults, host, waited_s + 1.0)
@@ -486,12 +512,6 @@ def start_another(faults: Faults, host: AgentHost, waited_s: float = 0.0) -> Non
         host.crash()
     host.gone = False
     host.start()
-
-
-def find_failing(live: list[Process], failing: WorkerId | None, rng: Random) -> Process | None:
-    """Choose the process that meets an error of its machine's own; always of the same worker."""
-    found = [process for process in live if failing in (None, process.worker)]
-    return rng.choice(found) if found and len(live) > 1 else None
 
 
 def can_be_wrong(process: Process, live: Sequence[Process]) -> bool:

@@ -18,12 +18,11 @@ from holdfast.engine.core.ground.ends import SourceKind
 from holdfast.engine.core.replica.feeding import count_feeders
 from holdfast.engine.core.types import NO_VIEW, WorkerId
 from holdfast.engine.core.views import FollowOrder
-from holdfast.lab.sim.arithmetic import Key, Share
+from holdfast.lab.sim.arithmetic import MISSING_STATE_OFFSET, Key, Share
 from holdfast.lab.sim.checkers import Truth
 from holdfast.lab.sim.data_network import DataNetwork
 from holdfast.lab.sim.groups import Group
 from holdfast.lab.sim.seams import Actor, Clock
-from holdfast.lab.sim.spoiling import LACKS
 from holdfast.lab.sim.state_ends import SimulatedEnd
 from holdfast.lab.sim.wrong_bits import Violation
 
@@ -81,10 +80,12 @@ class Feeds(SimulatedEnd):
         self._number = 0  # number of the order that it follows; 0: none
         self._heard: dict[int, dict[int, StagedCopy]] = {}  # by order and rank
         self._steps: dict[int, dict[int, list[Share]]] = {}  # by order and step
-        self._compared: dict[int, dict[int, int]] = {}  # by order: how many say so with each step
+        # By order: the number of members that have reported each fingerprint.
+        self._compared: dict[int, dict[int, int]] = {}
         self._broken: dict[int, bool] = {}
         self._copied: StagedCopy | None = None  # what this process has copied last
-        self.is_wrong = False  # it was fed something wrong, which others could have seen
+        # It was fed a wrong state, which other members could have detected.
+        self.is_wrong = False
 
     # ------------------------------------------------------------ feeding
 
@@ -104,7 +105,7 @@ class Feeds(SimulatedEnd):
         self._order, rank = effect.order, view.rank(process.worker)
         self._place = (rank, count_feeders(len(view.members)))
         flipped = process.spoiling.flipped
-        world.truth.check_staging(process, effect.step)
+        world.truth.steps.check_staging(process, effect.step)
         copy = StagedCopy(effect.step, *self._place, process.state, flipped)
         self._copied = copy
         if _is_feeder(*self._place):
@@ -255,14 +256,14 @@ class Feeds(SimulatedEnd):
                 process.spoiling.flipped = copy.flipped
                 unlike = len({each.flipped for each in copies.values()}) > 1
                 self.is_wrong = unlike and self._world.options.cycle > 0
-        process.spoiling.lacks = LACKS * self._world.options.forgetful
+        process.spoiling.lacks = MISSING_STATE_OFFSET * self._world.options.forgetful
         process.feed(ev.StateObtained(SourceKind.FEED, NO_VIEW, number))
 
     def take_step(self, order: ef.ObtainStep, group: Group | None) -> None:
         """Put a sum that was fed where the script applies it."""
         process, step = self._process, order.step
         shares = sorted(self._steps[self._number].pop(step))
-        self._world.truth.check_pieces(process, step, shares)
+        self._world.truth.steps.check_pieces(process, step, shares)
         process.total, process.total_step = shares[0].total, step
         self._world.truth.count["steps fed"] += 1
         process.feed(ev.StepObtained(SourceKind.FEED, order.view, step))

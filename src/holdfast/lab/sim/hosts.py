@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from holdfast.engine.core.directives import AgentReport, Directive
-from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.machine_errors import MachineError
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.membership import coordinator as co
@@ -24,10 +24,24 @@ from holdfast.lab.sim.endings import STOPPED
 from holdfast.lab.sim.memories import HostMemory
 from holdfast.lab.sim.server_hosts import ServerHosts
 from holdfast.lab.sim.spread import Further
+from holdfast.lab.sim.stored import WriterHost
 from holdfast.lab.sim.workers import InsideStriker, Process, WorkerMaker, WorkerWorld
-from holdfast.lab.sim.writers import WriterHost
 
 WORD_S = 0.5  # for an agent without a coordinator to look whether the job has left word
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """Names a world. `nodes` begins its nodes' names. Worlds with one timeline differ in both."""
+
+    nodes: str
+    job: str
+
+
+class ProcessSpoiler(Protocol):
+    """Makes the results of processes wrong."""
+
+    def draw_lie_at_start(self, process: Process) -> int: ...
 
 
 class HostStriker(InsideStriker, Protocol):
@@ -37,7 +51,11 @@ class HostStriker(InsideStriker, Protocol):
 
     def loses_journal(self) -> bool: ...
 
-    def draw_lie_at_start(self, process: Process) -> int: ...
+    @property
+    def active(self) -> bool: ...
+
+    @property
+    def workers(self) -> ProcessSpoiler: ...
 
 
 class HostMaker(WorkerMaker, Protocol):
@@ -54,7 +72,7 @@ class HostWorld(WorkerWorld, Protocol):
     """Is the world around coordinator and agents."""
 
     count: dict[str, int]
-    job: str
+    names: Names
 
     @property
     def machines(self) -> HostMaker: ...
@@ -69,16 +87,48 @@ class HostWorld(WorkerWorld, Protocol):
     def hosts(self) -> Mapping[AgentId, AgentHost]: ...
 
     @property
-    def agent_policy(self) -> ag.AgentPolicy: ...
-
-    @property
-    def coordinator_policy(self) -> CoordinatorPolicy: ...
+    def network(self) -> ControlNetwork: ...
 
     def record_start(self, process: Process) -> None: ...
 
-    def transmit(
-        self, agent: str, up: bool, hear: Callable[[Any], None], message: object
-    ) -> None: ...
+
+class ControlNetwork:
+    """Carries the messages between agents and the coordinator."""
+
+    def __init__(self, world: HostWorld) -> None:
+        self._world = world
+        # By agent and direction, True towards the coordinator: the number of cuts.
+        self._cuts: dict[tuple[str, bool], int] = {}
+
+    def cut(self, agent: str, up: bool) -> None:
+        """Cut one direction; it is open again after as many calls of `heal`."""
+        self._cuts[(agent, up)] = self._cuts.get((agent, up), 0) + 1
+
+    def heal(self, agent: str, up: bool) -> None:
+        """Take one cut back."""
+        self._cuts[(agent, up)] -= 1
+
+    def is_cut(self, agent: str) -> bool:
+        """Return whether any direction is cut."""
+        return bool(self._cuts.get((agent, True)) or self._cuts.get((agent, False)))
+
+    def transmit(self, agent: str, up: bool, hear: Callable[[Any], None], message: object) -> None:
+        """Agent to coordinator (`up`) or back: may be lost, repeated, late or out of order."""
+        if self._cuts.get((agent, up)):
+            return
+        world, options = self._world, self._world.options
+        lossy = world.faults.active and options.loss > 0
+        if lossy and world.rng.random() < options.loss:
+            return
+        world.call_later(world.delay(options.control_s), self._arrive, agent, up, hear, message)
+        if lossy and world.rng.random() < options.duplicate:
+            world.call_later(
+                world.delay(options.control_s * 20), self._arrive, agent, up, hear, message
+            )
+
+    def _arrive(self, agent: str, up: bool, hear: Callable[[Any], None], message: object) -> None:
+        if not self._cuts.get((agent, up)):
+            hear(message)
 
 
 class CoordinatorHost:
@@ -96,6 +146,10 @@ class CoordinatorHost:
         self._backlog: deque[ce.CoordinatorEvent] = deque()
         self._wake_at: float | None = None
 
+    @property
+    def label(self) -> str:
+        return f"coordinator.{self.term}"
+
     def start(self) -> None:
         if self.outcome is not None or self.machine is not None:
             return
@@ -103,18 +157,18 @@ class CoordinatorHost:
         self.term += 1
         self.offset_s = world.rng.uniform(0, 1000)  # another machine, another monotonic clock
         self._wake_at = None
-        record = world.truth.disk
+        record = world.truth.membership.disk
         if record is not None and world.faults.loses_journal():
             self.forgotten += 1
-            world.truth.forgotten = True
-            world.truth.newest_lost = world.truth.newest
-        forgotten = world.truth.forgotten
+            world.truth.membership.forgotten = True
+            world.truth.membership.newest_lost = world.truth.membership.newest
+        forgotten = world.truth.membership.forgotten
         world.truth.promises.record_coordinator_start(world.now)
         self.servers.record_coordinator_start()
         known = record.view if record is not None and not forgotten else None
         world.truth.promises.events.record_coordinator_start(known)
         self.machine = world.machines.coordinator(
-            world.coordinator_policy,
+            world.options.coordinator_policy(),
             self.term,
             None if forgotten else record,
             self._clock(),
@@ -140,7 +194,7 @@ class CoordinatorHost:
             self.handle(ce.StopRequested(STOPPED, saves=self.world.options.save_every > 0))
 
     def scale(self, servers: int) -> None:
-        """The operator wants another number of servers; nobody is asked twice."""
+        """The operator wants another number of servers; no coordinator is asked twice."""
         if self.machine is not None and not self.frozen:
             self.handle(ce.ServersAsked(servers))
 
@@ -150,7 +204,7 @@ class CoordinatorHost:
         self._backlog.clear()
 
     def thaw(self) -> None:
-        """Go on, and handle in order the events that came meanwhile."""
+        """Resume, and handle in order the events that have arrived in the meantime."""
         self.frozen = False
         while self._backlog and not self.frozen:
             self.handle(self._backlog.popleft())
@@ -170,7 +224,7 @@ class CoordinatorHost:
             world.truth.endings.record_report(event.report)
             self.servers.record_report(event.report)
         effects = machine.handle(event, self._clock())
-        world.note(self, event, effects)
+        world.story.note(self, event, effects)
         machine.check()
         for effect in effects:
             if world.faults.strikes_coordinator():
@@ -184,20 +238,20 @@ class CoordinatorHost:
         world = self.world
         match effect:
             case ce.Persist(record):
-                world.truth.check_record(record, world.now)
+                world.truth.membership.check_record(record, world.now)
                 self.servers.check_record(record)
             case ce.SendDirective(directive):
-                world.truth.check_directive(directive, world.now)
+                world.truth.membership.check_directive(directive, world.now)
                 host = world.hosts[directive.agent]
-                world.truth.check_answer(directive)
-                world.transmit(host.name, False, host.hear, directive)
+                world.truth.membership.check_answer(directive)
+                world.network.transmit(host.name, False, host.hear, directive)
             case ce.Announce(kind, _, worker):
-                disk = world.truth.disk
+                disk = world.truth.membership.disk
                 world.truth.promises.events.check_line(
                     effect, disk.view if disk is not None else None
                 )
                 if kind == "replaced" and "hung" in effect.text and worker is not None:
-                    world.truth.check_replacement(worker)
+                    world.truth.processes.check_replacement(worker)
                 if kind == "failed":
                     world.truth.endings.check_failure(effect.text)
             case ce.Finish(outcome):
@@ -227,19 +281,78 @@ class CoordinatorHost:
             self.handle(Tick())
 
 
-class AgentHost:
+class DriftingClock:
+    """Is the monotonic clock of a node, which its agent and its workers read."""
+
+    def __init__(self, world: HostWorld) -> None:
+        self.world = world
+        self._rate = 1.0
+        self._offset_s = 0.0
+
+    def set_clock(self) -> None:
+        """Draw the clock's rate and its time: the node begins."""
+        self._rate = 1.0 + self.world.rng.uniform(-1, 1) * self.world.options.drift
+        self._offset_s = self.world.rng.uniform(0, 1000)
+
+    def clock(self) -> float:
+        """Return the time of this clock."""
+        return self.world.now * self._rate + self._offset_s
+
+    def world_time(self, clock: float) -> float:
+        """Return the world's time at which this clock has a time."""
+        return (clock - self._offset_s) / self._rate
+
+
+class Sampler:
+    """Samples the processes of a node that stand still, as its agent does."""
+
+    def __init__(self, host: AgentHost) -> None:
+        self._host = host
+        self._watched: dict[int, Process | Further] = {}
+
+    def forget(self) -> None:
+        """Sample no process any more."""
+        self._watched.clear()
+
+    def watch(self, process: Process | Further) -> None:
+        """Sample a process that is stopped, silent or paused, until it is seen to run again.
+
+        Samples of healthy processes only set the detector back, so they are left out.
+        """
+        if self._watched.get(process.worker) is not process:
+            self._watched[process.worker] = process
+            self._sample(process, 0)
+
+    def _sample(self, process: Process | Further, progress: int) -> None:
+        if self._watched.get(process.worker) is not process or not process.alive:
+            return
+        # A frozen agent takes no sample.
+        if self._host.frozen and process.paused:
+            self._host.world.call_later(0.25, self._sample, process, progress)
+            return
+        stands = process.stopped or process.paused
+        if not stands:
+            progress += 1
+        sample = ProcessSample(state="T" if stands else "S", progress=progress)
+        self._host.handle(ag.Sampled(process.worker, Incarnation(process.key[1]), sample))
+        if process.alive and not process.is_running:
+            self._host.world.call_later(0.25, self._sample, process, progress)
+        else:
+            self._watched.pop(process.worker, None)
+
+
+class AgentHost(DriftingClock):
     """Simulates a node: its agent's machine and its worker processes, which die with the agent."""
 
     def __init__(self, world: HostWorld, name: AgentId) -> None:
-        self.world = world
+        super().__init__(world)
         self.name = name
         self.machine: ag.AgentMachine | None = None
         self.incarnation = world.options.counts_from
         self.started = False
         self.gone = False  # quit, or lost for good
         self.processes: dict[int, Process | Further] = {}  # by worker, newest
-        self.rate = 1.0
-        self.offset_s = 0.0
+        self.sampler = Sampler(self)
         self.frozen = False  # the agent's process; its workers run on
         self.drained = False  # now or before
         self.writer = WriterHost(world, world.truth)
@@ -248,8 +361,11 @@ class AgentHost:
         self._held: tuple[KeptPieces, ...] | None = None  # what the agent has not seen there yet
         self._backlog: deque[ag.AgentEvent] = deque()
         self._channel_free: dict[int, float] = {}
-        self._watched: dict[int, Process | Further] = {}
         self._wake_at: float | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}.{self.incarnation}"
 
     def start(self) -> None:
         if self.gone or self.machine is not None:
@@ -257,12 +373,11 @@ class AgentHost:
         world, self.started = self.world, True
         self.incarnation += 1
         self.frozen = False
-        self.rate = 1.0 + world.rng.uniform(-1, 1) * world.options.drift
-        self.offset_s = world.rng.uniform(0, 1000)
+        self.set_clock()
         self._wake_at = None
         number, slots = Incarnation(self.incarnation), world.options.slots
         self.machine = world.machines.agent(
-            self.name, number, slots, world.agent_policy, job=world.job
+            self.name, number, slots, world.options.agent_policy(), job=world.names.job
         )
         if labels := world.options.find_domains(self.name):
             self.handle(ag.Labelled(labels))
@@ -275,7 +390,7 @@ class AgentHost:
         self.handle(ag.JobOver())
 
     def crash(self) -> None:
-        """Let the agent die; the kernel takes its workers and its writer with it."""
+        """End the agent; the kernel takes its workers and its writer with it."""
         self.machine = None
         self.writer.crash()
         self.memory.lose()
@@ -285,7 +400,7 @@ class AgentHost:
         for process in list(self.processes.values()):
             process.end(-9, "its agent died")
         self.processes = {}
-        self._watched = {}
+        self.sampler.forget()
 
     def hear(self, directive: Directive) -> None:
         self.handle(ag.DirectiveArrived(directive))
@@ -303,7 +418,7 @@ class AgentHost:
             held, self._held = self._held, None
             self.handle(ag.MemoryHeld(held))
         effects = machine.handle(event, self.clock())
-        world.note(self, event, effects)
+        world.story.note(self, event, effects)
         machine.check()
         for effect in effects:
             self._carry_out(effect)
@@ -319,7 +434,7 @@ class AgentHost:
         world = self.world
         match effect:
             case ag.SendReport(report):
-                world.transmit(self.name, True, world.coordinator.hear, report)
+                world.network.transmit(self.name, True, world.coordinator.hear, report)
             case ag.SendWorker(worker, incarnation, directive):
                 process = self.processes.get(worker)
                 if process is not None and process.key[1] == incarnation:
@@ -335,7 +450,7 @@ class AgentHost:
                     self.processes[worker] = Further(world, self, worker, incarnation, place)
                 else:
                     first = Process(world, self, worker, incarnation)
-                    first.spoiling.lies = world.faults.draw_lie_at_start(first)
+                    first.spoiling.lies = world.faults.workers.draw_lie_at_start(first)
                     world.record_start(first)
                     self.processes[worker] = first
                 self.processes[worker].start()
@@ -353,13 +468,13 @@ class AgentHost:
                 process = self.processes.get(worker)
                 if process is not None and process.key[1] == incarnation:
                     process.paused = True
-                    self.watch(process)
+                    self.sampler.watch(process)
             case ag.Resume(worker, incarnation):
                 process = self.processes.get(worker)
                 if process is not None and process.key[1] == incarnation:
                     process.paused = False
                     if isinstance(process, Process):
-                        world.truth.check_waking(process)
+                        world.truth.processes.check_waking(process, world.truth.membership.newest)
                     process.wake()
             case ag.Quit(problem):
                 over = world.coordinator.outcome is not None or problem != ""
@@ -372,7 +487,7 @@ class AgentHost:
     # ------------------------------------------------------------ workers
 
     def handle_status(self, process: Process | Further, status: WorkerStatus) -> None:
-        """Pass on what a process said, even just before it died, to the agent."""
+        """Pass a process's status on to the agent, even if the process has just died."""
         current = self.processes.get(process.worker)
         if current is not None and current.key == process.key:
             self.handle(ag.WorkerSaid(status))
@@ -385,7 +500,7 @@ class AgentHost:
         reported: bool = False,
         error: MachineError | None = None,
     ) -> None:
-        """Have the agent hear that a process has ended, a little later."""
+        """Report the end of a process to the agent, a little later."""
         incarnation = Incarnation(process.key[1])
         self._handle_later(
             0.02, ag.ProcessExited(process.worker, incarnation, code, detail, reported, error)
@@ -393,31 +508,6 @@ class AgentHost:
 
     def _take_memory_report(self, kept: tuple[KeptPieces, ...]) -> None:
         self._held = kept
-
-    def watch(self, process: Process | Further) -> None:
-        """Sample a process that is stopped, silent or paused, until it is seen to run again.
-
-        Samples of healthy processes only set the detector back, so they are left out.
-        """
-        if self._watched.get(process.worker) is not process:
-            self._watched[process.worker] = process
-            self._sample(process, 0)
-
-    def _sample(self, process: Process | Further, progress: int) -> None:
-        if self._watched.get(process.worker) is not process or not process.alive:
-            return
-        if self.frozen and process.paused:  # nobody looks
-            self.world.call_later(0.25, self._sample, process, progress)
-            return
-        stands = process.stopped or process.paused
-        if not stands:
-            progress += 1
-        sample = ProcessSample(state="T" if stands else "S", progress=progress)
-        self.handle(ag.Sampled(process.worker, Incarnation(process.key[1]), sample))
-        if process.alive and not process.is_running:
-            self.world.call_later(0.25, self._sample, process, progress)
-        else:
-            self._watched.pop(process.worker, None)
 
     def _is_about_paused(self, event: ag.AgentEvent) -> bool:
         """Return whether an event is about a paused process: then no deadline changes."""
@@ -432,13 +522,6 @@ class AgentHost:
     def _handle_if(self, incarnation: int, event: ag.AgentEvent) -> None:
         if self.incarnation == incarnation:
             self.handle(event)
-
-    def clock(self) -> float:
-        """Return the time of this node's monotonic clock, which its workers read as well."""
-        return self.world.now * self.rate + self.offset_s
-
-    def world_time(self, clock: float) -> float:
-        return (clock - self.offset_s) / self.rate
 
     def _sleep(self) -> None:
         if self.machine is None:

@@ -33,8 +33,10 @@ class HostShelf:
     pieces: tuple[Piece, ...]
     parts: int
     shard: int | None = None
-    states: dict[int, Copy] = field(default_factory=dict)  # state by the number of steps before it
-    sums: dict[int, int | None] = field(default_factory=dict)  # by step
+    #: The state by the number of steps before it.
+    states: dict[int, Copy] = field(default_factory=dict)
+    #: The sum of each step.
+    sums: dict[int, int | None] = field(default_factory=dict)
     committed: int = 0
 
 
@@ -319,8 +321,9 @@ class LostRows:
     """Observes the views of a run, and decides which of them have lost their rows.
 
     The simulator of jobs has no rows. All of them are lost at once, and then every state that was
-    made before is of no use: also one that the nodes' memory gives back, since no rows are kept
-    there. Only a job that begins from a checkpoint, or from its initial state, has its rows again.
+    made before is of no use: also if the nodes' memory gives the state back, because no rows are
+    kept there. Only a job that begins from a checkpoint, or from its initial state, has its rows
+    again.
     """
 
     def __init__(self) -> None:
@@ -328,7 +331,7 @@ class LostRows:
         self._lost_in = -1  # rows that were made in views up to this one are lost
 
     def record_view(self, view: View) -> None:
-        """Record a new view. It goes on with the rows of the one before it, or begins with new."""
+        """Record a new view. It continues with the last view's rows, or begins with new ones."""
         before = self._begun_in[max(self._begun_in)] if self._begun_in else view.number
         goes_on = bool(view.donors) or view.recall is not None
         self._begun_in[view.number] = before if goes_on else view.number

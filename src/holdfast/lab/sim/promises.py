@@ -1,7 +1,8 @@
 """Checks the promises to people: the number of nodes that take part, the leader, the records.
 
 Each check compares an order of the coordinator, or an act of a process, with facts of the simulated
-world and with the reports that reached the coordinator, never with the beliefs of a machine.
+world and with the reports that reached the coordinator, never with the beliefs of a machine. In the
+event log each incident must be one chain: fault, view, first step afterwards.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from collections.abc import Iterable
 
 from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.job_record import JobRecord
+from holdfast.engine.core.membership.coordinator_events import Announce
 from holdfast.engine.core.membership.durable import KNOWN_MAX
+from holdfast.engine.core.membership.event_chain import FAULTS, RESUMED
 from holdfast.engine.core.types import AgentId
 from holdfast.engine.core.views import View
-from holdfast.lab.sim.event_checks import EventChecks
 from holdfast.lab.sim.run_options import Options
 from holdfast.lab.sim.seams import Actor
 from holdfast.lab.sim.wrong_bits import Violation
+
+ROOTS = (*FAULTS, "drain", "silent")
 
 
 class Promises:
@@ -33,7 +37,8 @@ class Promises:
         self._drained: dict[AgentId, bool] = {}
         self._refused: dict[int, bool] = {}  # steps of checkpoints that it knows to be damaged
         self._given_up: dict[tuple[int, int], bool] = {}  # processes that were silent for so long
-        self._loops_left = 0  # loops that some script has gone on from
+        # Number of loops that some script has left.
+        self._loops_left = 0
         self._votes: dict[int, int] = {}  # by view: the newest step committed by votes
         self.unreadable: dict[int, bool] = {}  # steps whose checkpoint was damaged or removed
 
@@ -67,7 +72,8 @@ class Promises:
             if now - self._heard_at(slot.agent) >= self._options.abandon_s:
                 self._given_up[slot.worker, slot.incarnation - 1] = True
         nodes = sorted({slot.agent for slot in record.slots})
-        ends = record.outcome is not None  # so slots only say where something may still run
+        # Then slots are only the places where a process may still run.
+        ends = record.outcome is not None
         self._drained = {name: True for name in self._drained if name in nodes}
         staying = [name for name in nodes if name not in self._drained]
         if len(staying) > self._options.nodes_max and not ends:
@@ -132,9 +138,9 @@ class Promises:
             raise Violation(f"view {view.number} gives up the state that {holder.key} holds")
 
     def is_given_up(self, agent: AgentId, now: float) -> bool:
-        """Return whether the coordinator has heard nothing of a node for too long.
+        """Return whether a node has been silent to the coordinator for too long.
 
-        One that has announced its end is waited for until then.
+        A node that has announced its end is waited for until then.
         """
         heard_at, report = self._heard.get(agent, (0.0, None))
         end = heard_at + report.leaves_in_s if report is not None else float("inf")
@@ -148,18 +154,18 @@ class Promises:
             raise Violation(f"{len(view.members)} workers go on in view {view.number}")
 
     def check_release(self, process: Actor, loop: int, newest: View | None) -> None:
-        """Check that nobody leaves a loop before the script of a leader has gone on from it."""
+        """Check that no worker leaves a loop before the script of a leader has left it."""
         member = newest.member(newest.leader) if newest is not None else None
         leads = member is not None and process.key == (member.worker, member.incarnation)
         if not leads and self._loops_left < loop:
             raise Violation(f"worker {process.key} leaves loop {loop} before a leader has")
 
     def record_loop_end(self, loop: int) -> None:
-        """Record that a script goes on from a loop."""
+        """Record that a script has left a loop."""
         self._loops_left = max(self._loops_left, loop)
 
     def check_outcome(self, live: Iterable[Actor], now: float) -> None:
-        """Check that nothing runs when the job is over, but on nodes that nobody can hear."""
+        """Check that no process runs when the job is over, but on nodes that are cut off."""
         for process in live:
             if now < self._heard_by_any.get(process.agent, now) + self._fence_s:
                 raise Violation(f"the job is said to be over, and worker {process.key} runs")
@@ -172,3 +178,64 @@ def _checkpoint_of(view: View) -> int:
     if view.recall is None:
         return view.resume_step
     return 0 if view.recall.view else view.recall.base
+
+
+class EventChecks:
+    """Observes the lines of all coordinators; raises Violation when a chain is broken."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, str] = {}  # by id
+        self._causes: dict[str, tuple[str, ...]] = {}
+        self._view: View | None = None  # the newest one in a line of the present coordinator
+        self._owed: dict[str, int] = {}  # views after a fault, without their end: their numbers
+
+    def record_coordinator_start(self, view: View | None) -> None:
+        """Record that a coordinator starts: it does not know the incidents before it."""
+        self._view = view
+        self._owed.clear()
+
+    def check_line(self, line: Announce, view: View | None) -> None:
+        """Check a line. `view`: the newest in the journal."""
+        if not line.id or line.id in self._kinds:
+            raise Violation(f"the event {line.text!r} has the id {line.id!r}, which is not new")
+        for cause in line.causes:
+            if cause not in self._kinds:
+                raise Violation(f"event {line.id} has the cause {cause}, which was not told")
+        self._kinds[line.id], self._causes[line.id] = line.kind, line.causes
+        if line.kind == "view" and view is not None:
+            self._check_view_line(line, view)
+        elif line.kind == RESUMED:
+            for cause in line.causes:
+                self._owed.pop(cause, None)
+            if line.cost is None or not self._has_root(line):
+                raise Violation(f"event {line.id} ends an incident without a fault or a cost")
+
+    def _check_view_line(self, line: Announce, view: View) -> None:
+        before, self._view = self._view, view
+        gone = set(before.workers) - set(view.workers) if before is not None else set()
+        if not gone:
+            return
+        if not self._has_root(line):
+            raise Violation(f"view {view.number} leaves out {sorted(gone)}, and no fault is told")
+        self._owed = {line.id: view.number}  # a later view continues the incident
+
+    def _has_root(self, line: Announce) -> bool:
+        found, seen = list(line.causes), set(line.causes)
+        while found:
+            each = found.pop()
+            if self._kinds[each] in ROOTS:
+                return True
+            new = [cause for cause in self._causes[each] if cause not in seen]
+            seen.update(new)
+            found += new
+        return False
+
+    def check_report(self, report: AgentReport) -> None:
+        """Check, after the coordinator took in a report of a commit, that the incident is ended."""
+        view = self._view
+        if view is None or view.number not in self._owed.values():
+            return
+        for status in report.workers:
+            member = view.includes(status.worker, status.incarnation)
+            if member and status.view == view.number and status.committed > view.resume_step:
+                raise Violation(f"view {view.number} has committed a step: no event ends its fault")

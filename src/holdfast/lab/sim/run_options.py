@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from holdfast.engine.core.domains import Domains
 from holdfast.engine.core.ground.events import StepKind
-from holdfast.engine.core.policies import BackupPolicy
+from holdfast.engine.core.job_spec import CoordinatorPolicy
+from holdfast.engine.core.membership.agent import AgentPolicy
+from holdfast.engine.core.policies import BackupPolicy, LeasePolicy, RestartPolicy
 from holdfast.engine.core.redundancy import Redundancy
 from holdfast.engine.core.replica.saves import SavePolicy
 from holdfast.engine.core.step.balance import BalancePolicy
@@ -68,7 +70,8 @@ class Options:
     load_s: float
     build_s: float
     build_timeout_s: float
-    link_s: float  # silence of the network after which the kernel gives a connection up
+    #: After this silence of the network the kernel gives a connection up.
+    link_s: float
     control_s: float
     channel_s: float
     data_s: float
@@ -77,54 +80,91 @@ class Options:
     lease_margin_s: float
     suspect_s: float
     abandon_s: float
-    late_s: float  # how late an agent's timers may be
+    #: Timers of agents are late by up to this time.
+    late_s: float
     settle_s: float
     hang_s: float
     loss: float
     duplicate: float
-    drift: float  # clocks run this fraction fast or slow at most
-    cut_in_flight: float  # chance that a closed connection loses messages under way
-    unheard_break: float  # chance that a peer never notices a closed connection
+    #: Clocks run fast or slow by up to this fraction.
+    drift: float
+    #: Chance that a closed connection loses messages under way.
+    cut_in_flight: float
+    #: Chance that a peer never notices a closed connection.
+    unheard_break: float
     faults: tuple[str, ...]
-    crash_inside: float  # chance of a crash before each single effect
+    #: Chance of a crash before each single effect.
+    crash_inside: float
     fault_every_s: float
     faults_end_s: float
-    save_every: int = 0  # steps between checkpoints; 0: none
-    keep_last: int = 0  # checkpoints that the store keeps, at least; 0: all
+    #: Steps from one checkpoint to the next; 0: there are none.
+    save_every: int = 0
+    #: The store keeps at least this number of checkpoints; 0: all of them.
+    keep_last: int = 0
     balance: BalancePolicy | None = None
     patience: Patience = Patience()  # noqa: RUF009 - it never changes
     speculation: float = 0.0
-    audit: float = 0.0  # share of tasks computed twice
-    cycle: int = 0  # steps in which all of the state is compared; 0: it never is
+    #: Share of tasks that are computed twice.
+    audit: float = 0.0
+    #: All of the state is compared in this number of steps; 0: it never is.
+    cycle: int = 0
     backup: BackupPolicy = BackupPolicy()  # noqa: RUF009 - it never changes
-    stop_s: float = 0.0  # when the operator ends the job; 0: never
-    stop_again_s: float = 0.0  # when it does so again, and for good; 0: never
-    losses_max: int = 10_000  # workers that may be lost with no step committed in between
-    fails_in: int = -1  # the step in which every script fails; -1: none does
-    fails_by_machine: bool = False  # each time by an error of its machine's own
-    parts_at: int = -1  # the step before which worker 0 leaves its loop alone; -1: none does
-    wrong_stays: bool = False  # a wrong worker computes wrongly again after a restart
-    exact_bits: bool = False  # on a sound machine a task has the same bits each time
-    wrong_together: bool = False  # several are wrong at once, as long as most are sound
-    counts_from: int = 0  # terms, views and incarnations of agents are numbered from here
-    rounds: int = 1  # steps from one boundary to the next, and
-    tells_values: bool = False  # whether those that follow no boundary exchange values only
-    forgetful: bool = False  # the script keeps something that workers which join lack
-    feeds: bool = False  # workers that join receive the state while others train
-    feed_fails: float = 0.0  # chance that a member has no memory for a copy of its state
-    spares: int = 0  # slots on each node for workers that are held back
-    hot_spares: bool = False  # whether spares are members of views
-    pieces: tuple[int, int] = (0, 0)  # data and parity pieces in nodes' memory; 0: none
-    protect_every: int = 0  # steps between two states that are put there
-    restore_s: float = 300.0  # silence of a store that is borne while the job begins
-    procs: int = 1  # processes of each worker
-    spread: int = 1  # nodes over which a worker's processes lie
-    shard_lag_s: float = 0.0  # by which those of further shards are late, on the average
-    servers: int = 0  # processes that hold rows of tables
-    shard_optimizer: bool = False  # each worker holds its share of the state only
-    repeats: float = 0.0  # chance that a message between workers comes twice, the second time late
-    racks: int = 0  # failure domains of nodes; 0: none is known
-    left_behind_s: float = 0.0  # age at which an earlier job here lost its machine; 0: none has
+    #: Time at which the operator ends the job; 0: never.
+    stop_s: float = 0.0
+    #: Time at which the operator ends it again, and for good; 0: never.
+    stop_again_s: float = 0.0
+    #: This number of workers may be lost with no step committed in between.
+    losses_max: int = 10_000
+    #: Step in which every script fails; -1: no script does.
+    fails_in: int = -1
+    #: Each script fails by an error of its own machine.
+    fails_by_machine: bool = False
+    #: Step before which worker 0 leaves its loop alone; -1: it never does.
+    parts_at: int = -1
+    #: A wrong worker computes wrongly again after a restart.
+    wrong_stays: bool = False
+    #: On a sound machine a task has the same bits each time.
+    exact_bits: bool = False
+    #: Several workers are wrong at once, as long as most are sound.
+    wrong_together: bool = False
+    #: Terms, views and incarnations of agents are numbered from here.
+    counts_from: int = 0
+    #: Steps from one boundary to the next.
+    rounds: int = 1
+    #: Whether steps that follow no boundary exchange values only.
+    tells_values: bool = False
+    #: The script keeps something that workers which join lack.
+    forgetful: bool = False
+    #: Workers that join receive the state while the members train.
+    feeds: bool = False
+    #: Chance that a member has no memory for a copy of its state.
+    feed_fails: float = 0.0
+    #: Slots on each node for workers that are held back.
+    spares: int = 0
+    #: Whether spares are members of views.
+    hot_spares: bool = False
+    #: Data and parity pieces in the nodes' memory; 0: there are none.
+    pieces: tuple[int, int] = (0, 0)
+    #: Steps from one state in the nodes' memory to the next.
+    protect_every: int = 0
+    #: Silence of a store that is borne while the job begins.
+    restore_s: float = 300.0
+    #: Processes of each worker.
+    procs: int = 1
+    #: Nodes over which a worker's processes lie.
+    spread: int = 1
+    #: Mean delay of the events of further shards.
+    shard_lag_s: float = 0.0
+    #: Processes that hold rows of tables.
+    servers: int = 0
+    #: Each worker holds its share of the state only.
+    shard_optimizer: bool = False
+    #: Chance that a message between workers arrives twice, the second time late.
+    repeats: float = 0.0
+    #: Failure domains of nodes; 0: no domain is known.
+    racks: int = 0
+    #: Age at which an earlier job lost its machine at this address; 0: there was no such job.
+    left_behind_s: float = 0.0
 
     @property
     def is_exact(self) -> bool:
@@ -136,7 +176,7 @@ class Options:
         return Redundancy(data=self.pieces[0], parity=self.pieces[1])
 
     def step_policy(self) -> StepPolicy:
-        """Return those of these options that the machines of workers are given."""
+        """Return the settings of the workers' machines."""
         saves = self.save_every > 0
         return StepPolicy(
             seed=self.seed,
@@ -150,6 +190,56 @@ class Options:
             saves=SavePolicy(enabled=saves, every=self.save_every, compared=self.cycle > 0),
             restore_s=self.restore_s,
             protect_every=self.protect_every,
+        )
+
+    def lease_policy(self) -> LeasePolicy:
+        """Return the leases of agents."""
+        return LeasePolicy(
+            lease_s=self.lease_s,
+            margin_s=self.lease_margin_s,
+            suspect_s=self.suspect_s,
+            abandon_s=self.abandon_s,
+        )
+
+    def agent_policy(self) -> AgentPolicy:
+        """Return the settings of the agents' machines."""
+        return AgentPolicy(
+            heartbeat_s=self.heartbeat_s, lease=self.lease_policy(), spares=self.spares
+        )
+
+    def coordinator_policy(self) -> CoordinatorPolicy:
+        """Return the settings of the coordinator's machine."""
+        return CoordinatorPolicy(
+            virtual_ranks=self.vranks,
+            nodes_min=self.nodes_min,
+            nodes_max=self.nodes_max,
+            workers_min=self.workers_min,
+            lease=self.lease_policy(),
+            settle_s=self.settle_s,
+            patience_s=2.0,
+            grace_s=self.grace_s,
+            hang_s=self.hang_s,
+            speculation=self.speculation,
+            retreats_max=1000,
+            keeps=self.save_every > 0,
+            spares=self.spares,
+            hot_spares=self.hot_spares,
+            feeds=self.feeds,
+            redundancy=self.redundancy,
+            procs=self.procs,
+            spread=self.spread,
+            servers=self.servers,
+            replicated=not self.shard_optimizer,
+            restart=RestartPolicy(
+                losses_max=self.losses_max,
+                backoff_s=0.1,
+                backoff_max_s=2.0,
+                quarantine_s=1.0,
+                wrong_s=1.0,
+                wrong_max_s=8.0,
+                quarantine_max_s=8.0,
+                probation_s=5.0,
+            ),
         )
 
     @property
@@ -177,7 +267,7 @@ class Options:
 
     @property
     def recovery_s(self) -> float:
-        """Return in what time a job that nothing disturbs any more commits a step, at most."""
+        """Return the longest time until an undisturbed job commits a step."""
         start_s = 2 * self.boot_s + 10 * self.load_s + self.build_timeout_s
         silence_s = 2 * (self.lease_s + self.lease_margin_s) + self.link_s
         only_processes_die = {"quit", "worker_crash", "worker_crash_inside", "link_break"}
@@ -205,14 +295,14 @@ class Options:
         return (self.cycle + 4 * self.rounds + 4) * step_s * self.feeds
 
     def saving_s(self, longest: float) -> float:
-        """Return how long a sound job that is stopped may take for a last checkpoint, at most.
+        """Return the longest time that a sound job which is stopped takes for its last checkpoint.
 
         `longest`: how many times its typical length a delay may take. A view may just have begun,
         so that its members obtain the state first. The stop may come just after the votes of a
         step: then the next step agrees on the checkpoint, which is copied at the end of its turn.
-        An audit may find a wrong task in each step, so that it is computed again, and the sums
-        are tried. Once a share may come too late for the others: then the checkpoint is made
-        again a turn later.
+        An audit may find a wrong task in each step, so that it is computed again, and the sums are
+        tried. Once a share may be too late for the rest: then the checkpoint is made again a turn
+        later.
         """
         exchange_s = longest * self.data_s + 10 * (self.procs - 1) * self.shard_lag_s
         load_s = longest * self.load_s

@@ -10,10 +10,9 @@ from holdfast.engine.core.ground.events import WorkerEvent
 from holdfast.engine.core.types import AgentId, WorkerId
 from holdfast.engine.core.views import View
 from holdfast.engine.core.worker.machine import WorkerMachine
-from holdfast.lab.sim.arithmetic import Key, Parts
+from holdfast.lab.sim.arithmetic import Key, Parts, Spoiling
 from holdfast.lab.sim.groups import Group, What
 from holdfast.lab.sim.run_options import Options
-from holdfast.lab.sim.spoiling import Spoiling
 
 
 class Clock(Protocol):
@@ -52,6 +51,12 @@ class Memory(Protocol):
     def mark(self, view: int, worker: WorkerId, step: int) -> None: ...
 
     def forget(self, view: int, step: int) -> None: ...
+
+
+class ProcessWatch(Protocol):
+    """Watches processes that stand still."""
+
+    def watch(self, process: Any) -> None: ...
 
 
 class ProcessNode(Protocol):

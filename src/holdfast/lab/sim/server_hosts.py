@@ -1,10 +1,10 @@
 """Runs servers of tables on simulated nodes, and checks where the coordinator has them.
 
 It knows which processes have all rows: the first one of each server, and later ones once they have
-copied the rows from one that has them. If there is none, the job goes back, and a new process has
-all rows by that. So no move that was planned may leave the last process with rows behind. When the
-number of servers changes, all copy rows again, and former servers may only be let go once each has
-done so, and every member of the view knows where to look.
+copied the rows from a process with all rows. If there is none, the job goes back, and a new process
+has all rows by that. So no move that was planned may leave the last process with rows behind. When
+the number of servers changes, all copy rows again, and former servers may only be let go once each
+has done so, and every member of the view knows where to look.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class _Process:
     address: str
     node: AgentId
     has_rows: bool
-    layout: int = -1  # the number of the last one whose new rows it has copied
+    #: Number of the last layout whose new rows the process has copied.
+    layout: int = -1
     is_alive: bool = True
     ended_at: float = math.inf
 
@@ -110,10 +111,12 @@ class ServerHosts:
         self._known: dict[Any, ServerLayout] = {}  # the newest that each worker's process knows
         self._hosts: dict[AgentId, ServerHost] = {}
         self._processes: dict[str, _Process] = {}  # by address
-        self._told: dict[AgentId, Directive] = {}  # the newest that each node has heard
+        # The newest directive that each node has received.
+        self._told: dict[AgentId, Directive] = {}
         self._heard: dict[AgentId, tuple[float, float]] = {}  # when, and when the node is gone
         self._newest: dict[AgentId, tuple[int, int]] = {}  # reports: incarnation and number
-        self._moved_at = 0.0  # when a worker had last come further, as the coordinator has heard
+        # The last time at which the coordinator learned of a worker's next step.
+        self._moved_at = 0.0
         self._steps: dict[tuple[int, int], int] = {}  # the newest word of each process
         self._book: tuple[ServerPlace, ...] = ()  # as it is recorded
 
@@ -182,9 +185,9 @@ class ServerHosts:
     # ------------------------------------------------------------ workers
 
     def inform(self, worker: Any, layout: ServerLayout | None = None) -> None:
-        """Let a worker see which new processes have all rows, as the newest book names them.
+        """Inform a worker of the new processes in the newest book that have all rows.
 
-        `layout`: the one that it hears of now.
+        `layout`: the layout that it receives now.
         """
         if not (worker.alive and isinstance(worker, ServerUser)):
             return
@@ -212,7 +215,7 @@ class ServerHosts:
         return process is not None and process.is_alive and process.has_rows
 
     def _was_whole(self, place: ServerPlace) -> bool:
-        """Return whether a process had all rows when the coordinator may have heard of it last."""
+        """Return whether a process may have had all rows in its last report to the coordinator."""
         process, options = self._processes.get(place.address), self._world.options
         if process is None or not process.has_rows:
             return False
@@ -221,11 +224,11 @@ class ServerHosts:
     # ------------------------------------------------------------ checks
 
     def record_coordinator_start(self) -> None:
-        """Record that a coordinator starts, which has heard nobody yet."""
+        """Record that a coordinator starts, without any report yet."""
         self._heard_layout = None
 
     def record_report(self, report: AgentReport) -> None:
-        """Record that the coordinator hears of a node."""
+        """Record that the coordinator receives a node's report."""
         order = report.incarnation, report.seq
         if not self._world.options.servers or order <= self._newest.get(report.agent, (0, 0)):
             return
@@ -275,7 +278,7 @@ class ServerHosts:
                 self._copy_later(address)
 
     def _check_scaled(self, old: ServerLayout, new: ServerLayout, record: JobRecord) -> None:
-        """Check that former servers are needed no more, since others have all rows."""
+        """Check that former servers are needed no more, because the new ones have all rows."""
         if new.count != old.goal or new.number != old.number + 1:
             raise Violation(f"tables come to {new.count} servers, where {old.goal} copy them")
         self.scales += 1

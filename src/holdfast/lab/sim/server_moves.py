@@ -1,8 +1,9 @@
 """Moves and adds servers of tables, and lets some go, for the simulator of tables.
 
-It does what the coordinator and the nodes do in a job. It starts the heir of a server, lets workers
-hear of it, and puts it in the server's place once a worker has seen that it has all rows. If the
-number of servers is to change, it starts new ones and ends those that nobody needs any more.
+It does what the coordinator and the nodes do in a job. It starts the heir of a server, sends its
+address to the workers, and puts it in the server's place once a worker has seen that it has all
+rows. If the number of servers is to change, it starts new ones and ends the ones that no worker
+needs any more.
 """
 
 from __future__ import annotations
@@ -34,18 +35,24 @@ class SimWorker:
     committed: int = 0
     kept_after: int = 0
     reading: RowReading | None = None
-    version: int = 0  # the read's
-    found: dict[int, int] = field(default_factory=dict)  # the values that the read has brought
-    heard: set[tuple[int, int]] = field(default_factory=set)  # shards and values that servers have
-    waits: bool = False  # it asks again in a moment
-    attempt: int = 0  # grows when the job begins again, or the worker is replaced
+    #: The version of the read.
+    version: int = 0
+    #: The values that the read has returned.
+    found: dict[int, int] = field(default_factory=dict)
+    #: Shards and values that servers have reported.
+    heard: set[tuple[int, int]] = field(default_factory=set)
+    #: The worker asks again in a moment.
+    waits: bool = False
+    #: Grows when the job begins again, or the worker is replaced.
+    attempt: int = 0
     # Servers that did not answer: the name of the process, and until when it is asked last.
     suspects: dict[int, tuple[str, float]] = field(default_factory=dict)
-    heirs: set[int] = field(default_factory=set)  # servers that it knows to be moving
+    #: Servers that the worker knows to be moving.
+    heirs: set[int] = field(default_factory=set)
 
     @property
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """Return the servers that hold each shard, or are to, as it knows."""
+        """Return the servers that hold each shard, or must hold it, by the worker's knowledge."""
         return lay_out(self.progress.layout, self.replicas)
 
     def find_holders(self, shards: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -83,7 +90,8 @@ class ServerMoves:
         self.workers = [SimWorker(n, self._replicas, self._make_progress()) for n in range(workers)]
         # The newest words of each worker: its layout, and the names of complete processes.
         self._heard: dict[int, tuple[int, tuple[str, ...]]] = {}
-        self._processes: list[SimServer] = []  # also those that have ended
+        # All processes, also ended ones.
+        self._processes: list[SimServer] = []
         self._heirs: dict[int, SimServer] = {}  # by the number of their servers
         self._successors: dict[int, SimServer] = {}  # likewise: heirs that no worker asks as such
         time.servers = {n: self._start(n) for n in range(SERVERS_MAX)}
@@ -92,7 +100,7 @@ class ServerMoves:
             server.is_dead = number >= servers
 
     def begin(self) -> None:
-        """Start the heir of a server; workers hear of it one after the other."""
+        """Start the heir of a server; workers learn of it one after the other."""
         number = self._dice.randrange(self._layout.servers)
         if number in self._heirs or number in self._successors:
             return
@@ -107,7 +115,7 @@ class ServerMoves:
             self._tell_later(lambda w=worker: learn(w))  # type: ignore[misc]
 
     def scale(self) -> None:
-        """Have all rows come to another number of servers."""
+        """Move all rows to another number of servers."""
         goal = self._dice.randint(self._replicas, SERVERS_MAX)
         layout = self._layout
         if goal == layout.goal:
@@ -117,7 +125,7 @@ class ServerMoves:
         self._lay_out(ServerLayout(number=layout.number + 1, count=layout.count, goal=goal))
 
     def report_complete(self, worker: SimWorker) -> None:
-        """Let the coordinator hear which new processes have all rows, as this worker has seen."""
+        """Report to the coordinator the new processes that this worker has seen with all rows."""
         layout, complete = worker.progress.layout.number, worker.progress.list_complete()
         self._tell_later(lambda: self._hear(worker.number, layout, complete))
 
@@ -128,7 +136,7 @@ class ServerMoves:
         return [self._time.servers[number] for number in (*holding, *heirs)]
 
     def spoil(self) -> None:
-        """Let a server compute its next update of a shard wrongly.
+        """Make a server compute its next update of a shard wrongly.
 
         It is a shard that all other servers have whole: two faults at once are not covered.
         """
@@ -147,12 +155,12 @@ class ServerMoves:
         return [*range(self._layout.servers), *(HEIRS + n for n in sorted(self._heirs))]
 
     def replace_worker(self, worker: SimWorker) -> None:
-        """Let another process take a worker's place, which knows the newest layout and heirs."""
+        """Put another process, which knows the newest layout and heirs, in a worker's place."""
         worker.progress, worker.heirs = self._make_progress(), set(self._heirs)
         self.report_complete(worker)
 
     def restart(self, server: SimServer) -> None:
-        """Put a new process in the place of one that has ended, if it has one yet."""
+        """Put a new process in the place of a process that has ended, if it still has a place."""
         fresh = self._start(server.number)
         for found in (self._heirs, self._successors):
             for number, each in found.items():
@@ -163,7 +171,7 @@ class ServerMoves:
                 self._time.servers[number] = fresh
 
     def count_damages(self) -> int:
-        """Return how many shards were dropped, since their memory had changed."""
+        """Return the number of shards that were dropped, because their memory had changed."""
         return sum(server.damages for server in self._processes)
 
     def _make_progress(self) -> HeirProgress:
@@ -182,7 +190,7 @@ class ServerMoves:
         return nobody
 
     def _hear(self, worker: int, layout: int, complete: tuple[str, ...]) -> None:
-        """Decide as the coordinator does when it hears from a worker."""
+        """Decide as the coordinator does on a worker's report."""
         self._heard[worker] = layout, complete
         if layout != self._layout.number:
             return
@@ -198,7 +206,7 @@ class ServerMoves:
             self._lay_out(ServerLayout(number=layout + 1, count=goal, goal=goal))
 
     def _lay_out(self, layout: ServerLayout) -> None:
-        """Go by another layout, end servers that have no part in it, and tell workers."""
+        """Adopt another layout, end servers that have no part in it, and inform workers."""
         self._layout = layout
         for number in range(layout.servers, SERVERS_MAX):
             self._heirs.pop(number, None)
@@ -215,7 +223,7 @@ class ServerMoves:
             self.report_complete(worker)
 
     def _hand_over(self, name: str) -> None:
-        """Let an heir take its server's place, if it is still there."""
+        """Put an heir in its server's place, if it still exists."""
         for number, heir in list(self._heirs.items()):
             if heir.name == name:
                 self.count += 1
@@ -226,7 +234,7 @@ class ServerMoves:
                 self._tell_later(lambda n=number: self._replace(n))  # type: ignore[misc]
 
     def _replace(self, number: int) -> None:
-        """Let requests for a server go to its heir from now on."""
+        """Send requests for a server to its heir from now on."""
         heir = self._successors.pop(number)
         if number >= self._layout.servers:
             heir.is_dead = True  # it is not needed any more

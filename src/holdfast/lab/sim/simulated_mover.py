@@ -17,7 +17,7 @@ from holdfast.lab.sim.groups import Group, What
 from holdfast.lab.sim.seams import Actor
 from holdfast.lab.sim.state_ends import MembersEnd, MemoryEnd, SimulatedEnd, StateWorld, StoreEnd
 from holdfast.lab.sim.state_sync import SimulatedSync
-from holdfast.lab.sim.writers import WriterHost
+from holdfast.lab.sim.stored import WriterHost
 
 StateOrder = ef.ReplicaEffect | ef.SendMissed | ef.SyncState
 MESSAGES = "missed", "print", "state", "digest"  # kinds of messages that are about states

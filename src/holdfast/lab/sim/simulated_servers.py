@@ -45,7 +45,8 @@ class RowTruth:
     def __init__(self) -> None:
         self._values: list[list[int]] = [[shard] for shard in range(SHARDS)]
         self.spoilt: set[int] = set()  # shards that a server has computed wrongly at some time
-        self.spread: set[int] = set()  # those that others have copied before that was noticed
+        # Wrong shards that other servers copied before the error was noticed.
+        self.spread: set[int] = set()
 
     def value(self, shard: int, version: int) -> int:
         values = self._values[shard]
@@ -61,9 +62,9 @@ class RowTruth:
 
 
 class SimServer:
-    """Is one process of a server: its machine, its values, and what happens to it.
+    """Is one process of a server: its machine, its values, and the faults that strike it.
 
-    It holds nothing until a worker says which layout it goes by, and which shards these are.
+    It holds no shard until a worker names a layout, and the shards.
     """
 
     def __init__(self, number: int, truth: RowTruth, name: str) -> None:
@@ -74,7 +75,8 @@ class SimServer:
         self.frozen_until = 0.0
         self.cut_until = 0.0
         self._truth = truth
-        self.values: dict[int, int] = {}  # of the shards that are not bare
+        # Values of the shards that are not bare.
+        self.values: dict[int, int] = {}
         self._written: dict[int, int] = {}  # stands for the checksums of the rows
         self.damages = 0
         # Shards whose next update it will compute wrongly (False), or has done so (True).
@@ -84,7 +86,7 @@ class SimServer:
         self._tokens: set[int] = set()
 
     def hold(self, shards: Sequence[int], layout: int) -> None:
-        """Hold these shards from now on, as `layout` says, which is newer than the last one."""
+        """Hold these shards from now on, by `layout`, which is newer than the last one."""
         self.layout = layout
         for shard in [*self.values]:
             if shard not in shards:
@@ -223,7 +225,8 @@ class RowMessages:
 
     def __init__(self, dice: random.Random) -> None:
         self.now = 0.0
-        self.servers: dict[int, SimServer] = {}  # by number; HEIRS + that of a server: its heir
+        # By number; the heir of a server has HEIRS plus the server's number.
+        self.servers: dict[int, SimServer] = {}
         # Names of processes that write a copy: they write no other one, and change no layout.
         self._writing: set[str] = set()
         self._dice, self._order = dice, 0
@@ -281,7 +284,7 @@ class RowMessages:
     def bring(
         self, server: SimServer, copies: Iterable[tuple[CopyArrived, int]], left: set[int]
     ) -> None:
-        """Have a server take in copies one after the other, as its thread for them does.
+        """Give copies to a server one after the other, as its thread for them does.
 
         `left`: all shards to copy. Their copying has failed if no copy comes.
         """
@@ -303,7 +306,7 @@ class RowMessages:
     def _finish_later(
         self, server: SimServer, arrived: CopyArrived, value: int, go_on: Callable[[], None]
     ) -> None:
-        """Have a server end the writing of a copy after a while, and then go on."""
+        """End a server's writing of a copy after a while, and then call `go_on`."""
 
         def finish() -> None:
             self._writing.discard(server.name)

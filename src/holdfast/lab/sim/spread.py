@@ -1,8 +1,11 @@
-"""Simulates workers whose processes are spread over several nodes.
+"""Simulates a process that can stop, freeze and continue, and workers of several such processes.
 
-What the process on the first node does stands for all of them, and those on further nodes follow it
-(other_shards.py). Here these live, freeze and end, each by itself; any of them takes the others
-along, once they hear of it.
+A process can be stopped (it handles no event until it is resumed), silent (the same, but its
+counters move), or paused by its agent; calls to it wait in the meantime.
+
+A worker may be spread over several nodes. The process on the first node does the work of all of
+them, and those on further nodes follow it (other_shards.py). Here these live, freeze and end, each
+by itself; any of them takes the rest along, once they learn of it.
 """
 
 from __future__ import annotations
@@ -18,11 +21,56 @@ from holdfast.engine.core.step.shards import FollowerProofs
 from holdfast.engine.core.types import AgentId, Incarnation, WorkerId
 from holdfast.engine.core.worker_status import Stage, WorkerStatus
 from holdfast.lab.sim.arithmetic import Key
-from holdfast.lab.sim.proofs import Proofs
-from holdfast.lab.sim.running import Running
-from holdfast.lab.sim.seams import Clock, Memory
+from holdfast.lab.sim.membership_checks import Proofs
+from holdfast.lab.sim.seams import Clock, Memory, ProcessWatch
 
 RETRY_S = 0.2  # after which a network that is cut is tried again
+
+
+class Running:
+    """Simulates that a process runs, or does not."""
+
+    def __init__(self, clock: Clock, key: Key) -> None:
+        self.key = key
+        self._clock = clock
+        self.alive = True
+        self.stopped = False  # by a signal: the kernel shows state T
+        self.silent = False  # in foreign code that holds the interpreter lock
+        self.paused = False  # by its agent
+        self.backlog: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+
+    @property
+    def label(self) -> str:
+        return f"worker {self.key[0]}.{self.key[1]}"
+
+    def post(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+        """Schedule a call in this process, if it still lives then."""
+        self._clock.call_later(delay_s, self.deliver, call, args)
+
+    def deliver(self, call: Callable[..., None], args: tuple[Any, ...]) -> None:
+        """Do something now, or once the process runs again."""
+        if not self.alive:
+            return
+        if not self.is_running:
+            self.backlog.append((call, args))
+            return
+        call(*args)
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether the process is neither stopped nor silent nor paused."""
+        return not (self.stopped or self.silent or self.paused)
+
+    def resume(self) -> None:
+        """Resume, no longer frozen: handle what piled up at once, unless its agent paused it."""
+        self.stopped = self.silent = False
+        self.wake()
+
+    def wake(self) -> None:
+        """Handle the calls that have piled up."""
+        while self.backlog and self.alive and self.is_running:
+            call, args = self.backlog.popleft()
+            call(*args)
 
 
 class FirstProcess(Protocol):
@@ -64,7 +112,8 @@ class SpreadNode(Protocol):
         self, process: Any, code: int, detail: str, reported: bool = False
     ) -> None: ...
 
-    def watch(self, process: Any) -> None: ...
+    @property
+    def sampler(self) -> ProcessWatch: ...
 
 
 class ProofChecker(Protocol):
@@ -98,12 +147,11 @@ class Further(Running):
         incarnation: Incarnation,
         place: int,
     ) -> None:
-        super().__init__(world)
+        super().__init__(world, (int(worker), int(incarnation)))
         self.world = world
         self.host = host
         self.agent = host.name
         self.worker = worker
-        self.key: Key = (int(worker), int(incarnation))
         self.incarnation = incarnation
         self.place = place
         self._proofs = FollowerProofs()
@@ -114,10 +162,10 @@ class Further(Running):
         self.post(self.world.delay(self.world.options.boot_s / 4), self._meet)
 
     def handle_directive(self, directive: WorkerDirective) -> None:
-        """Take in nothing: directives are for the process on the first node."""
+        """Take in no message: directives are for the process on the first node."""
 
     def apply_commit(self, view: int, commit: ef.Commit) -> None:
-        """Apply a step, and tell the agent if that shows that all members have acted."""
+        """Apply a step, and report to the agent if that shows that all members have acted."""
         proved_at = self._proofs.record_commit(self.host.clock(), voted=commit.voted)
         if proved_at is None:
             return
@@ -136,7 +184,7 @@ class Further(Running):
         )
 
     def end(self, code: int, detail: str = "", *, reported: bool = False) -> None:
-        """End here and now; its agent hears of it a little later, and so do the others."""
+        """End here and now; its agent and the other processes learn of it a little later."""
         if not self.alive:
             return
         self.alive = False
@@ -177,7 +225,7 @@ class Spread:
         return [self._first.agent, *(each.agent for each in self.further.values())]
 
     def meet(self, further: Further) -> None:
-        """Let the script begin, once processes have come from all nodes; none may come later."""
+        """Start the script, once processes of all nodes are there; none may come later."""
         if len(self.further) == self._nodes - 1:
             further.end(-9, "its worker does not listen any more")
             return
@@ -201,7 +249,7 @@ class Spread:
     def call_shard_later(
         self, shard: int, delay_s: float, call: Callable[..., None], *args: Any
     ) -> None:
-        """Have a shard's process do something, which the one on the first node then hears of."""
+        """Schedule a call in a shard's process, and report it to the process on the first node."""
         place = shard * self._nodes // self._shards
         if not place:
             self._first.post(delay_s, call, *args)
@@ -209,7 +257,7 @@ class Spread:
             self._world.call_later(delay_s, self._go, place, self._first.deliver, (call, args))
 
     def apply_commit(self, view: int, commit: ef.Commit) -> None:
-        """Have the processes on further nodes apply a step, after all earlier orders."""
+        """Order the processes on further nodes to apply a step, after all earlier orders."""
         for place, each in self.further.items():
             self._go(place, each.apply_commit, (view, commit))
 
@@ -240,7 +288,7 @@ class Spread:
             held.popleft()
 
     def _is_heard(self, agent: AgentId) -> bool:
-        """Return whether the end of a connection between two nodes is heard."""
+        """Return whether the end of a connection between two nodes is noticed."""
         world, ours = self._world, self._first.agent
         if world.are_apart(ours, agent):
             return False

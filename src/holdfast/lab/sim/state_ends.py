@@ -1,8 +1,8 @@
 """Simulates where a worker's states and steps come from, and where they go to.
 
 One class stands for each place, as a source, a sink or both: the store, the nodes' memory, the
-members of a view. Those that follow are in feeds.py. An order of the replica machine begins
-something here; its result comes later, as an event.
+members of a view. Followers are in feeds.py. An order of the replica machine begins something here;
+its result comes later, as an event.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.lab.sim.checkers import Truth
 from holdfast.lab.sim.data_network import DataNetwork
 from holdfast.lab.sim.groups import Group
 from holdfast.lab.sim.seams import Actor, Clock, Memory
-from holdfast.lab.sim.writers import WriterHost
+from holdfast.lab.sim.stored import WriterHost
 
 
 class StateWorld(Clock, Protocol):
@@ -112,7 +112,7 @@ class StoreEnd(SimulatedEnd):
             process.feed(ev.StateObtained(SourceKind.STORE, group.view.number))
 
     def take_copy(self, order: ef.CopyState, began: float) -> ev.StateCopied:
-        """Have the copy written."""
+        """Write the copy."""
         self._writer.save(self._process, order)
         return ev.StateCopied(order.sink, order.step, self._world.now - began)
 
@@ -162,9 +162,9 @@ class MemoryEnd(SimulatedEnd):
         process.feed(ev.StepObtained(SourceKind.MEMORY, group.view.number, step))
 
     def take_copy(self, order: ef.CopyState, began: float) -> ev.StateCopied:
-        """Begin to make pieces of the copy; the script may go on meanwhile."""
+        """Begin to make pieces of the copy; the script may continue in the meantime."""
         process, world = self._process, self._world
-        world.truth.record_copy(order.step)
+        world.truth.errors.record_comparison(order.step)
         copy = (process.state, process.spoiling.flipped)
         process.post(world.delay(world.options.load_s), self._finish_protection, order, copy)
         return ev.StateCopied(order.sink, order.step)
@@ -189,7 +189,7 @@ class MemoryEnd(SimulatedEnd):
         self._process.post(delay_s, self._keep_sum, group.view, order.step)
 
     def _keep_sum(self, view: View, step: int) -> None:
-        """Put them there, unless the view has ended meanwhile."""
+        """Put them there, unless the view has ended."""
         process, worker = self._process, self._process.worker
         if process.open_group(view.number) is not None and process.total_step == step:
             total = process.total
@@ -209,7 +209,7 @@ class MemoryEnd(SimulatedEnd):
 
 
 class MembersEnd(SimulatedEnd):
-    """Keeps steps for members that were suspended, and receives those that others have kept."""
+    """Keeps steps for suspended members, and receives steps that other members have kept."""
 
     def __init__(self, process: Actor, world: StateWorld) -> None:
         self._process = process
@@ -230,7 +230,7 @@ class MembersEnd(SimulatedEnd):
         self._kept[order.step] = Share(rank, size, self._process.total or 0)
 
     def forget(self, order: ef.Forget) -> None:
-        """Drop every step that was kept, since nobody needs it any more."""
+        """Drop every step that was kept, because no member needs it any more."""
         self._kept.clear()
 
     def send(self, lag: LateWorker, group: Group) -> None:
@@ -255,7 +255,7 @@ class MembersEnd(SimulatedEnd):
         if len(shares) == len(group.view.donors):
             self._receiving = None
             kept = [shares[key] for key in sorted(shares)]
-            self._world.truth.check_pieces(process, receiving.step, kept)
+            self._world.truth.steps.check_pieces(process, receiving.step, kept)
             process.total, process.total_step = kept[0].total, receiving.step
             process.exchanges.parts = ()
             process.feed(ev.StepObtained(SourceKind.MEMBERS, group.view.number, receiving.step))

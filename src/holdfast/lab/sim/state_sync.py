@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.types import WorkerId
+from holdfast.lab.sim.arithmetic import MISSING_STATE_OFFSET
 from holdfast.lab.sim.groups import Group
 from holdfast.lab.sim.seams import Actor
-from holdfast.lab.sim.spoiling import LACKS
 from holdfast.lab.sim.state_ends import StateWorld
 
 
@@ -38,7 +38,7 @@ class SimulatedSync:
             and (prints := group.messages_of_all(("print", 0))) is not None
         ):
             back = frozenset(lag.worker for lag in view.catching_up)
-            held = data.held_prints(group, prints)
+            held = data.results.held_prints(group, prints)
             if len(set(held.values())) > 1:
                 self._under_way = ""
                 process.feed(ev.StatesCompared(view.number, tuple(sorted(held.items()))))
@@ -60,13 +60,13 @@ class SimulatedSync:
             and (digests := group.messages_of_all(("digest", 0))) is not None
         ):
             self._under_way = ""
-            self._world.truth.check_sync(process, view, digests)
+            self._world.truth.steps.check_sync(process, view, digests)
             process.feed(ev.StatesCompared(view.number))
 
     def _donate(self, group: Group, back: frozenset[WorkerId]) -> None:
         process, view, world = self._process, group.view, self._world
         if process.worker not in group.shape.joiners:
-            world.truth.check_donation(process, view)
+            world.truth.steps.check_donation(process, view)
             body = (process.state, process.step, process.spoiling.flipped)
             for key in group.shape.joiner_keys:
                 if key[0] not in back:
@@ -81,7 +81,7 @@ class SimulatedSync:
         if group is not None:
             states = group.heard["state", 0]
             _, (process.state, process.step, process.spoiling.flipped) = min(states.items())
-            process.spoiling.lacks = LACKS * self._world.options.forgetful
+            process.spoiling.lacks = MISSING_STATE_OFFSET * self._world.options.forgetful
             self._show(group)
             self.go_on(group)
 

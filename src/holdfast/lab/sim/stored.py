@@ -1,25 +1,38 @@
-"""Keeps the checkpoints of a simulated job's store, and checks that none is removed too early."""
+"""Simulates a job's store and the nodes' writers, and checks that no checkpoint goes too early.
+
+A writer that dies loses the shares that it has not written yet. The share of rank 0 waits for the
+rest, which may come from other nodes, and then the checkpoint is durable.
+"""
 
 from __future__ import annotations
 
+from typing import Protocol
+
+from holdfast.engine.core.ground.effects import CopyState
+from holdfast.engine.core.ground.events import SaveEnded
 from holdfast.engine.core.invalidations import Invalidations, is_invalidated, merge
 from holdfast.engine.core.replica.retention import Retention, Saved, SaveOrder, choose_kept
 from holdfast.engine.core.types import ViewNumber
 from holdfast.engine.core.views import View
 from holdfast.lab.sim.arithmetic import Copy
-from holdfast.lab.sim.wrong_bits import Violation
+from holdfast.lab.sim.promises import Promises
+from holdfast.lab.sim.seams import Actor, Clock
+from holdfast.lab.sim.wrong_bits import Errors, Violation
 
 Stored = tuple[int, ViewNumber]  # the step of a checkpoint, and the view that made it
+LOOK_S = 0.1  # between two looks for the other shares
 
 
 class StoredCheckpoints:
     """Knows the truth about the checkpoints that were ever saved."""
 
     def __init__(self) -> None:
-        self.saved: dict[int, Copy] = {}  # those that count, by step
+        # Checkpoints that count, by step.
+        self.saved: dict[int, Copy] = {}
         self.saved_in: dict[int, ViewNumber] = {}  # their views
         self.failed: dict[int, bool] = {}  # steps that could not be saved, once at least
-        self.rotten: dict[int, bool] = {}  # steps of those that cannot be read
+        # Steps of checkpoints that cannot be read.
+        self.rotten: dict[int, bool] = {}
         self.durable: dict[Stored, Copy] = {}  # whether or not they count yet
         self.unlike: dict[Stored, bool] = {}  # only some shares have a flip
         self.invalidations: Invalidations = ()  # checkpoints withdrawn from the store
@@ -70,7 +83,7 @@ class StoredCheckpoints:
         return max((key for key in self._present() if key[0] == step), default=None)
 
     def count(self, key: Stored) -> bool:
-        """Let a checkpoint count from now on; return whether it is newer than the one so far."""
+        """Make a checkpoint count from now on; return whether it is newer than the one so far."""
         step, view = key
         if self.saved_in.get(step, -1) >= view:
             return False
@@ -116,8 +129,83 @@ class StoredCheckpoints:
         ]
 
     def _drop(self) -> None:
-        """Let those that have been removed count no more."""
+        """Exclude removed checkpoints from now on."""
         present = self._present()
         for step, view in list(self.saved_in.items()):
             if (step, view) not in present:
                 del self.saved[step], self.saved_in[step]
+
+
+class StoreTruth(Protocol):
+    """Has the parts of the truth about a run that a writer changes."""
+
+    stored: StoredCheckpoints
+    errors: Errors
+    promises: Promises
+
+
+class WriterHost:
+    """Runs one node's writer; it is started again at once when it dies."""
+
+    def __init__(self, world: Clock, truth: StoreTruth) -> None:
+        self._world = world
+        self._truth = truth
+        self._starts = 0
+        self._under_way: list[tuple[Actor, CopyState]] = []
+        self.clock_ahead_s = 0.0  # by how much the node's clock is set ahead
+
+    def crash(self) -> None:
+        """Lose shares that are not written yet; workers learn of it by their sockets."""
+        self._starts += 1
+        lost, self._under_way = self._under_way, []
+        for process, order in lost:
+            event = SaveEnded(order.step, order.view.number, problem="the writer died")
+            self._truth.stored.failed[order.step] = True
+            process.post(self._world.delay(0.01), process.feed, event)
+
+    def save(self, process: Actor, share: CopyState) -> None:
+        """Write a worker's share of the state."""
+        world = self._world
+        copy: Copy = (process.state, process.spoiling.flipped)
+        order = (process, share)
+        self._under_way.append(order)
+        self._truth.errors.record_comparison(share.step)
+        delay_s = world.delay(world.options.load_s)
+        world.call_later(delay_s, self._finish_write, self._starts, order, copy)
+
+    def _finish_write(self, starts: int, order: tuple[Actor, CopyState], copy: Copy) -> None:
+        if starts != self._starts:
+            return
+        process, share = order
+        step, view = share.step, share.view
+        rank, truth = view.rank(process.worker), self._truth
+        truth.stored.record_share(step, view, rank, copy)
+        if rank == 0:
+            self._await_others(starts, order, self._world.now + 4 * self._world.options.load_s + 1)
+        else:
+            self._under_way.remove(order)
+            process.post(0.001, process.feed, SaveEnded(step, view.number))
+
+    def _await_others(self, starts: int, order: tuple[Actor, CopyState], until: float) -> None:
+        if starts != self._starts:
+            return
+        process, share = order
+        step, view, world = share.step, share.view, self._world
+        if self._truth.stored.are_shares_complete(step, view):
+            time, stored = world.now + self.clock_ahead_s, self._truth.stored
+            durable = stored.make_durable(step, view, checked=share.checked, time=time)
+            problem = "" if durable else "it is invalidated, or its shares are unlike"
+            event = SaveEnded(step, view.number, durable, problem)
+            if durable and world.options.keep_last:
+                policy = Retention(last=world.options.keep_last, settled=world.options.cycle)
+                for removed in stored.retire(policy, time):
+                    self._truth.promises.unreadable[removed] = True
+        elif world.now > until:
+            event = SaveEnded(step, view.number, problem="a share did not come")
+        else:
+            world.call_later(LOOK_S, self._await_others, starts, order, until)
+            return
+        if event.problem:
+            self._truth.stored.failed[step] = True
+        self._under_way.remove(order)
+        process.post(0.001, process.feed, event)

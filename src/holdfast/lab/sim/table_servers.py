@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.engine.core.errors import InvariantError, assert_never, require
@@ -34,13 +34,15 @@ from holdfast.engine.core.servers.reading import (
     RowReadingEffect,
     WaitAgain,
     bring_up,
+    can_begin_from,
+    find_common,
 )
-from holdfast.lab.sim.row_checks import check_found, check_lost, judge
 from holdfast.lab.sim.server_moves import ROWS, ServerMoves, SimWorker
 from holdfast.lab.sim.simulated_servers import LATER, RowMessages, RowTruth, SimServer
 from holdfast.lab.sim.wrong_bits import Violation
 
-KEPT = 6  # updates that a worker keeps, besides those that reads do not see yet
+#: Updates that a worker keeps, without the ones that reads do not see yet.
+KEPT = 6
 WAIT_S = 0.1
 FILLING_S = 1.0  # a server gives rows their first values for up to this long
 
@@ -58,7 +60,8 @@ class TableSimOptions:
     replicas: int = 2
     workers: int = 3
     staleness: int = 0
-    saves_every: int = 0  # steps between two checkpoints; 0: there are none
+    #: Steps from one checkpoint to the next; 0: there are none.
+    saves_every: int = 0
     steps: int = 60
     faults: int = 12
     moves: int = 0
@@ -68,7 +71,7 @@ class TableSimOptions:
     ends_by: float = 120.0
 
     def rows_saved_at(self, step: int) -> int:
-        """Return how many updates the rows in a checkpoint have had: those that a read knows."""
+        """Return the number of updates of a checkpoint's rows: the updates that a read knows."""
         return max(step - self.staleness, 0)
 
 
@@ -80,13 +83,19 @@ class TableSimReport:
     reads: int
     copies: int
     gives: int
-    restarts: int  # times that the whole job began again, since rows were lost
-    damages: int  # shards that servers have dropped, since their memory had changed
-    disputes: int  # times that servers claimed different rows of a shard
-    unseen: int  # wrong rows that were used, as no other server could be asked
+    #: Number of times that the whole job began again, because rows were lost.
+    restarts: int
+    #: Shards that servers have dropped, because their memory had changed.
+    damages: int
+    #: Number of times that servers claimed different rows of a shard.
+    disputes: int
+    #: Wrong rows that were used, because no other server could be asked.
+    unseen: int
     faults: int
-    moves: int  # servers that have moved
-    scales: int  # times that all rows came to another number of servers
+    #: Number of servers that have moved.
+    moves: int
+    #: Number of times that all rows moved to another number of servers.
+    scales: int
 
 
 class TableWorld:
@@ -100,7 +109,8 @@ class TableWorld:
         self._workers = self._moves.workers
         self._arrived: set[int] = set()
         self._saved = 0  # the newest checkpoint
-        self._begun_from: int | None = None  # the one that the job has gone back to
+        # The version to which the job has gone back.
+        self._begun_from: int | None = None
         self._tokens = 0
         self._kept = KEPT + options.staleness
         counted = "reads", "copies", "gives", "restarts", "faults", "disputes", "unseen"
@@ -223,7 +233,7 @@ class TableWorld:
     def _begin_server(
         self, worker: SimWorker, number: int, server: SimServer, *, follows: bool = False
     ) -> bool:
-        """Let a process that has just started hold the shards that a worker expects there.
+        """Give a process that has just started the shards that a worker expects there.
 
         `follows`: and any process, if the worker knows a newer layout. False: not now.
         """
@@ -237,7 +247,8 @@ class TableWorld:
     def _ask(self, worker: SimWorker, reading: RowReading, ask: Ask) -> None:
         version, number = worker.version, ask.server
         shards, name = ask.shards + ask.compared, self._time.servers[ask.server].name
-        is_new = self._dice.random() < 0.1  # the connection, so the server hears of the layout
+        # A new connection sends the layout to the server.
+        is_new = self._dice.random() < 0.1
 
         def act(server: SimServer) -> object:
             if not self._begin_server(worker, number, server, follows=is_new):
@@ -270,7 +281,7 @@ class TableWorld:
         self._time.call(number, act, answer)
 
     def _settle(self, worker: SimWorker, reading: RowReading, dispute: FindRight) -> None:
-        """Let a worker settle a dispute, as tables/row_referee.py does."""
+        """Settle a dispute as a worker, as tables/row_reader.py does."""
         self._counts["disputes"] += 1
 
         def settle() -> None:
@@ -352,7 +363,7 @@ class TableWorld:
                 self._send_update(worker, number, update, held)
 
     def _order_copy(self, order: OrderCopy) -> None:
-        """Have one server fetch shards from another one."""
+        """Order one server to fetch shards from another one."""
 
         def fetch(target: SimServer) -> object:
             wanted = target.handle(CopyOffered(order.shards, order.version))
@@ -376,17 +387,17 @@ class TableWorld:
         self._time.call(order.server, fetch, lambda _: None)
 
     def _order_first_values(self, number: int, shards: tuple[int, ...]) -> None:
-        """Have a server give rows their first values."""
+        """Order a server to give rows their first values."""
         self._offer(number, shards, 0, self._dice.uniform(0.0, FILLING_S))
 
     def _order_load(self, number: int, shards: tuple[int, ...]) -> None:
-        """Have a server load shards from the checkpoint that the job has begun from."""
+        """Order a server to load shards from the checkpoint from which the job has begun."""
         version = self._begun_from
         assert version is not None, "there is a checkpoint"
         self._offer(number, shards, version, self._time.latency())
 
     def _offer(self, number: int, shards: tuple[int, ...], version: int, delay_s: float) -> None:
-        """Have a server go back to right rows as of a version, which come from no other server."""
+        """Return a server to right rows as of a version, which no other server gives it."""
 
         def begin(target: SimServer) -> None:
             wanted = target.handle(CopyOffered(shards, version, replaces=True))
@@ -402,7 +413,7 @@ class TableWorld:
         self._time.call(number, begin, lambda _: None)
 
     def _begin_again(self) -> None:
-        """Let the whole job begin with its first step."""
+        """Start the whole job with its first step."""
         self._counts["restarts"] += 1
         rows = self._options.rows_saved_at(self._saved)
         self._begun_from = rows if self._saved else None
@@ -468,3 +479,69 @@ def find_failure(seed: int) -> str:
     except (Violation, InvariantError) as error:
         return str(error)
     return ""
+
+
+def check_found(worker: SimWorker, truth: RowTruth) -> int:
+    """Check the rows that a worker is about to use; return how many are wrong unseen.
+
+    They may be wrong only if a server has computed wrongly, and no other one has answered, or
+    servers have copied the wrong rows before that was noticed.
+    """
+    unseen = 0
+    for shard, value in worker.found.items():
+        right = truth.value(shard, worker.version)
+        if value == right:
+            continue
+        is_known = (shard, right) in worker.heard and shard not in truth.spread
+        if shard not in truth.spoilt or is_known:
+            raise Violation(
+                f"worker {worker.number} has read shard {shard} as of {worker.version}, and it "
+                "was not as it was then"
+            )
+        unseen += 1
+    return unseen
+
+
+def check_lost(worker: SimWorker, shards: Sequence[int], moves: ServerMoves) -> None:
+    """Check that no server has the rows that a worker gives up."""
+    for shard in shards:
+        for server in moves.find_holders(shard):  # whether the worker knows it or not
+            standing = server.holdings.judge(worker.version, [shard])
+            if not server.is_dead and standing.can_serve:
+                raise Violation(
+                    f"shard {shard} was given up as of {worker.version}, but server "
+                    f"{server.number} has it"
+                )
+
+
+def judge(
+    worker: SimWorker,
+    dispute: FindRight,
+    servers: Sequence[SimServer],
+    truth: RowTruth,
+    now: float,
+) -> tuple[dict[int, int], int | None]:
+    """Return the claims of these servers by now, and the right one, as a worker finds them out.
+
+    It does as tables/row_reader.py: it applies the updates that it keeps to rows on which the
+    servers agree.
+    """
+    shard, version = dispute.shard, worker.version
+    asked, claims, heard = dict[int, SimServer](), dict[int, int](), dict[int, int]()
+    for (number, before), server in zip(dispute.claims, servers, strict=True):
+        if server.is_silent(now):
+            heard[number] = before
+        elif (value := server.find(shard, version)) is not None:
+            claims[number] = heard[number] = value
+            asked[number] = server
+    if not claims:
+        return claims, None
+    for start in range(version - 1, worker.kept_after - 1, -1):
+        found = {n: server.find(shard, start) for n, server in asked.items()}
+        earlier = {n: value for n, value in found.items() if value is not None}
+        if can_begin_from(earlier, heard):
+            value = next(iter(earlier.values()))
+            return claims, truth.grow_from(shard, value, start, version)
+    if worker.kept_after == 0:
+        return claims, truth.value(shard, version)
+    return claims, find_common([*heard.values(), *(claim for _, claim in dispute.claims)])

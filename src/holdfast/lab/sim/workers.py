@@ -7,7 +7,7 @@ point, also between two effects.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Protocol
+from typing import Protocol
 
 from holdfast.engine.core.directives import WorkerDirective
 from holdfast.engine.core.ground import effects as ef
@@ -19,20 +19,19 @@ from holdfast.engine.core.step.audit import FICKLE, RUNS_DISPUTED
 from holdfast.engine.core.types import AgentId, Incarnation, Tick, WorkerId
 from holdfast.engine.core.worker.machine import WorkerMachine
 from holdfast.engine.core.worker_status import WorkerStatus
-from holdfast.lab.sim.arithmetic import INITIAL_STATE, Key, apply
+from holdfast.lab.sim.arithmetic import INITIAL_STATE, Spoiling, apply
 from holdfast.lab.sim.arithmetic import task as right
 from holdfast.lab.sim.endings import SCRIPT_FAILED
 from holdfast.lab.sim.exchanges import Exchanges, ExchangeWorld
 from holdfast.lab.sim.feeds import Feeds
 from holdfast.lab.sim.groups import Group, What
 from holdfast.lab.sim.other_shards import OtherShards
-from holdfast.lab.sim.running import Running
-from holdfast.lab.sim.script_checks import check_script
-from holdfast.lab.sim.seams import ProcessNode
+from holdfast.lab.sim.seams import ProcessNode, ProcessWatch
 from holdfast.lab.sim.simulated_mover import MESSAGES, MovingWorld, SimulatedMover, StateOrder
-from holdfast.lab.sim.spoiling import Spoiling
-from holdfast.lab.sim.spread import Spread, SpreadWorld
-from holdfast.lab.sim.writers import WriterHost
+from holdfast.lab.sim.spread import Running, Spread, SpreadWorld
+from holdfast.lab.sim.step_checks import check_script
+from holdfast.lab.sim.stored import WriterHost
+from holdfast.lab.sim.timeline import Story
 from holdfast.lab.sim.wrong_bits import Violation
 
 LATE_S = 1e-6  # a timer that fires later finds that its process stood still
@@ -62,7 +61,8 @@ class WorkerWorld(ExchangeWorld, MovingWorld, SpreadWorld, Protocol):
 
     def record_end(self, process: Process) -> None: ...
 
-    def note(self, who: object, event: object, effects: list[Any]) -> None: ...
+    @property
+    def story(self) -> Story: ...
 
 
 class WorkerNode(ProcessNode, Protocol):
@@ -87,7 +87,8 @@ class WorkerNode(ProcessNode, Protocol):
         error: MachineError | None = None,
     ) -> None: ...
 
-    def watch(self, process: Process) -> None: ...
+    @property
+    def sampler(self) -> ProcessWatch: ...
 
 
 class Process(Running):
@@ -96,14 +97,13 @@ class Process(Running):
     def __init__(
         self, world: WorkerWorld, host: WorkerNode, worker: WorkerId, incarnation: Incarnation
     ) -> None:
-        super().__init__(world)
+        super().__init__(world, (int(worker), int(incarnation)))
         self.world = world
         self.host = host
         self.agent = host.name
         self.worker = worker
-        self.key: Key = (int(worker), int(incarnation))
         self.machine = world.machines.worker(
-            worker, incarnation, world.options.step_policy(), world.data.counting_of
+            worker, incarnation, world.options.step_policy(), world.data.results.counting_of
         )
         self.silenced = False  # it was silent at some time
         self.froze = False  # it was stopped by a fault at some time
@@ -163,7 +163,7 @@ class Process(Running):
         reported: bool = False,
         error: MachineError | None = None,
     ) -> None:
-        """End the process at this very moment; its agent hears of it a little later.
+        """End the process at this very moment; its agent learns of it a little later.
 
         `reported`: its script has ended, and has reported that. `error`: its machine's own.
         """
@@ -181,7 +181,7 @@ class Process(Running):
 
     @property
     def feeds(self) -> Feeds:
-        """Return what feeds others and is fed."""
+        """Return the part that feeds other workers, and is fed."""
         return self.mover.feeds
 
     def open_group(self, number: int) -> Group | None:
@@ -212,13 +212,13 @@ class Process(Running):
             event = self._events.popleft()
             before = self.machine.snapshot().view
             effects = self.machine.handle(event, self.host.clock())
-            self.world.note(self, event, effects)
+            self.world.story.note(self, event, effects)
             self.machine.check()
             for effect in effects:
                 if self.alive and not self.world.faults.strikes_inside(self):
                     self._carry_out(effect, event, before)
             if self.alive:
-                self.world.truth.check_leaders(self)
+                self.world.truth.processes.check_leaders(self)
         self._feeding = False
         if self.alive and not self._shards.behind:
             check_script(self, self.machine.snapshot())
@@ -254,8 +254,8 @@ class Process(Running):
                 if self.group is not None and self.group.number <= number:
                     world.data.close(self, self.group, "peer aborted")
             case ef.Install(view):
-                world.truth.check_install(self, view, before, self._said.promised)
-                world.truth.check_hosts(view.number, view.resume_step, view.owners)
+                world.truth.membership.check_install(self, view, before, self._said.promised)
+                world.truth.steps.check_hosts(view.number, view.resume_step, view.owners)
                 self.is_connected = False
                 self._shards.enter(view.number)
                 self.exchanges.enter(view)
@@ -270,9 +270,9 @@ class Process(Running):
                 self.end(1, reason)
             case ef.Redo(_):
                 self.tokens, self.copies = {}, {}
-                world.truth.count_repeat(self)
+                world.truth.count["redone"] += 1
             case ef.Adopt(vrank):
-                world.truth.check_adoption(self, vrank)
+                world.truth.steps.check_adoption(self, vrank)
                 self.tokens[vrank] = self.copies.pop(vrank)
             case ef.Withdraw(invalidations):
                 world.truth.stored.withdraw(invalidations)
@@ -284,10 +284,10 @@ class Process(Running):
                 self._script = deque([*kept, effect])
                 if isinstance(event, ev.Gathered):
                     can_save = world.options.next_rest(effect.step) < self.until
-                    if world.data.announces(event.rows, can_save=can_save):
+                    if world.data.results.announces(event.rows, can_save=can_save):
                         self.last_step_of = event.view
                 number, by_vote = self.machine.snapshot().view, isinstance(event, ev.Gathered)
-                world.truth.check_vote(self, effect.step, by_vote=by_vote)
+                world.truth.steps.check_vote(self, effect.step, by_vote=by_vote)
                 if by_vote:
                     world.truth.proofs.record_vote(number, effect.step)
                 self.spread.apply_commit(number, effect)
@@ -300,7 +300,7 @@ class Process(Running):
                 if isinstance(effect, ef.Release):
                     world.truth.check_release(self, effect.loop)
                 if isinstance(effect, ef.Compute) and effect.purpose is Purpose.SPECULATIVE:
-                    world.truth.check_copy(self, effect.step, effect.vrank)
+                    world.truth.steps.check_copy(self, effect.step, effect.vrank)
                 self._script.append(effect)
                 self._run_script()
             case _:
@@ -321,7 +321,7 @@ class Process(Running):
             self.feed(ev.Connected(group.view.number))
 
     def receive(self, what: What) -> None:
-        """Take in something that other members said."""
+        """Take in a message of other members."""
         if self.group is not None and self.group.open:
             part = self.mover if what[0] in MESSAGES else self.exchanges
             part.receive(what, self.group)
@@ -362,7 +362,9 @@ class Process(Running):
         if self._copying:
             return True
         view, step = self.exchanges.view, self.machine.snapshot().committed
-        ranks = self.world.truth.counted.get((view.number, step)) if view is not None else None
+        ranks = (
+            self.world.truth.steps.counted.get((view.number, step)) if view is not None else None
+        )
         return ranks is not None and self.exchanges.rank not in ranks
 
     @property
@@ -431,7 +433,7 @@ class Process(Running):
 
     def _begin(self, step: int, whole: bool) -> None:
         self.at_rest = False
-        self.world.truth.check_beginning(self)
+        self.world.truth.steps.check_beginning(self)
         if step >= self.until:
             self._leave_loop()
             return
@@ -442,7 +444,7 @@ class Process(Running):
     def _open(self, step: int, whole: bool, *, rested: bool) -> None:
         self.open_step, self.whole = step, whole or step == self.until - 1
         self.tokens, self.copies, self.compute_us = {}, {}, 0
-        self.world.truth.check_opening(self, step)
+        self.world.truth.steps.check_opening(self, step)
         self.feed(ev.StepOpened(step, self.world.options.kind_of(step), rested))
 
     def _finish_task(self, task: ef.Compute) -> None:
@@ -476,7 +478,7 @@ class Process(Running):
 
     def _commit(self, step: int) -> None:
         total = self.total if self.total_step == step else None
-        self.world.truth.check_commit(self, step, total, self.world.now)
+        self.world.truth.steps.check_commit(self, step, total, self.world.now)
         self.open_step, self._busy = -1, True
         before, self.state = self.state, None
         optimizer_s = self.world.options.optimizer_s
@@ -493,7 +495,7 @@ class Process(Running):
         self.state = apply(before, step, total)
         self.step = step + 1
         self._busy = False
-        self.world.truth.check_applied_state(self)
+        self.world.truth.steps.check_applied_state(self)
         if self.step >= self.until:
             self._leave_loop()
         elif self.world.options.rests_before(self.step):
@@ -503,7 +505,7 @@ class Process(Running):
         self._run_script()
 
     def _finish_copy(self, order: ef.CopyState, began: float) -> None:
-        """Go on once the state is copied, for whichever sink it is."""
+        """Continue once the state is copied, for any sink."""
         self._busy = False
         self.feed(self.mover.take_copy(order, began))
         self._run_script()

@@ -1,17 +1,17 @@
 """Checks what becomes of wrong gradients and flipped bits in a simulated run.
 
-A run is exact if everything is audited: then nothing wrong is ever committed. Otherwise the job may
-use something wrong for a while; but it must find out, and go back to before it.
+A run is exact if everything is audited: then no wrong value is ever committed. Otherwise the job
+may use something wrong for a while; but it must find out, and go back to before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Mapping
 
+from holdfast.engine.core.invalidations import Invalidations
 from holdfast.engine.core.step.audit import ATTEMPTS_MAX
 from holdfast.engine.core.views import View
-from holdfast.lab.sim.arithmetic import Key, is_not_finite
+from holdfast.lab.sim.arithmetic import INITIAL_STATE, Key, apply, expected_sum, is_not_finite
 from holdfast.lab.sim.run_options import Options
 from holdfast.lab.sim.seams import Actor
 
@@ -20,34 +20,49 @@ class Violation(AssertionError):
     """The machines did something that must never happen."""
 
 
-class History(Protocol):
-    """Keeps the undisturbed run, and the processes of this one."""
+class History:
+    """Keeps the course of a job in which no fault goes unnoticed: its states and sums by step."""
 
-    steps: int
-    states: list[int]
-    sums: list[int]
-    completed: bool
-    drops: dict[tuple[int, int], bool]
-    processes: dict[Key, Actor]
+    def __init__(self, vranks: int, steps: int) -> None:
+        self.vranks = vranks
+        self.steps = steps
+        self.states = [INITIAL_STATE]
+        self.sums: list[int] = []
+        # Whether a script has come to its end.
+        self.completed = False
+        # Steps and their sums that left out late results.
+        self.drops: dict[tuple[int, int], bool] = {}
+        # Errors that any worker has known of.
+        self.doubts: Invalidations = ()
 
-    def compute_rest(self, step: int, total: int) -> None: ...
+    def compute_from(self, step: int) -> None:
+        """Compute the job from the state before a step."""
+        self.compute_rest(step, expected_sum(self.states[step], step, self.vranks))
+
+    def compute_rest(self, step: int, total: int) -> None:
+        """Compute the rest of the job from the sum of one step."""
+        del self.sums[step:], self.states[step + 1 :]
+        for later in range(step, self.steps):
+            state = self.states[-1]
+            self.sums.append(expected_sum(state, later, self.vranks) if later > step else total)
+            self.states.append(apply(state, later, self.sums[-1]))
 
 
 class Errors:
     """Records the first use of each wrong value, and the workers that have noticed it.
 
     `hidden`: an error that no worker could have seen, since all workers that compared had it, or
-    its only holder died first. Contents prove nothing from there on.
+    its only holder died first. Contents are no proof from there on.
     """
 
-    def __init__(self, truth: History, options: Options) -> None:
+    def __init__(self, history: History, processes: Mapping[Key, Actor], options: Options) -> None:
         self.hidden = False
-        self.compares_nothing = False  # all were wrong in one step: nothing is compared from there
+        # All members were wrong in one step: contents are not compared from there.
+        self.compares_nothing = False
         self.since: int | None = None  # the first step of this history that is committed wrongly
-        self._truth = truth
-        self._exact = options.is_exact
-        self._cycle = options.cycle
-        self._keeps = options.save_every > 0
+        self._history = history
+        self._processes = processes
+        self._options = options
         self._right: tuple[list[int], list[int]] = ([], [])
         self._used: set[int] = set()  # steps in which something wrong went into a sum
         self._decided: dict[
@@ -58,32 +73,34 @@ class Errors:
         ] = {}  # the workers that committed each step
         self._noticed: set[tuple[int, int]] = set()  # processes found to be wrong, or suspected
         self._noticed_ill: set[tuple[int, int]] = set()  # those of them that were so by then
-        self._saved_wrong = 0  # one after the other, and nobody has noticed
+        # Wrong checkpoints in a row that no worker has noticed.
+        self._saved_wrong = 0
         self._by_flip = False  # the wrong value came from a wrong state
         self._looks: dict[int, bool] = {}  # steps in which all is looked at
 
     def start(self) -> None:
-        self._right = list(self._truth.states), list(self._truth.sums)
+        self._right = list(self._history.states), list(self._history.sums)
 
     def check_used(
         self, view: View, step: int, sender: tuple[int, int], vrank: int, token: int
     ) -> None:
         """Check whether something wrong may go into a sum that is committed, and note it."""
-        members = [self._truth.processes[(m.worker, m.incarnation)] for m in view.members]
+        members = [self._processes[(m.worker, m.incarnation)] for m in view.members]
         flips = {member.spoiling.flipped for member in members}
-        poisoned = self._truth.processes[sender].spoiling.poisoned[step]
+        poisoned = self._processes[sender].spoiling.poisoned[step]
         each_time = len(members) == 1 and poisoned >= ATTEMPTS_MAX
         if is_not_finite(token) and not self.compares_nothing and not each_time:
             raise Violation(f"step {step} is committed, and is not finite by {sender}'s fault")
         if is_not_finite(token):
-            self.compares_nothing = True  # taken to be rightly so, and others' are for a while
+            # The members take it for correct, and other such results for a while.
+            self.compares_nothing = True
         alike = len(flips) == 1 and None not in flips
-        if len(members) == 1 or alike or not self._truth.processes[sender].alive:
+        if len(members) == 1 or alike or not self._processes[sender].alive:
             self.hidden = True
-        elif self._exact and not self.hidden:
+        elif self._options.is_exact and not self.hidden:
             raise Violation(f"step {step}: vrank {vrank} from {sender} has other contents")
         self._used.add(step)
-        self._by_flip = self._by_flip or self._truth.processes[sender].spoiling.flipped is not None
+        self._by_flip = self._by_flip or self._processes[sender].spoiling.flipped is not None
 
     def record_comparison(self, step: int) -> None:
         """Record that every task and state is audited and compared in this step."""
@@ -93,30 +110,31 @@ class Errors:
         """Return whether the error must have been seen before this step was committed."""
         if self.since is None or self.hidden:
             return False
-        if self._by_flip and step > self.since + self._cycle:
+        if self._by_flip and step > self.since + self._options.cycle:
             return True
         return any(self.since < look < step for look in self._looks)
 
     def check_commit(self, process: Actor, step: int, total: int | None) -> None:
-        truth = self._truth
-        last = truth.completed and bool(truth.drops)  # no worker goes on from its commit
+        history = self._history
+        # No worker continues from its commit.
+        last = history.completed and bool(history.drops)
         if self._decided.setdefault(step, total) != total and not last:
-            living = [key for key in self._committers[step] if truth.processes[key].alive]
-            if living or not (self.hidden or truth.drops):
+            living = [key for key in self._committers[step] if self._processes[key].alive]
+            if living or not (self.hidden or history.drops):
                 raise Violation(f"step {step} is committed with two sums")
             self._decided[step] = total  # the worker that committed the other total died unheard
-            if truth.drops and total is not None and not self.hidden:
-                truth.compute_rest(step, total)
+            if history.drops and total is not None and not self.hidden:
+                history.compute_rest(step, total)
         self._committers.setdefault(step, []).append(process.key)
         if self.hidden:
             return
-        if total is not None and (step, total) in truth.drops and total != truth.sums[step]:
-            truth.compute_rest(step, total)
-        if total != truth.sums[step]:
+        if total is not None and (step, total) in history.drops and total != history.sums[step]:
+            history.compute_rest(step, total)
+        if total != history.sums[step]:
             if step not in self._used or total is None:
                 raise Violation(f"worker {process.key} commits step {step} with other contents")
             self.since = step if self.since is None else min(step, self.since)
-            truth.compute_rest(step, total)
+            history.compute_rest(step, total)
         if self._is_seen_by(step):
             raise Violation(f"nobody sees until step {step} what is wrong since {self.since}")
 
@@ -133,14 +151,14 @@ class Errors:
         """A member of a view knows that something is wrong; and who, or that it is one of these."""
         for key in wrong:
             self._noticed.add(key)
-            spoiling = self._truth.processes[key].spoiling
+            spoiling = self._processes[key].spoiling
             if spoiling.flipped is not None or spoiling.lies:
                 self._noticed_ill.add(key)
 
     def check_doubt(self, again: bool) -> None:
         """Check that, if the ledger doubts results and keeps them, there are no checkpoints."""
         if not again:
-            if self._keeps:
+            if self._options.save_every > 0:
                 raise Violation("the job keeps checkpoints, and does not go back to one")
             self.hidden = True
 
@@ -164,7 +182,7 @@ class Errors:
                     )
                 self.hidden = True  # all workers that could have seen it are lost
                 return
-            self._truth.states[:], self._truth.sums[:] = self._right
+            self._history.states[:], self._history.sums[:] = self._right
             self.since, self._by_flip = None, False
             self._used.clear()
             self._looks.clear()
@@ -174,5 +192,5 @@ class Errors:
 
     def check_script_end(self) -> None:
         """Check, at a script's end, that only errors after the last comparison are unseen."""
-        if self._is_seen_by(self._truth.steps):
+        if self._is_seen_by(self._history.steps):
             raise Violation(f"the job ends with what is wrong since step {self.since}")

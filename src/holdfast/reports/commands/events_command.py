@@ -68,19 +68,20 @@ def _show(events: Sequence[dict[str, Any]], options: argparse.Namespace) -> None
 class CoordinatorWatch:
     """Asks a run's coordinator now and then whether it is still there.
 
-    `ask` raises NoAnswer if nobody answers. With any other UserError nothing is known, for example
+    `ask` raises NoAnswer if no process answers. Any other UserError leaves that open, for example
     because certificates are missing here; the run is not given up then. Times are in seconds.
     """
 
     def __init__(self, ask: Callable[[], object], waits: bool) -> None:
         self._ask = ask
-        self._waits = waits  # the command goes on without a coordinator
+        # The command continues without a coordinator.
+        self._waits = waits
         self._next = float("-inf")
         self._silent_since: float | None = None
         self.is_gone = False
 
     def note_event(self, now: float) -> None:
-        """Record a new event: somebody has written it."""
+        """Record a new event: another process has written it."""
         self._next = now + QUIET_S
         self._silent_since = None
 

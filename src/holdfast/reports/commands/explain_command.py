@@ -1,6 +1,6 @@
-"""`holdfast explain RUN [EVENT]` lists the incidents of a run, or tells the story of one.
+"""`holdfast explain RUN [EVENT]` lists the incidents of a run, or prints the story of one.
 
-It reads the event log and prints; it decides nothing. It works for crashed runs, too.
+It reads the event log and prints; it makes no decision. It works for crashed runs, too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`holdfast metrics RUN` serves a run's metrics to Prometheus, or prints them once.
 
-It asks the coordinator and reads the run's files; it decides nothing and slows nothing down.
+It asks the coordinator and reads the run's files; it makes no decision and slows no process down.
 """
 
 from __future__ import annotations

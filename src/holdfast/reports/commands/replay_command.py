@@ -1,17 +1,22 @@
 """`holdfast replay RUN --step N` computes steps again, and compares them with the run's records.
 
-Exit status: 0 all wanted steps are the same, 1 one of them differs, 2 they cannot be computed.
+It prepares a job of one worker, from a checkpoint of the run. The run is only read: the new job's
+checkpoints go to a fork of the store, which is thrown away with the new job's run directory. Exit
+status: 0 all wanted steps are the same, 1 one of them differs, 2 they cannot be computed.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import dataclasses
 import json
 import os
+import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +26,11 @@ from typing import Any
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from holdfast.engine.commands.plain_console import PlainConsole
-from holdfast.engine.core.errors import HoldfastError, UserError
+from holdfast.engine.core.errors import HoldfastError, UserError, WorldError
+from holdfast.engine.core.job_problems import JOB_BYTES_MAX
+from holdfast.engine.core.job_record import JobRecord
+from holdfast.engine.core.job_spec import JobSpec, with_settings
+from holdfast.engine.net.secret import SECRET_BYTES_MIN
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.records.ledger import StepLine, Uses
 from holdfast.engine.records.step_records import (
@@ -30,13 +39,28 @@ from holdfast.engine.records.step_records import (
     find_difference,
     read_steps,
 )
+from holdfast.engine.runtime.leadership.journal import FileJournal
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.runtime.temporary import temporary_folder
-from holdfast.reports.replay_run import find_beginnings, prepare_replay
+from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.open import check_exists, fork_store, open_storage
 
 POLL_S = 0.2
 NAMES = ("the run", "the replay")
+ALONE = {
+    "workers.nproc": 1,
+    "workers.spread": 1,
+    "workers.spares": 0,
+    "workers.hot_spares": False,
+    "workers.min": 1,
+    "nodes.min": 1,
+    "nodes.max": 1,
+    "nodes.election": "",
+    "stragglers.backup": 0,
+    "memory.redundancy": "none",
+    "servers.replicas": 1,
+}
 
 
 @dataclass(slots=True)
@@ -170,7 +194,7 @@ def _run(path: Path, end: int, until: float) -> RunSteps:
 
 
 def _step_of(run: LocalRun) -> int:
-    """Return how far a job is, as it says; -1 while nobody answers."""
+    """Return the step of a job by its status; -1 while no coordinator answers."""
     try:
         return int(run.status()["step"])
     except HoldfastError:
@@ -185,7 +209,7 @@ def _steps_so_far(path: Path) -> RunSteps:
 
 
 def _compare(recorded: RunSteps, again: RunSteps, steps: range, found: Replayed) -> None:
-    """Compare these steps; after the first difference the others differ as well."""
+    """Compare these steps; after the first difference the later ones differ as well."""
     for step in steps:
         if step not in recorded.steps or step not in again.steps:
             continue
@@ -230,7 +254,7 @@ def render(found: Replayed) -> str:
 
 
 def describe_task(line: StepLine | None, vrank: int) -> str:
-    """Return what a virtual rank's task of a step computed, in one line."""
+    """Return the results of a virtual rank's task of a step, in one line."""
     if line is None:
         return f"virtual rank {vrank} was not computed"
     loss = repr(line.all_losses()[vrank]) if line.losses else "unknown"
@@ -251,3 +275,50 @@ def _spans(steps: Sequence[int]) -> str:
         else:
             spans.append([step, step])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def find_beginnings(spec: JobSpec, wanted: Iterable[int]) -> dict[int, int]:
+    """Return for each step the newest checkpoint from which it can be computed, 0 for none.
+
+    UserError if the store cannot be read.
+    """
+    stored: list[int] = []
+    if store := spec.checkpoints.store:
+        check_exists(store)
+        try:
+            stored = Checkpoints(open_storage(store)).steps()
+        except WorldError as error:
+            raise UserError(f"the run's store {store} cannot be read: {error}") from None
+    return {step: max((s for s in stored if s <= step), default=0) for step in wanted}
+
+
+def prepare_replay(spec: JobSpec, begin: int, path: Path) -> RunDir:
+    """Make a run directory at `path` for a job that begins at step `begin` of another one.
+
+    UserError if that is a job which cannot be computed by one worker.
+    """
+    if spec.compat.enabled:
+        raise UserError("a run with --compat has no steps that could be computed again")
+    forked = fork_store(spec.checkpoints.store, begin, path / "store") if begin else ""
+    alone = with_settings(
+        spec,
+        {
+            **ALONE,
+            "workers.virtual": spec.virtual_ranks,
+            "checkpoints.store": forked,
+            "servers.count": min(spec.servers.count, 1),
+        },
+    )
+    alone = dataclasses.replace(alone, job=secrets.token_hex(JOB_BYTES_MAX // 2))
+    found = RunDir(path)
+    found.create(alone, secrets.token_bytes(SECRET_BYTES_MIN))
+    asyncio.run(_write_record(found, begin))
+    return found
+
+
+async def _write_record(run_dir: RunDir, begin: int) -> None:
+    """Record the checkpoint from which the job begins."""
+    journal = FileJournal(run_dir.journal)
+    loaded = await journal.load()
+    await journal.save(JobRecord(term=loaded.term, saved=(begin,) if begin else ()))
+    journal.close()

@@ -22,8 +22,7 @@ from holdfast.engine.net.tls import client_of
 from holdfast.engine.records.goodput import Goodput, share_out
 from holdfast.engine.records.incidents import describe_cost
 from holdfast.engine.records.run_tail import RunTail
-from holdfast.engine.records.summary import format_clock, summarize
-from holdfast.engine.records.time_left import describe_left
+from holdfast.engine.records.summary import describe_left, format_clock, summarize
 from holdfast.engine.runtime.contact import job_status
 from holdfast.engine.runtime.job_status import JobStatus, ProcessPhase
 from holdfast.engine.runtime.rundir import RunDir, check_run

@@ -1,24 +1,37 @@
 """Reads the files of a run, and describes the run by topic.
 
 It works while the run does, after its end and after a crash. All its knowledge is in the files, and
-a value that is not known is None.
+a value that is not known is None. The losses are read from the ledger line by line, by the rules of
+engine/records/step_records.py; the rate of steps follows from the times that workers write.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from holdfast.engine.core.job_spec import JobSpec
+from holdfast.engine.records.file_tails import FileTail
 from holdfast.engine.records.goodput import MEANINGS, QUANTILES, Goodput, share_times
-from holdfast.engine.records.incident_costs import IncidentCost, Part
-from holdfast.engine.records.incidents import Incident, describe_cost, list_events, list_incidents
+from holdfast.engine.records.incidents import (
+    Incident,
+    IncidentCost,
+    Part,
+    describe_cost,
+    list_events,
+    list_incidents,
+)
+from holdfast.engine.records.ledger import LEDGER_DIR, DoubtLine, StepLine, Uses, decode_line
 from holdfast.engine.records.run_tail import RunTail
 from holdfast.engine.records.time_lines import ProcessTimes, read_times
 from holdfast.engine.runtime.rundir import RunDir
-from holdfast.reports.dashboard.loss_series import LossSeries
-from holdfast.reports.dashboard.step_rates import measure_rates, rate_now
+from holdfast.reports.charts import thin_points
 
 INCIDENTS_MAX = 100
 SAVES_MAX = 40
@@ -31,6 +44,12 @@ TROUBLES = frozenset(
     "script slow straggler unsaved wrong".split()
 )
 Topics = dict[str, Any]
+POINTS_MAX = 1500
+Point = tuple[float, float | None]
+PARTS = 160
+PART_S_MIN = 1.0
+RECENT_S = 10.0
+Rate = tuple[float, float | None]
 
 
 class RunFiles:
@@ -88,7 +107,7 @@ class RunFiles:
         }
 
     def read_times(self) -> Topics:
-        """Return what follows from the workers' times, if these are new and it is not too soon."""
+        """Return the topics from the workers' times, if these are new and it is not too soon."""
         began = time.monotonic()
         folder = self._run_dir.path / "times"
         sizes = sorted((p.name, p.stat().st_size) for p in folder.glob("*.jsonl"))
@@ -165,7 +184,7 @@ def describe_goodput(goodput: Goodput) -> dict[str, Any]:
 
 
 def describe_known(processes: Sequence[ProcessTimes], nodes: dict[int, str]) -> list[Any]:
-    """Return what files say of each worker: number, node, incarnation, steps, time of its end."""
+    """Return each worker's number, node, incarnation, steps and time of its end."""
     newest: dict[int, ProcessTimes] = {}
     for each in processes:
         known = newest.get(each.worker)
@@ -183,4 +202,114 @@ def describe_known(processes: Sequence[ProcessTimes], nodes: dict[int, str]) -> 
                 "seen": times.ended if times else None,
             }
         )
+    return found
+
+
+class LossSeries:
+    """Keeps the losses in the files of one ledger."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / LEDGER_DIR
+        self._tails: dict[str, FileTail] = {}
+        self._doubts: list[DoubtLine] = []
+        self._steps: dict[int, tuple[int, float]] = {}  # by step: view and loss
+
+    def refresh(self) -> bool:
+        """Read the new lines of all files; return whether a loss has changed."""
+        changed = False
+        for path in sorted(self._folder.glob("*.jsonl")):
+            tail = self._tails.setdefault(path.name, FileTail(path))
+            for data in tail.read():
+                if tail.cut:
+                    self._tails, self._doubts, self._steps = {}, [], {}
+                    return True  # the next look reads all files again
+                with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                    changed |= self._take(decode_line(data))
+        return changed
+
+    def points(self) -> list[Point]:
+        """Return some 1,500 steps with their losses; None where the loss is no finite number."""
+        steps = sorted(self._steps)
+        finite = [(float(s), loss) for s in steps if math.isfinite(loss := self._steps[s][1])]
+        odd: list[Point] = [(float(s), None) for s in steps if not math.isfinite(self._steps[s][1])]
+        shown: list[Point] = [*thin_points(finite, POINTS_MAX)]
+        return sorted([*shown, *odd[-POINTS_MAX:]], key=lambda point: point[0])
+
+    def newest(self) -> tuple[int, float | None] | None:
+        """Return the newest step and its loss; None without any."""
+        if not self._steps:
+            return None
+        step = max(self._steps)
+        loss = self._steps[step][1]
+        return step, loss if math.isfinite(loss) else None
+
+    def _take(self, line: object) -> bool:
+        if isinstance(line, DoubtLine) and line.again and line not in self._doubts:
+            self._doubts.append(line)
+            kept = {s: v for s, v in self._steps.items() if not line.covers(s, v[0])}
+            changed = len(kept) != len(self._steps)
+            self._steps = kept
+            return changed
+        if not isinstance(line, StepLine) or line.uses is Uses.NO_SAMPLES:
+            return False
+        if any(doubt.covers(line.step, line.view) for doubt in self._doubts):
+            return False
+        known = self._steps.get(line.step)
+        if known is not None and known[0] >= line.view:
+            return False
+        with contextlib.suppress(ValueError, OverflowError):
+            self._steps[line.step] = line.view, float.fromhex(line.loss)
+            return True
+        return False
+
+
+def measure_rates(processes: Sequence[ProcessTimes]) -> list[Rate]:
+    """Return the steps per second by seconds since the first process began, in equal parts.
+
+    None: no line of any worker covers a piece of that part. Steps that were done again count again.
+    """
+    if not any(each.lines for each in processes):
+        return []
+    began, ended = min(p.began for p in processes), max(p.ended for p in processes)
+    wall_s = max(ended - began, 1e-3)
+    count = max(min(round(wall_s / PART_S_MIN), PARTS), 1)
+    width = wall_s / count
+    most: dict[int, float] = {}  # by part: steps of the worker with most of them in it
+    for each in processes:
+        for number, steps in _steps_by_part(each, began, width).items():
+            most[number] = max(most.get(number, 0.0), steps)
+    return [
+        ((number + 0.5) * width, most[number] / width if number in most else None)
+        for number in range(count)
+    ]
+
+
+def rate_now(processes: Sequence[ProcessTimes]) -> float | None:
+    """Return the steps per second of the last 10 s that the files cover; None if unknown."""
+    if not any(each.lines for each in processes):
+        return None
+    began, ended = min(p.began for p in processes), max(p.ended for p in processes)
+    width = min(RECENT_S, ended - began)
+    if width <= 0:
+        return None
+    recent = [_steps_by_part(each, ended - width, width).get(0, 0.0) for each in processes]
+    return max(recent) / width
+
+
+def _steps_by_part(process: ProcessTimes, began: float, width: float) -> dict[int, float]:
+    """Return the steps in each part that a process has recorded; parts have negative numbers, too.
+
+    Steps with a length count, and are spread over their line: the steps that it received together
+    with the state are none of its own.
+    """
+    found: dict[int, float] = {}
+    for line_began, line in process.walk():
+        if line.seconds <= 0:
+            continue
+        steps = sum(line.steps.values())
+        first, last = (line_began - began) / width, (line_began + line.seconds - began) / width
+        for number in range(int(first // 1), int(-(-last // 1))):
+            share = (min(last, number + 1) - max(first, number)) / (last - first)
+            if share > 0:
+                found[number] = found.get(number, 0.0) + steps * share
     return found

@@ -28,11 +28,10 @@ from holdfast.engine.net.descriptors import wait_readable
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.runtime.outlet import free_output
 from holdfast.engine.runtime.rundir import RunDir
-from holdfast.engine.state.store.checkpoints import Checkpoints
+from holdfast.engine.state.store.checkpoints import Checkpoints, Pacer, scrub
 from holdfast.engine.state.store.manifest import PROCS, VIEW
 from holdfast.engine.state.store.open import check_writable, open_storage
 from holdfast.engine.state.store.saving import Saving
-from holdfast.engine.state.store.scrub import Pacer, scrub
 from holdfast.engine.state.store.snapshot import Delivery, SaveAnswer, receive
 from holdfast.engine.state.store.storage import Storage
 

@@ -1,14 +1,16 @@
 """Computes Reed-Solomon codes: of k data pieces and m parity pieces, any k restore the rest.
 
-Intel's ISA-L does the arithmetic, in GF(2^8) with a Cauchy matrix, whose square submatrices are all
-invertible. The library comes with the PyECLib wheel, or is the system's libisal. It is called
-without copying, and Python's lock is released meanwhile.
+Intel's ISA-L does the arithmetic on whole buffers, where speed counts, in GF(2^8) with a Cauchy
+matrix, whose square submatrices are all invertible. The library comes with the PyECLib wheel, or is
+the system's libisal. It is called without copying, and without Python's lock. Small matrices are
+computed here, by table, in the field of ISA-L: polynomials over two elements modulo
+x^8 + x^4 + x^3 + x^2 + 1.
 
-Pieces are told apart by number, data first. With more than k of them, wrong ones are found
-(Metzner and Kapturowski, "A General Decoding Technique Applicable to Replicated File
-Disagreement Location and Concatenated Code Decoding", IEEE Transactions on Information Theory 36,
-1990): the differences between pieces and their values by the others span a space that contains just
-the columns of wrong pieces.
+Pieces have numbers, data first. With more than k of them, wrong ones are found (Metzner and
+Kapturowski, "A General Decoding Technique Applicable to Replicated File Disagreement Location and
+Concatenated Code Decoding", IEEE Transactions on Information Theory 36, 1990): the differences
+between pieces and their values computed from the rest span a space that contains just the columns
+of wrong pieces.
 """
 
 from __future__ import annotations
@@ -24,14 +26,73 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from holdfast.engine.core.errors import Damaged, UserError, require
-from holdfast.engine.state.coding import galois
 
+POLYNOMIAL = 0x11D
+Bytes = npt.NDArray[np.uint8]
 PIECES_MAX = 256  # the field has no more elements
 BLOCK_BYTES = 1 << 18  # bytes of each piece, compared at a time
 PLANS_MAX = 64  # repairs are kept, as the next block may lack the same pieces
 GUESSES_MAX = 20_000  # sets of pieces that may be wrong
+
+
+@functools.lru_cache(maxsize=1)
+def products() -> Bytes:
+    """Return the table of all products, 256 x 256."""
+    powers, value = np.zeros(510, np.uint8), 1
+    logarithm = np.zeros(256, np.int64)
+    for exponent in range(255):
+        powers[exponent] = powers[exponent + 255] = value
+        logarithm[value] = exponent
+        value <<= 1
+        value ^= POLYNOMIAL if value & 0x100 else 0
+    table: Any = powers[logarithm[:, None] + logarithm[None, :]]
+    table[0, :] = table[:, 0] = 0
+    return np.asarray(table, np.uint8)
+
+
+def inverse(a: int) -> int:
+    """Return the factor whose product with `a`, which is not 0, is 1."""
+    return int(np.flatnonzero(products()[a] == 1)[0])
+
+
+def multiply(left: Bytes, right: Bytes) -> Bytes:
+    """Multiply an (n, k) matrix by a (k, m) one; m may be millions."""
+    table = products()
+    found = np.zeros((left.shape[0], right.shape[1]), np.uint8)
+    for i, row in enumerate(left):
+        for factor, source in zip(row, right, strict=True):
+            if factor == 1:
+                found[i] ^= source
+            elif factor:
+                found[i] ^= table[factor][source]
+    return found
+
+
+def left_null_space(columns: Bytes) -> Bytes:
+    """Return independent rows that are orthogonal to all columns of a (k, n) matrix.
+
+    There are k minus its rank: with the identity next to it, the matrix is brought to echelon form.
+    """
+    table = products()
+    k, n = columns.shape
+    work = np.concatenate([columns, np.eye(k, dtype=np.uint8)], axis=1)
+    rank = 0
+    for column in range(n):
+        pivots = np.flatnonzero(work[rank:, column])
+        if not len(pivots):
+            continue
+        first = rank + int(pivots[0])
+        work[[rank, first]] = work[[first, rank]]
+        work[rank] = table[inverse(int(work[rank, column]))][work[rank]]
+        for row in range(rank + 1, k):
+            work[row] ^= table[work[row, column]][work[rank]]
+        rank += 1
+        if rank == k:
+            break
+    return work[rank:, n:]
 
 
 @functools.lru_cache(maxsize=1)
@@ -116,11 +177,11 @@ class ReedSolomon:
         self._run(tables, [there[i] for i in used], [wanted[i] for i in lost])
 
     def find_wrong(self, there: Mapping[int, memoryview]) -> tuple[int, ...]:
-        """Find the pieces that do not fit the others, by number.
+        """Find the pieces that do not fit the rest, by number.
 
         With n more pieces than the k that are needed, up to n / 2 wrong ones are found whatever
         their errors are, and up to n - 1 if these are unrelated. Damaged: too many are wrong to
-        tell them apart.
+        find out which.
         """
         numbers = sorted(there)
         used, spare = numbers[: self.k], numbers[self.k :]
@@ -135,11 +196,11 @@ class ReedSolomon:
         seen = np.zeros((len(spare), 0), np.uint8)
         for differences in self._differences(there, used, spare):
             while len(orthogonal):
-                new = np.flatnonzero(galois.multiply(orthogonal, differences).any(axis=0))
+                new = np.flatnonzero(multiply(orthogonal, differences).any(axis=0))
                 if not len(new):
                     break
                 seen = np.concatenate([seen, differences[:, new[:1]]], axis=1)
-                orthogonal = galois.left_null_space(seen)
+                orthogonal = left_null_space(seen)
         wrong = _span(parity_check, seen, orthogonal)
         if wrong is None:
             raise Damaged(
@@ -150,7 +211,7 @@ class ReedSolomon:
 
     def _differences(
         self, there: Mapping[int, memoryview], used: Sequence[int], spare: Sequence[int]
-    ) -> Iterator[galois.Bytes]:
+    ) -> Iterator[Bytes]:
         """Yield by blocks the XOR of spare pieces and their right values, where these differ."""
         tables = self._tables(self._rows_from(used, spare), len(spare))
         size = len(there[used[0]])
@@ -167,7 +228,7 @@ class ReedSolomon:
                 yield np.ascontiguousarray(should[:, differing])
 
     def _rows_from(self, used: Sequence[int], wanted: Sequence[int]) -> bytes:
-        """Return the coefficients that give the wanted pieces from k others."""
+        """Return the coefficients that give the wanted pieces from k known ones."""
         require(len(used) == self.k, f"{len(used)} pieces are too few: {self.k} are needed")
         rows = b"".join(map(self._generator, used))
         square, inverse = ctypes.create_string_buffer(rows, self.k**2), _buffer(self.k**2)
@@ -175,7 +236,7 @@ class ReedSolomon:
         require(failed == 0, f"pieces {used} do not give the rest")
         matrix = np.frombuffer(inverse.raw, np.uint8).reshape(self.k, self.k)
         needed = np.frombuffer(b"".join(map(self._generator, wanted)), np.uint8)
-        return galois.multiply(needed.reshape(len(wanted), self.k), matrix).tobytes()
+        return multiply(needed.reshape(len(wanted), self.k), matrix).tobytes()
 
     def _generator(self, piece: int) -> bytes:
         """Return the coefficients that give a piece from the data."""
@@ -198,10 +259,8 @@ class ReedSolomon:
         self._isal.ec_encode_data(size, self.k, count, table, _pointers(source), _pointers(target))
 
 
-def _span(
-    columns: galois.Bytes, seen: galois.Bytes, orthogonal: galois.Bytes
-) -> tuple[int, ...] | None:
-    """Find the fewest columns that span all errors; None if that leaves nothing to check.
+def _span(columns: Bytes, seen: Bytes, orthogonal: Bytes) -> tuple[int, ...] | None:
+    """Find the fewest columns that span all errors; None if that leaves no piece to check.
 
     `orthogonal`: rows that are orthogonal to all errors.
     """
@@ -210,7 +269,7 @@ def _span(
         return ()
     if not len(orthogonal):
         return None
-    found = np.flatnonzero(~galois.multiply(orthogonal, columns).any(axis=0))
+    found = np.flatnonzero(~multiply(orthogonal, columns).any(axis=0))
     if len(found) == rank:
         return tuple(map(int, found))
     # Errors depend on each other: more pieces are wrong than their differences have dimensions.
@@ -219,8 +278,8 @@ def _span(
         if math.comb(count, size) > GUESSES_MAX:
             return None
         for guess in itertools.combinations(range(count), size):
-            others = galois.left_null_space(np.ascontiguousarray(columns[:, guess]))
-            if not galois.multiply(others, seen).any():
+            others = left_null_space(np.ascontiguousarray(columns[:, guess]))
+            if not multiply(others, seen).any():
                 return guess
     return None
 

@@ -1,9 +1,10 @@
-"""Manages all checkpoints of one job in one storage: saving, finding, reading, retiring,
-collecting.
+"""Manages all checkpoints of one job in one storage: saving, finding, reading, retiring, scrubbing,
+and collecting garbage.
 
-Garbage is collected while saves go on. A save announces its base before it checks
-whether that is still there, and a collector retires a checkpoint before it looks for announcements;
-so at least one of the two notices the other.
+Garbage is collected while checkpoints are saved. A save announces its base before it checks whether
+that is still there, and a collector retires a checkpoint before it looks for announcements; so at
+least one of the two notices the other. Scrubbing reads checkpoints again and again, slowly, to find
+rot while it can still be repaired.
 """
 
 from __future__ import annotations
@@ -39,9 +40,8 @@ from holdfast.engine.state.store.manifest import (
     suspect_name,
     token_of,
 )
-from holdfast.engine.state.store.owner_process import has_ended, name_scope
 from holdfast.engine.state.store.saving import Item, Known, Saving
-from holdfast.engine.state.store.storage import Missing, Storage, read_all
+from holdfast.engine.state.store.storage import Missing, Storage, has_ended, name_scope, read_all
 from holdfast.engine.state.store.volumes import VolumeStorage
 
 Targets = Callable[[Manifest], Sequence[tuple[Entry, memoryview]]]  # where to put which entries
@@ -62,7 +62,8 @@ class Checkpoints:
     def __init__(self, storage: Storage, say: Callable[[str], None] = lambda line: None) -> None:
         self.storage = storage
         self._say = say
-        self._told: set[int] = set()  # steps of checkpoints that cannot be read, as was said
+        # Steps of the unreadable checkpoints that `say` has received a sentence about.
+        self._told: set[int] = set()
         self._known: list[tuple[object, Known]] = []  # none or one
 
     # ------------------------------------------------------------ finding
@@ -94,7 +95,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Storage]:
-        """Lend the storage; a pack in which something is found Rotten meanwhile becomes suspect."""
+        """Lend the storage; a pack with bytes that are found Rotten becomes suspect."""
         try:
             yield self.storage
         except Rotten as error:
@@ -113,8 +114,8 @@ class Checkpoints:
     def load_newest(self, targets: Targets) -> Manifest | None:
         """Load the newest checkpoint that can be read; return None if there is none at all.
 
-        `say` is told of each newer one that cannot be read. UserError if there are some, all
-        damaged.
+        `say` receives a sentence about each newer one that cannot be read. UserError if there are
+        some, all damaged.
         """
         steps = self.steps()
         for step in reversed(steps):
@@ -227,7 +228,7 @@ class Checkpoints:
         return tuple(removed)
 
     def collect(self, policy: Retention | None = None) -> Collected:
-        """Retire what the policy does not keep, then remove packs that nothing refers to."""
+        """Retire checkpoints that the policy does not keep, then remove unused packs."""
         unfinished = [(each, each.unfinished()) for each in self._folders()]
         steps, newest = self._retire(policy)
         # In this order: whoever wrote a pack is still saving, or has committed by then.
@@ -239,7 +240,8 @@ class Checkpoints:
             try:
                 used.update(self.manifest(step).packs)
             except Missing:
-                continue  # retired by somebody else
+                # Another process has retired it.
+                continue
             except Damaged as error:
                 self._complain(step, error)
                 return Collected(steps=steps, packs=0, freed_bytes=0)
@@ -265,7 +267,7 @@ class Checkpoints:
             )
 
     def _find_remains(self, prefix: str) -> list[str]:
-        """List the names of all objects, and of those that a crash left unfinished on volumes."""
+        """List the names of all objects, also of unfinished ones that a crash left on volumes."""
         storage = self.storage
         if isinstance(storage, VolumeStorage):
             return storage.all_names(prefix)
@@ -278,7 +280,7 @@ class Checkpoints:
         return [each for each in parts if isinstance(each, FileStorage)]
 
     def _intents(self, newest: SaveOrder | None) -> list[Intent]:
-        """Return the saves under way, and remove the announcements of those that have ended.
+        """Return the saves under way, and remove the announcements of saves that have ended.
 
         Of a writer on another machine it is never known whether it has. Its save is given up once a
         newer checkpoint is there. That is safe if it is still under way, too: it looks for its
@@ -300,3 +302,51 @@ class Checkpoints:
             else:
                 found.append(intent)
         return found
+
+
+class Pacer:
+    """Limits the rate of reading: it waits until no more than `rate` bytes a second were read."""
+
+    def __init__(self, rate: float, wait: Callable[[float], object] = time.sleep) -> None:
+        self._rate = rate
+        self._wait = wait
+        self._began = time.monotonic()
+        self._bytes = 0
+
+    def __call__(self, count: int) -> None:
+        self._bytes += count
+        early_s = self._began + self._bytes / self._rate - time.monotonic()
+        if early_s > 0:
+            self._wait(early_s)
+
+
+def scrub(store: Checkpoints, pacer: Callable[[int], None]) -> Iterator[str]:
+    """Read all objects once; yield the faults, and whether they were repaired."""
+    if isinstance(store.storage, VolumeStorage):
+        yield from _mend(store, store.storage, pacer)
+        return
+    for step in store.steps():
+        try:
+            found = [f"step {step}: {bad}" for bad in store.verify(step, pacer)]
+        except WorldError as error:
+            found = [str(error)]
+        # Otherwise it was retired during the scrub.
+        if step in store.steps():
+            yield from found
+
+
+def _mend(
+    store: Checkpoints, volumes: VolumeStorage, pacer: Callable[[int], None]
+) -> Iterator[str]:
+    for name in volumes.all_names():
+        try:
+            yield from (f"repaired: {line}" for line in volumes.repair(name))
+            pacer(volumes.size(name) or 0)
+        except Missing:
+            # It was retired during the repair, or its save was interrupted.
+            continue
+        except WorldError as error:
+            if name in volumes.names(name.rpartition("/")[0] + "/"):  # else it was removed
+                if name.startswith(PACKS) and isinstance(error, Damaged):
+                    store.suspect(name, str(error))
+                yield f"lost: {error}"

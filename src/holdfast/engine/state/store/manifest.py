@@ -1,11 +1,11 @@
 """Describes a checkpoint by its manifest, which names chunks, which lie in packs. Pure.
 
-    packs/STEP-TOKEN-N          payloads of chunks, one after the other
-    manifests/STEP              written last: a checkpoint is there if and only if this is
-    saving/TOKEN[.N[.all]]      a save is under way; names the packs that it may build upon
-    parts/TOKEN.N               the part of one of several writers, for the one that commits
-    suspect/STEP-TOKEN-N        some bytes of that pack were found wrong: no save builds upon it
-    invalidation/STEP.VIEW      checkpoints after STEP, made up to VIEW, contain errors
+    packs/STEP-TOKEN-N          payloads of chunks, one after the other manifests/STEP
+    written last: a checkpoint is there if and only if this is saving/TOKEN[.N[.all]]      a save is
+    under way; names the packs that it may build upon parts/TOKEN.N               the part of one of
+    several writers, for the writer that commits suspect/STEP-TOKEN-N        some bytes of that pack
+    were found wrong: no save builds upon it invalidation/STEP.VIEW      checkpoints after STEP,
+    made up to VIEW, contain errors
 
 Every entry's bytes fall into chunks of equal size (the last one is shorter). A chunk is known by
 its length and digest, so an unchanged chunk of an earlier checkpoint stays in its pack. It is
@@ -65,9 +65,11 @@ class Run:
     """Describes chunks of an entry that lie one after the other in a pack."""
 
     chunks: int
-    pack: int  # number among the manifest's packs
+    #: Number among the manifest's packs.
+    pack: int
     offset: int  # bytes
-    stored: tuple[int, ...] = ()  # bytes of each in the pack, if any of them is compressed
+    #: Bytes of each chunk in the pack, if any of them is compressed.
+    stored: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +78,16 @@ class Entry:
 
     name: str
     size: int  # bytes
-    digests: bytes  # the digests of its chunks, one after the other
+    #: The digests of the entry's chunks, one after the other.
+    digests: bytes
     runs: tuple[Run, ...]
-    dtype: str = ""  # as torch names it
+    #: Torch's name of the type.
+    dtype: str = ""
     shape: tuple[int, ...] = ()
-    offset: tuple[int, ...] = ()  # in a larger tensor, if this is a part of one; elements
-    whole: tuple[int, ...] = ()  # shape of the whole tensor
+    #: Place in elements in a larger tensor, if the entry is a part of one.
+    offset: tuple[int, ...] = ()
+    #: Shape of the whole tensor.
+    whole: tuple[int, ...] = ()
 
     @property
     def label(self) -> str:
@@ -121,22 +127,28 @@ class SavedPart:
 
     packs: tuple[str, ...]
     entries: tuple[Entry, ...]
-    written_bytes: int  # the rest was there already
-    base: int | None = None  # the checkpoint that holds the rest
-    shard: int = 0  # shard of this share, where workers have several processes
-    state_print: int = 0  # fingerprint of the shard's whole state; 0: unknown
+    #: Bytes that this save has written; the rest was there before.
+    written_bytes: int
+    #: The checkpoint that holds the rest.
+    base: int | None = None
+    #: Shard of this share, where workers have several processes.
+    shard: int = 0
+    #: Fingerprint of the shard's whole state; 0: unknown.
+    state_print: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """Describes one chunk of an entry, and where it lies."""
 
-    start: int  # bytes within the entry
+    #: First byte within the entry.
+    start: int
     size: int
     digest: bytes
     pack: str
     offset: int
-    stored: int  # bytes in the pack: fewer than `size`, if it is compressed
+    #: Bytes in the pack: fewer than `size`, if the chunk is compressed.
+    stored: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +229,7 @@ def part_name(token: str, number: int) -> str:
 
 
 def name_in_shard(name: str, shard: int) -> str:
-    """Return how an entry is named that each shard has for itself; that of shard 0 stands for all.
+    """Return the name of an entry that each shard has for itself; shard 0's entry stands for all.
 
     Parts of a tensor that is cut over the shards have one name, and differ by their offsets.
     """
@@ -351,7 +363,7 @@ def problem_of(manifest: Manifest) -> str:
 
 
 def _shape_problem(entry: Entry) -> str:
-    """Return why an entry's bytes cannot be a tensor of its type and shape; empty if they can."""
+    """Return the reason that bytes are no tensor of the entry's type and shape; "" if they are."""
     if not entry.dtype:
         return f"{entry.name} has a shape and no type" if entry.shape else ""
     elements = math.prod(entry.shape)

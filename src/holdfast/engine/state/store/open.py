@@ -1,18 +1,22 @@
-"""Opens the storage that an operator has named."""
+"""Opens the storage that an operator has named, or a fork of it.
+
+A fork continues a job from one checkpoint of another job's storage, and leaves that storage as it
+is. It reads from the original, of whose checkpoints it shows only one, and it writes to a storage
+of its own.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from holdfast.engine.core.errors import UserError, WorldError
 from holdfast.engine.state.store.files import FileStorage
-from holdfast.engine.state.store.forked import ForkedStorage
-from holdfast.engine.state.store.manifest import PARTS
+from holdfast.engine.state.store.manifest import INVALIDATION, MANIFESTS, PARTS, manifest_name
 from holdfast.engine.state.store.storage import Storage
 from holdfast.engine.state.store.volumes import VolumeStorage
 
@@ -21,10 +25,47 @@ _FORKED = re.compile(r"fork:(\d{1,18}):([^=]+)=(.+)", re.DOTALL)
 _CODED = re.compile(r"ec:(\d{1,3})\+(\d{1,3}):(.+)")
 
 
+class ForkedStorage:
+    """Reads from `original` and `own`, writes to `own`; `step`: of the checkpoint that is seen."""
+
+    def __init__(self, original: Storage, own: Storage, step: int) -> None:
+        self._original, self._own = original, own
+        self._manifest = manifest_name(step)
+
+    def put(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
+        """Keep an object in the fork."""
+        return self._own.put(name, parts)
+
+    def read(self, name: str, offset: int, into: memoryview) -> None:
+        """Read an object of the fork, or else of the original."""
+        of = self._own if self._own.size(name) is not None or self._hides(name) else self._original
+        of.read(name, offset, into)
+
+    def size(self, name: str) -> int | None:
+        """Return the size of an object of the fork, or else of the original."""
+        found = self._own.size(name)
+        return found if found is not None or self._hides(name) else self._original.size(name)
+
+    def names(self, prefix: str) -> list[str]:
+        """List the objects of both, without other checkpoints of the original."""
+        others = [name for name in self._original.names(prefix) if not self._hides(name)]
+        return sorted({*self._own.names(prefix), *others})
+
+    def delete(self, name: str) -> None:
+        """Delete an object of the fork; those of the original stay."""
+        self._own.delete(name)
+
+    def _hides(self, name: str) -> bool:
+        """Return whether an object of the original is not seen here."""
+        if name.startswith(INVALIDATION):
+            return True  # the checkpoint that is seen was not invalidated
+        return name.startswith(MANIFESTS) and name != self._manifest
+
+
 def open_storage(text: str, say: Callable[[str], None] = lambda line: None) -> Storage:
     """Open the storage that a text of the form FORM names. UserError with its fault.
 
-    Nothing is read or written yet. `say` takes lines on losses of volumes.
+    It reads and writes no object yet. `say` takes lines on losses of volumes.
     """
     forked = _FORKED.fullmatch(text)
     if forked is not None:
@@ -52,7 +93,7 @@ def fork_store(text: str, step: int, path: Path) -> str:
 
 
 def check_writable(storage: Storage, text: str) -> None:
-    """Put an object and delete it again. UserError says why that fails."""
+    """Put an object and delete it again. UserError gives the reason if that fails."""
     name = f"{PARTS}probe-{secrets.token_hex(8)}"  # a remainder is collected as garbage
     try:
         storage.put(name, [b"probe"])
@@ -65,7 +106,7 @@ def check_writable(storage: Storage, text: str) -> None:
 
 
 def _delete(storage: Storage, name: str) -> None:
-    """Delete an object that somebody else may just have collected as garbage. WorldError."""
+    """Delete an object that another process may just have collected as garbage. WorldError."""
     try:
         storage.delete(name)
     except WorldError:
@@ -84,7 +125,7 @@ def absolute_store(text: str) -> str:
 def check_exists(text: str) -> None:
     """Raise UserError if a storage that is only read is in folders, and none of these exists.
 
-    One that has lost some of its volumes exists, and so does every bucket that can be opened.
+    A store without some of its volumes exists, and so does every bucket that can be opened.
     """
     places = _places(text)
     if not any("://" in place or os.path.isdir(place) for place in places):

@@ -1,7 +1,8 @@
-"""Opens files that others may have replaced by odd ones: opening those fails, and nothing hangs.
+"""Opens files that another process may have replaced by odd ones: that fails at once, and never
+hangs.
 
-Opening a pipe waits for its other end, and reading a device may never end. So anything but a
-regular file is refused, with an OSError whose `strerror` says so.
+Opening a pipe waits for its other end, and reading a device may never end. So only a regular file
+is opened; the `strerror` of the OSError names any other kind.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def read_whole_lines(path: str | os.PathLike[str], bytes_max: int) -> Iterator[b
 
 
 def skip_hole(descriptor: int, at: int) -> int:
-    """Return where the data of a file go on, from a place in it; its end if there are none.
+    """Return the next place with data in a file, from a place in it; its end if there are none.
 
     A sparse file of a few blocks can claim to have terabytes. OSError.
     """
@@ -132,7 +133,7 @@ def parse_json(text: str | bytes | bytearray) -> Any:
 def read_named(path: str | os.PathLike[str], bytes_max: int = DOCUMENT_BYTES_MAX) -> bytes:
     """Read a small file that a command line names: a regular one, or a pipe, as a shell makes them.
 
-    OSError if it is of another kind or large, or if nothing comes through the pipe in time.
+    OSError if it is of another kind or large, or if the pipe stays empty for too long.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     _refuse_odd(descriptor, path, allowed=(stat.S_ISFIFO,))

@@ -2,8 +2,8 @@
 
 Several writers may each save a part; one of them commits. Chunks that an earlier checkpoint holds
 are not written again, as long as enough of their pack is still in use. Entries that look as if they
-would become much shorter are compressed. An interrupted save leaves packs that nothing refers to,
-which `collect` removes.
+would become much shorter are compressed. An interrupted save leaves packs without references, which
+`collect` removes.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from holdfast.engine.state.store.manifest import (
     part_name,
     problem_of,
 )
-from holdfast.engine.state.store.owner_process import has_ended, name_scope
-from holdfast.engine.state.store.storage import Storage, read_all
+from holdfast.engine.state.store.storage import Storage, has_ended, name_scope, read_all
 
 PART_BYTES_MAX = 1 << 30
-POLL_S, POLL_S_MAX = 0.01, 1.0  # between checks for the parts of others
+# Pauses between two checks for the other writers' parts.
+POLL_S, POLL_S_MAX = 0.01, 1.0
 ALL = ".all"  # ends the name of the announcement of all shares, by the writer that commits
 LIVE_MIN = 0.5  # chunks of packs with a smaller share in use are written again
 
@@ -82,7 +82,7 @@ class Known:
         self.packs: tuple[str, ...] = ()
 
     def learn(self, manifest: Manifest, sizes: dict[str, int]) -> None:
-        """Add a manifest's chunks in those packs whose bytes `sizes` gives, as they exist."""
+        """Add a manifest's chunks in the packs that exist: `sizes` gives their bytes."""
         chunks = {(c.pack, c.offset): c for e in manifest.entries for c in chunks_of(manifest, e)}
         live: Counter[str] = Counter()
         for chunk in chunks.values():
@@ -143,7 +143,7 @@ class Saving:
     def write(
         self, items: Sequence[Item], writer: int = 0, *, state_print: int = 0, shard: int = 0
     ) -> SavedPart:
-        """Save these items; `writer` tells the writers of one checkpoint apart. WorldError.
+        """Save these items; `writer` is the number of this writer of the checkpoint. WorldError.
 
         `state_print`: fingerprint of the whole state of `shard`; all writers of shares of one shard
         must give the same.

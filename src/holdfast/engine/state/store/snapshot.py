@@ -30,7 +30,7 @@ _DESCRIPTORS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedItem:
-    """Names one item, and says where its bytes lie in the memory."""
+    """Names one item, and gives the place of its bytes in the memory."""
 
     name: str
     start: int
@@ -45,10 +45,10 @@ class StagedItem:
 class Order:
     """Asks to save this memory as share `rank` of `size` of the checkpoint of `step` and `view`.
 
-    `token`: shared by all shares of one checkpoint, and by no others. `table_at` and `table_bytes`:
-    the place in the memory of the list of its items. `shard`, of `procs`: the shard whose state
-    this is a share of. `state_print`: a fingerprint of that whole state; 0: unknown. `patience_s`:
-    the least time to wait for the other shares.
+    `token`: shared by the shares of one checkpoint only. `table_at` and `table_bytes`: the place in
+    the memory of the list of its items. `shard`, of `procs`: the shard whose state this is a share
+    of. `state_print`: a fingerprint of that whole state; 0: unknown. `patience_s`: the least time
+    to wait for the other shares.
     """
 
     step: int
@@ -66,7 +66,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveAnswer:
-    """Answers an order: `problem` says why the share is not saved.
+    """Answers an order: `problem` is the reason that the share is not saved.
 
     `durable`: the whole checkpoint is saved.
     """
@@ -93,7 +93,7 @@ class Arena:
         self.memory: memoryview = memoryview(b"")
 
     def fit(self, size: int) -> None:
-        """Have at least `size` bytes; their contents are lost if there were fewer. OSError."""
+        """Grow to at least `size` bytes; their contents are lost if there were fewer. OSError."""
         if size <= len(self.memory):
             return
         size = -(-size // GROW) * GROW
@@ -112,7 +112,7 @@ def table_of(slots: Sequence[StagedItem]) -> bytes:
 def send(channel: socket.socket, order: Order, arena: Arena) -> int:
     """Send an order; return the descriptor on which the answer will come.
 
-    WorldError if nobody takes orders.
+    WorldError if no writer takes orders.
     """
     answers, theirs = os.pipe()
     descriptors = array.array("i", [arena.descriptor, theirs])
@@ -185,7 +185,7 @@ class Delivery:
 
 
 def receive(channel: socket.socket) -> Delivery | None:
-    """Wait for the next order; None when nobody can send one any more. Damaged."""
+    """Wait for the next order; None when no process can send one any more. Damaged."""
     room = socket.CMSG_SPACE(_DESCRIPTORS * array.array("i").itemsize)
     packet, ancillary, _, _ = channel.recvmsg(PACKET_BYTES_MAX, room, socket.MSG_CMSG_CLOEXEC)
     descriptors = array.array("i")

@@ -2,13 +2,18 @@
 
 A storage keeps named objects that never change. An object is there whole or not at all: one whose
 writing a crash interrupts is not there. Names are like paths, of parts joined by "/". Bytes that
-are read are not verified here; a storage that can tell that it holds other bytes than it was given
-raises Damaged.
+are read are not verified here; a storage that can detect a wrong byte by itself raises Damaged.
+
+Several processes of several machines share a storage. A name that a process makes up names this
+process as well, so that another one can find out whether its owner still exists.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import re
+import socket
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -29,7 +34,7 @@ class Storage(Protocol):
         """Keep an object, durably once this returns; return its size in bytes.
 
         A part may be reused by the caller once the next one is asked for. An existing object is
-        replaced atomically. An exception from `parts` passes through, and nothing is kept.
+        replaced atomically. An exception from `parts` passes through, and no object is kept.
         """
         ...
 
@@ -66,3 +71,18 @@ def check_name(name: str) -> None:
     """Raise UserError for a name that could mean something else to a file system or a bucket."""
     if not NAME.fullmatch(name) or len(name) > NAME_MAX:
         raise UserError(f"{name!r} is no name for an object: letters, digits, '-', '.' and '/'")
+
+
+@functools.cache
+def name_scope() -> str:
+    """Name the scope of process numbers: this boot of this machine, this PID namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{socket.gethostname()} {file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def has_ended(at_home: bool, pid: int) -> bool:
+    """Return whether a process has certainly ended; of one elsewhere that is never known.
+
+    `at_home`: process `pid` belongs to the scope that `name_scope` names.
+    """
+    return at_home and not os.path.exists(f"/proc/{pid}")

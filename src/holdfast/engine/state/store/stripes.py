@@ -1,8 +1,8 @@
 """Computes how an object lies on k + m volumes: in stripes of k data and m parity shards. Pure.
 
 Each volume holds the object's shards of one number, one after the other, then the digests of those
-shards, then a footer. So each volume can say by itself which of its blocks are intact. Two writes
-of one name differ in their version, and only shards of one version belong together.
+shards, then a footer. So each volume knows by itself which of its blocks are intact. Two writes of
+one name differ in their version, and only shards of one version belong together.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ MAGIC = b"HFSHARD1"
 class Footer:
     """Describes one volume's object.
 
-    `version`: a number that grows with each write, whatever the clock says, and a random one.
+    `version`: a number that grows with each write, even if the clock is set back, and a random one.
     """
 
     version: tuple[int, int]
-    number: int  # among the k + m
+    #: Number among the k + m shards.
+    number: int
     k: int
     m: int
-    size: int  # bytes of the whole object
+    #: Bytes of the whole object.
+    size: int
     shard_bytes: int
-    table: bytes  # digest of the table of digests
+    #: Digest of the table of digests.
+    table: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,8 @@ class Stripe:
     index: int
     start: int
     size: int
-    shard: int  # bytes of each of its shards
+    #: Bytes of each shard.
+    shard: int
     offset: int
 
 

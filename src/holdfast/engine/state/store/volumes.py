@@ -1,9 +1,10 @@
-"""Implements a storage over several others; any m of them may be lost or return wrong bytes.
+"""Implements a storage over several volumes; any m of them may be lost or return wrong bytes.
 
 Each object is spread with parity over all volumes. Shards that a volume cannot give, or returns
-altered, are computed from the others and reported. A write succeeds while at most m volumes refuse
-it; an object that fewer than k volumes can hold was never whole, and is not there. If volumes do
-not answer and the object might be there, that is said: nobody takes it for deleted.
+altered, are computed from the remaining ones and reported. A write succeeds while at most m volumes
+refuse it; an object that fewer than k volumes can hold was never whole, and is not there. If
+volumes do not answer and might have the object, the error names them, and the object does not count
+as deleted.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 Version = tuple[int, int]  # see Footer
 
 STRIPES_UNDER_WAY = 8
-LINES_MAX = 1000  # lines said in all
+#: At most this many lines are posted.
+LINES_MAX = 1000
 STRIPES_AT_ONCE = 16  # read from each volume in one go
 
 
@@ -53,7 +55,8 @@ class Placed:
     geometry: Geometry
     version: Version
     volumes: dict[int, int]
-    tables: dict[int, bytes]  # digests of the shards, by number
+    #: Digests of the shards, by number.
+    tables: dict[int, bytes]
 
 
 class VolumeStorage:
@@ -121,7 +124,7 @@ class VolumeStorage:
 
     def delete(self, name: str) -> None:
         check_name(name)
-        # Twice: a repair looks, after it has written, whether the others are still there.
+        # Twice: a repair looks, after it has written, whether the other shards are still there.
         for i, volume in [*enumerate(self.volumes)] * 2:
             try:
                 volume.delete(name)
@@ -152,7 +155,8 @@ class VolumeStorage:
             make_footer = partial(self._footer, placed.version, number, size)
             self.volumes[order[number]].put(name, _write_object(blocks, make_footer))
         if wrong and any(self.volumes[v].size(name) is None for v in placed.volumes.values()):
-            self.delete(name)  # somebody did, meanwhile
+            # Another writer has replaced it in the meantime.
+            self.delete(name)
             raise Missing(f"{name} was deleted while it was repaired")
         return bad
 
@@ -213,7 +217,7 @@ class VolumeStorage:
     def _look(
         self, name: str, number: int, volume: int
     ) -> tuple[Footer, bytes] | WorldError | None:
-        """Return what a volume says of an object; None if it has nothing of it."""
+        """Return a volume's footer of an object; None if it has no part of it."""
         storage, where = self.volumes[volume], f"{name} on volume {volume}"
         try:
             size = storage.size(name)
@@ -366,7 +370,7 @@ def _can_be_there(storage: Storage, name: str) -> bool:
 
 
 def _version_after(looks: Sequence[tuple[Footer, bytes] | WorldError | None]) -> Version:
-    """Return a version after that of every object that was found, whatever the clock says."""
+    """Return a version after those of all objects found, even if the clock was set back."""
     newest = max((each[0].version[0] for each in looks if isinstance(each, tuple)), default=0)
     return max(time.time_ns(), newest + 1), secrets.randbits(62)
 
@@ -463,12 +467,12 @@ class _Spread:
             raise WorldError("the source of what was to be written has failed")
 
     def drain(self, number: int) -> None:
-        """Release a volume that takes no more, perhaps too early, so that the others go on."""
+        """Release a volume that takes no more, perhaps early, so that the rest continue."""
         while not self._ended[number]:
             self._advance(number)
 
     def _advance(self, number: int) -> bool:
-        """Let go of the volume's present stripe, and wait for the next one."""
+        """Release the volume's present stripe, and wait for the next one."""
         held = self._held.pop(number, None)
         if held is not None:
             self._release(held)

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from holdfast.engine.core.errors import require
-from holdfast.engine.state.coding.galois import POLYNOMIAL
-from holdfast.engine.state.coding.reed_solomon import ReedSolomon
+from holdfast.engine.state.coding.reed_solomon import POLYNOMIAL, ReedSolomon
 
 WORD_BYTES = 8
 HIGH_BITS = 0x0101010101010101  # each byte's highest bit, shifted to its lowest place

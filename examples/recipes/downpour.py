@@ -1,5 +1,7 @@
 """Trains by Downpour SGD: replicas compute at stale parameters, and their pushes never wait.
 
+A recipe: copy this file next to your script, and import it from there.
+
 Dean et al. described it in "Large Scale Distributed Deep Networks" (2012). There each replica goes
 at its own pace, so two runs of one job differ. Here a virtual rank is a replica, and the order in
 which pushes are applied is fixed, so they do not.
@@ -16,13 +18,17 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from holdfast.engine.core.errors import UserError
-from holdfast.engine.train.script.job_step import Step
-from holdfast.tables.collections import EmbeddingBagCollection, EmbeddingCollection
-from holdfast.tables.embeddings import Embedding, EmbeddingBag
-from holdfast.tables.row_optimizers import RowOptimizer
+from holdfast import Step, UserError
+from holdfast.tables import (
+    Embedding,
+    EmbeddingBag,
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    RowOptimizer,
+)
 
-PUSH = "downpour"  # the name under which tasks hand their pushes over
+# The name under which tasks hand their pushes over.
+PUSH = "downpour"
 TABLES = (Embedding, EmbeddingBag, EmbeddingCollection, EmbeddingBagCollection)
 Push = list[torch.Tensor]
 
@@ -30,9 +36,7 @@ Push = list[torch.Tensor]
 class Downpour(torch.optim.Optimizer):
     """Updates a model by the pushes of many replicas, which train copies of it for a while.
 
-        downpour = holdfast.tables.Downpour(
-            model, holdfast.tables.Adagrad(lr=0.05), n_push=4, n_fetch=8
-        )
+        downpour = Downpour(model, holdfast.tables.Adagrad(lr=0.05), n_push=4, n_fetch=8)
         job.protect(model=model, downpour=downpour)
         data = job.batches(dataset, batch_size=4 * 32)  # 4 minibatches of 32 for each replica
         for step in job.steps(data, until=1000):
@@ -58,7 +62,8 @@ class Downpour(torch.optim.Optimizer):
     to train, and for one with tables of holdfast.tables, which have an optimizer of their own.
     """
 
-    trains_frozen = True  # so a job with no other parameters has something to train
+    # A job whose parameters are all frozen is refused, unless one of its objects has this.
+    trains_frozen = True
 
     def __init__(
         self,
@@ -86,11 +91,14 @@ class Downpour(torch.optim.Optimizer):
         model.requires_grad_(False)
         self._model, self._rule = model, optimizer
         self._n_push, self._warm_start = n_push, warm_start
-        self._period = n_fetch // n_push  # in steps
+        # Steps from one fetch of a replica to the next.
+        self._period = n_fetch // n_push
         self._params: Sequence[torch.Tensor] = params
-        self._replica: Push = []  # the parameters of the replica whose batch the script has
-        self._push: Push = []  # the sum of that replica's gradients
-        self._losses: list[float] = []  # one for each minibatch of the batch
+        # The parameters of the replica whose batch the script has, the sum of its gradients, and
+        # a loss for each minibatch of the batch.
+        self._replica: Push = []
+        self._push: Push = []
+        self._losses: list[float] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model with the parameters of the replica whose minibatch the script has."""
@@ -186,7 +194,8 @@ class Downpour(torch.optim.Optimizer):
                     state[name] = rows.new_full((len(rows), width), first)
             slots = {name: state[name] for name in sizes}
             self._rule.update(rows, slots, _as_rows(grad), float(group["lr"]), group["pushes"])
-            if rows.data_ptr() != param.data_ptr():  # a parameter whose rows are not contiguous
+            # The rows of a parameter that are not contiguous were copied.
+            if rows.data_ptr() != param.data_ptr():
                 param.copy_(rows.view(param.shape))
 
     # ------------------------------------------------------------ replicas
@@ -204,7 +213,7 @@ class Downpour(torch.optim.Optimizer):
                 self.state[param][_name(rank)] = param.clone()
 
     def _move_replica(self, rank: int, push: Push | None) -> None:
-        """Update a replica by its own push; None: have it fetch the model's parameters."""
+        """Update a replica by its own push; None: by the model's parameters, which it fetches."""
         for number, param in enumerate(self._params):
             copy = self.state[param][_name(rank)]
             if push is None:
@@ -247,7 +256,7 @@ def _mean(pushes: Sequence[Push]) -> Push:
 
 
 def _cut(batch: Any, count: int) -> Iterator[tuple[int, Any]]:
-    """Cut a batch into this many parts, or fewer if it is short; yield their lengths, too."""
+    """Cut a batch into `count` parts, or fewer if it is short; yield their lengths, too."""
     if isinstance(batch, torch.Tensor):
         size = -(-len(batch) // count)
         yield from ((len(part), part) for part in batch.split(size))

@@ -1,9 +1,11 @@
 """Minimizes a loss over all samples by L-BFGS, with one evaluation of the loss for each step.
 
+A recipe: copy this file next to your script, and import it from there.
+
 The idea is Sandblaster's (Dean et al., "Large Scale Distributed Deep Networks", 2012): many
 portions of the batch, far more than workers, and one optimizer over their sum. Here the portions
-are virtual ranks, so that a lost or late worker's portions go to others, and the sum is always the
-same.
+are virtual ranks: the portions of a lost or late worker go to other workers, and the sum is always
+the same.
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ from typing import Any
 
 import torch
 
-from holdfast.engine.core.errors import UserError
+from holdfast import UserError
 
-DECREASE = 1e-4  # the share of the slope's promise that a step must keep
-SHORTEST, LONGEST = 0.1, 0.5  # a step that was too long is multiplied by a number between these
-TRIES_MAX = 20  # of one direction
+# The share of the slope's promise that a step must keep.
+DECREASE = 1e-4
+# A step that was too long is multiplied by a number between these.
+SHORTEST, LONGEST = 0.1, 0.5
+# Lengths that are tried in one direction.
+TRIES_MAX = 20
 
 
 class LBFGS(torch.optim.Optimizer):
@@ -68,7 +73,7 @@ class LBFGS(torch.optim.Optimizer):
         """Move the parameters to the point at which to evaluate next; return the loss.
 
         `loss`: at the present point, over all samples, as are the gradients: a number or a tensor
-        of one. UserError for a closure, which this optimizer has no use for.
+        of one. UserError for a closure, which this optimizer cannot use.
         """
         if callable(loss) and not isinstance(loss, torch.Tensor):
             raise UserError("LBFGS.step: give the loss, optimizer.step(step.loss), and no closure")
@@ -111,7 +116,8 @@ class LBFGS(torch.optim.Optimizer):
             self._accept(state, point, loss, grad)
             return
         state["tries"] += 1
-        if state["tries"] == TRIES_MAX:  # the history misleads, or there is nothing to gain
+        if state["tries"] == TRIES_MAX:
+            # The history misleads, or the point is the best already.
             state["kept"] = 0
             self._accept(state, state["point"], state["loss"], state["grad"])
             return
@@ -122,13 +128,14 @@ class LBFGS(torch.optim.Optimizer):
     def _accept(
         self, state: dict[str, Any], point: torch.Tensor, loss: float, grad: torch.Tensor
     ) -> None:
-        """Search from this point on, in a new direction."""
+        """Begin to search at this point, in a new direction."""
         state["point"], state["loss"], state["grad"], state["tries"] = point, loss, grad, 0
         most = float(grad.abs().max()) if grad.numel() else 0.0
         state["is_converged"] = most <= self.param_groups[0]["tolerance_grad"]
         state["direction"] = -self._times_inverse(state, grad)
         state["slope"] = _dot(state["direction"], grad)
-        if not state["slope"] < 0:  # rounding has spoilt the direction
+        if not state["slope"] < 0:
+            # Rounding has spoilt the direction.
             state["kept"], state["direction"] = 0, -grad
             state["slope"] = _dot(-grad, grad)
         first = min(1.0, 1.0 / max(float(grad.abs().sum()), 1e-30)) if not state["kept"] else 1.0
@@ -137,7 +144,8 @@ class LBFGS(torch.optim.Optimizer):
     def _remember(self, state: dict[str, Any], step: torch.Tensor, change: torch.Tensor) -> None:
         """Keep a step with the gradient's change, in place of the oldest ones."""
         if _dot(step, change) <= 1e-10 * _dot(change, change):
-            return  # the loss is not convex there
+            # The loss is not convex there.
+            return
         size = self.param_groups[0]["history_size"]
         place = state["accepted"] % size
         state["steps"][place], state["changes"][place] = step, change
@@ -162,7 +170,7 @@ class LBFGS(torch.optim.Optimizer):
         return found
 
     def _move(self, state: dict[str, Any]) -> None:
-        """Put the parameters where to evaluate next."""
+        """Move the parameters to the point at which to evaluate next."""
         self._set(torch.add(state["point"], state["direction"], alpha=state["length"]))
 
     def _set(self, point: torch.Tensor) -> None:

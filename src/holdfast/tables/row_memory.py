@@ -1,4 +1,8 @@
-"""Keeps a checksum of each row, so that memory which has changed by itself is noticed.
+"""Keeps the memory of rows: arrays with room for whole tables, and a checksum of each row.
+
+A server holds some shards of each table, and may have to hold further ones later. Its arrays have a
+place for every row of a table from the start, so a shard comes and goes without a copy of the rest:
+the kernel gives memory to pages at their first use, and takes it back on request.
 
 A server's memory holds rows for months, and a flipped bit in one of them would go into a model
 unseen. So a row is compared with its checksum before it is read, updated or copied. All checksums
@@ -8,16 +12,62 @@ unless one of them has computed wrongly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import mmap
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from holdfast.engine.core.servers.placement import SHARDS
-from holdfast.tables.reserved_arrays import ReservedArrays
 
+RESERVED_MIN = 1 << 20  # bytes; smaller arrays take their memory at once
+MAP_NORESERVE = 0x4000  # Linux reserves address space alone, which may exceed the memory
 CHECKED_AT_ONCE = 1 << 16  # rows
 SPREAD = 0x1E3779B97F4A7C15  # odd: neighbours count by very different factors
+
+
+class ReservedArrays:
+    """Makes arrays of zeros, and frees the memory of their parts.
+
+    `whole`: all parts will be used, so arrays take their memory at once. RuntimeError: there is
+    not enough.
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self._whole = whole
+        self._maps: dict[int, mmap.mmap] = {}  # by the address of the array
+
+    def make(self, count: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return an array [count, width] of zeros; of the shape [count] if `width` is 0."""
+        shape = (count, width) if width else (count,)
+        size = count * max(width, 1) * dtype.itemsize
+        if size >= RESERVED_MIN and not self._whole:
+            with suppress(OSError):  # the machine allows no more of them
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+                room = mmap.mmap(-1, size, flags=flags)
+                found = torch.frombuffer(room, dtype=dtype).view(shape)
+                self._maps[found.data_ptr()] = room
+                return found
+        return torch.zeros(shape, dtype=dtype)
+
+    def release(self, arrays: Iterable[torch.Tensor], places: range) -> None:
+        """Free the memory of these places [first dimension]; do not read them afterwards."""
+        for array in arrays:
+            room = self._maps.get(array.data_ptr())
+            if room is None:
+                continue
+            row = array[0].numel() * array.element_size()
+            # A page at an edge has rows of a neighbour, too.
+            start = -(-places.start * row // mmap.PAGESIZE) * mmap.PAGESIZE
+            stop = places.stop * row // mmap.PAGESIZE * mmap.PAGESIZE
+            if stop > start:
+                room.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+
+def check_room(size: int) -> None:
+    """Raise RuntimeError if `size` bytes are more than this machine can have at all."""
+    torch.empty(size, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +114,7 @@ class RowChecksums:
         return Seal(sums, total)
 
     def seal_part(self, places: range, owner: int, seal: Seal | None = None) -> None:
-        """Take all rows of one owner, at these places, as they are now for right.
+        """Take all rows of one owner, at these places, for right with their present bytes.
 
         `seal`: their checksums, if they are known.
         """
@@ -75,7 +125,7 @@ class RowChecksums:
         self.totals[owner] = seal.total
 
     def seal(self, places: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
-        """Take the rows at these places, each there once, as they are now for right.
+        """Take the rows at these places, each there once, for right with their present bytes.
 
         Returns the change of `totals` [owners].
         """
@@ -189,7 +239,7 @@ class ShardChecksums:
         return found
 
     def seal(self, places: torch.Tensor, *names: str) -> torch.Tensor:
-        """Take these places of some sets, each there once, as they are now for right.
+        """Take these places of some sets, each there once, for right with their present bytes.
 
         Returns the change of `totals` [SHARDS].
         """
