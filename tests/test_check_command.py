@@ -76,7 +76,7 @@ def test_a_script_that_keeps_the_promise(
 def test_a_variable_that_a_joiner_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = check(tmp_path, capsys, after="scale *= 0.9")
     assert code == 1
-    assert "the script keeps something that the job's state lacks" in found["runs"][2]["told"][0]
+    assert "steps change scale in line" in found["runs"][2]["told"][0]
 
 
 CARRIES = """

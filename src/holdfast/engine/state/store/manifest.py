@@ -1,11 +1,11 @@
 """Describes a checkpoint by its manifest, which names chunks, which lie in packs. Pure.
 
-    packs/STEP-TOKEN-N          payloads of chunks, one after the other manifests/STEP
-    written last: a checkpoint is there if and only if this is saving/TOKEN[.N[.all]]      a save is
-    under way; names the packs that it may build upon parts/TOKEN.N               the part of one of
-    several writers, for the writer that commits suspect/STEP-TOKEN-N        some bytes of that pack
-    were found wrong: no save builds upon it invalidation/STEP.VIEW      checkpoints after STEP,
-    made up to VIEW, contain errors
+    packs/STEP-TOKEN-N          payloads of chunks, one after the other
+    manifests/STEP              written last: a checkpoint is there if and only if this is
+    saving/TOKEN[.N[.all]]      a save is under way; names the packs that it may build upon
+    parts/TOKEN.N               the part of one of several writers, for the writer that commits
+    suspect/STEP-TOKEN-N        some bytes of that pack were found wrong: no save builds upon it
+    invalidation/STEP.VIEW      checkpoints after STEP, made up to VIEW, contain errors
 
 Every entry's bytes fall into chunks of equal size (the last one is shorter). A chunk is known by
 its length and digest, so an unchanged chunk of an earlier checkpoint stays in its pack. It is
