@@ -1,1 +1,14 @@
-"""Predicts what a job will cost on a cluster that need not exist yet; imports core alone."""
+"""Predicts the time and the cost of a job on a cluster that need not exist yet."""
+
+from __future__ import annotations
+
+from holdfast.engine.plugins import Command, Plugin
+
+PLUGIN = Plugin(
+    commands={
+        "plan": Command(
+            text="choose redundancy, spares and intervals for a cluster that fails",
+            module="holdfast.plan.plan_command",
+        ),
+    },
+)
