@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from holdfast.engine.core.ground.events import Wait
 from holdfast.engine.core.step.link_detector import LinkDetector
 from holdfast.engine.core.types import WorkerId
-from holdfast.engine.train.exchange.waits import Waits
+from holdfast.engine.train.exchange.seam import Waits
 from labs.made_up_exchanges import BUCKETS, MadeUpExchange
 
 BEGIN, WITHIN = 40, 20  # steps: when something becomes slow, and the limit for finding it

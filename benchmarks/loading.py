@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from holdfast.engine.train.data.batch_loading import BatchSource, LoadOptions
+from holdfast.engine.train.data.batch_loading import BatchSource
+from holdfast.engine.train.data.batch_tasks import LoadOptions
 from holdfast.engine.train.data.sampling import SamplePlan
 
 ROUNDS = 15

@@ -141,8 +141,8 @@ def draw_findings() -> Iterator[str]:
     yield (
         "- Today's *code for GPUs* does not. It issues one call of NCCL for each level, runs one "
         "bucket after the other, and polls for the end of an exchange from Python "
-        f"(`engine/train/exchange/nccl.py`). So 8 GPUs need {written[0]} ms, and {n:,} need "
-        f"{written[1]} ms. It was written to be right, and has never run on more than one GPU."
+        f"(`engine/train/exchange/gpu_transport.py`). So 8 GPUs need {written[0]} ms, and {n:,} "
+        f"need {written[1]} ms. It was written to be right, and has never run on more than one GPU."
     )
     yield (
         f"- NCCL's own trees are as good with one large call: 1 GB among {n:,} GPUs takes {large} "

@@ -27,7 +27,7 @@ from whole_batches import as_is
 import holdfast
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.engine.train.script.ledger_recorder import LedgerRecorder
-from holdfast.engine.train.step.part_digest import PartDigest
+from holdfast.engine.train.step.gradient_digest import PartDigest
 from holdfast.engine.train.step.time_sheet import TimeSheet
 
 RUN_S = 900.0

@@ -24,9 +24,8 @@ import torch.distributed as dist
 import trustme
 
 from holdfast.engine.net.tls import PeerIdentity
-from holdfast.engine.train.exchange.seam import Message, Rendezvous
+from holdfast.engine.train.exchange.seam import Message, Rendezvous, Waits
 from holdfast.engine.train.exchange.tcp_transport import TcpListener, TcpTransport
-from holdfast.engine.train.exchange.waits import Waits
 from holdfast.lab.contracts.transports import GroupMember, MakeTransport, run_contract
 
 VOTE_BYTES = 200

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from holdfast.engine.state.store.data_index import VerifiedFiles, index_files, write_index
-from holdfast.engine.train.data.batch_loading import BatchSource, LoadOptions
+from holdfast.engine.train.data.batch_loading import BatchSource
+from holdfast.engine.train.data.batch_tasks import LoadOptions
 from holdfast.engine.train.data.sample_digest import index_samples
 from holdfast.engine.train.data.sampling import SamplePlan
 from holdfast.engine.train.data.verified_samples import Checks

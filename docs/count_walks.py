@@ -85,7 +85,7 @@ WALKS = (
             ("StepMachine.handle_sums", "Standing.order"),
             OPINION,
             DECISION,
-            ("ScriptThread.finish", "Gradients.publish"),
+            ("StepRunner.finish", "Gradients.publish"),
         ),
     ),
     Walk(

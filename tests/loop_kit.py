@@ -38,8 +38,8 @@ def results(
 
     def run(job: Job, me: ThreadWorker) -> None:
         returned = script(job, me)
-        job._end_open_loop()
-        job._wait_for_others()
+        job._loops.end_open_loop()
+        job._loops.wait_for_others()
         found[me.worker] = returned
 
     # No node goes silent here, so threads that a busy machine holds up keep their lease.

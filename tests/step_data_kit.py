@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.engine.train.step.buckets import Gradients
-from holdfast.engine.train.step.monitor import Monitor
+from holdfast.engine.train.step.driver import Monitor
+from holdfast.engine.train.step.gradients import Gradients
 from holdfast.engine.train.step.step_data import StepData
 from holdfast.engine.train.step.step_table import Buffers, StepTable
 

@@ -34,7 +34,7 @@ from holdfast.engine.core.step.trust import Doubt, Trust
 from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
 from holdfast.engine.core.views import Member, View
 from holdfast.engine.core.worker_status import WorkerStatus
-from holdfast.engine.train.step.task_digest import sketch
+from holdfast.engine.train.step.gradient_digest import sketch
 
 WORKERS = [WorkerId(i) for i in range(4)]
 OWNERS = [WorkerId(i // 4) for i in range(16)]

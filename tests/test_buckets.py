@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.train.step.buckets import Gradients
+from holdfast.engine.train.step.gradients import Gradients
 
 
 def gradients_of(model: nn.Module) -> Gradients:

@@ -37,8 +37,8 @@ def test_a_number_that_is_none_is_noticed_in_any_bucket(broken: torch.dtype, wor
             if step.index != BROKEN:
                 optimizer.step()
             optimizer.zero_grad()
-        job._end_open_loop()
-        job._wait_for_others()
+        job._loops.end_open_loop()
+        job._loops.wait_for_others()
 
     settings = {"workers.nproc": workers, "workers.virtual": 4}
     cluster = ThreadCluster(with_settings(SPEC, settings), script)

@@ -52,7 +52,7 @@ def calls_of(
         for step in job.steps(job.batches(dataset(), 3), until=STEPS):
             step_once(step, model, optimizer)
             step.metrics["added"] = job.agree(step.index * 2)
-        job._end_open_loop()
+        job._loops.end_open_loop()
 
     settings = {"workers.nproc": workers, "workers.virtual": 4}
     at = {WorkerId(worker): number for worker, number in (kill_at or {}).items()}

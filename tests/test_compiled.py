@@ -10,7 +10,7 @@ from torch import nn
 
 from conftest import SCRIPTS, finish
 from holdfast.engine.runtime.local_run import LocalRun
-from holdfast.engine.train.compiled import advice
+from holdfast.engine.train.process_settings import advice
 
 TOLD = "net is compiled with automatic dynamic shapes"
 

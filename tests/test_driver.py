@@ -16,10 +16,8 @@ from holdfast.engine.core.types import Incarnation, Tick, ViewNumber, WorkerId
 from holdfast.engine.core.worker.machine import WorkerMachine
 from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.engine.train.step import driver as driver_module
-from holdfast.engine.train.step.buckets import Bucket
-from holdfast.engine.train.step.driver import Driver
-from holdfast.engine.train.step.filled_buckets import FilledBuckets
-from holdfast.engine.train.step.monitor import Monitor
+from holdfast.engine.train.step.buckets import Bucket, FilledBuckets
+from holdfast.engine.train.step.driver import Driver, Monitor
 
 ONE = ViewNumber(1)
 
@@ -186,7 +184,7 @@ def test_a_full_disk_is_told_to_the_script_and_the_effects_that_follow_are_carri
     driver = Driver(Scripted(WorkerId(0), Incarnation(1)), link, Monitor())
     driver.serve(FullDisk())
     driver.post(ev.LinkLost(ONE, ()))  # as the control thread does: it must go on
-    assert driver.aborted == 1
+    assert driver.groups.aborted == 1
     assert len(link.told) == 1
     with pytest.raises(UserError, match="no space left"):
         driver.next_for_script()

@@ -32,7 +32,7 @@ from holdfast.engine.core.step.rulings import Rulings
 from holdfast.engine.core.types import AgentId, WorkerId
 from holdfast.engine.core.views import View
 from holdfast.engine.train.job import Job
-from holdfast.engine.train.script import repeated_tasks, script_memory
+from holdfast.engine.train.script import repeated_tasks, script_suspects
 from loop_kit import dataset, protected
 from machine_kit import a_view
 from test_guard import STEPS, told
@@ -367,13 +367,13 @@ def test_iterators_and_generators_that_a_script_keeps_are_named() -> None:
 def test_a_look_at_a_large_memory_is_short() -> None:
     """It comes as a worker begins, and must not keep a job from going on."""
     large = tuple(tuple(tuple(object() for _ in range(50)) for _ in range(50)) for _ in range(50))
-    walk = script_memory._Walk(())
+    walk = script_suspects._Walk(())
     walk.visit("large", large, 0)
-    assert script_memory.VISITS_MAX // 2 < len(walk._seen) <= script_memory.VISITS_MAX
+    assert script_suspects.VISITS_MAX // 2 < len(walk._seen) <= script_suspects.VISITS_MAX
 
 
 def test_the_ends_of_a_long_text_stand_for_it() -> None:
-    walk = script_memory._Walk(())
+    walk = script_suspects._Walk(())
     for name, text in (("one", "a" * 5000), ("same", "a" * 5000), ("other", "a" * 4999 + "b")):
         walk.visit(name, text, 0)
     assert walk.found["one"] == walk.found["same"] != walk.found["other"]

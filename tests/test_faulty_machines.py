@@ -62,8 +62,8 @@ def run(kind: str, workers: int, faulty: int) -> tuple[set[str], ThreadCluster]:
     def script(job: Job, me: ThreadWorker) -> None:
         is_ill = me.worker >= workers - faulty and me.incarnation == 1
         ended = trains(job, Faults(kind, me.worker) if is_ill else None)
-        job._end_open_loop()
-        job._wait_for_others()
+        job._loops.end_open_loop()
+        job._loops.wait_for_others()
         found[me.worker] = ended
 
     cluster = ThreadCluster(with_settings(SPEC, SETTINGS | {"workers.nproc": workers}), script)

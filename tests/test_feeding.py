@@ -49,8 +49,8 @@ def run(
 
     def runs(job: Job, me: ThreadWorker) -> None:
         returned = script(job, me)
-        job._end_open_loop()
-        job._wait_for_others()
+        job._loops.end_open_loop()
+        job._loops.wait_for_others()
         found[me.worker] = returned
 
     given = {"workers.nproc": workers, "workers.virtual": 4, **FED}

@@ -21,16 +21,19 @@ from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.engine.state.memory.pieces import Image, PieceCoder
 from holdfast.engine.train.checkpoint.staging import Copier
-from holdfast.engine.train.exchange import nccl
-from holdfast.engine.train.exchange.nccl import NO_NCCL, GpuTransport, UniqueIdStore, gpu_id_of
-from holdfast.engine.train.exchange.seam import Transport
-from holdfast.engine.train.exchange.staged import (
+from holdfast.engine.train.exchange import gpu_transport
+from holdfast.engine.train.exchange.gpu_transport import (
+    NO_NCCL,
     Copy,
     DeviceCopies,
+    GpuTransport,
     HostRooms,
     Moment,
     StagedTransport,
+    UniqueIdStore,
+    gpu_id_of,
 )
+from holdfast.engine.train.exchange.seam import Transport
 from holdfast.engine.train.exchange.tcp_transport import TcpListener, TcpTransport
 from holdfast.engine.train.exchange.tensor_bytes import as_bytes
 from holdfast.engine.train.job import Job
@@ -176,7 +179,7 @@ class Connected(StagedTransport):
 def test_members_use_nccl_only_if_each_has_a_gpu_of_its_own(
     gpus: tuple[bytes, ...], by_nccl: bool, fake_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "NcclTransport", Connected)
+    monkeypatch.setattr(gpu_transport, "NcclTransport", Connected)
     network, chosen, rooms = MemoryNetwork(), [], HostRooms(DeviceCopies(fake_gpu))
 
     def case(member: GroupMember) -> None:
@@ -198,7 +201,7 @@ def test_members_use_nccl_only_if_each_has_a_gpu_of_its_own(
 def test_members_on_gpus_open_by_messages_between_those_that_are_connected(
     size: int, fake_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "NcclTransport", Connected)
+    monkeypatch.setattr(gpu_transport, "NcclTransport", Connected)
     network, addresses, rooms = (
         MemoryNetwork(),
         dict[str, bytes](),

@@ -12,10 +12,9 @@ from torch import nn
 from fake_gpu import DEFAULT, RECORDED, FakeStream, fake_gpu, in_stream, move, on_gpu
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.train.feeding.step_memory import LARGE_BYTES, StepMemory
-from holdfast.engine.train.step import buckets
-from holdfast.engine.train.step.buckets import Gradients
-from holdfast.engine.train.step.default_stream import order_gradient
-from holdfast.engine.train.step.task_clock import TaskClock
+from holdfast.engine.train.step import gradients
+from holdfast.engine.train.step.gradients import Gradients, order_gradient
+from holdfast.engine.train.step.time_sheet import TaskClock
 from test_buckets import gradients_of
 
 __all__ = ["fake_gpu"]
@@ -80,7 +79,7 @@ def test_the_fake_shows_gradients_that_nobody_waited_for(
     fake_gpu: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(buckets, name, planted)
+    monkeypatch.setattr(gradients, name, planted)
     assert summed(names) != RIGHT
 
 

@@ -25,7 +25,7 @@ from holdfast.engine.records.step_records import RunSteps, has_digests, read_ste
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.engine.train.data.sampling import plan_of
 from holdfast.engine.train.shards.inner_group import InnerGroup
-from holdfast.engine.train.step.part_digest import ALWAYS_BYTES, AT_ONCE_BYTES, PartDigest
+from holdfast.engine.train.step.gradient_digest import ALWAYS_BYTES, AT_ONCE_BYTES, PartDigest
 from holdfast.reports.commands.compare_command import compare_runs
 from test_ledger import audit, entry, write
 

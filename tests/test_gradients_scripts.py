@@ -89,7 +89,7 @@ def averaged(job: Job, me: ThreadWorker) -> Any:
             step.backward(mse(model(x), y))
         optimizer.step()
         average.update_parameters(model)
-    script = job._script
+    script = job._loops.script
     assert script is not None
     buckets = script._data.gradients.buckets
     assert {owner for bucket in buckets for owner in bucket.owners} == {"model"}
@@ -272,7 +272,7 @@ def wrong(use: Any) -> str:
                 for x, y in step:
                     use(step, model, optimizer, x, y)
         except UserError as error:
-            job._step = None
+            job._loops.step = None
             return str(error)
         return ""
 
@@ -297,7 +297,7 @@ def test_a_hook_that_takes_the_gradient_away_is_refused() -> None:
 
         handle = model[0].weight.register_post_accumulate_grad_hook(apply)
         try:
-            step._script._data.gradients._move_hooks_last()
+            step._steps._data.gradients._hooks.move_last()
             step.backward(mse(model(x), y))
         finally:
             handle.remove()

@@ -17,9 +17,9 @@ from holdfast.engine.train.checkpoint.state import flatten, metas, restore
 from holdfast.engine.train.data.sampling import SamplePlan
 from holdfast.engine.train.exchange.layout import Layout, piece_of
 from holdfast.engine.train.job import Job
-from holdfast.engine.train.step.buckets import Gradients
+from holdfast.engine.train.step.driver import Monitor
+from holdfast.engine.train.step.gradients import Gradients
 from holdfast.engine.train.step.missed_steps import MissedSteps
-from holdfast.engine.train.step.monitor import Monitor
 from holdfast.engine.train.step.row_sums import RowsSum
 from holdfast.engine.train.step.row_table import Rows
 from holdfast.engine.train.step.speculative import FinishedTask, SpeculativeTasks
@@ -156,7 +156,7 @@ def test_sparse_gradients_are_those_of_plain_pytorch() -> None:
     for_rest = torch.optim.AdamW(model.out.parameters(), lr=1e-2)
     plan = SamplePlan(length=70, batch_size=2, virtual_ranks=4, seed=0)
     for step in range(5):
-        (batch,) = ids()[plan.step_indices(step).tolist()]
+        (batch,) = ids()[[int(i) for task in plan.step_tasks(step) for i in task]]
         sum(model(part).square().mean() / 4 for part in batch.split(2)).backward()
         grad = model.words.weight.grad.coalesce()
         for optimizer in (for_rows, for_rest):
@@ -440,7 +440,7 @@ def refused(make: Callable[[], nn.Module], use: Callable[[nn.Module, torch.Tenso
                 for (batch,) in step:
                     step.backward(use(model, batch).sum())
         except UserError as error:
-            job._step = None
+            job._loops.step = None
             return str(error)
         return ""
 

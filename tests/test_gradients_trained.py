@@ -101,7 +101,7 @@ def rounds(job: Job, me: ThreadWorker) -> Any:
         for x, _ in step.round("maker"):
             step.backward(maker(x).square().mean() + critic(x).square().mean())
         for_maker.step()
-        script = job._script
+        script = job._loops.script
         assert script is not None
         plans.add(id(script._data.gradients.buckets[0]))
     assert len(plans) == 1, "what a round does not train is no reason for other buckets"
@@ -176,8 +176,8 @@ def outcome(script: Script, workers: int, kill_at: dict[int, int] | None = None)
 
     def run(job: Job, me: ThreadWorker) -> None:
         script(job, me)
-        job._end_open_loop()
-        job._wait_for_others()
+        job._loops.end_open_loop()
+        job._loops.wait_for_others()
 
     return ThreadCluster(spec, run, at, waits=True).run()
 

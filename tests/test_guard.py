@@ -460,8 +460,8 @@ def with_deaths(script: Any, workers: int, kill_at: dict[int, int]) -> tuple[str
 
     def run(job: Job, me: ThreadWorker) -> None:
         returned = script(job, me)
-        job._end_open_loop()
-        job._wait_for_others()
+        job._loops.end_open_loop()
+        job._loops.wait_for_others()
         found.append(returned)
 
     cluster = ThreadCluster(spec, run, at, waits=True)

@@ -14,7 +14,7 @@ from torch import nn
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.train.checkpoint.state import flatten, restore
 from holdfast.engine.train.job import Job
-from holdfast.engine.train.script.job_values import Values
+from holdfast.engine.train.script.script_state import Values
 from loop_kit import dataset, digest, net, protected, results, step_once
 from thread_cluster import ThreadWorker
 

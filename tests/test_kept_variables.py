@@ -297,8 +297,8 @@ def run(
 
     def body(job: Job, me: ThreadWorker) -> None:
         script(job, Saver(me, path, dies_at, saving=saving))
-        job._end_open_loop()
-        job._wait_for_others()
+        job._loops.end_open_loop()
+        job._loops.wait_for_others()
 
     given = {"workers.nproc": workers, "workers.virtual": 4}
     cluster = ThreadCluster(with_settings(SPEC, given), body)

@@ -12,8 +12,8 @@ import torch
 from holdfast.engine.core.ground.events import StillAwaited
 from holdfast.engine.core.types import Peer, WorkerId
 from holdfast.engine.train.exchange.layout import Layout
-from holdfast.engine.train.step import late_search
-from holdfast.engine.train.step.late_search import NONE_AWAITED, LateSearch
+from holdfast.engine.train.step import late_members
+from holdfast.engine.train.step.late_members import NONE_AWAITED, LateSearch
 from roster_kit import view_of
 
 STEP = 7
@@ -111,7 +111,7 @@ def spread_rows(layouts: list[Layout], late: int) -> list[int]:
 def test_the_late_member_is_found(
     size: int, answers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(late_search.threading, "Timer", FakeTimer)
+    monkeypatch.setattr(late_members.threading, "Timer", FakeTimer)
     for late in range(size):
         for rank in range(size):
             FakeTimer.started.clear()
@@ -131,24 +131,24 @@ def test_the_late_member_is_found(
 def test_an_answer_of_another_step_or_of_nonsense_is_ignored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(late_search.threading, "Timer", FakeTimer)
+    monkeypatch.setattr(late_members.threading, "Timer", FakeTimer)
     searchers = Searchers(4, 2, answers=True)
     search = searchers.searches[1]
     search.look(STEP)
     for sender, what, step, value in (
-        (2, late_search._ANSWER, STEP + 1, 2),
-        (3, late_search._ANSWER, STEP, 3),
-        (3, late_search._FOUND, STEP, 2),
-        (2, late_search._FOUND, STEP, 99),
-        (2, late_search._ANSWER, STEP, NONE_AWAITED),
-        (2, late_search._FOUND, STEP, 2),
+        (2, late_members._ANSWER, STEP + 1, 2),
+        (3, late_members._ANSWER, STEP, 3),
+        (3, late_members._FOUND, STEP, 2),
+        (2, late_members._FOUND, STEP, 99),
+        (2, late_members._ANSWER, STEP, NONE_AWAITED),
+        (2, late_members._FOUND, STEP, 2),
     ):
-        search._hear(sender, late_search._MESSAGE.pack(what, step, value))
+        search._receive(sender, late_members._MESSAGE.pack(what, step, value))
     assert searchers.found == {}
 
 
 def test_a_member_asks_once_for_all_that_ask_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late_search.threading, "Timer", FakeTimer)
+    monkeypatch.setattr(late_members.threading, "Timer", FakeTimer)
     searchers = Searchers(8, 0, answers=True)
     for search in searchers.searches:
         search.look(STEP)

@@ -12,7 +12,7 @@ from holdfast.engine.core.errors import UserError
 from holdfast.engine.records.ledger import LedgerEntry, Place
 from holdfast.engine.records.ledger_audit import verify
 from holdfast.engine.runtime.local_run import LocalRun
-from holdfast.engine.train.data.order_plan import OrderFacts, OrderPlan, tell
+from holdfast.engine.train.data.read_plans import OrderFacts, OrderPlan, encode_facts
 from holdfast.engine.train.data.sampling import plan_of
 from test_ledger import OWNERS, write
 
@@ -46,9 +46,9 @@ def of_order(*steps):
     return found
 
 
-FIRST = (tell(FACTS[0]), (0, 0, 0, 3), (0, 1, 3, 3), (0, 2, 6, 2), (0, 3, 8, 3))
+FIRST = (encode_facts(FACTS[0]), (0, 0, 0, 3), (0, 1, 3, 3), (0, 2, 6, 2), (0, 3, 8, 3))
 SECOND = ((0, 4, 11, 3), (0, 5, 14, 1), (0, 6, 15, 0), (0, 6, 15, 0))
-THIRD = (tell(FACTS[1]), (1, 0, 0, 2), (1, 1, 2, 2), (1, 2, 4, 2), (1, 3, 6, 2))
+THIRD = (encode_facts(FACTS[1]), (1, 0, 0, 2), (1, 1, 2, 2), (1, 2, 4, 2), (1, 3, 6, 2))
 LAST = ((1, 4, 8, 1), *[(1, 5, 9, 0)] * 3)
 
 
@@ -77,8 +77,9 @@ def test_the_samples_that_a_sampler_gave_are_proved(tmp_path, steps):
         ),  # cut short
         (((*FIRST[:3], (0, 2, 6, 0), (0, 3, 6, 3)),), "other samples"),  # an empty batch
         ((FIRST[1:], SECOND), "begins epoch 0"),  # the step gives no word
-        ((FIRST, SECOND, (tell(FACTS[0]), *THIRD[1:])), "begins epoch 1"),  # another epoch's
-        ((FIRST, SECOND, (tell(FACTS[1]), *FIRST[1:])), "other samples"),  # the epoch before's
+        # Another epoch's facts, and the ones of the epoch before.
+        ((FIRST, SECOND, (encode_facts(FACTS[0]), *THIRD[1:])), "begins epoch 1"),
+        ((FIRST, SECOND, (encode_facts(FACTS[1]), *FIRST[1:])), "other samples"),
         (((*FIRST[:3], FIRST[4], FIRST[3]), SECOND), "other samples"),  # out of order
     ],
 )
@@ -89,7 +90,7 @@ def test_other_samples_than_the_sampler_gave_are_found(tmp_path, steps, words):
 
 
 def test_workers_that_tell_of_other_orders_are_found(tmp_path):
-    other = tell(dataclasses.replace(FACTS[0], samples=16))
+    other = encode_facts(dataclasses.replace(FACTS[0], samples=16))
     write(tmp_path, 0, of_order(FIRST), plan=ORDERED)
     write(tmp_path, 1, of_order((other, *FIRST[1:])), plan=ORDERED)
     assert any("differs" in each for each in verify(tmp_path, plan_of).findings)

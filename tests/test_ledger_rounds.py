@@ -9,8 +9,8 @@ import pytest
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.records.ledger import LedgerEntry, Place, Uses
 from holdfast.engine.records.ledger_audit import verify
+from holdfast.engine.train.data.read_plans import StreamPlan
 from holdfast.engine.train.data.sampling import plan_of
-from holdfast.engine.train.data.shard_positions import StreamPlan
 from test_ledger import OWNERS, PLAN, audit, entry, write
 
 

@@ -124,8 +124,8 @@ def test_a_step_in_which_no_batch_counts_has_gradients_of_zeros() -> None:
 def test_the_first_step_in_which_no_batch_counts_is_named() -> None:
     def run(job: Job, me: ThreadWorker) -> None:
         sometimes_empty(job, me)
-        job._end_open_loop()
-        job._wait_for_others()
+        job._loops.end_open_loop()
+        job._loops.wait_for_others()
 
     spec = with_settings(SPEC, {"workers.nproc": 2, "workers.virtual": 4, "nodes.lease_s": 20.0})
     cluster = ThreadCluster(spec, run, {})

@@ -10,7 +10,7 @@ import pytest
 
 from conftest import RUN_S, SCRIPTS
 from holdfast.engine.runtime.local_run import LocalRun
-from holdfast.engine.train.rendezvous_store import find_store, open_store
+from holdfast.engine.train.torch_groups import find_store, open_store
 
 FSDP = Path(__file__).resolve().parent.parent / "examples" / "fsdp.py"
 LISTENS = "0A"

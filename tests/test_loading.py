@@ -21,9 +21,11 @@ from torch.utils.data._utils import signal_handling
 from holdfast.engine.core.errors import UserError, WorldError
 from holdfast.engine.net.descriptors import wait_readable
 from holdfast.engine.train.data import batch_loading as loading
-from holdfast.engine.train.data.batch_loading import BatchSource, LoadOptions
+from holdfast.engine.train.data import data_workers
+from holdfast.engine.train.data.batch_loading import BatchSource
+from holdfast.engine.train.data.batch_tasks import LoadOptions
 from holdfast.engine.train.data.data_workers import protect_data_workers
-from holdfast.engine.train.data.map_style import dataset_length
+from holdfast.engine.train.data.datasets import dataset_length
 from holdfast.engine.train.data.sampling import SamplePlan
 
 SRC = str(Path(loading.__file__).parents[4])
@@ -310,7 +312,7 @@ class NoPickle(Stuck):
 def test_data_workers_without_shared_memory_cost_time_and_one_sentence():
     expected, told = reference(Plain()), []
     options = LoadOptions(num_workers=2, collate_fn=NoRoom)
-    one = BatchSource(Plain(), plan(), options, say=told.append)
+    one = BatchSource(Plain(), plan(), options, log=told.append)
     one.follow(range(4), 0, STEPS)
     for task, batch in expected.items():
         found = one.batch(*task)
@@ -337,7 +339,7 @@ class BusError(Plain):
 
 def test_a_bus_error_of_data_workers_names_the_shared_memory():
     told = []
-    one = BatchSource(BusError(), plan(), LoadOptions(num_workers=1), say=told.append)
+    one = BatchSource(BusError(), plan(), LoadOptions(num_workers=1), log=told.append)
     one.follow(range(4), 0, STEPS)
     with pytest.raises(WorldError, match="code -7"):
         one.batch(0, 0)
@@ -370,7 +372,8 @@ def test_a_small_shared_memory_is_met_for_real(tmp_path):
 
 LOADS = """
 import torch
-from holdfast.engine.train.data.batch_loading import BatchSource, LoadOptions
+from holdfast.engine.train.data.batch_loading import BatchSource
+from holdfast.engine.train.data.batch_tasks import LoadOptions
 from holdfast.engine.train.data.sampling import SamplePlan
 
 class Large:
@@ -422,7 +425,7 @@ def test_trouble_in_data_workers_only_is_survived_and_said(source):
 
 
 def test_a_slow_sample_is_waited_for(source, monkeypatch):
-    monkeypatch.setattr(loading, "POLL_S", 0.01)
+    monkeypatch.setattr(data_workers, "POLL_S", 0.01)
     gate = multiprocessing.get_context("fork").Event()
     one = source(Gated(gate), num_workers=1, multiprocessing_context="fork")
     polls = []
@@ -473,8 +476,9 @@ def test_nothing_is_leaked_over_many_changes_and_kills(source):
 
 PARENT = """
 import sys, torch
-from holdfast.engine.train.data.batch_loading import BatchSource, LoadOptions
-from holdfast.engine.train.data.map_style import dataset_length
+from holdfast.engine.train.data.batch_loading import BatchSource
+from holdfast.engine.train.data.batch_tasks import LoadOptions
+from holdfast.engine.train.data.datasets import dataset_length
 from holdfast.engine.train.data.sampling import SamplePlan
 sys.path.insert(0, {tests!r})
 from test_loading import Plain

@@ -15,7 +15,8 @@ from holdfast.engine.core.job_spec import with_settings
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.records.ledger_audit import verify
 from holdfast.engine.state.store.data_index import write_index
-from holdfast.engine.train.data.batch_loading import BatchSource, LoadOptions
+from holdfast.engine.train.data.batch_loading import BatchSource
+from holdfast.engine.train.data.batch_tasks import LoadOptions
 from holdfast.engine.train.data.quarantine import Quarantine, encode_bad
 from holdfast.engine.train.data.sample_digest import index_samples
 from holdfast.engine.train.data.sampling import SamplePlan, plan_of
@@ -105,7 +106,7 @@ def run(
         if run_dir is not None:  # the ledger is kept there
             object.__setattr__(job._environment, "run_dir", run_dir)
         returned = script(job, me)
-        job._end_open_loop()
+        job._loops.end_open_loop()
         found[me.worker] = returned
         if seen is not None:
             seen[me.worker] = me.exchanges
@@ -279,7 +280,7 @@ def test_batches_loaded_ahead_leave_out_records_quarantined_since() -> None:
     source.follow([0], 0, STEPS)
     source.batch(0, 0)
     bad = int(plan.indices(1, 0)[0])  # it has been sent to the data worker by now
-    quarantine.hear({3: encode_bad({bad: "why"})})
+    quarantine.take_reports({3: encode_bad({bad: "why"})})
     quarantine.settle(0)
     x, _ = source.batch(1, 0)
     used, _ = plan.replace_bad(plan.indices(1, 0), {bad})

@@ -42,7 +42,7 @@ def test_weighted_losses_are_divided_by_the_weight_of_the_whole_step() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     plan = SamplePlan(length=70, batch_size=3, virtual_ranks=4, seed=0)
     for step in range(5):
-        x, y = data[plan.step_indices(step).tolist()]
+        x, y = data[[int(i) for task in plan.step_tasks(step) for i in task]]
         weight = weight_of(x)
         loss = ((model(x) - y).square().mean(dim=1) * weight).sum() / weight.sum()
         losses.append(loss.item())
@@ -159,7 +159,7 @@ def test_a_backward_that_failed_does_not_count_as_computed(habit: str, last: boo
 
 
 def _ignoring_its_end(job: Job, found: Any) -> Any:
-    job._step = None
+    job._loops.step = None
     return found
 
 
@@ -351,8 +351,8 @@ def test_a_step_that_was_left_early_is_told() -> None:
                 break
             break
         with pytest.raises(UserError, match="step 0 was left early"):
-            job._end_open_loop()
-        job._step = None
+            job._loops.end_open_loop()
+        job._loops.step = None
         return True
 
     assert results(script, 1) == [True]

@@ -19,7 +19,7 @@ from holdfast.engine.core import tree
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.core.sum_plan import SumPlan, plan_sum
 from holdfast.engine.core.types import WorkerId
-from holdfast.engine.train.exchange import nccl
+from holdfast.engine.train.exchange import gpu_transport
 from holdfast.engine.train.exchange.layout import Layout
 from holdfast.plan import network as model
 from holdfast.plan.network import (
@@ -195,10 +195,10 @@ def test_one_gigabyte_among_16384_gpus_takes_at_most_a_fifth_more_than_the_limit
 
 
 def test_the_carriage_as_written_is_the_one_of_the_code() -> None:
-    assert AS_WRITTEN.first_poll_s == nccl.FIRST_POLL_S
-    assert AS_WRITTEN.poll_growth == nccl.POLL_GROWTH
-    assert AS_WRITTEN.poll_s == nccl.POLL_S
-    assert (AS_WRITTEN.buckets_at_once == 1) == nccl.NcclTransport.ordered
+    assert AS_WRITTEN.first_poll_s == gpu_transport.FIRST_POLL_S
+    assert AS_WRITTEN.poll_growth == gpu_transport.POLL_GROWTH
+    assert AS_WRITTEN.poll_s == gpu_transport.POLL_S
+    assert (AS_WRITTEN.buckets_at_once == 1) == gpu_transport.NcclTransport.ordered
 
 
 @pytest.mark.parametrize(("size", "bucket"), [(0, 1), (1, 0), (-1, 1)])

@@ -38,8 +38,8 @@ def outcome(habit: Habit, workers: int = 2, *, shards: bool = False) -> str:
             optimizer.step()
             if step.index == 3 and habit(job, me.worker) == "break":
                 break
-        job._end_open_loop()
-        job._wait_for_others()
+        job._loops.end_open_loop()
+        job._loops.wait_for_others()
 
     settings = {"workers.nproc": workers, "workers.virtual": 4, "workers.shard_optimizer": shards}
     spec = with_settings(SPEC, settings)

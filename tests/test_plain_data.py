@@ -9,8 +9,9 @@ import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from holdfast.engine.train.data.batch_loading import BatchSource, LoadOptions
-from holdfast.engine.train.data.plain_data import are_plain_samples, is_plain_dataset
+from holdfast.engine.train.data.batch_loading import BatchSource
+from holdfast.engine.train.data.batch_tasks import LoadOptions
+from holdfast.engine.train.data.datasets import are_plain_samples, is_plain_dataset
 from holdfast.engine.train.data.random_streams import enter_stream
 from holdfast.engine.train.data.sampling import SamplePlan
 

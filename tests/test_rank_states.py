@@ -13,8 +13,7 @@ from holdfast.engine.core.errors import StateMismatch, UserError, WireError
 from holdfast.engine.core.job_spec import with_settings
 from holdfast.engine.train.job import Job, RankState
 from holdfast.engine.train.script.rank_states import RankStates
-from holdfast.engine.train.step.packed_trees import pack, unpack
-from holdfast.engine.train.step.task_report import TaskReport, read_report
+from holdfast.engine.train.step.values import TaskReport, pack, read_report, unpack
 from loop_kit import dataset, digest, everywhere, protected, results
 from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker
@@ -199,7 +198,7 @@ def test_states_that_are_not_used_are_not_sent() -> None:
                 if step.index == 2:
                     assert state.value[0] == 1
                 step.backward((model(x) - y).square().mean())
-            sent.append(len(job._script.reports))
+            sent.append(len(job._loops.script.steps.reports))
             optimizer.step()
             optimizer.zero_grad()
         return sent

@@ -18,7 +18,7 @@ from holdfast.engine.train.script.repeated_tasks import (
     RunMark,
     count_tasks_before,
 )
-from holdfast.engine.train.step.task_digest import TaskDigest
+from holdfast.engine.train.step.gradient_digest import TaskDigest
 
 TASK = "the task of virtual rank 0 in step 0"
 ELEMENTS = 500

@@ -27,7 +27,7 @@ from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.runtime.user_script import SOURCES_FILE, changed_sources
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.open import open_storage
-from holdfast.engine.train.script.made_settings import MadeSettings
+from holdfast.engine.train.script.script_state import MadeSettings
 from support import SPEC, until
 
 STEPS = 40

@@ -17,8 +17,7 @@ from holdfast.engine.core.ground.events import FINITE, NOBODYS, SOMEBODYS
 from holdfast.engine.core.step.sum_trial import SumTrial
 from holdfast.engine.core.sum_plan import Message
 from holdfast.engine.train.exchange.layout import Layout
-from holdfast.engine.train.step.row_pieces import RowPiece, mix, unmix
-from holdfast.engine.train.step.row_sums import RowsSum
+from holdfast.engine.train.step.row_sums import RowPiece, RowsSum, mix, unmix
 from holdfast.engine.train.step.row_table import Rows, RowTable
 from holdfast.engine.train.step.sum_runs import RowRuns
 from mailboxes import together

@@ -17,10 +17,10 @@ from holdfast.engine.core.job_spec import with_settings
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.engine.runtime.node import fork_server
-from holdfast.engine.train.data.data_facts import describe_data, find_difference
 from holdfast.engine.train.data.random_streams import enter_stream
+from holdfast.engine.train.data.sample_digest import describe_data, find_difference
 from holdfast.engine.train.job import Job
-from holdfast.engine.train.script.data_places import DataPlaces
+from holdfast.engine.train.script.script_state import DataPlaces
 from loop_kit import dataset, digest, protected, results, step_once
 from support import SPEC
 from thread_cluster import ThreadCluster, ThreadWorker

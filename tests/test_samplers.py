@@ -24,10 +24,10 @@ from torch.utils.data import (
 
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.core.job_spec import with_settings
-from holdfast.engine.train.data.batch_loading import BatchSource, LoadOptions
-from holdfast.engine.train.data.order_plan import OrderPlan
-from holdfast.engine.train.data.sampled_batches import DrawnTasks, EpochOrders
-from holdfast.engine.train.data.sampler_orders import draw_order
+from holdfast.engine.train.data.batch_loading import BatchSource
+from holdfast.engine.train.data.batch_tasks import LoadOptions
+from holdfast.engine.train.data.read_plans import OrderPlan
+from holdfast.engine.train.data.sampled_batches import DrawnTasks, EpochOrders, draw_order
 from holdfast.engine.train.job import Job
 from loop_kit import dataset, digest, everywhere, net, protected, results, step_once
 from support import SPEC
@@ -265,7 +265,7 @@ def test_orders_that_cannot_be_used_are_told(sampler: Any, words: str) -> None:
 
 
 def test_a_sampler_without_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.engine.train.data.sampler_orders.EPOCH_SAMPLES_MAX", 100)
+    monkeypatch.setattr("holdfast.engine.train.data.sampled_batches.EPOCH_SAMPLES_MAX", 100)
     with pytest.raises(UserError, match="has not come to an end after 101 samples"):
         draw_order(iter(lambda: [1], 0), 0, 0)
 

@@ -129,7 +129,7 @@ def test_a_sentence_for_the_user_names_the_line_of_the_script(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     script = tmp_path / "models" / "train.py"
-    values = "from holdfast.engine.train.script.job_values import Values"
+    values = "from holdfast.engine.train.script.script_state import Values"
     script.write_text(f"{values}\n\ndef keep():\n    Values()['x'] = {{1}}\n\nkeep()\n")
     with pytest.raises(UserError) as caught:
         runpy.run_path(str(script))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.engine.records.time_lines import SpentLine, TimeUse
-from holdfast.engine.train.script.state_costs import COST_S_MIN, TASKS_MIN, StateCosts
+from holdfast.engine.train.script.rank_states import COST_S_MIN, TASKS_MIN, StateCosts
 from holdfast.engine.train.step.time_sheet import TimeSheet
 
 

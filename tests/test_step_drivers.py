@@ -18,13 +18,12 @@ from holdfast.engine.core.types import Incarnation, Peer, Tick, ViewNumber, Work
 from holdfast.engine.core.views import View
 from holdfast.engine.core.worker.machine import WorkerMachine
 from holdfast.engine.core.worker_status import WorkerStatus
-from holdfast.engine.train.exchange.waits import SHORT_S, Waits
-from holdfast.engine.train.step.driver import Driver, ViewRendezvous
-from holdfast.engine.train.step.filled_buckets import FilledBuckets
-from holdfast.engine.train.step.monitor import Monitor
+from holdfast.engine.train.exchange.seam import SHORT_S, Waits
+from holdfast.engine.train.step.buckets import FilledBuckets
+from holdfast.engine.train.step.driver import Driver, Monitor, ViewRendezvous
 from holdfast.engine.train.step.speculative import FinishedTask, SpeculativeTasks
 from holdfast.engine.train.step.step_table import UNWEIGHTED
-from holdfast.engine.train.step.task_report import TaskReport
+from holdfast.engine.train.step.values import TaskReport
 from machine_kit import a_view
 
 ONE, TWO = ViewNumber(1), ViewNumber(2)
@@ -176,7 +175,7 @@ def test_a_failure_is_raised_where_the_script_waits_and_the_first_one_counts() -
     driver.post(Tick())
     assert str(driver.failure) == "first"
     with pytest.raises(Aborted):
-        driver.check_alive(9)
+        driver.groups.check_alive(9)
     other, _, _ = driving([ef.GiveUp("the store is silent")])
     other.post(Tick())
     with pytest.raises(UserError, match="the store is silent"):
@@ -189,19 +188,19 @@ def test_a_failure_is_raised_where_the_script_waits_and_the_first_one_counts() -
 def test_an_abort_cuts_the_group_of_its_view_and_of_older_ones_only() -> None:
     driver, _, _ = driving([ef.Abort(ONE)], [ef.Abort(TWO)], [ef.Abort(ONE)])
     group = Group()
-    driver.adopt_group(TWO, group)
+    driver.groups.adopt(TWO, group)
     driver.post(Tick())
-    assert (group.aborted, driver.aborted) == (0, 1)
-    driver.check_alive(2)
+    assert (group.aborted, driver.groups.aborted) == (0, 1)
+    driver.groups.check_alive(2)
     driver.post(Tick())
-    assert (group.aborted, driver.aborted) == (1, 2)
+    assert (group.aborted, driver.groups.aborted) == (1, 2)
     driver.post(Tick())
-    assert (group.aborted, driver.aborted) == (1, 2)
+    assert (group.aborted, driver.groups.aborted) == (1, 2)
     for view in (1, 2):
         with pytest.raises(Aborted, match=f"view {view} was given up"):
-            driver.check_alive(view)
+            driver.groups.check_alive(view)
     with pytest.raises(Aborted):
-        driver.adopt_group(TWO, group)
+        driver.groups.adopt(TWO, group)
 
 
 def test_rows_are_exchanged_once_they_are_shared_and_never_of_a_view_given_up() -> None:
@@ -221,19 +220,19 @@ def test_links_are_looked_at_now_and_then_and_lost_ones_are_told_by_worker() -> 
     machine.shown = a_view(1, [3, 5, 7])
     driver.tick()
     assert machine.heard == []
-    driver.adopt_group(ONE, Group(2, 0))
+    driver.groups.adopt(ONE, Group(2, 0))
     driver.tick()
     assert machine.heard == [ev.LinkLost(ONE, (7, 3))]
     driver.tick()
     assert len(machine.heard) == 1  # not again that soon
     other, still, _ = driving()
     still.shown = a_view(2, [3, 5])
-    other.adopt_group(ONE, Group(1))
+    other.groups.adopt(ONE, Group(1))
     other.tick()
     assert still.heard == []  # a message about another view
     whole, fine, _ = driving()
     fine.shown = a_view(1, [3, 5])
-    whole.adopt_group(ONE, Group())
+    whole.groups.adopt(ONE, Group())
     whole.tick()
     assert fine.heard == []
 

@@ -15,9 +15,9 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.train.data import reader_states, streams
-from holdfast.engine.train.data.rank_watch import ranks_watched
-from holdfast.engine.train.data.shard_positions import StreamPlan
+from holdfast.engine.train.data import streams
+from holdfast.engine.train.data.read_plans import StreamPlan
+from holdfast.engine.train.data.streams import ranks_watched
 from holdfast.engine.train.job import Job, Stream
 from loop_kit import digest, everywhere, protected, results, step_once
 from thread_cluster import ThreadWorker
@@ -74,7 +74,7 @@ class Failing(Resumable):
 
 class Large(Resumable):
     def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at, "more": bytes(reader_states.STATE_BYTES_MAX)}
+        return {"at": self.at, "more": bytes(streams.STATE_BYTES_MAX)}
 
 
 def opened(kind: type[Resumable], made: list[Resumable]) -> Any:
@@ -106,7 +106,7 @@ def test_states_change_nothing_but_what_is_read_again() -> None:
     def script(job: Job, me: ThreadWorker, kind: type[Resumable] = Resumable) -> Any:
         read.append([])
         data = job.stream(opened(kind, read[-1]), 3)
-        data.tell = said.append
+        data.log = said.append
         return trained(job, data)
 
     found = everywhere(script)
@@ -131,7 +131,7 @@ def test_a_state_that_cannot_be_used_is_told_once(kind: type[Resumable], words: 
 
     def script(job: Job, me: ThreadWorker, kind: type[Resumable] = kind) -> Any:
         data = job.stream(opened(kind, []), 3)
-        data.tell = said.append
+        data.log = said.append
         return trained(job, data), job._progress.places.readers
 
     ((mine, readers),) = results(script, 1)
@@ -154,7 +154,7 @@ def test_states_are_told_only_where_there_are_any() -> None:
             made: list[Resumable] = made,
         ) -> Any:
             trained(job, job.stream(opened(kind, made), 3), 4)
-            return job._script._at  # type: ignore[union-attr]
+            return job._loops.script.steps.at  # type: ignore[union-attr]
 
         assert results(script, 1) == [4 + exchanges]
         assert len(made) == readers  # 8 to read, 4 and 3 to try states
@@ -171,13 +171,13 @@ def test_a_state_of_another_place_is_not_used(told: tuple[int, int]) -> None:
         opened(Resumable, made), list, plan, [(1, 3, 3)], {0: (*told, state)}, lambda text: None
     )
     expected = [sample(0, 1000 + i) for i in (3, 4, 5)]
-    assert reader_states.are_alike(stream.source(plan).batch(4, 0), expected)
+    assert streams.are_alike(stream.source(plan).batch(4, 0), expected)
     assert len(made) == 1
 
 
 def test_reader_states_are_alike_if_all_their_values_are() -> None:
     one = {"a": [1, np.ones(2)], "b": (torch.ones(2), "x")}
-    assert reader_states.are_alike(one, {"a": [1, np.ones(2)], "b": (torch.ones(2), "x")})
+    assert streams.are_alike(one, {"a": [1, np.ones(2)], "b": (torch.ones(2), "x")})
     for other in (
         {"a": [1, np.ones(3)], "b": (torch.ones(2), "x")},
         {"a": [1, np.ones(2)], "b": (torch.zeros(2), "x")},
@@ -187,8 +187,8 @@ def test_reader_states_are_alike_if_all_their_values_are() -> None:
         {"a": [1, np.ones(2, np.float32)], "b": (torch.ones(2), "x")},
         [one],
     ):
-        assert not reader_states.are_alike(one, other)
-    assert reader_states.decode_state(b"") is reader_states.decode_state(b"\x93") is None
+        assert not streams.are_alike(one, other)
+    assert streams.decode_state(b"") is streams.decode_state(b"\x93") is None
 
 
 DATA = "torch.utils.data"
@@ -227,7 +227,7 @@ def test_a_reader_that_looks_at_processes_is_told_so(make: Any, names: list[str]
 
     def script(job: Job, me: ThreadWorker) -> Any:
         data = job.stream(make, 3)
-        data.tell = said.append
+        data.log = said.append
         return trained(job, data, 3)
 
     with warnings.catch_warnings(record=True) as warned:
@@ -317,7 +317,7 @@ def test_streams_of_packages_keep_their_states(kind: str) -> None:
             data = job.stream(of_torchdata, 3)
         else:
             data = job.stream(of_hugging_face("shuffled" in kind), 3, collate_fn=paired)
-        data.tell = said.append
+        data.log = said.append
         returned = trained(job, data)
         states.append(len(job._progress.places.readers[0]))
         return returned

@@ -16,7 +16,7 @@ from torch import nn
 
 from holdfast.engine.core.job_spec import with_settings
 from holdfast.engine.train.job import Job
-from holdfast.engine.train.step.task_files import FILES_MAX, TOLD_MAX, TaskFiles
+from holdfast.engine.train.script.task_effects import FILES_MAX, TOLD_MAX, TaskFiles
 from loop_kit import dataset, protected
 from script_search.compose import compose
 from script_search.runs import SILENT, TOLD, Run, judge

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine.train.script.task_sources import find_task_sources
+from holdfast.engine.train.script.script_source import find_task_sources
 from script_search.compose import compose
 from script_search.habit import Truth
 from script_search.runs import NAMED, TOLD, examine, quiet

@@ -15,8 +15,8 @@ from holdfast.engine.core.job_spec import JobSpec, with_settings
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.train.checkpoint import state
 from holdfast.engine.train.data.sampling import SamplePlan
+from holdfast.engine.train.exchange.seam import Waits
 from holdfast.engine.train.exchange.tensor_bytes import as_bytes
-from holdfast.engine.train.exchange.waits import Waits
 from holdfast.engine.train.job import Job
 from support import SPEC, until
 from thread_cluster import Killed, ThreadCluster, ThreadWorker
@@ -248,8 +248,8 @@ def test_the_loss_of_a_step_is_the_mean_over_its_samples(workers: int) -> None:
             found.append((step.loss, expected.mean().item()))
             optimizer.step()
             optimizer.zero_grad()
-        job._end_open_loop()
-        job._wait_for_others()
+        job._loops.end_open_loop()
+        job._loops.wait_for_others()
 
     cluster = ThreadCluster(spec(workers, {}), script)
     assert (cluster.run(), cluster.errors) == ("", [])

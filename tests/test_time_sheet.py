@@ -28,7 +28,7 @@ from holdfast.engine.records.time_lines import (
     times_path,
 )
 from holdfast.engine.train.data.sources import NoDataset
-from holdfast.engine.train.script.loop_ends import EndsAtStep, EndsWithEpoch
+from holdfast.engine.train.script.script_thread import EndsAtStep, EndsWithEpoch
 from holdfast.engine.train.step.time_sheet import (
     LEFT_MAX,
     LINE_S_MAX,

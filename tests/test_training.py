@@ -27,8 +27,8 @@ from holdfast.engine.train.checkpoint import state
 from holdfast.engine.train.checkpoint.state_comparison import fingerprint
 from holdfast.engine.train.exchange.tensor_bytes import as_bytes
 from holdfast.engine.train.script.fingerprints import Fingerprints
+from holdfast.engine.train.step.gradient_digest import TaskDigest
 from holdfast.engine.train.step.step_table import Buffers
-from holdfast.engine.train.step.task_digest import TaskDigest
 from support import SPEC
 
 # ---------------------------------------------------------------- fingerprints
@@ -47,17 +47,17 @@ def test_every_bit_is_in_the_fingerprint_of_some_step_of_a_cycle() -> None:
     objects = trained()
     buffers = list(objects["model"].buffers())
     prints = Fingerprints(objects, 4)
-    before = [prints.print_of_step(step, buffers) for step in range(4)]
-    whole = prints.print_of_all(buffers)
-    assert before == [Fingerprints(trained(), 4).print_of_step(step, buffers) for step in range(4)]
+    before = [prints.take_part(step, buffers) for step in range(4)]
+    whole = prints.take_all(buffers)
+    assert before == [Fingerprints(trained(), 4).take_part(step, buffers) for step in range(4)]
     kept = [t for each in objects["optimizer"].state.values() for t in each.values()]
     dice = random.Random(0)
     for tensor in [*objects["model"].parameters(), *buffers, *kept]:
         flip_bit(dice, [tensor])
-        after = [prints.print_of_step(step, buffers) for step in range(4)]
+        after = [prints.take_part(step, buffers) for step in range(4)]
         assert after != before
-        assert prints.print_of_all(buffers) != whole
-        before, whole = after, prints.print_of_all(buffers)
+        assert prints.take_all(buffers) != whole
+        before, whole = after, prints.take_all(buffers)
 
 
 def test_fingerprints_and_digests_are_the_same_for_ever() -> None:
@@ -70,8 +70,8 @@ def test_fingerprints_and_digests_are_the_same_for_ever() -> None:
     optimizer.state[model.bias]["momentum_buffer"] = torch.tensor([1.0, 2.0])
     prints = Fingerprints({"model": model, "optimizer": optimizer}, 2)
     buffers = [torch.tensor([3.0])]
-    assert prints.print_of_all(buffers) == 1132907197916398458
-    steps = [prints.print_of_step(step, buffers) for step in range(3)]
+    assert prints.take_all(buffers) == 1132907197916398458
+    steps = [prints.take_part(step, buffers) for step in range(3)]
     assert steps == [4429493873247173383, 1761965699372546210, 4429493873247173383]
     digest = TaskDigest()
     digest.begin(bits=True, sketch=False)
@@ -85,20 +85,18 @@ def test_tensors_are_described_as_they_stood_between_two_steps() -> None:
     objects = trained()
     buffers = list(objects["model"].buffers())
     prints = Fingerprints(objects, 4)
-    prints.print_of_step(0, buffers)
-    before = prints.prints_by_tensor(buffers)
+    prints.take_part(0, buffers)
+    before = prints.take_each(buffers)
     objects["model"][0].weight = nn.Parameter(torch.zeros(1))
-    assert prints.prints_by_tensor(buffers) == before
+    assert prints.take_each(buffers) == before
     prints.forget()  # the module has changed for good
-    assert next(name for name, _ in prints.prints_by_tensor(buffers)) == "model.0.weight"
-    assert prints.prints_by_tensor(buffers) != before
+    assert next(name for name, _ in prints.take_each(buffers)) == "model.0.weight"
+    assert prints.take_each(buffers) != before
 
 
 def test_without_a_cycle_nothing_is_compared() -> None:
     assert (
-        Fingerprints(trained(), 0).print_of_step(3, [])
-        == Fingerprints(trained(), 0).print_of_all([])
-        == 0
+        Fingerprints(trained(), 0).take_part(3, []) == Fingerprints(trained(), 0).take_all([]) == 0
     )
 
 

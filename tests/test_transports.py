@@ -18,9 +18,9 @@ from holdfast.engine.net import peer_listener, peer_stream
 from holdfast.engine.net.peer_stream import PeerProof
 from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.train.exchange import tcp_transport
+from holdfast.engine.train.exchange.gpu_transport import NcclTransport
 from holdfast.engine.train.exchange.group_link import HEAD
 from holdfast.engine.train.exchange.group_network import GroupNetwork
-from holdfast.engine.train.exchange.nccl import NcclTransport
 from holdfast.engine.train.exchange.seam import AloneTransport
 from holdfast.engine.train.exchange.tcp_transport import TcpListener, TcpTransport
 from holdfast.engine.train.exchange.wires import PlainWire

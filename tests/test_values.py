@@ -164,7 +164,7 @@ def test_values_that_cannot_travel_are_refused() -> None:
             with pytest.raises(UserError, match="within the loop"):
                 next(job.steps(until=1))
             break
-        job._step = None
+        job._loops.step = None
         with pytest.raises(UserError, match=r"agree.*Sequential"):
             job.agree(model)
         return True

@@ -30,8 +30,7 @@ from holdfast.engine.train.compose import Control, step_policy
 from holdfast.engine.train.exchange.seam import Message, Pending
 from holdfast.engine.train.job import Job
 from holdfast.engine.train.script.environment import WorkerEnvironment
-from holdfast.engine.train.step.driver import Driver
-from holdfast.engine.train.step.monitor import Monitor
+from holdfast.engine.train.step.driver import Driver, Monitor
 from holdfast.engine.train.step.probe import current
 from holdfast.lab.contracts.memory_transport import MemoryNetwork, MemoryTransport
 from joiner_gate import JoinerGate

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 from holdfast.engine.core.ground.events import Wait
-from holdfast.engine.train.exchange.waits import Waits
+from holdfast.engine.train.exchange.seam import Waits
 
 BUCKETS = 3
 COMPUTE_S = 0.1

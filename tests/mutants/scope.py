@@ -11,10 +11,11 @@ from pathlib import Path
 CORE = "src/holdfast/engine/core/"
 MEMORY = "src/holdfast/engine/state/memory/"
 DRIVERS = (
-    "src/holdfast/engine/train/hands.py",
+    "src/holdfast/engine/train/compose.py",
     "src/holdfast/engine/train/step/driver.py",
-    "src/holdfast/engine/train/exchange/waits.py",
+    "src/holdfast/engine/train/exchange/seam.py",
     "src/holdfast/engine/train/script/script_thread.py",
+    "src/holdfast/engine/train/script/step_runner.py",
     *(
         f"src/holdfast/engine/train/protection/{name}.py"
         for name in ("device_image", "protector", "recalling", "tensor_coding")
@@ -22,7 +23,7 @@ DRIVERS = (
     *(
         f"src/holdfast/engine/train/step/{name}.py"
         for name in (
-            *("backup_messages", "engine", "filled_buckets"),
+            *("buckets", "engine", "late_members"),
             *("missed_steps", "speculative", "sum_runs"),
         )
     ),

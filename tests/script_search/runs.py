@@ -154,8 +154,8 @@ def _in_threads(script: Script, name: str, workers: int, place: Path, kill_step:
                 _await_return(cluster, job)
 
         def report(model: Any) -> None:
-            job._end_open_loop()
-            job._wait_for_others()
+            job._loops.end_open_loop()
+            job._loops.wait_for_others()
             ends[me.worker] = digest(model)
 
         module = _module(path)

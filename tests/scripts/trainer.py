@@ -137,7 +137,7 @@ def digest(trees: dict[str, Any]) -> str:
 
 def gathered(job: holdfast.Job) -> dict[str, Any]:
     """Return the whole state, of which this worker has a share; all workers do so together."""
-    sharding = job._script._data.sharding
+    sharding = job._loops.script._data.sharding
     skeleton, found = GatheredState(sharding).capture(
         lambda _, tensors, __: [Extent(i, 0, each.nbytes) for i, each in enumerate(tensors)]
     )

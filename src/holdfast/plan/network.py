@@ -163,8 +163,9 @@ H100 = GpuNetwork(
 POSTED_BY_LIBRARY = Carriage(message_s=2e-6)
 # PyTorch takes 20 to 30 microseconds for a call of NCCL (stas00/ml-engineering, network).
 CALL_FOR_EACH_LEVEL = Carriage(message_s=25e-6)
-# Describes train/exchange/nccl.py: one bucket after the other, and looks for the end of an exchange
-# between pauses that grow. A pause in Python lasts 70 microseconds longer (measured on Linux).
+# Describes train/exchange/gpu_transport.py: one bucket after the other, and looks for the end of an
+# exchange between pauses that grow. A pause in Python lasts 70 microseconds longer (measured on
+# Linux).
 AS_WRITTEN = Carriage(
     message_s=25e-6,
     buckets_at_once=1,

@@ -19,8 +19,7 @@ from holdfast.engine.core.errors import UserError
 from holdfast.engine.core.servers.placement import SHARDS
 from holdfast.engine.train.job import count_servers
 from holdfast.engine.train.script.optimizer_watch import check_lookup
-from holdfast.engine.train.step.absent_weight import AbsentWeight
-from holdfast.engine.train.step.keyed_gradient import collect_keys
+from holdfast.engine.train.step.table_parameters import AbsentWeight, collect_keys
 from holdfast.tables.keyed_rows import KeyedTable, find_keys
 from holdfast.tables.row_optimizers import SGD, RowOptimizer, TableOptimizer
 from holdfast.tables.served_tables import (

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.train.step.row_gradient import RowGradient
+from holdfast.engine.train.step.table_parameters import RowGradient
 
 Slots = Mapping[str, torch.Tensor]
 

@@ -17,7 +17,7 @@ import xxhash
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.train.exchange.tensor_bytes import memory_of
 from holdfast.engine.train.script.row_updates import ServerAccess
-from holdfast.engine.train.step.keyed_gradient import find_keyed_gradient
+from holdfast.engine.train.step.table_parameters import find_keyed_gradient
 from holdfast.tables.row_client import RowClient
 from holdfast.tables.row_optimizers import RowOptimizer, check_staleness, rows_of
 from holdfast.tables.server_rows import RowUpdate

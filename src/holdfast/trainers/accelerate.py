@@ -3,6 +3,10 @@
 The body of the training loop runs once for each task. Its calls of optimizers, schedulers and
 clipping are recorded, and carried out, in order, once the step is committed: until then another
 worker may fail, and this one compute more tasks.
+
+Transformers and Accelerate ask PartialState for the process that writes and logs; it follows the
+job's leader. A worker of a job is a world of its own to them, so that none of their collectives is
+ever called.
 """
 
 from __future__ import annotations
@@ -17,18 +21,24 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.train.job import Batches, Step, join_once
-from holdfast.trainers.accelerated import follow_leader
-from holdfast.trainers.loaders import plain_batches
+from holdfast.engine.train.job import Batches, Job, Step, join_once, plain_batches
 
 try:
     import accelerate
+    from accelerate import PartialState
     from accelerate.utils import send_to_device
 except ImportError:
     raise UserError(
         "holdfast.trainers.accelerate needs the package accelerate: "
         "pip install 'holdfast[accelerate]'"
     ) from None
+
+
+def follow_leader(job: Job) -> bool:
+    """Make this process the main one if it leads the job, else not; returns which."""
+    state, leads = PartialState(), job.is_leader
+    state.process_index = state.local_process_index = 0 if leads else max(int(job.worker), 1)
+    return leads
 
 
 class RecordedCalls:
@@ -39,12 +49,15 @@ class RecordedCalls:
     """
 
     def __init__(self) -> None:
-        self.parameters: list[torch.nn.Parameter] = []  # all prepared models'
+        #: The parameters of all prepared models.
+        self.parameters: list[torch.nn.Parameter] = []
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
-        self.times = 1  # steps of a scheduler for one call, as Accelerate does for each process
+        #: Steps of a scheduler for one call, as Accelerate does for each process.
+        self.times = 1
         self.is_recording = False
-        self.norm = torch.tensor(float("nan"))  # the last gradient's that was clipped by norm
+        #: The norm of the last gradient that was clipped by norm.
+        self.norm = torch.tensor(float("nan"))
         self._calls: list[list[Any]] = []  # calls of the body under way
         self._done: list[list[Any]] = []  # in the last step
 
@@ -64,7 +77,7 @@ class RecordedCalls:
             self._do(*call)
 
     def do_all(self) -> None:
-        """Carry out what the last body has called. UserError if it has updated nothing."""
+        """Carry out what the last body has called. UserError if it has made no update."""
         self.is_recording = False
         if not any(call[0] == "step" for call in self._calls):
             raise UserError(
@@ -76,7 +89,7 @@ class RecordedCalls:
             self._do(*call)
 
     def places(self, parameters: Iterable[torch.nn.Parameter] | torch.Tensor) -> list[int]:
-        """Return where parameters are among all; UserError for one of no prepared model."""
+        """Return the places of parameters among all; UserError for one of no prepared model."""
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         known = {id(each): place for place, each in enumerate(self.parameters)}
         try:
@@ -113,7 +126,7 @@ class RecordedCalls:
 
 
 class RecordedOptimizer(Optimizer):
-    """Wraps an optimizer so that `step` and `zero_grad` are recorded, and nothing else."""
+    """Wraps an optimizer so that only `step` and `zero_grad` are recorded."""
 
     def __init__(self, optimizer: Optimizer, calls: RecordedCalls, index: int) -> None:
         self.optimizer = optimizer
@@ -202,18 +215,64 @@ class JobLoader:
         return self._data
 
 
-class Accelerator(accelerate.Accelerator):
+class EachForItself(accelerate.Accelerator):
+    """Is an Accelerator whose processes exchange no data by themselves: the job's steps do it.
+
+    Each worker evaluates all of a dataset, so a gathered or reduced tensor is the tensor itself.
+    """
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:
+        """Enter an empty block: virtual ranks take the place of accumulation."""
+        yield
+
+    def no_sync(self, model: Any = None) -> Any:
+        """Refuse to leave gradients alone. UserError."""
+        raise UserError("accelerator.no_sync does not work in a job: leave it out")
+
+    def wait_for_everyone(self) -> None:
+        """Return at once: workers meet in steps and at the ends of loops."""
+
+    def gather(self, tensor: Any) -> Any:
+        """Return the tensor."""
+        return tensor
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Return the data."""
+        return input_data
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Return the tensor."""
+        return tensor
+
+    def save_state(self, *args: Any, **kwargs: Any) -> str:
+        """Refuse to save in this form. UserError."""
+        raise UserError(
+            "accelerator.save_state does not work in a job: start it with --store, which saves the "
+            "whole job's state; save_model writes the model for use elsewhere"
+        )
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse to load in this form. UserError."""
+        raise UserError(
+            "accelerator.load_state does not work in a job: `holdfast resume` goes on from a "
+            "checkpoint of the job"
+        )
+
+
+class Accelerator(EachForItself):
     """Is accelerate.Accelerator with virtual ranks for processes.
 
-    `max_steps`: after how many steps training loops end, instead of a `break`. UserError for what
-    cannot be kept.
+    `max_steps`: training loops end after this number of steps, instead of a `break`. UserError for
+    settings that a job cannot keep.
     """
 
     def __init__(self, *args: Any, max_steps: int | None = None, **kwargs: Any) -> None:
         """Join the job, unless the script has, and prepare for it."""
         super().__init__(*args, **kwargs)
         self.job = join_once()
-        self.last_loss = float("nan")  # the whole job's, in the last step
+        #: The loss of the whole job in its last step.
+        self.last_loss = float("nan")
         self.completed_steps = 0  # the job's
         self._max_steps = max_steps
         self._calls = RecordedCalls()
@@ -293,22 +352,13 @@ class Accelerator(accelerate.Accelerator):
         self.completed_steps = self._until
 
     def backward(self, loss: torch.Tensor, *, weight: Any = None, **kwargs: Any) -> None:
-        """Compute this batch's share of the gradient; `weight` as that of `step.backward`."""
+        """Compute this batch's share of the gradient; `weight` as for `step.backward`."""
         if self._step is None:
             raise UserError(
                 "accelerator.backward was called outside of a training loop: give the loader to "
                 "accelerator.prepare, and call model.train() before the loop"
             )
         self._step.backward(loss, weight=weight)
-
-    @contextlib.contextmanager
-    def accumulate(self, *models: Any) -> Iterator[None]:
-        """Enter a block that changes nothing: virtual ranks take the place of accumulation."""
-        yield
-
-    def no_sync(self, model: Any = None) -> Any:
-        """Refuse to leave gradients alone. UserError."""
-        raise UserError("accelerator.no_sync does not work in a job: leave it out")
 
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float = 2
@@ -342,35 +392,6 @@ class Accelerator(accelerate.Accelerator):
         """Print on the leader."""
         if self.is_main_process:
             super().print(*args, **kwargs)
-
-    def wait_for_everyone(self) -> None:
-        """Return at once: steps and the ends of loops are where workers meet."""
-
-    def gather(self, tensor: Any) -> Any:
-        """Return the tensor: each worker evaluates all of a dataset."""
-        return tensor
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Return the data: each worker evaluates all of a dataset."""
-        return input_data
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return the tensor: each worker evaluates all of a dataset."""
-        return tensor
-
-    def save_state(self, *args: Any, **kwargs: Any) -> str:
-        """Refuse to save in this form. UserError."""
-        raise UserError(
-            "accelerator.save_state does not work in a job: start it with --store, which saves the "
-            "whole job's state; save_model writes the model for use elsewhere"
-        )
-
-    def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse to load in this form. UserError."""
-        raise UserError(
-            "accelerator.load_state does not work in a job: `holdfast resume` goes on from a "
-            "checkpoint of the job"
-        )
 
     def save_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """Save a model, on the leader only."""

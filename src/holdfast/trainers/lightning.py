@@ -1,8 +1,8 @@
 """Offers a strategy for Lightning's Trainer: one batch of its loop is one step of the job.
 
 Lightning's loop gets the job's steps in place of batches. The strategy runs `training_step` for
-each task of a step, and lets the optimizer go on when the step is committed. Loops, callbacks and
-schedulers are protected as `trainer`, as they are between two steps.
+each task of a step, and the optimizer continues when the step is committed. Loops, callbacks and
+schedulers are protected as `trainer`, in their state between two steps.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.train.job import Batches, Job, Step, join_once
-from holdfast.trainers.loaders import plain_batches
+from holdfast.engine.train.job import Batches, Job, Step, join_once, plain_batches
 
 try:
     import lightning.pytorch as pl
@@ -43,7 +42,8 @@ class Strategy(SingleDeviceStrategy):
         """Join the job, unless the script has."""
         super().__init__(device=device, **kwargs)
         self.job: Job = join_once()
-        self.loss = float("nan")  # the whole job's, in the last step
+        #: The loss of the whole job in its last step.
+        self.loss = float("nan")
         self._steps: Iterator[Step] | None = None  # steps of the job's one loop
         self._step: Step | None = None  # the one in which Lightning's loop is
         self._batch: Any = None  # the batch of the task under way
@@ -115,7 +115,7 @@ class Strategy(SingleDeviceStrategy):
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Have all tasks of the step computed, and then the optimizer step, once."""
+        """Compute all tasks of the step, and then the optimizer step, once."""
         step = self._step
         if self._round is not None:  # within training_step: done after the round
             self._segments += 1
@@ -167,7 +167,7 @@ class Strategy(SingleDeviceStrategy):
         """Run a training_step that optimizes by itself: a round for each step of an optimizer.
 
         In each round it is run as a whole for every task, and the gradients of one of its steps
-        count; the parameters are those that the round before has left.
+        count; the parameters are as the round before has left them.
         """
         step, kept, output = self._step, self._kept, None
         if step is None or kept is None:
@@ -238,13 +238,13 @@ class Strategy(SingleDeviceStrategy):
         return self.job.agree(obj) if self._is_fitting else obj
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
-        """Return the leader's decision, while training: to stop early, say."""
+        """Return the leader's decision, while training, such as to stop early."""
         return bool(self.job.agree(bool(decision))) if self._is_fitting else decision
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Have the leader write a checkpoint, and go on once a leader has."""
+        """Write a checkpoint on the leader, and return once a leader has."""
         written = False
         while True:
             if self.is_global_zero and not written:
@@ -308,7 +308,8 @@ class FitProgress:
     """Keeps the progress of Lightning's loops and callbacks between two steps, to be protected."""
 
     def __init__(self, trainer: Any) -> None:
-        self.order: list[int] = []  # optimizers in the order in which a module steps them
+        #: Optimizers in the order in which a module steps them.
+        self.order: list[int] = []
         self._trainer = trainer
         self._state: dict[str, Any] = {}
 

@@ -28,7 +28,7 @@ try:
     from transformers.trainer_callback import ExportableState
     from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 
-    from holdfast.trainers.accelerated import follow_leader
+    from holdfast.trainers.accelerate import follow_leader
 except ImportError:
     raise UserError(
         "holdfast.trainers.transformers needs the package transformers: "
@@ -258,7 +258,7 @@ class TrainerMixin:
         return self._writing or self.args.output_dir
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Have the leader write a checkpoint, and go on once a leader has.
+        """Write a checkpoint on the leader, and return once a leader has.
 
         It gets its name when it is complete: one of a leader that died is never half there.
         """
@@ -310,7 +310,8 @@ class TrainerProgress:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.best: dict[str, torch.Tensor] = {}  # parameters, for load_best_model_at_end
+        #: The best parameters, for load_best_model_at_end.
+        self.best: dict[str, torch.Tensor] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return all of it that does not differ between workers."""

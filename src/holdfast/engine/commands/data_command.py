@@ -165,7 +165,7 @@ def _default_index(data: str) -> Path:
 
 def _dataset(data: str) -> Any:
     """Make the dataset that MODULE:FUNCTION names. UserError."""
-    from holdfast.engine.train.data.map_style import dataset_length
+    from holdfast.engine.train.data.datasets import dataset_length
 
     name, _, function = data.partition(":")
     sys.path.insert(0, os.getcwd())

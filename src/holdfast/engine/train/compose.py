@@ -1,16 +1,21 @@
-"""Puts a worker together: makes its parts and connects them."""
+"""Puts a worker together: makes its parts and connects them.
+
+Effects that concern several parts are carried out here, at once.
+"""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
-from holdfast.engine.core.errors import UserError
+from holdfast.engine.core.errors import Aborted, UserError
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.ends import SinkKind, SourceKind
 from holdfast.engine.core.ground.events import EventNoted, HeirsSeen, Loading, Reachable, StateLost
 from holdfast.engine.core.job_spec import JobSpec
@@ -19,7 +24,7 @@ from holdfast.engine.core.step.balance import BalancePolicy
 from holdfast.engine.core.step.speculation import Patience
 from holdfast.engine.core.step.step_policy import StepPolicy
 from holdfast.engine.core.table_places import ServerLayout
-from holdfast.engine.core.types import Peer, WorkerId
+from holdfast.engine.core.types import Peer, ViewNumber, WorkerId
 from holdfast.engine.core.worker.machine import WorkerMachine
 from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.memory.arena import PieceArena
@@ -28,40 +33,33 @@ from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.open import open_storage
 from holdfast.engine.train.checkpoint.gathered_state import GatheredState
 from holdfast.engine.train.checkpoint.loaded_state import LoadedState
-from holdfast.engine.train.checkpoint.local_tensors import check_meshes
 from holdfast.engine.train.checkpoint.restorer import Restorer
 from holdfast.engine.train.checkpoint.saver import Saver, say
 from holdfast.engine.train.checkpoint.state import PROTECTED_AS, Capture
-from holdfast.engine.train.compiled import advice
 from holdfast.engine.train.data.data_workers import protect_data_workers
-from holdfast.engine.train.exchange.nccl import GpuTransport, gpu_id_of
+from holdfast.engine.train.exchange.gpu_transport import (
+    DeviceCopies,
+    GpuTransport,
+    HostRooms,
+    gpu_id_of,
+)
 from holdfast.engine.train.exchange.seam import Transport
-from holdfast.engine.train.exchange.staged import DeviceCopies, HostRooms
 from holdfast.engine.train.exchange.tcp_transport import TcpListener, TcpTransport
 from holdfast.engine.train.feeding.fed_receiver import FedReceiver
 from holdfast.engine.train.feeding.feeder import Feeder
-from holdfast.engine.train.hands import StepHands
 from holdfast.engine.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
+from holdfast.engine.train.process_settings import advice, check_torch, prepare_scalers
 from holdfast.engine.train.protection.protector import PieceTarget, Protector
 from holdfast.engine.train.protection.recalling import Recalling
-from holdfast.engine.train.rendezvous_store import find_store, open_store
-from holdfast.engine.train.script.environment import WorkerEnvironment
-from holdfast.engine.train.script.fingerprints import Fingerprints
+from holdfast.engine.train.script.environment import WorkerEnvironment, kind_of_processor
 from holdfast.engine.train.script.ledger_recorder import LedgerRecorder
 from holdfast.engine.train.script.optimizer_watch import OptimizerWatch
-from holdfast.engine.train.script.parameter_watch import ParameterWatch
-from holdfast.engine.train.script.plain_state import PlainState, StateComparison
-from holdfast.engine.train.script.processor_kind import kind_of_processor
-from holdfast.engine.train.script.rank_states import RankStates
-from holdfast.engine.train.script.repeated_tasks import RepeatedTasks
+from holdfast.engine.train.script.rank_states import RankStates, StateCosts
 from holdfast.engine.train.script.row_updates import HeirWatch, RowUpdates, ServerAccess
-from holdfast.engine.train.script.script_guard import ScriptGuard
-from holdfast.engine.train.script.script_memory import ScriptMemory
+from holdfast.engine.train.script.script_guard import ScriptGuard, compose_guard
 from holdfast.engine.train.script.script_state import ScriptState
-from holdfast.engine.train.script.script_suspects import Suspects
-from holdfast.engine.train.script.script_thread import ScriptThread, TaskRunner
-from holdfast.engine.train.script.state_costs import StateCosts
-from holdfast.engine.train.script.unprotected_modules import UnprotectedModules
+from holdfast.engine.train.script.script_thread import ScriptThread
+from holdfast.engine.train.script.step_runner import StepRunner, TaskRunner
 from holdfast.engine.train.shards.following_shard import FollowingLink, FollowingMachine
 from holdfast.engine.train.shards.inner_group import LOOPBACK, InnerGroup
 from holdfast.engine.train.shards.leading_shard import LeadingShard
@@ -74,28 +72,18 @@ from holdfast.engine.train.state.state_sources import (
     StoreSource,
 )
 from holdfast.engine.train.step.agent_link import AgentLink, SoloLink
-from holdfast.engine.train.step.buckets import Gradients
-from holdfast.engine.train.step.driver import Driver, Link
+from holdfast.engine.train.step.buckets import FilledBuckets
+from holdfast.engine.train.step.driver import Driver, Link, Monitor
 from holdfast.engine.train.step.engine import Engine, Exchange
-from holdfast.engine.train.step.filled_buckets import FilledBuckets
+from holdfast.engine.train.step.gradient_digest import TaskDigest
+from holdfast.engine.train.step.gradients import Gradients
 from holdfast.engine.train.step.missed_steps import MissedSteps
-from holdfast.engine.train.step.module_attributes import ModuleAttributes
-from holdfast.engine.train.step.monitor import Monitor
 from holdfast.engine.train.step.mover import StateMover, StateSink
-from holdfast.engine.train.step.probe import current
 from holdfast.engine.train.step.step_data import StepData
 from holdfast.engine.train.step.step_table import Buffers, StepTable
-from holdfast.engine.train.step.task_clock import TaskClock
-from holdfast.engine.train.step.task_digest import TaskDigest
-from holdfast.engine.train.step.task_files import TaskFiles
-from holdfast.engine.train.step.time_sheet import TimeSheet
+from holdfast.engine.train.step.time_sheet import TaskClock, TimeSheet
 from holdfast.engine.train.step.trained import Named
-
-CHANGED = (
-    "a task changes the attribute {path}, which is set back before the next task, so that no task "
-    "depends on the ones before it; to keep a value, put it into a buffer (register_buffer) or "
-    "into job.values"
-)
+from holdfast.engine.train.torch_groups import find_store, open_store
 
 NCCL_IN_THE_CLEAR = "--tls does not encrypt what GPUs exchange by NCCL"
 
@@ -108,9 +96,53 @@ class Control:
     seed: int
     driver: Driver
     link: AgentLink | SoloLink | FollowingLink | Link
-    inner: InnerGroup | None = None  # connects the worker's processes, if there are several
+    #: Connects the worker's processes, if there are several.
+    inner: InnerGroup | None = None
     # None: chosen by the device of the parameters
     make_transport: Callable[[], Transport] | None = None
+
+
+class PromptEffects:
+    """Carries effects out at once, in the thread that posted the event, with the monitor held."""
+
+    def __init__(
+        self,
+        data: StepData,
+        engine: Engine,
+        mover: StateMover,
+        store: StoreSource,
+        recorder: LedgerRecorder,
+        protector: Protector | None,
+    ) -> None:
+        self._data = data
+        self._engine = engine
+        self._mover = mover
+        self._store = store
+        self._recorder = recorder
+        self._protector = protector
+
+    def carry_out(self, effect: ef.WorkerEffect) -> Sequence[ev.WorkerEvent]:
+        """Carry out one effect, and return the events that follow for the machine."""
+        match effect:
+            case ef.Redo():
+                self._data.gradients.clear()
+                self._data.reset()
+            case ef.PutRight(_, digests):
+                try:
+                    self._engine.put_right(digests)
+                except Aborted as error:
+                    return [ev.GroupBroken(ViewNumber(self._data.reduced_in), str(error))]
+            case ef.MarkCommitted(view, step) if self._protector is not None:
+                self._protector.mark(view, step)
+            case ef.NoteDoubt(step, view, again):
+                self._recorder.doubt(step, view, again)
+            case ef.Withdraw(invalidations):
+                self._store.withdraw(invalidations)
+            case ef.LookWhoIsLate(_, step):
+                self._engine.look_who_is_late(step)
+            case _ if isinstance(effect, ef.ReplicaEffect):
+                return self._mover.carry_out_at_once(effect, self._engine.connections)
+        return []
 
 
 def step_policy(spec: JobSpec, seed: int, *, writes: bool) -> StepPolicy:
@@ -187,7 +219,7 @@ def _compose_following(
 
 
 def compose_progress(control: Control) -> ScriptState:
-    """Return the progress of a script that has declared nothing yet."""
+    """Return the progress of a script at its first line."""
     driver = control.driver
 
     def note(text: str) -> None:
@@ -195,90 +227,6 @@ def compose_progress(control: Control) -> ScriptState:
             driver.post(EventNoted("script", text))
 
     return ScriptState(RankStates(StateCosts(driver.times, note)))
-
-
-def compose_guard(
-    control: Control,
-    protected: Mapping[str, Any],
-    progress: ScriptState,
-    sharding: ShardedOptimizers | None = None,
-) -> ScriptGuard:
-    """Put together the parts that guard the promise in a worker's script."""
-    driver, spec = control.driver, control.environment.spec
-    owns_process = isinstance(control.link, AgentLink | SoloLink | FollowingLink)
-    silent = spec.silent_errors
-    modules = [(n, o) for n, o in protected.items() if isinstance(o, torch.nn.Module)]
-
-    def note(text: str) -> None:
-        driver.post(EventNoted("script", text))
-
-    def note_change(path: str) -> None:
-        if driver.leads:
-            note(CHANGED.format(path=path))
-
-    def is_exact() -> bool:
-        on_host = all(p.device.type == "cpu" for _, m in modules for p in m.parameters())
-        if not on_host and torch.backends.cudnn.benchmark:
-            return False  # each worker chooses kernels by their speed
-        can_vary = current.probe.is_noisy or not on_host
-        return torch.are_deterministic_algorithms_enabled() or not can_vary
-
-    torchs = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, ScriptState)
-    own_objects = [o for o in protected.values() if not isinstance(o, torchs)]
-    attributes = ModuleAttributes(modules, note_change)
-    attributes.begin()
-    progress.attributes = attributes
-    _keep_settings(protected, progress)
-    prints = Fingerprints(protected, silent.fingerprint_steps, optimizers=sharding is None)
-    cycle = silent.fingerprint_steps or silent.repeat_steps
-    given = progress.values
-    memory = ScriptMemory(lambda: _tensors_of(modules), lambda: {"job.values": dict(given)})
-    suspects = Suspects(memory)
-
-    def look_once() -> None:
-        if not driver.leads:
-            return
-        if found := progress.settings.describe_changed():
-            note(found)
-        classes = {type(part) for _, each in modules for part in each.modules()}
-        for found in suspects.describe_source(classes) if cycle else ():
-            note(found)
-
-    return ScriptGuard(
-        prints=prints,
-        comparison=StateComparison(PlainState(protected, attributes), prints, memory.numbers),
-        repeats=RepeatedTasks(
-            silent.repeat_steps,
-            spec.virtual_ranks,
-            silent.audit_tolerance,
-            note,
-            is_exact,
-            suspects.describe_repeated,
-        ),
-        memory=memory,
-        suspects=suspects,
-        look_once=look_once,
-        attributes=attributes,
-        loaded=LoadedState(protected, sharding),
-        modules=modules,
-        parameters=ParameterWatch(modules, cycle),
-        files=TaskFiles(note) if cycle else None,
-        cycle=cycle,
-        others=UnprotectedModules(own_objects, progress.scratch) if owns_process else None,
-        is_alone=isinstance(control.link, SoloLink),
-    )
-
-
-def _keep_settings(protected: Mapping[str, Any], progress: ScriptState) -> None:
-    """Keep the settings that the script has made, before a state is loaded."""
-    made = {name: each for name, each in protected.items() if each is not progress}
-    progress.settings.begin(PlainState(made, progress.attributes).items())
-
-
-def _tensors_of(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[torch.Tensor]:
-    for _, module in modules:
-        yield from module.parameters()
-        yield from module.buffers()
 
 
 def _sharding(control: Control, protected: Mapping[str, Any]) -> ShardedOptimizers | None:
@@ -293,54 +241,11 @@ def _sharding(control: Control, protected: Mapping[str, Any]) -> ShardedOptimize
     return ShardedOptimizers(protected, wait_for_end)
 
 
-def _check_torch(
-    modules: list[tuple[str, torch.nn.Module]],
-    trained: list[tuple[str, torch.nn.Parameter]],
-    control: Control,
-) -> None:
-    """Look for settings of torch that break the promise. UserError."""
-    check_meshes(trained, control.environment.spec.workers.procs)
-    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if initialized and control.inner is None:
-        raise UserError(
-            "torch.distributed is initialised, and its groups end with the first worker that is "
-            "lost: leave out init_process_group(), as Holdfast exchanges gradients itself"
-        )
-    for name, module in modules:
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
-            raise UserError(
-                f"job.protect({name}=...): a {type(module).__name__} exchanges gradients by "
-                "itself; protect the module inside it, and train that"
-            )
-    if any(p.is_cuda for _, p in trained) and torch.backends.cudnn.benchmark:
-        text = "torch.backends.cudnn.benchmark is on: each worker chooses kernels by its own timing"
-        text = f"{text}, and bits may differ; set it to False"
-        control.driver.post(EventNoted("script", text))
-
-
-_check_scale = torch.amp.GradScaler._check_scale_growth_tracker
-
-
-def _make_scale_first(scaler: torch.amp.GradScaler, caller: str) -> Any:
-    if scaler._scale is None:
-        scaler._lazy_init_scale_growth_tracker(torch.device(scaler._device))
-    return _check_scale(scaler, caller)
-
-
-def _prepare_scalers() -> None:
-    """Make GradScalers create their scale on first use, which may come before their first loss.
-
-    A worker without samples unscales gradients before it has computed a loss. The script may hold
-    its scaler in any object.
-    """
-    setattr(torch.amp.GradScaler, _check_scale.__name__, _make_scale_first)
-
-
 def _saver(
     control: Control,
     protected: Mapping[str, Any],
     buffers: Buffers,
-    whole_print: Callable[[], int],
+    fingerprint_whole: Callable[[], int],
     capture: Capture | None,
     updates: RowUpdates,
 ) -> Saver | None:
@@ -349,14 +254,14 @@ def _saver(
     if not me.spec.checkpoints.store or me.orders_fd is None:
         return None
 
-    def print_at_rest() -> int:
+    def fingerprint_at_rest() -> int:
         buffers.remember()
-        return whole_print()
+        return fingerprint_whole()
 
     orders = socket.socket(fileno=me.orders_fd)
     procs = me.spec.workers.procs
     job, shard = me.spec.job, (me.shard, procs)
-    saver = Saver(orders, job, protected, driver.post, print_at_rest, shard, capture)
+    saver = Saver(orders, job, protected, driver.post, fingerprint_at_rest, shard, capture)
     saver.rows = updates
     return saver
 
@@ -418,9 +323,13 @@ def _sinks(
 
 
 def _step_data(
-    control: Control, guard: ScriptGuard, progress: ScriptState, trained: Sequence[Named]
+    control: Control,
+    guard: ScriptGuard,
+    progress: ScriptState,
+    trained: Sequence[Named],
+    sharding: ShardedOptimizers | None,
 ) -> tuple[StepData, FilledBuckets]:
-    """Return the data of a step, and the notifier that tells the engine of full buckets."""
+    """Return the data of a step, and the queue that hands full buckets to the engine."""
     monitor, count = control.driver.monitor, control.environment.spec.virtual_ranks
     cycle = control.environment.spec.silent_errors.digest_steps
     filled, digest = FilledBuckets(monitor), TaskDigest(cycle)
@@ -430,7 +339,7 @@ def _step_data(
     clock = TaskClock(next((p.device for _, p in trained if p.is_cuda), None))
     table = StepTable(count, len(gradients.used))
     buffers = Buffers(guard.modules)
-    return StepData(gradients, table, buffers, clock, digest, guard.attributes), filled
+    return StepData(gradients, table, buffers, clock, digest, guard.attributes, sharding), filled
 
 
 def _transport_maker(
@@ -445,7 +354,7 @@ def _transport_maker(
 
 
 def _connect_servers(control: Control, updates: RowUpdates, script: ScriptThread) -> None:
-    """Let tables reach the servers that hold their rows, if there are any."""
+    """Connect tables with the servers that hold their rows, if there are any."""
     if not control.environment.spec.servers.count:
         return
     me, driver, link = control.environment, control.driver, control.link
@@ -469,7 +378,7 @@ def _connect_servers(control: Control, updates: RowUpdates, script: ScriptThread
             driver.next_for_script()
 
     def can_write() -> bool:
-        if script.is_open:
+        if script.steps.is_open:
             raise UserError(
                 "rows of a table were written in the loop over a step's batches, which each worker "
                 "enters for its own tasks: write them after that loop"
@@ -506,6 +415,37 @@ def _check_is_trained(trained: Collection[object], protected: Mapping[str, Any])
         raise UserError("nothing to train: protect a torch.nn.Module with parameters")
 
 
+def _check_process(
+    control: Control,
+    modules: list[tuple[str, torch.nn.Module]],
+    trained: list[tuple[str, torch.nn.Parameter]],
+) -> None:
+    """Check the process's settings, and make those that a worker needs. UserError."""
+    me, driver = control.environment, control.driver
+    if me.worker == 0 and (text := advice(dict(modules))):
+        driver.post(EventNoted("compiled", text))
+    is_joined = control.inner is not None
+    check_torch(modules, trained, me.spec.workers.procs, is_joined=is_joined, post=driver.post)
+    prepare_scalers()
+
+
+def _guard(
+    control: Control,
+    protected: Mapping[str, Any],
+    progress: ScriptState,
+    sharding: ShardedOptimizers | None,
+) -> ScriptGuard:
+    return compose_guard(
+        control.driver,
+        control.environment.spec,
+        protected,
+        progress,
+        sharding,
+        owns_process=isinstance(control.link, AgentLink | SoloLink | FollowingLink),
+        is_alone=isinstance(control.link, SoloLink),
+    )
+
+
 def compose_worker(
     control: Control, protected: Mapping[str, Any], progress: ScriptState
 ) -> ScriptThread:
@@ -517,22 +457,21 @@ def compose_worker(
     modules = [(n, o) for n, o in protected.items() if isinstance(o, torch.nn.Module)]
     trained = progress.trained.watch(dict(modules))
     _check_is_trained(trained, protected)
-    if me.worker == 0 and (text := advice(dict(modules))):
-        driver.post(EventNoted("compiled", text))
     devices = [p.device for _, p in trained if p.is_cuda]
-    _check_torch(modules, trained, control)
-    _prepare_scalers()
+    _check_process(control, modules, trained)
     sharding = _sharding(control, protected)
-    guard = compose_guard(control, protected, progress, sharding)
-    fingerprints, loaded = guard.prints, guard.loaded
-    data, filled = _step_data(control, guard, progress, trained)
-    data.sharding = sharding
+    is_alone = isinstance(control.link, SoloLink)
+    guard = _guard(control, protected, progress, sharding)
+    fingerprints, loaded = guard.fingerprints, guard.loaded
+    data, filled = _step_data(control, guard, progress, trained, sharding)
     capture = GatheredState(sharding).capture if sharding is not None else None
     # The process of shard 0 writes the worker's ledger.
     recorder = LedgerRecorder(replace(me, run_dir=None) if me.shard else me, control.seed, driver)
     missed = MissedSteps(data)
     rate = spec.nodes.join_rate * 1e6
-    feeder = Feeder(protected, data, driver.post, identity, rate, compares=guard.prints.cycle > 0)
+    feeder = Feeder(
+        protected, data, driver.post, identity, rate, compares=guard.fingerprints.cycle > 0
+    )
     receiver = FedReceiver(data, loaded, driver.post, driver.fail, identity)
     recalling = Recalling(data, loaded, identity, spec.redundancy(), me.shard)
     protector = _protector(control, identity, protected, data, capture)
@@ -542,17 +481,19 @@ def compose_worker(
         driver.post(EventNoted("tls", NCCL_IN_THE_CLEAR))
     make_transport = _transport_maker(me.host, identity, devices[0] if devices else None)
 
-    def whole_print() -> int:
-        return fingerprints.print_of_all(data.buffers.start)
+    def fingerprint_whole() -> int:
+        return fingerprints.take_all(data.buffers.start)
 
     exchange = Exchange(
         me=Peer(me.worker, me.shard),
         make_transport=control.make_transport or make_transport,
-        whole_print=whole_print,
+        fingerprint=fingerprint_whole,
         describe=lambda: guard.comparison.describe(data.buffers.start),
         backs_up=backs_up,
     )
-    saver = _saver(control, protected, data.buffers, whole_print, capture, progress.row_updates)
+    saver = _saver(
+        control, protected, data.buffers, fingerprint_whole, capture, progress.row_updates
+    )
     sources = {
         SourceKind.STORE: from_store,
         SourceKind.MEMORY: MemorySource(recalling, me.worker, loading, driver.post),
@@ -562,17 +503,16 @@ def compose_worker(
     sinks = _sinks(me.worker, feeder, StoreSink(saver, me.worker, capture), missed, protector)
     mover = StateMover(sources, sinks, loaded, missed, receiver.follow, receiver.settle, loading)
     engine = Engine(driver, control.link, data, filled, mover, exchange)
-    driver.serve(StepHands(data, engine, mover, from_store, recorder, protector))
+    driver.serve(PromptEffects(data, engine, mover, from_store, recorder, protector))
     runner = TaskRunner(driver, data, backs_up, control.inner, guard.files)
     engine.start()
     if isinstance(control.link, SoloLink):
         control.link.start(driver)
-    script = ScriptThread(driver, data, runner, guard, mover, recorder, progress)
+    steps = StepRunner(driver, data, runner, guard, mover, recorder, progress)
+    script = ScriptThread(driver, data, steps, mover)
     large = sum(p.nbytes for _, p in trained) > spec.nodes.join_pause * 1e6
-    is_alone = isinstance(control.link, SoloLink)
     if rate and large and spec.workers.procs == 1 and sharding is None and not is_alone:
         driver.post(Reachable(receiver.listen(me.host)))
     _connect_servers(control, progress.row_updates, script)
-    rows = progress.row_updates
-    OptimizerWatch(protected, lambda: script.is_open, rows, sharding).start()
+    OptimizerWatch(protected, lambda: steps.is_open, progress.row_updates, sharding).start()
     return script

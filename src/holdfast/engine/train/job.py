@@ -3,50 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import torch
 from torch.distributed import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.core.ground.events import EventNoted, StepKind
-from holdfast.engine.train.checkpoint.local_tensors import check_split
 from holdfast.engine.train.checkpoint.saved_state import load_saved
-from holdfast.engine.train.checkpoint.state import PROTECTED_AS, to_plain
+from holdfast.engine.train.checkpoint.state import PROTECTED_AS
 from holdfast.engine.train.compose import Control, compose_control, compose_progress, compose_worker
-from holdfast.engine.train.data.batch_loading import LoadOptions
-from holdfast.engine.train.data.batch_parts import WHOLE, BatchPart
-from holdfast.engine.train.data.map_style import dataset_length
-from holdfast.engine.train.data.order_plan import OrderPlan
-from holdfast.engine.train.data.quarantine import Quarantine
-from holdfast.engine.train.data.random_streams import enter_stream, seed_generators
-from holdfast.engine.train.data.sampled_batches import SampledBatches
-from holdfast.engine.train.data.sampling import SamplePlan
-from holdfast.engine.train.data.shard_positions import StreamPlan
-from holdfast.engine.train.data.sources import Batches, LoopData, NoDataset, Source, Task, of_loader
-from holdfast.engine.train.data.streams import Stream, shards_of
-from holdfast.engine.train.data.verified_samples import SampleReader, checks_of
-from holdfast.engine.train.host_memory import keep_freed_memory
+from holdfast.engine.train.data.batch_tasks import LoadOptions
+from holdfast.engine.train.data.datasets import dataset_length
+from holdfast.engine.train.data.random_streams import seed_generators
+from holdfast.engine.train.data.sampled_batches import SampledBatches, of_loader
+from holdfast.engine.train.data.sources import Batches, Task
+from holdfast.engine.train.data.streams import Stream
+from holdfast.engine.train.process_settings import keep_freed_memory
 from holdfast.engine.train.script.environment import WorkerEnvironment, take_channel
-from holdfast.engine.train.script.epochs import Epoch, EpochWalk
-from holdfast.engine.train.script.evaluation import Evaluation, suspend_training
-from holdfast.engine.train.script.job_step import Step, end_step, is_begun
-from holdfast.engine.train.script.job_values import Values
-from holdfast.engine.train.script.loop_ends import EndsAtStep, EndsWithEpoch, LoopEnd
+from holdfast.engine.train.script.job_step import Epoch, Step
+from holdfast.engine.train.script.loops import Evaluation, Loops
 from holdfast.engine.train.script.rank_states import RankState
+from holdfast.engine.train.script.script_data import ScriptData
+from holdfast.engine.train.script.script_state import Values
 from holdfast.engine.train.script.script_thread import ScriptThread
 from holdfast.engine.train.shards.inner_group import InnerGroup
-from holdfast.engine.train.step.values import PROPOSAL
 
 __all__ = ["Batches", "Epoch", "Job", "RankState", "Step", "Stream", "Task", "join"]
-
-STEPS_MAX = 1 << 62  # more than any job takes
 
 _jobs: list[Job] = []  # jobs that this process has joined; the end of its script ends their loops
 
@@ -71,36 +57,41 @@ def join_once(*, seed: int | None = None) -> Job:
 
 
 def count_servers() -> int:
-    """Return how many servers hold the tables of the job that was joined last; 0 without a job."""
+    """Return the number of servers for tables of the job that was joined last; 0 without a job."""
     return _jobs[-1]._environment.spec.servers.count if _jobs else 0
 
 
 def end_script() -> None:
-    """End the loops that this process's script has left by `break`, since it is over. UserError."""
+    """End the loops that this process's script, which is over, has left by `break`. UserError."""
     for job in _jobs:
-        job._end_open_loop()
-        job._check_over()
-        job._wait_for_others()
+        job._loops.end_open_loop()
+        job._loops.check_over()
+        job._loops.wait_for_others()
 
 
-class Job:
-    """Connects one worker's script with the whole job. Made by `join`, never directly."""
+def plain_batches(job: Job, loader: DataLoader[Any]) -> Batches:
+    """Return the job's batches of a loader; UserError for a sampler, whose epochs have no length.
+
+    A loop of the script's own, over `job.steps`, takes any sampler.
+    """
+    data = job.batches(loader)
+    if not isinstance(data, Batches):
+        raise UserError(
+            f"this DataLoader draws samples by a {type(loader.sampler).__name__}: give one with "
+            "shuffle=True or shuffle=False, or write the loop with job.steps"
+        )
+    return data
+
+
+class JobFacts:
+    """Knows a job and this worker's part in it."""
 
     def __init__(self, control: Control) -> None:
         self.seed = control.seed
         self._control = control
         self._environment = control.environment
         self._driver = control.driver
-        self._protected: dict[str, Any] = {}
         self._progress = compose_progress(control)
-        self._script: ScriptThread | None = None  # once there is something to train
-        self._step: Step | None = None  # the step that the script is in, or has left by `break`
-        self._asked = 0  # where the script wanted its last loop to end
-        self._datasets = 0  # datasets made so far, whose records may be quarantined
-        self._streams = 0  # streams and samplers that the script has made
-        self._at_step_end: list[Callable[[Step], None]] = []
-
-    # ------------------------------------------------------------ what the job is
 
     @property
     def virtual_ranks(self) -> int:
@@ -132,10 +123,10 @@ class Job:
 
     @property
     def scratch(self) -> dict[str, Any]:
-        """Return a dictionary for values on which no result depends, for plots say.
+        """Return a dictionary for values on which no result depends, such as plots.
 
-        Each worker has its own; it is neither carried to others nor saved, and no guard looks at
-        it.
+        Each worker has its own; it is neither carried to other workers nor saved, and no guard
+        looks at it.
         """
         return self._progress.scratch
 
@@ -148,13 +139,29 @@ class Job:
     def mesh(self) -> DeviceMesh:
         """Return the mesh of this worker's processes: one dimension, "shard", of size G.
 
-        G is what `--procs-per-worker` says, 1 without it. Give it to `fully_shard`, or to
+        G is the value of `--procs-per-worker`, 1 without it. Give it to `fully_shard`, or to
         `parallelize_module`; the gradients of each shard are summed over all workers.
         """
         if self._control.inner is None:
             self._control = replace(self._control, inner=InnerGroup(0, 1, HashStore()))
         assert self._control.inner is not None
         return self._control.inner.mesh
+
+
+class Job(JobFacts):
+    """Connects one worker's script with the whole job. Made by `join`, never directly."""
+
+    def __init__(self, control: Control) -> None:
+        super().__init__(control)
+        spec, driver = control.environment.spec, control.driver
+        self._protected: dict[str, Any] = {}
+        self._loops = Loops(self._compose, self._protected, spec.virtual_ranks, self.seed)
+        self._data = ScriptData(
+            spec, self.seed, self._progress, driver.post, lambda: self._control.inner
+        )
+
+    def _compose(self) -> ScriptThread:
+        return compose_worker(self._control, self._protected, self._progress)
 
     # ------------------------------------------------------------ before the steps
 
@@ -165,7 +172,7 @@ class Job:
         are reduced; rows of tables of `holdfast.tables` are updated as well. Call it once, before
         the first `steps`. Raises UserError.
         """
-        if self._script is not None:
+        if self._loops.script is not None:
             raise UserError(
                 "job.protect(...) came after the first steps, evaluate or agree: protect "
                 "everything before"
@@ -210,50 +217,17 @@ class Job:
         on. `split`: each process of a worker trains on an equal part of each batch, as FSDP needs;
         False: on all of it, as tensor parallelism needs; or the mesh whose processes take parts.
         """
-        part = self._part(split, on_error)
-        if isinstance(dataset, DataLoader):
-            if batch_size is not None or loading:
-                raise UserError(
-                    "job.batches(loader, ...): the DataLoader says how batches are made; give "
-                    "nothing else"
-                )
-            found = of_loader(dataset)
-            dataset, batch_size, options = found.dataset, found.batch_size, found.options
-            if found.sampler is not None:
-                if index is not None or mirrors or on_error != "raise":
-                    raise UserError(
-                        f"job.batches(loader) with a {type(found.sampler).__name__} takes neither "
-                        "index=, mirrors= nor on_error=: verify what the dataset itself reads"
-                    )
-                return self._batches_of_sampler(dataset, found.sampler, options, part)
-            shuffle, drop_last = found.shuffle, found.drop_last
-        else:
-            options = _options(dataset, loading)
-        if batch_size is None:
-            raise UserError(
-                f"job.batches({type(dataset).__name__}) has no batch size: give batch_size=, the "
-                "samples for each virtual rank in a step"
-            )
-        plan = SamplePlan(
-            length=dataset_length(dataset),
-            batch_size=batch_size,
-            virtual_ranks=self.virtual_ranks,
-            seed=self.seed,
+        return self._data.batches(
+            dataset,
+            batch_size,
             shuffle=shuffle,
             drop_last=drop_last,
+            index=index,
+            mirrors=mirrors,
+            on_error=on_error,
+            split=split,
+            loading=loading,
         )
-        checks = checks_of(self._environment.spec, index, mirrors, on_error)
-        SampleReader(dataset, plan.length, checks).check_first(type(dataset).__name__)
-        quarantine = self._new_quarantine(plan.length) if checks.quarantines else None
-        return Batches(
-            dataset,
-            options,
-            plan,
-            checks,
-            quarantine,
-            lambda text: self._driver.post(EventNoted("data", text)),
-            part,
-        ).look()
 
     def stream(
         self,
@@ -272,26 +246,15 @@ class Job:
         its beginning. `split`: as for `batches`; every process of a worker reads all samples.
         Raises UserError.
         """
-        self._check_nothing_dropped("job.stream", "a stream")
-        plan = StreamPlan(batch_size=batch_size, virtual_ranks=self.virtual_ranks, seed=self.seed)
-        number = self._next_stream()
-        return Stream(
-            shards_of(dataset),
-            collate_fn or LoadOptions().collate_fn,
-            plan,
-            self._progress.places.streams.setdefault(number, plan.start()),
-            self._progress.places.readers.setdefault(number, {}),
-            lambda text: self._driver.post(EventNoted("stream", text)),
-            self._part(split),
-        )
+        return self._data.stream(dataset, batch_size, collate_fn, split)
 
     def begin_at(self, step: int) -> None:
         """Begin a new job at this step, for a state that was trained for so long elsewhere.
 
-        Data, epochs and random numbers go on from there. Call it before the first loop; a job that
-        has already begun keeps its own step and gives it to this worker. Raises UserError.
+        Data, epochs and random numbers continue from there. Call it before the first loop; a job
+        that has already begun keeps its own step and gives it to this worker. Raises UserError.
         """
-        if self._script is not None or step < 0:
+        if self._loops.script is not None or step < 0:
             raise UserError(
                 f"job.begin_at({step}): give 0 or more, before the first steps, evaluate or agree"
             )
@@ -305,7 +268,7 @@ class Job:
         the same objects by the same names. job.values are taken over, too. Call it after `protect`,
         before the first loop; a job that has begun keeps its own state. Raises UserError.
         """
-        if self._script is not None or not self._protected:
+        if self._loops.script is not None or not self._protected:
             raise UserError(
                 f"job.begin_from({store!r}): call it after job.protect(...), before the first "
                 "steps, evaluate or agree"
@@ -333,43 +296,6 @@ class Job:
             )
         return self._progress.rank_states.declare(name, make, self.seed, self.virtual_ranks)
 
-    def _part(self, split: bool | DeviceMesh, on_error: str = "raise") -> BatchPart:
-        """Return which part of each batch this process trains on. UserError."""
-        inner = self._control.inner
-        if inner is None or split is False:
-            return WHOLE
-        if inner.size > 1 and on_error == "quarantine":
-            raise UserError(
-                'on_error="quarantine" in a worker of several processes: each would leave out '
-                "records of its own part; give split=False"
-            )
-        if split is True:
-            return BatchPart(inner.shard, inner.size)
-        return BatchPart(split.get_local_rank(), split.size())
-
-    def _batches_of_sampler(
-        self, dataset: Any, sampler: Iterable[Any], options: LoadOptions, part: BatchPart
-    ) -> SampledBatches:
-        """Return batches that a script's own sampler gives."""
-        self._check_nothing_dropped("job.batches(loader)", "a sampler's order")
-        number, progress = self._next_stream(), self._progress
-        plan = OrderPlan(number=number, virtual_ranks=self.virtual_ranks, seed=self.seed)
-        positions = progress.places.orders.setdefault(number, plan.start())
-        return SampledBatches(
-            dataset, sampler, options, plan, positions, lambda: progress.steps, part
-        ).look()
-
-    def _check_nothing_dropped(self, call: str, what: str) -> None:
-        if self._environment.spec.backup().workers:
-            raise UserError(
-                f"{call} with --backup: dropped results of {what} would be lost; use "
-                "job.batches(dataset, batch_size), or no backup workers"
-            )
-
-    def _next_stream(self) -> int:
-        self._streams += 1
-        return self._streams - 1
-
     # ------------------------------------------------------------ steps
 
     def steps(
@@ -379,19 +305,10 @@ class Job:
 
         Without `data` each step yields `Task`s, for which the script makes its own batches; the
         global random generators are keyed by them. The loop's end is a meeting point: the leader
-        leaves it first; the others follow once the leader's script has ended or asked for steps
-        again, so that one of them can take its place.
+        leaves it first; the other workers follow once the leader's script has ended or asked for
+        steps again, so that one of them can take its place.
         """
-        script = self._prepare_loop("job.steps")
-        before = min(self._asked, script.begins_at)
-        if until < before:
-            raise UserError(
-                f"job.steps(until={until}) after a loop that has ended at {before}: steps are "
-                "counted over the whole job, so until must not go back"
-            )
-        self._asked = until
-        loop = self._loop_data(data)
-        yield from self._walk(script, loop, EndsAtStep(until))
+        return self._loops.steps(data, until)
 
     def epochs(
         self,
@@ -405,52 +322,14 @@ class Job:
         Each `epoch` has an `index`; `for step in epoch:` goes through its steps, as job.steps does.
         Calls that all workers make together (evaluate, agree) may stand before and after that loop.
         All epochs are one loop to the job: a worker that joins enters the present epoch and runs
-        the lines before its steps; there it gets the same values that the others got.
+        the lines before its steps; there it gets the same values that the other workers got.
         `steps_per_epoch`: for a stream, or without data. Epochs are counted from the first use of
         `data`; without data over the whole job. Raises UserError.
         """
-        script = self._prepare_loop("job.epochs")
-        loop = self._loop_data(data)
-        ends = EndsWithEpoch(loop, until, steps_per_epoch)
-        self._asked = STEPS_MAX
-        steps = self._walk(script, loop, ends)
-        yield from EpochWalk(script, steps, ends, self._at_step_end).epochs()
-
-    def _prepare_loop(self, call: str) -> ScriptThread:
-        """Return the script's thread, for another loop. UserError within a loop."""
-        if self._script is not None and self._script.is_yielding:
-            raise UserError(
-                f"{call}(...) within the loop over other steps: end that loop first, by `break` "
-                "or at its end, and keep no reference to what job.steps or job.epochs returned"
-            )
-        return self._find_script()
-
-    def _loop_data(self, data: Batches | SampledBatches | Stream | None) -> LoopData:
-        """Return the data that a loop goes through. UserError if processes cannot share it."""
-        loop: LoopData = NoDataset(self.virtual_ranks, self.seed) if data is None else data
-        if loop.part.count > 1:
-            check_split(self._protected, loop.part.count)
-        return loop
-
-    def _walk(
-        self, script: ScriptThread, data: LoopData, ends: LoopEnd
-    ) -> Generator[Step, None, None]:
-        """Yield the steps of one loop from where the job stands."""
-        source: Source | None = None
-        try:
-            for index, plan in script.loop(data, ends):
-                source = source or data.source(plan)
-                self._step = Step(script, source, index, ends)
-                enter_stream(self.seed, index, self.virtual_ranks, "step")
-                yield self._step
-                end_step(self._step, self._at_step_end)
-            self._step = None
-        finally:
-            if source is not None:
-                source.close()
+        return self._loops.epochs(data, until, steps_per_epoch)
 
     def on_step_end(self, fn: Callable[[Step], None]) -> None:
-        """Have `fn(step)` called at the end of each step on one worker only, for loggers.
+        """Call `fn(step)` at the end of each step on one worker only, for loggers.
 
         It is called after the body of the loop, with `step.index`, `step.loss` and the script's
         `step.metrics`. It is never called twice for one step, even on different workers; it may not
@@ -458,16 +337,16 @@ class Job:
         are called again. Call this on all workers, before the loops. `fn` must not call functions
         for all workers (evaluate, agree), nor change protected objects.
         """
-        self._at_step_end.append(fn)
+        self._loops.at_step_end.append(fn)
 
     def stop(self) -> None:
         """End the loops of all workers after the next step: for early stopping, or a time limit.
 
-        One worker's call is enough. Later loops have no steps. It does nothing where steps are
-        computed again (`holdfast replay`), since a script may stop for a reason outside the job.
+        One worker's call is enough. Later loops have no steps. It has no effect where steps are
+        computed again (`holdfast replay`), because a script may stop for a reason outside the job.
         """
         if not self._environment.replays:
-            (self._script or self._find_script()).stop()
+            (self._loops.script or self._loops.find_script()).steps.stop()
 
     # ------------------------------------------------------------ what workers do together
 
@@ -477,15 +356,7 @@ class Job:
         All workers must call it, at the same place of the script. The value is made of numbers,
         strings, lists and dictionaries, and is recorded in the ledger. Raises UserError.
         """
-        proposal = msgspec.msgpack.encode(to_plain(value, "job.agree(...)'s value"))
-
-        def tell(script: ScriptThread) -> bytes:
-            script.open(StepKind.VALUES, proposal=proposal, act="calls job.agree")
-            for task in script.tasks():
-                script.runner.tell(task, None)
-            return script.values_of_all()[PROPOSAL]
-
-        return msgspec.msgpack.decode(self._tell_all(tell))
+        return self._loops.agree(value)
 
     def evaluate(
         self,
@@ -526,72 +397,4 @@ class Job:
             seed=self.seed,
             worker=self.worker,
         )
-        modules = [each for each in self._protected.values() if isinstance(each, torch.nn.Module)]
-
-        def tell(script: ScriptThread) -> bytes:
-            step = script.open(StepKind.VALUES, act=evaluation.act)
-            with suspend_training(modules):
-                facts = evaluation.describe(step)
-                for task in script.tasks():
-                    script.runner.begin_values()
-                    script.runner.tell(task, evaluation.share(step, task.vrank, facts))
-            enter_stream(self.seed, step, self.virtual_ranks, "evaluated")
-            return msgspec.msgpack.encode(evaluation.mean(script.values_of_all()))
-
-        return msgspec.msgpack.decode(self._tell_all(tell))
-
-    def _new_quarantine(self, length: int) -> Quarantine:
-        """Return the quarantine of the script's next dataset, which has `length` records."""
-        self._datasets += 1
-        records = self._progress.places.quarantined.setdefault(self._datasets, {})
-        most = self._environment.spec.data.bad_samples_max
-        return Quarantine(self._datasets, length, records, most)
-
-    def _end_open_loop(self) -> None:
-        """End a loop that the script has left by `break`. UserError if its step is not complete."""
-        step, script = self._step, self._script
-        if step is not None and script is not None and script.in_loop:
-            self._step = None
-            if is_begun(step) or not script.epoch_start.is_above:
-                end_step(step, self._at_step_end)
-                script.end_turn()
-            script.epoch_start.leave()
-            script.leave_loop()
-
-    def _check_over(self) -> None:
-        """Raise UserError if the script has ended within an evaluation or an agreement."""
-        if self._script is not None and self._script.in_loop:
-            raise UserError(
-                "the script ended within job.evaluate(...) or job.agree(...): let it return first"
-            )
-
-    def _wait_for_others(self) -> None:
-        """Wait until the others can do without this worker, whose script is over."""
-        if self._script is not None:
-            self._script.end_script()
-
-    def _tell_all(self, tell: Callable[[ScriptThread], bytes]) -> bytes:
-        """Have all workers tell each other something: within a step, or in a loop of its own."""
-        if self._script is not None and self._script.is_yielding:
-            script = self._script
-            return script.epoch_start.tell(lambda: tell(script))
-        script = self._find_script()
-        return script.exchange_once(NoDataset(self.virtual_ranks, self.seed), lambda: tell(script))
-
-    def _find_script(self) -> ScriptThread:
-        """Return the script's thread, in no loop that is over."""
-        if not self._protected:
-            raise UserError(
-                "nothing is protected: call job.protect(model=...) before anything else"
-            )
-        if self._script is None:
-            self._script = compose_worker(self._control, self._protected, self._progress)
-        self._end_open_loop()
-        return self._script
-
-
-def _options(dataset: Any, loading: dict[str, Any]) -> LoadOptions:
-    try:
-        return LoadOptions(**loading)
-    except TypeError as error:
-        raise UserError(f"job.batches({type(dataset).__name__}): {error}") from None
+        return self._loops.evaluate(evaluation)

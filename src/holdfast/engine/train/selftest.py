@@ -2,8 +2,8 @@
 
     python -m holdfast.engine.train.selftest PARENT_PID BUDGET_S
 
-It prints JSON lines and says beforehand which device it will try, so that one that hangs is known
-by name. The products have one exact result (core/exact_products.py), also with TF32 and on tensor
+It prints JSON lines, and the name of each device before it tries it, so that a device that hangs is
+known. The products have one exact result (core/exact_products.py), also with TF32 and on tensor
 cores.
 """
 
@@ -142,16 +142,16 @@ def main(argv: list[str]) -> int:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         return 1
-    _tell(TorchLine(facts=facts(), trying=CPU_NAME))
-    _tell(TorchLine(run=attempt(torch.device("cpu"), budget_s), trying="the CUDA driver"))
+    _print(TorchLine(facts=facts(), trying=CPU_NAME))
+    _print(TorchLine(run=attempt(torch.device("cpu"), budget_s), trying="the CUDA driver"))
     for index in range(torch.cuda.device_count()):
-        _tell(TorchLine(trying=f"GPU {index}"))
-        _tell(TorchLine(run=attempt(torch.device("cuda", index), budget_s)))
+        _print(TorchLine(trying=f"GPU {index}"))
+        _print(TorchLine(run=attempt(torch.device("cuda", index), budget_s)))
     return 0
 
 
 def attempt(device: torch.device, budget_s: float) -> ArithmeticSample:
-    """Try one device; if it cannot compute, the others are still tried."""
+    """Try one device; if it cannot compute, further ones are still tried."""
     try:
         return try_device(device, budget_s)
     except RuntimeError as error:
@@ -163,7 +163,7 @@ def name_of(device: torch.device) -> str:
     return f"GPU {device.index}" if device.type == "cuda" else CPU_NAME
 
 
-def _tell(line: TorchLine) -> None:
+def _print(line: TorchLine) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
     sys.stdout.buffer.flush()
 

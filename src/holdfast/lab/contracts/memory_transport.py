@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from holdfast.engine.core.errors import Aborted
-from holdfast.engine.train.exchange.seam import Message, Pending, Rendezvous
-from holdfast.engine.train.exchange.waits import Waits
+from holdfast.engine.train.exchange.seam import Message, Pending, Rendezvous, Waits
 
 DAMAGED_NUMEL = 100  # the least number of elements of a message that is damaged on request
 Box = collections.deque[tuple[torch.Tensor, int]]  # messages, and the times that they carry

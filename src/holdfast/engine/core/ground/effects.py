@@ -37,6 +37,21 @@ class SumQuestion:
 COMPARE = SumQuestion(SumStage.COMPARE)
 
 
+class ForScript:
+    """Marks effects that the script's thread carries out, one after the other."""
+
+    __slots__ = ()
+
+
+class ForEngine:
+    """Marks effects that the owner of the view's group carries out, one after the other.
+
+    A replica's effects are carried out there by their source or sink: see `needs_group`.
+    """
+
+    __slots__ = ()
+
+
 # ---------------------------------------------------------------- effects: at once
 
 
@@ -70,7 +85,7 @@ class Redo:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopt:
+class Adopt(ForScript):
     """The speculative task of this virtual rank is this worker's own task now."""
 
     vrank: int
@@ -117,7 +132,7 @@ class GiveUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class Begin(ForScript):
     """Leave the boundary and open `step`. `whole`: take a fingerprint of all of the state.
 
     `joined`: workers have joined, and have yet to prove that they compute as the others do.
@@ -129,7 +144,7 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(ForScript):
     """Compute a task of `step`. `digest`: tell the gradient's digest (or its sketch: `near`).
 
     `disputed`: workers have computed different results: compute it several times, and tell FICKLE
@@ -147,7 +162,7 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(ForScript):
     """Apply the gradient of `step`.
 
     `voted`: all members of the view have just voted for it, this worker among them.
@@ -158,7 +173,7 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class Release(ForScript):
     """Leave the ended loop."""
 
     loop: int
@@ -190,7 +205,7 @@ class ObtainStep:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyState:
+class CopyState(ForScript):
     """Copy this worker's share of the state after `step` steps for a sink; then say StateCopied.
 
     `order`: the order to feed followers. `checked`: nobody may take a further step and compare the
@@ -246,14 +261,14 @@ class Follow:
 
 
 @dataclass(frozen=True, slots=True)
-class Install:
+class Install(ForEngine):
     """Connect the members of this view."""
 
     view: View
 
 
 @dataclass(frozen=True, slots=True)
-class SendMissed:
+class SendMissed(ForEngine):
     """Send the kept pieces of the steps that a member has missed."""
 
     view: ViewNumber
@@ -261,14 +276,14 @@ class SendMissed:
 
 
 @dataclass(frozen=True, slots=True)
-class SyncState:
+class SyncState(ForEngine):
     """Bring joiners up to date, and compare the states of all members."""
 
     view: ViewNumber
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class Gather(ForEngine):
     """Send all members this row, and receive theirs. CONFESS: with a fingerprint of the state."""
 
     view: ViewNumber
@@ -277,7 +292,7 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduce:
+class Reduce(ForEngine):
     """Sum the buckets of `step` as they fill, exchanged by who hosts what (`owners`).
 
     `counted`: ranks whose results count; this worker adds zeros if its own do not.
@@ -298,7 +313,7 @@ class ShareRows:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckSum:
+class CheckSum(ForEngine):
     """Answer a question about a bucket's sum, together with all members: most sum it again."""
 
     view: ViewNumber
@@ -307,7 +322,7 @@ class CheckSum:
 
 
 @dataclass(frozen=True, slots=True)
-class SendDone:
+class SendDone(ForEngine):
     """Send the first member word that this worker is done with its tasks of `step`."""
 
     view: ViewNumber
@@ -316,7 +331,7 @@ class SendDone:
 
 
 @dataclass(frozen=True, slots=True)
-class SendCounted:
+class SendCounted(ForEngine):
     """Send all members the ranks whose results of `step` count."""
 
     view: ViewNumber

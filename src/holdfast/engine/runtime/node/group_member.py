@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         os.environ.update(variables)
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
         with contextlib.suppress(ImportError):  # a PyTorch without torch.distributed
-            importlib.import_module("holdfast.engine.train.exchange.destroyed_groups").keep_last()
+            importlib.import_module("holdfast.engine.train.torch_groups").keep_last()
         try:
             user_script.run(argv[0])
         finally:

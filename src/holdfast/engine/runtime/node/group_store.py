@@ -115,7 +115,7 @@ def main(argv: list[str]) -> int:
 
 
 def _serve() -> None:
-    from holdfast.engine.train.rendezvous_store import open_store  # takes seconds
+    from holdfast.engine.train.torch_groups import open_store  # takes seconds
 
     host = os.environ["HOLDFAST_HOST"]
     channel = GroupChannel.take_channel()

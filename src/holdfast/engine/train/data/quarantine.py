@@ -49,7 +49,7 @@ def replace_bad(
 
 @functools.lru_cache(maxsize=16)
 def _stride(length: int) -> int:
-    """Return a step that leads from each record to all others: about 0.6 of the length."""
+    """Return a step that leads from each record through all records: about 0.6 of the length."""
     stride = max(1, length * 618 // 1000)
     while math.gcd(stride, length) != 1:
         stride += 1
@@ -71,7 +71,8 @@ class Quarantine:
     def __init__(self, number: int, length: int, records: dict[int, int], most: int) -> None:
         self.number = number
         self.length = length
-        self.records = records  # by record: the script's step in which it was found
+        #: By record: the script's step in which it was found.
+        self.records = records
         self.most = most
         # records reported in the script's present step, by vrank
         self.turn: dict[int, tuple[int, ...]] = {}
@@ -80,7 +81,7 @@ class Quarantine:
         """Return the records that a virtual rank's task leaves out unread, also in later rounds."""
         return frozenset(self.records) | frozenset(self.turn.get(vrank, ()))
 
-    def hear(self, told: Mapping[int, bytes]) -> dict[int, Bad]:
+    def take_reports(self, told: Mapping[int, bytes]) -> dict[int, Bad]:
         """Take in the reports of a committed step's tasks; return new bad records. WireError."""
         news: dict[int, Bad] = {}
         for vrank, data in sorted(told.items()):
@@ -107,7 +108,7 @@ class Quarantine:
 
 
 def reason_to_stop(found: Sequence[tuple[int, str]], total: int, most: int) -> str:
-    """Return why the job stops: `total` records are bad, and it may leave out only `most`."""
+    """Return the reason for the job's end: `total` records are bad, of `most` that may be."""
     record, why = found[0]
     return (
         f"record {record} of the dataset {why}; with it {total} records are bad, and the job may "

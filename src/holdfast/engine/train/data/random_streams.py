@@ -72,3 +72,14 @@ def key_apart(seed: int, epoch: int, purpose: str) -> Iterator[None]:
 def _words(seed: int, step: int, vrank: int, purpose: str) -> bytes:
     message = struct.pack("<QQQ", seed, step, vrank) + purpose.encode()
     return hashlib.blake2b(message, digest_size=24, person=b"holdfast-stream").digest()
+
+
+@contextlib.contextmanager
+def limit_to_one_thread() -> Iterator[None]:
+    """Run torch on one thread, as data workers do: the bits of a sum may depend on their number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

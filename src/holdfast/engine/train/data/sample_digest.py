@@ -1,11 +1,17 @@
-"""Computes the digest of a sample: of its values, not of its layout in memory.
+"""Computes digests of samples, and describes a dataset in a few texts to compare it by.
 
-Each digested value comes with its kind and its length, so that different samples cannot give the
-same bytes. Two samples have the same digest if dtypes, shapes and all bits are the same.
+A digest is of a sample's values, not of their layout in memory. Each digested value comes with its
+kind and its length, so that different samples cannot give the same bytes. Two samples have the same
+digest if dtypes, shapes and all bits are the same.
+
+By the texts workers find that their datasets are not the same. A text is the dataset's length, a
+setting of its batches, the order of a Subset, or the digest of a sample. Reading the samples
+changes no random generator.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import struct
@@ -15,15 +21,27 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from torch.utils.data import Subset
 
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.state.store.data_index import SampleIndex
-from holdfast.engine.train.data.map_style import dataset_length
+from holdfast.engine.train.data.datasets import dataset_length, load_samples
+from holdfast.engine.train.data.random_streams import (
+    enter_stream,
+    key_apart,
+    limit_to_one_thread,
+    stream_seed,
+)
 from holdfast.engine.train.exchange.tensor_bytes import as_bytes
 
 _DOUBLE = struct.Struct("<d").pack
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _NATIVE = frozenset((*_WHOLE, torch.float16, torch.float32, torch.float64))  # NumPy has them, too
+SAMPLES_COMPARED = 2  # at a time
+PLACES_COMPARED = 4
+SUBSETS_MAX = 8  # one inside the other
+#: Texts by names, which begin with one of step/state_differences.DATA.
+Facts = dict[str, str]
 
 
 def sample_digest(sample: Any) -> bytes:
@@ -33,7 +51,7 @@ def sample_digest(sample: Any) -> bytes:
     return found.digest()
 
 
-def content_print(value: Any) -> int:
+def fingerprint_content(value: Any) -> int:
     """Return 63 bits that depend on the values of a sample or batch; 0 if it cannot be digested."""
     try:
         return int.from_bytes(sample_digest(value)[:8], "big") >> 1
@@ -145,3 +163,78 @@ def _put(put: Callable[[Any], None], kind: bytes, data: bytes) -> None:
 
 def _frame(kind: bytes, data: bytes) -> bytes:
     return kind + struct.pack("<q", len(data)) + data
+
+
+def describe_data(
+    dataset: Any, collate_fn: Callable[[list[Any]], Any], seed: int, step: int
+) -> Facts:
+    """Return the length of a dataset, its order if it is a Subset, and digests of a few samples.
+
+    `step`: chooses the samples, and keys their random numbers. Samples that cannot be read are left
+    out: that may be the fault of this machine.
+    """
+    length = len(dataset) if hasattr(dataset, "__len__") else 0
+    found = {"the dataset's length": str(length), **_describe_subsets(dataset)}
+    with key_apart(seed, step, "compared"):
+        for i in range(SAMPLES_COMPARED if length else 0):
+            index = stream_seed(seed, step, i, "compared") % length
+            with contextlib.suppress(Exception):
+                found[f"sample {index} of the dataset"] = digest_sample(
+                    dataset, collate_fn, index, seed=seed, step=step, number=i
+                )
+    return found
+
+
+def find_difference(mine: Facts, theirs: Facts) -> str:
+    """Return the first name that has other texts in two descriptions; "" if there is none."""
+    return next((name for name in mine if theirs.get(name, mine[name]) != mine[name]), "")
+
+
+def digest_sample(
+    dataset: Any,
+    collate_fn: Callable[[list[Any]], Any],
+    key: Any,
+    *,
+    seed: int,
+    step: int,
+    number: int,
+) -> str:
+    """Return the digest of a sample, with generators keyed by (seed, step, number)."""
+    enter_stream(seed, step, number, "compared")
+    with limit_to_one_thread():
+        return f"{fingerprint_content(collate_fn(load_samples(dataset, [key]))):016x}"
+
+
+def describe_sample(
+    dataset: Any,
+    collate_fn: Callable[[list[Any]], Any],
+    key: Any,
+    *,
+    seed: int,
+    step: int,
+    number: int,
+) -> str:
+    """Return the digest of a sample, or the name of the error that its task will meet."""
+    try:
+        return digest_sample(dataset, collate_fn, key, seed=seed, step=step, number=number)
+    except Exception as error:  # noqa: BLE001 - the task that needs it will meet it
+        return type(error).__name__
+
+
+def _describe_subsets(dataset: Any) -> Facts:
+    """Describe the places of a Subset, also of those inside it."""
+    found: Facts = {}
+    for level in range(SUBSETS_MAX):
+        if not isinstance(dataset, Subset):
+            break
+        try:
+            indices = np.asarray(dataset.indices, np.int64).reshape(-1)
+        except (TypeError, ValueError, OverflowError):
+            break  # its keys are no numbers
+        which = "the Subset" if not level else f"the Subset {level} levels inside"
+        for place, index in enumerate(indices[:PLACES_COMPARED].tolist()):
+            found[f"place {place} of {which}"] = f"sample {index}"
+        digest = xxhash.xxh3_64_hexdigest(indices.astype("<i8").tobytes())
+        found[f"the dataset's order, in {which},"] = digest
+        dataset = dataset.dataset
+    return found

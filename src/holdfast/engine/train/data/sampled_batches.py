@@ -1,29 +1,181 @@
 """Cuts the batches of a script's own sampler into steps: the next V batches for each.
 
-Every worker draws the orders itself, and all must draw the same. Invariant: which samples a task
-reads follows from the position in the order, which is a part of the job's state, and from the
+Every worker draws an epoch's order itself, with all generators keyed by (seed, epoch): the global
+ones, and the sampler's own. All workers must draw the same. Invariant: a task's
+samples follow from the position in the order, which is a part of the job's state, and from the
 sampler.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import array
+import contextlib
+import operator
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from holdfast.engine.core.errors import UserError, require
-from holdfast.engine.train.data.batch_loading import BatchSource, LoadOptions
-from holdfast.engine.train.data.batch_parts import WHOLE, BatchPart, PartOfPlan
-from holdfast.engine.train.data.data_facts import (
-    SAMPLES_COMPARED,
-    Facts,
-    describe_data,
-    print_sample,
+import msgspec
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
 )
-from holdfast.engine.train.data.order_plan import OrderFacts, OrderPlan, OrderPosition, tell
-from holdfast.engine.train.data.sampler_orders import DrawnOrder, draw_order
 
+from holdfast.engine.core.errors import UserError, require
+from holdfast.engine.train.data.batch_loading import BatchSource
+from holdfast.engine.train.data.batch_tasks import WHOLE, BatchPart, LoadOptions, PartOfPlan
+from holdfast.engine.train.data.datasets import dataset_length
+from holdfast.engine.train.data.random_streams import key_apart, stream_seed
+from holdfast.engine.train.data.read_plans import OrderFacts, OrderPlan, OrderPosition, encode_facts
+from holdfast.engine.train.data.sample_digest import (
+    SAMPLES_COMPARED,
+    describe_data,
+    describe_sample,
+)
+from holdfast.engine.train.data.sources import ReadData
+
+EPOCH_SAMPLES_MAX = 1 << 28
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 ORDERS_MAX = 2  # the orders of the present epoch, and of the next as batches are loaded ahead
+
+
+class DrawnOrder:
+    """Is one epoch's batches: the keys of its samples, and the place where each batch begins."""
+
+    def __init__(self, keys: Sequence[Any] | NDArray[np.int64], begins: NDArray[np.int64]) -> None:
+        #: The places where batches begin, and the end.
+        self.begins = begins
+        self._keys = keys
+
+    def __len__(self) -> int:
+        return len(self.begins) - 1
+
+    def batch(self, number: int) -> list[Any]:
+        """Return the keys of a batch's samples; none past the last batch."""
+        if number >= len(self):
+            return []
+        found = self._keys[self.begins[number] : self.begins[number + 1]]
+        return found.tolist() if isinstance(found, np.ndarray) else list(found)
+
+    def facts(self, epoch: int) -> OrderFacts:
+        """Return the order's facts for the ledger."""
+        keys = self._keys
+        data = keys.tobytes() if isinstance(keys, np.ndarray) else _encode(keys)
+        digest = xxhash.xxh3_64(self.begins.astype("<i8").tobytes())
+        digest.update(data)
+        return OrderFacts(
+            epoch=epoch,
+            order=digest.intdigest() >> 1,
+            batches=len(self),
+            samples=int(self.begins[-1]),
+        )
+
+
+def draw_order(sampler: Iterable[Any], seed: int, epoch: int) -> DrawnOrder:
+    """Draw an epoch's order from a batch sampler. UserError if it is none."""
+    name = _name(sampler)
+    with key_apart(seed, epoch, "order"), _key_own_generators(sampler, seed, epoch):
+        for each in _find_nested(sampler):
+            if callable(getattr(each, "set_epoch", None)):
+                each.set_epoch(epoch)
+        keys: array.array[int] | list[Any] = array.array("q")
+        begins = array.array("q", [0])
+        for batch in sampler:
+            for key in batch:
+                try:
+                    keys.append(operator.index(key))
+                except (TypeError, OverflowError):
+                    keys = keys if isinstance(keys, list) else list(keys)
+                    keys.append(key)
+            begins.append(len(keys))
+            if begins[-1] == begins[-2]:
+                raise UserError(f"{name} gave an empty batch in epoch {epoch}: leave it out")
+            if begins[-1] > EPOCH_SAMPLES_MAX:
+                raise UserError(
+                    f"{name} has not come to an end after {begins[-1]} samples of epoch {epoch}: "
+                    "give one that does"
+                )
+    if len(begins) == 1:
+        raise UserError(f"{name} gave no batch in epoch {epoch}: give one that does")
+    places = np.array(begins, dtype=np.int64)
+    return DrawnOrder(keys if isinstance(keys, list) else np.array(keys, dtype="<i8"), places)
+
+
+def check_sampler(sampler: Any) -> None:
+    """Raise UserError for a sampler that shares an epoch out over processes itself."""
+    for each in _find_nested(sampler):
+        if isinstance(each, DistributedSampler):
+            raise UserError(
+                f"this DataLoader draws samples by a {type(each).__name__}, which gives each "
+                "process a share: leave it out, as job.batches shares the samples over the "
+                "virtual ranks"
+            )
+
+
+def _encode(keys: Sequence[Any]) -> bytes:
+    try:
+        return msgspec.msgpack.encode(keys)
+    except (TypeError, OverflowError) as error:
+        raise UserError(
+            f"a sampler gave samples that are not named by plain values ({error}): let it give "
+            "whole numbers, strings, or tuples of these"
+        ) from None
+
+
+def _name(sampler: Any) -> str:
+    return " of ".join(type(each).__name__ for each in _find_nested(sampler))
+
+
+def _find_nested(sampler: Any) -> list[Any]:
+    """Return a sampler and the samplers from which it draws."""
+    found = [sampler]
+    for each in found:
+        for name, value in getattr(each, "__dict__", {}).items():
+            if name == "sampler" or isinstance(value, Sampler):
+                if not any(value is known for known in found):
+                    found.append(value)
+    return found
+
+
+@contextlib.contextmanager
+def _key_own_generators(sampler: Any, seed: int, epoch: int) -> Iterator[None]:
+    """Replace the generators of a sampler, and of samplers inside it, by keyed ones."""
+    before = [
+        (each, name, value)
+        for each in _find_nested(sampler)
+        for name, value in getattr(each, "__dict__", {}).items()
+        if isinstance(value, _GENERATORS)
+    ]
+    try:
+        for number, (each, name, value) in enumerate(before):
+            setattr(
+                each, name, _make_keyed_like(value, stream_seed(seed, epoch, number, "sampler"))
+            )
+        yield
+    finally:
+        for each, name, value in before:
+            setattr(each, name, value)
+
+
+def _make_keyed_like(value: Any, seed: int) -> Any:
+    if isinstance(value, torch.Generator):
+        return torch.Generator(device=value.device).manual_seed(seed)
+    if isinstance(value, np.random.Generator):
+        return np.random.Generator(type(value.bit_generator)(seed))
+    if isinstance(value, np.random.RandomState):
+        return np.random.RandomState(seed % (1 << 32))
+    return random.Random(seed)
 
 
 class EpochOrders:
@@ -44,7 +196,7 @@ class EpochOrders:
         return self._kept[epoch]
 
     def steps(self, epoch: int) -> int:
-        """Return how many steps an epoch has."""
+        """Return the number of steps of an epoch."""
         return -(-len(self.of(epoch)[0]) // self._plan.virtual_ranks)
 
     def position_after(self, position: OrderPosition, steps: int) -> tuple[int, int]:
@@ -72,7 +224,8 @@ def make_order_error(epoch: int) -> UserError:
 class DrawnTasks:
     """Maps tasks to samples, counted from the job's present position in the order."""
 
-    length = None  # the dataset's length does not matter
+    #: The dataset's length does not matter.
+    length = None
 
     def __init__(
         self,
@@ -112,15 +265,10 @@ class DrawnTasks:
         """Return None, as each of the step's samples counts alike."""
 
 
-class SampledBatches:
-    """Cuts the batches of a sampler over a dataset into steps; made by `Job.batches`.
-
-    `positions`: the place reached in the order; a part of the job's state. `part`: the part of each
-    batch that this process of the worker reads.
-    """
+class SampledBatches(ReadData[OrderPlan]):
+    """Cuts the batches of a sampler over a dataset into steps; made by `Job.batches`."""
 
     has_epochs = True
-    quarantine = None
 
     def __init__(
         self,
@@ -132,15 +280,11 @@ class SampledBatches:
         now: Callable[[], int],
         part: BatchPart = WHOLE,
     ) -> None:
-        self.part = part
+        super().__init__(plan, positions, part)
         self.dataset = dataset
         self.options = options
-        self.plan = plan
-        self.positions = positions
         self._orders = EpochOrders(sampler, plan)
         self._now = now
-        self._first_step: int | None = None  # None: no loop has used it
-        self.facts: Facts = {}  # describe the dataset at the time of `look`
 
     def look(self) -> SampledBatches:
         """Describe the dataset as it is now; return this."""
@@ -149,15 +293,8 @@ class SampledBatches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Return the steps of the first epoch; others may have more or fewer."""
+        """Return the number of steps of the first epoch; later ones may have more or fewer."""
         return self._orders.steps(0)
-
-    def begin(self, step: int) -> OrderPlan:
-        """Record that a loop over it begins at `step`; returns the plan from its first use."""
-        if self._first_step is None:
-            self._first_step = step
-            self.plan = dataclasses.replace(self.plan, first_step=step)
-        return self.plan
 
     def epoch_of(self, step: int) -> tuple[int, int]:
         """Return (epoch, step within it) of a step of the script that is not over.
@@ -171,7 +308,7 @@ class SampledBatches:
         return self._orders.position_after(self.positions[0], step - self._now())
 
     def epoch_steps(self, epoch: int) -> int:
-        """Return how many steps an epoch has."""
+        """Return the number of steps of an epoch."""
         return self._orders.steps(epoch)
 
     def source(self, plan: OrderPlan) -> BatchSource:
@@ -189,12 +326,6 @@ class SampledBatches:
             raise make_order_error(self.positions[0][0]) from error
         return told
 
-    def advance(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> None:
-        """Advance past the batches that a script's step has used, by virtual rank. UserError."""
-        self.positions[:] = self.plan.position_after(
-            self.positions, step, counts, digests, self._order_text()
-        )
-
     def samples(self, step: int) -> dict[str, str]:
         """Return digests of the epoch's order, and of a few samples of the present step."""
         epoch, within = self._orders.position_after(self.positions[0], 0)
@@ -202,11 +333,95 @@ class SampledBatches:
         found = {f"sample order that the sampler gives in epoch {epoch}": f"{facts.order:016x}"}
         for number, key in enumerate(order.batch(within * self.plan.virtual_ranks)):
             if number < SAMPLES_COMPARED:
-                stream = self.plan.seed, step, number
                 name = f"sample {key!r} of the dataset"
-                found[name] = print_sample(self.dataset, self.options.collate_fn, key, stream)
+                found[name] = describe_sample(
+                    self.dataset,
+                    self.options.collate_fn,
+                    key,
+                    seed=self.plan.seed,
+                    step=step,
+                    number=number,
+                )
         return found
 
     def _order_text(self) -> str:
         epoch, *_, batches, _ = self.positions[0]
-        return "" if batches else tell(self._orders.of(epoch)[1])
+        return "" if batches else encode_facts(self._orders.of(epoch)[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderSettings:
+    """Keeps the settings of a DataLoader for Holdfast.
+
+    `sampler`: gives the batches of an epoch; None if they are cut from all samples in turn, or from
+    a permutation of them.
+    """
+
+    dataset: Any
+    batch_size: int | None
+    shuffle: bool
+    drop_last: bool
+    options: LoadOptions
+    sampler: Iterable[Any] | None
+
+
+def of_loader(loader: DataLoader[Any]) -> LoaderSettings:
+    """Read what `loader` loads and how; UserError for settings that Holdfast cannot follow.
+
+    A warning names settings that are ignored because they change no sample.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        dataset_length(loader.dataset)
+    if loader.batch_sampler is None:
+        raise UserError(
+            "this DataLoader's batches come from a NoneType: give job.batches one with batch_size= "
+            "or batch_sampler="
+        )
+    check_sampler(loader.batch_sampler)
+    plain = type(loader.batch_sampler) is BatchSampler and loader.batch_size is not None
+    shuffles = plain and _shuffles(loader)
+    _warn_of_unused(loader)
+    options: dict[str, Any] = {"num_workers": loader.num_workers, "collate_fn": loader.collate_fn}
+    if loader.prefetch_factor is not None:
+        options["prefetch_factor"] = loader.prefetch_factor
+    return LoaderSettings(
+        dataset=loader.dataset,
+        batch_size=loader.batch_size,
+        shuffle=shuffles,
+        drop_last=loader.drop_last,
+        options=LoadOptions(
+            pin_memory=loader.pin_memory,
+            multiprocessing_context=loader.multiprocessing_context,
+            **options,
+        ),
+        sampler=None
+        if shuffles or (plain and type(loader.sampler) is SequentialSampler)
+        else loader.batch_sampler,
+    )
+
+
+def _shuffles(loader: DataLoader[Any]) -> bool:
+    """Return whether an epoch is a permutation of all samples."""
+    sampler = loader.sampler
+    return (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == dataset_length(loader.dataset)
+    )
+
+
+def _warn_of_unused(loader: DataLoader[Any]) -> None:
+    lost = {
+        "worker_init_fn": loader.worker_init_fn,
+        "generator": loader.generator,
+        "timeout": loader.timeout,
+    }
+    names = [name for name, value in lost.items() if value]
+    if names:
+        are = "is" if len(names) == 1 else "are"
+        warnings.warn(
+            f"this DataLoader's {' and '.join(names)} {are} not used: "
+            "random numbers are keyed by the job's seed, the step and the virtual rank",
+            UserWarning,
+            stacklevel=5,
+        )

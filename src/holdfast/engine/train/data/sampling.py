@@ -1,12 +1,12 @@
 """Decides which samples a task reads: a pure function of (plan, step, virtual rank).
 
 The worker has no influence. Must not know workers, views, datasets or torch. Every epoch visits the
-dataset in the order of a keyed bijection on [0, length), computed a task at a time, so that nothing
-here grows with the dataset. Invariant: over the steps of one epoch every sample is used exactly
-once (with `drop_last`, at most once, and the same number in every epoch).
+dataset in the order of a keyed bijection on [0, length), computed a task at a time, so that no
+memory here grows with the dataset. Invariant: over the steps of one epoch every sample is used
+exactly once (with `drop_last`, at most once, and the same number in every epoch).
 
 The order is part of a job's meaning: changing any constant here changes every trajectory, so it
-must come with a new ORDER, by which old ledgers and checkpoints are told apart.
+must come with a new ORDER, by which old ledgers and checkpoints are recognised.
 """
 
 from __future__ import annotations
@@ -24,11 +24,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from holdfast.engine.core.errors import InvariantError, UserError
-from holdfast.engine.train.data.order_plan import ORDER as SAMPLER_GIVEN
-from holdfast.engine.train.data.order_plan import OrderPlan
 from holdfast.engine.train.data.quarantine import replace_bad
-from holdfast.engine.train.data.shard_positions import ORDER as STREAMED
-from holdfast.engine.train.data.shard_positions import StreamPlan
+from holdfast.engine.train.data.read_plans import OrderPlan, StreamPlan
 
 ORDER = "feistel-1"  # names the bijection in ledgers and checkpoints
 LENGTH_MAX = 1 << 48
@@ -89,11 +86,6 @@ class SamplePlan:
         step = self._full_step
         return self.length // step if self.drop_last else -(-self.length // step)
 
-    @property
-    def epoch_samples(self) -> int:
-        """Return how many samples are used in every whole epoch."""
-        return min(self.length, self.steps_per_epoch * self._full_step)
-
     def epoch_of(self, step: int) -> tuple[int, int]:
         """Return (epoch, step within that epoch) of a step of the job."""
         if step < self.first_step:
@@ -112,7 +104,8 @@ class SamplePlan:
     def samples_before(self, step: int) -> int:
         """Compute how many samples the steps first_step .. step-1 use together."""
         epoch, within = self.epoch_of(step)
-        return epoch * self.epoch_samples + within * self._full_step
+        whole_epoch = min(self.length, self.steps_per_epoch * self._full_step)
+        return epoch * whole_epoch + within * self._full_step
 
     def weight(self, step: int, vrank: int) -> float:
         """Return the task's share of the step, times V; exactly 1.0 in every full step."""
@@ -131,21 +124,18 @@ class SamplePlan:
     def indices(self, step: int, vrank: int) -> Indices:
         """Return the dataset indices of one task, in the order in which they are collated."""
         epoch, within = self.epoch_of(step)
-        return self._read(epoch, within, *self._share(self._samples_within(within), vrank))
+        return _read(self, epoch, within, *self._share(self._samples_within(within), vrank))
 
     def keys(self, step: int, vrank: int) -> list[int]:
         """Return `indices` as a list of keys for a dataset."""
         found: list[int] = self.indices(step, vrank).tolist()
         return found
 
-    def step_indices(self, step: int) -> Indices:
-        """Return the indices of all tasks of the step, one after the other in order of vrank."""
-        epoch, within = self.epoch_of(step)
-        return self._read(epoch, within, 0, self._samples_within(within))
-
     def step_tasks(self, step: int) -> list[Indices]:
         """Return `indices(step, v)` for every vrank v, in one pass."""
-        total, whole = self.step_samples(step), self.step_indices(step)
+        epoch, within = self.epoch_of(step)
+        total = self._samples_within(within)
+        whole = _read(self, epoch, within, 0, total)
         return [whole[slice(*self._share(total, v))] for v in range(self.virtual_ranks)]
 
     def digest(self, step: int, vrank: int) -> int:
@@ -169,7 +159,7 @@ class SamplePlan:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> SamplePlan:
-        """Reverse `to_dict`; trusts nothing: UserError unless the plan is one of ours."""
+        """Reverse `to_dict`. UserError unless the plan is one of ours."""
         if plain.get("order") != ORDER:
             raise UserError(
                 f"sample order {plain.get('order')!r} is not {ORDER!r}: "
@@ -188,7 +178,7 @@ class SamplePlan:
         return cls(**values)
 
     def _share(self, total: int, vrank: int) -> tuple[int, int]:
-        """Return where vrank's part of a step of `total` samples starts and stops."""
+        """Return the start and the end of vrank's part of a step of `total` samples."""
         if not 0 <= vrank < self.virtual_ranks:
             raise InvariantError(f"vrank {vrank} of {self.virtual_ranks}")
         tasks = -(-total // self.batch_size) if self.packed else self.virtual_ranks
@@ -202,23 +192,12 @@ class SamplePlan:
         """Count the samples of an epoch's step."""
         return min(self._full_step, self.length - within * self._full_step)
 
-    def _read(self, epoch: int, within: int, start: int, stop: int) -> Indices:
-        offset = within * self._full_step
-        first, end = offset + start, offset + stop
-        if not self.shuffle:
-            return np.arange(first, end, dtype=np.int64)
-        if self.length <= TABLE_LENGTH_MAX:
-            return _table(self.length, self.seed, epoch)[first:end]
-        read = _read_order if end - first <= KEPT_LENGTH_MAX else _read_order.__wrapped__
-        return read(self.length, self.seed, epoch, first, end)
-
 
 def plan_of(plain: Mapping[str, Any]) -> SamplePlan | OrderPlan | StreamPlan:
     """Return the plan that a ledger's header names; UserError unless it is one of ours."""
-    if plain.get("order") == SAMPLER_GIVEN:
-        return OrderPlan.from_dict(plain)
-    if plain.get("order") == STREAMED:
-        return StreamPlan.from_dict(plain)
+    for kind in (OrderPlan, StreamPlan):
+        if plain.get("order") == kind.order:
+            return kind.from_dict(plain)
     return SamplePlan.from_dict(plain)
 
 
@@ -248,6 +227,18 @@ def permute(positions: Indices, length: int, seed: int, epoch: int) -> Indices:
         if not len(outside):
             return image.astype(np.int64)
         image[outside] = _feistel(image[outside], rows, columns, keys)
+
+
+def _read(plan: SamplePlan, epoch: int, within: int, start: int, stop: int) -> Indices:
+    """Return a part of the samples of an epoch's step, in the order of the plan."""
+    offset = within * plan._full_step
+    first, end = offset + start, offset + stop
+    if not plan.shuffle:
+        return np.arange(first, end, dtype=np.int64)
+    if plan.length <= TABLE_LENGTH_MAX:
+        return _table(plan.length, plan.seed, epoch)[first:end]
+    read = _read_order if end - first <= KEPT_LENGTH_MAX else _read_order.__wrapped__
+    return read(plan.length, plan.seed, epoch, first, end)
 
 
 @functools.lru_cache(maxsize=8)

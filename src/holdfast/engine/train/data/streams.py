@@ -2,49 +2,156 @@
 
 The worker that hosts a virtual rank reads its shard. When a shard moves to another worker, that
 worker opens it and reads up to the job's position, from the shard's beginning or from the last
-state that its reader has reported. Invariant: a task's samples depend on the shard's position only,
-never on earlier readers.
+state that its reader has reported. Only the worker that reads a shard knows that state, so it sends
+it to the other workers now and then. A shard may be read by any process, so a reader that cuts its
+samples by processes would cut them twice; such a reader is detected.
+
+Invariants: a task's samples depend on the shard's position only, never on earlier readers. A state
+only saves time; one from which a reader continues with other samples is not used. Watching a reader
+does not change what the reader does.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import itertools
+import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import Any
 
-from holdfast.engine.core.errors import InvariantError, UserError
-from holdfast.engine.train.checkpoint.state import keeps_state
-from holdfast.engine.train.data.batch_loading import limit_to_one_thread
-from holdfast.engine.train.data.batch_parts import WHOLE, BatchPart
-from holdfast.engine.train.data.data_facts import Facts
-from holdfast.engine.train.data.random_streams import enter_stream, key_apart
-from holdfast.engine.train.data.rank_watch import ranks_watched
-from holdfast.engine.train.data.reader_states import (
-    TELL_STEPS,
-    ReaderState,
-    are_alike,
-    decode_state,
-    encode_state,
-    load,
-    pack_state,
-)
-from holdfast.engine.train.data.shard_positions import Position, StreamPlan
+import msgspec
+import numpy as np
+import torch
+import torch.distributed
+import torch.utils.data
 
+from holdfast.engine.core.errors import UserError
+from holdfast.engine.train.checkpoint.state import keeps_state, to_plain
+from holdfast.engine.train.data.batch_tasks import WHOLE, BatchPart
+from holdfast.engine.train.data.random_streams import enter_stream, key_apart, limit_to_one_thread
+from holdfast.engine.train.data.read_plans import Position, StreamPlan
+from holdfast.engine.train.data.sources import ReadData
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID")
+_FUNCTIONS: dict[CodeType, str] = {
+    torch.utils.data.get_worker_info.__code__: "torch.utils.data.get_worker_info()",
+    torch.distributed.is_initialized.__code__: "torch.distributed.is_initialized()",
+    torch.distributed.get_rank.__code__: "torch.distributed.get_rank()",
+    torch.distributed.get_world_size.__code__: "torch.distributed.get_world_size()",
+}
+_ENVIRON = type(os.environ).__getitem__.__code__
+_WAYS_THERE = ("os", "_collections_abc")  # modules between os.environ.get and its caller
+# These are harmless: they do not cut samples, or only in data workers, where no shard is read.
+_HARMLESS = ("datasets", "fsspec", "holdfast", "huggingface_hub", "torch", "torchdata")
+TELL_STEPS = 64  # steps of the script between two reports of the states
+STATE_BYTES_MAX = 1 << 20  # limit for the state of one reader
+PARTS_MAX = 1000  # parts of a reader that are searched at most
+ReaderState = tuple[int, int, bytes]  # epoch, samples of it that were read, and the packed state
+_decode = msgspec.msgpack.Decoder(ReaderState).decode
 MakeShard = Callable[[int, int], Iterable[Any]]  # number of the shard, number of shards
 
 
-class Stream:
+@contextlib.contextmanager
+def ranks_watched() -> Iterator[list[str]]:
+    """Collect the names of process facts read within, in this thread; none under a profiler."""
+    found: list[str] = []
+
+    def note(frame: FrameType, event: str, _argument: Any) -> None:
+        if event == "call" and (name := _find_fact(frame)) and name not in found:
+            found.append(name)
+
+    if sys.getprofile() is not None:
+        yield found
+        return
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+def _find_fact(frame: FrameType) -> str:
+    """Return the name of the process fact that a call reads; "" if none, or if it is harmless."""
+    if frame.f_code is _ENVIRON:
+        key = frame.f_locals.get("key")
+        name = f"os.environ[{key!r}]" if key in VARIABLES else ""
+    else:
+        name = _FUNCTIONS.get(frame.f_code, "")
+    if not name:
+        return ""
+    caller = frame.f_back
+    while caller is not None and caller.f_globals.get("__name__") in _WAYS_THERE:
+        caller = caller.f_back
+    module = "" if caller is None else str(caller.f_globals.get("__name__"))
+    return "" if module.split(".")[0] in _HARMLESS else name
+
+
+def pack_state(reader: Any) -> bytes:
+    """Return a reader's state. UserError if it is not whole, not of plain values, or too large."""
+    if any("BufferShuffled" in type(each).__name__ for each in _parts(reader)):
+        raise UserError("the samples in its shuffle buffer are not in its state")
+    found = msgspec.msgpack.encode(to_plain(reader.state_dict(), "the state of a stream's reader"))
+    if len(found) > STATE_BYTES_MAX:
+        raise UserError(
+            f"the state of a stream's reader has {len(found)} bytes, more than {STATE_BYTES_MAX}"
+        )
+    return found
+
+
+def _parts(reader: Any) -> list[Any]:
+    """Return the objects behind a reader, as loaders and Hugging Face's datasets nest them."""
+    found = [reader]
+    for each in found:
+        held = [getattr(each, name, None) for name in ("dataset", "_ex_iterable", "ex_iterable")]
+        held += getattr(each, "ex_iterables", None) or []
+        found += [part for part in held if part is not None]
+        if len(found) > PARTS_MAX:
+            break
+    return found
+
+
+def load(reader: Any, data: bytes) -> None:
+    """Move a reader that has not begun to another reader's position."""
+    reader.load_state_dict(msgspec.msgpack.decode(data))
+
+
+def encode_state(state: ReaderState) -> bytes:
+    """Encode a state for the other workers."""
+    return msgspec.msgpack.encode(state)
+
+
+def decode_state(data: bytes) -> ReaderState | None:
+    """Decode a state from another worker; None if it is not valid."""
+    try:
+        return _decode(data)
+    except msgspec.MsgspecError:
+        return None
+
+
+def are_alike(left: Any, right: Any) -> bool:
+    """Return whether two samples, or lists of them, have the same values."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, np.ndarray):
+        return left.dtype == right.dtype and np.array_equal(left, right)
+    if isinstance(left, Mapping):
+        return list(left) == list(right) and all(are_alike(left[k], right[k]) for k in left)
+    if isinstance(left, Sequence) and not isinstance(left, str | bytes):
+        return len(left) == len(right) and all(map(are_alike, left, right))
+    return bool(left == right)
+
+
+class Stream(ReadData[StreamPlan]):
     """Cuts the samples of a stream into steps; made by `Job.stream`.
 
-    `positions`, `states`: the shards' positions, and the states that their readers have reported;
-    parts of the job's state.
+    `states`: the states that the shards' readers have reported; a part of the job's state.
     """
-
-    has_epochs = False
-    quarantine = None
 
     def __init__(
         self,
@@ -53,40 +160,22 @@ class Stream:
         plan: StreamPlan,
         positions: list[Position],
         states: dict[int, ReaderState],
-        tell: Callable[[str], None],
+        log: Callable[[str], None],
         part: BatchPart = WHOLE,
     ) -> None:
-        self.part = part  # the part of each batch that this process of the worker trains on
-        self.plan = plan
-        self.positions = positions
+        super().__init__(plan, positions, part)
         self.states = states
-        self.tells_states = False  # the workers exchange the states after the present step
+        #: The workers exchange the states after the present step.
+        self.tells_states = False
         self.make = make
         self.collate = collate_fn
-        self.tell = tell
-        self._first_step: int | None = None  # None: no loop has used it
-
-    @property
-    def facts(self) -> Facts:
-        """Return the setting of the batches; only the worker that hosts a shard reads it."""
-        return {"the dataset's batch_size": str(self.plan.batch_size)}
-
-    def begin(self, step: int) -> StreamPlan:
-        """Record that a loop over it begins at `step`; returns the plan from its first use."""
-        if self._first_step is None:
-            self._first_step = step
-            self.plan = dataclasses.replace(self.plan, first_step=step)
-        if all(position[:2] == (0, 0) for position in self.positions):
-            self.positions[:] = self.plan.start()
-        return self.plan
+        self.log = log
+        # Only the worker that hosts a shard reads it, so samples cannot be compared.
+        self.facts = {"the dataset's batch_size": str(plan.batch_size)}
 
     def epoch_of(self, step: int) -> tuple[int, int]:
         """Return (0, steps since the first use): shards end at different times."""
         return self.plan.epoch_of(step)
-
-    def epoch_steps(self, epoch: int) -> int:
-        """Raise InvariantError, since there are no epochs."""
-        raise InvariantError("a stream was asked how long its epochs are")
 
     def source(self, plan: StreamPlan) -> StreamSource:
         """Return the reader of the batches."""
@@ -101,18 +190,10 @@ class Stream:
         self.tells_states = stateful and (step - self.plan.first_step) % TELL_STEPS == 0
         return ""
 
-    def hear(self, told: Mapping[int, bytes]) -> None:
+    def take_states(self, told: Mapping[int, bytes]) -> None:
         """Take in the states that the readers of all shards have reported."""
         found = {vrank: decode_state(data) for vrank, data in sorted(told.items())}
         self.states.update({vrank: state for vrank, state in found.items() if state})
-
-    def advance(self, step: int, counts: Sequence[int], digests: Sequence[int]) -> None:
-        """Advance past the samples that a script's step has used, by virtual rank. UserError."""
-        self.positions[:] = self.plan.position_after(self.positions, step, counts, digests)
-
-    def samples(self, step: int) -> dict[str, str]:
-        """Return no samples, since only the worker that hosts a shard reads it."""
-        return {}
 
 
 @dataclass(slots=True)
@@ -124,7 +205,8 @@ class _Shard:
     reader: Iterable[Any]
     samples: Iterator[Any]
     taken: int = 0
-    ahead: list[Any] | None = None  # the next samples, if they had to be read early
+    #: The next samples, if they had to be read early.
+    ahead: list[Any] | None = None
 
 
 class StreamSource:
@@ -164,7 +246,7 @@ class StreamSource:
         return self.batch(step, vrank)
 
     def usage_of(self, step: int, vrank: int) -> tuple[int, int]:
-        """Return how many samples the task has used, and their digest."""
+        """Return the number of samples that the task has used, and their digest."""
         samples, digest = self._used[vrank]
         return len(samples), digest
 
@@ -183,7 +265,7 @@ class StreamSource:
     def state(self, vrank: int) -> bytes | None:
         """Return the state of a shard's reader, for other workers; None if it has none.
 
-        Each time another reader is opened from that state, to see that it goes on in the same way.
+        Each time another reader is opened from that state, to see that it gives the same samples.
         """
         shard = self._shards.get(vrank)
         if self._refuses or shard is None or not keeps_state(shard.reader):
@@ -207,7 +289,7 @@ class StreamSource:
 
     def _refuse(self, why: str) -> None:
         self._refuses = True
-        self.stream.tell(
+        self.stream.log(
             f"the places of a stream's readers are not kept, and a shard that moves to another "
             f"worker is read from its beginning: {why}"
         )
@@ -224,7 +306,7 @@ class StreamSource:
                 f"what reads the shards of a stream looks at {', '.join(looked_at)}: cut the "
                 "samples by (shard, shards) only, as any process may read any shard"
             )
-            self.stream.tell(text)
+            self.stream.log(text)
             warnings.warn(text, UserWarning, stacklevel=2)
         return found
 
@@ -252,7 +334,7 @@ class StreamSource:
                 state = None
             shard = self._shards[vrank] = self._open(vrank, epoch, began, state)
         if shard.taken < taken:
-            self.stream.tell(
+            self.stream.log(
                 f"shard {vrank} is read from sample {shard.taken} to {taken} of epoch {epoch} to "
                 "go on"
             )

@@ -17,8 +17,7 @@ import numpy as np
 from holdfast.engine.core.errors import Damaged, UserError, first_line
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.state.store.data_index import SampleIndex, read_index
-from holdfast.engine.train.data.map_style import load_samples
-from holdfast.engine.train.data.plain_data import is_plain_dataset
+from holdfast.engine.train.data.datasets import is_plain_dataset, load_samples
 from holdfast.engine.train.data.quarantine import REASON_CHARS_MAX, Bad, reason_to_stop, replace_bad
 from holdfast.engine.train.data.sample_digest import read_sample, sample_digest
 
@@ -30,9 +29,11 @@ class Checks:
     """Configures how the records of a dataset are verified, and how bad ones are handled."""
 
     index: SampleIndex | None = None
-    mirrors: tuple[Any, ...] = ()  # other datasets of the same samples
+    #: Other datasets of the same samples.
+    mirrors: tuple[Any, ...] = ()
     quarantines: bool = False
-    most: int = 0  # records that may be quarantined
+    #: Records that may be quarantined.
+    most: int = 0
 
     @property
     def can_retry(self) -> bool:
@@ -42,7 +43,7 @@ class Checks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Describes which records a task has read in the end, and the faults of others."""
+    """Describes the records that a task has read in the end, and the faults of bad ones."""
 
     used: tuple[int, ...]
     bad: Bad = field(default_factory=dict)
@@ -50,7 +51,7 @@ class Reading:
 
 
 def checks_of(spec: JobSpec, index: Any, mirrors: Sequence[Any], on_error: str) -> Checks:
-    """Return how the samples of a job's dataset are verified; see Job.batches. UserError."""
+    """Return the checks of a job's samples; see Job.batches. UserError."""
     if on_error not in ("raise", "quarantine"):
         raise UserError(f'on_error={on_error!r}: give "raise" or "quarantine"')
     quarantines = on_error == "quarantine"

@@ -1,4 +1,4 @@
-"""Cuts a plan of sums for a buffer of some size: elements, and places in the memory beside it."""
+"""Cuts a plan of sums for a buffer of some size: elements, and places in its spare memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class CutMessage:
 class Side:
     """Describes one side of an addition: elements of the sum of the node's child `node`.
 
-    If other ranks own some of them, they are received into `room`, a part of the memory beside the
-    buffer, and one's `own` ones are copied there. Without a room they are used where they are.
+    If other ranks own some of them, they are received into `room`, a part of the spare
+    memory, and one's `own` ones are copied there. Without a room they are used where they are.
     """
 
     node: Node
@@ -38,7 +38,7 @@ class Side:
 class CutAddition:
     """Describes the elements `where` of a node's sum, which this rank computes.
 
-    `out`: where the sum is kept, in the memory beside the buffer; None: in the buffer itself.
+    `out`: the place of the sum in the spare memory; None: in the buffer itself.
     """
 
     node: Node
@@ -66,7 +66,7 @@ class CutExchange:
 
 @dataclass(frozen=True, slots=True)
 class CutPlan:
-    """Is a plan for a buffer of `numel` elements, with `beside` elements of memory beside it.
+    """Is a plan for a buffer of `numel` elements, with `beside` elements of spare memory.
 
     `whole`: the node that holds the sum of all, if this rank alone computes it.
     """
@@ -92,7 +92,7 @@ class CutPlan:
 
 
 class _Rooms:
-    """Divides the memory beside a buffer."""
+    """Divides the spare memory of a buffer."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -124,7 +124,7 @@ def _cut_addition(
 
 
 def _cut_side(child: Node, where: slice, come: Sequence[CutMessage], rooms: _Rooms) -> Side:
-    """Find the elements that come from others; one's own are the rest, which is one range."""
+    """Find the elements that peers send; the rest is one range of this rank's own."""
     if not come:
         return Side(child, None, (), where)
     size = where.stop - where.start

@@ -36,9 +36,11 @@ class Incoming:
     def __init__(self, tag: int, place: memoryview) -> None:
         self.tag = tag
         self.place = place
-        self.sent_us = 0  # by the sender's clock
+        #: The time of sending, by the sender's clock.
+        self.sent_us = 0
         self.done = False
-        self.early: Incoming | None = None  # the same message, if it came before it was wanted
+        #: The same message, if it came before it was wanted.
+        self.early: Incoming | None = None
 
     @property
     def source(self) -> Incoming:
@@ -60,7 +62,8 @@ class Listeners:
     """Keeps the listeners of one group's member. The group's network locks it."""
 
     def __init__(self) -> None:
-        self.is_always_on = False  # some messages may come while no thread waits
+        #: Some messages may come while no thread waits.
+        self.is_always_on = False
         self._sizes: dict[int, int] = {}  # by tag
         self._listeners: dict[int, Hear] = {}  # by tag
         self._heard: deque[tuple[Hear, int, bytes]] = deque()
@@ -94,7 +97,7 @@ class _ReadAhead:
         return self._stop - self._start
 
     def room(self) -> memoryview:
-        """Return where to read to; `grow` by the number of bytes that were read."""
+        """Return the memory to read into; `grow` by the number of bytes that were read."""
         left = len(self)
         if self._stop == BUFFER_BYTES or not left:
             self._buffer[:left] = bytes(self._buffer[self._start : self._stop])
@@ -121,8 +124,10 @@ class GroupLink:
         self.peer = peer
         self.wire: Wire | None = None
         self.ended = ""  # why
-        self.waiting = 0  # threads that wait for a message of this peer
-        self.is_held_up = False  # a message stays in the kernel, and those behind it
+        #: Threads that wait for a message of this peer.
+        self.waiting = 0
+        #: A message stays in the kernel, and those behind it.
+        self.is_held_up = False
         self._wanted: dict[int, deque[Incoming]] = {}  # by tag
         self._early: dict[int, deque[Incoming]] = {}
         self._early_bytes = 0
@@ -141,7 +146,7 @@ class GroupLink:
     # ------------------------------------------------------------ for the exchanges
 
     def expect(self, tag: int, place: memoryview) -> Incoming:
-        """Have the next message under this tag written to `place`. Aborted."""
+        """Write the next message under this tag to `place` once it arrives. Aborted."""
         message = Incoming(tag, place)
         early = self._early.get(tag)
         if early:
@@ -240,7 +245,7 @@ class GroupLink:
         return f"the connection to rank {self.peer} has ended: {error.strerror or error}"
 
     def _read_some(self) -> bool:
-        """Take a step in reading; return False if there is nothing to read, or no place."""
+        """Take a step in reading; return False if there are no bytes to read, or no place."""
         if self._head is None:
             if len(self._ahead) < HEAD.size:
                 count = self._receive(self._ahead.room())
@@ -279,7 +284,7 @@ class GroupLink:
         return count or 0
 
     def _place_for(self, tag: int, size: int) -> Incoming | None:
-        """Return where a message goes; None: it has to wait in the kernel. Aborted."""
+        """Return the place of a message; None: it has to wait in the kernel. Aborted."""
         wanted = self._wanted.get(tag)
         if wanted:
             message = wanted.popleft()

@@ -1,15 +1,18 @@
 """Moves the messages of one group, whichever thread has time for it.
 
 A thread that waits for messages asks the kernel itself which connections are ready, so no other
-thread has to wake it. One such thread works at a time; if several wait, the others sleep. A thread
-of the network's own works while none waits, and only if it was told to go on.
+thread has to wake it. One such thread works at a time; if several wait, only one is awake. A thread
+of the network's own works while none waits, and only after `go_on`.
 """
 
 from __future__ import annotations
 
+import os
+import select
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from holdfast.engine.core.errors import Aborted
 from holdfast.engine.train.exchange.group_link import (
@@ -20,11 +23,77 @@ from holdfast.engine.train.exchange.group_link import (
     Listeners,
     Outgoing,
 )
-from holdfast.engine.train.exchange.link_poll import LinkPoll
 from holdfast.engine.train.exchange.wires import Wire
 
 Expected = tuple[GroupLink, Incoming]
 Leaving = tuple[GroupLink, Outgoing]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Describes a link that the kernel has reported."""
+
+    link: GroupLink
+    can_write: bool
+    can_read: bool
+
+
+class LinkPoll:
+    """Asks for one group's links. While a thread waits, others may call all but `close`."""
+
+    def __init__(self) -> None:
+        self._links: dict[int, GroupLink] = {}  # by descriptor
+        self._asked: dict[int, int] = {}  # events by descriptor
+        self._epoll = select.epoll()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll.register(self._bell, select.EPOLLIN)
+        self._is_closed = False
+
+    def ask(self, link: GroupLink) -> None:
+        """Ask for what matters of a link now."""
+        wire = link.wire
+        if wire is None or self._is_closed:
+            return
+        wanted = dict.fromkeys((channel.fileno() for channel in wire.channels), 0)
+        if link.wants_to_write and not link.ended:
+            wanted[wire.sends.fileno()] |= select.EPOLLOUT
+        if not link.is_held_up and not link.ended:
+            wanted[wire.receives.fileno()] |= select.EPOLLIN
+        for descriptor, events in wanted.items():
+            before = self._asked.get(descriptor, 0)
+            if before and not events:  # the end of a connection would be reported all the time
+                self._epoll.unregister(descriptor)
+            elif events and not before:
+                self._epoll.register(descriptor, events)
+            elif events != before:
+                self._epoll.modify(descriptor, events)
+            self._asked[descriptor] = events
+            self._links[descriptor] = link
+
+    def wait(self) -> list[tuple[int, int]]:
+        """Wait until links are ready, or until `ring`; return descriptors with their events."""
+        return self._epoll.poll()
+
+    def find(self, reported: list[tuple[int, int]]) -> Iterator[Ready]:
+        """Return the links that were reported."""
+        ends = select.EPOLLHUP | select.EPOLLERR
+        for descriptor, events in reported:
+            if descriptor == self._bell:
+                os.eventfd_read(self._bell)
+            else:
+                can_write, can_read = events & select.EPOLLOUT, events & (select.EPOLLIN | ends)
+                yield Ready(self._links[descriptor], bool(can_write), bool(can_read))
+
+    def ring(self) -> None:
+        """Wake the thread that waits."""
+        if not self._is_closed:
+            os.eventfd_write(self._bell, 1)
+
+    def close(self) -> None:
+        """Free the descriptors. No thread may wait any more."""
+        self._is_closed = True
+        self._epoll.close()
+        os.close(self._bell)
 
 
 class GroupNetwork:
@@ -61,8 +130,8 @@ class GroupNetwork:
             link.connect(wire)
             self._poll.ask(link)
             self._news.notify_all()
-            # A message that had to wait for the connections may have left: the kernel has nothing
-            # more to report to a thread that waits for it.
+            # A message that had to wait for the connections may have left: the kernel reports no
+            # more of it to a thread that waits.
             self._poll.ring()
             return True
 
@@ -79,7 +148,7 @@ class GroupNetwork:
         return found
 
     def await_connections(self, peers: Iterable[int], until: float) -> set[int]:
-        """Wait until these ranks are connected; return those that are missing at `until`. Aborted.
+        """Wait until these ranks are connected; return the missing ones at `until`. Aborted.
 
         `until`: seconds of the monotonic clock.
         """
@@ -161,7 +230,7 @@ class GroupNetwork:
             self.go_on()
 
     def go_on(self) -> None:
-        """Move messages also while no thread waits, until nothing is under way."""
+        """Move messages also while no thread waits, until none is under way."""
         with self._lock:
             if self.aborted or self._goes_on or not self._is_busy():
                 return
@@ -227,7 +296,7 @@ class GroupNetwork:
         self._deliver()
 
     def _deliver(self) -> None:
-        """Give messages to their listeners. The lock, which is held, is released meanwhile."""
+        """Give messages to their listeners. The lock, which is held, is released for that time."""
         while not self.aborted and (found := self._listeners.take()) is not None:
             hear, peer, data = found
             self._lock.release()

@@ -34,8 +34,10 @@ class Layout:
     vranks: int
     hosted: tuple[tuple[int, ...], ...]  # by rank
     nodes: tuple[tuple[tree.Node, ...], ...]  # by rank
-    owners: tuple[WorkerId, ...]  # by virtual rank
-    shard: int = 0  # the processes of one shard exchange gradients with each other
+    #: The hosts of the virtual ranks, in their order.
+    owners: tuple[WorkerId, ...]
+    #: The processes of one shard exchange gradients with each other.
+    shard: int = 0
 
     @classmethod
     def of(cls, view: View, me: Peer, owners: Sequence[WorkerId] = ()) -> Layout:
@@ -54,7 +56,7 @@ class Layout:
         return Layout.of(view, Peer(view.workers[self.rank], self.shard), owners)
 
     def addresses(self, view: View) -> tuple[Peer, ...]:
-        """Return by rank the peers with which this process exchanges gradients, itself included."""
+        """Return the peers that exchange gradients, by rank, with this process among them."""
         return tuple(Peer(worker, self.shard) for worker in view.workers)
 
     @property

@@ -4,6 +4,11 @@ A transport knows ranks (positions in the view's members), tensors and tags; it 
 virtual ranks or why anything is sent. The invariant every implementation keeps: `abort` may be
 called from any thread at any time, returns at once, and makes every wait, present and future, raise
 Aborted on all sides.
+
+Every transport measures how long the network takes with gradients, and whose took longest, for a
+member's votes. Each message carries the time at which its sender began to send it, counted from the
+end of the last vote, as each member saw it. So a member that computes longer, or that has itself
+waited for another one, is not taken for a slow network.
 """
 
 from __future__ import annotations
@@ -15,9 +20,55 @@ from typing import Protocol
 import torch
 
 from holdfast.engine.core.errors import Aborted
-from holdfast.engine.train.exchange.waits import Waits
+from holdfast.engine.core.ground.events import NOBODY, Wait
 
+SHORT_S = 0.001  # shorter waits do not count
 Message = tuple[int, torch.Tensor]  # (peer's rank in the view, contiguous tensor)
+
+
+class Waits:
+    """Times the waits in one view. `clock`: seconds. Call `begin` when a vote is complete."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began = 0.0  # time when the step began
+        self._since = 0.0  # time when the present wait began
+        self._sent_us = 0  # time when this member began to send its last bucket
+        #: The longest wait that was not short.
+        self._longest = Wait()
+        #: The wait for the newest of the messages that were in time.
+        self._newest = Wait()
+
+    def begin(self) -> None:
+        """Record that a step begins."""
+        self._began = self._clock()
+
+    def begin_bucket(self) -> None:
+        """Record that this member sends another bucket: only waits after the last one count."""
+        self._longest = self._newest = Wait()
+        self._sent_us = self.now_us()
+
+    def now_us(self) -> int:
+        """Return the time that messages carry."""
+        return int((self._clock() - self._began) * 1e6)
+
+    def begin_wait(self) -> None:
+        """Record that this member waits for messages from now on."""
+        self._since = self._clock()
+
+    def record_arrival(self, peer: int, sent_us: int) -> None:
+        """Record that the awaited peer's messages are here, and that the next wait begins."""
+        began, self._since = self._since, self._clock()
+        now_us = self.now_us()
+        found = Wait(peer, max(0, now_us - sent_us), now_us - self._sent_us)
+        if self._since - began > SHORT_S:
+            self._longest = max(found, self._longest, key=lambda wait: wait.counted_us)
+        elif self._newest.peer == NOBODY or found.took_us < self._newest.took_us:
+            self._newest = Wait(peer, found.took_us)
+
+    def wait_of_step(self) -> Wait:
+        """Return the times for the vote of this step."""
+        return self._newest if self._longest.peer == NOBODY else self._longest
 
 
 class Rendezvous(Protocol):
@@ -34,7 +85,7 @@ class Pending(Protocol):
     def wait(self, waits: Waits | None = None) -> None:
         """Block until every send and receive of the exchange is done; raises Aborted.
 
-        `waits` is told of each peer's messages as they arrive, if they can be told apart.
+        `waits` records each peer's messages as they arrive, if peers can be distinguished.
         """
         ...
 
@@ -76,14 +127,14 @@ class Transport(Protocol):
     def listen(
         self, tag: int, size: int, hear: Callable[[int, bytes], None], *, always: bool = False
     ) -> None:
-        """Have messages under this tag, of `size` bytes, given to `hear` with their sender's rank.
+        """Give messages under this tag, of `size` bytes, to `hear` with their sender's rank.
 
         Any thread may call `hear`. `always`: also while no thread waits for messages.
         """
         ...
 
     def go_on(self) -> None:
-        """Move messages also while no thread waits for them, until nothing is under way.
+        """Move messages also while no thread waits for them, until none is under way.
 
         To be called by a thread that is about to wait for something else.
         """
@@ -93,8 +144,8 @@ class Transport(Protocol):
         """Return ranks that the network does not reach any more, as far as the kernel knows.
 
         Called now and then from another thread, also while the group is being built. A peer that is
-        merely frozen or busy is never among them. A group with a connection that has ended, and
-        that nobody aborts, is aborted here.
+        merely frozen or busy is never among them. A group with a connection that has ended is
+        aborted here, unless it already is.
         """
         ...
 
@@ -117,7 +168,7 @@ class NothingPending:
 
 
 class AloneTransport:
-    """Implements `Transport` for a view with one member: nothing to send, nobody to lose."""
+    """Implements `Transport` for a view with one member, which has no peer."""
 
     ordered = False
 
@@ -160,5 +211,5 @@ class AloneTransport:
 
 
 def is_done(pending: Pending | None) -> bool:
-    """Return whether there is nothing to wait for."""
+    """Return whether an exchange is done, or there is none."""
     return pending is None or pending.is_done()

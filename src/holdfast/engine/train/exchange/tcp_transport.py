@@ -2,7 +2,7 @@
 
 A process has one listener, for all its groups. Members that exchange something have a connection,
 or with TLS one for each direction (wires.py): those to a group's nearest members are opened with
-the group, others when they are first needed. The lower rank opens them, and each side proves that
+the group, the rest when they are first needed. The lower rank opens them, and each side proves that
 it has the job's peer key before any message is read (net/peer_listener.py). Strangers never reach
 a group. To abort a group its connections are shut down, which frees all waiting threads on both
 sides at once.
@@ -26,13 +26,19 @@ from holdfast.engine.core.errors import Aborted, HoldfastError, UserError
 from holdfast.engine.net import peer_stream, tls
 from holdfast.engine.net.peer_listener import PeerListener, open_listener
 from holdfast.engine.net.tls import PeerIdentity, split_address
-from holdfast.engine.train.exchange import sockets
 from holdfast.engine.train.exchange.group_link import GroupLink
 from holdfast.engine.train.exchange.group_network import Expected, GroupNetwork, Leaving
-from holdfast.engine.train.exchange.seam import Message, Pending, Rendezvous
+from holdfast.engine.train.exchange.seam import Message, Pending, Rendezvous, Waits
 from holdfast.engine.train.exchange.tensor_bytes import memory_of
-from holdfast.engine.train.exchange.waits import Waits
-from holdfast.engine.train.exchange.wires import PlainWire, TlsWire, Wire
+from holdfast.engine.train.exchange.wires import (
+    PlainWire,
+    TlsWire,
+    Wire,
+    has_ended,
+    is_connecting,
+    is_silent,
+    prepare,
+)
 
 MAGIC = b"hfgroup1"
 BUILD_S = 30.0  # limit for opening a group; the control plane reports dead members sooner
@@ -44,7 +50,7 @@ _Way = tuple[int, int]  # a peer's rank and a direction; without TLS _OUT carrie
 
 
 class TcpListener:
-    """Takes in the connections of this process's groups. `host`: the address that others use.
+    """Takes in the connections of this process's groups. `host`: the address that peers use.
 
     It listens once the first group is opened. UserError if it cannot.
     """
@@ -236,7 +242,7 @@ class TcpTransport:
     def _add(self, which: _Way, channel: socket.socket, *, dialed: bool) -> bool:
         """Add a connection; the link works once all of the pair's are here."""
         peer, _ = which
-        sockets.prepare(channel)
+        prepare(channel)
         self._proved[which] = channel
         found = [self._proved.get((peer, way)) for way in self._listener.ways]
         channels = [each for each in found if each is not None]
@@ -296,15 +302,15 @@ class TcpTransport:
             late = now >= self._began_at + LOST_S
             dialing = list(self._dialing.items()) if late else []
         wires = self._network.wires()
-        if any(sockets.has_ended(each) for wire in wires.values() for each in wire.channels):
+        if any(has_ended(each) for wire in wires.values() for each in wire.channels):
             self._ended_at = min(self._ended_at, now)
         if now >= self._ended_at + self._ended_s:
             self.abort()
-        unanswered = [peer for (peer, _), channel in dialing if sockets.is_connecting(channel)]
+        unanswered = [peer for (peer, _), channel in dialing if is_connecting(channel)]
         silent = [
             peer
             for peer, wire in wires.items()
-            if any(sockets.is_silent(each, LOST_S) for each in wire.channels)
+            if any(is_silent(each, LOST_S) for each in wire.channels)
         ]
         return sorted({*unanswered, *silent})
 

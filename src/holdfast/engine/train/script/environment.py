@@ -1,16 +1,22 @@
 """Reads a worker process's identity and job from its environment and run directory.
 
-The variables say how this process differs from others of the job. All other settings are in the job
-document of the run directory. Without a launcher there is neither, and the process is a job of its
-own.
+The variables contain the differences of this process from other ones of the job. All other settings
+are in the job document of the run directory. Without a launcher there is neither, and the process
+is a job of its own. The kind of this machine's processor is a number: other kinds may compute other
+bits.
 """
 
 from __future__ import annotations
 
+import glob
 import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
+import xxhash
 
 from holdfast.engine.core.errors import Damaged, UserError
 from holdfast.engine.core.job_spec import JobSpec, SilentErrors, Stragglers
@@ -28,6 +34,11 @@ ALONE = JobSpec(
     stragglers=Stragglers(speculation_budget=0.0),
     silent_errors=SilentErrors(fingerprint_steps=0),
 )
+_KEYS = ("model name", "CPU part")
+_FLAG_KEYS = ("flags", "Features")
+_VECTORS = ("avx", "amx", "fma", "sve", "bf16", "i8mm")  # instructions by which libraries choose
+_GPU_FILES = ("/proc/driver/nvidia/version", "/proc/driver/nvidia/gpus/*/information")
+_GPU_KEYS = ("NVRM version", "Model:")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +55,22 @@ class WorkerEnvironment:
     incarnation: Incarnation = Incarnation(1)
     run_dir: Path | None = None
     host: str = "127.0.0.1"
-    orders_fd: int | None = None  # to the node's checkpoint writer
-    memory_fds: tuple[int, ...] = ()  # files for pieces of the state, by shard
-    memory_bytes: int = 0  # budget for the pieces of all workers on this node
-    shard: int = 0  # number of this process in its worker
-    shard_fds: tuple[int, ...] = ()  # to the other ones, from shard 0; else to that one
+    #: The connection to the node's checkpoint writer.
+    orders_fd: int | None = None
+    #: Files for pieces of the state, by shard.
+    memory_fds: tuple[int, ...] = ()
+    #: Budget for the pieces of all workers on this node.
+    memory_bytes: int = 0
+    #: Number of this process in its worker.
+    shard: int = 0
+    #: Connections to the worker's other processes from shard 0; else to shard 0.
+    shard_fds: tuple[int, ...] = ()
     # proves to other workers that this process is of the job
     peer_key: bytes = field(default=b"", repr=False)
-    tls: Path | None = None  # directory of this process's certificates
-    replays: bool = False  # the job computes steps of another one again
+    #: Directory of this process's certificates.
+    tls: Path | None = None
+    #: The job computes steps of another one again.
+    replays: bool = False
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> WorkerEnvironment:
@@ -137,3 +155,29 @@ def take_channel(environment: WorkerEnvironment) -> int | None:
         if descriptor is not None:
             os.set_inheritable(descriptor, False)
     return environment.channel_fd
+
+
+def kind_of_processor() -> int:
+    """Return 52 bits of whatever decides the bits of the same computation, as far as is known.
+
+    That is the processor with its vector instructions, the GPUs with their driver, and the version
+    of torch. The number of threads is not: it is the same on all machines unless a script sets it.
+    """
+    found = [platform.machine(), torch.__version__, str(torch.version.cuda)]
+    found.append(torch.backends.cpu.get_cpu_capability())
+    found += _lines("/proc/cpuinfo", _KEYS)
+    flags = {flag for line in _lines("/proc/cpuinfo", _FLAG_KEYS) for flag in line.split()}
+    found += sorted(flag for flag in flags if flag.startswith(_VECTORS))
+    for pattern in _GPU_FILES:
+        for path in sorted(glob.glob(pattern)):
+            found += _lines(path, _GPU_KEYS)
+    return xxhash.xxh3_64_intdigest("\n".join(dict.fromkeys(found)).encode()) >> 12
+
+
+def _lines(path: str, keys: tuple[str, ...]) -> list[str]:
+    """Return those lines of a file that begin with one of these words, each once."""
+    try:
+        with open(path) as file:
+            return list(dict.fromkeys(line.strip() for line in file if line.startswith(keys)))
+    except OSError:
+        return []

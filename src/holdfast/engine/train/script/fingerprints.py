@@ -1,16 +1,19 @@
 """Fingerprints the state, to compare it between workers: one part in each step.
 
-They cover parameters, module buffers, the optimizers' state of each parameter, and the states of
-virtual ranks. All workers take the same part in the same step, so that equal states have equal
-fingerprints.
+Fingerprints cover parameters, module buffers, the optimizers' state of each parameter, and the
+states of virtual ranks. All workers take the same part in the same step, so that equal states have
+equal fingerprints. A worker whose state differs describes it to the other workers: plain values as
+texts, tensors as fingerprints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+import numpy as np
 import torch
 import xxhash
 
@@ -18,15 +21,17 @@ from holdfast.engine.train.checkpoint.local_tensors import local_of
 from holdfast.engine.train.exchange.tensor_bytes import NUMPY_HAS, as_bytes, sum_of_bits
 from holdfast.engine.train.script.rank_states import RankStates
 from holdfast.engine.train.script.script_state import ScriptState
-from holdfast.engine.train.step.absent_weight import AbsentWeight
+from holdfast.engine.train.step.module_attributes import ModuleAttributes
+from holdfast.engine.train.step.table_parameters import AbsentWeight
 
 CHUNK = 1 << 16  # elements of a tensor that are digested together
 Chunk = tuple[torch.Tensor, int, int]
+TEXT_CHARS_MAX = 200  # longer values are cut
 
 
 @dataclass(frozen=True, slots=True)
 class FingerprintPlan:
-    """Holds the covered tensors as they are between two steps: within one, FSDP2 has others there.
+    """Holds the covered tensors between two steps: within a step, FSDP2 has other ones there.
 
     `buffers`: the number of the modules' buffers for which `parts` were cut.
     """
@@ -53,21 +58,21 @@ class Fingerprints:
         self.protected = protected
         self._found: FingerprintPlan | None = None
 
-    def print_of_step(self, step: int, buffers: Sequence[torch.Tensor]) -> int:
+    def take_part(self, step: int, buffers: Sequence[torch.Tensor]) -> int:
         """Return 63 bits of this step's part; 0 if fingerprints are switched off."""
         if not self.cycle:
             return 0
         parts = self._plan(buffers).parts
-        return (self._digest(parts[step % len(parts)]) if parts else 0) ^ self._print_of_ranks(step)
+        return (self._digest(parts[step % len(parts)]) if parts else 0) ^ self._take_ranks(step)
 
-    def print_of_all(self, buffers: Sequence[torch.Tensor]) -> int:
+    def take_all(self, buffers: Sequence[torch.Tensor]) -> int:
         """Return 63 bits of the whole covered state; 0 if fingerprints are switched off."""
         if not self.cycle:
             return 0
         every = self._digest([chunk for part in self._plan(buffers).parts for chunk in part])
-        return every ^ self._print_of_ranks()
+        return every ^ self._take_ranks()
 
-    def prints_by_tensor(self, buffers: Sequence[torch.Tensor]) -> list[tuple[str, int]]:
+    def take_each(self, buffers: Sequence[torch.Tensor]) -> list[tuple[str, int]]:
         """Return the name of each tensor of the state that is covered, with 63 bits of it."""
         kept = [f"{n}.{key}" for n, m in self._modules() for key, _ in m.named_buffers()]
         if len(kept) != len(buffers):  # two modules share a buffer
@@ -108,7 +113,7 @@ class Fingerprints:
         every = self.protected.values()
         return [each.rank_states for each in every if isinstance(each, ScriptState)]
 
-    def _print_of_ranks(self, step: int | None = None) -> int:
+    def _take_ranks(self, step: int | None = None) -> int:
         """Return 63 bits of the states of virtual ranks, or only of those due in this step."""
         return sum(each.fingerprint(step) for each in self._rank_states())
 
@@ -172,3 +177,83 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[Chunk]:
         numel = local_of(tensor).numel()
         for start in range(0, numel, CHUNK):
             yield tensor, start, min(start + CHUNK, numel)
+
+
+class PlainState:
+    """Collects the parts of the job's state that are not tensors, by paths for people."""
+
+    def __init__(self, protected: Mapping[str, Any], attributes: ModuleAttributes) -> None:
+        self._protected = protected
+        self._attributes = attributes
+
+    def items(self) -> dict[str, str]:
+        """Return the text of every value, by its path."""
+        found = {path: _text(value) for path, value in self._attributes.plain_attributes().items()}
+        for name, each in self._protected.items():
+            if isinstance(each, torch.nn.Module):
+                frozen = [key for key, p in each.named_parameters() if not p.requires_grad]
+                found[f"the frozen parameters of {name}"] = ", ".join(frozen)
+            elif isinstance(each, torch.optim.Optimizer):
+                for i, group in enumerate(each.param_groups):
+                    kept = {key: value for key, value in group.items() if key != "params"}
+                    found.update(_leaves(kept, f"{name}.param_groups[{i}]"))
+            elif isinstance(each, ScriptState):
+                each.values.check()
+                found.update(_leaves(dict(each.values), "job.values"))
+                found["the number of steps taken"] = str(each.steps)
+            else:
+                found.update(_leaves(each.state_dict(), name))
+        return found
+
+
+class StateComparison:
+    """Describes this worker's state to other workers, in words of bounded size."""
+
+    def __init__(
+        self,
+        plain: PlainState,
+        fingerprints: Fingerprints,
+        numbers: Callable[[], list[tuple[str, str, bool]]] = list,
+    ) -> None:
+        self._plain = plain
+        self._fingerprints = fingerprints
+        self._numbers = numbers  # the script's own, which belong to no state
+        #: Digests of samples that all workers have read.
+        self.samples: dict[str, str] = {}
+
+    def fingerprint_plain(self) -> int:
+        """Return a digest of 63 bits of the parts that are not tensors; never 0."""
+        text = msgspec.msgpack.encode({**self._plain.items(), **self.samples})
+        return xxhash.xxh3_64_intdigest(text) >> 1 or 1
+
+    def describe(self, buffers: Sequence[torch.Tensor]) -> bytes:
+        """Return a description by which other workers find the differences."""
+        tensors = self._fingerprints.take_each(buffers) if self._fingerprints.cycle else []
+        plain = {**self._plain.items(), **self.samples}
+        found = list(plain.items()), tensors, self._numbers(), self._fingerprints.trained_modules()
+        return msgspec.msgpack.encode(found)
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    match value:
+        case dict():
+            for key, each in value.items():
+                yield from _leaves(each, f"{path}[{key!r}]")
+        case list() | tuple():
+            for i, each in enumerate(value):
+                yield from _leaves(each, f"{path}[{i}]")
+        case torch.Tensor() if value.numel() != 1:
+            return
+        case torch.Tensor():
+            yield path, _text(value.item())
+        case np.generic():
+            yield path, _text(value)
+        case None | bool() | int() | float() | str() | bytes():
+            yield path, _text(value)
+
+
+def _text(value: Any) -> str:
+    text = repr(value)
+    if len(text) <= TEXT_CHARS_MAX:
+        return text
+    return f"{text[:TEXT_CHARS_MAX]}... ({xxhash.xxh3_64_hexdigest(text.encode())})"

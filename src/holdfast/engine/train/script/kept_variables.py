@@ -14,8 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.engine.train.script.script_sources import dotted_name
-from holdfast.engine.train.script.task_sources import CLOCKS
+from holdfast.engine.train.script.script_source import CLOCKS, dotted_name
 
 TEXT_CHARS_MAX = 60
 EVERYWHERE = "on all workers"  # stands for a condition that differs between workers
@@ -40,7 +39,7 @@ _LEAVING = (ast.Return, ast.Continue, ast.Break, ast.Raise)
 
 
 def find_leader_state(module: ast.Module) -> list[str]:
-    """Return what a file's loops and functions keep on some workers only, each with its line."""
+    """Return the variables that a file keeps on some workers only, each with its line."""
     file = _File(module)
     uses = (item for body in file.bodies() for item in body.uses.items())
     texts = (f"{name} in line {u.line} only if {u.condition}" for name, u in uses if u.is_kept)
@@ -48,7 +47,7 @@ def find_leader_state(module: ast.Module) -> list[str]:
 
 
 def find_step_state(module: ast.Module, loop: ast.For | None) -> list[str]:
-    """Return what steps change on all workers and later steps need, each with its line.
+    """Return the variables that steps change on all workers for later steps, with their lines.
 
     `loop`: the script's loop over batches, if it is in this file.
     """
@@ -69,14 +68,20 @@ def find_step_state(module: ast.Module, loop: ast.For | None) -> list[str]:
 class _Use:
     """Collects how a piece of code uses one variable, attribute or item."""
 
-    line: int = 0  # where it is set under the condition; 0: nowhere
+    #: Where it is set under the condition; 0: nowhere.
+    line: int = 0
     condition: str = ""
-    is_common: bool = False  # all workers set it
-    adds_up: bool = False  # its new value depends on its old one
+    #: All workers set it.
+    is_common: bool = False
+    #: Its new value depends on its old one.
+    adds_up: bool = False
     decides: bool = False
-    decides_early: bool = False  # before it is set
-    is_of_tasks: bool = False  # set in the loop over batches
-    is_read_in_tasks: bool = False  # before it is set
+    #: It decides a condition before it is set.
+    decides_early: bool = False
+    #: Set in the loop over batches.
+    is_of_tasks: bool = False
+    #: It is read in the loop over batches before it is set.
+    is_read_in_tasks: bool = False
 
     @property
     def is_needed(self) -> bool:
@@ -100,7 +105,8 @@ class _File:
         self._assigns = [n for n in nodes if isinstance(n, ast.Assign)]
         self._functions = [n for n in nodes if isinstance(n, _FUNCTION)]
         self._calls = [n for n in nodes if isinstance(n, ast.Call)]
-        self._apart: set[str] = set()  # variables that tell which worker this is
+        #: Variables that depend on the number of this worker.
+        self._apart: set[str] = set()
         while new := {t for t in self._find_apart() if t not in self._apart}:
             self._apart |= new
         self.containers = {
@@ -158,7 +164,7 @@ class _File:
     ) -> Iterator[tuple[ast.stmt, str, list[tuple[list[ast.stmt], str]]]]:
         """Yield a block's statements with their conditions, and their inner blocks with theirs.
 
-        A condition is the text of one that differs between workers, or "".
+        A condition is a text if it differs between workers, or "".
         """
         for each in block:
             inner = [(found, condition) for found in _inner_blocks(each)]
@@ -177,22 +183,22 @@ class _File:
                 yield from map(dotted_name, each.targets)
 
     def _gives_worker(self, value: ast.expr) -> bool:
-        """Return whether a variable that is set to this tells which worker it is."""
+        """Return whether a variable that is set to this depends on the worker's number."""
         match value:
             case ast.Call(func=ast.Name(id="int" | "bool"), args=[inner]):
                 return self._gives_worker(inner)
             case ast.Call(func=func, args=args):
-                return any(map(self._tells_worker, [value, func, *args[:1]]))
+                return any(map(self._depends_on_worker, [value, func, *args[:1]]))
             case ast.Subscript(slice=inner):
-                return isinstance(inner, ast.Constant) and self._tells_worker(inner)
+                return isinstance(inner, ast.Constant) and self._depends_on_worker(inner)
             case ast.Compare() | ast.BoolOp() | ast.UnaryOp() | ast.Name() | ast.Attribute():
                 return self._is_apart(value)
         return False
 
     def _is_apart(self, node: ast.expr) -> bool:
-        return any(self._tells_worker(part) for part in ast.walk(node))
+        return any(self._depends_on_worker(part) for part in ast.walk(node))
 
-    def _tells_worker(self, node: ast.AST) -> bool:
+    def _depends_on_worker(self, node: ast.AST) -> bool:
         match node:
             case ast.Compare(left=left, comparators=[ast.Constant(value=0)]):
                 return dotted_name(left).rpartition(".")[2] == "rank"
@@ -300,7 +306,7 @@ class _Body:
                 self._read(source, condition)
                 self._known |= set(map(_key, _parts(target)))
             case ast.If(test=test) | ast.While(test=test):
-                # A flag often says that something was done once: a warning, a check.
+                # A flag often means that a warning or a check was done once.
                 decides = self._tasks is None or not (_key(_opposite(test)) or _key(test))
                 self._read(test, condition, decides=decides)
             case _:
@@ -318,7 +324,7 @@ class _Body:
     def _set(self, target: ast.expr, condition: str, *, adds: bool) -> None:
         key = _key(target)
         if not key and isinstance(target, ast.Subscript):
-            # One of several items is set, and the others stay.
+            # One of several items is set, and the rest stays.
             key, adds = _key(target.value), True
         if not key or self._is_over or _root(key) in self._local:
             return

@@ -1,39 +1,107 @@
 """Records one worker's steps: its copy of the ledger, and events of the job.
 
-The script's thread uses it; doubts arrive from the engine's thread.
+The script's thread uses it; doubts arrive from the engine's thread. If the file system of the run
+directory is full, the ledger waits for room, but only where the coordinator has the same directory:
+then the other workers most likely have it, too, and no worker could do better. In the meantime
+lines are kept in memory, a few steps' at most, and the worker rests at its next boundary
+(core/replica/room_wait.py).
 """
 
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
-from holdfast.engine.core.ground.events import EventNoted
+from holdfast.engine.core.ground.events import EventNoted, RoomSeen
+from holdfast.engine.core.membership.event_log import ROOM
 from holdfast.engine.core.step.backup import DropTally
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.records.ledger import (
     LedgerDoubt,
     LedgerEntry,
     LedgerHeader,
+    LedgerWriter,
     Place,
     StepDigests,
     Uses,
     ledger_path,
+    make_disk_error,
 )
 from holdfast.engine.train.data.quarantine import Bad, Quarantine
 from holdfast.engine.train.data.sampling import SamplePlan
 from holdfast.engine.train.data.sources import Plan
 from holdfast.engine.train.script.environment import WorkerEnvironment
-from holdfast.engine.train.script.patient_ledger import PatientLedger
 from holdfast.engine.train.script.step_mean import StepMean
 from holdfast.engine.train.step.driver import Driver, ScriptOrder
 from holdfast.engine.train.step.step_table import StepTable
+from holdfast.engine.wire.job_document import COORDINATOR_FILE
 
+AGAIN_S = 1.0  # between two tries to write
 EMPTY = (
     "no batch of step {index} counts: all were left out, or have a weight of 0. Its gradients are "
     "zeros, and step.loss is NaN. Later steps of this kind are not named; `holdfast ledger verify` "
     "counts them"
 )
+
+
+class PatientLedger:
+    """Writes one worker's ledger, as the module describes. Two threads may use it at once."""
+
+    def __init__(self, path: Path, driver: Driver, patience_s: float) -> None:
+        self._run_dir = path.parent.parent
+        self._writer = LedgerWriter(path, (self._run_dir / COORDINATOR_FILE).exists)
+        self._driver = driver
+        self._patience_s = patience_s
+        self._lock = threading.Lock()
+        self._full_since: float | None = None
+
+    def begin(self, header: LedgerHeader) -> None:
+        """Write the header of the entries that follow. WorldError."""
+        self._write(lambda: self._writer.begin(header))
+
+    def append(self, entry: LedgerEntry) -> None:
+        """Write an entry. WorldError."""
+        self._write(lambda: self._writer.append(entry))
+
+    def doubt(self, doubt: LedgerDoubt) -> None:
+        """Write a doubt. WorldError."""
+        self._write(lambda: self._writer.doubt(doubt))
+
+    @property
+    def again_s(self) -> float:
+        """Return after how long to try again to write lines; infinite if none waits for room."""
+        return float("inf") if self._full_since is None else AGAIN_S
+
+    def write_kept(self) -> None:
+        """Try again to write the lines that wait for room. WorldError."""
+        self._write(lambda: None)
+
+    def _write(self, write: Callable[[], None]) -> None:
+        with self._lock:
+            write()
+            error = self._writer.write_kept()
+            since, now = self._full_since, time.monotonic()
+            if error is not None and since is not None and now >= since + self._patience_s:
+                raise make_disk_error(self._writer.path, error) from error
+            has_changed = (error is None) != (since is None)
+            if has_changed:
+                self._full_since = now if error is not None else None
+        if has_changed:
+            self._report(error)
+
+    def _report(self, error: OSError | None) -> None:
+        """Report to the machine, and to people, whether there is room."""
+        text = f"the ledger under {self._run_dir} can grow again: training goes on"
+        if error is not None:
+            text = (
+                f"the ledger under {self._run_dir} cannot grow ({error.strerror}): training waits "
+                f"for room there, {self._patience_s:g} s at most; free space"
+            )
+        self._driver.post(EventNoted(ROOM, text))
+        self._driver.post(RoomSeen(error is None))
 
 
 class LedgerRecorder:
@@ -139,12 +207,12 @@ class LedgerRecorder:
 
     def end(self) -> None:
         """End the loop: no further step follows."""
-        self._tell_of_dropped()
+        self._post_dropped()
         copied, self._copied = self._driver.copied - self._copied, self._driver.copied
         if copied:
             tasks = "a task" if copied == 1 else f"{copied} tasks"
             what = f"computed {tasks} for other workers, which were late"
-            self._tell("copy", f"worker {self._environment.worker} {what}")
+            self._post("copy", f"worker {self._environment.worker} {what}")
 
     def _note_dropped(self, index: int, table: StepTable, samples: int) -> None:
         assert isinstance(self._plan, SamplePlan), "nothing of a stream is dropped"
@@ -155,18 +223,18 @@ class LedgerRecorder:
             if count < self._plan.task_samples(index, vrank)
         }
         if self._tally.note(index, hosts, samples):
-            self._tell_of_dropped()
+            self._post_dropped()
 
-    def _tell_of_dropped(self) -> None:
+    def _post_dropped(self) -> None:
         if self._tally.steps and self._driver.leads:
-            self._tell("backup", str(self._tally))
+            self._post("backup", str(self._tally))
 
     def _note_empty(self, index: int) -> None:
         if self._driver.leads and not self._has_named_empty:
-            self._tell("script", EMPTY.format(index=index))
+            self._post("script", EMPTY.format(index=index))
         self._has_named_empty = True
 
-    def _tell(self, kind: str, text: str) -> None:
+    def _post(self, kind: str, text: str) -> None:
         self._driver.post(EventNoted(kind, text))
 
     def _make_ledger(self) -> PatientLedger | None:

@@ -30,7 +30,7 @@ _registered: list[Any] = []
 class OptimizerWatch:
     """Checks the optimizers of one script. `in_step`: its loop over batches is under way.
 
-    `rows`: is told of each step. `sharding`: limits each update to the parameters that this worker
+    `rows`: receives each step. `sharding`: limits each update to the parameters that this worker
     owns.
     """
 
@@ -160,7 +160,7 @@ def _holds(protected: Any, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_among(one: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
-    """Return whether a tensor, or an equal one, is among others."""
+    """Return whether a tensor, or an equal one, is among these."""
     alike = (each for each in others if each.shape == one.shape and each.dtype == one.dtype)
     return any(each is one or (type(each) is torch.Tensor and each.equal(one)) for each in alike)
 

@@ -3,8 +3,8 @@
 A worker repeats its first task, one task of the job in each of the first steps, and later one per
 cycle of steps. A difference has a cause that is not keyed by the task: tasks computed before it, a
 generator of the script's own, a machine's passing fault, or kernels that are not deterministic.
-Further runs tell these apart, some with another task in between: one run that differs from all
-others is a machine's fault, and noise stays small after any earlier task. Where several runs
+Further runs distinguish these, some with another task in between: a single run that differs is a
+machine's fault, and noise stays small after any earlier task. Where several runs
 differ, other workers may have to decide whether it is the machine.
 """
 
@@ -29,7 +29,8 @@ RUNS_QUICK = 40  # the most runs of such a task, in at most:
 QUICK_S = 1.0
 RUNS_ODD = 14  # runs if one differs: a script that counts its calls makes another one differ
 RUNS_SUSPECTED = 64  # runs if one differs in a script that does something which may cause it
-RUNS_AFTER = 8  # least number of runs after the one that differs
+#: The least number of runs after a run that differs.
+RUNS_AFTER = 8
 # The run whose batch is loaded in a data worker: copies of the dataset in these processes differ
 # from the script's own each time, where a machine's passing fault does not come again.
 RUN_ELSEWHERE = 3
@@ -39,7 +40,7 @@ SETTLES = 4.0
 
 
 def count_tasks_before(run: int) -> int:
-    """Return how many other tasks are computed before this run of a task."""
+    """Return the number of other tasks that are computed before this run of a task."""
     return OTHERS_BEFORE[run] if run < len(OTHERS_BEFORE) else 0
 
 
@@ -49,9 +50,12 @@ class RunMark:
 
     batch: int
     result: int
-    sketch: Sketch = ()  # sketch of the gradient, where it is wanted
-    handed: int = 0  # digest of the values that it hands over besides its gradient
-    bad: bytes = b""  # encoded list of records that could not be read
+    #: Sketch of the gradient, where it is wanted.
+    sketch: Sketch = ()
+    #: Digest of the values that it hands over besides its gradient.
+    handed: int = 0
+    #: Encoded list of records that could not be read.
+    bad: bytes = b""
 
 
 class RepeatedTasks:
@@ -68,14 +72,14 @@ class RepeatedTasks:
         cycle: int,
         vranks: int,
         tolerance: float,
-        tell: Callable[[str], None],
+        log: Callable[[str], None],
         is_exact: Callable[[], bool],
         describe: Callable[[], str],
     ) -> None:
         self._cycle = cycle
         self._vranks = vranks
         self._tolerance = tolerance
-        self._tell = tell
+        self._log = log
         self._is_exact = is_exact
         self._describe = describe
         self._is_first = True  # this worker has repeated no task yet
@@ -95,7 +99,7 @@ class RepeatedTasks:
         turn, within = divmod(step, 1 if step < EARLY_STEPS else self._cycle)
         due = self._is_first or (within == 0 and turn % self._vranks == vrank)
         if due:
-            # Others wait for a worker that joins later.
+            # Other workers wait for one that joins later.
             self._is_close = self._is_first and step < EARLY_STEPS
             self._is_earliest, self._is_first = self._is_first, False
         return due
@@ -141,7 +145,7 @@ class RepeatedTasks:
             raise UserError(_other_batch(task))
         if self._is_exact() or not _is_noise(runs, self._tolerance):
             raise self.accuse(runs, task)
-        self._tell_noise(task)
+        self._log_noise(task)
         return True
 
     def is_made_at_first(self, runs: Sequence[RunMark]) -> bool:
@@ -168,11 +172,11 @@ class RepeatedTasks:
             are_near(runs[1].sketch, each.sketch, self._tolerance) for each in runs
         )
 
-    def _tell_noise(self, task: str) -> None:
+    def _log_noise(self, task: str) -> None:
         if self._has_told_noise:
             return
         self._has_told_noise = True
-        self._tell(
+        self._log(
             f"{task} came to slightly other bits each time that a worker computed it: results are "
             "exact up to that noise only; use torch.use_deterministic_algorithms(True), and keep "
             "what changes from task to task out of the loss"
@@ -195,7 +199,7 @@ def _is_noise(runs: Sequence[RunMark], tolerance: float) -> bool:
     return not settles and min(apart) <= SETTLES * max(direct[1:])
 
 
-def result_print(loss: float, weight: float, gradient: int) -> int:
+def fingerprint_result(loss: float, weight: float, gradient: int) -> int:
     """Return 64 bits of a task's result."""
     return xxhash.xxh3_64_intdigest(struct.pack("<2dQ", loss, weight, gradient))
 

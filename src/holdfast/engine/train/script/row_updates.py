@@ -1,7 +1,7 @@
 """Updates the tables of a job whose rows no optimizer of the script updates.
 
-A module says so by an attribute `row_optimizer`, a torch optimizer. It becomes a part of the job's
-state beside its module, and takes its step when the script calls the optimizer of its other
+Such a module has an attribute `row_optimizer`, a torch optimizer. It becomes a part of the job's
+state together with its module, and takes its step when the script calls the optimizer of its other
 parameters, which may clip the committed gradients before. Must not know what a table is.
 """
 
@@ -20,8 +20,7 @@ from holdfast.engine.core.servers.heirs import HeirProgress, HolderAnswer
 from holdfast.engine.core.servers.placement import lay_out, share_out
 from holdfast.engine.core.table_places import ServerLayout
 from holdfast.engine.net.tls import PeerIdentity
-from holdfast.engine.train.step.keyed_gradient import find_keyed_gradient
-from holdfast.engine.train.step.row_gradient import RowGradient
+from holdfast.engine.train.step.table_parameters import RowGradient, find_keyed_gradient
 
 ATTRIBUTE = "row_optimizer"
 NOT_UPDATED = (
@@ -52,7 +51,7 @@ class HeirWatch:
     def begin(self) -> None:
         """Report for the first time."""
         with self._lock:
-            self._tell()
+            self._report_news()
 
     @property
     def layout(self) -> ServerLayout:
@@ -64,7 +63,7 @@ class HeirWatch:
         with self._lock:
             if layout.number > self.layout.number:
                 self._progress.change_layout(layout)
-                self._tell()
+                self._report_news()
 
     def add_group(self, group: str) -> None:
         """Add a group of tables."""
@@ -75,15 +74,15 @@ class HeirWatch:
         """Record a server's answer to an update: see HeirProgress."""
         with self._lock:
             self._progress.record_answer(group, answer)
-            self._tell()
+            self._report_news()
 
     def record_silence(self, group: str, server: int) -> None:
         """Record that a server has not answered, or does not exist."""
         with self._lock:
             self._progress.record_silence(group, server)
-            self._tell()
+            self._report_news()
 
-    def _tell(self) -> None:
+    def _report_news(self) -> None:
         found = self._progress.list_complete(), self.layout
         if found != self._told:
             self._told = found
@@ -97,9 +96,9 @@ class ServerAccess:
     `staleness`: how many of the last updates a read leaves out. `find_address`: returns where a
     server listens, empty while that is not known. `find_heir`: likewise for a second process of the
     server, which copies its rows to another node; empty if there is none. `heirs`: knows the layout
-    of the rows, and is told how far new processes are. `find_part`: returns this worker's place
-    among the members and their number, or None if it is none now. `lose`: gives this worker's state
-    up, since rows are lost, and does not return. `tell`: adds a line to the job's events.
+    of the rows, and receives the progress of new processes. `find_part`: returns this worker's
+    place among the members and their number, or None if it is none now. `lose`: gives this worker's
+    state up, since rows are lost, and does not return. `tell`: adds a line to the job's events.
     `can_write`: returns whether rows may be written now, and not only as the next step begins.
     """
 
@@ -222,7 +221,7 @@ class RowUpdates:
         self._access = access
 
     def save(self, step: int, token: str, first: int) -> int:
-        """Have all servers save the rows as they are now, as shares from number `first` on.
+        """Order all servers to save the present rows, as shares from number `first` on.
 
         Returns how many shares of the checkpoint these are.
         """

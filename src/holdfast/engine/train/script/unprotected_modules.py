@@ -21,7 +21,7 @@ from torch import nn
 
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.train.checkpoint.state import tensors_in
-from holdfast.engine.train.step.absent_weight import AbsentWeight
+from holdfast.engine.train.step.table_parameters import AbsentWeight
 
 TENSORS_MAX = 4  # tensors of a module that are compared
 NUMBERS_MAX = 16  # numbers of each tensor that are compared
@@ -49,20 +49,22 @@ class UnprotectedModules:
         """Compare the modules with their last contents. UserError if one has changed twice."""
         if self._found is None:
             kept = {t.data_ptr() for each in self._others for t in tensors_in(each.state_dict())}
-            self._found = [(weakref.ref(m), _print(m)) for m in _unknown_modules(protected, kept)]
+            self._found = [
+                (weakref.ref(m), _fingerprint(m)) for m in _unknown_modules(protected, kept)
+            ]
             tables = _unknown_tables(protected, kept)
             self._tables = [(each, _numbers(each.values()), 0) for each in tables]
             return
         self._look_at_tables()
         now = [(ref, seen, ref()) for ref, seen in self._found]
-        changed = [m for _, seen, m in now if m is not None and _print(m) != seen]
+        changed = [m for _, seen, m in now if m is not None and _fingerprint(m) != seen]
         if changed:
             own = _ids_inside(self._scratch)
             changed = [each for each in changed if id(each) not in own]
         if changed and self._changed:
             kept_now = self._contents()
             changed = [each for each in changed if not _is_among(each.parameters(), kept_now)]
-        self._found = [(ref, _print(m)) for ref, _, m in now if m is not None]
+        self._found = [(ref, _fingerprint(m)) for ref, _, m in now if m is not None]
         self._changed = self._changed + 1 if changed else 0
         if self._changed > 1:
             raise UserError(
@@ -73,7 +75,7 @@ class UnprotectedModules:
             )
 
     def _look_at_tables(self) -> None:
-        """Keep watching only the tables that have changed; the others' memory may be freed."""
+        """Keep watching only the tables that have changed; memory of the rest may be freed."""
         now = [(each, _numbers(each.values()), seen, n) for each, seen, n in self._tables]
         self._tables = [(each, found, n + 1) for each, found, seen, n in now if found != seen]
         if self._tables:
@@ -165,7 +167,7 @@ def _is_free(value: Any) -> bool:
     return type(value) is torch.Tensor and value.layout == torch.strided and value.numel() > 0
 
 
-def _print(module: nn.Module) -> Numbers:
+def _fingerprint(module: nn.Module) -> Numbers:
     return _numbers(module.parameters())
 
 

@@ -39,10 +39,14 @@ class AgentLink:
         self._worker = worker
         self._sealer = Sealer(None)
         self._lock = threading.Lock()
-        self.pass_on: Callable[[StacksRequest], None] = lambda _: None  # to further processes
-        self.servers: dict[int, str] = {}  # where those of tables listen, by their numbers
-        self.heirs: dict[int, str] = {}  # where their heirs listen, likewise
-        self.layout: ServerLayout | None = None  # of rows on servers, the newest
+        #: To further processes.
+        self.pass_on: Callable[[StacksRequest], None] = lambda _: None
+        #: The addresses of the servers of tables, by number.
+        self.servers: dict[int, str] = {}
+        #: The addresses of their heirs, likewise.
+        self.heirs: dict[int, str] = {}
+        #: The newest layout of the rows on servers.
+        self.layout: ServerLayout | None = None
         self.note_layout: Callable[[ServerLayout], None] = lambda _: None
         self._addresses: dict[Peer, Address] = {}  # sent again until the address book comes
 

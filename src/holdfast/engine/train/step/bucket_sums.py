@@ -1,7 +1,7 @@
 """Sums one bucket exactly, among the members of one view.
 
 It is summed along the canonical tree (core/sum_plan.py), where each member exchanges with few
-others.
+members.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from holdfast.engine.core.ground.events import FINITE, NOBODYS, SOMEBODYS
 from holdfast.engine.core.sum_plan import SumPlan
 from holdfast.engine.train.exchange.cut_plan import CutAddition, CutPlan, Side
 from holdfast.engine.train.exchange.layout import TAG_BUCKETS, TAG_OF_PLAN, Layout
-from holdfast.engine.train.exchange.seam import Message, Pending, Transport, is_done
+from holdfast.engine.train.exchange.seam import Message, Pending, Transport, Waits, is_done
 from holdfast.engine.train.exchange.tensor_bytes import as_bytes
-from holdfast.engine.train.exchange.waits import Waits
 from holdfast.engine.train.step.buckets import Bucket, Flat
 from holdfast.engine.train.step.probe import current
 from holdfast.engine.train.step.row_table import Rows
@@ -153,7 +152,7 @@ class BucketSum:
         return True
 
     def _rooms(self, addition: CutAddition, side: Side) -> list[Message]:
-        """Return where the other members' elements of a side go."""
+        """Return the places of the other members' elements of a side."""
         if side.room is None:
             return []
         room, first = self._beside[side.room], addition.where.start

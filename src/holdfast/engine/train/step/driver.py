@@ -2,16 +2,17 @@
 
 Three threads meet here: the script's own (computes), the engine (exchanges) and the control thread
 (talks to the agent). All their observations become events of the pure machine; each takes its own
-effects from a queue, in order.
+effects from a queue, in order. One lock guards the data that they share.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeGuard
+from typing import Generic, Protocol, TypeGuard, TypeVar
 
 from holdfast.engine.core.errors import Aborted, ScriptFault, UserError
 from holdfast.engine.core.ground import effects as ef
@@ -21,22 +22,28 @@ from holdfast.engine.core.types import Peer, Tick
 from holdfast.engine.core.views import View
 from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.engine.host.lifetime import end_lost
+from holdfast.engine.net.descriptors import DescriptorWatch
 from holdfast.engine.records.time_lines import TimeUse
-from holdfast.engine.train.step.link_watch import LinkWatch, ViewGroup
-from holdfast.engine.train.step.monitor import Monitor
 from holdfast.engine.train.step.time_sheet import TimeSheet
 
 READ_S = 0.1  # for the control thread to read messages of the agent
-_SCRIPT = ef.Begin | ef.Compute | ef.CopyState | ef.Adopt | ef.Commit | ef.Release
-_ENGINE = (
-    *(ef.Install, ef.SendMissed, ef.SyncState),
-    *(ef.Gather, ef.Reduce, ef.CheckSum, ef.SendDone, ef.SendCounted),
-)
+LOOK_S = 0.5  # between two looks at a group's links
 ScriptOrder = ef.ScriptEffect | ef.Adopt
 EngineOrder = ef.EngineEffect | ef.SendDone | ef.SendCounted
-
+Order = TypeVar("Order")
 
 LEFT_WRONG = "it left the job, because it computed wrongly or held a wrong state"
+
+
+class Monitor(threading.Condition):
+    """Guards the data shared by the script, the engine and the control thread of one worker.
+
+    A thread that changes something for which another may wait notifies all. The driver owns the
+    monitor; other parts get it to read and write their share of the state.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(threading.RLock())
 
 
 class Link(Protocol):
@@ -80,7 +87,7 @@ class Shards(Protocol):
         ...
 
     def order(self, effect: ef.WorkerEffect, status: WorkerStatus) -> None:
-        """Have all of them carry out what the machine has decided, if that is for them."""
+        """Send them a decision of the machine, if it is for them."""
         ...
 
     def meet(self, view: int, addresses: Mapping[Peer, bytes]) -> None:
@@ -88,12 +95,123 @@ class Shards(Protocol):
         ...
 
 
-class Hands(Protocol):
+class NoShards:
+    """Implements `Shards` for a worker of one process."""
+
+    def hear(self, shard: int, event: ev.WorkerEvent) -> Sequence[ev.WorkerEvent]:
+        """Return the event: this process is the only one."""
+        return (event,)
+
+    def order(self, effect: ef.WorkerEffect, status: WorkerStatus) -> None:
+        """Ignore the decision: there is no other process."""
+
+    def meet(self, view: int, addresses: Mapping[Peer, bytes]) -> None:
+        """Ignore the addresses: there is no other process."""
+
+
+class Prompt(Protocol):
     """Carries out effects that concern gradients, at once and with the monitor held."""
 
     def carry_out(self, effect: ef.WorkerEffect) -> Sequence[ev.WorkerEvent]:
         """Carry out one effect, and return the events that follow for the machine."""
         ...
+
+
+class ViewGroup(Protocol):
+    """Offers what any thread may use of a view's process group."""
+
+    def abort(self) -> None: ...
+
+    def lost_ranks(self) -> Sequence[int]: ...
+
+
+class ViewGroups:
+    """Knows which views may be used, the present view's group, and its members' addresses."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        #: Views up to this number must not be used.
+        self.aborted = 0
+        self._monitor = monitor
+        self._is_closed = False  # no view may be used any more
+        # The view's number, and its group if any.
+        self._group: tuple[int, ViewGroup] | None = None
+        self._addresses: dict[int, dict[Peer, bytes]] = {}  # by view
+        self._look_at = 0.0  # when to look at the links next
+        self._descriptors = DescriptorWatch()
+
+    def check_alive(self, view: int) -> None:
+        """Raise Aborted once a view is given up."""
+        with self._monitor:
+            if view <= self.aborted or self._is_closed:
+                raise Aborted(f"view {view} was given up")
+
+    def adopt(self, view: int, group: ViewGroup) -> None:
+        """Take this group, which an abort of `view` cuts. Aborted if that has happened already."""
+        with self._monitor:
+            self.check_alive(view)
+            self._group = (view, group)
+
+    def abort(self, view: int) -> None:
+        """Give up this view and earlier ones: cut the group of such a view."""
+        with self._monitor:
+            self.aborted = max(self.aborted, view)
+            if self._group is not None and self._group[0] <= view:
+                self._group[1].abort()
+                self._group = None
+            self._monitor.notify_all()
+
+    def close(self) -> None:
+        """Give up all views, because a thread of this worker has failed."""
+        with self._monitor:
+            self._is_closed = True
+            self._monitor.notify_all()
+
+    def learn_addresses(self, view: int, addresses: dict[Peer, bytes]) -> None:
+        """Record the addresses of a view's members, as received from the agent."""
+        with self._monitor:
+            self._addresses = {view: addresses}
+            self._monitor.notify_all()
+
+    def await_addresses(self, view: int) -> dict[Peer, bytes]:
+        """Wait for the addresses of a view's members. Raises Aborted."""
+        with self._monitor:
+            while view not in self._addresses:
+                self.check_alive(view)
+                self._monitor.wait()
+            return self._addresses[view]
+
+    def find_due(self, view: int, now: float) -> ViewGroup | None:
+        """Return the group of this view if it is time to look at it."""
+        if self._group is None or self._group[0] != view or now < self._look_at:
+            return None
+        self._look_at = now + LOOK_S
+        return self._group[1]
+
+    def look(self, view: View, group: ViewGroup) -> list[ev.WorkerEvent]:
+        """Return events about descriptors, and about the links of a view's group.
+
+        It is called without the monitor.
+        """
+        found: list[ev.WorkerEvent] = []
+        if text := self._descriptors.complaint():
+            found.append(ev.EventNoted("descriptors", text))
+        if peers := tuple(view.workers[rank] for rank in group.lost_ranks()):
+            found.append(ev.LinkLost(view.number, peers))
+        return found
+
+
+class OrderQueue(Generic[Order]):
+    """Keeps the orders of one thread, which is woken for its own orders only.
+
+    A spurious wake-up would take the interpreter from another thread.
+    """
+
+    def __init__(self) -> None:
+        self.orders: deque[Order] = deque()
+        #: Its thread waits.
+        self.is_awaited = False
+        #: Its thread waits until then.
+        self.until: float | None = None
 
 
 class Driver:
@@ -108,30 +226,24 @@ class Driver:
         times: TimeSheet | None = None,
     ) -> None:
         self.monitor = monitor
-        self.times = times or TimeSheet()  # how the script's thread spends its time
-        self.aborted = 0  # views up to this number must not be used
+        #: How the script's thread spends its time.
+        self.times = times or TimeSheet()
+        self.groups = ViewGroups(monitor)
         self.failure: BaseException | None = None
-        self.books: dict[int, dict[Peer, bytes]] = {}
         self._machine = machine
         self._link = link
-        self._shards = shards
-        self._hands: Hands | None = None
-        self._script: deque[ScriptOrder] = deque()
-        self._engine: deque[EngineOrder] = deque()
+        self._shards = shards or NoShards()
+        self._prompt: Prompt | None = None
+        self._script: OrderQueue[ScriptOrder] = OrderQueue()
+        self._engine: OrderQueue[EngineOrder] = OrderQueue()
         self._events: deque[ev.WorkerEvent] = deque()
         self._posting = False
-        # Wake a thread only for its own event: a spurious wake-up takes the interpreter from
-        # another.
-        self._script_waits = False
-        self._script_until: float | None = None
-        self._engine_waits = False
         self._rows_of: tuple[int, int] = (0, -1)  # the view and step whose rows may be exchanged
-        self._links = LinkWatch()
 
-    def serve(self, hands: Hands) -> None:
+    def serve(self, prompt: Prompt) -> None:
         """Enter views from now on: the worker has something to train."""
         with self.monitor:
-            self._hands = hands
+            self._prompt = prompt
 
     # ------------------------------------------------------------ events
 
@@ -141,7 +253,7 @@ class Driver:
         `shard`: the worker's process from which the event comes.
         """
         with self.monitor:
-            self._events.extend(self._gather_shards(event, shard))
+            self._events.extend(self._shards.hear(shard, event))
             if self._posting:
                 return
             self._posting = True
@@ -151,7 +263,7 @@ class Driver:
                         self._carry_out(effect)
             finally:
                 self._posting = False
-            if self._script_waits and self._machine.deadline() != self._script_until:
+            if self._script.is_awaited and self._machine.deadline() != self._script.until:
                 self.monitor.notify_all()
 
     def obey(self, effect: ef.WorkerEffect) -> None:
@@ -161,13 +273,10 @@ class Driver:
             while self._events:
                 self._machine.handle(self._events.popleft(), time.monotonic())
 
-    def _gather_shards(self, event: ev.WorkerEvent, shard: int = 0) -> Sequence[ev.WorkerEvent]:
-        return (event,) if self._shards is None else self._shards.hear(shard, event)
-
     def tick(self) -> None:
         """Look whether the right to act ended or a link is lost; called several times a second.
 
-        Messages of the agent are read first: a process that was paused may go on by the newest.
+        Messages of the agent are read first: a process that was paused may continue by the newest.
         """
         with self.monitor:
             deadline = self._machine.deadline()
@@ -175,15 +284,15 @@ class Driver:
             if deadline is not None and now >= deadline and not self._link.has_unread():
                 self.post(Tick())
             view = self.view
-            group = None if view is None else self._links.find_due(view.number, now)
-        for event in self._links.look(view, group) if view and group else ():
+            group = None if view is None else self.groups.find_due(view.number, now)
+        for event in self.groups.look(view, group) if view and group else ():
             self.post(event)
 
     def fail(self, error: BaseException) -> None:
-        """Let the script's thread raise `error` at its next wait."""
+        """Record an error, which the script's thread raises at its next wait."""
         with self.monitor:
             self.failure = self.failure or error
-            self.monitor.notify_all()
+            self.groups.close()
 
     # ------------------------------------------------------------ what is known
 
@@ -212,7 +321,7 @@ class Driver:
 
     @property
     def copied(self) -> int:
-        """Return how many tasks of others this worker has computed because they were late."""
+        """Return the number of late tasks that this worker has computed for other workers."""
         with self.monitor:
             return self._machine.lateness.copied
 
@@ -225,92 +334,76 @@ class Driver:
         """
         until = time.monotonic() + within_s
         with self.monitor:
-            if not self._script:
+            if not self._script.orders:
                 self.times.wait(self._machine.snapshot())
-            while not self._script:
+            while not self._script.orders:
                 if self.failure is not None:
                     raise self.failure
                 if time.monotonic() >= until:
                     return None
                 self._wait(until)
-            order = self._script.popleft()
+            order = self._script.orders.popleft()
             self.times.take(order, self._machine.snapshot().view)
-            if self._shards is not None:
-                self._shards.order(order, self._machine.snapshot())
+            self._shards.order(order, self._machine.snapshot())
             return order
 
     def next_for_engine(self) -> EngineOrder:
         """Wait for the engine's next order."""
         with self.monitor:
-            self._engine_waits = True
-            while not self._engine:
+            self._engine.is_awaited = True
+            while not self._engine.orders:
                 self.monitor.wait()
-            self._engine_waits = False
-            return self._engine.popleft()
+            self._engine.is_awaited = False
+            return self._engine.orders.popleft()
 
     def await_rows(self, view: int, step: int) -> None:
         """Wait until this worker's rows of a step may be exchanged. Raises Aborted."""
         with self.monitor:
             while self._rows_of != (view, step):
-                self.check_alive(view)
+                self.groups.check_alive(view)
                 self.monitor.wait()
             self._rows_of = (0, -1)
 
     def _wait(self, most: float) -> None:
-        """Wait for a change, or until it is time to report that others are late; up to `most`."""
-        self._script_until = deadline = self._machine.deadline()
+        """Wait for a change, or until it is time to report late workers; up to `most`."""
+        self._script.until = deadline = self._machine.deadline()
         until = most if deadline is None else min(deadline, most)
         left_s = None if until == float("inf") else until - time.monotonic()
-        self._script_waits = True
+        self._script.is_awaited = True
         try:
             changed = (left_s is None or left_s > 0) and self.monitor.wait(left_s)
             if not changed and self._link.has_unread():
                 changed = self.monitor.wait(READ_S)
         finally:
-            self._script_waits = False
+            self._script.is_awaited = False
         if not changed:
             self.post(Tick())
-
-    # ------------------------------------------------------------ groups
-
-    def adopt_group(self, view: int, group: ViewGroup) -> None:
-        """Let an abort of `view` cut `group` from now on. Aborted if that has happened already."""
-        with self.monitor:
-            self.check_alive(view)
-            self._links.group = (view, group)
-
-    def check_alive(self, view: int) -> None:
-        """Raise Aborted once a view is given up."""
-        with self.monitor:
-            if view <= self.aborted or self.failure is not None:
-                raise Aborted(f"view {view} was given up")
 
     def learn_addresses(self, view: int, addresses: dict[Peer, bytes]) -> None:
         """Record the addresses of a view's members, as received from the agent."""
         with self.monitor:
-            self.books = {view: addresses}
-            if self._shards is not None:
-                self._shards.meet(view, addresses)
-            self.monitor.notify_all()
+            self.groups.learn_addresses(view, addresses)
+            self._shards.meet(view, addresses)
 
     # ------------------------------------------------------------ effects
 
     def _carry_out(self, effect: ef.WorkerEffect) -> None:
-        # those for the script follow once they begin
-        if self._shards is not None and not isinstance(effect, _SCRIPT):
+        # Those for the script follow once they begin.
+        if not _is_for_script(effect):
             self._shards.order(effect, self._machine.snapshot())
-        if isinstance(effect, _SCRIPT):
+        if _is_for_script(effect):
             if isinstance(effect, ef.Commit):  # drop tasks that have not begun
-                kept = [each for each in self._script if not isinstance(each, ef.Compute)]
-                self._script = deque(kept)
-            self._script.append(effect)
-            if self._script_waits:
+                orders = self._script.orders
+                begun = [order for order in orders if not isinstance(order, ef.Compute)]
+                self._script.orders = deque(begun)
+            self._script.orders.append(effect)
+            if self._script.is_awaited:
                 self.monitor.notify_all()
         elif _is_for_engine(effect):
-            self._engine.append(effect)
+            self._engine.orders.append(effect)
             self.times.note_engine(effect)
             # For a sum, the first full bucket or the rows wake the engine.
-            if self._engine_waits and not isinstance(effect, ef.Reduce):
+            if self._engine.is_awaited and not isinstance(effect, ef.Reduce):
                 self.monitor.notify_all()
         else:
             self._carry_out_at_once(effect)
@@ -320,10 +413,8 @@ class Driver:
             case ef.Tell(status):
                 self._link.tell(status)
             case ef.Abort(view):
-                self.aborted = max(self.aborted, view)
-                self._links.abort(view)
+                self.groups.abort(view)
                 self.times.expect(TimeUse.STALL)
-                self.monitor.notify_all()
             case ef.ShareRows(view, step):
                 self._rows_of = (view, step)
                 self.monitor.notify_all()
@@ -333,9 +424,9 @@ class Driver:
                 self.fail(ScriptFault(reason) if by_script else UserError(reason))
             case _:
                 try:
-                    if self._hands is not None:
-                        for event in self._hands.carry_out(effect):
-                            self._events.extend(self._gather_shards(event))
+                    if self._prompt is not None:
+                        for event in self._prompt.carry_out(effect):
+                            self._events.extend(self._shards.hear(0, event))
                 except Exception as error:  # noqa: BLE001 - the script raises it, from its thread
                     self.fail(error)
 
@@ -346,10 +437,14 @@ class Driver:
         end_lost(reason)
 
 
+def _is_for_script(effect: ef.WorkerEffect) -> TypeGuard[ScriptOrder]:
+    return isinstance(effect, ef.ForScript)
+
+
 def _is_for_engine(effect: ef.WorkerEffect) -> TypeGuard[EngineOrder]:
     if isinstance(effect, ef.ReplicaEffect):
         return ef.needs_group(effect)
-    return isinstance(effect, _ENGINE)
+    return isinstance(effect, ef.ForEngine)
 
 
 class ViewRendezvous:
@@ -362,16 +457,11 @@ class ViewRendezvous:
         self._peers = peers  # by rank
 
     def publish(self, address: bytes) -> None:
-        """Send this worker's address to the others."""
+        """Send this worker's address to the other members."""
         with self._driver.monitor:  # a newer view's address must be the last
-            self._driver.check_alive(self._view.number)
+            self._driver.groups.check_alive(self._view.number)
             self._link.publish(self._view.number, address)
 
     def lookup(self, rank: int) -> bytes:
         """Wait for a member's address. Raises Aborted."""
-        number = self._view.number
-        with self._driver.monitor:
-            while number not in self._driver.books:
-                self._driver.check_alive(number)
-                self._driver.monitor.wait()
-            return self._driver.books[number][self._peers[rank]]
+        return self._driver.groups.await_addresses(self._view.number)[self._peers[rank]]

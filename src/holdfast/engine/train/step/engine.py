@@ -1,7 +1,7 @@
 """Carries out the orders of the present view's group, one after the other in its own thread.
 
 It builds the group, brings joiners up to date, sums buckets and exchanges messages between all
-members. It decides nothing: it reports each finished order as an event, and a failure as a broken
+members. It takes no decision: it reports each finished order as an event, and a failure as a broken
 group.
 """
 
@@ -29,13 +29,11 @@ from holdfast.engine.train.exchange.layout import (
     all_gather,
     gather_bytes,
 )
-from holdfast.engine.train.exchange.seam import AloneTransport, Rendezvous, Transport
-from holdfast.engine.train.exchange.waits import Waits
-from holdfast.engine.train.step.backup_messages import BackupMessages
+from holdfast.engine.train.exchange.seam import AloneTransport, Rendezvous, Transport, Waits
 from holdfast.engine.train.step.bucket_sums import BucketSum
+from holdfast.engine.train.step.buckets import FilledBuckets
 from holdfast.engine.train.step.driver import Driver, EngineOrder, Link, ViewRendezvous
-from holdfast.engine.train.step.filled_buckets import FilledBuckets
-from holdfast.engine.train.step.late_search import NONE_AWAITED, LateSearch
+from holdfast.engine.train.step.late_members import NONE_AWAITED, BackupMessages, LateSearch
 from holdfast.engine.train.step.mover import StateMover, ViewConnections
 from holdfast.engine.train.step.reduction import (
     ActCheck,
@@ -47,6 +45,7 @@ from holdfast.engine.train.step.reduction import (
 from holdfast.engine.train.step.row_sums import RowsSum
 from holdfast.engine.train.step.state_differences import explain, summarize
 from holdfast.engine.train.step.step_data import StepData
+from holdfast.engine.train.step.step_table import TaskHost
 from holdfast.engine.train.step.sum_runs import BucketRuns, RowRuns, digest_all
 from holdfast.engine.train.step.values import ValuesGather
 
@@ -55,14 +54,16 @@ NOT_TOLD = b"-"  # from members without a state to describe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """Configures how this process meets others: its identity, transport and fingerprint."""
+    """Configures the meeting with other processes: identity, transport and fingerprint."""
 
     me: Peer
     make_transport: Callable[[], Transport]
-    whole_print: Callable[[], int]  # returns the fingerprint of the whole state
-    # returns a description of the state, from which others find a difference
+    #: Returns the fingerprint of the whole state.
+    fingerprint: Callable[[], int]
+    # Returns a description of the state, by which other members find a difference.
     describe: Callable[[], bytes]
-    backs_up: bool  # steps may do without the last members
+    #: Steps may do without the last members.
+    backs_up: bool
 
 
 @dataclass(slots=True)
@@ -112,9 +113,9 @@ class Engine(threading.Thread):
                 peer = _find_worker(self._driver.view, view, error.rank)
                 self._driver.post(ev.GroupBroken(view, str(error), peer))
             except BaseException as error:  # noqa: BLE001 - the script's thread raises it
-                # The group stays open until the process has ended with its message. If others
-                # missed it sooner, they would have it replaced, and its successor would fail on the
-                # same state again and again.
+                # The group stays open until the process has ended with its message. If other
+                # members missed it sooner, they would have it replaced, and its successor would
+                # fail on the same state again and again.
                 self._driver.fail(error)
                 return
 
@@ -153,8 +154,8 @@ class Engine(threading.Thread):
             return self._enter(order.view)
         at = self._in
         if at is None or at.view.number != order.view:
-            return None  # the order is for a view that was given up meanwhile
-        self._driver.check_alive(order.view)
+            return None  # the order's view has been given up
+        self._driver.groups.check_alive(order.view)
         match order:
             case ef.Gather():
                 self._gather(at, order)
@@ -178,11 +179,11 @@ class Engine(threading.Thread):
     def _enter(self, view: View) -> None:
         self._leave()
         driver = self._driver
-        driver.check_alive(view.number)
+        driver.groups.check_alive(view.number)
         alone = len(view.members) == 1
         transport = AloneTransport() if alone else self._exchange.make_transport()
         self._in = at = TimedConnections(view, Layout.of(view, self._exchange.me), transport)
-        driver.adopt_group(view.number, transport)
+        driver.groups.adopt(view.number, transport)
         self._open(view, at.layout, transport)
         if self._data.sharding is not None:
             self._data.sharding.enter(at.layout, transport)
@@ -205,7 +206,7 @@ class Engine(threading.Thread):
             self._in = None
 
     def _open(self, view: View, layout: Layout, transport: Transport) -> None:
-        """Connect in a thread of its own: a member that dies meanwhile must not delay us."""
+        """Connect in a thread of its own: a member that dies during it must not delay us."""
         rendezvous: Rendezvous = ViewRendezvous(
             self._driver, self._link, view, layout.addresses(view)
         )
@@ -225,7 +226,7 @@ class Engine(threading.Thread):
         threading.Thread(target=connect, name="holdfast-connect", daemon=True).start()
         with monitor:
             while not outcome:
-                self._driver.check_alive(view.number)
+                self._driver.groups.check_alive(view.number)
                 monitor.wait()
         if outcome[0] is not None:
             raise outcome[0]
@@ -235,7 +236,7 @@ class Engine(threading.Thread):
     def _gather(self, at: TimedConnections, order: ef.Gather) -> None:
         row = order.row
         if order.topic is Topic.CONFESS:
-            row = (*row, self._exchange.whole_print())
+            row = (*row, self._exchange.fingerprint())
         real = any(isinstance(word, float) for word in row)
         mine = torch.from_numpy(np.array(row, np.float64 if real else np.int64))
         tag = TAG_VOTE if order.topic is Topic.VOTE else TAG_AUDIT
@@ -260,7 +261,7 @@ class Engine(threading.Thread):
     # ------------------------------------------------------------ sums
 
     def _reduce(self, at: TimedConnections, order: ef.Reduce) -> None:
-        """Run all operations of the step; those that are ready overlap with the backward pass."""
+        """Run all operations of the step; ready ones overlap with the backward pass."""
         at.layout = layout = at.layout.with_owners(at.view, order.owners)
         buckets = self._data.gradients.active
         counts = layout.rank in order.counted
@@ -284,7 +285,7 @@ class Engine(threading.Thread):
                 if not begun:  # just before the bucket: the peer is woken once for both
                     act.begin(at.transport)
                 with self._driver.monitor:  # a newer view may merge the partial sums further
-                    self._driver.check_alive(order.view)
+                    self._driver.groups.check_alive(order.view)
                     waits = None if at.transport.ordered else at.waits
                     started = BucketSum(bucket, layout, waits)
                 begun += 1
@@ -292,7 +293,8 @@ class Engine(threading.Thread):
                 started.begin(at.transport)
                 running.append(started)
                 sums.append(started)
-            if begun == total and not closing:  # under way beside the last buckets
+            # They are under way together with the last buckets.
+            if begun == total and not closing:
                 closing = self._closing_operations(at, order, act.number)
                 if not total:
                     act.begin(at.transport)
@@ -316,8 +318,8 @@ class Engine(threading.Thread):
         data, rows = self._data, self._rows
         assert rows is not None, "sums end with the rows"
         self._rows = None
-        prints = [rows.prints[rank] for rank in range(at.layout.size)]
-        if any(len({each for each in kind if each}) > 1 for kind in zip(*prints, strict=True)):
+        taken = [rows.fingerprints[rank] for rank in range(at.layout.size)]
+        if any(len({each for each in kind if each}) > 1 for kind in zip(*taken, strict=True)):
             self._explain(at, order.step, at.view.workers)
         with self._driver.monitor:
             parts = data.table.gradients()
@@ -325,23 +327,23 @@ class Engine(threading.Thread):
             leads = at.view.leader == self._exchange.me.worker and not self._exchange.me.shard
             data.record_reduced(order.view, leads=leads)
         doubt = max((each.doubt() for each in sums), default=FINITE)
-        found = [tensor for each in sums for tensor in each.sums]
+        tensors = [tensor for each in sums for tensor in each.sums]
         return ev.Summed(
             view=order.view,
             step=order.step,
             buckets=len(sums),
-            parts=tuple(part for part, _, _, _ in prints),
-            wholes=tuple(whole for _, whole, _, _ in prints),
-            copies=tuple(copied for _, _, _, copied in prints),
+            parts=tuple(each.part for each in taken),
+            wholes=tuple(each.whole for each in taken),
+            copies=tuple(each.copied for each in taken),
             doubt=doubt,
-            bits=digest_all(found) if doubt != FINITE else 0,
+            bits=digest_all(tensors) if doubt != FINITE else 0,
             unlike=unlike,
             compute_us=data.clock.step_us(),
             wait=at.waits.wait_of_step(),
         )
 
     def _explain(self, at: TimedConnections, step: int, holders: Sequence[WorkerId]) -> None:
-        """Find, together with the others, the differences between the holders' states.
+        """Find, together with the other members, the differences between the holders' states.
 
         UserError if the script is at fault.
         """
@@ -355,11 +357,11 @@ class Engine(threading.Thread):
             self._driver.post(ev.EventNoted("wrong", text))
 
     def _checker(self, at: TimedConnections) -> Callable[[], None]:
-        """Return what to call before a wait for the script: Aborted once the view is over."""
+        """Return a function to call before a wait for the script: Aborted once the view is over."""
 
         def check() -> None:
             at.transport.go_on()
-            self._driver.check_alive(at.view.number)
+            self._driver.groups.check_alive(at.view.number)
 
         return check
 
@@ -373,7 +375,7 @@ class Engine(threading.Thread):
     ) -> list[Operation]:
         """List the operations that must wait until this worker's tasks are complete, or dropped.
 
-        `act`: the number of what the workers do in the step.
+        `act`: the number of the step's act.
         """
         driver, data, layout = self._driver, self._data, at.layout
         mine = layout.hosted[layout.rank]
@@ -385,17 +387,17 @@ class Engine(threading.Thread):
             used = data.gradients.used
         else:
             me = driver.status()
-            data.table.drop(mine, (me.worker, me.incarnation))
+            data.table.drop(mine, TaskHost(me.worker, me.incarnation))
             used = torch.zeros_like(data.table.used)
         with driver.monitor:
             values = ValuesGather(data.values, layout, at.view, counts=counts)
-        self._rows = TableGather(data.table, used, layout, data.prints, values.size, act)
+        self._rows = TableGather(data.table, used, layout, data.fingerprints, values.size, act)
         self._rows_step = order.step
         values.expect(self._rows.follows)
         operations: list[Operation] = [self._rows, values]
         if data.gradients.active_tables:
             with driver.monitor:
-                driver.check_alive(order.view)
+                driver.groups.check_alive(order.view)
                 tables = data.gradients.active_tables
                 operations.append(RowsSum.of(tables, layout, counts=counts))
         if data.kind is StepKind.GRADIENTS and len(data.buffers):

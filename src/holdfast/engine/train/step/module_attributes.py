@@ -3,7 +3,7 @@
 Plain attributes (numbers, strings, flags, lists of them, tensors), modes (`training`) and
 non-persistent buffers of protected modules are a part of the job's state as soon as they change. A
 task's changes of attributes are undone before the next task begins, so that a task stays a pure
-function, whatever worker computes it, and after which others. So are changes of the items of small
+function, on whatever worker, and after whatever other tasks. So are changes of the items of small
 lists, sets, dictionaries and deques of numbers, strings and tensors; but not of dictionaries of
 tensors, which are often mere caches. Must not know steps or views.
 """
@@ -34,20 +34,23 @@ class _Seen:
     """Is an attribute's value when it was first seen."""
 
     value: Any
-    version: int  # version counter of a tensor
+    #: Version counter of a tensor.
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
     """Records a task's change of an attribute."""
 
-    attributes: dict[str, Any]  # the attributes of one module
+    #: The attributes of one module.
+    attributes: dict[str, Any]
     name: str
-    before: Any  # _ABSENT if the attribute is new
+    #: _ABSENT if the attribute is new.
+    before: Any
     after: Any
 
     def undo(self) -> None:
-        """Restore the value, unless other code has changed it meanwhile."""
+        """Restore the value, unless other code has changed it since then."""
         if self.attributes.get(self.name, _ABSENT) is self.after:
             if self.before is _ABSENT:
                 del self.attributes[self.name]
@@ -62,10 +65,11 @@ class _Held:
     path: str
     container: Any
     before: list[Any]
-    after: list[Any] | None = None  # None: the last task has not changed the items
+    #: None: the last task has not changed the items.
+    after: list[Any] | None = None
 
     def undo(self) -> None:
-        """Restore the items, unless other code has changed them meanwhile."""
+        """Restore the items, unless other code has changed them since then."""
         if self.after is not None and _are_same(_items(self.container), self.after):
             self.container.clear()
             if isinstance(self.container, dict | set):
@@ -78,16 +82,16 @@ class _Held:
 class ModuleAttributes:
     """Tracks the attributes of all protected modules; `modules`: with their names.
 
-    `tell(path)` is called once for each attribute that a task has changed.
+    `log(path)` is called once for each attribute that a task has changed.
     """
 
     def __init__(
         self,
         modules: Iterable[tuple[str, nn.Module]],
-        tell: Callable[[str], None] = lambda path: None,
+        log: Callable[[str], None] = lambda path: None,
     ) -> None:
         self._protected = list(modules)
-        self._tell = tell
+        self._log = log
         self._first: dict[str, _Seen] = {}  # by path, as the script has made them
         self._first_buffers: dict[str, int] = {}  # digests of the buffers, by path
         # paths that have ever changed: these stay in the state for ever
@@ -103,7 +107,7 @@ class ModuleAttributes:
         """Record the modules as the script has made them: only later changes become state."""
         for path, value, owner in self._attributes():
             if isinstance(owner, nn.Module):
-                self._first_buffers[path] = _print(value)
+                self._first_buffers[path] = _fingerprint(value)
             else:
                 self._first[path] = _remember(value)
 
@@ -122,7 +126,7 @@ class ModuleAttributes:
         return {"attributes": changed, "buffers": buffers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over another worker's attributes; the others return to their first values."""
+        """Take over another worker's attributes; all other ones return to their first values."""
         self._undo()
         modules = dict(self._modules())
         for path, value, owner in list(self._attributes()):
@@ -140,7 +144,7 @@ class ModuleAttributes:
 
     def _is_as_made(self, path: str, value: Any, owner: dict[str, Any] | nn.Module) -> bool:
         if isinstance(owner, nn.Module):
-            return self._first_buffers.get(path) == _print(value)
+            return self._first_buffers.get(path) == _fingerprint(value)
         return _is_same(self._first.get(path), value)
 
     def plain_attributes(self) -> dict[str, Any]:
@@ -198,7 +202,7 @@ class ModuleAttributes:
     def _note(self, path: str) -> None:
         if path not in self._told:
             self._told.add(path)
-            self._tell(path)
+            self._log(path)
 
     def _undo(self) -> None:
         for change in self._left:
@@ -300,10 +304,10 @@ def _copy(value: Any) -> Any:
 def _describe(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return f"a tensor {list(value.shape)} of {value.dtype} with digest {_print(value):x}"
+    return f"a tensor {list(value.shape)} of {value.dtype} with digest {_fingerprint(value):x}"
 
 
-def _print(value: torch.Tensor) -> int:
+def _fingerprint(value: torch.Tensor) -> int:
     return xxhash.xxh3_64_intdigest(as_bytes(value).numpy().data)
 
 

@@ -1,4 +1,4 @@
-"""Points of a worker where a test kit may look in, or disturb. By default nothing happens there."""
+"""Points of a worker where a test kit may look in, or disturb. By default it is empty."""
 
 from __future__ import annotations
 

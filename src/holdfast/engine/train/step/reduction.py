@@ -1,20 +1,26 @@
 """Exchanges acts, rows and buffers of a step between all members of a view.
 
-Every operation has several turns, so that many can be under way at once.
+An act describes the work that the workers do together in a step; all of them compare it. Every
+operation has several turns, so that many can be under way at once.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 import torch
+import xxhash
 
-from holdfast.engine.core.errors import InvariantError, UserError
+from holdfast.engine.core.errors import Aborted, InvariantError, UserError
+from holdfast.engine.core.ground.events import StepKind
 from holdfast.engine.core.spread_turns import find_branches
+from holdfast.engine.core.types import WorkerId
 from holdfast.engine.core.views import View
 from holdfast.engine.train.exchange.layout import (
     TAG_BUFFERS,
@@ -25,15 +31,80 @@ from holdfast.engine.train.exchange.layout import (
     gather_bytes,
 )
 from holdfast.engine.train.exchange.seam import Pending, Transport, is_done
-from holdfast.engine.train.step.act import Act, describe_difference
 from holdfast.engine.train.step.buckets import PLANS
 from holdfast.engine.train.step.step_table import Buffers, StepTable
 
-# Fingerprints of a part of the state, all of it, its plain values, and the copy for followers;
-# 0: none.
-Prints = tuple[int, int, int, int]
+_decode = msgspec.msgpack.Decoder(tuple[str, int, str]).decode
 HEAD_WORDS = 6  # before a member's rows: its flags, the fingerprints, and the size of its values
 STOPS = 1  # the first word of a member whose script wants the loop to end
+
+
+class StepFingerprints(NamedTuple):
+    """Has fingerprints of the state before a step; 0: none."""
+
+    part: int = 0
+    whole: int = 0
+    #: Of the values that are not tensors.
+    plain: int = 0
+    #: Of the copy for followers.
+    copied: int = 0
+
+
+NO_FINGERPRINTS = StepFingerprints()
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """Describes the work of one step, which must be the same on all workers.
+
+    `text`: the work, in words for people. `loop`: the number of the script's loop. `line`: the
+    script's line that has opened the step; it may differ between workers. `kind`: what the step
+    brings together, which follows from the text.
+    """
+
+    text: str = ""
+    loop: int = 0
+    line: str = ""
+    kind: StepKind = StepKind.GRADIENTS
+
+    def number(self, plan: int) -> int:
+        """Return 63 bits that stand for the act and the plan of sums, but not for the line."""
+        return xxhash.xxh3_64_intdigest(f"{plan} {self.loop} {self.text}".encode()) >> 1
+
+    def encode(self) -> bytes:
+        """Return the bytes of the act."""
+        return msgspec.msgpack.encode((self.text, self.loop, self.line))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Act:
+        """Return the act that another member has sent. Aborted if it cannot be read."""
+        try:
+            return cls(*_decode(data))
+        except msgspec.DecodeError as error:
+            raise Aborted(f"a member has sent an act that cannot be read: {error}") from None
+
+
+def describe_difference(acts: Mapping[WorkerId, Act]) -> str:
+    """Describe in a sentence that two workers do different things in one step, and where."""
+    first, mine = next(iter(acts.items()))
+    for worker, act in acts.items():
+        if (act.text, act.loop) != (mine.text, mine.loop):
+            same = act.text == mine.text
+            return (
+                f"{_describe(first, mine, same)}, where {_describe(worker, act, same)}: the calls "
+                "that workers make together must come in the same order on all workers, so make "
+                "none of them under a condition that only some workers meet, such as job.is_leader"
+            )
+    others = [worker for worker in acts if worker != first]
+    return (
+        f"worker {others[0]} trains other parameters than worker {first} in this step: freeze, "
+        "thaw, add and remove parameters on all workers at the same step"
+    )
+
+
+def _describe(worker: WorkerId, act: Act, with_loop: bool) -> str:
+    loop = f" in its loop {act.loop + 1}" if with_loop else ""
+    return f"worker {worker} {act.text}{loop}{f' ({act.line})' if act.line else ''}"
 
 
 class Operation(Protocol):
@@ -56,10 +127,10 @@ AnyOperation = TypeVar("AnyOperation", bound=Operation)
 
 
 def advance_all(operations: Sequence[AnyOperation], transport: Transport) -> list[AnyOperation]:
-    """Advance the first operation, and others whose turn is complete; return those with turns left.
+    """Advance the first operation, and all whose turn is complete; return the unfinished ones.
 
-    All members take operations in one order. A member that waited for a later one could keep the
-    others from completing the first.
+    All members take operations in one order. A member that waited for a later one could keep
+    the rest from completing the first.
     """
     return [
         each
@@ -115,8 +186,8 @@ class ActCheck:
 class TableGather:
     """Spreads all members' rows to every table, in log2 N turns, and joins their used flags.
 
-    `follows`: how many bytes of values this member sends after its rows. `act`: the number of what
-    it does in the step, so that its rows never meet those of another act.
+    `follows`: the bytes of values that this member sends after its rows. `act`: the number of the
+    step's act, so that rows of different acts never meet.
     """
 
     def __init__(
@@ -124,14 +195,15 @@ class TableGather:
         table: StepTable,
         used: torch.Tensor,
         layout: Layout,
-        prints: Prints = (0, 0, 0, 0),
+        fingerprints: StepFingerprints = NO_FINGERPRINTS,
         follows: int = 0,
         act: int = 0,
     ) -> None:
         # By rank; of all members after the last turn.
-        self.prints = {layout.rank: prints}
+        self.fingerprints = {layout.rank: fingerprints}
         self.follows = {layout.rank: follows}
-        self.awaited: int | None = None  # the rank whose message of the turn under way is missing
+        #: The rank whose message of the turn under way is missing.
+        self.awaited: int | None = None
         self._table = table
         self._layout = layout
         self._tag = TAG_TABLE + TAG_OF_PLAN * (act % PLANS)
@@ -151,7 +223,7 @@ class TableGather:
         layout = self._layout
         self._table.used.copy_(self._used)
         flags = STOPS * self._table.stops
-        head = (flags, *self.prints[layout.rank], self.follows[layout.rank])
+        head = (flags, *self.fingerprints[layout.rank], self.follows[layout.rank])
         mine = self._table.pack(head, layout.hosted[layout.rank])
         self._words[: len(mine)] = mine
         self._begin_turn(transport)
@@ -193,9 +265,9 @@ class TableGather:
         return True
 
     def _take(self, rank: int, words: torch.Tensor) -> None:
-        flags, *prints, follows = words[:HEAD_WORDS].tolist()
+        flags, *fingerprints, follows = words[:HEAD_WORDS].tolist()
         self._table.stops |= bool(flags & STOPS)
-        self.prints[rank] = prints[0], prints[1], prints[2], prints[3]
+        self.fingerprints[rank] = StepFingerprints(*fingerprints)
         self.follows[rank] = follows
         self._table.unpack(HEAD_WORDS, self._layout.hosted[rank], words)
 

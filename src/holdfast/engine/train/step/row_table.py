@@ -2,7 +2,7 @@
 
 A task's rows are added to those of other tasks along the canonical tree, row by row. So a row's sum
 adds up its users in their canonical order, whoever computes them. Like buckets, these tables know
-nothing of workers.
+no workers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from holdfast.engine.core import tree
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.train.exchange.tensor_bytes import as_bytes
-from holdfast.engine.train.step.keyed_gradient import find_keyed_gradient
+from holdfast.engine.train.step.table_parameters import find_keyed_gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Represents some rows of a parameter's gradient; the others are 0.
+    """Represents some rows of a parameter's gradient; all other rows are 0.
 
     `places`: [rows] int64, each once and in growing order: numbers of rows, or any keys. `values`:
     [rows, *shape of a row]. `dense`: one of the tasks had a dense gradient, so that all rows are
@@ -128,7 +128,8 @@ class RowTable:
 
         `params`: names, parameters, and the parameters' places in the model's own order.
         """
-        self.index = index  # counted on after the buckets' indices
+        #: Its number, counted on after the buckets.
+        self.index = index
         self.owners = owners
         self.parts: list[TablePart] = []
         self._rows = 0
@@ -137,7 +138,8 @@ class RowTable:
             self.parts.append(part)
             self._rows += len(param)
         self._keyed = find_keyed_gradient(self.parts[0].param)
-        self.reached: set[int] = set()  # places of parts with gradients of the running task
+        #: Places of parts with gradients of the running task.
+        self.reached: set[int] = set()
         self.partials: dict[tree.Node, Rows] = {}
         self.result = self.make_rows()
 

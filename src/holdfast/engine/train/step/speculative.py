@@ -1,4 +1,4 @@
-"""Keeps speculative tasks: copies of others' late tasks, computed by a worker that waits for them.
+"""Keeps speculative tasks: copies of late tasks, computed by a worker that waits for them.
 
 If this worker becomes the host of their virtual ranks, the results are used unchanged. If a late
 worker finishes first, its results are compared with them. Used with the monitor held.
@@ -15,10 +15,10 @@ from holdfast.engine.core.errors import WireError
 from holdfast.engine.core.ground.events import Digest
 from holdfast.engine.core.step.audit import Sketch
 from holdfast.engine.train.step.bucket_sums import BucketSum
-from holdfast.engine.train.step.buckets import Gradients
+from holdfast.engine.train.step.gradients import Gradients
 from holdfast.engine.train.step.row_sums import RowsSum
-from holdfast.engine.train.step.step_table import UNWEIGHTED, Buffers, StepTable
-from holdfast.engine.train.step.task_report import NOTHING, TaskReport, read_report
+from holdfast.engine.train.step.step_table import UNWEIGHTED, Buffers, StepTable, TaskHost
+from holdfast.engine.train.step.values import NOTHING, TaskReport, read_report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,12 @@ class FinishedTask:
     sketch: Sketch = ()
     report: TaskReport = NOTHING
 
+    def write(self, vrank: int, table: StepTable, buffers: Buffers, host: TaskHost) -> None:
+        """Write the task's row, and keep its buffers."""
+        table.put(vrank, self.loss, self.count, self.digest, host, self.weight, self.part)
+        if self.left is not None:
+            buffers.keep(vrank, self.left)
+
 
 class SpeculativeTasks:
     """The speculative tasks of the open step; their gradients are kept apart in the buckets."""
@@ -60,16 +66,13 @@ class SpeculativeTasks:
         """Keep a task whose virtual rank another worker hosts."""
         self._done[vrank] = task
 
-    def adopt(self, vrank: int, host: tuple[int, int]) -> bytes:
+    def adopt(self, vrank: int, host: TaskHost) -> bytes:
         """Use the speculative task as the task itself: this worker hosts its virtual rank now.
 
         Returns its report, encoded.
         """
         task = self._done.pop(vrank)
-        row = task.loss, task.count, task.digest, host, task.weight, task.part
-        self._table.put(vrank, *row)
-        if task.left is not None:
-            self._buffers.keep(vrank, task.left)
+        task.write(vrank, self._table, self._buffers, host)
         self._gradients.adopt(vrank)
         return task.report.encode()
 
@@ -79,9 +82,9 @@ class SpeculativeTasks:
         told: Mapping[int, bytes],
         parts: Sequence[int],
     ) -> tuple[int, ...]:
-        """Return the virtual ranks for which others have sent other results.
+        """Return the virtual ranks for which another worker has sent another result.
 
-        Each member sees only what it receives of a virtual rank's own gradient, before that is
+        Each member sees only its received part of a virtual rank's own gradient, before it is
         added to another one. `told`: the reports of all. `parts`: digests of a part of the
         gradients of all virtual ranks; 0: not taken. Tasks that left out records, there or here,
         are not compared: they were computed from other samples.

@@ -1,7 +1,7 @@
-"""Writes the stacks of this process's threads, for people who wonder why it does not go on.
+"""Writes the stacks of this process's threads, for people who wonder why it hangs.
 
 A thread of Python does it, which has the interpreter's lock: faulthandler reads the frames of
-threads that run meanwhile, and sending a thousand signals to a busy process ended it by SIGSEGV.
+threads while they run, and sending a thousand signals to a busy process ended it by SIGSEGV.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import FrameType
 
 from holdfast.engine.state.store.regular_files import append_regular
 
-VARIABLE = "HOLDFAST_STACKS"  # names the file; without it nothing is written
+VARIABLE = "HOLDFAST_STACKS"  # names the file; without it no stacks are written
 PATIENCE_S = 0.2  # for the disk, before further stacks are left out
 BYTES_MAX = 1 << 20  # a file that is longer begins from the start
 
@@ -71,7 +71,7 @@ def describe_stacks(reason: str) -> list[str]:
 
 
 def _find_frames() -> dict[int, FrameType]:
-    """Return the innermost frame of each thread, without a garbage collection meanwhile.
+    """Return the innermost frame of each thread, without a garbage collection in between.
 
     Before Python 3.11.9 one could stop this process for ever: both may take the same lock of the
     interpreter (https://github.com/python/cpython/issues/106883).

@@ -62,7 +62,7 @@ def explain(
 
 
 def summarize(names: Sequence[str]) -> str:
-    """Name the first one, and the number of the others."""
+    """Name the first one, and the number of further ones."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors"
 
 
@@ -82,8 +82,8 @@ def _describe_uneven(path: str, texts: Mapping[WorkerId, str], step: int) -> str
 def _are_trained(unlike: Sequence[str], states: Mapping[WorkerId, _Description]) -> bool:
     """Return whether an optimizer updates one of these tensors, or only one tensor differs.
 
-    Where a machine computes wrongly or its memory fails, it is not all of an average of weights,
-    and nothing else, that differs.
+    Where a machine computes wrongly or its memory fails, the difference is not exactly an
+    average of weights.
     """
     trained = {name for each in states.values() for name in each.trained}
     return len(unlike) == 1 or any(name.partition(".")[0] in trained for name in unlike)
@@ -118,13 +118,13 @@ def _check_numbers(
 
 
 def _depth(path: str) -> int:
-    """Return how far a value is from a variable; the nearest ones are named."""
+    """Return the distance of a value from its variable; the nearest values are named."""
     return path.count(".") + path.count("[")
 
 
 @dataclass(frozen=True, slots=True)
 class _Description:
-    """Is what a worker tells of its state: plain values, digests of tensors, and own numbers.
+    """Describes a worker's state: plain values, digests of tensors, and own numbers.
 
     `numbers`: by path, the text, and whether it has changed since the worker's first step.
     `trained`: names of the protected modules that an optimizer updates.

@@ -1,27 +1,38 @@
 """Shares a step between the script's thread and the engine: tensors, rows, digests.
 
-One of them fills its parts and the other reads them, with the monitor held; nothing here waits or
-decides.
+One of them fills its parts and the other reads them, with the monitor held; no method
+waits or decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 
 from holdfast.engine.core.ground.events import StepKind
 from holdfast.engine.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
-from holdfast.engine.train.step.act import Act
-from holdfast.engine.train.step.buckets import Gradients
+from holdfast.engine.train.step.gradient_digest import TaskDigest
+from holdfast.engine.train.step.gradients import Gradients
 from holdfast.engine.train.step.module_attributes import ModuleAttributes
-from holdfast.engine.train.step.reduction import Prints
+from holdfast.engine.train.step.reduction import NO_FINGERPRINTS, Act, StepFingerprints
 from holdfast.engine.train.step.speculative import SpeculativeTasks
 from holdfast.engine.train.step.step_table import Buffers, StepTable
-from holdfast.engine.train.step.task_clock import TaskClock
-from holdfast.engine.train.step.task_digest import TaskDigest
+from holdfast.engine.train.step.time_sheet import TaskClock
 from holdfast.engine.train.step.trained import Named
 from holdfast.engine.train.step.values import StepValues
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Describes a step as its script opens it."""
+
+    act: Act = field(default_factory=Act)
+    #: Fingerprints of the state that the step begins with.
+    fingerprints: StepFingerprints = NO_FINGERPRINTS
+    #: This worker's script wants the loop to end.
+    stops: bool = False
 
 
 class StepData:
@@ -35,24 +46,28 @@ class StepData:
         clock: TaskClock,
         digest: TaskDigest,
         attributes: ModuleAttributes | None = None,
+        sharding: ShardedOptimizers | None = None,
     ) -> None:
         self.gradients = gradients
-        self.table = table  # the engine writes here, for all workers
-        self.own = StepTable(len(table.rows), 0)  # the script writes here
+        #: The engine writes here, for all workers.
+        self.table = table
+        #: The script writes here.
+        self.own = StepTable(len(table.rows), 0)
         self.buffers = buffers
         self.clock = clock
         self.digest = digest
         self.attributes = attributes or ModuleAttributes([])
         self.speculative = SpeculativeTasks(gradients, self.own, buffers)
         self.values = StepValues()
-        self.act = Act()
-        self.wants_stop = False  # this worker's script wants the loop to end
-        self._stops = False  # the value of `wants_stop` when the step was opened
-        self.prints: Prints = (0, 0, 0, 0)  # fingerprints of the state that the step begins with
-        self.reduced_in = 0  # the view in which its gradient became complete
-        self.acts = False  # this worker was that view's leader: exactly one member was
-        # shares out the optimizers' state among the members
-        self.sharding: ShardedOptimizers | None = None
+        #: This worker's script wants the loop to end.
+        self.wants_stop = False
+        #: The view in which its gradient became complete.
+        self.reduced_in = 0
+        #: This worker was that view's leader: exactly one member was.
+        self.acts = False
+        #: Shares out the optimizers' state among the members.
+        self.sharding = sharding
+        self._opening = Opening()
 
     def replan(self, trained: Iterable[Named], by_row: Iterable[Iterable[torch.Tensor]]) -> None:
         """Sum the gradients of other parameters from now on. Between two steps."""
@@ -65,9 +80,19 @@ class StepData:
         """Return the kind of the open step."""
         return self.act.kind
 
-    def open(self, act: Act, prints: Prints) -> None:
+    @property
+    def act(self) -> Act:
+        """Return the act of the open step."""
+        return self._opening.act
+
+    @property
+    def fingerprints(self) -> StepFingerprints:
+        """Return the fingerprints of the state that the step begins with."""
+        return self._opening.fingerprints
+
+    def open(self, act: Act, fingerprints: StepFingerprints) -> None:
         """Begin a step; its gradients and buffers have been reset."""
-        self.act, self.prints, self._stops = act, prints, self.wants_stop
+        self._opening = Opening(act, fingerprints, self.wants_stop)
         self.values.reset()
         self.reset()
 
@@ -76,7 +101,7 @@ class StepData:
         self.speculative.forget()
         self.clock.reset()
         self.table.used.zero_()
-        self.table.stops = self._stops
+        self.table.stops = self._opening.stops
 
     def digest_sum(self, step: int) -> int:
         """Return 63 bits of a part of the step's sum, which the script has not touched yet.

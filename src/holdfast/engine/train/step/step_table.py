@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,12 +23,20 @@ UNWEIGHTED = -1.0  # the weight of a task whose loss is a mean
 LEFT_OUT = -2.0  # the weight of a task whose batch the script leaves out
 
 
+class TaskHost(NamedTuple):
+    """Is the process that has computed a task."""
+
+    worker: int
+    incarnation: int
+
+
 class StepTable:
     """Keeps an int64 row per virtual rank (floats as their bits) and the used flags."""
 
     def __init__(self, vranks: int, params: int) -> None:
         self.rows = torch.zeros(vranks, COLUMNS, dtype=torch.int64)
-        self.stops = False  # a worker's script wants the loop to end
+        #: A worker's script wants the loop to end.
+        self.stops = False
         # The same memory: for a few words at a time NumPy is many times faster.
         self._rows = self.rows.numpy()
         self.expect(params)
@@ -43,14 +52,11 @@ class StepTable:
         loss: float,
         count: int,
         digest: int,
-        host: tuple[int, int],
+        host: TaskHost,
         weight: float = UNWEIGHTED,
         gradient: int = 0,
     ) -> None:
-        """Write one task's row; `host` is the (worker, incarnation) that computed it.
-
-        `gradient`: 63 bits of a part of its gradient; 0: not taken.
-        """
+        """Write one task's row. `gradient`: 63 bits of a part of its gradient; 0: not taken."""
         bits, weight_bits = struct.unpack("<2q", struct.pack("<2d", loss, weight))
         signed = digest - (1 << 64) if digest >= 1 << 63 else digest
         self._rows[vrank] = (bits, count, signed, *host, weight_bits, gradient)
@@ -60,7 +66,7 @@ class StepTable:
         hosted = list(vranks)
         self._rows[hosted] = own._rows[hosted]
 
-    def drop(self, vranks: Iterable[int], host: tuple[int, int]) -> None:
+    def drop(self, vranks: Iterable[int], host: TaskHost) -> None:
         """Record that `host`'s results for these do not count: no loss, no samples."""
         for vrank in vranks:
             self.put(vrank, 0.0, 0, 0, host)
@@ -74,8 +80,8 @@ class StepTable:
     def counts(self) -> list[int]:
         return self._rows[:, COUNT].tolist()
 
-    def hosts(self) -> list[tuple[int, int]]:
-        return [(w, i) for w, i in self._rows[:, WORKER:WEIGHT].tolist()]
+    def hosts(self) -> list[TaskHost]:
+        return [TaskHost(w, i) for w, i in self._rows[:, WORKER:WEIGHT].tolist()]
 
     def digests(self) -> list[int]:
         return self._rows[:, DIGEST].view(np.uint64).tolist()

@@ -17,8 +17,7 @@ from holdfast.engine.train.exchange.layout import TAG_AUDIT, Layout, all_gather,
 from holdfast.engine.train.exchange.seam import Transport
 from holdfast.engine.train.exchange.tensor_bytes import as_bytes
 from holdfast.engine.train.step.bucket_sums import BucketSum
-from holdfast.engine.train.step.row_pieces import NodeRows, RowPiece
-from holdfast.engine.train.step.row_sums import RowsSum
+from holdfast.engine.train.step.row_sums import NodeRows, RowPiece, RowsSum
 from holdfast.engine.train.step.row_table import Rows
 
 Tensors = Sequence[torch.Tensor]
@@ -27,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class SumRuns(ABC, Generic[Run, Result]):
-    """Keeps one member's runs of one sum. `first`: that of the step."""
+    """Keeps one member's runs of one sum. `first`: the run that the step has used."""
 
     def __init__(self, first: Run, layout: Layout) -> None:
         self._first: Run = first
@@ -90,7 +89,7 @@ class SumRuns(ABC, Generic[Run, Result]):
         return again
 
     def _trace(self) -> list[int]:
-        """Return what this member has made, and whether its parts and copies were right."""
+        """Return digests of the sums of this member, and whether its parts were right."""
         assert self._again is not None, "a sum is traced once it was made twice"
         right = self._result_of(self._first)
         parts: list[bool] = []

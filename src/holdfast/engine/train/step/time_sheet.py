@@ -2,7 +2,8 @@
 
 The driver reports why the thread waits and which order it carries out. Lines are written when
 something unusual begins or ends, and otherwise at growing distances, so that a file grows with the
-logarithm of the job's length.
+logarithm of the job's length. A worker's own tasks are timed apart, without waiting for other
+workers: these times are compared between workers to find slow ones.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground.events import Purpose
@@ -40,8 +43,54 @@ _TRANSFERS = (ef.ObtainState, ef.ObtainStep, ef.SyncState, ef.SendMissed)
 Write = Callable[[SpentLine], bool]
 
 
+class TaskClock:
+    """Times one task at a time. `device`: a GPU, or None for the host."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._began = 0.0
+        self._host_s = 0.0
+        #: The beginning of the running task.
+        self._first: torch.cuda.Event | None = None
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self._host_s = 0.0
+        self._events = []
+
+    def begin(self) -> None:
+        if self._device is None:
+            self._began = time.perf_counter()
+        else:
+            self._first = self._record()
+
+    def end(self) -> None:
+        if self._device is None:
+            self._host_s += time.perf_counter() - self._began
+        elif self._first is not None:
+            self._events.append((self._first, self._record()))
+            self._first = None
+
+    def step_us(self) -> int:
+        """Return the microseconds of all tasks that have ended since the reset.
+
+        It waits for the GPU to have done them. Another thread may be in the midst of a task.
+        """
+        ended = [*self._events]
+        for _, end in ended:
+            end.synchronize()
+        on_gpu_ms = sum(begin.elapsed_time(end) for begin, end in ended)
+        return int(self._host_s * 1e6 + on_gpu_ms * 1e3)
+
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
 def process_age_s() -> float:
-    """Return how long this process has existed, in seconds; its fork counts as the beginning."""
+    """Return the seconds since this process was forked."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the machine's start

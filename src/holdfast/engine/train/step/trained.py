@@ -2,7 +2,7 @@
 
 A script may freeze, thaw, add, remove or replace parameters between two steps, on all workers
 alike. The set of trained parameters is a part of the job's state: a worker that joins later has not
-executed that line of the script, and takes the set over from the others.
+executed that line of the script, and takes the set over from the other workers.
 """
 
 from __future__ import annotations
@@ -159,10 +159,14 @@ class _Content:
     """Keeps modules' contents: objects, so that no identity is used again, and facts of them."""
 
     modules: list[nn.Module]
-    sizes: list[int]  # how many children, parameters and buffers each has
-    held: list[object]  # their children and parameters
-    trains: list[bool]  # whether each parameter is trained
-    empty: list[bool]  # whether each buffer is None
+    #: The numbers of children, parameters and buffers of each.
+    sizes: list[int]
+    #: Their children and parameters.
+    held: list[object]
+    #: Whether each parameter is trained.
+    trains: list[bool]
+    #: Whether each buffer is None.
+    empty: list[bool]
 
     def is_as(self, other: _Content) -> bool:
         """Return whether the same modules have the same contents, and train them alike."""

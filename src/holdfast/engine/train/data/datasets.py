@@ -1,4 +1,4 @@
-"""Recognises samples that are read without the script's code: rows of tensors, arrays and lists.
+"""Recognises kinds of datasets: map-style ones, and ones that run none of the script's code.
 
 Only the script's code draws random numbers: where none of it runs, the generators need not be
 keyed, which would take a good part of the time of a batch of rows. Invariant: data called plain
@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Subset, TensorDataset, default_collate
+from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils import collate as torch_collate
+
+from holdfast.engine.core.errors import UserError
 
 DEPTH_MAX = 4  # how deep lists, tuples and dictionaries may be nested in one sample
 
@@ -29,6 +31,29 @@ _COLLATING = frozenset(
     for each in torch_collate.default_collate_fn_map.values()
     if each.__module__ == torch_collate.__name__
 )
+
+
+def dataset_length(dataset: Any) -> int:
+    """Return the number of samples; UserError unless the dataset is map-style and has a length."""
+    name = f"the dataset, a {type(dataset).__name__},"
+    if isinstance(dataset, IterableDataset):
+        raise UserError(
+            f"{name} is an IterableDataset, whose samples cannot be asked for by index: give "
+            "job.batches a map-style dataset with __getitem__ and __len__, or job.stream a function"
+        )
+    if not hasattr(dataset, "__len__"):
+        raise UserError(f"{name} has no __len__: give it one that returns its number of samples")
+    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")):
+        raise UserError(f"{name} has no __getitem__: give it one that returns a sample by index")
+    return len(dataset)
+
+
+def load_samples(dataset: Any, indices: list[int]) -> list[Any]:
+    """Return these samples: at once, if the dataset offers that."""
+    if getattr(dataset, "__getitems__", None):
+        found: list[Any] = dataset.__getitems__(indices)
+        return found
+    return [dataset[index] for index in indices]
 
 
 def is_plain_dataset(dataset: Any) -> bool:
