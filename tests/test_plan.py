@@ -10,9 +10,11 @@ from random import Random
 
 import pytest
 
+from dashboard_kit import write_crashed_run, write_event
 from holdfast.cli.main import main as holdfast
 from holdfast.engine.commands.job_options import read_config
 from holdfast.engine.core.redundancy import Redundancy
+from holdfast.engine.records.time_lines import class_seconds
 from holdfast.plan import closed_forms as forms
 from holdfast.plan.advice import (
     LEASES_S,
@@ -28,6 +30,7 @@ from holdfast.plan.failing_job import make_recovery
 from holdfast.plan.failure_tables import DAY_S, Effect, Lemons, find_model
 from holdfast.plan.job_file import make_job
 from holdfast.plan.machines import Trial, assume_recovery, run_trial
+from holdfast.plan.plan_command import measure_runs
 from holdfast.plan.recovery import Loss, RecoveryTimes, Standstill, predict
 from holdfast.plan.scenario import Choice, Cluster, Costs, Point, Scenario, Work
 from holdfast.plan.weeks import Ageing, simulate, spread_of
@@ -282,6 +285,22 @@ def test_the_command_prints_values_for_scripts(capsys):
     assert set(best["lost"]) == {part.value for part in Loss}
     assert found["useful_over_inputs"] == sorted(found["useful_over_inputs"])
     assert found["machines"]["failures"] == 2
+
+
+def test_costs_are_taken_from_a_run(tmp_path, capsys):
+    run = tmp_path / "run"
+    write_crashed_run(run)
+    write_event(run, "save", "step 5 is saved", 6.0)
+    found = measure_runs([run])
+    assert found.step_s == pytest.approx(class_seconds(100))
+    assert found.start_s == Interval(low=1.0, high=1.0)
+    assert found.losses is not None
+    assert found.losses.low < 1 / 40 < found.losses.high
+    assert found.save_stall_s is None  # no worker stood still for the save
+    arguments = ["plan", "--nodes", "16", "--state", "50", "--machines", "0", "--from", str(run)]
+    assert holdfast([*arguments, "--json"]) == 0
+    low, high = json.loads(capsys.readouterr().out)["failures"]["per_1000_node_days"]
+    assert low < 1000 * DAY_S * 8 / 40 < high
 
 
 @pytest.mark.parametrize(

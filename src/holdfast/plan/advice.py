@@ -46,6 +46,8 @@ NEXT = 3
 PROTECT_MOST = 100
 PLAYS = 8
 SPAN_S = 28 * DAY_S
+#: Failures after which a play ends early.
+PLAYED_MOST = 3000
 FACTORS = (2.0, 0.5, 5.0, 0.2, 10.0, 0.1)
 #: Of the job that the real machines run, which takes some 10 seconds.
 NODES_MOST = 6
@@ -240,8 +242,9 @@ def play(scenario: Scenario, rated: Rated, seed: int, plays: int) -> Played:
     if model.shape != 1.0 or model.lemons is not None:
         nodes = scenario.working_nodes(rated.choice)
         ageing = Ageing(nodes=nodes, shape=model.shape, is_new=model.is_new, lemons=model.lemons)
+    span_s = min(SPAN_S, PLAYED_MOST / max(recovery.rate, 1e-12))
     outlooks = [
-        simulate(recovery, SPAN_S, Random(f"{seed} {number}"), ageing) for number in range(plays)
+        simulate(recovery, span_s, Random(f"{seed} {number}"), ageing) for number in range(plays)
     ]
     efficiency = scenario.efficiency(rated.choice)
     mean, low, high = (efficiency * value for value in spread_of(outlooks))

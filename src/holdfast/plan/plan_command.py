@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,10 @@ from holdfast.engine.commands.plain_console import PlainConsole
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.records.incidents import Part
-from holdfast.engine.runtime.rundir import RunDir, read_goodput
+from holdfast.engine.runtime.rundir import RunDir, read_goodput, read_run_events
 from holdfast.plan.advice import FAILURES, advise
 from holdfast.plan.distributions import Interval, read_interval
-from holdfast.plan.failure_tables import TABLES, FailureModel, find_model
+from holdfast.plan.failure_tables import DAY_S, TABLES, FailureModel, find_model
 from holdfast.plan.job_file import write_job_file
 from holdfast.plan.report import list_lines, to_plain
 from holdfast.plan.scenario import GB, Cluster, Costs, Scenario, Work
@@ -154,7 +155,7 @@ def _add_job(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[],
         metavar="RUN",
-        help="take times of steps, starts and pauses from finished runs",
+        help="take the times of steps, starts and saves and the rate of losses from finished runs",
     )
 
 
@@ -208,27 +209,44 @@ def _add_costs(group: argparse._ArgumentGroup) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Lists costs that runs have measured; None: the runs do not show it."""
+    """Lists costs that runs have measured; None: the runs do not show it.
+
+    The time to open a group is left out: on CPUs it is milliseconds, and on GPUs seconds.
+    """
 
     #: Median of the steps' durations.
     step_s: float | None = None
     #: Shortest and longest start of a process.
     start_s: Interval | None = None
+    #: Mean standstill for a checkpoint.
+    save_stall_s: float | None = None
+    #: Losses of a worker in a second, with bounds that hold the true rate with 90 %.
+    losses: Interval | None = None
 
 
 def measure_runs(runs: Sequence[Path]) -> Measured:
     """Return the costs that these runs show. UserError if one of them has no times."""
     steps, starts = [], []
+    stalls_s = workers_s = 0.0
+    saves = losses = 0
     for path in runs:
-        goodput = read_goodput(RunDir(path))
+        run_dir = RunDir(path)
+        goodput, events = read_goodput(run_dir), read_run_events(run_dir)
         if goodput.step_counts:
             steps.append(goodput.step_quantile(0.5))
-        for parts in goodput.parts_by_worker().values():
-            if parts[Part.STARTING] > 0:
-                starts.append(parts[Part.STARTING])
+        of_workers = goodput.parts_by_worker().values()
+        starts += [parts[Part.STARTING] for parts in of_workers if parts[Part.STARTING] > 0]
+        stalls_s += sum(parts[Part.SAVING] for parts in of_workers) / max(len(of_workers), 1)
+        workers_s += goodput.total_s
+        saves += sum(e["kind"] == "save" and "is saved" in str(e["text"]) for e in events)
+        losses += sum(event["kind"] == "lost" for event in events)
+    spread = 1.645 * math.sqrt(losses)
+    low, high = max(losses - spread, 0.05), losses + spread
     return Measured(
         step_s=median(steps) if steps else None,
         start_s=Interval(low=min(starts), high=max(starts)) if starts else None,
+        save_stall_s=stalls_s / saves if saves and stalls_s > 0 else None,
+        losses=Interval(low=low / workers_s, high=high / workers_s) if losses else None,
     )
 
 
@@ -257,7 +275,10 @@ def make_scenario(options: argparse.Namespace) -> Scenario:
         longest_still_s=options.still_s,
     )
     return Scenario(
-        cluster=cluster, work=work, costs=_make_costs(options, measured), model=_find(options)
+        cluster=cluster,
+        work=work,
+        costs=_make_costs(options, measured),
+        model=_find(options, measured),
     )
 
 
@@ -280,19 +301,24 @@ def _make_costs(options: argparse.Namespace, measured: Measured) -> Costs:
         "opening_s": options.opening_s,
         "start_s": options.start_s or measured.start_s,
         "outages": options.outages,
+        "save_stall_s": measured.save_stall_s,
     }
     return dataclasses.replace(Costs(), **{k: v for k, v in given.items() if v is not None})
 
 
-def _find(options: argparse.Namespace) -> FailureModel:
+def _find(options: argparse.Namespace, measured: Measured) -> FailureModel:
     name = options.failures
+    rate = options.rate
+    if rate is None and measured.losses is not None:
+        workers = options.gpus_per_node / options.worker_gpus
+        rate = measured.losses.times(workers * DAY_S * 1000)
     if name.endswith(".csv"):
         model = fit_trace(read_trace(Path(name)), name, options.gpus_per_node)
     else:
-        model = find_model(name, options.rate)
+        model = find_model(name, rate)
     return dataclasses.replace(
         model,
-        rate=options.rate or model.rate,
+        rate=rate or model.rate,
         shape=options.shape or model.shape,
         is_new=options.new,
         waves=options.waves or model.waves,

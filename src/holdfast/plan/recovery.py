@@ -12,8 +12,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from holdfast.engine.core.membership.reserve import spares_needed
 from holdfast.plan.failure_tables import Effect
+
+#: Standard deviations within which the number of missing groups lies.
+DEVIATIONS = 9
 
 
 class Loss(enum.Enum):
@@ -170,17 +172,26 @@ def _add(found: dict[Loss, float], pause: Standstill, rate: float, all_rate: flo
 
 
 def _missing_shares(recovery: RecoveryTimes) -> list[tuple[int, float]]:
-    """Return the numbers of workers that are missing beyond the spares, with shares of the time."""
-    mean = recovery.mean_missing()
+    """Return the numbers of workers that are missing beyond the spares, with shares of the time.
+
+    Losses are independent, so the number of groups that are away is Poisson distributed.
+    """
     size = _mean_group(recovery)
-    most = spares_needed(mean / size, 1 - 1e-12) + 1
+    mean = recovery.mean_missing() / size
+    if mean == 0:
+        return [(0, 1.0)]
+    spread = DEVIATIONS * math.sqrt(mean) + DEVIATIONS
+    # With more groups away no worker is left.
+    all_away = math.ceil((recovery.workers + recovery.spares) / size)
     found = []
-    chance = math.exp(-mean / size)
-    for groups in range(most + 1):
+    for groups in range(max(math.floor(mean - spread), 0), math.ceil(mean + spread)):
+        if groups >= all_away:
+            break
+        chance = math.exp(groups * math.log(mean) - mean - math.lgamma(groups + 1))
         missing = max(round(groups * size) - recovery.spares, 0)
         found.append((min(missing, recovery.workers), chance))
-        chance *= mean / size / (groups + 1)
-    return found
+    rest = 1 - math.fsum(chance for _, chance in found)
+    return [*found, (recovery.workers, rest)] if rest > 1e-12 else found
 
 
 def _mean_group(recovery: RecoveryTimes) -> float:

@@ -95,6 +95,8 @@ class Costs:
     opening_s: Interval | None = None
     #: From the start of a process until it can take part.
     start_s: Interval = field(default_factory=lambda: Interval(low=30.0, high=120.0))
+    #: Standstill for a checkpoint as it was measured; None: by `copy_bytes_per_s`.
+    save_stall_s: float | None = None
     #: Bytes per second of a copy from the GPUs of a node into its memory.
     copy_bytes_per_s: float = 50 * GB
     #: Times in 30 days that the whole cluster is away.
@@ -217,6 +219,8 @@ class Scenario:
 
     def copy_s(self, choice: Choice) -> float:
         """Return the standstill in which nodes copy their shares of the state."""
+        if self.costs.save_stall_s is not None:
+            return self.costs.save_stall_s
         share = self.work.state_bytes / self.working_nodes(choice)
         return share / self.costs.copy_bytes_per_s
 
