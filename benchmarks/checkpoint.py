@@ -30,8 +30,10 @@ import torch.distributed.checkpoint as dcp
 
 from holdfast.engine.commands.run_command import make_spec, parser
 from holdfast.engine.core.errors import Damaged
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground.ends import SinkKind
 from holdfast.engine.core.ground.events import SaveEnded
-from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.types import AgentId, Incarnation, Peer, ViewNumber, WorkerId
 from holdfast.engine.core.views import Member, View
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.state.store.checkpoints import Checkpoints
@@ -39,8 +41,9 @@ from holdfast.engine.state.store.files import FileStorage, RealDisk, aligned
 from holdfast.engine.state.store.manifest import SUSPECT
 from holdfast.engine.state.store.storage import Storage
 from holdfast.engine.state.store.volumes import VolumeStorage
-from holdfast.engine.train.checkpoint.formats import bytes_of, item_of
-from holdfast.engine.train.checkpoint.saver import Saver
+from holdfast.engine.train.checkpoint.formats import item_of
+from holdfast.engine.train.exchange.tensor_bytes import memory_of
+from holdfast.engine.train.state.saver import Saver, WriterLink
 
 TENSORS = 150
 ELEMENTS = 2_300_000  # float32, of each
@@ -93,8 +96,11 @@ class RunningJob:
         taken.close()
         self._orders = orders
         protected = {"model": Protected(state)}
-        self._savers = [Saver(orders, "job", protected, self._ended) for _ in range(workers)]
         names = [WorkerId(i) for i in range(workers)]
+        self._savers = [
+            Saver(WriterLink(orders, "job", Peer(me)), protected, self._ended, lambda: 0)
+            for me in names
+        ]
         node = AgentId("node0")
         self._view = View(
             number=ViewNumber(1),
@@ -108,16 +114,16 @@ class RunningJob:
         """The longest time for which a worker could not train on."""
         self._step += 1
         stalls = []
-        for worker, saver in zip(self._view.workers, self._savers, strict=True):
+        for saver in self._savers:
             began = time.perf_counter()
-            saver.copy(self._step, self._view, worker)
+            saver.copy(ef.CopyState(SinkKind.STORE, self._step, self._view))
             stalls.append(time.perf_counter() - began)
         return max(stalls)
 
     def finish(self) -> None:
         """Returns when the checkpoint is durable."""
         for saver in self._savers:
-            saver.finish(600.0)
+            saver.finish()
         assert self._durable[-1] == self._step
 
     def _ended(self, save: SaveEnded) -> None:
@@ -154,7 +160,7 @@ def save_holdfast(state: State, folder: Path) -> None:
 
 def load_holdfast(state: State, folder: Path) -> None:
     Checkpoints(FileStorage(folder)).load(
-        1, lambda manifest: [(e, bytes_of(state[e.name])) for e in manifest.entries]
+        1, lambda manifest: [(e, memory_of(state[e.name])) for e in manifest.entries]
     )
 
 
@@ -206,7 +212,7 @@ def save_raw(state: State, folder: Path) -> None:
 def load_raw(state: State, folder: Path) -> None:
     storage, offset = FileStorage(folder), 0
     for tensor in state.values():
-        storage.read("raw", offset, bytes_of(tensor))
+        storage.read("raw", offset, memory_of(tensor))
         offset += tensor.nbytes
 
 

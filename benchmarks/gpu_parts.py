@@ -330,7 +330,7 @@ def coding(e: Evidence) -> None:
 def _coding(e: Evidence, k: int, m: int) -> Row:
     """Encode on the device: the bytes are the host's, and how many a second."""
     from holdfast.engine.state.coding.reed_solomon import ReedSolomon
-    from holdfast.engine.train.protection.tensor_coding import TensorCode
+    from holdfast.engine.train.state.gpu_pieces import TensorCode
 
     words = (1 << 12) if e.tiny else (4 << 20)
     dice = torch.Generator().manual_seed(k)

@@ -27,7 +27,7 @@ from holdfast.engine.core.directives import AgentReport, Directive
 from holdfast.engine.core.job_spec import JobSpec, Nodes, Workers
 from holdfast.engine.core.types import NO_VIEW, AgentId, Incarnation, ViewNumber, WorkerId
 from holdfast.engine.core.views import View
-from holdfast.engine.core.worker_status import Stage, StateCopy, WorkerStatus
+from holdfast.engine.core.worker_status import ReplicaStage, Stage, WorkerStatus
 from holdfast.engine.net.channel import Channel, connect
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.wire import messages
@@ -94,7 +94,7 @@ class FakeAgent:
         view = self.view
         if view is not None and status.view < view.number and status.promised < view.number:
             step = max(view.resume_step, 0)
-            return replace(status, view=view.number, state=StateCopy.CURRENT, committed=step)
+            return replace(status, view=view.number, state=ReplicaStage.CURRENT, committed=step)
         if stop_view >= status.view > status.promised:
             return replace(status, promised=stop_view)
         return status

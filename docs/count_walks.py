@@ -95,7 +95,7 @@ WALKS = (
             ("Replica.copy_next", "Saves.next_copy"),
             (
                 *("Driver.next_for_script", "StateMover.copy", "Saver.copy"),
-                *("Copier.copy", "snapshot:send"),
+                *("StateShare.copy", "snapshot:send"),
             ),
             ("Writer._carry_out", "Checkpoints.begin", "Saving.write", "Saving.commit"),
             ("Saves.record_end",),
@@ -105,9 +105,9 @@ WALKS = (
         name="A piece of the state, into a node's memory",
         text="from the decision to the memory that outlives the worker",
         turns=(
-            ("Replica.copy_next", "Protecting.next_copy"),
-            ("Driver.next_for_script", "StateMover.copy", "Protector.begin"),
-            ("Protector._make_state", "PieceCoder.make", "PieceArena.put"),
+            ("Replica.copy_next", "Replicating.next_copy"),
+            ("Driver.next_for_script", "StateMover.copy", "Replicator.copy"),
+            ("Replicator._make_state", "PieceCoder.make", "PieceArena.put"),
         ),
     ),
     Walk(
@@ -119,7 +119,12 @@ WALKS = (
             ("CoordinatorServer._save", "CoordinatorServer._carry_out", "Channel.send"),
             ("AgentServer._feed", "AgentMachine._forward", "WorkerProcess.send"),
             ("AgentLink._receive", "Membership.enter", "Driver._carry_out"),
-            ("StateMover.carry_out", "Recalling.state", "PieceReader.read", "LoadedState.load"),
+            (
+                "StateMover.carry_out",
+                "Recalling.load_state",
+                "PieceReader.read",
+                "LoadedState.load",
+            ),
         ),
     ),
     Walk(

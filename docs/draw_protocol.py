@@ -153,7 +153,7 @@ def _group(machine: WorkerMachine) -> Iterator[tuple[str, ev.WorkerEvent]]:
     match machine._replica.stage:
         case SyncStage.CONNECTING:
             yield "Connected", ev.Connected(now)
-        case SyncStage.LOADING:
+        case SyncStage.OBTAINING:
             yield "StateObtained", ev.StateObtained(SourceKind.STORE, now)
             yield "ObtainFailed", ev.ObtainFailed(SourceKind.STORE, now, "no answer")
         case SyncStage.COMPARING:

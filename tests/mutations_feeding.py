@@ -15,8 +15,7 @@ from holdfast.engine.core.membership.facts import Facts
 from holdfast.engine.core.membership.followers import Followers
 from holdfast.engine.core.membership.roster import Roster
 from holdfast.engine.core.membership.view_making import Proposal
-from holdfast.engine.core.replica.feeding import Feeding
-from holdfast.engine.core.replica.following import Following
+from holdfast.engine.core.replica.feeding import Feeding, Following
 from holdfast.engine.core.replica.replica import Replica
 from holdfast.engine.core.step.newcomers import Newcomers
 from holdfast.engine.core.step.step_machine import StepMachine

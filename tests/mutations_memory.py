@@ -17,8 +17,8 @@ from holdfast.engine.core.membership.facts import Facts
 from holdfast.engine.core.membership.handover import Handover
 from holdfast.engine.core.membership.protection import Protection
 from holdfast.engine.core.redundancy import KeptPieces, Piece, Recall
-from holdfast.engine.core.replica import protecting
-from holdfast.engine.core.replica.protecting import Protecting
+from holdfast.engine.core.replica import replicating
+from holdfast.engine.core.replica.replicating import Replicating
 from holdfast.engine.core.replica.saves import Saves
 from holdfast.engine.core.step.step_machine import StepMachine
 from holdfast.engine.core.step.verdicts import Decided
@@ -85,7 +85,7 @@ def it_votes_before_its_pieces_are_in_memory(patch: pytest.MonkeyPatch) -> Machi
 
 @mutation
 def both_pieces_are_kept_on_one_node(patch: pytest.MonkeyPatch) -> Machines:
-    plain = protecting.pieces_of
+    plain = replicating.pieces_of
 
     def pieces(view: Any, worker: Any, redundancy: Any, *_: int) -> tuple[Piece, ...]:
         place = {agent: i for i, agent in enumerate(view.ring)}
@@ -101,27 +101,27 @@ def both_pieces_are_kept_on_one_node(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def a_state_counts_before_all_have_put_it_there(patch: pytest.MonkeyPatch) -> Machines:
-    plain = Protecting.record_votes
+    plain = Replicating.record_votes
 
-    def voted(self: Protecting, step: int, tally: Tally, now: float) -> Any:
+    def voted(self: Replicating, step: int, tally: Tally, now: float) -> Any:
         staged = (max(tally.staged),) * len(tally.staged)
         plain(self, step, dataclasses.replace(tally, staged=staged), now)
 
-    patch.setattr(Protecting, "record_votes", voted)
+    patch.setattr(Replicating, "record_votes", voted)
     return Machines()
 
 
 @mutation
 def what_is_older_goes_at_once(patch: pytest.MonkeyPatch) -> Machines:
-    plain = Protecting.next_copy
+    plain = Replicating.next_copy
 
-    def at_boundary(self: Protecting, step: int, now: float) -> Any:
+    def at_boundary(self: Replicating, step: int, now: float) -> Any:
         found = plain(self, step, now)
         if found and self._view is not None:
             found = [*found, ef.Forget(SinkKind.MEMORY, self._view.number, step)]
         return found
 
-    patch.setattr(Protecting, "next_copy", at_boundary)
+    patch.setattr(Replicating, "next_copy", at_boundary)
     return Machines()
 
 
@@ -129,7 +129,7 @@ def what_is_older_goes_at_once(patch: pytest.MonkeyPatch) -> Machines:
 def older_pieces_go_before_the_commit_is_marked(patch: pytest.MonkeyPatch) -> Machines:
     class Hasty(WorkerMachine):
         def _commit_step(self, vote: Decided) -> None:
-            self._standing.carry(self._replica.protecting.forget_older())
+            self._standing.carry(self._replica.replicating.forget_older())
             super()._commit_step(vote)
 
     return Machines(worker=Hasty)

@@ -11,7 +11,7 @@ from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership import restart, teams
 from holdfast.engine.core.membership.agent import AgentMachine
 from holdfast.engine.core.membership.protection import Protection
-from holdfast.engine.core.replica import protecting
+from holdfast.engine.core.replica import replicating
 from holdfast.engine.core.step.shards import FollowerProofs
 from holdfast.lab.sim import memories
 from holdfast.lab.sim.world import Machines
@@ -44,7 +44,7 @@ def one_shard_stands_for_all(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def all_pieces_of_a_shard_are_kept_where_it_is(patch: pytest.MonkeyPatch) -> Machines:
-    plain = protecting.pieces_of
+    plain = replicating.pieces_of
 
     def pieces(view: Any, worker: Any, redundancy: Any, shard: int = 0, place: int = 0) -> Any:
         me = view.member(worker)

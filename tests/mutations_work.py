@@ -17,7 +17,7 @@ from holdfast.engine.core.step.speeds import Speeds
 from holdfast.engine.core.types import ViewNumber
 from holdfast.engine.core.views import LateWorker, View
 from holdfast.engine.core.worker.membership import Membership
-from holdfast.engine.core.worker_status import StateCopy, WorkerStatus
+from holdfast.engine.core.worker_status import ReplicaStage, WorkerStatus
 from holdfast.lab.sim.world import Machines
 from mutation_kit import mutation
 
@@ -118,7 +118,7 @@ def who_catches_up_holds_the_state_already(patch: pytest.MonkeyPatch) -> Machine
     def install(self: Membership, view: View) -> None:
         plain(self, view)
         if view.late_worker(self._standing.me) is not None:
-            self._standing.change(state=StateCopy.CURRENT)
+            self._standing.change(state=ReplicaStage.CURRENT)
 
     patch.setattr(Membership, "_install", install)
     return Machines()

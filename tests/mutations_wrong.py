@@ -20,7 +20,7 @@ from holdfast.engine.core.types import WorkerId
 from holdfast.engine.core.views import View
 from holdfast.engine.core.worker.machine import WorkerMachine
 from holdfast.engine.core.worker.membership import Membership
-from holdfast.engine.core.worker_status import StateCopy
+from holdfast.engine.core.worker_status import ReplicaStage
 from holdfast.lab.sim.world import Machines
 from mutation_kit import mutation
 
@@ -71,7 +71,7 @@ def a_discarded_state_is_begun_from(patch: pytest.MonkeyPatch) -> Machines:
     class Forgetful(WorkerMachine):
         def _handle_directive(self, directive: Any) -> None:
             if self._standing.status.discarded:
-                self._standing.change(state=StateCopy.DIRTY)
+                self._standing.change(state=ReplicaStage.OBTAINING)
             super()._handle_directive(directive)
 
     return Machines(worker=Forgetful)

@@ -22,7 +22,7 @@ from holdfast.engine.core.membership.roster import SlotState
 from holdfast.engine.core.policies import LeasePolicy
 from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
 from holdfast.engine.core.views import Member, View
-from holdfast.engine.core.worker_status import Phase, Stage, StateCopy, WorkerStatus
+from holdfast.engine.core.worker_status import Phase, ReplicaStage, Stage, WorkerStatus
 
 LEASE = LeasePolicy(lease_s=2.0, margin_s=0.5, suspect_s=1.5, abandon_s=20.0)
 THREE = ViewNumber(3)
@@ -36,7 +36,7 @@ def status(worker: int, incarnation: int = 1, **fields: Any) -> WorkerStatus:
 
 def member(worker: int, **fields: Any) -> WorkerStatus:
     """Return the status of a member of view 3 that acts in it and computes its task of step 5."""
-    values = dict(view=THREE, promised=ViewNumber(2), state=StateCopy.CURRENT, committed=5)
+    values = dict(view=THREE, promised=ViewNumber(2), state=ReplicaStage.CURRENT, committed=5)
     return status(worker, **(values | {"phase": Phase.COMPUTING} | fields))
 
 

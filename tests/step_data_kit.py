@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground.ends import SinkKind, SourceKind
+from holdfast.engine.core.types import Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.views import LateWorker
+from holdfast.engine.train.exchange.layout import piece_of
+from holdfast.engine.train.state.missed_steps import MissedSteps
 from holdfast.engine.train.step.driver import Monitor
 from holdfast.engine.train.step.gradients import Gradients
 from holdfast.engine.train.step.step_data import StepData
@@ -46,3 +53,32 @@ def content_of(step: StepData) -> list[Any]:
     left = None if step.buffers.left is None else step.buffers.left.tolist()
     rows = step.table.rows.tolist()
     return [results, rows, step.table.used.tolist(), left, step.reduced_in]
+
+
+def in_view(rank: int, donors: int, transport: Any = None, step: int = 0) -> Any:
+    """Return a member's part in a view that resumes at `step`; the first ranks are its donors."""
+    return SimpleNamespace(
+        view=SimpleNamespace(rank=int, resume_step=step),
+        layout=SimpleNamespace(rank=rank),
+        transport=transport,
+        donors=list(range(donors)),
+        piece=lambda numel: piece_of(rank, donors, numel),
+    )
+
+
+def keep_missed(missed: MissedSteps, index: int, rank: int = 0, donors: int = 1) -> None:
+    missed.keep(ef.KeepStep(SinkKind.LATE, ViewNumber(1), index), in_view(rank, donors))
+
+
+def send_missed(
+    missed: MissedSteps, transport: Any, steps: range, rank: int = 0, donors: int = 1
+) -> None:
+    """Send steps to the worker after the donors."""
+    to = LateWorker(worker=WorkerId(donors), incarnation=Incarnation(1), committed=steps.start)
+    order = ef.SendMissed(ViewNumber(1), to)
+    missed.send_kept(order, in_view(rank, donors, transport, steps.stop))
+
+
+def receive_missed(missed: MissedSteps, transport: Any, donors: int) -> None:
+    order = ef.ObtainStep(SourceKind.MEMBERS, ViewNumber(1), 0)
+    missed.take_step(order, in_view(donors, donors, transport))

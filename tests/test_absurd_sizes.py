@@ -53,10 +53,9 @@ from holdfast.engine.state.store.manifest import (
 from holdfast.engine.state.store.regular_files import read_regular
 from holdfast.engine.train.checkpoint import state
 from holdfast.engine.train.checkpoint.loaded_state import LoadedState
-from holdfast.engine.train.checkpoint.restorer import Restorer
-from holdfast.engine.train.checkpoint.saved_state import load_saved
 from holdfast.engine.train.data.sampling import plan_of
 from holdfast.engine.train.exchange.layout import Layout
+from holdfast.engine.train.state.restorer import Restorer, load_saved
 from holdfast.lab.contracts.memory_transport import MemoryNetwork
 
 GIB = 1 << 30
@@ -168,7 +167,7 @@ def test_a_state_that_does_not_fit_into_memory_is_refused_before_it_is_loaded(
     alone = Layout(0, 1, 1, ((0,),), ((),), (WorkerId(0),))
     restorer = Restorer(store, LoadedState({"model": model}))
     with pytest.raises(UserError, match=words):
-        restorer.restore(1, MemoryNetwork().transport(), alone, lambda: None)
+        restorer.restore(1, MemoryNetwork().transport(), alone)
     with pytest.raises(UserError, match=words):
         load_saved(str(tmp_path), 1, {"model": model})
     assert main(["ckpt", "export", str(tmp_path), "1", str(tmp_path / "out")]) == 2

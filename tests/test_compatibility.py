@@ -33,9 +33,9 @@ from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.state.store import data_index, manifest, stripes
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.open import open_storage
-from holdfast.engine.train.checkpoint import saved_state
-from holdfast.engine.train.checkpoint.saved_state import PROTECTED_AS
 from holdfast.engine.train.script.script_state import ScriptState
+from holdfast.engine.train.state import restorer
+from holdfast.engine.train.state.restorer import PROTECTED_AS
 from holdfast.engine.wire import frames, job_document
 
 ROOT = Path(__file__).parent.parent
@@ -160,11 +160,11 @@ FORMATS = {
 WITHIN_A_RUN = {
     "engine/state/memory/arena.py:MAGIC",
     "engine/state/memory/piece_post.py:MAGIC",
-    "engine/state/memory/piece_server.py:MAGIC",
+    "engine/state/memory/node_memory.py:MAGIC",
     "engine/runtime/node/shard_processes.py:MAGIC",
     "tables/server_wire.py:MAGIC",
     "engine/train/exchange/tcp_transport.py:MAGIC",
-    "engine/train/feeding/feed_frames.py:MAGIC",
+    "engine/train/state/feed_frames.py:MAGIC",
     "engine/wire/frames.py:MAGIC",
 }
 OF_THE_LEDGER = {"engine/records/ledger.py:format"}  # the field that holds FORMAT
@@ -360,7 +360,7 @@ def test_a_run_from_before_the_first_release_is_refused_in_a_sentence(tmp_path: 
 
 def test_the_scripts_progress_in_a_kept_checkpoint_is_known() -> None:
     """This part of a checkpoint has no number, so a new field in it needs a default."""
-    saved = saved_state._read(Checkpoints(open_storage(str(SECOND / "store"))), 10)
+    saved = restorer._read(Checkpoints(open_storage(str(SECOND / "store"))), 10)
     progress = ScriptState()
     none_trained = {"trained": progress.trained.state_dict()}  # there is no model here
     progress.load_state_dict({**saved[PROTECTED_AS], **none_trained})

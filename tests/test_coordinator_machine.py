@@ -16,7 +16,7 @@ from holdfast.engine.core.membership.coordinator import SKIPPED, CoordinatorMach
 from holdfast.engine.core.policies import RestartPolicy
 from holdfast.engine.core.types import RELEASE_ALL, AgentId, Incarnation, Tick, ViewNumber, WorkerId
 from holdfast.engine.core.views import View
-from holdfast.engine.core.worker_status import JobEvent, Phase, Stage, StateCopy, WorkerStatus
+from holdfast.engine.core.worker_status import JobEvent, Phase, ReplicaStage, Stage, WorkerStatus
 from roster_kit import LEASE, status
 
 POLICY = CoordinatorPolicy(
@@ -112,7 +112,7 @@ class Job:
     def act(self, *names: str, **fields: Any) -> None:
         """Have the workers of these nodes take the newest view in, and act in it."""
         for worker, name in enumerate(names):
-            values = dict(view=self.number, state=StateCopy.CURRENT, phase=Phase.COMPUTING)
+            values = dict(view=self.number, state=ReplicaStage.CURRENT, phase=Phase.COMPUTING)
             self.say(name, worker, **(values | dict(reduced=False) | fields))
 
     def stop(self, *names: str, **fields: Any) -> None:
@@ -280,7 +280,7 @@ def test_a_witness_of_an_older_view_says_nothing_of_the_next() -> None:
     assert job.view is not None
     assert job.view.workers == (0, 2)
     for worker, name in ((0, "a"), (2, "c")):
-        fields = dict(view=job.number, state=StateCopy.CURRENT, phase=Phase.COMPUTING)
+        fields = dict(view=job.number, state=ReplicaStage.CURRENT, phase=Phase.COMPUTING)
         job.say(name, worker, **fields)
     silent_from = job.now
     del job.known["b"], job.known["c"]
@@ -337,7 +337,7 @@ def test_where_the_state_is_discarded_all_begin_from_the_newest_checkpoint() -> 
     job = begun("a", "b")
     job.say("a", 0, saved=4, committed=6)
     job.say("a", 0, committed=9, saved=8)
-    discarded = dict(saved=0, state=StateCopy.DISCARDED, invalidations=(wrong(5, 1, 1),))
+    discarded = dict(saved=0, state=ReplicaStage.DISTRUSTED, invalidations=(wrong(5, 1, 1),))
     job.stop("a", **discarded)
     job.stop("b")
     assert "worker 1 is left out for 60 s: it computes wrongly" in job.announced("quarantined")
@@ -406,7 +406,7 @@ def test_nodes_that_are_all_to_be_left_are_used_until_others_come() -> None:
     for name in ("a", "b"):
         job.node(name, draining="it is needed elsewhere")
     for worker, name in enumerate(("a", "b")):
-        job.say(name, worker, stage=Stage.LOST, promised=first, state=StateCopy.INITIAL)
+        job.say(name, worker, stage=Stage.LOST, promised=first, state=ReplicaStage.ABSENT)
     for worker, name in enumerate(("a", "b")):
         again = Incarnation(2)
         job.known[name] = status(worker, incarnation=again)

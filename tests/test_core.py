@@ -27,7 +27,7 @@ from holdfast.engine.core.partition import part_of
 from holdfast.engine.core.policies import LeasePolicy
 from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId, spans
 from holdfast.engine.core.views import Member, View
-from holdfast.engine.core.worker_status import Stage, StateCopy, WorkerStatus
+from holdfast.engine.core.worker_status import ReplicaStage, Stage, WorkerStatus
 
 settings.register_profile("core", max_examples=150, deadline=None)
 settings.load_profile("core")
@@ -199,7 +199,7 @@ def survivor(worker: int, committed: int, reduced: bool) -> WorkerStatus:
     return WorkerStatus(
         worker=WorkerId(worker),
         incarnation=Incarnation(1),
-        state=StateCopy.CURRENT,
+        state=ReplicaStage.CURRENT,
         committed=committed,
         reduced=reduced,
     )
@@ -347,7 +347,7 @@ def facts(pairs: list[tuple[int, int]], joiners: set[int], workers: int) -> Fact
             stage=Stage.READY,
             view=view.number,
             promised=view.number,
-            state=StateCopy.INITIAL if member.worker in joiners else StateCopy.CURRENT,
+            state=ReplicaStage.ABSENT if member.worker in joiners else ReplicaStage.CURRENT,
             unreached=tuple(WorkerId(b) for a, b in pairs if a == member.worker),
         )
         report = AgentReport(

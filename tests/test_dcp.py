@@ -20,7 +20,8 @@ from holdfast.engine.state.store.checkpoint_reading import load_range
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.open import open_storage
 from holdfast.engine.train.checkpoint.dcp import HoldfastReader, HoldfastWriter
-from holdfast.engine.train.checkpoint.formats import bytes_of, item_of, read_tensors
+from holdfast.engine.train.checkpoint.formats import item_of, read_tensors
+from holdfast.engine.train.exchange.tensor_bytes import memory_of
 from holdfast.lab.contracts.storages import MemoryStorage
 
 RANKS = Path(__file__).parent / "scripts" / "dcp_ranks.py"
@@ -129,11 +130,11 @@ def test_only_the_rows_that_are_asked_for_are_read() -> None:
     manifest = store.save(1, [item_of("t", tensor)], {})
     read.clear()
     rows = torch.empty(10, 1000)
-    load_range(store.storage, manifest, manifest.entries[0], 1000 * 4000, bytes_of(rows))
+    load_range(store.storage, manifest, manifest.entries[0], 1000 * 4000, memory_of(rows))
     assert torch.equal(rows, tensor[1000:1010])
     assert sum(read) <= 1 << 20
     with pytest.raises(ValueError, match="has 16000000 bytes"):
-        load_range(store.storage, manifest, manifest.entries[0], 15_999_999, bytes_of(rows))
+        load_range(store.storage, manifest, manifest.entries[0], 15_999_999, memory_of(rows))
 
 
 def test_misuse_is_said_in_one_sentence(tmp_path: Path) -> None:

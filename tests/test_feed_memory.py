@@ -11,9 +11,9 @@ from torch import nn
 from holdfast.engine.train.checkpoint import state
 from holdfast.engine.train.checkpoint.transfer import parts_of
 from holdfast.engine.train.exchange.tensor_bytes import as_bytes
-from holdfast.engine.train.feeding import staged_state
-from holdfast.engine.train.feeding.staged_state import StagedState
-from holdfast.engine.train.feeding.step_memory import LARGE_BYTES, StepMemory
+from holdfast.engine.train.state import share
+from holdfast.engine.train.state.share import StagedState
+from holdfast.engine.train.state.step_memory import LARGE_BYTES, StepMemory
 
 WAIT_S = 30.0
 
@@ -22,7 +22,7 @@ def test_a_part_can_be_sent_before_the_next_one_is_copied(monkeypatch: pytest.Mo
     """Sending used to begin once all of the state was copied."""
     goes_on, take = threading.Event(), StagedState._take
 
-    def take_slowly(self: StagedState, piece: staged_state._Piece, arena: torch.Tensor) -> None:
+    def take_slowly(self: StagedState, piece: share._Piece, arena: torch.Tensor) -> None:
         if piece.number > 0:
             assert goes_on.wait(WAIT_S)
         take(self, piece, arena)
@@ -46,7 +46,7 @@ def test_a_part_can_be_sent_before_the_next_one_is_copied(monkeypatch: pytest.Mo
 def test_a_thread_that_waits_for_a_part_hears_that_the_copy_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(self: StagedState, piece: staged_state._Piece, arena: torch.Tensor) -> None:
+    def fail(self: StagedState, piece: share._Piece, arena: torch.Tensor) -> None:
         raise RuntimeError("no memory is left")
 
     monkeypatch.setattr(StagedState, "_take", fail)

@@ -24,9 +24,9 @@ from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.runtime.local_run import LocalRun, strike
 from holdfast.engine.state.memory import free_memory
 from holdfast.engine.state.memory.free_memory import free_bytes
-from holdfast.engine.train.feeding import feed_frames, feeder
-from holdfast.engine.train.feeding.feed_frames import FeedHead
 from holdfast.engine.train.job import Job
+from holdfast.engine.train.state import feed_frames, feeder
+from holdfast.engine.train.state.feed_frames import FeedHead
 from holdfast.lab.sim.drawn_options import draw
 from holdfast.lab.sim.world import Machines, World
 from loop_kit import Script, dataset, digest, net, protected, step_once

@@ -20,7 +20,7 @@ from holdfast.engine.core.membership.view_making import Room
 from holdfast.engine.core.redundancy import Recall
 from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
 from holdfast.engine.core.views import LateWorker
-from holdfast.engine.core.worker_status import Phase, Stage, StateCopy, WorkerStatus
+from holdfast.engine.core.worker_status import Phase, ReplicaStage, Stage, WorkerStatus
 from roster_kit import LEASE, THREE, Cluster, member, resting, status, stopped, view_of
 
 WAITING, OVERDUE, BOUNDARY = (
@@ -79,8 +79,8 @@ def test_a_dead_worker_is_fenced_at_once_and_a_silent_one_after_its_lease() -> N
     [
         (status(4), True),
         (status(4, stage=Stage.BOOTING), False),
-        (status(4, state=StateCopy.DIRTY), True),
-        (status(4, state=StateCopy.CURRENT), False),
+        (status(4, state=ReplicaStage.OBTAINING), True),
+        (status(4, state=ReplicaStage.CURRENT), False),
         (status(4, committed=3), False),  # it had begun to catch up
         (status(4, incarnation=2), False),  # a newer incarnation is ordered
     ],
@@ -98,7 +98,7 @@ def test_a_worker_that_is_ready_and_holds_no_state_may_join(
 
 
 def test_a_member_without_the_state_may_join_once_it_has_given_the_view_up() -> None:
-    joiner = dict(state=StateCopy.INITIAL, committed=0)
+    joiner = dict(state=ReplicaStage.ABSENT, committed=0)
     for heard, joins in ((member(1, **joiner), []), (stopped(1, **joiner), [1])):
         cluster = Cluster(member(0), heard)
         assert numbers(fo.candidates(cluster.facts(view_of(0, 1)))) == joins
@@ -127,7 +127,7 @@ def test_workers_on_a_node_that_another_is_moved_to_come_first() -> None:
         (member(1, **WAITING), 8, True),
         (resting(1), 8, True),
         (member(1), 8, False),  # it still computes
-        (member(1, state=StateCopy.DIRTY, **WAITING), 8, False),
+        (member(1, state=ReplicaStage.OBTAINING, **WAITING), 8, False),
         (member(1, stage=Stage.LOST, **WAITING), 8, False),
         (member(1, **WAITING), 5 + STEPS_MISSED_MAX, True),
         (member(1, **WAITING), 6 + STEPS_MISSED_MAX, False),
@@ -185,8 +185,8 @@ BROKEN = [
     ((member(0), member(1)), None),
     ((member(0), member(1, stage=Stage.LOST)), "worker 1 is gone"),
     ((member(0), stopped(1)), "worker 1 has left it"),
-    ((member(0), stopped(1, state=StateCopy.DISCARDED)), "something wrong was used"),
-    ((member(0), member(1, state=StateCopy.DISCARDED)), "something wrong was used"),
+    ((member(0), stopped(1, state=ReplicaStage.DISTRUSTED)), "something wrong was used"),
+    ((member(0), member(1, state=ReplicaStage.DISTRUSTED)), "something wrong was used"),
     ((member(0, **OVERDUE), member(1)), "worker 0 waits for worker 1, which is late"),
     ((member(0, **OVERDUE), member(1, phase=Phase.OVERDUE)), "0 waits for one that is late"),
     ((member(0, **WAITING), resting(1)), "a worker waits for one that has stopped"),
@@ -266,7 +266,9 @@ def test_a_node_is_left_only_if_others_can_go_on() -> None:
 
 
 def test_survivors_hold_the_state_and_nobody_may_act_any_more() -> None:
-    cluster = Cluster(stopped(0), stopped(1, state=StateCopy.DIRTY), member(2, stage=Stage.LOST))
+    cluster = Cluster(
+        stopped(0), stopped(1, state=ReplicaStage.OBTAINING), member(2, stage=Stage.LOST)
+    )
     view = view_of(0, 1, 2)
     assert numbers(fo.survivors_of(cluster.facts(view)) or []) == [0]
     assert fo.survivors_of(cluster.facts(view, 0)) is None  # it may still act
@@ -283,7 +285,7 @@ def test_survivors_hold_the_state_and_nobody_may_act_any_more() -> None:
 def test_a_worker_that_has_not_begun_to_catch_up_holds_an_older_state() -> None:
     view = view_of(0, 1, joiners=(WorkerId(1),), catching_up=(lag(1, 2),))
     older = stopped(1, view=ViewNumber(2), committed=2)
-    begun = stopped(1, state=StateCopy.CURRENT)
+    begun = stopped(1, state=ReplicaStage.CURRENT)
     for one, survivors in ((older, [0]), (begun, [0, 1])):
         cluster = Cluster(stopped(0), one)
         assert numbers(fo.survivors_of(cluster.facts(view)) or []) == survivors
@@ -292,18 +294,18 @@ def test_a_worker_that_has_not_begun_to_catch_up_holds_an_older_state() -> None:
 def test_a_member_that_had_to_stop_while_it_caught_up_is_interrupted() -> None:
     view = view_of(0, 1, joiners=(WorkerId(1),), catching_up=(lag(1, 2),))
     for one, found in (
-        (stopped(1, state=StateCopy.DIRTY), [1]),
-        (member(1, state=StateCopy.DIRTY), []),  # it is still running
+        (stopped(1, state=ReplicaStage.OBTAINING), [1]),
+        (member(1, state=ReplicaStage.OBTAINING), []),  # it is still running
         (stopped(1), []),  # it has the state
-        (stopped(1, state=StateCopy.DIRTY, stage=Stage.LOST), []),
+        (stopped(1, state=ReplicaStage.OBTAINING, stage=Stage.LOST), []),
     ):
-        facts = Cluster(stopped(0, state=StateCopy.DIRTY), one).facts(view)
+        facts = Cluster(stopped(0, state=ReplicaStage.OBTAINING), one).facts(view)
         assert numbers(fo.interrupted_members(facts)) == found
     assert fo.interrupted_members(Cluster(stopped(0)).facts()) == []
 
 
 def test_nobody_begins_from_a_state_that_is_discarded() -> None:
-    wrong = stopped(1, state=StateCopy.DISCARDED)
+    wrong = stopped(1, state=ReplicaStage.DISTRUSTED)
     cluster = Cluster(stopped(0), wrong)
     assert fo.is_state_discarded(cluster.facts(view_of(0, 1)))
     cluster.change(OrderNext(WorkerId(1)))
@@ -439,7 +441,7 @@ def test_all_are_waited_for_at_first_and_after_that_enough() -> None:
     cluster.put(1, respawn_at=None)
     cluster.hear("n1", status(1, stage=Stage.EXITED))
     assert numbers(fo.choose_beginners(facts, 1, None)) == [0, 4]
-    cluster.hear("n4", status(4, state=StateCopy.DIRTY))
+    cluster.hear("n4", status(4, state=ReplicaStage.OBTAINING))
     assert fo.choose_beginners(facts, 1, None) == []
 
 
@@ -466,9 +468,9 @@ def test_a_first_view_hosts_all_and_says_from_where() -> None:
 
 def test_workers_with_dirty_or_foreign_state_are_replaced_before_the_job_begins() -> None:
     cluster = Cluster(
-        status(3, state=StateCopy.DIRTY),
-        status(1, state=StateCopy.CURRENT),
-        status(2, state=StateCopy.DISCARDED, stage=Stage.BOOTING),
+        status(3, state=ReplicaStage.OBTAINING),
+        status(1, state=ReplicaStage.CURRENT),
+        status(2, state=ReplicaStage.DISTRUSTED, stage=Stage.BOOTING),
         status(0),
     )
     found = fo.find_dirty(cluster.facts(), replicated=True)

@@ -20,7 +20,6 @@ from holdfast.engine.core.types import WorkerId
 from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.engine.state.memory.pieces import Image, PieceCoder
-from holdfast.engine.train.checkpoint.staging import Copier
 from holdfast.engine.train.exchange import gpu_transport
 from holdfast.engine.train.exchange.gpu_transport import (
     NO_NCCL,
@@ -37,8 +36,8 @@ from holdfast.engine.train.exchange.seam import Transport
 from holdfast.engine.train.exchange.tcp_transport import TcpListener, TcpTransport
 from holdfast.engine.train.exchange.tensor_bytes import as_bytes
 from holdfast.engine.train.job import Job
-from holdfast.engine.train.protection.device_image import DeviceImage
-from holdfast.engine.train.protection.tensor_coding import TensorCode
+from holdfast.engine.train.state.gpu_pieces import DeviceImage, TensorCode
+from holdfast.engine.train.state.share import StateShare
 from holdfast.lab.contracts.memory_transport import MemoryNetwork
 from holdfast.lab.contracts.transports import (
     CONTRACT,
@@ -344,20 +343,20 @@ def test_a_checkpoint_copies_the_state_before_the_next_update(
         places.append((at, tensor))
         at += -(-tensor.nbytes // 64) * 64
     memory = memoryview(bytearray(at))
-    copier = Copier({"model": model})
+    share = StateShare({"model": model})
     for _ in range(2):
         before = [tensor.cpu() for _, tensor in places]
-        copier.copy(memory, places)
-        assert copier.is_busy  # parameters are not there yet
-        copier.hold()
+        share.copy(memory, places)
+        assert share.is_busy  # parameters are not there yet
+        share.wait_before_update()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 1
-        copier.wait_for_copies()
-        assert not copier.is_busy
+        share.wait_for_copies()
+        assert not share.is_busy
         for (start, tensor), wanted in zip(places, before, strict=True):
             assert bytes(memory[start : start + tensor.nbytes]) == bytes(as_bytes(wanted))
-    copier.release()
+    share.release()
 
 
 @pytest.mark.parametrize("text", ["replicate:2", "rs:2+1"])

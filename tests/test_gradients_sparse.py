@@ -15,11 +15,11 @@ from holdfast.engine.core.errors import UserError, WireError
 from holdfast.engine.core.ground.events import Purpose
 from holdfast.engine.train.checkpoint.state import flatten, metas, restore
 from holdfast.engine.train.data.sampling import SamplePlan
-from holdfast.engine.train.exchange.layout import Layout, piece_of
+from holdfast.engine.train.exchange.layout import Layout
 from holdfast.engine.train.job import Job
+from holdfast.engine.train.state.missed_steps import MissedSteps
 from holdfast.engine.train.step.driver import Monitor
 from holdfast.engine.train.step.gradients import Gradients
-from holdfast.engine.train.step.missed_steps import MissedSteps
 from holdfast.engine.train.step.row_sums import RowsSum
 from holdfast.engine.train.step.row_table import Rows
 from holdfast.engine.train.step.speculative import FinishedTask, SpeculativeTasks
@@ -28,6 +28,7 @@ from holdfast.engine.train.step.step_table import Buffers, StepTable
 from holdfast.lab.contracts.memory_transport import MemoryNetwork
 from holdfast.lab.contracts.transports import GroupMember, run_contract_in_threads
 from loop_kit import Script, digest, everywhere, results
+from step_data_kit import keep_missed, receive_missed, send_missed
 from thread_cluster import MortalTransport, ThreadWorker
 
 WORDS, WIDTH = 40, 5
@@ -390,11 +391,11 @@ def test_a_late_worker_receives_rows_too() -> None:
         transport = me.open("missed")
         if me.rank < 2:
             step.gradients.tables[0].result = rows([], []).add(rows([3, 7], [[1.0] * 5, [2.0] * 5]))
-            missed.keep(5, lambda numel: piece_of(me.rank, 2, numel))
+            keep_missed(missed, 5, me.rank, 2)
             step.gradients.tables[0].result.values.zero_()  # the script may do so
-            missed.send(transport, 2, range(5, 6), first=me.rank == 0)
+            send_missed(missed, transport, range(5, 6), me.rank, 2)
         else:
-            missed.receive(transport, [0, 1])
+            receive_missed(missed, transport, 2)
             kept.extend(each.result for each in step.gradients.tables)
         me.meet("done")
 

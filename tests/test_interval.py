@@ -7,7 +7,7 @@ import math
 import pytest
 
 from holdfast.engine.core.policies import PacePolicy
-from holdfast.engine.core.replica.save_interval import WORKER_MTBF_S, Pace, best_interval_s
+from holdfast.engine.core.replica.saves import WORKER_MTBF_S, Pace, best_interval_s
 
 
 def expected_s(work_s: float, interval_s: float, cost_s: float, mtbf_s: float) -> float:

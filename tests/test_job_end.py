@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.engine.core.job_record import NO_SETBACKS
-from holdfast.engine.core.worker_status import Phase, Stage, StateCopy
+from holdfast.engine.core.worker_status import Phase, ReplicaStage, Stage
 from roster_kit import status
 from test_coordinator_machine import POLICY, Job, begun
 
@@ -132,7 +132,7 @@ def test_a_drain_in_a_standstill_comes_after_it(shares: bool) -> None:
     job.stop("a", "b")
     job.say("c", 2)
     if shares:
-        job.say("b", 1, incarnation=2, view=0, state=StateCopy.INITIAL, phase=Phase.BOUNDARY)
+        job.say("b", 1, incarnation=2, view=0, state=ReplicaStage.ABSENT, phase=Phase.BOUNDARY)
         job.pass_time(job.now + POLICY.settle_s + 1.0)
         assert job.view is not None
         assert job.view.workers == (1, 2)

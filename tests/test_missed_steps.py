@@ -7,12 +7,21 @@ from typing import Any
 import pytest
 
 from holdfast.engine.core.errors import Aborted
-from holdfast.engine.train.exchange.layout import piece_of
-from holdfast.engine.train.step import missed_steps
-from holdfast.engine.train.step.missed_steps import MissedSteps
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground.ends import SinkKind
+from holdfast.engine.core.types import ViewNumber
+from holdfast.engine.train.state import missed_steps
+from holdfast.engine.train.state.missed_steps import MissedSteps
 from holdfast.lab.contracts.memory_transport import MemoryNetwork
 from holdfast.lab.contracts.transports import GroupMember, run_contract_in_threads
-from step_data_kit import content_of, fill_step, make_step
+from step_data_kit import (
+    content_of,
+    fill_step,
+    keep_missed,
+    make_step,
+    receive_missed,
+    send_missed,
+)
 
 DONORS, LATE = [0, 1], 2
 
@@ -28,11 +37,11 @@ def test_a_late_worker_receives_each_step_as_it_was(left: bool) -> None:
         if me.rank in DONORS:
             for index in range(5, 9):
                 fill_step(step, index, left)
-                missed.keep(index, lambda numel: piece_of(me.rank, len(DONORS), numel))
-            missed.send(transport, LATE, range(6, 9), first=me.rank == DONORS[0])
+                keep_missed(missed, index, me.rank, len(DONORS))
+            send_missed(missed, transport, range(6, 9), me.rank, len(DONORS))
         else:
             for _ in range(6, 9):
-                missed.receive(transport, DONORS)
+                receive_missed(missed, transport, len(DONORS))
                 received.append(content_of(step))
         me.meet("done")
 
@@ -59,7 +68,7 @@ class Taken:
 def is_kept(missed: MissedSteps, index: int) -> bool:
     transport: Any = Taken()
     try:
-        missed.send(transport, LATE, range(index, index + 1), first=True)
+        send_missed(missed, transport, range(index, index + 1), donors=LATE)
     except Aborted:
         return False
     return True
@@ -72,18 +81,18 @@ def test_only_so_much_is_kept_and_the_newest_of_it(monkeypatch: pytest.MonkeyPat
     missed = MissedSteps(step)
     for index in range(10):
         fill_step(step, index)
-        missed.keep(index, lambda numel: slice(0, numel))
+        keep_missed(missed, index)
     assert [is_kept(missed, index) for index in range(11)] == [False] * 4 + [True] * 6 + [False]
-    missed.forget()
+    missed.forget(ef.Forget(SinkKind.LATE, ViewNumber(1)))
     assert not any(is_kept(missed, index) for index in range(11))
     for index in range(20, 26):  # forgotten steps take no room
-        missed.keep(index, lambda numel: slice(0, numel))
+        keep_missed(missed, index)
     assert all(is_kept(missed, index) for index in range(20, 26))
     monkeypatch.setattr(missed_steps, "KEPT_BYTES_MAX", 0)
-    missed.keep(26, lambda numel: slice(0, numel))
+    keep_missed(missed, 26)
     assert [is_kept(missed, index) for index in range(20, 27)] == [False] * 3 + [True] * 4
     monkeypatch.setattr(missed_steps, "KEPT_BYTES_MAX", 1 << 40)
     monkeypatch.setattr(missed_steps, "STEPS_MISSED_MAX", 5)
     for index in (27, 28):
-        missed.keep(index, lambda numel: slice(0, numel))
+        keep_missed(missed, index)
     assert [is_kept(missed, index) for index in range(23, 29)] == [False] + [True] * 5

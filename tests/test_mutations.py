@@ -49,7 +49,7 @@ from holdfast.engine.core.step.verdicts import Decided
 from holdfast.engine.core.types import RELEASE_ALL, ViewNumber
 from holdfast.engine.core.worker.machine import WorkerMachine
 from holdfast.engine.core.worker.membership import Membership
-from holdfast.engine.core.worker_status import StateCopy, WorkerStatus
+from holdfast.engine.core.worker_status import ReplicaStage, WorkerStatus
 from holdfast.lab.sim.swarm import run_seed
 from holdfast.lab.sim.world import Machines
 from holdfast.lab.sim.wrong_bits import Violation
@@ -57,7 +57,7 @@ from mutation_kit import EVENTS_MAX, MUTATIONS, failure_of_unchanged_code, mutat
 from mutation_seeds import FIRST_SEED, SLOW, UNREACHED
 
 
-def doctor(patch: pytest.MonkeyPatch, misread: Callable[[StateCopy], StateCopy]) -> Machines:
+def doctor(patch: pytest.MonkeyPatch, misread: Callable[[ReplicaStage], ReplicaStage]) -> Machines:
     """Make a coordinator that misreads in every status which state the worker holds."""
     plain = LiveRoster.hear
 
@@ -186,12 +186,15 @@ def joiner_is_admitted_in_the_middle_of_a_step(patch: pytest.MonkeyPatch) -> Mac
 
 @mutation
 def starts_again_although_survivors_hold_the_state(patch: pytest.MonkeyPatch) -> Machines:
-    return doctor(patch, lambda state: StateCopy.INITIAL)
+    return doctor(patch, lambda state: ReplicaStage.ABSENT)
 
 
 @mutation
 def dirty_worker_counts_as_fresh(patch: pytest.MonkeyPatch) -> Machines:
-    fresh = {StateCopy.DIRTY: StateCopy.INITIAL, StateCopy.DISCARDED: StateCopy.INITIAL}
+    fresh = {
+        ReplicaStage.OBTAINING: ReplicaStage.ABSENT,
+        ReplicaStage.DISTRUSTED: ReplicaStage.ABSENT,
+    }
     return doctor(patch, lambda state: fresh.get(state, state))
 
 

@@ -25,8 +25,13 @@ from holdfast.engine.net.peer_listener import ListenerLimits, PeerListener, open
 from holdfast.engine.net.strangers import Strangers
 from holdfast.engine.net.tcp import name_of
 from holdfast.engine.net.tls import PeerIdentity
-from holdfast.engine.state.memory.node_memory import NodeMemory
-from holdfast.engine.state.memory.piece_server import MAGIC, PieceAnswer, PieceRequest, PieceServer
+from holdfast.engine.state.memory.node_memory import (
+    MAGIC,
+    NodeMemory,
+    PieceAnswer,
+    PieceRequest,
+    PieceServer,
+)
 from support import until
 
 IDENTITY = PeerIdentity(key=b"k" * 32)

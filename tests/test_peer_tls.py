@@ -25,8 +25,13 @@ from holdfast.engine.core.errors import Aborted, UserError, WireError
 from holdfast.engine.net import peer_stream
 from holdfast.engine.net.peer_listener import ListenerLimits, PeerListener, open_listener
 from holdfast.engine.net.tls import PeerIdentity, TlsFiles, client_context, split_address
-from holdfast.engine.state.memory.node_memory import NodeMemory
-from holdfast.engine.state.memory.piece_server import MAGIC, PieceAnswer, PieceRequest, PieceServer
+from holdfast.engine.state.memory.node_memory import (
+    MAGIC,
+    NodeMemory,
+    PieceAnswer,
+    PieceRequest,
+    PieceServer,
+)
 from holdfast.engine.train.exchange.group_network import GroupNetwork
 from holdfast.engine.train.exchange.seam import Transport
 from holdfast.engine.train.exchange.tcp_transport import TcpListener, TcpTransport

@@ -23,7 +23,7 @@ from holdfast.engine.core.errors import Damaged
 from holdfast.engine.core.redundancy import KeptPieces, Piece, read_redundancy
 from holdfast.engine.net import peer_stream
 from holdfast.engine.net.tls import PeerIdentity
-from holdfast.engine.state.memory import piece_server
+from holdfast.engine.state.memory import node_memory
 from holdfast.engine.state.memory.arena import (
     FIRST,
     GRADIENT,
@@ -38,10 +38,8 @@ from holdfast.engine.state.memory.arena import (
     Table,
     kept_pieces,
 )
-from holdfast.engine.state.memory.mending import Mending
-from holdfast.engine.state.memory.node_memory import NodeMemory
-from holdfast.engine.state.memory.piece_reader import PieceReader
-from holdfast.engine.state.memory.piece_server import PieceServer
+from holdfast.engine.state.memory.node_memory import NodeMemory, PieceServer
+from holdfast.engine.state.memory.piece_reader import Mending, PieceReader
 from holdfast.engine.state.memory.pieces import Image, PieceCoder
 
 IDENTITY = PeerIdentity(key=b"k" * 32)
@@ -532,7 +530,7 @@ def test_strangers_and_nonsense_do_not_hold_up_a_server() -> None:
         with pytest.raises(Damaged):
             reader.read(STATE, 1, 8)
         member = stack.enter_context(
-            peer_stream.connect(nodes.addresses[0], IDENTITY, piece_server.MAGIC, (0, 0, 0))
+            peer_stream.connect(nodes.addresses[0], IDENTITY, node_memory.MAGIC, (0, 0, 0))
         )
         member.sendall(peer_stream.LENGTH.pack(1 << 31))
         assert member.recv(1) == b""
@@ -541,8 +539,8 @@ def test_strangers_and_nonsense_do_not_hold_up_a_server() -> None:
             PieceEntry(STATE, 1, 8, 1, -1, -5, (b"",)),
         ):
             other = stack.enter_context(
-                peer_stream.connect(nodes.addresses[0], IDENTITY, piece_server.MAGIC, (0, 0, 0))
+                peer_stream.connect(nodes.addresses[0], IDENTITY, node_memory.MAGIC, (0, 0, 0))
             )
-            peer_stream.send_message(other, piece_server.PieceRequest(nodes.files[0], wrong, 0))
-            assert not peer_stream.receive_message(other, piece_server.PieceAnswer).sound
+            peer_stream.send_message(other, node_memory.PieceRequest(nodes.files[0], wrong, 0))
+            assert not peer_stream.receive_message(other, node_memory.PieceAnswer).sound
         assert nodes.read(STATE, 8) == IMAGE

@@ -14,7 +14,7 @@ from conftest import RUN_S, Start
 from holdfast.cli.main import main
 from holdfast.engine.core.errors import Unreachable, UserError
 from holdfast.engine.core.membership.progress import Progress
-from holdfast.engine.core.recurring import Recurring
+from holdfast.engine.core.replica.saves import SaveFailures
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.runtime.leadership.election import open_election
 from holdfast.engine.runtime.local_run import strike
@@ -64,7 +64,7 @@ def test_options_after_the_script_are_pointed_out(
 
 
 def test_a_failure_that_repeats_itself_is_counted() -> None:
-    failures = Recurring()
+    failures = SaveFailures()
     said = [failures.count_failure(f"step {step}", "the disk is full") for step in range(1, 101)]
     assert [text for text in said if text] == [
         "step 1 is not saved: the disk is full",

@@ -28,14 +28,14 @@ from holdfast.engine.core.membership import (
 from holdfast.engine.core.membership.agent import AgentPolicy
 from holdfast.engine.core.membership.liveness import FreezePolicy
 from holdfast.engine.core.policies import BackupPolicy, LeasePolicy, PacePolicy, RestartPolicy
-from holdfast.engine.core.replica import save_interval
+from holdfast.engine.core.replica import saves
 from holdfast.engine.core.replica.saves import SavePolicy
 from holdfast.engine.core.step import audit, newcomers, rulings, speculation
 from holdfast.engine.core.step.balance import WINDOW_TIMES_MAX, BalancePolicy
 from holdfast.engine.core.step.speculation import Patience
 from holdfast.engine.core.step.step_policy import StepPolicy
 from holdfast.engine.core.views import View
-from holdfast.engine.core.worker_status import Phase, Stage, StateCopy, WorkerStatus
+from holdfast.engine.core.worker_status import Phase, ReplicaStage, Stage, WorkerStatus
 from holdfast.engine.state.memory import arena
 
 
@@ -122,7 +122,7 @@ ENDLESS = ("acting_until", "leaves_in_s")  # as long as nobody says otherwise
 
 
 # Values that mean nothing, although they are not false.
-NOTHING = (Stage.BOOTING, StateCopy.INITIAL, Phase.SCRIPT, SIGTERM, NO_SETBACKS)
+NOTHING = (Stage.BOOTING, ReplicaStage.ABSENT, Phase.SCRIPT, SIGTERM, NO_SETBACKS)
 
 
 def test_a_record_that_says_nothing_wants_nothing() -> None:
@@ -155,6 +155,6 @@ def test_the_bounds_on_everything_that_is_kept_are_pinned() -> None:
     assert WINDOW_TIMES_MAX == 8
     assert (newcomers.REFUSED_MAX, reserve.REPLACED_MAX) == (1, 8)
     assert (arena.PARTS_MAX, arena.COUNT_MAX) == (100_000, 1 << 53)
-    assert save_interval.STEPS_KEPT == 50
+    assert saves.STEPS_KEPT == 50
     # 419 unexpected interruptions of 16,384 GPUs in 54 days: of one worker, in five years.
-    assert 5.0 < save_interval.WORKER_MTBF_S / (365 * 86_400) < 6.0
+    assert 5.0 < saves.WORKER_MTBF_S / (365 * 86_400) < 6.0

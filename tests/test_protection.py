@@ -31,7 +31,7 @@ from holdfast.engine.core.redundancy import (
     Redundancy,
     read_redundancy,
 )
-from holdfast.engine.core.replica.protecting import Protecting, pieces_of
+from holdfast.engine.core.replica.replicating import Replicating, pieces_of
 from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
 from holdfast.engine.core.views import Member, View
 from roster_kit import LEASE, Cluster, stopped, view_of
@@ -132,22 +132,22 @@ class ProtectingMember:
     """Walks one member through steps that its script takes some seconds to apply."""
 
     def __init__(self, every: int) -> None:
-        self.protecting = Protecting(every)
-        self.protecting.enter(view_with(members_on("a"), (AgentId("a"),)))
+        self.replicating = Replicating(every)
+        self.replicating.enter(view_with(members_on("a"), (AgentId("a"),)))
         self.step, self.now = 0, 0.0
 
     def walk(self, steps: int, applying_s: float, copying_s: float = 0.0) -> list[int]:
         """Return the states that were protected."""
         found = []
         for _ in range(steps):
-            protect = self.protecting.opinion(self.step, leads=True)
-            tally = count_votes([a_vote(self.step, protect, self.protecting.staged).row()])
-            self.protecting.record_votes(self.step, tally, self.now)
+            protect = self.replicating.opinion(self.step, leads=True)
+            tally = count_votes([a_vote(self.step, protect, self.replicating.staged).row()])
+            self.replicating.record_votes(self.step, tally, self.now)
             self.step, self.now = self.step + 1, self.now + applying_s
-            if self.protecting.next_copy(self.step, self.now):
+            if self.replicating.next_copy(self.step, self.now):
                 found.append(self.step)
                 self.now += copying_s
-                self.protecting.record_copy(self.step, "", self.now)
+                self.replicating.record_copy(self.step, "", self.now)
         return found
 
 
@@ -158,7 +158,7 @@ def a_vote(step: int, protect: bool, staged: int) -> Vote:
 def test_a_state_is_due_after_some_steps_or_without_room_for_more() -> None:
     member = ProtectingMember(5)
     assert member.walk(13, 0.1, copying_s=100.0) == [1, 6, 11]
-    member.protecting.full = True
+    member.replicating.full = True
     assert member.walk(2, 0.1) == [14]
 
 
@@ -166,7 +166,7 @@ def test_a_state_is_due_once_the_log_would_take_longer_to_apply_than_it_took() -
     member = ProtectingMember(0)
     assert member.walk(30, applying_s=0.125, copying_s=1.0) == [1, 11, 21]
     assert member.walk(10, applying_s=1.125, copying_s=2.0) == [31, 34, 37, 40]
-    member.protecting.full = True
+    member.replicating.full = True
     assert member.walk(2, applying_s=0.0) == [42]
 
 
@@ -174,9 +174,9 @@ def test_a_view_change_does_not_count_as_applying() -> None:
     member = ProtectingMember(0)
     assert member.walk(5, applying_s=0.125, copying_s=1.0) == [1]
     view = view_with(members_on("a"), (AgentId("a"),))
-    member.protecting.record_votes(5, count_votes([a_vote(5, False, 1).row()]), member.now)
+    member.replicating.record_votes(5, count_votes([a_vote(5, False, 1).row()]), member.now)
     member.now += 1000
-    member.protecting.enter(view)
+    member.replicating.enter(view)
     member.step += 1
     assert member.walk(3, applying_s=0.125) == []
 

@@ -11,21 +11,22 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SourceKind
+from holdfast.engine.core.ground.ends import SinkKind, SourceKind
 from holdfast.engine.core.redundancy import GradientSource, Recall, read_redundancy
-from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
+from holdfast.engine.core.types import AgentId, Incarnation, Peer, ViewNumber, WorkerId
 from holdfast.engine.core.views import Member, View
 from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.memory import piece_reader
 from holdfast.engine.state.memory.arena import PieceArena
-from holdfast.engine.state.memory.node_memory import NodeMemory
+from holdfast.engine.state.memory.node_memory import NodeMemory, PieceServer
 from holdfast.engine.state.memory.piece_post import PiecePost
-from holdfast.engine.state.memory.piece_server import PieceServer
 from holdfast.engine.train.checkpoint.loaded_state import LoadedState
-from holdfast.engine.train.protection import recalling
-from holdfast.engine.train.protection.protector import PieceTarget, Protector
-from holdfast.engine.train.protection.recalling import Recalling
+from holdfast.engine.train.state import recalling
+from holdfast.engine.train.state.recalling import Recalling
+from holdfast.engine.train.state.replicator import PieceTarget, Replicator
+from holdfast.engine.train.step.mover import ViewConnections
 from holdfast.engine.train.step.step_data import StepData
 from step_data_kit import content_of, fill_step, make_step
 
@@ -37,7 +38,7 @@ BASE, STEPS = 4, (4, 5, 6)
 
 @dataclass(frozen=True)
 class Layout:
-    """Places workers on four nodes, and says how their state is coded."""
+    """Places workers on four nodes, and chooses the code of their state."""
 
     redundancy: str
     spread: int = 1
@@ -69,6 +70,12 @@ class Layout:
         )
 
 
+def within(view: View) -> ViewConnections:
+    """Return a process's part in a view; no other member is asked."""
+    nothing: Any = None
+    return ViewConnections(view, nothing, nothing)
+
+
 class Process:
     """A process of a worker, with its model, its step and the memory of its node."""
 
@@ -87,18 +94,20 @@ class Process:
             spread=layout.spread,
             post=self.post if layout.spread > 1 else None,
         )
-        sources = ({"net": self.net}, self.step)
         redundancy = read_redundancy(layout.redundancy)
-        self.protector = Protector(target, redundancy, sources, self.told.append, self.told.append)
+        self.replicator = Replicator(
+            target, redundancy, {"net": self.net}, self.step, self.told.append, self.told.append
+        )
 
     def work(self, view: View) -> None:
         """Protect the state, and the steps that follow."""
-        self.protector.begin(BASE, view)
-        self.protector.wait_before_update()
+        self.replicator.copy(ef.CopyState(SinkKind.MEMORY, BASE, view))
+        self.replicator.wait_before_update()
         assert self.told == [ev.StateProtected(BASE, "")]
         for index in STEPS:
             fill_step(self.step, 10 * self.shard + index)
-            assert self.protector.keep(index, view) == ev.StepKept(view.number, index)
+            order = ef.KeepStep(SinkKind.MEMORY, view.number, index)
+            assert self.replicator.keep(order, within(view)) == (ev.StepKept(view.number, index),)
 
 
 class Nodes:
@@ -136,17 +145,27 @@ class Joiner:
 
     def __init__(self, layout: Layout, shard: int = 0) -> None:
         self.net, self.data = nn.Linear(30, 10 + shard), make_step()
+        self.news: list[Any] = []
         self.recalling = Recalling(
+            Peer(WorkerId(0), shard),
             self.data,
             LoadedState({"net": self.net}),
             IDENTITY,
             read_redundancy(layout.redundancy),
-            shard,
+            self._count,
+            self.news.append,
         )
         self.loads = 0
 
-    def load(self, view: View) -> ev.StateObtained | ev.ObtainFailed:
-        return self.recalling.state(view, self._count)
+    def load(self, view: View) -> ev.WorkerEvent:
+        order = ef.ObtainState(SourceKind.MEMORY, view.number, BASE)
+        (told,) = self.recalling.load_state(order, within(view))
+        return told
+
+    def take(self, view: View, index: int) -> ev.WorkerEvent:
+        order = ef.ObtainStep(SourceKind.MEMORY, view.number, index)
+        (told,) = self.recalling.take_step(order, within(view))
+        return told
 
     def _count(self) -> None:
         self.loads += 1
@@ -176,7 +195,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Counted]]:
 
 
 def is_right(joiner: Joiner, shard: int, index: int) -> bool:
-    """Return whether a process holds the gradient of a step, as it was."""
+    """Return whether a process has the right gradient of a step."""
     expected: StepData = make_step()
     fill_step(expected, 10 * shard + index)
     return bool(content_of(joiner.data) == content_of(expected))
@@ -202,13 +221,13 @@ def test_a_process_recalls_the_state_and_the_steps_since(
         right = nn.Linear(30, 10 + shard)
         joiner = Joiner(layout, shard)
         assert joiner.load(view) == ev.StateObtained(SourceKind.MEMORY, view.number)
-        assert (joiner.loads, joiner.recalling.news) == (1, "")
+        assert (joiner.loads, joiner.news) == (1, [])
         assert torch.equal(joiner.net.weight, right.weight)
         for index in STEPS:
-            told = joiner.recalling.step(view, index)
+            told = joiner.take(view, index)
             assert told == ev.StepObtained(SourceKind.MEMORY, view.number, index)
             assert is_right(joiner, shard, index)
-        assert ("the gradients of 3 more" in joiner.recalling.news) == (shard == 0), "said once"
+        assert ("the gradients of 3 more" in str(joiner.news)) == (shard == 0), "said once"
 
 
 def test_a_state_without_a_step_since_is_all_of_it() -> None:
@@ -216,7 +235,7 @@ def test_a_state_without_a_step_since_is_all_of_it() -> None:
     joiner = Joiner(layout)
     view = Nodes(layout).recall(steps=0)
     assert joiner.load(view) == ev.StateObtained(SourceKind.MEMORY, view.number)
-    assert "the gradients of 0 more" in joiner.recalling.news
+    assert "the gradients of 0 more" in str(joiner.news)
 
 
 def test_a_lost_state_is_told_and_asked_for_again_in_the_next_view() -> None:
@@ -228,7 +247,7 @@ def test_a_lost_state_is_told_and_asked_for_again_in_the_next_view() -> None:
     assert joiner.loads == 0
     assert Counted.connected == 0
     assert isinstance(joiner.load(nodes.recall()), ev.StateObtained)
-    told = joiner.recalling.step(nodes.recall(steps=4), 7)
+    told = joiner.take(nodes.recall(steps=4), 7)
     assert isinstance(told, ev.ObtainFailed)
     assert told.reason == (
         "the gradient of step 7 cannot be recalled: no node that is reached holds the gradient of "
@@ -244,7 +263,7 @@ def test_a_new_view_asks_its_own_nodes() -> None:
     again = layout.view(3, nodes.recall((1,)).recall)
     assert isinstance(joiner.load(again), ev.StateObtained)
     for index in STEPS:
-        assert isinstance(joiner.recalling.step(again, index), ev.StepObtained)
+        assert isinstance(joiner.take(again, index), ev.StepObtained)
 
 
 def test_a_node_that_fails_once_is_not_asked_again() -> None:

@@ -10,11 +10,10 @@ from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.ends import SinkKind, SourceKind
 from holdfast.engine.core.ground.standing import Standing
-from holdfast.engine.core.replica.feeding import SKIPPED_MAX, Feeding
-from holdfast.engine.core.replica.following import Following
+from holdfast.engine.core.replica.feeding import SKIPPED_MAX, Feeding, Following
 from holdfast.engine.core.types import Incarnation, ViewNumber, WorkerId
 from holdfast.engine.core.views import Follower, FollowOrder
-from holdfast.engine.core.worker_status import Phase, Stage, StateCopy
+from holdfast.engine.core.worker_status import Phase, ReplicaStage, Stage
 from roster_kit import THREE, view_of
 
 VIEW = view_of(0, 1)
@@ -221,10 +220,10 @@ class Joiner:
         assert not self.following.hear(ev.StateFed(4, 7))
         assert self.following.follow()
         assert self.follows() == [ef.ObtainState(FEED, THREE, 7, 4)]
-        assert self.standing.status.state is StateCopy.DIRTY, "while it is loaded"
+        assert self.standing.status.state is ReplicaStage.OBTAINING, "while it is loaded"
         assert not self.following.hear(ev.StateObtained(FEED, THREE, order=4))
         status = self.standing.status
-        assert (status.state, status.committed) == (StateCopy.CURRENT, 7)
+        assert (status.state, status.committed) == (ReplicaStage.CURRENT, 7)
 
     def apply(self, step: int) -> None:
         """Apply a step whose gradient is here."""
@@ -251,7 +250,7 @@ def test_a_worker_follows_an_order_that_names_it_while_it_holds_nothing() -> Non
     assert joiner.ordered(NEXT) == [ef.Follow(None), ef.Follow(NEXT)]
     assert joiner.ordered(None) == [ef.Follow(None)]
     assert joiner.ordered(NEXT) == [], "an order is followed once"
-    for fields in ({"stage": Stage.LOST}, {"state": StateCopy.CURRENT}, {"view": THREE}):
+    for fields in ({"stage": Stage.LOST}, {"state": ReplicaStage.CURRENT}, {"view": THREE}):
         joiner = Joiner()
         joiner.become(**fields)
         assert joiner.ordered(ORDER) == []
@@ -311,13 +310,13 @@ def test_a_state_that_is_fed_no_further_is_of_no_use() -> None:
     joiner.load()
     joiner.become(phase=Phase.COMPUTING)
     assert joiner.ordered(None) == [ef.Follow(None)]
-    assert joiner.standing.status.state is StateCopy.DIRTY
+    assert joiner.standing.status.state is ReplicaStage.OBTAINING
     assert joiner.follows() == []
     assert joiner.standing.status.phase is Phase.WAITING, "its script waits for its end"
     early = Joiner()
     early.ordered(ORDER)
     early.ordered(None)
-    assert early.standing.status.state is StateCopy.INITIAL, "nothing was loaded"
+    assert early.standing.status.state is ReplicaStage.ABSENT, "nothing was loaded"
 
 
 def test_a_worker_that_was_fed_in_vain_says_that_the_next_order_cannot_feed_it() -> None:

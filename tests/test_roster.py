@@ -21,7 +21,7 @@ from holdfast.engine.core.membership.stopping import Stopping
 from holdfast.engine.core.policies import RestartPolicy
 from holdfast.engine.core.types import AgentId, Incarnation, ProcessRole, ViewNumber, WorkerId
 from holdfast.engine.core.views import View
-from holdfast.engine.core.worker_status import JobEvent, Phase, Stage, StateCopy, WorkerStatus
+from holdfast.engine.core.worker_status import JobEvent, Phase, ReplicaStage, Stage, WorkerStatus
 from roster_kit import LEASE, THREE, Cluster, invalid, member, status, stopped, view_of
 
 N0, N1, N2 = AgentId("n0"), AgentId("n1"), AgentId("n2")
@@ -56,7 +56,7 @@ def test_an_old_or_repeated_report_is_stale_and_a_new_agent_starts_fresh() -> No
         dict(stage=Stage.FAILED),
         dict(view=ViewNumber(4)),
         dict(promised=ViewNumber(3)),
-        dict(state=StateCopy.DIRTY),
+        dict(state=ReplicaStage.OBTAINING),
         dict(phase=Phase.OVERDUE),
         dict(phase=Phase.ENDED),
         dict(loop=2),
@@ -171,9 +171,9 @@ def test_as_the_job_ends_a_member_that_never_got_the_state_is_ended() -> None:
     """It has given up the view, and the only one that held the state has gone."""
     view = view_of(0, 1)
     for state, promised, stays in (
-        (StateCopy.INITIAL, THREE, False),
-        (StateCopy.INITIAL, ViewNumber(2), True),  # its group still stands
-        (StateCopy.CURRENT, THREE, True),
+        (ReplicaStage.ABSENT, THREE, False),
+        (ReplicaStage.ABSENT, ViewNumber(2), True),  # its group still stands
+        (ReplicaStage.CURRENT, THREE, True),
     ):
         ended = status(0, stage=Stage.EXITED)
         cluster = Cluster(ended, member(1, state=state, promised=promised))

@@ -14,7 +14,7 @@ from torch import nn
 from conftest import finish
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.runtime.local_run import LocalRun
-from holdfast.engine.train.checkpoint.saved_state import load_saved
+from holdfast.engine.train.state.restorer import load_saved
 
 SCRIPT = """
 import torch, holdfast

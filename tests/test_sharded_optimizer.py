@@ -20,14 +20,13 @@ from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.open import open_storage
 from holdfast.engine.train.checkpoint import state
 from holdfast.engine.train.checkpoint.formats import read_tensors
-from holdfast.engine.train.checkpoint.gathered_state import GatheredState
 from holdfast.engine.train.checkpoint.loaded_state import LoadedState
-from holdfast.engine.train.checkpoint.shares import share_selector
+from holdfast.engine.train.checkpoint.sharded_optimizers import GatheredState, ShardedOptimizers
 from holdfast.engine.train.checkpoint.state import Extent
 from holdfast.engine.train.exchange.layout import TAG_UPDATE, Layout
 from holdfast.engine.train.exchange.seam import AloneTransport
 from holdfast.engine.train.exchange.tensor_bytes import as_bytes
-from holdfast.engine.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
+from holdfast.engine.train.state.share import share_selector
 from mailboxes import mailboxes, together
 from test_memory_tier import (
     LATER,

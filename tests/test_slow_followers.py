@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 from torch import nn
 
+from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SourceKind
+from holdfast.engine.core.ground.ends import SinkKind, SourceKind
 from holdfast.engine.core.types import Incarnation, WorkerId
 from holdfast.engine.core.views import Follower, FollowOrder
 from holdfast.engine.net.tls import PeerIdentity
-from holdfast.engine.train.feeding import feeder
-from holdfast.engine.train.feeding.fed_receiver import FedReceiver
-from holdfast.engine.train.feeding.feeder import Feeder
+from holdfast.engine.train.state import feeder
+from holdfast.engine.train.state.fed_receiver import FedReceiver
+from holdfast.engine.train.state.feeder import Feeder
 from roster_kit import view_of
-from step_data_kit import fill_step, make_step
+from step_data_kit import fill_step, in_view, make_step
 
 WAIT_S = 30.0
 STEPS_MAX = 1000
@@ -64,17 +65,19 @@ def test_a_follower_that_is_too_slow_is_told_of_and_can_be_dropped(
     receivers = {SLOW: Receiver(4), FAST: Receiver(4)}
     receivers[FAST].gate.set()
     step, told = make_step(FEATURES), queue.Queue[ev.WorkerEvent]()
-    feeds = Feeder({"model": nn.Linear(2, 2)}, step, told.put, IDENTITY, 0.0, compares=False)
+    feeds = Feeder(
+        WorkerId(0), {"model": nn.Linear(2, 2)}, step, told.put, IDENTITY, 0.0, compares=False
+    )
     followers = tuple(
         Follower(worker=worker, incarnation=Incarnation(1), address=receiver.address)
         for worker, receiver in receivers.items()
     )
     order = FollowOrder(number=4, view=view_of(0).number, followers=followers)
-    assert feeds.stage(7, order, view_of(0), WorkerId(0)) == ""
+    assert not feeds.copy(ef.CopyState(SinkKind.FOLLOWERS, 7, view_of(0), order)).problem
     assert receivers[SLOW].reading.wait(WAIT_S)
     for index in range(7, 7 + STEPS_MAX):
         fill_step(step, index)
-        feeds.send_step(index, compared=False)
+        feeds.keep(ef.KeepStep(SinkKind.FOLLOWERS, view_of(0).number, index), in_view(0, 1))
         steps = receivers[FAST].until(ev.StepFed)
         assert steps[-1] == ev.StepFed(4, index), "the other follower has each step"
         receivers[FAST].receiver._feeds[4].steps.pop(index)
@@ -84,11 +87,11 @@ def test_a_follower_that_is_too_slow_is_told_of_and_can_be_dropped(
     assert isinstance(behind, ev.FollowerBehind)
     assert (behind.order, behind.worker) == (4, SLOW)
     assert behind.waiting_bytes > 1 << 20
-    feeds.drop(SLOW)
+    feeds.forget(ef.Forget(SinkKind.FOLLOWERS, view_of(0).number, follower=SLOW))
     receivers[SLOW].gate.set()
     failed = receivers[SLOW].until(ev.ObtainFailed)[-1]
     assert isinstance(failed, ev.ObtainFailed)
     assert (failed.source, failed.order) == (SourceKind.FEED, 4)
-    feeds.send_step(index + 1, compared=False)
+    feeds.keep(ef.KeepStep(SinkKind.FOLLOWERS, view_of(0).number, index + 1), in_view(0, 1))
     assert receivers[FAST].until(ev.StepFed)[-1] == ev.StepFed(4, index + 1)
     feeds.end(finish=True)

@@ -25,6 +25,8 @@ from hypothesis import strategies as st
 from conftest import RUN_S
 from holdfast.engine.commands.run_command import make_spec, parser
 from holdfast.engine.core.errors import Aborted, Damaged, WorldError
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground.ends import SinkKind
 from holdfast.engine.core.ground.events import SaveEnded
 from holdfast.engine.core.invalidations import Invalidation
 from holdfast.engine.core.replica.retention import Retention
@@ -51,11 +53,10 @@ from holdfast.engine.state.store.snapshot import (
     token_for,
 )
 from holdfast.engine.train.checkpoint.loaded_state import LoadedState
-from holdfast.engine.train.checkpoint.restorer import Restorer
-from holdfast.engine.train.checkpoint.saver import Saver
-from holdfast.engine.train.checkpoint.shares import share_of
-from holdfast.engine.train.checkpoint.staging import Copier
 from holdfast.engine.train.exchange.layout import Layout
+from holdfast.engine.train.state.restorer import Restorer
+from holdfast.engine.train.state.saver import Saver, WriterLink
+from holdfast.engine.train.state.share import StateShare, share_of
 from mail_kit import Mail, Noisy
 from support import until
 
@@ -142,6 +143,7 @@ def a_saver(
     saved: list[int],
     told: list[str] | None = None,
     state_print: int = 7,
+    rank: int = 0,
 ) -> Saver:
     """Make a saver. `saved`, `told`: lists of durable steps, and of reasons why others are not."""
 
@@ -151,7 +153,13 @@ def a_saver(
         if save.problem and told is not None:
             told.append(save.problem)
 
-    return Saver(orders, "job", protected, tell, lambda: state_print)
+    writer = WriterLink(orders, "job", Peer(WorkerId(rank)))
+    return Saver(writer, protected, tell, lambda: state_print)
+
+
+def copy(saver: Saver, step: int, within: View, checked: bool = False) -> str:
+    """Copy a share of the state; return the problem, or ""."""
+    return saver.copy(ef.CopyState(SinkKind.STORE, step, within, checked=checked)).problem
 
 
 def test_a_checkpoint_saved_without_the_coordinator_is_used_once_it_was_compared(
@@ -161,16 +169,16 @@ def test_a_checkpoint_saved_without_the_coordinator_is_used_once_it_was_compared
     saved: list[int] = []
     saver = a_saver(orders, {"thing": Thing(1)}, saved)
     for step in (10, 20, 30, 40, 50):
-        saver.copy(step, view(1, 1), WorkerId(0))
-        saver.finish(RUN_S)
+        copy(saver, step, view(1, 1))
+        saver.finish()
     store = Checkpoints(FileStorage(tmp_path))
     restorer = Restorer(store, LoadedState({"thing": Thing(2)}))
     assert store.steps() == [30, 40, 50]
     assert restorer.find_replacement(10, ()) == 40  # nobody has reported that 50 counts
     assert restorer.find_replacement(10, (Invalidation(after=35, view=ViewNumber(1)),)) == 0
     assert restorer.find_replacement(40, ()) == 30
-    saver.copy(60, view(1, 2), WorkerId(0))
-    saver.finish(RUN_S)
+    copy(saver, 60, view(1, 2))
+    saver.finish()
     assert restorer.find_replacement(10, ()) == 40  # 50 was not compared in its own view
 
 
@@ -179,13 +187,13 @@ def test_any_number_of_workers_restores_a_checkpoint_that_several_saved(
     size: int, tmp_path: Path, orders: socket.socket
 ) -> None:
     saved: list[int] = []
-    savers = [a_saver(orders, {"thing": Thing(1)}, saved) for _ in range(size)]
+    savers = [a_saver(orders, {"thing": Thing(1)}, saved, rank=rank) for rank in range(size)]
     store = Checkpoints(FileStorage(tmp_path))
     for number, step in enumerate((10, 20, 30, 40), start=1):
-        for rank, saver in enumerate(savers):
-            assert saver.copy(step, view(size, number), WorkerId(rank)) == ""
         for saver in savers:
-            saver.finish(RUN_S)
+            assert copy(saver, step, view(size, number)) == ""
+        for saver in savers:
+            saver.finish()
     assert saved == [10, 20, 30, 40]
     assert store.steps() == [20, 30, 40]
     for readers in (1, 2, 3):
@@ -204,12 +212,14 @@ def test_a_last_checkpoint_of_unlike_states_does_not_exist(
     saved: list[int] = []
     told: list[str] = []
     for step, (other, checked) in enumerate(((8, True), (8, False), (7, True)), start=1):
-        prints = (7, other)
-        savers = [a_saver(orders, {"thing": Thing(1)}, saved, told, each) for each in prints]
-        for rank, saver in enumerate(savers):
-            assert saver.copy(step, view(2, step), WorkerId(rank), checked=checked) == ""
+        savers = [
+            a_saver(orders, {"thing": Thing(1)}, saved, told, each, rank)
+            for rank, each in enumerate((7, other))
+        ]
         for saver in savers:
-            saver.finish(RUN_S)
+            assert copy(saver, step, view(2, step), checked) == ""
+        for saver in savers:
+            saver.finish()
     assert told == ["step 1 cannot be kept: its shares are of unlike states"]
     assert saved == Checkpoints(FileStorage(tmp_path)).steps() == [2, 3]
 
@@ -224,9 +234,7 @@ def restore_together(
     def restore(rank: int) -> None:
         transport: Any = mail(boxes, rank)
         layout = Layout.of(view(size), Peer(WorkerId(rank)))
-        Restorer(store, LoadedState({"thing": things[rank]})).restore(
-            step, transport, layout, lambda: None
-        )
+        Restorer(store, LoadedState({"thing": things[rank]})).restore(step, transport, layout)
 
     with ThreadPoolExecutor(size) as pool:
         for done in [pool.submit(restore, rank) for rank in range(size)]:
@@ -241,8 +249,8 @@ def test_a_checkpoint_that_cannot_be_read_gives_way_to_the_newest_other_one(
     saver = a_saver(orders, thing, saved)
     for number, step in enumerate((30, 10, 20), start=1):
         thing["thing"].state["scalar"] = torch.tensor(step)
-        saver.copy(step, view(1, number), WorkerId(0))
-        saver.finish(RUN_S)
+        copy(saver, step, view(1, number))
+        saver.finish()
     store = Checkpoints(FileStorage(tmp_path))
     restorer = Restorer(store, LoadedState(thing))
     assert restorer.find_replacement(40, ()) == 30
@@ -273,20 +281,20 @@ def test_an_invalidated_checkpoint_is_neither_loaded_nor_saved(
 
     def save(step: int, number: int) -> None:
         thing["thing"].state["scalar"] = torch.tensor(1000 * number + step)
-        saver.copy(step, view(1, number), WorkerId(0))
-        saver.finish(RUN_S)
+        copy(saver, step, view(1, number))
+        saver.finish()
 
     for step in (10, 20, 30):
         save(step, 1)
     invalidation = Invalidation(after=10, view=ViewNumber(1))
     assert restorer.find_replacement(99, (invalidation,)) == 10
-    restorer.withdraw((invalidation,))
+    restorer.withdraw_now((invalidation,))
     assert store.steps() == [10]
     save(40, 1)
     assert store.steps() == saved[:1] == [10]
     assert "step 40 is invalidated" in told[-1]
     save(20, 2)
-    restorer.withdraw((invalidation,))
+    restorer.withdraw_now((invalidation,))
     assert store.steps() == [10, 20]
 
 
@@ -295,8 +303,8 @@ def test_a_skeleton_that_cannot_be_loaded_here_is_damage_and_not_a_store_that_is
 ) -> None:
     saved: list[int] = []
     saver = a_saver(orders, {"thing": Thing(1)}, saved)
-    saver.copy(10, view(1), WorkerId(0))
-    saver.finish(RUN_S)
+    copy(saver, 10, view(1))
+    saver.finish()
     things = [Thing(2)]
     monkeypatch.delattr(torch, "bfloat16")  # as if an older PyTorch met a newer one's state
     with pytest.raises(Damaged, match=r"step 10 cannot be used here: .*bfloat16"):
@@ -316,8 +324,8 @@ class Alike:
 def test_every_tensor_has_a_name_of_its_own(tmp_path: Path, orders: socket.socket) -> None:
     saved: list[int] = []
     saver = a_saver(orders, {"x": Alike()}, saved)
-    saver.copy(10, view(1), WorkerId(0))
-    saver.finish(RUN_S)
+    copy(saver, 10, view(1))
+    saver.finish()
     names = [e.name for e in Checkpoints(FileStorage(tmp_path)).manifest(10).entries]
     assert len(set(names)) == len(names) == 3
 
@@ -325,8 +333,8 @@ def test_every_tensor_has_a_name_of_its_own(tmp_path: Path, orders: socket.socke
 def test_damaged_data_are_never_restored(tmp_path: Path, orders: socket.socket) -> None:
     saved: list[int] = []
     saver = a_saver(orders, {"thing": Thing(1)}, saved)
-    saver.copy(10, view(1), WorkerId(0))
-    saver.finish(RUN_S)
+    copy(saver, 10, view(1))
+    saver.finish()
     store, things = Checkpoints(FileStorage(tmp_path)), [Thing(2), Thing(2)]
     with pytest.raises(Aborted, match="that rank 0 read arrived damaged"):
         restore_together(store, 10, things, Noisy)
@@ -410,10 +418,11 @@ def test_without_a_writer_no_more_is_copied_than_with_one() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.close()
     told: list[SaveEnded] = []
-    saver = Saver(ours, "job", {"thing": Thing(1)}, told.append, lambda: 7)
-    problem = saver.copy(10, view(1), WorkerId(0))
+    writer = WriterLink(ours, "job", Peer(WorkerId(0)))
+    saver = Saver(writer, {"thing": Thing(1)}, told.append, lambda: 7)
+    problem = copy(saver, 10, view(1))
     assert "takes no orders" in problem
-    saver.finish(RUN_S)
+    saver.finish()
     assert told == []
     ours.close()
 
@@ -573,19 +582,19 @@ def test_copies_from_a_gpu_are_of_the_state_before_the_next_update() -> None:
         at += -(-tensor.nbytes // 64) * 64
     arena = Arena()
     arena.fit(at)
-    copier = Copier({"model": model})
+    share = StateShare({"model": model})
     for _ in range(3):
-        copier.copy(arena.memory, places)
+        share.copy(arena.memory, places)
         model(torch.randn(64, 2000, device="cuda"))
-        copier.hold()
+        share.wait_before_update()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 1
-        copier.wait_for_copies()
-        assert not copier.is_busy
+        share.wait_for_copies()
+        assert not share.is_busy
         for (start, tensor), wanted in zip(places, before.values(), strict=True):
             data = arena.memory[start : start + tensor.nbytes]
             found = torch.frombuffer(data, dtype=torch.uint8).view(tensor.dtype)
             assert torch.equal(found.view(tensor.shape), wanted)
         before = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
-    copier.release()
+    share.release()

@@ -10,7 +10,7 @@ import torch
 
 from holdfast.engine.core.errors import StateMismatch
 from holdfast.engine.train.checkpoint import state
-from holdfast.engine.train.checkpoint.state_comparison import check_loaded, fingerprint
+from holdfast.engine.train.checkpoint.loaded_state import check_loaded, fingerprint
 from holdfast.engine.train.job import Job
 from loop_kit import dataset, digest, everywhere, net, step_once
 from test_guard import told

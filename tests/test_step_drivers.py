@@ -137,7 +137,7 @@ def test_a_commit_takes_back_tasks_that_have_not_begun() -> None:
 
 def test_an_event_posted_while_effects_are_carried_out_is_handled_after_them() -> None:
     class Hands:
-        def carry_out(self, effect: ef.WorkerEffect) -> Sequence[ev.WorkerEvent]:
+        def carry_out_now(self, effect: ef.WorkerEffect) -> Sequence[ev.WorkerEvent]:
             return [ev.AtBoundary()]
 
     driver, machine, link = driving([ef.Redo(0), ef.Tell(WorkerStatus(worker=1, incarnation=1))])

@@ -19,7 +19,7 @@ from holdfast.engine.core.step.rulings import Rulings
 from holdfast.engine.core.step.speculation import Patience
 from holdfast.engine.core.step.step_policy import StepPolicy
 from holdfast.engine.core.types import ViewNumber, WorkerId
-from holdfast.engine.core.worker_status import Phase, StateCopy
+from holdfast.engine.core.worker_status import Phase, ReplicaStage
 from machine_kit import Company, Walker, a_view, doubts, purposes
 
 STORE = SourceKind.STORE
@@ -48,7 +48,7 @@ def test_members_walk_in_lock_step() -> None:
     for rank, walker in enumerate(company.walkers):
         assert [commit.step for commit in walker.orders(ef.Commit)] == [0, 1, 2, 3, 4]
         assert purposes(walker, Purpose.HOSTED) == [rank] * 5
-        assert walker.status.state is StateCopy.CURRENT
+        assert walker.status.state is ReplicaStage.CURRENT
 
 
 def test_the_kit_says_so_when_a_step_is_not_reached() -> None:
@@ -180,7 +180,7 @@ def test_a_lost_state_is_given_up_by_all_but_earlier_checkpoints_are_not() -> No
     (invalidation,) = walker.status.invalidations
     assert (invalidation.after, invalidation.view, invalidation.wrong) == (3, 1, ())
     assert walker.status.promised == 1
-    assert walker.status.state is not StateCopy.CURRENT
+    assert walker.status.state is not ReplicaStage.CURRENT
 
 
 # ---------------------------------------------------------------- again

@@ -13,10 +13,10 @@ from torch.utils.data import TensorDataset
 from conftest import computed_twice, finish
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.train.checkpoint.sharded_optimizers import ShardedOptimizers
 from holdfast.engine.train.exchange.layout import Layout
 from holdfast.engine.train.exchange.seam import AloneTransport
 from holdfast.engine.train.job import Job
-from holdfast.engine.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
 from holdfast.engine.train.script.row_updates import RowUpdates, ServerAccess
 from holdfast.tables import (
     SGD,

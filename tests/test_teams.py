@@ -14,7 +14,7 @@ from holdfast.engine.core.membership.restart import replace_lost
 from holdfast.engine.core.membership.teams import admit_teams, end_team, find_team_to_end
 from holdfast.engine.core.policies import RestartPolicy
 from holdfast.engine.core.redundancy import KeptPieces, Redundancy
-from holdfast.engine.core.replica.protecting import parts_of, pieces_of
+from holdfast.engine.core.replica.replicating import parts_of, pieces_of
 from holdfast.engine.core.types import AgentId, Incarnation, WorkerId
 from holdfast.engine.core.views import Member, View
 from holdfast.engine.core.worker_status import Stage

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from holdfast.engine.core.redundancy import Piece, read_redundancy
 from holdfast.engine.state.coding.reed_solomon import ReedSolomon
 from holdfast.engine.state.memory.pieces import Image, PieceCoder
-from holdfast.engine.train.protection.device_image import DeviceImage
-from holdfast.engine.train.protection.tensor_coding import TensorCode
+from holdfast.engine.train.state.gpu_pieces import DeviceImage, TensorCode
 
 DEVICES = [
     "cpu",

@@ -24,7 +24,7 @@ from holdfast.engine.core.job_spec import with_settings
 from holdfast.engine.faults.disturbed import flip_bit
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.train.checkpoint import state
-from holdfast.engine.train.checkpoint.state_comparison import fingerprint
+from holdfast.engine.train.checkpoint.loaded_state import fingerprint
 from holdfast.engine.train.exchange.tensor_bytes import as_bytes
 from holdfast.engine.train.script.fingerprints import Fingerprints
 from holdfast.engine.train.step.gradient_digest import TaskDigest

@@ -20,7 +20,7 @@ from holdfast.engine.core.step.speculation import Patience
 from holdfast.engine.core.step.step_policy import StepPolicy
 from holdfast.engine.core.types import Incarnation, Tick, ViewNumber, WorkerId
 from holdfast.engine.core.views import LateWorker, Member, View
-from holdfast.engine.core.worker_status import Phase, Stage, StateCopy
+from holdfast.engine.core.worker_status import Phase, ReplicaStage, Stage
 from machine_kit import Company, Walker, a_view, purposes
 
 ONE, TWO, THREE = ViewNumber(1), ViewNumber(2), ViewNumber(3)
@@ -82,10 +82,10 @@ def test_the_newest_events_are_told_and_numbered() -> None:
 def test_loading_makes_an_initial_state_useless_and_never_the_jobs() -> None:
     walker = Walker(0)
     assert walker.feed(ev.Loading()) == []
-    assert walker.status.state is StateCopy.DIRTY
+    assert walker.status.state is ReplicaStage.OBTAINING
     _, owner = alone()
     owner.feed(ev.Loading())
-    assert owner.status.state is StateCopy.CURRENT
+    assert owner.status.state is ReplicaStage.CURRENT
 
 
 def test_a_checkpoint_that_cannot_be_read_is_told_with_the_one_that_can() -> None:
@@ -94,7 +94,7 @@ def test_a_checkpoint_that_cannot_be_read_is_told_with_the_one_that_can() -> Non
     walker.install(a_view(1, [0], step=8, joiners=[0]))
     effects = walker.feed(ev.ObtainFailed(STORE, ONE, "its digest differs", 8, 4))
     status = walker.status
-    assert (status.unreadable, status.saved, status.state) == (8, 4, StateCopy.DIRTY)
+    assert (status.unreadable, status.saved, status.state) == (8, 4, ReplicaStage.OBTAINING)
     assert status.promised == 1
     assert [(e.kind, e.text) for e in status.events] == [("rot", "its digest differs")]
     assert isinstance(effects[-1], ef.Tell)
@@ -167,7 +167,7 @@ def test_a_worker_that_has_discarded_its_state_enters_no_view() -> None:
     company.summed = lambda rank, event: dataclasses.replace(event, parts=(1, 2))
     company.enter(a_view(1, range(2), joiners=range(2)))
     walker = company.walkers[0]
-    assert walker.status.state is StateCopy.DISCARDED
+    assert walker.status.state is ReplicaStage.DISTRUSTED
     assert not walker.status.reduced
     (found,) = walker.status.invalidations
     assert (found.after, found.view) == (0, 1)
@@ -415,7 +415,7 @@ def test_a_suspended_worker_applies_its_missed_steps_in_order() -> None:
     company.walkers[0].install(dataclasses.replace(a_view(2, [0], vranks=2), number=TWO))
     view = dataclasses.replace(behind(0, 2), number=THREE)
     late.install(view)
-    assert late.status.state is StateCopy.DIRTY  # useless until it has caught up
+    assert late.status.state is ReplicaStage.OBTAINING  # useless until it has caught up
     assert late.status.hosted == ()
     effects = late.feed(ev.Connected(THREE))
     assert effects == [ef.ObtainStep(MEMBERS, THREE, 0)]
@@ -430,10 +430,10 @@ def test_a_suspended_worker_applies_its_missed_steps_in_order() -> None:
     assert late.status.committed == 2
     assert ef.SyncState(THREE) in late.feed(ev.AtBoundary())
     late.feed(ev.StatesCompared(THREE))
-    assert late.status.state is StateCopy.DIRTY
+    assert late.status.state is ReplicaStage.OBTAINING
     row = late.take(ef.Gather).row
     late.feed(ev.Gathered(THREE, Topic.AGREE, (row, row)))
-    assert (late.status.state, late.status.committed) == (StateCopy.CURRENT, 2)
+    assert (late.status.state, late.status.committed) == (ReplicaStage.CURRENT, 2)
     assert late.status.hosted == (1,)
 
 

@@ -413,9 +413,9 @@ RULES = [
     Rule(
         "train-layers",
         find_train_layers,
-        "inside train as well imports go one way (script -> state, shards -> feeding, "
-        "protection -> step, data -> checkpoint -> optimizer_sharding -> exchange); the root is "
-        "the public API and the place where all is put together (tests/tidy_layers.py)",
+        "inside train as well imports go one way (script -> state, shards -> step, data -> "
+        "checkpoint -> exchange); the root is the public API and the place where all is put "
+        "together (tests/tidy_layers.py)",
     ),
     Rule(
         "torch-only-in-train",

@@ -34,10 +34,8 @@ TRAIN_LAYERS = (
     ("",),
     ("script",),
     ("state", "shards"),
-    ("feeding", "protection"),
     ("step", "data"),
     ("checkpoint",),
-    ("optimizer_sharding",),
     ("exchange",),
 )
 

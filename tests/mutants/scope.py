@@ -11,20 +11,19 @@ from pathlib import Path
 CORE = "src/holdfast/engine/core/"
 MEMORY = "src/holdfast/engine/state/memory/"
 DRIVERS = (
-    "src/holdfast/engine/train/compose.py",
     "src/holdfast/engine/train/step/driver.py",
     "src/holdfast/engine/train/exchange/seam.py",
     "src/holdfast/engine/train/script/script_thread.py",
     "src/holdfast/engine/train/script/step_runner.py",
     *(
-        f"src/holdfast/engine/train/protection/{name}.py"
-        for name in ("device_image", "protector", "recalling", "tensor_coding")
+        f"src/holdfast/engine/train/state/{name}.py"
+        for name in ("gpu_pieces", "missed_steps", "replicator", "recalling")
     ),
     *(
         f"src/holdfast/engine/train/step/{name}.py"
         for name in (
             *("buckets", "engine", "late_members"),
-            *("missed_steps", "speculative", "sum_runs"),
+            *("speculative", "sum_runs"),
         )
     ),
 )
@@ -34,7 +33,7 @@ TEST_FILES = tuple(
         absurd_sizes agent_machine audit backup buckets_judged coordinator_machine core decisions
         domains driver feeding fleet fleet_rules formation group_machine interval job_spec
         keyed_tables links measuring missed_steps newcomers order_book piece_memory piece_post
-        policies progress protection protector recalling replica_feeds review_schedule roster
+        policies progress protection replicator recalling replica_feeds review_schedule roster
         routine_lines row_servers sampling saves server_places shard_events slow_followers spares
         state_sources step_drivers step_machine step_parts stories stragglers table_sim teams
         tensor_coding thread_cluster training transitions verdict_tables worker_machine

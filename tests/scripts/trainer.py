@@ -24,10 +24,9 @@ from torch import nn
 
 import holdfast
 from holdfast.engine.train.checkpoint import state, transfer
-from holdfast.engine.train.checkpoint.gathered_state import GatheredState
+from holdfast.engine.train.checkpoint.sharded_optimizers import GatheredState, ShardedOptimizers
 from holdfast.engine.train.checkpoint.state import PROTECTED_AS, Extent
 from holdfast.engine.train.exchange.tensor_bytes import as_bytes
-from holdfast.engine.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
 from holdfast.engine.train.step import bucket_sums, engine
 from holdfast.engine.train.step import reduction as exchange
 

@@ -18,7 +18,7 @@ from holdfast.engine.core.errors import UserError
 from holdfast.engine.core.membership.reserve import spares_needed
 from holdfast.engine.core.policies import PacePolicy
 from holdfast.engine.core.redundancy import Redundancy
-from holdfast.engine.core.replica.save_interval import best_interval_s
+from holdfast.engine.core.replica.saves import best_interval_s
 from holdfast.plan.failing_job import find_rates, make_recovery
 from holdfast.plan.failure_tables import DAY_S, Effect
 from holdfast.plan.machines import Found, Trial, assume_recovery, run_trial

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from holdfast.engine.core.replica.save_interval import best_interval_s as daly_interval_s
+from holdfast.engine.core.replica.saves import best_interval_s as daly_interval_s
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 SEARCH_ROUNDS = 200

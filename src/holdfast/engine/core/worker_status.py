@@ -34,17 +34,20 @@ class Stage(enum.Enum):
         return self in (Stage.BOOTING, Stage.READY)
 
 
-class StateCopy(enum.Enum):
-    """Describes the state that a worker's process holds."""
+class ReplicaStage(enum.Enum):
+    """Names the stages of a replica, a worker's copy of the job's state: see docs/glossary.md.
 
-    #: The state as the script made it.
-    INITIAL = "initial"
+    A replica that is catching up is CURRENT as of its `committed` steps, and lacks later ones.
+    """
+
+    #: The process has the state that its script has made, without any of the job's.
+    ABSENT = "initial"
     #: A load has begun and is not verified: the state is neither the initial one nor the job's.
-    DIRTY = "dirty"
+    OBTAINING = "dirty"
     #: The job's state after `committed` steps.
     CURRENT = "current"
     #: It was the job's state, but something wrong may have been used to make it.
-    DISCARDED = "discarded"
+    DISTRUSTED = "discarded"
 
 
 class Phase(enum.Enum):
@@ -92,7 +95,7 @@ class WorkerStatus:
     #: The heart of every view change: the worker will never again act in a view with this number
     #: or a smaller one, so its `committed` and `reduced` only change in a later view.
     promised: ViewNumber = NO_VIEW
-    state: StateCopy = StateCopy.INITIAL
+    state: ReplicaStage = ReplicaStage.ABSENT
     #: The number of steps that it has committed; also the index of the next step.
     committed: int = 0
     #: It holds the complete reduced gradient of step `committed`.
@@ -153,17 +156,17 @@ class WorkerStatus:
     @property
     def has_state(self) -> bool:
         """Return whether it holds the job's state after `committed` steps."""
-        return self.state is StateCopy.CURRENT
+        return self.state is ReplicaStage.CURRENT
 
     @property
     def dirty(self) -> bool:
         """Return whether its state is neither the initial one nor the job's."""
-        return self.state in (StateCopy.DIRTY, StateCopy.DISCARDED)
+        return self.state in (ReplicaStage.OBTAINING, ReplicaStage.DISTRUSTED)
 
     @property
     def discarded(self) -> bool:
         """Return whether it has given its state up because something wrong was used."""
-        return self.state is StateCopy.DISCARDED
+        return self.state is ReplicaStage.DISTRUSTED
 
     @property
     def has_stopped(self) -> bool:

@@ -13,9 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from holdfast.engine.core.errors import Aborted, UserError
-from holdfast.engine.core.ground import effects as ef
-from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.errors import UserError
 from holdfast.engine.core.ground.ends import SinkKind, SourceKind
 from holdfast.engine.core.ground.events import EventNoted, HeirsSeen, Loading, Reachable, StateLost
 from holdfast.engine.core.job_spec import JobSpec
@@ -24,17 +22,15 @@ from holdfast.engine.core.step.balance import BalancePolicy
 from holdfast.engine.core.step.speculation import Patience
 from holdfast.engine.core.step.step_policy import StepPolicy
 from holdfast.engine.core.table_places import ServerLayout
-from holdfast.engine.core.types import Peer, ViewNumber, WorkerId
+from holdfast.engine.core.types import Peer, WorkerId
 from holdfast.engine.core.worker.machine import WorkerMachine
 from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.memory.arena import PieceArena
 from holdfast.engine.state.memory.piece_post import PiecePost
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.open import open_storage
-from holdfast.engine.train.checkpoint.gathered_state import GatheredState
 from holdfast.engine.train.checkpoint.loaded_state import LoadedState
-from holdfast.engine.train.checkpoint.restorer import Restorer
-from holdfast.engine.train.checkpoint.saver import Saver, say
+from holdfast.engine.train.checkpoint.sharded_optimizers import GatheredState, ShardedOptimizers
 from holdfast.engine.train.checkpoint.state import PROTECTED_AS, Capture
 from holdfast.engine.train.data.data_workers import protect_data_workers
 from holdfast.engine.train.exchange.gpu_transport import (
@@ -45,12 +41,7 @@ from holdfast.engine.train.exchange.gpu_transport import (
 )
 from holdfast.engine.train.exchange.seam import Transport
 from holdfast.engine.train.exchange.tcp_transport import TcpListener, TcpTransport
-from holdfast.engine.train.feeding.fed_receiver import FedReceiver
-from holdfast.engine.train.feeding.feeder import Feeder
-from holdfast.engine.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
 from holdfast.engine.train.process_settings import advice, check_torch, prepare_scalers
-from holdfast.engine.train.protection.protector import PieceTarget, Protector
-from holdfast.engine.train.protection.recalling import Recalling
 from holdfast.engine.train.script.environment import WorkerEnvironment, kind_of_processor
 from holdfast.engine.train.script.ledger_recorder import LedgerRecorder
 from holdfast.engine.train.script.optimizer_watch import OptimizerWatch
@@ -60,25 +51,28 @@ from holdfast.engine.train.script.script_guard import ScriptGuard, compose_guard
 from holdfast.engine.train.script.script_state import ScriptState
 from holdfast.engine.train.script.script_thread import ScriptThread
 from holdfast.engine.train.script.step_runner import StepRunner, TaskRunner
-from holdfast.engine.train.shards.following_shard import FollowingLink, FollowingMachine
 from holdfast.engine.train.shards.inner_group import LOOPBACK, InnerGroup
-from holdfast.engine.train.shards.leading_shard import LeadingShard
-from holdfast.engine.train.shards.shard_channel import Meeting, ShardChannel
-from holdfast.engine.train.state.state_sinks import FollowersSink, LateSink, MemorySink, StoreSink
-from holdfast.engine.train.state.state_sources import (
-    FeedSource,
-    MembersSource,
-    MemorySource,
-    StoreSource,
+from holdfast.engine.train.shards.shard_links import (
+    FollowingLink,
+    FollowingMachine,
+    LeadingShard,
+    Meeting,
+    ShardChannel,
 )
+from holdfast.engine.train.state.fed_receiver import FedReceiver
+from holdfast.engine.train.state.feeder import Feeder
+from holdfast.engine.train.state.missed_steps import MissedSteps
+from holdfast.engine.train.state.recalling import Recalling
+from holdfast.engine.train.state.replicator import PieceTarget, Replicator
+from holdfast.engine.train.state.restorer import NoStore, Restorer
+from holdfast.engine.train.state.saver import Saver, WriterLink, say
 from holdfast.engine.train.step.agent_link import AgentLink, SoloLink
 from holdfast.engine.train.step.buckets import FilledBuckets
 from holdfast.engine.train.step.driver import Driver, Link, Monitor
 from holdfast.engine.train.step.engine import Engine, Exchange
 from holdfast.engine.train.step.gradient_digest import TaskDigest
 from holdfast.engine.train.step.gradients import Gradients
-from holdfast.engine.train.step.missed_steps import MissedSteps
-from holdfast.engine.train.step.mover import StateMover, StateSink
+from holdfast.engine.train.step.mover import StateMover, StateSink, StateSource
 from holdfast.engine.train.step.step_data import StepData
 from holdfast.engine.train.step.step_table import Buffers, StepTable
 from holdfast.engine.train.step.time_sheet import TaskClock, TimeSheet
@@ -100,49 +94,6 @@ class Control:
     inner: InnerGroup | None = None
     # None: chosen by the device of the parameters
     make_transport: Callable[[], Transport] | None = None
-
-
-class PromptEffects:
-    """Carries effects out at once, in the thread that posted the event, with the monitor held."""
-
-    def __init__(
-        self,
-        data: StepData,
-        engine: Engine,
-        mover: StateMover,
-        store: StoreSource,
-        recorder: LedgerRecorder,
-        protector: Protector | None,
-    ) -> None:
-        self._data = data
-        self._engine = engine
-        self._mover = mover
-        self._store = store
-        self._recorder = recorder
-        self._protector = protector
-
-    def carry_out(self, effect: ef.WorkerEffect) -> Sequence[ev.WorkerEvent]:
-        """Carry out one effect, and return the events that follow for the machine."""
-        match effect:
-            case ef.Redo():
-                self._data.gradients.clear()
-                self._data.reset()
-            case ef.PutRight(_, digests):
-                try:
-                    self._engine.put_right(digests)
-                except Aborted as error:
-                    return [ev.GroupBroken(ViewNumber(self._data.reduced_in), str(error))]
-            case ef.MarkCommitted(view, step) if self._protector is not None:
-                self._protector.mark(view, step)
-            case ef.NoteDoubt(step, view, again):
-                self._recorder.doubt(step, view, again)
-            case ef.Withdraw(invalidations):
-                self._store.withdraw(invalidations)
-            case ef.LookWhoIsLate(_, step):
-                self._engine.look_who_is_late(step)
-            case _ if isinstance(effect, ef.ReplicaEffect):
-                return self._mover.carry_out_at_once(effect, self._engine.connections)
-        return []
 
 
 def step_policy(spec: JobSpec, seed: int, *, writes: bool) -> StepPolicy:
@@ -248,31 +199,27 @@ def _saver(
     fingerprint_whole: Callable[[], int],
     capture: Capture | None,
     updates: RowUpdates,
-) -> Saver | None:
-    """Return the part that saves this worker's shares; None without a store or a writer."""
-    me, driver = control.environment, control.driver
-    if not me.spec.checkpoints.store or me.orders_fd is None:
-        return None
+) -> Saver:
+    """Return the part that saves this worker's shares; it refuses without a store or a writer."""
+    me, driver, writer = control.environment, control.driver, None
+    if me.spec.checkpoints.store and me.orders_fd is not None:
+        orders = socket.socket(fileno=me.orders_fd)
+        writer = WriterLink(orders, me.spec.job, Peer(me.worker, me.shard), me.spec.workers.procs)
 
     def fingerprint_at_rest() -> int:
         buffers.remember()
         return fingerprint_whole()
 
-    orders = socket.socket(fileno=me.orders_fd)
-    procs = me.spec.workers.procs
-    job, shard = me.spec.job, (me.shard, procs)
-    saver = Saver(orders, job, protected, driver.post, fingerprint_at_rest, shard, capture)
-    saver.rows = updates
-    return saver
+    return Saver(writer, protected, driver.post, fingerprint_at_rest, capture, updates)
 
 
-def _protector(
+def _replicator(
     control: Control,
     identity: PeerIdentity,
     protected: Mapping[str, Any],
     data: StepData,
     capture: Capture | None,
-) -> Protector | None:
+) -> Replicator | None:
     """Return the part that puts pieces into the node's memory; None without redundancy."""
     me, driver = control.environment, control.driver
     redundancy = me.spec.redundancy()
@@ -289,37 +236,51 @@ def _protector(
     target = PieceTarget(
         arena=arena, worker=me.worker, shard=me.shard, procs=procs, spread=spread, post=post
     )
-    sources = protected, data
-    return Protector(target, redundancy, sources, driver.post, driver.fail, capture)
+    return Replicator(target, redundancy, protected, data, driver.post, driver.fail, capture)
 
 
 def _store_source(
     me: WorkerEnvironment, loaded: LoadedState, loading: Callable[[], None], updates: RowUpdates
-) -> StoreSource:
+) -> StateSource:
     """Return the reader of the job's checkpoints, which refuses without a store."""
     if not (where := me.spec.checkpoints.store):
-        return StoreSource(None, loading)
-    store = Checkpoints(open_storage(where, say), say)
-    restorer = Restorer(store, loaded, me.shard, me.spec.workers.procs)
-    return StoreSource(restorer, loading, updates.note_checkpoint)
+        return NoStore()
+    store, procs = Checkpoints(open_storage(where, say), say), me.spec.workers.procs
+    return Restorer(store, loaded, loading, updates.note_checkpoint, me.shard, procs)
 
 
-def _sinks(
-    me: WorkerId,
-    feeder: Feeder,
-    store: StoreSink,
-    missed: MissedSteps,
-    protector: Protector | None,
-) -> dict[SinkKind, StateSink]:
-    """Return the receivers of this worker's copies; without redundancy no memory is among them."""
-    sinks: dict[SinkKind, StateSink] = {
-        SinkKind.FOLLOWERS: FollowersSink(feeder, me),
-        SinkKind.STORE: store,
-        SinkKind.LATE: LateSink(missed),
+def _mover(
+    control: Control,
+    protected: Mapping[str, Any],
+    data: StepData,
+    guard: ScriptGuard,
+    saver: Saver,
+    receiver: FedReceiver,
+    replicator: Replicator | None,
+    updates: RowUpdates,
+) -> StateMover:
+    """Return the mover of this worker's states, with all sources and sinks."""
+    me, driver, loaded = control.environment, control.driver, guard.loaded
+    identity, rate = me.identity(), me.spec.nodes.join_rate * 1e6
+    loading, post, missed = partial(driver.post, Loading()), driver.post, MissedSteps(data)
+    process, redundancy = Peer(me.worker, me.shard), me.spec.redundancy()
+    compares = guard.fingerprints.cycle > 0
+    sources: dict[SourceKind, StateSource] = {
+        SourceKind.STORE: _store_source(me, loaded, loading, updates),
+        SourceKind.MEMORY: Recalling(process, data, loaded, identity, redundancy, loading, post),
+        SourceKind.MEMBERS: missed,
+        SourceKind.FEED: receiver,
     }
-    if protector is not None:
-        sinks[SinkKind.MEMORY] = MemorySink(protector)
-    return sinks
+    sinks: dict[SinkKind, StateSink] = {
+        SinkKind.FOLLOWERS: Feeder(
+            me.worker, protected, data, post, identity, rate, compares=compares
+        ),
+        SinkKind.STORE: saver,
+        SinkKind.LATE: missed,
+    }
+    if replicator is not None:
+        sinks[SinkKind.MEMORY] = replicator
+    return StateMover(sources, sinks, loaded, loading)
 
 
 def _step_data(
@@ -462,27 +423,17 @@ def compose_worker(
     sharding = _sharding(control, protected)
     is_alone = isinstance(control.link, SoloLink)
     guard = _guard(control, protected, progress, sharding)
-    fingerprints, loaded = guard.fingerprints, guard.loaded
     data, filled = _step_data(control, guard, progress, trained, sharding)
     capture = GatheredState(sharding).capture if sharding is not None else None
     # The process of shard 0 writes the worker's ledger.
     recorder = LedgerRecorder(replace(me, run_dir=None) if me.shard else me, control.seed, driver)
-    missed = MissedSteps(data)
-    rate = spec.nodes.join_rate * 1e6
-    feeder = Feeder(
-        protected, data, driver.post, identity, rate, compares=guard.fingerprints.cycle > 0
-    )
-    receiver = FedReceiver(data, loaded, driver.post, driver.fail, identity)
-    recalling = Recalling(data, loaded, identity, spec.redundancy(), me.shard)
-    protector = _protector(control, identity, protected, data, capture)
-    loading = partial(driver.post, Loading())
-    from_store = _store_source(me, loaded, loading, progress.row_updates)
+    receiver = FedReceiver(data, guard.loaded, driver.post, driver.fail, identity)
     if me.tls is not None and devices and (me.worker, me.shard, me.incarnation) == (0, 0, 1):
         driver.post(EventNoted("tls", NCCL_IN_THE_CLEAR))
     make_transport = _transport_maker(me.host, identity, devices[0] if devices else None)
 
     def fingerprint_whole() -> int:
-        return fingerprints.take_all(data.buffers.start)
+        return guard.fingerprints.take_all(data.buffers.start)
 
     exchange = Exchange(
         me=Peer(me.worker, me.shard),
@@ -491,19 +442,12 @@ def compose_worker(
         describe=lambda: guard.comparison.describe(data.buffers.start),
         backs_up=backs_up,
     )
-    saver = _saver(
-        control, protected, data.buffers, fingerprint_whole, capture, progress.row_updates
-    )
-    sources = {
-        SourceKind.STORE: from_store,
-        SourceKind.MEMORY: MemorySource(recalling, me.worker, loading, driver.post),
-        SourceKind.MEMBERS: MembersSource(missed),
-        SourceKind.FEED: FeedSource(receiver),
-    }
-    sinks = _sinks(me.worker, feeder, StoreSink(saver, me.worker, capture), missed, protector)
-    mover = StateMover(sources, sinks, loaded, missed, receiver.follow, receiver.settle, loading)
-    engine = Engine(driver, control.link, data, filled, mover, exchange)
-    driver.serve(PromptEffects(data, engine, mover, from_store, recorder, protector))
+    updates = progress.row_updates
+    saver = _saver(control, protected, data.buffers, fingerprint_whole, capture, updates)
+    replicator = _replicator(control, identity, protected, data, capture)
+    mover = _mover(control, protected, data, guard, saver, receiver, replicator, updates)
+    engine = Engine(driver, control.link, data, filled, mover, exchange, recorder.doubt)
+    driver.serve(engine)
     runner = TaskRunner(driver, data, backs_up, control.inner, guard.files)
     engine.start()
     if isinstance(control.link, SoloLink):
@@ -511,8 +455,9 @@ def compose_worker(
     steps = StepRunner(driver, data, runner, guard, mover, recorder, progress)
     script = ScriptThread(driver, data, steps, mover)
     large = sum(p.nbytes for _, p in trained) > spec.nodes.join_pause * 1e6
-    if rate and large and spec.workers.procs == 1 and sharding is None and not is_alone:
+    can_join_fed = spec.nodes.join_rate and spec.workers.procs == 1 and sharding is None
+    if can_join_fed and large and not is_alone:
         driver.post(Reachable(receiver.listen(me.host)))
-    _connect_servers(control, progress.row_updates, script)
-    OptimizerWatch(protected, lambda: steps.is_open, progress.row_updates, sharding).start()
+    _connect_servers(control, updates, script)
+    OptimizerWatch(protected, lambda: steps.is_open, updates, sharding).start()
     return script

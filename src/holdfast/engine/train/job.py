@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.train.checkpoint.saved_state import load_saved
 from holdfast.engine.train.checkpoint.state import PROTECTED_AS
 from holdfast.engine.train.compose import Control, compose_control, compose_progress, compose_worker
 from holdfast.engine.train.data.batch_tasks import LoadOptions
@@ -31,6 +30,7 @@ from holdfast.engine.train.script.script_data import ScriptData
 from holdfast.engine.train.script.script_state import Values
 from holdfast.engine.train.script.script_thread import ScriptThread
 from holdfast.engine.train.shards.inner_group import InnerGroup
+from holdfast.engine.train.state.restorer import load_saved
 
 __all__ = ["Batches", "Epoch", "Job", "RankState", "Step", "Stream", "Task", "join"]
 

@@ -23,7 +23,7 @@ from holdfast.lab.sim.checkers import Truth
 from holdfast.lab.sim.data_network import DataNetwork
 from holdfast.lab.sim.groups import Group
 from holdfast.lab.sim.seams import Actor, Clock
-from holdfast.lab.sim.state_ends import SimulatedEnd
+from holdfast.lab.sim.simulated_mover import SimulatedEnd
 from holdfast.lab.sim.wrong_bits import Violation
 
 BEHIND = 0.1  # how much rarer than failing copies it is that a follower is too slow for a step
@@ -68,7 +68,7 @@ class FeedWorld(Clock, Protocol):
 
 
 class Feeds(SimulatedEnd):
-    """Carries out the decisions of one process's machine on feeding others and being fed."""
+    """Carries out the decisions of one process's machine on feeding and being fed."""
 
     def __init__(self, process: Actor, world: FeedWorld) -> None:
         self._process = process
@@ -80,7 +80,7 @@ class Feeds(SimulatedEnd):
         self._number = 0  # number of the order that it follows; 0: none
         self._heard: dict[int, dict[int, StagedCopy]] = {}  # by order and rank
         self._steps: dict[int, dict[int, list[Share]]] = {}  # by order and step
-        # By order: the number of members that have reported each fingerprint.
+        # By order and step: the number of members whose copies are known to be equal.
         self._compared: dict[int, dict[int, int]] = {}
         self._broken: dict[int, bool] = {}
         self._copied: StagedCopy | None = None  # what this process has copied last

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from holdfast.engine.core.invalidations import Invalidations, is_invalidated
 from holdfast.engine.core.redundancy import KeptPieces, Piece, Redundancy
-from holdfast.engine.core.replica.protecting import parts_of, pieces_of
+from holdfast.engine.core.replica.replicating import parts_of, pieces_of
 from holdfast.engine.core.types import AgentId, ViewNumber, WorkerId
 from holdfast.engine.core.views import View
 from holdfast.lab.sim.arithmetic import Copy
@@ -149,7 +149,8 @@ class Memories:
         self._known_to: dict[int, dict[AgentId, int]] = {}  # by step: whose workers committed it
         # For each step and the view that protected its state: the nodes that know that it counts.
         self._bases: dict[tuple[int, int], dict[AgentId, int]] = {}
-        self._losses = 0  # of all nodes, when the newest view was formed
+        #: The losses of all nodes when the newest view was formed.
+        self._losses = 0
         self._dropped: dict[AgentId, int] = {}  # by node: pieces of older steps are of no use there
 
     # ------------------------------------------------------------ what must not be lost

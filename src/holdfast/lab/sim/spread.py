@@ -3,28 +3,79 @@
 A process can be stopped (it handles no event until it is resumed), silent (the same, but its
 counters move), or paused by its agent; calls to it wait in the meantime.
 
-A worker may be spread over several nodes. The process on the first node does the work of all of
-them, and those on further nodes follow it (other_shards.py). Here these live, freeze and end, each
-by itself; any of them takes the rest along, once they learn of it.
+What a worker does stands for shard 0. Each further shard does the same in the same order, and is
+late by a time of its own; now and then its connections break where those of shard 0 do not. The
+processes on further nodes live, freeze and end each by itself; any of them takes the rest along,
+once they learn of it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from random import Random
 from typing import Any, Protocol
 
 from holdfast.engine.core.directives import WorkerDirective
 from holdfast.engine.core.ground import effects as ef
-from holdfast.engine.core.step.shards import FollowerProofs
-from holdfast.engine.core.types import AgentId, Incarnation, WorkerId
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.events import WorkerEvent
+from holdfast.engine.core.step.shards import FollowerProofs, ShardEvents
+from holdfast.engine.core.types import AgentId, Incarnation, Tick, ViewNumber, WorkerId
 from holdfast.engine.core.worker_status import Stage, WorkerStatus
 from holdfast.lab.sim.arithmetic import Key
 from holdfast.lab.sim.membership_checks import Proofs
 from holdfast.lab.sim.seams import Clock, Memory, ProcessWatch
 
+_OF_THE_WORKER = (ev.Directed, Tick, ev.LinkLost, ev.StillAwaited)  # only shard 0 has these
+BREAKS = 0.002  # chance for each thing that a shard does together with other workers
 RETRY_S = 0.2  # after which a network that is cut is tried again
+
+Later = Callable[..., None]  # (shard, seconds, call, arguments)
+
+
+class OtherShards:
+    """Gathers the events of one worker's processes; `feed` hands the joint ones to the machine."""
+
+    def __init__(self, count: int, lag_s: float, rng: Random, feed: Callable[[WorkerEvent], None]):
+        self._count = count
+        self._lag_s = lag_s
+        self._rng = rng
+        self._feed = feed
+        self._events = ShardEvents(count)
+        self.behind = 0  # things that shard 0 has done and another one has not
+        self._free = [0.0] * count  # when a shard has done all its work so far
+
+    def follow_first(
+        self, event: WorkerEvent, now: float, later: Later, *, may_break: bool
+    ) -> Sequence[WorkerEvent]:
+        """Return the events for the machine after one of shard 0; the other shards follow."""
+        if self._count == 1 or isinstance(event, _OF_THE_WORKER):
+            return [event]
+        for shard in range(1, self._count):
+            copy = event
+            view: ViewNumber | None = getattr(event, "view", None)
+            if view is not None and may_break and self._rng.random() < BREAKS:
+                copy = ev.GroupBroken(view, f"shard {shard} has lost a connection")
+            lag_s = self._rng.expovariate(1.0) * self._lag_s
+            self._free[shard] = max(self._free[shard], now + lag_s)
+            self.behind += 1
+            later(shard, self._free[shard] - now, self._follow, shard, copy)
+        return self._events.hear(0, event)
+
+    def lag_s(self, now: float) -> float:
+        """Return the seconds until the slowest shard is level with shard 0."""
+        return max(self._free) - now
+
+    def enter(self, view: ViewNumber) -> None:
+        """Begin a view: what only some have done in earlier ones is not waited for."""
+        self._events.begin(view)
+
+    def _follow(self, shard: int, event: WorkerEvent) -> None:
+        self.behind -= 1
+        for told in self._events.hear(shard, event):
+            self._feed(told)
 
 
 class Running:
@@ -202,13 +253,23 @@ class Further(Running):
 
 
 class Spread:
-    """Keeps together what runs on the nodes of one worker; `first`: on the first one."""
+    """Keeps together the processes on all nodes of a worker; `first`: the one on the first node.
 
-    def __init__(self, world: SpreadWorld, first: FirstProcess, memory: Memory) -> None:
+    `hand` hands an event of all shards to the machine.
+    """
+
+    def __init__(
+        self,
+        world: SpreadWorld,
+        first: FirstProcess,
+        memory: Memory,
+        hand: Callable[[WorkerEvent], None],
+    ) -> None:
         self._world = world
         self._first = first
         self._memory = memory
-        self._nodes, self._shards = world.options.spread, world.options.procs
+        self._nodes, self._procs = world.options.spread, world.options.procs
+        self.shards = OtherShards(self._procs, world.options.shard_lag_s, world.rng, hand)
         self.further: dict[int, Further] = {}  # by place
         self._held: dict[int, deque[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
 
@@ -249,8 +310,8 @@ class Spread:
     def call_shard_later(
         self, shard: int, delay_s: float, call: Callable[..., None], *args: Any
     ) -> None:
-        """Schedule a call in a shard's process, and report it to the process on the first node."""
-        place = shard * self._nodes // self._shards
+        """Schedule a call in a shard's process, which then reports to the first node."""
+        place = shard * self._nodes // self._procs
         if not place:
             self._first.post(delay_s, call, *args)
         else:

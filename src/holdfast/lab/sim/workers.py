@@ -23,11 +23,10 @@ from holdfast.lab.sim.arithmetic import INITIAL_STATE, Spoiling, apply
 from holdfast.lab.sim.arithmetic import task as right
 from holdfast.lab.sim.endings import SCRIPT_FAILED
 from holdfast.lab.sim.exchanges import Exchanges, ExchangeWorld
-from holdfast.lab.sim.feeds import Feeds
+from holdfast.lab.sim.feeds import Feeds, FeedWorld
 from holdfast.lab.sim.groups import Group, What
-from holdfast.lab.sim.other_shards import OtherShards
 from holdfast.lab.sim.seams import ProcessNode, ProcessWatch
-from holdfast.lab.sim.simulated_mover import MESSAGES, MovingWorld, SimulatedMover, StateOrder
+from holdfast.lab.sim.simulated_mover import MESSAGES, SimulatedMover, StateOrder, StateWorld
 from holdfast.lab.sim.spread import Running, Spread, SpreadWorld
 from holdfast.lab.sim.step_checks import check_script
 from holdfast.lab.sim.stored import WriterHost
@@ -50,7 +49,7 @@ class WorkerMaker(Protocol):
     def worker(self) -> type[WorkerMachine]: ...
 
 
-class WorkerWorld(ExchangeWorld, MovingWorld, SpreadWorld, Protocol):
+class WorkerWorld(ExchangeWorld, StateWorld, FeedWorld, SpreadWorld, Protocol):
     """Is the world around a process."""
 
     @property
@@ -114,7 +113,8 @@ class Process(Running):
         self.step = 0  # steps applied to `state`
         self.spoiling = Spoiling(world.rng, world.truth.count)
         self.exchanges = Exchanges(self, world)
-        self.mover = SimulatedMover(self, world, host.writer)
+        self.feeds = Feeds(self, world)
+        self.mover = SimulatedMover(self, world, host.writer, self.feeds)
         self.tokens: dict[int, int] = {}  # results of the tasks that it hosts
         self.copies: dict[int, int] = {}  # results of its speculative tasks
         self.compute_us = 0  # compute time of the step's tasks so far
@@ -128,9 +128,7 @@ class Process(Running):
         self.is_connected = False
         self.last_step_of = -1  # the view whose vote announced a planned change
         self.cut_through = -1  # messages of views up to this one are lost
-        options = world.options
-        self._shards = OtherShards(options.procs, options.shard_lag_s, world.rng, self._hand)
-        self.spread = Spread(world, self, host.memory)
+        self.spread = Spread(world, self, host.memory, self._hand)
         self._script: deque[ef.ScriptEffect] = deque()
         self._copying = False  # it computes a speculative task
         self._busy = False  # the script computes a task, applies a step or copies its share
@@ -179,11 +177,6 @@ class Process(Running):
             self.world.data.close(self, self.group, "peer died")
         self.host.handle_process_end(self, code, detail, reported, error)
 
-    @property
-    def feeds(self) -> Feeds:
-        """Return the part that feeds other workers, and is fed."""
-        return self.mover.feeds
-
     def open_group(self, number: int) -> Group | None:
         """Return its end of the group of a view, while that is open."""
         group = self.group
@@ -195,11 +188,11 @@ class Process(Running):
         """Take in an event of this process; it may wait for the worker's other processes."""
         world = self.world
         shaky = bool(world.options.faults) and world.now < world.options.faults_end_s
-        for told in self._shards.follow_first(
+        for told in self.spread.shards.follow_first(
             event, world.now, self.spread.call_shard_later, may_break=shaky
         ):
             self._hand(told)
-        if self._shards.lag_s(world.now) > world.options.hang_s / 4:
+        if self.spread.shards.lag_s(world.now) > world.options.hang_s / 4:
             self.ailing = True
 
     def _hand(self, event: WorkerEvent) -> None:
@@ -220,7 +213,7 @@ class Process(Running):
             if self.alive:
                 self.world.truth.processes.check_leaders(self)
         self._feeding = False
-        if self.alive and not self._shards.behind:
+        if self.alive and not self.spread.shards.behind:
             check_script(self, self.machine.snapshot())
         self._arm()
 
@@ -257,7 +250,7 @@ class Process(Running):
                 world.truth.membership.check_install(self, view, before, self._said.promised)
                 world.truth.steps.check_hosts(view.number, view.resume_step, view.owners)
                 self.is_connected = False
-                self._shards.enter(view.number)
+                self.spread.shards.enter(view.number)
                 self.exchanges.enter(view)
                 self.mover.enter(view)
                 world.data.install(self, view)

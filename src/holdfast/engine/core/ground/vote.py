@@ -30,7 +30,7 @@ class Vote:
     `wait`: its wait for others at the end of the exchange. `follow`: the order by which it can
     feed.
     `protect`: whether the state after this step should be protected. `staged`: the newest state
-    that it has put into memory (core/replica/protecting.py).
+    that it has put into memory (core/replica/replicating.py).
     """
 
     view: ViewNumber

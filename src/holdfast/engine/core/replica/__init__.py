@@ -1,4 +1,4 @@
-"""Decides how a member obtains the job's state, keeps it, and shares it with others. Pure.
+"""Decides how a member obtains the job's state, keeps it, and gives it to other members. Pure.
 
 A replica consists of the whole state after some step, and of the reduced gradients since. Its
 sources and sinks are named in ground/ends.py, and its orders have six forms (ground/effects.py):

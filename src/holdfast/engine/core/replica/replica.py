@@ -3,8 +3,8 @@
 A state is a base and the reduced gradients since. A worker that lacks either gets it from a
 source: a checkpoint, the nodes' memory, donors, steps that members kept for it, or members that
 feed it while they train. It gives copies to sinks: the store, the nodes' memory, workers that
-follow, members that come back. It does not know membership; the worker machine says which view
-began.
+follow, members that come back. It does not know membership; the worker machine names the
+view that began.
 """
 
 from __future__ import annotations
@@ -18,43 +18,115 @@ from holdfast.engine.core.ground.ends import SinkKind, SourceKind
 from holdfast.engine.core.ground.events import FIRST
 from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.invalidations import is_invalidated
-from holdfast.engine.core.replica.feeding import Feeding
-from holdfast.engine.core.replica.following import FedEvent, Following
-from holdfast.engine.core.replica.protecting import Protecting
-from holdfast.engine.core.replica.room_wait import RoomWait
+from holdfast.engine.core.replica.feeding import FedEvent, Feeding, Following
+from holdfast.engine.core.replica.replicating import Replicating
 from holdfast.engine.core.replica.saves import SavedUpTo, SavePolicy, Saves
-from holdfast.engine.core.replica.store_wait import StoreWait
 from holdfast.engine.core.transitions import Transitions
 from holdfast.engine.core.views import FollowOrder, View
-from holdfast.engine.core.worker_status import Phase, StateCopy
+from holdfast.engine.core.worker_status import Phase, ReplicaStage
+
+# A worker without room for its ledger takes up to this number of steps; their lines stay in memory.
+STEPS_MAX = 16
 
 
 class SyncStage(enum.Enum):
-    """Names how far this member is on the way to the state that all members of its view hold."""
+    """Names how far this member is on the way to the state that all members of its view hold.
 
-    CLOSED = "closed"  # no view, or one that was given up
+    The words are those for the stages of a replica (docs/glossary.md).
+    """
+
+    #: There is no view, or the view was given up.
+    CLOSED = "closed"
     CONNECTING = "connecting"
-    LOADING = "loading"  # all members load a base together
-    CATCHING_UP = "catching up"  # this member applies steps that it has missed
-    RECEIVING = "receiving"  # one of these is on its way
-    COMPARING = "comparing"  # joiners receive the state, and all compare theirs
-    SYNCED = "synced"
+    #: All members load a base together.
+    OBTAINING = "obtaining"
+    #: This member applies the steps that it has missed.
+    CATCHING_UP = "catching up"
+    #: Joiners receive the state, and all members compare theirs.
+    COMPARING = "comparing"
+    CURRENT = "current"
 
 
 SYNC_MOVES = Transitions(
     {
         SyncStage.CLOSED: (SyncStage.CONNECTING,),
         SyncStage.CONNECTING: (
-            *(SyncStage.LOADING, SyncStage.CATCHING_UP, SyncStage.COMPARING, SyncStage.SYNCED),
+            *(SyncStage.OBTAINING, SyncStage.CATCHING_UP, SyncStage.COMPARING, SyncStage.CURRENT),
         ),
-        SyncStage.LOADING: (SyncStage.CATCHING_UP, SyncStage.COMPARING),
-        SyncStage.CATCHING_UP: (SyncStage.RECEIVING, SyncStage.COMPARING, SyncStage.SYNCED),
-        SyncStage.RECEIVING: (SyncStage.CATCHING_UP,),
-        SyncStage.COMPARING: (SyncStage.SYNCED,),
-        SyncStage.SYNCED: (SyncStage.CATCHING_UP,),  # a fed member that lacks the last steps
+        SyncStage.OBTAINING: (SyncStage.CATCHING_UP, SyncStage.COMPARING),
+        SyncStage.CATCHING_UP: (SyncStage.COMPARING, SyncStage.CURRENT),
+        SyncStage.COMPARING: (SyncStage.CURRENT,),
+        SyncStage.CURRENT: (SyncStage.CATCHING_UP,),  # a fed member that lacks the last steps
     },
     always=SyncStage.CLOSED,  # a view can be given up at any time
 )
+
+
+class StoreWait:
+    """Decides how long to wait for a store that does not answer, up to `patience_s`."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._since: float | None = None
+
+    def record_answer(self) -> None:
+        """Record that the store has answered."""
+        self._since = None
+
+    def record_silence(self, reason: str, now: float) -> list[ef.Outcome]:
+        """Record that it is silent: the next view asks it again, until the time is over."""
+        told: list[ef.Outcome] = []
+        if self._since is None:
+            self._since = now
+            told.append(ev.EventNoted("store", f"{reason}; it is asked again"))
+        waited_s = now - self._since
+        if waited_s >= self._patience_s:
+            text = f"{reason}: given up after {waited_s:.0f} s; go on with `holdfast resume` once"
+            told.append(ef.GiveUp(f"{text} the store answers"))
+        return told
+
+
+class RoomWait:
+    """Decides where a worker rests whose ledger cannot grow, because the file system is full.
+
+    It takes a few more steps if its state can then be saved: the members of a view agree on a
+    checkpoint in the votes of a step.
+    """
+
+    def __init__(self, standing: Standing, saves: Saves) -> None:
+        self.is_held = False  # it rests at a boundary only because it lacks room
+        self._standing = standing
+        self._saves = saves
+        self._since = 0  # the step at which it lacked room first
+
+    def see(self, *, has_room: bool) -> None:
+        """Record whether the ledger can grow; if it cannot, the state is to be saved."""
+        if not has_room:
+            self._since = self._standing.status.committed
+            self._saves.want_now()
+        self._standing.change(no_room=not has_room)
+        self._standing.tell()
+
+    def holds(self) -> bool:
+        """Return whether the worker has to rest instead of beginning its next step."""
+        status = self._standing.status
+        goes_on = self._saves.can_save and status.committed < self._since + STEPS_MAX
+        self.is_held = status.no_room and not goes_on
+        if self.is_held:
+            self._standing.tell()
+        return self.is_held
+
+    def makes_way(self) -> bool:
+        """Return whether to leave the view at once for a planned change: no step will end it.
+
+        A change that needs the last state saved has to wait for room.
+        """
+        standing = self._standing
+        return self.is_held and standing.is_change_pending and not standing.pending_save
+
+    def close(self) -> None:
+        """Forget that a view held the worker: the view is over."""
+        self.is_held = False
 
 
 class Replica:
@@ -79,8 +151,9 @@ class Replica:
         self.saves = Saves(saves, standing.me)
         self.room = RoomWait(standing, self.saves)
         self.feeding = Feeding()
-        self.protecting = Protecting(protect_every)
+        self.replicating = Replicating(protect_every)
         self._stage = SyncStage.CLOSED
+        self._is_receiving = False  # a missed step is on its way
         self._standing = standing
         self._keeps_checkpoints = keeps
         self._following = Following(standing, compares=compares)
@@ -90,11 +163,11 @@ class Replica:
 
     @property
     def stage(self) -> SyncStage:
-        """Return how far this member is on the way to the state of its view."""
+        """Return the stage of this member on its way to the state of its view."""
         return self._stage
 
     def _go_to(self, stage: SyncStage) -> None:
-        self._stage = SYNC_MOVES.check(self._stage, stage)
+        self._stage, self._is_receiving = SYNC_MOVES.check(self._stage, stage), False
 
     def check(self) -> None:
         """Assert the invariants between two events."""
@@ -110,7 +183,7 @@ class Replica:
         self._standing.carry(self.feeding.enter(view))
         self.saves.enter(view, self._standing.now)
         self.saves.drop_unconfirmed(committed)
-        self.protecting.enter(view)
+        self.replicating.enter(view)
         self._count_checkpoints(self.saves.count_compared(committed))
 
     def close(self) -> None:
@@ -126,10 +199,10 @@ class Replica:
             self._withdrawn = view.invalidations
             standing.order(ef.Withdraw(view.invalidations))
         if not view.joiners or view.fed:
-            self._go_to(SyncStage.SYNCED)
+            self._go_to(SyncStage.CURRENT)
             return True
         if not view.donors and view.base:
-            self._go_to(SyncStage.LOADING)
+            self._go_to(SyncStage.OBTAINING)
             recalls = view.recall is not None and view.recall.view
             source = SourceKind.MEMORY if recalls else SourceKind.STORE
             standing.order(ef.ObtainState(source, view.number, view.base))
@@ -138,7 +211,7 @@ class Replica:
         return False
 
     def record_restore(self) -> None:
-        """Go on from the base that was loaded."""
+        """Continue from the base that was loaded."""
         self._store.record_answer()
         self._continue_from_base()
 
@@ -163,19 +236,19 @@ class Replica:
 
         Returns whether a worker that joined by a feed has now applied all of it.
         """
-        if self.stage is not SyncStage.CATCHING_UP:
+        if self.stage is not SyncStage.CATCHING_UP or self._is_receiving:
             return False
         view, standing = self._view(), self._standing
         status = standing.status
         if view.feeds(standing.me):
             if status.committed < view.resume_step:
                 return False
-            self._go_to(SyncStage.SYNCED)
+            self._go_to(SyncStage.CURRENT)
             return True
         waits = self._opened == status.committed and status.waiting
         if status.committed < view.resume_step:
             if waits:
-                self._go_to(SyncStage.RECEIVING)
+                self._is_receiving = True
                 source = SourceKind.MEMBERS if view.recall is None else SourceKind.MEMORY
                 standing.order(ef.ObtainStep(source, view.number, status.committed))
         # Recalled steps may end where the script has no boundary: none of the next is done.
@@ -187,7 +260,7 @@ class Replica:
         """Commit a missed step, whose gradient is here; return whether it was the next one."""
         if step != self._standing.status.committed:
             return False
-        self._go_to(SyncStage.CATCHING_UP)
+        self._is_receiving = False
         self._standing.change(committed=step + 1, phase=Phase.SCRIPT)
         self._standing.order(ef.Commit(step))
         return True
@@ -196,7 +269,7 @@ class Replica:
         """Record that all states were compared; return whether that was still awaited."""
         if self.stage is not SyncStage.COMPARING:
             return False
-        self._go_to(SyncStage.SYNCED)
+        self._go_to(SyncStage.CURRENT)
         return True
 
     def awaits_fed_steps(self) -> bool:
@@ -213,7 +286,7 @@ class Replica:
         self._following.end_as_member()
         if not standing.status.has_state:
             standing.change(
-                state=StateCopy.CURRENT,
+                state=ReplicaStage.CURRENT,
                 committed=view.resume_step,
                 hosted=view.hosted_by(standing.me),
             )
@@ -221,7 +294,7 @@ class Replica:
     def is_behind(self, view: View) -> bool:
         """Return whether this member has yet to apply steps that it has missed."""
         late = view.late_worker(self._standing.me) is not None
-        catching_up = self.stage in (SyncStage.CATCHING_UP, SyncStage.RECEIVING)
+        catching_up = self.stage is SyncStage.CATCHING_UP
         based = view.recall is None or catching_up
         return late and based and self._standing.status.committed < view.resume_step
 
@@ -272,7 +345,7 @@ class Replica:
         if not found and acts and view is not None and done in (None, SinkKind.STORE):
             found = self.feeding.next_copy(step, view, within=within)
         if not found and acts and within:
-            found = self.protecting.next_copy(step, standing.now)
+            found = self.replicating.next_copy(step, standing.now)
         standing.carry(found)
         return bool(found)
 
@@ -284,14 +357,14 @@ class Replica:
         return self._opened == self._standing.status.committed - 1
 
     def begin(self) -> None:
-        """Have the script leave its boundary and open the next step, if it is at one."""
+        """Order the script to leave its boundary, if it is at one, and to open the next step."""
         standing = self._standing
         if standing.status.phase is not Phase.BOUNDARY or self.room.holds():
             return
         standing.change(phase=Phase.COMPUTING)
         step, agreed, view = standing.status.committed, self.saves.agreed, standing.view
         whole = agreed is not None and agreed.after == step
-        whole = whole or self.protecting.looks_at_all(step)
+        whole = whole or self.replicating.looks_at_all(step)
         joined = view is not None and bool(view.joiners) and step == view.resume_step
         standing.order(ef.Begin(step, whole, joined))
 
@@ -314,7 +387,7 @@ class Replica:
         return self.is_fed and not self.joins_fed
 
     def heed(self, order: FollowOrder | None) -> None:
-        """Take the present order to feed workers: this one may feed others, or be fed."""
+        """Take the present order to feed workers: this one may feed or be fed."""
         self._standing.carry(self.feeding.take_order(order, self._standing.view))
         if not self.joins_fed:
             self._following.heed(order)
@@ -344,7 +417,9 @@ class Replica:
         """Record that the base, or a step since, cannot be had from a source."""
         standing = self._standing
         if event.damaged is not None:
-            standing.change(unreadable=event.damaged, saved=event.instead, state=StateCopy.DIRTY)
+            standing.change(
+                unreadable=event.damaged, saved=event.instead, state=ReplicaStage.OBTAINING
+            )
             if event.reason:
                 standing.note("rot", event.reason)
         elif event.source is SourceKind.MEMORY:
@@ -356,17 +431,17 @@ class Replica:
     def record_loading(self) -> None:
         """Record that the driver begins to overwrite the script's state."""
         if not self._standing.status.has_state:
-            self._standing.change(state=StateCopy.DIRTY)
+            self._standing.change(state=ReplicaStage.OBTAINING)
 
     # ------------------------------------------------------------ sinks
 
-    def record_protection(self, event: ev.StateProtected) -> None:
+    def record_replication(self, event: ev.StateProtected) -> None:
         """Record that this worker's pieces of a state are in memory, or why not."""
         standing = self._standing
-        standing.carry(self.protecting.record_copy(event.step, event.problem, standing.now))
+        standing.carry(self.replicating.record_copy(event.step, event.problem, standing.now))
 
     def record_save_end(self, event: ev.SaveEnded) -> None:
-        """Take in what the writer says of a share."""
+        """Record the end of a save, as the writer reports it."""
         standing = self._standing
         self._count_checkpoints(self.saves.record_end(event, standing.status.committed))
         if standing.status.saving != self.saves.ending:
@@ -380,9 +455,9 @@ class Replica:
         self._count_checkpoints(self.saves.finish_loop(self._standing.status.committed))
 
     def record_commit(self, step: int) -> None:
-        """Count checkpoints that others have compared by now, and drop older protected states."""
+        """Count checkpoints that all members have compared, and drop older replicated states."""
         self._count_checkpoints(self.saves.count_compared(step + 1))
-        self._standing.carry(self.protecting.forget_older())
+        self._standing.carry(self.replicating.forget_older())
 
     def _count_checkpoints(self, outcomes: list[ef.Outcome | SavedUpTo] | list[SavedUpTo]) -> None:
         standing = self._standing

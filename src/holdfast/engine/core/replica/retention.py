@@ -27,7 +27,7 @@ class SaveOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """Describes a checkpoint. `age_s`: by the clock of this machine and of the one that saved."""
+    """Describes a checkpoint. `age_s`: by the clocks of this machine and the saving one."""
 
     order: SaveOrder
     age_s: float = 0.0
@@ -42,7 +42,7 @@ class Retention:
     """Keeps a checkpoint if any of these rules wants it; the newest is always kept."""
 
     last: int = 3  # how many of the newest are kept
-    settled: int = 0  # and the newest one that is older than the newest by these steps
+    settled: int = 0  # and the newest of those older than the newest by these steps
     every: int = 0  # and those whose step is a multiple of this; 0: none
     age_s: float = 0.0  # and those younger than this; 0: none
 

@@ -169,7 +169,7 @@ class StepMachine:
         """Let the script compute tasks of the step that it is ready for."""
         if not event.rested:
             self._replica.saves.postpone(event.step)
-            self._replica.protecting.postpone(event.step)
+            self._replica.replicating.postpone(event.step)
             self._audits.postpone(event.step)
         self._open, self._idle = OpenStep(event.step, event.kind), False
         self.advance()
@@ -455,7 +455,7 @@ class StepMachine:
         self._rulings.record_sums(self.step, self.owners, looked)
         doubted = self.doubt > RIGHTLY
         self._standing.carry(self._report_contradictions())
-        if not doubted and self._replica.protecting.is_active:
+        if not doubted and self._replica.replicating.is_active:
             self._go_to(Activity.KEEP)
             self._standing.order(effects.KeepStep(SinkKind.MEMORY, self._view.number, self.step))
         else:
@@ -464,7 +464,7 @@ class StepMachine:
     def handle_kept_gradient(self, step: int, *, full: bool) -> None:
         """Let a gradient be committed, now that it is in the nodes' memory."""
         if self.activity is Activity.KEEP and step == self.step:
-            self._replica.protecting.full = full
+            self._replica.replicating.full = full
             self._vote(is_believed=True)
 
     @property
@@ -511,8 +511,8 @@ class StepMachine:
             compute_us=0 if self._is_dropped() else sums.compute_us,
             wait=sums.wait,
             follow=replica.feeding.opinion(),
-            protect=replica.protecting.opinion(self.step, standing.leads_now),
-            staged=replica.protecting.staged,
+            protect=replica.replicating.opinion(self.step, standing.leads_now),
+            staged=replica.replicating.staged,
         )
         standing.order(effects.Gather(self._view.number, Topic.VOTE, vote.row()))
 
@@ -536,7 +536,7 @@ class StepMachine:
         self._audits.agree(Alike(tally.alike), whole_step)
         if tally.save:
             replica.saves.agree(self.step + 1, self._view, tally.save)
-        replica.protecting.record_votes(self.step, tally, standing.now)
+        replica.replicating.record_votes(self.step, tally, standing.now)
         standing.carry(replica.feeding.handle_commit(self.step))
         replica.feeding.agree(tally.follow, self.step + 1)
         if self._view.suspended:

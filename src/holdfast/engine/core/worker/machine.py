@@ -118,7 +118,7 @@ class WorkerMachine:
         require(not status.reduced or status.has_state, "a gradient without a state")
         steps = self._standing.acts and self._step.is_synced
         require(not steps or status.has_state, "steps without a state")
-        is_brought_up = self._replica.stage is SyncStage.SYNCED
+        is_brought_up = self._replica.stage is SyncStage.CURRENT
         require(not steps or is_brought_up, f"steps while {self._replica.stage.value}")
         self._replica.check()
         self._step.check()
@@ -199,7 +199,7 @@ class WorkerMachine:
             case ev.Reachable(address):
                 self._standing.change(address=address)
             case ev.StateProtected():
-                replica.record_protection(event)
+                replica.record_replication(event)
             case ev.SaveEnded():
                 replica.record_save_end(event)
             case ev.Loading():
@@ -318,7 +318,7 @@ class WorkerMachine:
         step.record_commit(vote.owners)
         if status.unproven and step.is_proved:
             standing.change(unproven=False)
-        if self._replica.protecting.is_active:
+        if self._replica.replicating.is_active:
             standing.order(ef.MarkCommitted(status.view, vote.step))
         standing.order(ef.Commit(vote.step, voted=True))
         self._replica.record_commit(vote.step)

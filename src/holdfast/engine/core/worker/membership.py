@@ -17,7 +17,7 @@ from holdfast.engine.core.step.step_machine import StepMachine
 from holdfast.engine.core.step.verdicts import Doubted
 from holdfast.engine.core.types import NO_VIEW, ViewNumber, WorkerId, name_workers
 from holdfast.engine.core.views import View
-from holdfast.engine.core.worker_status import Phase, StateCopy, WorkerStatus
+from holdfast.engine.core.worker_status import Phase, ReplicaStage, WorkerStatus
 
 
 class Membership:
@@ -159,7 +159,7 @@ class Membership:
     def _disbelieve(self, doubted: Doubted) -> None:
         self._avoid((doubted.invalidation,))
         if doubted.discarded:
-            self._standing.change(state=StateCopy.DISCARDED, reduced=False)
+            self._standing.change(state=ReplicaStage.DISTRUSTED, reduced=False)
 
     def _avoid(self, more: Invalidations) -> None:
         """Take in invalidations, which may cover a checkpoint that it has told of."""
@@ -196,7 +196,7 @@ class Membership:
             unreached=(),
             left_for="",
             unproven=status.worker in view.unproven,
-            state=StateCopy.DIRTY if late else status.state,  # until it has caught up
+            state=ReplicaStage.OBTAINING if late else status.state,  # until it has caught up
         )
         self._step.lateness.record_view(standing.now)
         self._step.look_again()

@@ -69,8 +69,7 @@ from holdfast.engine.runtime.node.worker_process import (
 from holdfast.engine.runtime.outlet import free_output
 from holdfast.engine.runtime.rundir import STACKS_DIR, RunDir
 from holdfast.engine.state.memory.free_memory import piece_bytes
-from holdfast.engine.state.memory.node_memory import NodeMemory
-from holdfast.engine.state.memory.piece_server import PieceServer
+from holdfast.engine.state.memory.node_memory import NodeMemory, PieceServer
 from holdfast.engine.wire.messages import (
     Address,
     AddressBook,
@@ -85,7 +84,7 @@ from holdfast.engine.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from holdfast.engine.state.memory.mending import Mending
+    from holdfast.engine.state.memory.piece_reader import Mending
 
 FROM_COORDINATOR = (
     *(Directive, AddressBook, DrainRequest, MoveRequest, LabelRequest, StacksRequest, ClockReply),
@@ -153,7 +152,7 @@ class NodePieces:
 
     async def mend(self) -> None:
         """Verify pieces all the time, slowly, and mend damaged ones."""
-        from holdfast.engine.state.memory.mending import Mending  # needs numpy
+        from holdfast.engine.state.memory.piece_reader import Mending  # needs numpy
 
         rate = self._spec.checkpoints.scrub_rate * 1e6
         self._mending = Mending(self._memory, self._identity, self._spec.redundancy())

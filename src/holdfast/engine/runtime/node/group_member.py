@@ -22,7 +22,7 @@ from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.core.membership.group_faults import ranks_of
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.core.views import View
-from holdfast.engine.core.worker_status import Phase, Stage, StateCopy, WorkerStatus
+from holdfast.engine.core.worker_status import Phase, ReplicaStage, Stage, WorkerStatus
 from holdfast.engine.host.ending_signals import restore_ending_signals
 from holdfast.engine.runtime import user_script
 from holdfast.engine.runtime.node import bootstrap
@@ -103,7 +103,7 @@ def _wait(spec: JobSpec) -> dict[str, str]:
         seq=channel.seq + 1,
         stage=Stage.READY,
         view=view.number,
-        state=StateCopy.CURRENT,
+        state=ReplicaStage.CURRENT,
         phase=Phase.COMPUTING,
         hosted=(view.owners.index(worker),),
     )

@@ -2,7 +2,7 @@
 
 A node's agent makes the file and hands its descriptor to a worker. Only the worker writes: pieces
 first, then a table that names them, in turn to one of two places. So whenever it is killed, the
-newer of the two tables that are whole describes pieces that are. Nothing in it is ever executed.
+newer of the two tables that are whole describes pieces that are. Its bytes are never executed.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Table(msgspec.Struct, frozen=True, array_like=True):
     forgotten: tuple[int, int] = (0, 0)
 
     def shelf_of(self, entry: PieceEntry) -> PieceShelf | None:
-        """Return what says which pieces an entry's are."""
+        """Return the shelf of an entry, which names its pieces."""
         key = (entry.view, entry.shard)
         return next((shelf for shelf in self.shelves if shelf.key == key), None)
 
@@ -163,7 +163,7 @@ def _is_older(entry: PieceEntry, view: int, step: int) -> bool:
 
 
 def problem_of_table(table: Table, file_bytes: int = COUNT_MAX) -> str:
-    """Return why this cannot be the table of a file of `file_bytes`; empty if it may be.
+    """Return the reason why a file of `file_bytes` cannot have this table; empty if it may.
 
     A script could overwrite the memory in which its worker's table lies, and other nodes send
     theirs; a digest only shows that the bytes did not change after they were written.
@@ -227,7 +227,7 @@ class PieceArena:
 
     @property
     def used(self) -> int:
-        """Return how many bytes are taken."""
+        """Return the number of bytes taken."""
         with self._lock:
             return sum(end - start for start, end in self._taken.items())
 
@@ -252,7 +252,7 @@ class PieceArena:
             return at, self._memory[at : at + size]
 
     def give_back(self, start: int) -> None:
-        """Let room go that was taken and not put into the table."""
+        """Free room that was taken and not put into the table."""
         with self._lock:
             del self._taken[start]
 
@@ -304,7 +304,7 @@ class PieceArena:
         head = HEAD.pack(MAGIC, self._number, len(body), xxhash.xxh3_128_digest(body))
         self._memory[at : at + HEAD.size] = head
         self._memory[at + HEAD.size : at + HEAD.size + len(body)] = body
-        for entry in dropped:  # not before the table says so
+        for entry in dropped:  # only once the table is written
             del self._taken[entry.start]
 
 
@@ -346,12 +346,12 @@ class ArenaReading:
         return piece
 
     def close(self) -> None:
-        """Let the file go; its memory is free once nobody reads of it any more."""
+        """Close the file; its memory is free once no reader has it open."""
         os.close(self._descriptor)
         self._memory = memoryview(b"")
 
     def _map(self) -> bool:
-        """Map the file, once the worker has given it its size; tells whether it has."""
+        """Map the file, once the worker has given it its size; return whether it has."""
         if not self._memory:
             size = os.fstat(self._descriptor).st_size
             if size < FIRST:

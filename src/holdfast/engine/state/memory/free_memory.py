@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from holdfast.engine.core.errors import UserError
+
 CGROUP = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60
 
@@ -27,3 +29,13 @@ def free_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> 
         if most != "max":
             found = min(found, max(int(most) - used, 0))
     return found
+
+
+def check_room(needed: int, what: str) -> None:
+    """Raise UserError if `what` takes more bytes of memory than are free on this machine."""
+    free = free_bytes()
+    if needed > free:
+        raise UserError(
+            f"{what} takes {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free here: "
+            "use a machine with more, or check that this is the right checkpoint"
+        )

@@ -1,17 +1,24 @@
-"""Keeps, in a node's agent, the files into which its workers have put pieces.
+"""Keeps, in a node's agent, the files into which its workers have put pieces, and serves them.
 
-A file outlives its worker as long as a piece in it may be of use.
+A file outlives its worker as long as a piece in it may be of use. Workers of the same job fetch
+pieces over TCP: each follows the answer to its request.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+import msgspec
 
 from holdfast.engine.core.errors import Damaged
 from holdfast.engine.core.redundancy import KeptPieces
+from holdfast.engine.net import peer_stream
+from holdfast.engine.net.peer_listener import serve
+from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.state.memory.arena import (
     ArenaReading,
     PieceEntry,
@@ -81,7 +88,7 @@ class NodeMemory:
             return {number: table for number, table in tables.items() if table.entries}
 
     def find_damaged(self) -> list[tuple[Table, PieceShelf, PieceEntry]]:
-        """Return entries with damaged pieces that nothing newer replaces: whose, and for what."""
+        """Return damaged entries that no newer entry replaces, with their tables and shelves."""
         found = []
         tables = self.tables().values()
         held = [(t.worker, entry.key) for t in tables for entry in t.entries]
@@ -115,3 +122,50 @@ class NodeMemory:
                     file.damaged.append(entry)
             self._found_damage()
             raise
+
+
+MAGIC = b"hpiece\0\1"
+
+
+class PieceRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Asks for a piece in a file of that number; without an entry, for what there is."""
+
+    file: int = 0
+    entry: PieceEntry | None = None
+    index: int = 0
+
+
+class PieceAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """Lists the pieces, or announces a piece; `sound`: it follows."""
+
+    sound: bool = False
+    tables: Mapping[int, Table] = {}
+
+
+class PieceServer:
+    """Serves one node's memory to holders of the job's peer key."""
+
+    def __init__(self, memory: NodeMemory, identity: PeerIdentity) -> None:
+        self._memory = memory
+        self._identity = identity
+
+    def listen(self, host: str) -> str:
+        """Begin to serve; returns where. OSError."""
+        address, _ = serve(host, self._identity, MAGIC, self._serve)
+        return address
+
+    def _serve(self, channel: socket.socket, _: peer_stream.Purpose) -> None:
+        while True:
+            self._answer(channel, peer_stream.receive_message(channel, PieceRequest))
+
+    def _answer(self, channel: socket.socket, request: PieceRequest) -> None:
+        if request.entry is None:
+            peer_stream.send_message(channel, PieceAnswer(sound=True, tables=self._memory.tables()))
+            return
+        try:
+            piece = self._memory.piece(request.file, request.entry, request.index)
+        except Damaged:
+            peer_stream.send_message(channel, PieceAnswer(sound=False))
+            return
+        peer_stream.send_message(channel, PieceAnswer(sound=True))
+        channel.sendall(piece)

@@ -1,8 +1,8 @@
 """Puts pieces into the memory of a worker's other nodes, where its processes there receive them.
 
 What a process receives it writes into its own file, and answers: so the sender knows that a piece
-is there before it goes on. The processes of a worker live and die together, so nothing here has to
-bear the loss of one.
+has arrived before it continues. The processes of a worker live and die together, so this code
+handles the loss of none.
 """
 
 from __future__ import annotations

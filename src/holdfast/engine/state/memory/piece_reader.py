@@ -1,29 +1,38 @@
-"""Puts states and gradients together again, from pieces that nodes hold.
+"""Puts states and gradients together again, from pieces that nodes hold, and mends damaged pieces.
 
-Data pieces are received where they belong. Where some are lost or damaged, others are fetched in
-their place, and one more if there is one, which shows whether they are right.
+Data pieces are received where they belong. Where some are lost or damaged, further pieces are
+fetched in their place, and one more if there is one, which shows whether they are right.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import xxhash
 
-from holdfast.engine.core.errors import Damaged, WireError, WorldError
+from holdfast.engine.core.errors import Damaged, WireError, WorldError, first_line
 from holdfast.engine.core.redundancy import Piece, Redundancy
 from holdfast.engine.net import peer_stream
 from holdfast.engine.net.tls import PeerIdentity
-from holdfast.engine.state.memory.arena import PieceEntry, Table, problem_of_table
-from holdfast.engine.state.memory.piece_server import MAGIC, PieceAnswer, PieceRequest
-from holdfast.engine.state.memory.pieces import PieceCoder
+from holdfast.engine.state.memory.arena import (
+    ALIGN,
+    PieceArena,
+    PieceEntry,
+    PieceShelf,
+    Table,
+    problem_of_table,
+)
+from holdfast.engine.state.memory.node_memory import MAGIC, NodeMemory, PieceAnswer, PieceRequest
+from holdfast.engine.state.memory.pieces import Image, PieceCoder
 
-PATIENCE_S = 20.0  # with a node that sends nothing
+PATIENCE_S = 20.0  # for a node that is silent
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +59,7 @@ class _Node:
         self.tables = {n: table for n, table in tables.items() if not problem_of_table(table)}
 
     def fetch(self, held: _Held, place: memoryview) -> bool:
-        """Receive a piece; tells whether it is sound. OSError, WireError."""
+        """Receive a piece; return whether it is sound. OSError, WireError."""
         peer_stream.send_message(self._channel, PieceRequest(held.file, held.entry, held.index))
         if not peer_stream.receive_message(self._channel, PieceAnswer).sound:
             return False
@@ -118,7 +127,7 @@ class PieceReader:
                 )
             try:
                 coder.complete(room, part, found)
-            except Damaged:  # they contradict each other: the others may tell which are wrong
+            except Damaged:  # they contradict each other: more pieces show which are wrong
                 others = {piece: each for piece, each in held.items() if piece.part == part}
                 if not others:
                     raise
@@ -161,14 +170,14 @@ class PieceReader:
             chosen = left[: max(coder.data - len(here), 0)]
             coded = [p for p in (*here, *chosen) if p.number >= coder.data]
             if coded and coder.data > 1 and len(here) <= coder.data:
-                chosen = left[: coder.data + 1 - len(here)]  # one to check the others by
+                chosen = left[: coder.data + 1 - len(here)]  # with one more to check them
             found += chosen
         return found
 
     def _fetch(
         self, coder: PieceCoder, room: memoryview, wanted: Mapping[Piece, _Held]
     ) -> dict[Piece, memoryview]:
-        """Fetch pieces from all nodes at once; returns those that are sound."""
+        """Fetch pieces from all nodes at once; returns the sound ones."""
         found: dict[Piece, memoryview] = {}
 
         def fetch(number: int) -> None:
@@ -193,3 +202,67 @@ class PieceReader:
         for thread in threads:
             thread.join()
         return found
+
+
+class Mending:
+    """Looks after one node's memory; `identity`: of this process. Use it in one thread."""
+
+    def __init__(self, memory: NodeMemory, identity: PeerIdentity, redundancy: Redundancy) -> None:
+        self._memory = memory
+        self._identity = identity
+        self._redundancy = redundancy
+        self._tried: list[PieceEntry] = []
+        self._over = threading.Event()
+
+    def end(self) -> None:
+        """Stop a round that is under way, soon. Any thread may call this."""
+        self._over.set()
+
+    def round(self, bytes_per_s: float, addresses: Iterable[str]) -> list[str]:
+        """Verify all pieces, reading `bytes_per_s` at most, and mend damaged ones.
+
+        `addresses`: those of all nodes' servers. Returns lines for people.
+        """
+        for number, table in self._memory.tables().items():
+            for entry in table.entries:
+                for index in range(len(entry.digests)):
+                    with contextlib.suppress(Damaged):  # it is recorded, or was dropped
+                        self._memory.piece(number, entry, index)
+                    if self._over.wait(entry.size / bytes_per_s):
+                        return []
+        damaged = self._memory.find_damaged()
+        self._tried = [entry for entry in self._tried if entry in [e for _, _, e in damaged]]
+        found = [each for each in damaged if each[2] not in self._tried]
+        return [self._mend(table, shelf, entry, addresses) for table, shelf, entry in found]
+
+    def _mend(
+        self, table: Table, shelf: PieceShelf, entry: PieceEntry, addresses: Iterable[str]
+    ) -> str:
+        what = f"pieces of the {entry.kind} of step {entry.step} were damaged in memory"
+        self._tried.append(entry)
+        reader = PieceReader(addresses, self._identity, self._redundancy, entry.shard)
+        try:
+            image = Image([reader.read(entry.kind, entry.view, entry.step)])
+            self._write(table, shelf, entry, image)
+        except (WorldError, OSError, MemoryError) as error:
+            return f"{what}, and cannot be made again: {first_line(error)}"
+        finally:
+            reader.close()
+        return f"{what}, and were made again from those of other nodes"
+
+    def _write(self, table: Table, shelf: PieceShelf, entry: PieceEntry, image: Image) -> None:
+        """Write all pieces of an entry into a file of their own. OSError, MemoryError."""
+        coder = PieceCoder(self._redundancy, shelf.parts, entry.whole)
+        number, descriptor = self._memory.open(table.worker)
+        size = entry.size * len(shelf.pieces)
+        try:
+            arena = PieceArena(descriptor, table.worker, size + ALIGN)
+            start, room = arena.take(size)
+            digests = []
+            for index, piece in enumerate(shelf.pieces):
+                target = room[index * entry.size : (index + 1) * entry.size]
+                digests.append(coder.make(image, Piece(*piece), target))
+            new = msgspec.structs.replace(entry, start=start, digests=tuple(digests))
+            arena.put(new, shelf)
+        finally:
+            self._memory.record_end(number)  # the file is complete

@@ -50,7 +50,7 @@ class PieceCoder:
     def make(self, image: Image, piece: Piece, target: memoryview) -> bytes:
         """Write one piece of an image; returns its digest.
 
-        That of data is taken of where they come from, so that a wrong copy is found.
+        The digest of data is computed from the image, so that a wrong copy is found.
         """
         if self._code is None or piece.number < self.data:
             number = 0 if self._code is None else piece.number
@@ -67,7 +67,7 @@ class PieceCoder:
         return xxhash.xxh3_128_digest(target)
 
     def span(self, piece: Piece) -> tuple[int, int]:
-        """Return where the bytes that a piece is made of start and stop in an image."""
+        """Return the first and the last position, in an image, of the bytes that make a piece."""
         one = self._code is None or piece.number < self.data
         number = piece.number if one and self._code is not None else 0
         start = (piece.part * self.data + number) * self.size
@@ -78,7 +78,7 @@ class PieceCoder:
         return np.empty(self.parts * self.data * self.size, np.uint8)
 
     def place(self, room: memoryview, piece: Piece) -> memoryview | None:
-        """Return where in `room` a piece belongs; None if something has to be made of it."""
+        """Return the place of a piece in `room`; None for parity, from which data is made."""
         if self._code is not None and piece.number >= self.data:
             return None
         start = (piece.part * self.data + (piece.number if self._code else 0)) * self.size
@@ -116,7 +116,9 @@ def _copy(sources: Sequence[memoryview], target: memoryview) -> bytes:
     room = np.frombuffer(target, np.uint8)
     for source in sources:
         digest.update(source)
-        room[at : at + len(source)] = np.frombuffer(source, np.uint8)  # other threads go on
+        room[at : at + len(source)] = np.frombuffer(
+            source, np.uint8
+        )  # without the interpreter's lock
         at += len(source)
     if at < len(target):
         digest.update(bytes(len(target) - at))

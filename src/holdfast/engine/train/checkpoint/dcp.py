@@ -44,14 +44,14 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from holdfast.engine.core.errors import Damaged, UserError
+from holdfast.engine.state.memory.free_memory import check_room
 from holdfast.engine.state.store.checkpoint_reading import OneEntry, load, load_range
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.manifest import Entry, Manifest, SavedPart
 from holdfast.engine.state.store.open import open_storage
 from holdfast.engine.state.store.saving import Item, Saving
 from holdfast.engine.state.store.storage import Storage
-from holdfast.engine.train.checkpoint.formats import bytes_of
-from holdfast.engine.train.checkpoint.room import check_room
+from holdfast.engine.train.exchange.tensor_bytes import memory_of
 
 METADATA = ".dcp"  # the entry with DCP's metadata
 METADATA_BYTES_MAX = 1 << 30
@@ -134,7 +134,7 @@ class HoldfastWriter(StorageWriter):
 
 
 class HoldfastReader(StorageReader):
-    """Loads one checkpoint: that of `step`, else the newest that can be read."""
+    """Loads one checkpoint: the one of `step`, else the newest that can be read."""
 
     def __init__(self, store: str, step: int | None = None, say: Say = lambda line: None) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class HoldfastReader(StorageReader):
                 continue
             target.copy_(_read_part(storage, manifest, entry, item, target.dtype))
             planner.commit_tensor(item, target)
-        load(storage, manifest, [(entry, bytes_of(target)) for _, entry, target in direct])
+        load(storage, manifest, [(entry, memory_of(target)) for _, entry, target in direct])
         for item, _, target in direct:
             planner.commit_tensor(item, target)
 
@@ -229,7 +229,7 @@ def _item(item: WriteItem, data: torch.Tensor | io.BytesIO) -> Item:
     host = data.detach().cpu().contiguous()
     return Item(
         name=item.index.fqn,
-        data=bytes_of(host),
+        data=memory_of(host),
         dtype=str(host.dtype).removeprefix("torch."),
         shape=tuple(host.shape),
         offset=tuple(item.tensor_data.chunk.offsets),
@@ -250,13 +250,13 @@ def _read_part(
     saved = getattr(torch, entry.dtype, dtype)
     if not entry.shape:
         rows = torch.empty((), dtype=saved)
-        load(storage, manifest, [(entry, bytes_of(rows))])
+        load(storage, manifest, [(entry, memory_of(rows))])
         return rows
     first, count = item.storage_offsets[0], item.lengths[0]
     row_bytes = math.prod(entry.shape[1:]) * saved.itemsize
     check_room(count * row_bytes, entry.label)
     rows = torch.empty((count, *entry.shape[1:]), dtype=saved)
-    load_range(storage, manifest, entry, first * row_bytes, bytes_of(rows))
+    load_range(storage, manifest, entry, first * row_bytes, memory_of(rows))
     for dim in range(1, rows.dim()):
         rows = rows.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
     return rows

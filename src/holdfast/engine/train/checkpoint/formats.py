@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from holdfast.engine.core.errors import UserError, first_line
+from holdfast.engine.state.memory.free_memory import check_room
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.manifest import Entry, Manifest, is_of_one_shard
 from holdfast.engine.state.store.saving import Item
-from holdfast.engine.train.checkpoint.room import check_room
+from holdfast.engine.train.exchange.tensor_bytes import memory_of
 
 
 def read_tensors(store: Checkpoints, step: int, only: str = "") -> dict[str, torch.Tensor]:
-    """Read all tensors of a checkpoint whose name contains `only`, and nothing else.
+    """Read all tensors of a checkpoint whose name contains `only`; no other is read.
 
     Raises Missing, Damaged, and UserError if they do not fit into the free memory, or for a dtype
     that this PyTorch does not know.
@@ -34,7 +35,7 @@ def read_tensors(store: Checkpoints, step: int, only: str = "") -> dict[str, tor
         check_room(_bytes_to_read(chosen), f"the checkpoint of step {step}")
         for entry in chosen:
             parts.append((entry, torch.empty(entry.shape, dtype=_dtype(entry))))
-        return [(entry, bytes_of(tensor)) for entry, tensor in parts]
+        return [(entry, memory_of(tensor)) for entry, tensor in parts]
 
     store.load(step, targets)
     for entry, tensor in parts:
@@ -81,19 +82,14 @@ def item_of(name: str, tensor: torch.Tensor) -> Item:
     """Make an item of a host tensor to be saved; it must not change until it is."""
     return Item(
         name=name,
-        data=bytes_of(tensor.detach().contiguous()),
+        data=memory_of(tensor.detach().contiguous()),
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=tuple(tensor.shape),
     )
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous host tensor."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
 def _bytes_to_read(entries: Sequence[Entry]) -> int:
-    """Return what `read_tensors` allocates: all entries, and tensors that consist of several."""
+    """Return the bytes that `read_tensors` allocates: for entries, and for tensors of several."""
     wholes = {
         entry.name: math.prod(entry.whole) * _dtype(entry).itemsize
         for entry in entries

@@ -17,7 +17,7 @@ Placement = list[str]  # the name of a mesh, and a word for each of its dimensio
 class Box:
     """Describes which part of a distributed tensor a process has, in numbers of elements.
 
-    `first`: of several processes that have the same part, this is the one that saves it.
+    `first`: of several processes that have the same part, this one saves it.
     """
 
     offset: tuple[int, ...]
@@ -99,7 +99,7 @@ def _placement(word: str) -> Any:
 
 
 def box_of(tensor: torch.Tensor) -> Box | None:
-    """Return which part of a tensor this process has; None for one that is not distributed."""
+    """Return the part of a tensor that this process has; None if it is not distributed."""
     if not is_distributed(tensor):
         return None
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -109,7 +109,8 @@ def box_of(tensor: torch.Tensor) -> Box | None:
     shape, offset = compute_local_shape_and_global_offset(found.shape, mesh, placements)
     place = mesh.get_coordinate()
     copies = [at for at, each in zip(place, placements, strict=True) if each.is_replicate()]
-    empty = 0 in shape and any(place)  # nothing is lost by saving only one that has no elements
+    # Of parts without elements, one is saved.
+    empty = 0 in shape and any(place)
     return Box(tuple(offset), tuple(found.shape), first=not any(copies) and not empty)
 
 

@@ -1,4 +1,4 @@
-"""Turns the job's state into bytes and tensors: no pickle, nothing executable, one fingerprint.
+"""Turns the job's state into bytes and tensors: no pickle, no code, one fingerprint.
 
 `flatten` separates what `state_dict()` of every protected object returned into a skeleton
 (MessagePack of plain values, with numbered places for tensors) and the list of tensors; `restore`
@@ -29,7 +29,7 @@ from holdfast.engine.train.checkpoint.local_tensors import (
     placement_of,
 )
 
-PROTECTED_AS = "holdfast"  # the name beside the script's own
+PROTECTED_AS = "holdfast"  # its name among the script's own
 _EXTRA_STATE = "_extra_state"  # torch's name for the result of a module's get_extra_state
 Meta = tuple[str, tuple[int, ...]]  # dtype name, shape
 

@@ -12,13 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import xxhash
 
 from holdfast.engine.core.errors import Aborted, StateMismatch
 from holdfast.engine.core.partition import part_of
 from holdfast.engine.train.checkpoint import state
-from holdfast.engine.train.checkpoint.loaded_state import LoadedState
-from holdfast.engine.train.checkpoint.state_comparison import fingerprint
+from holdfast.engine.train.checkpoint.loaded_state import LoadedState, fingerprint
 from holdfast.engine.train.exchange.layout import (
     TAG_STATE,
     Layout,
@@ -27,10 +25,9 @@ from holdfast.engine.train.exchange.layout import (
     spread_shares,
 )
 from holdfast.engine.train.exchange.seam import Transport
-from holdfast.engine.train.exchange.tensor_bytes import as_bytes
+from holdfast.engine.train.exchange.tensor_bytes import DIGEST_WORDS, as_bytes, digest_of
 
 PART_BYTES = 32 << 20
-DIGEST_WORDS = 2
 DONORS_MAX = 16  # for each joiner
 
 
@@ -194,8 +191,3 @@ def parts_of(sizes: Sequence[int], shares: int) -> list[StatePart]:
             parts += [StatePart(share, index, s, min(s + PART_BYTES, last)) for s in starts]
             at += size
     return parts
-
-
-def digest_of(data: torch.Tensor) -> torch.Tensor:
-    words = xxhash.xxh3_128(data.numpy().data).digest()
-    return torch.frombuffer(bytearray(words), dtype=torch.int64).clone()

@@ -4,7 +4,7 @@ The script's thread uses it; doubts arrive from the engine's thread. If the file
 directory is full, the ledger waits for room, but only where the coordinator has the same directory:
 then the other workers most likely have it, too, and no worker could do better. In the meantime
 lines are kept in memory, a few steps' at most, and the worker rests at its next boundary
-(core/replica/room_wait.py).
+(core/replica/replica.py).
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from torch.optim.optimizer import (
 )
 
 from holdfast.engine.core.errors import UserError
+from holdfast.engine.train.checkpoint.sharded_optimizers import ShardedOptimizers
 from holdfast.engine.train.checkpoint.state import tensors_in
-from holdfast.engine.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
 from holdfast.engine.train.script.row_updates import RowUpdates, find_parts
 from holdfast.engine.train.script.script_state import ScriptState
 

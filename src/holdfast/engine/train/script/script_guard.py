@@ -17,8 +17,8 @@ from holdfast.engine.core.ground.events import EventNoted
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.core.step.early_audits import EARLY_STEPS
 from holdfast.engine.train.checkpoint.loaded_state import LoadedState
+from holdfast.engine.train.checkpoint.sharded_optimizers import ShardedOptimizers
 from holdfast.engine.train.data.sources import LoopData
-from holdfast.engine.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
 from holdfast.engine.train.script.fingerprints import Fingerprints, PlainState, StateComparison
 from holdfast.engine.train.script.repeated_tasks import (
     RepeatedTasks,

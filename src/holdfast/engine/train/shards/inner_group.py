@@ -29,8 +29,8 @@ NEVER = timedelta(days=365)  # the machine and the agent deal with a process tha
 class InnerGroup:
     """Makes this process number `shard` of the `size` processes of one model.
 
-    `store`: shared by all of them. `host`: the address of this machine by which the others reach
-    it.
+    `store`: shared by all of them. `host`: the address of this machine by which the other processes
+    reach it.
     """
 
     def __init__(self, shard: int, size: int, store: dist.Store, host: str = LOOPBACK) -> None:
@@ -103,7 +103,7 @@ class InnerGroup:
 
 @contextlib.contextmanager
 def _use_interface(host: str) -> Iterator[None]:
-    """Have gloo and NCCL connect by the network interface that has this address."""
+    """Make gloo and NCCL connect by the network interface that has this address."""
     device = interface_of(host)
     libraries = ("GLOO",) if host == LOOPBACK else ("GLOO", "NCCL")
     names = [f"{library}_SOCKET_IFNAME" for library in libraries] if device else []

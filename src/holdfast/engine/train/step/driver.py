@@ -112,7 +112,7 @@ class NoShards:
 class Prompt(Protocol):
     """Carries out effects that concern gradients, at once and with the monitor held."""
 
-    def carry_out(self, effect: ef.WorkerEffect) -> Sequence[ev.WorkerEvent]:
+    def carry_out_now(self, effect: ef.WorkerEffect) -> Sequence[ev.WorkerEvent]:
         """Carry out one effect, and return the events that follow for the machine."""
         ...
 
@@ -425,7 +425,7 @@ class Driver:
             case _:
                 try:
                     if self._prompt is not None:
-                        for event in self._prompt.carry_out(effect):
+                        for event in self._prompt.carry_out_now(effect):
                             self._events.extend(self._shards.hear(0, event))
                 except Exception as error:  # noqa: BLE001 - the script raises it, from its thread
                     self.fail(error)

@@ -20,7 +20,7 @@ from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.effects import SumStage
 from holdfast.engine.core.ground.events import FINITE, StepKind, Topic
-from holdfast.engine.core.types import Peer, WorkerId
+from holdfast.engine.core.types import Peer, ViewNumber, WorkerId
 from holdfast.engine.core.views import View
 from holdfast.engine.train.exchange.layout import (
     TAG_AUDIT,
@@ -34,7 +34,7 @@ from holdfast.engine.train.step.bucket_sums import BucketSum
 from holdfast.engine.train.step.buckets import FilledBuckets
 from holdfast.engine.train.step.driver import Driver, EngineOrder, Link, ViewRendezvous
 from holdfast.engine.train.step.late_members import NONE_AWAITED, BackupMessages, LateSearch
-from holdfast.engine.train.step.mover import StateMover, ViewConnections
+from holdfast.engine.train.step.mover import PromptOrder, StateMover, ViewConnections
 from holdfast.engine.train.step.reduction import (
     ActCheck,
     BuffersSpread,
@@ -84,6 +84,7 @@ class Engine(threading.Thread):
         filled: FilledBuckets,
         mover: StateMover,
         exchange: Exchange,
+        note_doubt: Callable[[int, int, bool], None],
     ) -> None:
         super().__init__(name="holdfast-engine", daemon=True)
         self._driver = driver
@@ -92,6 +93,7 @@ class Engine(threading.Thread):
         self._filled = filled
         self._mover = mover
         self._exchange = exchange
+        self._note_doubt = note_doubt
         self._rows: TableGather | None = None  # the table of the step that is being summed
         self._rows_step = -1  # the newest step whose table was begun
         self._search: LateSearch | None = None
@@ -119,10 +121,28 @@ class Engine(threading.Thread):
                 self._driver.fail(error)
                 return
 
-    def look_who_is_late(self, step: int) -> None:
-        """Begin to search for the member for which a step waits."""
-        if self._search is not None:
-            self._search.look(step)
+    def carry_out_now(self, effect: ef.WorkerEffect) -> Sequence[ev.WorkerEvent]:
+        """Carry out an effect that is not in order with the others, with the monitor held.
+
+        Return the events that follow for the machine. The thread that posted an event calls it.
+        """
+        match effect:
+            case ef.Redo():
+                self._data.gradients.clear()
+                self._data.reset()
+            case ef.PutRight(_, digests):
+                try:
+                    self._put_right(digests)
+                except Aborted as error:
+                    return [ev.GroupBroken(ViewNumber(self._data.reduced_in), str(error))]
+            case ef.NoteDoubt(step, view, again):
+                self._note_doubt(step, view, again)
+            case ef.LookWhoIsLate(_, step):
+                if self._search is not None:
+                    self._search.look(step)
+            case _ if isinstance(effect, PromptOrder):
+                return self._mover.carry_out_now(effect, self._in)
+        return []
 
     def _awaited_rank(self, step: int) -> int:
         """Return the rank for which this member waits in a step; any thread may ask.
@@ -136,16 +156,11 @@ class Engine(threading.Thread):
             return at.layout.rank
         return NONE_AWAITED if rows.awaited is None else rows.awaited
 
-    def put_right(self, digests: Sequence[int]) -> None:
+    def _put_right(self, digests: Sequence[int]) -> None:
         """Use a correct run for each piece of the checked bucket. Aborted."""
         if self._runs is not None and self._in is not None:
             size = self._in.layout.size
             self._runs.put_right(digests[self._exchange.me.shard * size :][:size])
-
-    @property
-    def connections(self) -> ViewConnections | None:
-        """Return this worker's part in the view whose group is open."""
-        return self._in
 
     # ------------------------------------------------------------ orders
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from holdfast.engine.core.ground.events import StepKind
-from holdfast.engine.train.optimizer_sharding.sharded_optimizers import ShardedOptimizers
+from holdfast.engine.train.checkpoint.sharded_optimizers import ShardedOptimizers
 from holdfast.engine.train.step.gradient_digest import TaskDigest
 from holdfast.engine.train.step.gradients import Gradients
 from holdfast.engine.train.step.module_attributes import ModuleAttributes

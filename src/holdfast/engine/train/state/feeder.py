@@ -6,15 +6,18 @@ Each follower has a thread of its own, so that training waits for none.
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from holdfast.engine.core.errors import WireError, first_line
+from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SourceKind
+from holdfast.engine.core.ground.ends import SinkKind, SourceKind
 from holdfast.engine.core.replica.feeding import count_feeders
 from holdfast.engine.core.types import NO_VIEW, WorkerId
 from holdfast.engine.core.views import Follower, FollowOrder, View
@@ -25,26 +28,28 @@ from holdfast.engine.state.memory.free_memory import free_bytes
 from holdfast.engine.train.checkpoint import state
 from holdfast.engine.train.checkpoint.transfer import parts_of
 from holdfast.engine.train.exchange.layout import piece_of
-from holdfast.engine.train.exchange.tensor_bytes import as_bytes
-from holdfast.engine.train.feeding import feed_frames
-from holdfast.engine.train.feeding.feed_frames import FeedHead, bytes_of
-from holdfast.engine.train.feeding.staged_state import StagedState
-from holdfast.engine.train.feeding.step_memory import StepMemory
-from holdfast.engine.train.step.kept_step import KeptStep
+from holdfast.engine.train.exchange.tensor_bytes import memory_of
+from holdfast.engine.train.state import feed_frames
+from holdfast.engine.train.state.feed_frames import FeedHead
+from holdfast.engine.train.state.share import StagedState
+from holdfast.engine.train.state.step_image import StepImage
+from holdfast.engine.train.state.step_memory import StepMemory
+from holdfast.engine.train.step.mover import Events, StateSink, ViewConnections
 from holdfast.engine.train.step.step_data import StepData
 
 StateParts = list[tuple[int, memoryview]]  # numbers of parts, and their bytes
 MARGIN = 0.9  # part of the free memory that copies and steps may take
 
 
-class Feeder:
-    """Feeds others for one member. `rate`: bytes a second at which the state is sent.
+class Feeder(StateSink):
+    """Feeds followers for member `me`. `rate`: bytes a second at which the state is sent.
 
     `compares`: members compare the state that they feed.
     """
 
     def __init__(
         self,
+        me: WorkerId,
         protected: Mapping[str, Any],
         data: StepData,
         tell: Callable[[ev.WorkerEvent], None],
@@ -53,6 +58,7 @@ class Feeder:
         *,
         compares: bool,
     ) -> None:
+        self._me = me
         self._protected = protected
         self._data = data
         self._tell = tell
@@ -65,13 +71,17 @@ class Feeder:
         self._rank, self._feeders = 0, 1
         self._number = 0
 
-    def stage(self, step: int, order: FollowOrder, view: View, me: WorkerId) -> str:
-        """Copy this worker's share of the state after `step` steps, and begin to send it.
+    def copy(self, order: ef.CopyState) -> ev.StateCopied:
+        """Copy this worker's share of the state, and begin to send it. By the script's thread."""
+        assert order.order is not None, "followers are fed by an order"
+        problem = self._stage(order.step, order.order, order.view)
+        number = order.order.number
+        return ev.StateCopied(SinkKind.FOLLOWERS, order.step, problem=problem, order=number)
 
-        Return why there is no copy, or "". The script's thread calls it, between two steps.
-        """
+    def _stage(self, step: int, order: FollowOrder, view: View) -> str:
+        """Return the reason why there is no copy, or ""."""
         self.end(finish=False)
-        self._rank, self._feeders = view.rank(me), count_feeders(len(view.members))
+        self._rank, self._feeders = view.rank(self._me), count_feeders(len(view.members))
         feeds = self._rank < self._feeders
         skeleton, tensors = state.capture(self._protected)
         parts = parts_of([t.nbytes for t in tensors], self._feeders)
@@ -88,12 +98,13 @@ class Feeder:
         first = [memoryview(skeleton)] if self._rank == 0 else []
         budget = max(int((free - needed) * MARGIN / 2), 1 << 20)
         for follower in order.followers if feeds else ():
-            sender = _Sender(follower, budget, self._staged, self._reuse_memory)
+            who = order.number, self._rank, self._feeders
+            connect = partial(feed_frames.connect, follower.address, self._identity, *who)
+            sender = _Sender(follower, budget, connect, self._staged, self._reuse_memory)
             sender.put(_Message(head, first))
             self._senders.append(sender)
         for sender in self._senders:
-            messages = self._staged.messages(parts, self._rank)
-            args = (sender, messages, (self._identity, order.number, self._rank, self._feeders))
+            args = sender, self._staged.messages(parts, self._rank)
             threading.Thread(target=self._run, args=args, name="holdfast-feed", daemon=True).start()
         every = [bucket.result.data for bucket in self._data.gradients.active]
         results = [each for each in every if not each.is_cuda]
@@ -115,36 +126,39 @@ class Feeder:
         """Return a fingerprint of the state if it was copied one step before; otherwise 0."""
         return self._staged.fingerprint if self._step == step - 1 else 0
 
-    def send_step(self, index: int, *, compared: bool) -> None:
+    def keep(self, order: ef.KeepStep, at: ViewConnections) -> Events:
         """Send this member's piece of a reduced step, which the script has not touched yet."""
         if not self._senders:
-            return
-        kept = KeptStep.of(self._data, self._piece, self._memory.copy)
-        buffers = [*kept.pieces]
-        tables: list[tuple[int, bool]] = []
-        if self._rank == 0:
-            used = kept.used.to(torch.uint8)
-            buffers += [kept.head, kept.rows, used, kept.left, kept.told]
-            tables = [(len(t.places), t.dense) for t in kept.tables]
-            buffers += [part for t in kept.tables for part in (t.places, t.values)]
-        plan = self._data.gradients.plan
-        named = tuple(tables)
-        head = FeedHead(kind="step", step=index, plan=plan, tables=named, compared=compared)
-        sent = [bytes_of(as_bytes(each)) for each in buffers]
-        on_host = [piece for piece in kept.pieces if not piece.is_cuda]  # else `sent` is a copy
+            return ()
+        image = StepImage.copy(
+            self._data, self._piece, self._memory.copy, with_shared=self._rank == 0
+        )
+        head = FeedHead(
+            kind="step",
+            step=order.step,
+            plan=image.plan,
+            tables=tuple(image.tables),
+            compared=order.compared,
+        )
+        sent = [memory_of(each.cpu()) for each in image.buffers]
+        on_host = [piece for piece in image.pieces if not piece.is_cuda]  # else `sent` is a copy
         message = _Message(head, sent, on_host, len(self._senders))
         for sender in self._senders:
             waiting = sender.put(message)
             if waiting > sender.budget:
                 worker = sender.follower.worker
                 self._tell(ev.FollowerBehind(self._number, worker, waiting))
+        return ()
 
-    def drop(self, worker: WorkerId) -> None:
-        """Send no more to one follower, which is too slow; its connection ends at once."""
+    def forget(self, order: ef.Forget) -> None:
+        """Stop feeding all followers, or a slow one: its connection ends at once."""
+        if order.follower is None:
+            self.end(finish=order.finish)
+            return
         for sender in self._senders:
-            if sender.follower.worker == worker:
+            if sender.follower.worker == order.follower:
                 sender.end(finish=False)
-        self._senders = [each for each in self._senders if each.follower.worker != worker]
+        self._senders = [s for s in self._senders if s.follower.worker != order.follower]
 
     def end(self, *, finish: bool) -> None:
         """Stop feeding all followers; unless it is to `finish`, connections end at once."""
@@ -161,12 +175,9 @@ class Feeder:
 
     # ------------------------------------------------------------ sending
 
-    def _run(
-        self, sender: _Sender, state_parts: StateParts, whom: tuple[PeerIdentity, int, int, int]
-    ) -> None:
-        identity, number, rank, size = whom
+    def _run(self, sender: _Sender, state_parts: StateParts) -> None:
         try:
-            sender.run(state_parts, identity, (number, rank, size), SendRate(self._rate))
+            sender.run(state_parts, SendRate(self._rate))
         except (OSError, WireError, ValueError, RuntimeError) as error:
             if not sender.ended:
                 text = f"sending to {sender.follower.address} has failed: {first_line(error)}"
@@ -208,6 +219,7 @@ class _Sender:
         self,
         follower: Follower,
         budget: int,
+        connect: Callable[[], socket.socket],
         staged: StagedState,
         sent: Callable[[_Message], None],
     ) -> None:
@@ -215,12 +227,13 @@ class _Sender:
         self.budget = budget  # bytes that may wait
         self.ended = False
         self._waiting = 0
+        self._connect = connect
         self._staged = staged
         self._sent = sent  # called with each message that was sent
         self._queue: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._channel: Any = None
-        self._is_cut = False  # nothing more must be sent
+        self._channel: socket.socket | None = None
+        self._is_cut = False  # no further message may be sent
 
     def put(self, message: _Message) -> int:
         """Send a message later; return how many bytes wait now."""
@@ -232,7 +245,7 @@ class _Sender:
         return waiting
 
     def end(self, *, finish: bool) -> None:
-        """Send nothing more; messages in the queue are still sent if it is to `finish`."""
+        """Send no further messages; those in the queue are still sent if it is to `finish`."""
         with self._lock:
             self.ended = True
             self._is_cut = not finish
@@ -240,15 +253,9 @@ class _Sender:
                 peer_stream.shut(self._channel)  # the sending thread closes it
         self._queue.put(None)
 
-    def run(
-        self,
-        parts: StateParts,
-        identity: PeerIdentity,
-        who: tuple[int, int, int],
-        rate: SendRate,
-    ) -> None:
+    def run(self, parts: StateParts, rate: SendRate) -> None:
         """Connect, and send until `end` is called. OSError, WireError."""
-        channel = feed_frames.connect(self.follower.address, identity, *who)
+        channel = self._connect()
         with self._lock:
             self._channel = channel
             if self._is_cut:
@@ -264,7 +271,7 @@ class _Sender:
                 self._send(channel, message)
             feed_frames.send(channel, FeedHead(kind="end"), [])
 
-    def _send(self, channel: Any, message: _Message | None) -> None:
+    def _send(self, channel: socket.socket, message: _Message | None) -> None:
         if message is not None:
             feed_frames.send(channel, message.head, message.buffers)
             with self._lock:

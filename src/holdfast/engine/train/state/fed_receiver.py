@@ -1,23 +1,24 @@
 """Receives the state and reduced steps that members feed to this worker before it joins them.
 
-Each member connects and sends its share; a thread for each connection reads it. The machine hears
-of each complete part, and decides when it is loaded and applied.
+Each member connects and sends its share; a thread for each connection reads it. Each complete part
+is posted to the machine, and decides when it is loaded and applied.
 """
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import itemgetter
 
 import torch
 
 from holdfast.engine.core.errors import HoldfastError, WireError, first_line
+from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.ends import SourceKind
-from holdfast.engine.core.types import NO_VIEW, ViewNumber
+from holdfast.engine.core.types import NO_VIEW
 from holdfast.engine.core.views import FollowOrder
 from holdfast.engine.net import peer_stream
 from holdfast.engine.net.peer_listener import serve
@@ -26,11 +27,12 @@ from holdfast.engine.state.memory.free_memory import free_bytes
 from holdfast.engine.train.checkpoint import state
 from holdfast.engine.train.checkpoint.loaded_state import LoadedState
 from holdfast.engine.train.checkpoint.transfer import StatePart, parts_of
-from holdfast.engine.train.exchange.layout import piece_of
-from holdfast.engine.train.feeding import feed_frames
-from holdfast.engine.train.feeding.feed_frames import FeedHead, bytes_of
-from holdfast.engine.train.feeding.step_memory import StepMemory
-from holdfast.engine.train.step.kept_step import put_buffers, room
+from holdfast.engine.train.exchange.tensor_bytes import memory_of, room
+from holdfast.engine.train.state import feed_frames
+from holdfast.engine.train.state.feed_frames import FeedHead
+from holdfast.engine.train.state.step_image import StepImage, put_images
+from holdfast.engine.train.state.step_memory import StepMemory
+from holdfast.engine.train.step.mover import Events, StateSource, ViewConnections
 from holdfast.engine.train.step.step_data import StepData
 
 MARGIN = 0.9  # part of the free memory that the state may take
@@ -69,7 +71,7 @@ class _Feed:
         return found
 
 
-class FedReceiver:
+class FedReceiver(StateSource):
     """Listens for members that feed this worker. `tell` posts an event; it may block shortly."""
 
     def __init__(
@@ -99,7 +101,7 @@ class FedReceiver:
 
     # ------------------------------------------------------------ what the machine decides
 
-    def follow(self, order: FollowOrder | None) -> Sequence[ev.WorkerEvent]:
+    def follow(self, order: FollowOrder | None) -> Events:
         """Take in messages of this order; None: of none. Return events about complete parts."""
         if order is None:
             self._unfollow()
@@ -117,43 +119,37 @@ class FedReceiver:
             self._drop([n for n in self._feeds if n <= number])
         self._memory.release()
 
-    def load(self, number: int) -> None:
-        """Load the received state, in a thread; the script waits meanwhile."""
+    def load_state(self, order: ef.ObtainState, at: ViewConnections | None) -> Events:
+        """Load the received state, in a thread that posts an event; the script waits."""
         self._loading = threading.Thread(
-            target=self._load, args=(number,), name="holdfast-load", daemon=True
+            target=self._load, args=(order.order,), name="holdfast-load", daemon=True
         )
         self._loading.start()
+        return ()
 
     def settle(self) -> None:
-        """Wait until nothing is being loaded any more."""
+        """Wait until no state is being loaded."""
         if self._loading is not None:
             self._loading.join()
 
-    def take(self, view: ViewNumber, step: int) -> Sequence[ev.WorkerEvent]:
+    def take_step(self, order: ef.ObtainStep, at: ViewConnections | None) -> Events:
         """Put a step's gradient, buffers and tables where the script finds them."""
+        step = order.step
         with self._lock:
             number = self._number
             told = self._feeds[number].steps.pop(step)
+        buckets = len(self._data.gradients.active)
+        images = [
+            StepImage.of_buffers(head.plan, head.tables, buffers, buckets)
+            for _, (head, buffers) in sorted(told.items())
+        ]
         try:
-            self._put(told)
-        except (WireError, IndexError, RuntimeError) as error:
+            put_images(self._data, images)
+        except WireError as error:
             return [_make_failure(number, f"step {step} does not fit: {first_line(error)}")]
-        return [ev.StepObtained(SourceKind.FEED, view, step)]
-
-    def _put(self, told: dict[int, Told]) -> None:
-        step, size = self._data, len(told)
-        gradients = step.gradients
-        if any(head.plan != gradients.plan for head, _ in told.values()):
-            raise WireError("the members train other parameters")
-        for rank, (_, buffers) in told.items():
-            pieces = buffers[: len(gradients.active)]
-            for bucket, piece in zip(gradients.active, pieces, strict=False):
-                data = bucket.result.data
-                place = data[piece_of(rank, size, data.numel())]
-                place.copy_(piece.view(place.dtype))
-            self._memory.give_back(pieces)
-        head, buffers = told[0]
-        put_buffers(step, head.tables, buffers[len(gradients.active) :])
+        for image in images:
+            self._memory.give_back(image.pieces)
+        return [ev.StepObtained(SourceKind.FEED, order.view, step)]
 
     def _load(self, number: int) -> None:
         with self._lock:
@@ -203,7 +199,7 @@ class FedReceiver:
             raise WireError(f"a member began with {head.kind!r}")
         if rank == 0:
             skeleton = room(head.buffers[0][0])
-            feed_frames.read_into(channel, bytes_of(skeleton), head.buffers[0])
+            feed_frames.read_into(channel, memory_of(skeleton), head.buffers[0])
             self._begin(feed, head.step, skeleton.numpy().tobytes())
         with self._lock:
             while feed.tensors is None:
@@ -219,7 +215,7 @@ class FedReceiver:
                 part = parts[head.index]
                 if part.share != rank:
                     raise WireError(f"rank {rank} sends a part of rank {part.share}")
-                place = bytes_of(tensors[part.tensor])[part.start : part.stop]
+                place = memory_of(tensors[part.tensor])[part.start : part.stop]
                 feed_frames.read_into(channel, place, head.buffers[0])
                 self._record_part(feed, rank, None)
             else:
@@ -238,7 +234,7 @@ class FedReceiver:
         _check_room(sum(count for count, _ in head.buffers))
         found = [self._memory.block(count) for count, _ in head.buffers]
         for buffer, named in zip(found, head.buffers, strict=True):
-            feed_frames.read_into(channel, bytes_of(buffer), named)
+            feed_frames.read_into(channel, memory_of(buffer), named)
         return found
 
     def _record_part(self, feed: _Feed, rank: int, told: Told | None) -> None:

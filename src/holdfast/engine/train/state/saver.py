@@ -1,4 +1,4 @@
-"""Checkpoints of a running job: a copy at a step boundary, written while training goes on.
+"""Checkpoints of a running job: a copy at a step boundary, written while training continues.
 
 All members of a view agree in a vote that the next boundary is to be saved; then each copies its
 share of the state into memory that outlives it, and has the writer of its node save that. A save
@@ -14,15 +14,17 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from holdfast.engine.core.errors import WorldError, first_line
-from holdfast.engine.core.ground.events import SaveEnded
-from holdfast.engine.core.recurring import Recurring
-from holdfast.engine.core.types import ViewNumber, WorkerId
-from holdfast.engine.core.views import View
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground.ends import SinkKind
+from holdfast.engine.core.ground.events import SaveEnded, StateCopied
+from holdfast.engine.core.replica.saves import SaveFailures
+from holdfast.engine.core.types import Peer, ViewNumber
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.state.store.manifest import SKELETON, name_in_shard
 from holdfast.engine.state.store.snapshot import (
@@ -37,13 +39,14 @@ from holdfast.engine.state.store.snapshot import (
     token_for,
 )
 from holdfast.engine.train.checkpoint import state
-from holdfast.engine.train.checkpoint.shares import Slice, share_of, share_selector
-from holdfast.engine.train.checkpoint.staging import Copier
 from holdfast.engine.train.checkpoint.state import Capture, NamedTensor
+from holdfast.engine.train.state.share import Slice, StateShare, share_of, share_selector
+from holdfast.engine.train.step.mover import StateSink
 
 _PLACE = re.compile(r"\[('?)(.*?)\1\]")
 
 
+SAVE_S_MAX = 600.0  # how long the end of a loop waits for a checkpoint under way
 TABLES_S = 600.0  # to wait for what servers save of tables, which may be much more than the rest
 
 
@@ -51,89 +54,102 @@ class RowSaves(Protocol):
     """Has servers of tables save their rows as further shares of a checkpoint."""
 
     def save(self, step: int, token: str, first: int) -> int:
-        """Have all servers save the rows as they are now, as shares from number `first` on.
+        """Ask all servers to save the rows as they are now, as shares from number `first` on.
 
         Returns how many shares these are.
         """
         ...
 
 
-class Saver:
+@dataclass(frozen=True, slots=True)
+class WriterLink:
+    """Connects process `me`, one of its worker's `procs`, with the writer of its node."""
+
+    orders: socket.socket
+    job: str
+    me: Peer
+    procs: int = 1
+
+
+class Saver(StateSink):
     """Copies this worker's share of the state, and has the writer of its node save it.
 
-    `orders`: to that writer. `tell` is called, in a thread, with how each save has ended.
-    `whole_print` returns a print of the whole state, the same for all workers. `shard`: which of
-    its worker's processes this is, and of how many. `capture`: the state, if not all is here.
+    `writer`: None without a store, or without a writer. `tell` is called, in a thread, when a save
+    has ended. `whole_print` returns a fingerprint of the whole state, the same for all workers.
+    `capture`: captures the state, if not all of it is here. `rows`: saves tables' rows.
     """
 
     def __init__(
         self,
-        orders: socket.socket,
-        job: str,
+        writer: WriterLink | None,
         protected: Mapping[str, Any],
         tell: Callable[[SaveEnded], None],
         whole_print: Callable[[], int],
-        shard: tuple[int, int] = (0, 1),
         capture: Capture | None = None,
+        rows: RowSaves | None = None,
     ) -> None:
-        self.rows: RowSaves | None = None
-        self._whole_print = whole_print
-        self._shard, self._procs = shard
-        self._capture = capture or (lambda _: state.capture_named(protected))
-        self._orders = orders
-        self._job = job
+        self._writer = writer
         self._tell = tell
-        self._failures = Recurring()
+        self._whole_print = whole_print
+        self._capture = capture or (lambda _: state.capture_named(protected))
+        self._rows = rows
+        self._failures = SaveFailures()
         self._arena = Arena()
-        self._copier = Copier(protected)
+        self._share = StateShare(protected)
         self._thread: list[threading.Thread] = []  # the save under way: none or one
 
-    def copy(self, step: int, view: View, me: WorkerId, *, checked: bool = False) -> str:
-        """Copy this worker's share of the state after `step` steps, and have it saved.
-
-        `checked`: it is saved only if all members have the same state. The script stands still
-        meanwhile. Returns why there is no copy, or "".
-        """
-        rank, size, began = view.rank(me), len(view.members), time.monotonic()
+    def copy(self, order: ef.CopyState) -> StateCopied:
+        """Copy this worker's share of the state, and have it saved. The script stands still."""
+        began, problem = time.monotonic(), ""
         try:
-            table_at, table_bytes = self._copy(rank, size)  # those of shard 0 come first
-            token = token_for(self._job, view.number, step)
-            # The worker that commits the checkpoint counts them, since their number may change.
-            rows = self.rows if self._shard == rank == 0 else None
-            more = rows.save(step, token, self._procs * size) if rows is not None else 0
-            order = Order(
-                step=step,
-                view=view.number,
-                token=token,
-                rank=self._shard * size + rank,
-                size=self._procs * size + more,
-                table_at=table_at,
-                table_bytes=table_bytes,
-                shard=self._shard,
-                procs=self._procs,
-                state_print=self._whole_print() if checked else 0,
-                patience_s=TABLES_S if more else 0.0,
-            )
-            # Unless copies are still under way this worker may die now: its share will be saved.
-            answers = None if self._copier.is_busy else send(self._orders, order, self._arena)
+            if self._writer is None:
+                self._capture(share_selector(len(order.view.members)))  # as all members do
+                raise WorldError("there is no writer")
+            self._have_saved(order, self._writer, began)
         except (OSError, MemoryError, WorldError) as error:
-            self._complain(step, first_line(error))
-            return first_line(error)
-        thread = threading.Thread(target=self._await, args=(order, began, answers), daemon=True)
+            problem = first_line(error)
+            self._complain(order.step, problem)
+        return StateCopied(SinkKind.STORE, order.step, time.monotonic() - began, problem)
+
+    def _have_saved(self, order: ef.CopyState, writer: WriterLink, began: float) -> None:
+        """Copy the share and send the writer an order. OSError, MemoryError, WorldError."""
+        view, step, shard, procs = order.view, order.step, writer.me.shard, writer.procs
+        rank, size = view.rank(writer.me.worker), len(view.members)
+        table_at, table_bytes = self._copy(rank, size, shard)  # those of shard 0 come first
+        token = token_for(writer.job, view.number, step)
+        # The worker that commits the checkpoint counts them, since their number may change.
+        rows = self._rows if shard == rank == 0 else None
+        more = rows.save(step, token, procs * size) if rows is not None else 0
+        share = Order(
+            step=step,
+            view=view.number,
+            token=token,
+            rank=shard * size + rank,
+            size=procs * size + more,
+            table_at=table_at,
+            table_bytes=table_bytes,
+            shard=shard,
+            procs=procs,
+            state_print=self._whole_print() if order.checked else 0,
+            patience_s=TABLES_S if more else 0.0,
+        )
+        # Unless copies are still under way this worker may die now: its share will be saved.
+        answers = None if self._share.is_busy else send(writer.orders, share, self._arena)
+        args = writer.orders, share, began, answers
+        thread = threading.Thread(target=self._await, args=args, daemon=True)
         self._thread = [thread]
         thread.start()
-        return ""
 
     def wait_before_update(self) -> None:
-        """Let copies under way come first: the state is about to change."""
-        self._copier.hold()
+        """Wait for copies under way: the state is about to change."""
+        self._share.wait_before_update()
 
-    def finish(self, timeout_s: float) -> None:
-        """Wait for a save under way."""
+    def finish(self) -> None:
+        """Wait for a save under way: the loop has ended."""
         for thread in self._thread:
-            thread.join(timeout_s)
+            thread.join(SAVE_S_MAX)
 
-    def _copy(self, rank: int, size: int) -> tuple[int, int]:
+    def _copy(self, rank: int, size: int, shard: int) -> tuple[int, int]:
         """Returns where the table of the copies is, and its bytes."""
         skeleton, found = self._capture(share_selector(size))
         readable = _readable_name([each.path for each in found])
@@ -141,7 +157,7 @@ class Saver:
         slots: list[StagedItem] = []
         at = 0
         if rank == 0:
-            name = name_in_shard(SKELETON, self._shard)
+            name = name_in_shard(SKELETON, shard)
             slots.append(StagedItem(name=name, start=0, size=len(skeleton)))
             at = len(skeleton)
         places = []
@@ -149,18 +165,18 @@ class Saver:
             at = -(-at // ALIGN) * ALIGN
             named, part = found[each.tensor], _part(found[each.tensor].tensor, each)
             alone = named.box is None or not named.box.first
-            name = name_in_shard(readable[each.tensor], self._shard if alone else 0)
+            name = name_in_shard(readable[each.tensor], shard if alone else 0)
             slots.append(_slot(name, named, each, at))
             places.append((at, part))
             at += part.nbytes
         table = table_of(slots)
         if at + len(table) > len(self._arena.memory):
-            self._copier.release()
+            self._share.release()
             self._arena.fit(at + len(table))
         memory = self._arena.memory
         if rank == 0:
             memory[: len(skeleton)] = skeleton
-        self._copier.copy(memory, places)
+        self._share.copy(memory, places)
         memory[at : at + len(table)] = table
         return at, len(table)
 
@@ -168,11 +184,13 @@ class Saver:
         if text := self._failures.count_failure(f"this worker's share of step {step}", problem):
             say(text)
 
-    def _await(self, order: Order, began: float, answers: int | None) -> None:
+    def _await(
+        self, orders: socket.socket, order: Order, began: float, answers: int | None
+    ) -> None:
         try:
             if answers is None:
-                self._copier.wait_for_copies()
-                answers = send(self._orders, order, self._arena)
+                self._share.wait_for_copies()
+                answers = send(orders, order, self._arena)
             answer = read_answer(answers)
         except WorldError as error:
             answer = SaveAnswer(problem=str(error))

@@ -1,4 +1,4 @@
-"""Decides one member's part in protecting the state in the nodes' memory. Pure.
+"""Decides one member's part in replicating the state in the nodes' memory. Pure.
 
 Before it votes for a step it puts its pieces of the reduced gradient into its node's memory. So
 each committed step can be applied again to an older state, as long as enough pieces are left. At a
@@ -49,23 +49,24 @@ def _parts(view: View, shard: int) -> dict[int, int]:
     return {place: part for part, place in enumerate(places)}
 
 
-class Protecting:
-    """Keeps agreements and progress. `every`: steps from one protected state to the next.
+class Replicating:
+    """Keeps agreements and progress. `every`: steps from one replicated state to the next.
 
     0: the next one is due once it would take longer to apply all gradients since the newest one
     again than it took to put that into memory, as this member has timed both.
     """
 
     def __init__(self, every: int) -> None:
-        self.staged = 0  # steps before the newest state whose pieces are in memory, or
-        # less than 0 for one that could not be copied
+        #: The number of steps before the newest state whose pieces are in memory; negative if that
+        #: state could not be copied.
+        self.staged = 0
         self.full = False  # there is hardly room for further gradients here
         self._every = every
         self._view: View | None = None
-        self._last: int | None = 0  # steps before the protected state, or this member's first one
-        self._agreed: int | None = None  # steps before the state to be protected next
+        self._last: int | None = 0  # steps before the replicated state, or this member's first one
+        self._agreed: int | None = None  # steps before the state to be replicated next
         self._pending: int | None = None  # it was copied, and does not count yet
-        self._counts: int | None = None  # all have protected it: older ones may go
+        self._counts: int | None = None  # all have replicated it: older ones may go
         self._voted_at: float | None = None  # for a step that the script applies now
         self._applying_s = 0.0  # how long the script took to, for all steps since the newest state
         self._ordered_at = 0.0
@@ -85,7 +86,7 @@ class Protecting:
             self._last = None  # pieces are missing, or on other nodes
 
     def opinion(self, step: int, leads: bool) -> bool:
-        """Return whether the state after this step should be protected."""
+        """Return whether the state after this step should be replicated."""
         under_way = self._agreed is not None or self._pending is not None
         return leads and self.is_active and not under_way and self._is_due(step + 1)
 
@@ -102,7 +103,7 @@ class Protecting:
             self._agreed += 1
 
     def looks_at_all(self, step: int) -> bool:
-        """Return whether the state after `step` steps is compared, since it is protected."""
+        """Return whether the state after `step` steps is compared because it is replicated."""
         return step in (self._agreed, self._pending)
 
     def next_copy(self, step: int, now: float) -> list[Outcome]:
@@ -113,7 +114,7 @@ class Protecting:
         if self._agreed is None or self._view is None or step < self._agreed:
             return []
         agreed, self._agreed = self._agreed, None
-        if agreed != step:  # the boundary was between two loops, where nothing is copied
+        if agreed != step:  # no state is copied between two loops
             self._last = None
             return []
         self._pending, self._ordered_at, self._applying_s = step, now, 0.0
@@ -128,7 +129,7 @@ class Protecting:
         return [EventNoted("memory", text)] if problem else []
 
     def record_votes(self, step: int, tally: Tally, now: float) -> None:
-        """Take in the votes of all members on protected states, before `step` is committed."""
+        """Take in the votes of all members on replicated states, before `step` is committed."""
         self._voted_at = now
         if tally.protect:
             self._agreed = self._last = step + 1
@@ -141,7 +142,7 @@ class Protecting:
             self._pending, self._counts = None, pending
 
     def forget_older(self) -> list[Outcome]:
-        """Return the order to drop states older than one that counts since the last vote.
+        """Return the order to drop older states, if one counts since the last vote.
 
         It follows the mark of the commit, by which the newer state counts.
         """

@@ -1,20 +1,37 @@
 """Starts from a checkpoint: every member of a view reads its share, and they exchange them.
 
 The store verifies the bytes it reads, and a digest of each part verifies the exchange. The script's
-objects are overwritten only once all of the state is here.
+objects are overwritten only once all of the state is here. A checkpoint that another job has saved
+can be loaded with any number of workers and processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from holdfast.engine.core.errors import Aborted, Damaged, WireError
-from holdfast.engine.core.invalidations import Invalidation, Invalidations
+from holdfast.engine.core.errors import (
+    Aborted,
+    Damaged,
+    StateMismatch,
+    UserError,
+    WireError,
+    WorldError,
+    first_line,
+)
+from holdfast.engine.core.ground import effects as ef
+from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SourceKind
+from holdfast.engine.core.invalidations import Invalidations
 from holdfast.engine.core.partition import part_of
 from holdfast.engine.core.replica.saves import list_replacements
 from holdfast.engine.core.types import NO_VIEW, ViewNumber
+from holdfast.engine.state.memory.free_memory import check_room
 from holdfast.engine.state.store.checkpoint_reading import OneEntry, load, load_range
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.manifest import (
@@ -25,38 +42,81 @@ from holdfast.engine.state.store.manifest import (
     is_of_tables,
     name_in_shard,
 )
+from holdfast.engine.state.store.open import open_storage
 from holdfast.engine.state.store.snapshot import ALIGN
 from holdfast.engine.state.store.storage import Missing
 from holdfast.engine.train.checkpoint import state
-from holdfast.engine.train.checkpoint.formats import bytes_of
+from holdfast.engine.train.checkpoint.formats import read_tensors
 from holdfast.engine.train.checkpoint.loaded_state import LoadedState
-from holdfast.engine.train.checkpoint.room import check_room
-from holdfast.engine.train.checkpoint.saver import say
-from holdfast.engine.train.checkpoint.transfer import DIGEST_WORDS, PART_BYTES, digest_of
+from holdfast.engine.train.checkpoint.state import PROTECTED_AS
+from holdfast.engine.train.checkpoint.transfer import PART_BYTES
 from holdfast.engine.train.exchange.layout import TAG_STATE, Layout, spread_shares
 from holdfast.engine.train.exchange.seam import Transport
+from holdfast.engine.train.exchange.tensor_bytes import DIGEST_WORDS, digest_of, memory_of
+from holdfast.engine.train.state.saver import say
+from holdfast.engine.train.step.mover import Events, StateSource, ViewConnections
 
 SKELETON_BYTES_MAX = 1 << 30
+STORE_PAUSE_S = 1.0  # before a store that does not answer is asked again
 
 
-class Restorer:
-    """Restores the protected objects; this process has shard `shard` of `procs`."""
+class NoStore(StateSource):
+    """Stands for the checkpoints of a job without a store: there are none."""
+
+    def load_state(self, order: ef.ObtainState, at: ViewConnections | None) -> Events:
+        """Refuse a state: there is no checkpoint to read. UserError."""
+        raise UserError(f"the job is to begin at step {order.step}, and has no --store")
+
+
+class Restorer(StateSource):
+    """Restores the protected objects from checkpoints.
+
+    `loading` is called before anything is overwritten, `restored` with the step afterwards. This
+    process has shard `shard` of `procs`.
+    """
 
     def __init__(
-        self, store: Checkpoints, loaded: LoadedState, shard: int = 0, procs: int = 1
+        self,
+        store: Checkpoints,
+        loaded: LoadedState,
+        loading: Callable[[], None] = lambda: None,
+        restored: Callable[[int], None] = lambda step: None,
+        shard: int = 0,
+        procs: int = 1,
     ) -> None:
         self._store = store
         self._loaded = loaded
+        self._loading = loading
+        self._restored = restored
         self._shard = shard
         self._procs = procs
 
-    def restore(
-        self, step: int, transport: Transport, layout: Layout, loading: Callable[[], None]
-    ) -> None:
+    def load_state(self, order: ef.ObtainState, at: ViewConnections | None) -> Events:
+        """Read the checkpoint of a step: no member holds the state."""
+        step, number = order.step, order.view
+        assert at is not None, "a checkpoint is read in a view"
+        try:
+            try:
+                self.restore(step, at.transport, at.layout)
+                self._restored(step)
+                return (ev.StateObtained(SourceKind.STORE, number),)
+            except (Damaged, Missing) as error:
+                text = f"the checkpoint of step {step} is not used: {error}"
+                other = self.find_replacement(step, at.view.invalidations)
+                return (ev.ObtainFailed(SourceKind.STORE, number, text, step, other),)
+        except Aborted:
+            raise
+        except WorldError as error:  # it may answer again: the next view tries
+            text = f"the checkpoint of step {step} cannot be read just now: {error}"
+            say(text)
+            time.sleep(STORE_PAUSE_S)
+            return (ev.ObtainFailed(SourceKind.STORE, number, text),)
+
+    def restore(self, step: int, transport: Transport, layout: Layout) -> None:
         """Load the checkpoint of exactly this step, together with all members of the view.
 
-        `loading` is called before anything is overwritten. Damaged; WorldError; StateMismatch;
-        Aborted. UserError: the state does not fit into the free memory.
+        Damaged; WorldError; StateMismatch; Aborted. UserError: the state does not fit into the free
+        memory.
         """
         first = OneEntry(name_in_shard(SKELETON, self._shard), SKELETON_BYTES_MAX)
         manifest = self._store.load(step, first)
@@ -78,9 +138,9 @@ class Restorer:
         if places is None:
             raise Damaged(f"the checkpoint of step {step} contradicts itself")
         begin, end = part_of(flat.numel(), layout.rank, layout.size, ALIGN)
-        self._read(manifest, places, bytes_of(flat), begin, end)
+        self._read(manifest, places, memory_of(flat), begin, end)
         _exchange(flat, transport, layout)
-        loading()
+        self._loading()
         self._loaded.load(skeleton, tensors)
 
     def find_replacement(self, step: int, invalidations: Invalidations) -> int:
@@ -104,7 +164,22 @@ class Restorer:
         except (Damaged, Missing):
             return False
 
-    def withdraw(self, invalidations: Sequence[Invalidation]) -> None:
+    def withdraw(self, invalidations: Invalidations) -> None:
+        """Remove invalidated checkpoints in a thread, as soon as the store answers."""
+        threading.Thread(
+            target=self._withdraw, args=(invalidations,), name="holdfast-withdraw", daemon=True
+        ).start()
+
+    def _withdraw(self, invalidations: Invalidations) -> None:
+        while True:
+            try:
+                self.withdraw_now(invalidations)
+                return
+            except WorldError as error:
+                say(f"invalidated checkpoints cannot be removed just now: {error}")
+                time.sleep(STORE_PAUSE_S)
+
+    def withdraw_now(self, invalidations: Invalidations) -> None:
         """Remove invalidated checkpoints, and prevent saves of invalidated state. WorldError."""
         for invalidation in invalidations:
             for step in self._store.withdraw(invalidation.after, invalidation.view):
@@ -197,3 +272,59 @@ def _exchange(flat: torch.Tensor, transport: Transport, layout: Layout) -> None:
     for peer, part, digest in arriving:
         if not torch.equal(digest_of(part), digest):
             raise Aborted(f"the state that rank {peer} read arrived damaged")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedScript:
+    """Is the script's part of a checkpoint: its steps, and its job.values."""
+
+    steps: int
+    values: dict[str, Any]
+
+
+def load_saved(store: str, step: int | None, protected: Mapping[str, Any]) -> SavedScript:
+    """Load a checkpoint into these objects; each process may have only a part of them.
+
+    Every process needs host memory for the whole state. Raises UserError.
+    """
+    checkpoints = Checkpoints(open_storage(store, say), say)
+    try:
+        step = step if step is not None else _newest(checkpoints, store)
+        whole = _read(checkpoints, step)
+    except (WorldError, WireError) as error:
+        raise UserError(
+            f"the checkpoint of step {step} in {store} cannot be used: {first_line(error)}; "
+            f"`holdfast ckpt verify {store}` says more"
+        ) from None
+    script = whole.pop(PROTECTED_AS, None)
+    if not isinstance(script, Mapping):
+        raise UserError(f"the checkpoint of step {step} in {store} was not saved by a job")
+    if list(whole) != list(protected):
+        raise UserError(
+            f"the checkpoint of step {step} in {store} holds {list(whole)}, and this script "
+            f"protects {list(protected)}: protect the same objects by the same names"
+        )
+    try:
+        state.apply_whole(protected, whole)
+    except StateMismatch as error:
+        problem = first_line(error).partition(": ")[0]
+        raise UserError(
+            f"the checkpoint of step {step} in {store} does not fit this script: {problem}"
+        ) from None
+    return SavedScript(steps=script["steps"], values=dict(script["values"]))
+
+
+def _newest(checkpoints: Checkpoints, store: str) -> int:
+    steps = checkpoints.steps()
+    if not steps:
+        raise UserError(f"{store} holds no checkpoint: is it the --store of the other job?")
+    return steps[-1]
+
+
+def _read(checkpoints: Checkpoints, step: int) -> dict[str, Any]:
+    """Read the whole state, with plain values from shard 0. Missing, Damaged, WireError."""
+    first = OneEntry(SKELETON, SKELETON_BYTES_MAX)
+    manifest = checkpoints.load(step, first)
+    tensors = read_tensors(checkpoints, step)
+    names = dict.fromkeys(entry.name for entry in entries_of_shard(manifest.entries, 0))
+    return state.restore(bytes(first.data), [tensors[name] for name in names])

@@ -1,4 +1,4 @@
-"""Keeps the memory of steps on their way to followers, and frees memory beside training.
+"""Keeps the memory of steps on their way to followers, and frees memory in threads.
 
 A large block that was just allocated costs a page fault for every page, more than the copy into it.
 So a thread touches the first blocks ahead of their use, and all blocks are used again and again.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from holdfast.engine.train.step.kept_step import room
+from holdfast.engine.train.exchange.tensor_bytes import room
 
 LARGE_BYTES = 1 << 20  # smaller blocks are the allocator's business
 AHEAD = 2  # steps for which there is memory before the first is sent
@@ -50,7 +50,7 @@ class StepMemory:
             return room(count) if at is None else self._free.pop(at)
 
     def give_back(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let blocks, or copies in them, be overwritten by later ones; those on GPUs are freed."""
+        """Take back blocks, or copies in them, for later use; tensors on GPUs are freed."""
         large = [t for t in tensors if t.nbytes >= LARGE_BYTES and not t.is_cuda]
         blocks = [t.reshape(-1).view(torch.uint8) for t in large]
         with self._lock:

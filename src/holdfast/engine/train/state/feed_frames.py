@@ -1,7 +1,7 @@
 """Carries what a member sends to a worker that follows, over a TCP connection of its own.
 
 Both sides first prove that they are of the job (net/peer_stream.py). Then messages go one way: a
-head in MessagePack, and buffers whose digests are in it. Nothing is ever executed or unpickled.
+head in MessagePack, and buffers whose digests are in it. They are never executed or unpickled.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import socket
 from collections.abc import Sequence
 
 import msgspec
-import torch
 import xxhash
 
 from holdfast.engine.core.errors import WireError
@@ -55,7 +54,7 @@ def send(
     rate: SendRate = UNLIMITED,
     digest: bytes = b"",
 ) -> None:
-    """Send one message. `digest`: that of its only buffer, if it is known already. OSError."""
+    """Send one message. `digest`: the digest of its only buffer, if known. OSError."""
     named = tuple((len(each), digest or xxhash.xxh3_128_digest(each)) for each in buffers)
     peer_stream.send_message(channel, msgspec.structs.replace(head, buffers=named))
     for each in buffers:
@@ -75,8 +74,3 @@ def read_into(channel: socket.socket, place: memoryview, named: tuple[int, bytes
     peer_stream.fill(channel, place)
     if xxhash.xxh3_128_digest(place) != digest:
         raise WireError("what a follower was sent has arrived damaged")
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """View the bytes of a contiguous host tensor."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

@@ -8,7 +8,6 @@ a reduced gradient are written before the worker votes for its step.
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,33 +17,28 @@ import numpy as np
 import torch
 
 from holdfast.engine.core.errors import UserError, WorldError, first_line
+from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SinkKind
 from holdfast.engine.core.redundancy import Piece, Redundancy
-from holdfast.engine.core.replica.protecting import parts_of, pieces_of
+from holdfast.engine.core.replica.replicating import parts_of, pieces_of
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.core.views import View
 from holdfast.engine.state.memory.arena import GRADIENT, STATE, PieceArena, PieceEntry, PieceShelf
 from holdfast.engine.state.memory.piece_post import Parcel, PiecePost
 from holdfast.engine.state.memory.pieces import Image, PieceCoder
 from holdfast.engine.train.checkpoint import state
-from holdfast.engine.train.checkpoint.staging import find_steady_storages
 from holdfast.engine.train.checkpoint.state import Capture, Extent, Wanted
 from holdfast.engine.train.exchange.tensor_bytes import as_bytes
-from holdfast.engine.train.protection.device_image import DeviceImage
-from holdfast.engine.train.protection.tensor_coding import TensorCode
-from holdfast.engine.train.step.kept_step import image_of
+from holdfast.engine.train.state.gpu_pieces import DeviceImage, TensorCode
+from holdfast.engine.train.state.share import StateShare, Steady
+from holdfast.engine.train.state.step_image import StepImage
+from holdfast.engine.train.step.mover import Events, StateSink, ViewConnections
 from holdfast.engine.train.step.step_data import StepData
 
-CHANGED = (
-    "the script has changed the state while it was copied; change it in the step's update, or "
-    "after the loop"
-)
 # They show a lack of memory, on the host or on a GPU, or a node that does not take its pieces.
 NO_ROOM = (MemoryError, OSError, WorldError, torch.OutOfMemoryError)
 SIZES = struct.Struct("!Q")  # the length of the skeleton, at the start of a state's image
-
-
-_Steady = Sequence[tuple[torch.Tensor, int]]  # tensors that must not change, and their versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +73,8 @@ class PieceTarget:
         return place * each + self.shard % each
 
 
-class Protector:
-    """Protects one worker's job; `tell` posts an event, `fail` has the script raise an error.
+class Replicator(StateSink):
+    """Replicates one worker's state; `tell` posts an event, `fail` has the script raise an error.
 
     `capture`: captures the state, if this process has only a part of it.
     """
@@ -89,7 +83,8 @@ class Protector:
         self,
         target: PieceTarget,
         redundancy: Redundancy,
-        sources: tuple[Mapping[str, Any], StepData],
+        protected: Mapping[str, Any],
+        data: StepData,
         tell: Callable[[ev.WorkerEvent], None],
         fail: Callable[[BaseException], None],
         capture: Capture | None = None,
@@ -98,47 +93,41 @@ class Protector:
         self._arena = target.arena
         self._redundancy = redundancy
         self._worker = target.worker
-        self._protected, self._data = sources
-        self._capture = capture or (lambda _: state.capture_named(self._protected))
+        self._data = data
+        self._capture = capture or (lambda _: state.capture_named(protected))
         self._tell = tell
         self._fail = fail
         self._kept: tuple[int, list[_Kept]] | None = None  # the view's number and its pieces
         self._coders: dict[tuple[int, int], PieceCoder] = {}  # by parts and bytes
-        self._making: threading.Thread | None = None
+        self._share = StateShare(protected)
         self._state_bytes = 0  # size of this worker's pieces of a state, as far as known
         self._step_bytes = 0  # size of its pieces of a gradient
-        self._said = False  # people have been told that there is no room
+        self._said = False  # the lack of room is logged
         self._code: TensorCode | None = None  # codes tensors on a GPU
 
     # ------------------------------------------------------------ states
 
-    def begin(self, step: int, view: View) -> None:
-        """Begin to put pieces of the state after `step` steps there. For the script's thread."""
+    def copy(self, order: ef.CopyState) -> ev.StateCopied:
+        """Begin to make pieces of the state, in a thread. The script's thread calls this."""
+        step, view, copied = order.step, order.view, ev.StateCopied(SinkKind.MEMORY, order.step)
         self.wait_before_update()
         try:
             skeleton, found = self._capture(self._make_selector(view))
         except WorldError as error:
             self._tell(ev.StateProtected(step, first_line(error)))
-            return
-        steady = find_steady_storages(self._protected)
+            return copied
+        self._share.begin()
         parts = [torch.frombuffer(bytearray(_head(skeleton)), dtype=torch.uint8)]
         for each in found:
-            tensor = each.tensor
-            stays = each.private or tensor.untyped_storage().data_ptr() in steady
-            parts.append(tensor if stays else tensor.clone())
-        # The tensors that were not copied must not change before they are read.
-        versions = [(each, each._version) for each in parts if not each.is_inference()]
-        args = (step, view, _image(parts), versions)
-        self._making = threading.Thread(
-            target=self._make_state, args=args, name="holdfast-protect", daemon=True
-        )
-        self._making.start()
+            stays = each.private or self._share.is_steady(each.tensor)
+            parts.append(each.tensor if stays else each.tensor.clone())
+        args = step, view, _image(parts), Steady(parts)
+        self._share.read_beside("holdfast-replicate", self._make_state, *args)
+        return copied
 
     def wait_before_update(self) -> None:
         """Wait until the state has been read, because it is about to change."""
-        if self._making is not None:
-            self._making.join()
-            self._making = None
+        self._share.wait_before_update()
 
     def _make_selector(self, view: View) -> Wanted:
         """Return the function that chooses the bytes for the pieces of each member of a view."""
@@ -163,7 +152,7 @@ class Protector:
         step: int,
         view: View,
         image: Image | DeviceImage,
-        steady: _Steady,
+        steady: Steady,
     ) -> None:
         problem = ""
         try:
@@ -177,14 +166,15 @@ class Protector:
 
     # ------------------------------------------------------------ gradients
 
-    def keep(self, step: int, view: View) -> ev.StepKept:
-        """Put pieces of the reduced gradient of a step there. For the engine's thread.
+    def keep(self, order: ef.KeepStep, at: ViewConnections) -> Events:
+        """Put pieces of the reduced gradient of a step there. By the engine's thread.
 
-        Without room the step goes on, and is not protected.
+        Without room the step continues, and is not kept.
         """
-        full = True
+        step, view, full = order.step, at.view, True
         try:
-            self._step_bytes = self._put(GRADIENT, view, step, _image(image_of(self._data)))
+            image = _image(StepImage.view(self._data).encode())
+            self._step_bytes = self._put(GRADIENT, view, step, image, Steady())
             full = self._arena.used + self._step_bytes * 2 + self._state_bytes > self._arena.budget
             self._said = self._said and full
         except NO_ROOM as error:
@@ -192,25 +182,30 @@ class Protector:
                 text = f"step {step} is not kept: {first_line(error)}"
                 self._tell(ev.EventNoted("memory", text))
             self._said = True
-        return ev.StepKept(view.number, step, full)
+        return (ev.StepKept(view.number, step, full),)
 
     def mark(self, view: int, step: int) -> None:
         """Record that this worker commits a step."""
         self._arena.mark(view, step)
 
-    def forget(self, view: int, step: int) -> None:
-        """Drop pieces older than the state after `step` steps, which `view` has protected."""
-        self._arena.forget(view, step)
+    def forget(self, order: ef.Forget) -> None:
+        """Drop pieces older than the state after these steps, which the view has replicated."""
+        self._arena.forget(order.view, order.step)
 
     # ------------------------------------------------------------ pieces
 
     def _put(
-        self, kind: str, view: View, step: int, image: Image | DeviceImage, steady: _Steady = ()
+        self,
+        kind: str,
+        view: View,
+        step: int,
+        image: Image | DeviceImage,
+        steady: Steady,
     ) -> int:
-        """Make this process's pieces of an image; returns their size.
+        """Make this process's pieces of an image; return their size.
 
-        MemoryError, UserError; WorldError and OSError if others do not receive theirs. WorldError
-        if a tensor of `steady` has changed meanwhile: then no piece is kept.
+        MemoryError, UserError; WorldError and OSError if other processes do not receive theirs.
+        WorldError if a tensor of `steady` has changed since: then no piece is kept.
         """
         every = self._pieces_in(view)
         shape = (max(every[0].shelf.parts, 1), image.size)
@@ -228,7 +223,7 @@ class Protector:
                 self._write(coder, image, kept, blank, steady)
             elif kept.pieces:
                 parcels.append(self._pack(coder, image, kept, blank))
-        _check_steady(steady)
+        steady.check()
         if parcels and self._target.post is not None:
             self._target.post.put(parcels)
         return needed
@@ -239,13 +234,13 @@ class Protector:
         image: Image | DeviceImage,
         kept: _Kept,
         blank: PieceEntry,
-        steady: _Steady,
+        steady: Steady,
     ) -> None:
         """Write pieces into this node's memory."""
         start, room = self._arena.take(coder.size * len(kept.pieces))
         try:
             digests = self._make_all(coder, image, kept, room)
-            _check_steady(steady)
+            steady.check()
             entry = msgspec.structs.replace(blank, start=start, digests=digests)
             self._arena.put(entry, kept.shelf)
         except BaseException:
@@ -317,12 +312,6 @@ def _image(tensors: Sequence[torch.Tensor]) -> Image | DeviceImage:
     if devices:
         return DeviceImage(tensors, devices[0])
     return Image([as_bytes(tensor).numpy().data for tensor in tensors])
-
-
-def _check_steady(steady: _Steady) -> None:
-    """Raise WorldError if a tensor has changed, as far as torch counts changes."""
-    if any(tensor._version != version for tensor, version in steady):
-        raise WorldError(CHANGED)
 
 
 def _megabytes(count: int) -> str:

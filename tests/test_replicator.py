@@ -1,4 +1,4 @@
-"""A worker whose pieces cannot be made says so, and frees the room."""
+"""A worker whose pieces cannot be made reports that, and frees the room."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import nn
 
 from fake_gpu import fake_gpu, on_gpu
 from holdfast.engine.core.errors import UserError, WorldError
+from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
+from holdfast.engine.core.ground.ends import SinkKind
 from holdfast.engine.core.redundancy import read_redundancy
 from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
 from holdfast.engine.core.views import Member, View
@@ -19,7 +21,8 @@ from holdfast.engine.state.memory.arena import ArenaReading, PieceArena
 from holdfast.engine.state.memory.pieces import PieceCoder
 from holdfast.engine.train.checkpoint import state
 from holdfast.engine.train.checkpoint.state import NamedTensor
-from holdfast.engine.train.protection.protector import PieceTarget, Protector
+from holdfast.engine.train.state.replicator import PieceTarget, Replicator
+from holdfast.engine.train.step.mover import ViewConnections
 from step_data_kit import fill_step, make_step
 
 __all__ = ["fake_gpu"]
@@ -36,10 +39,12 @@ VIEW = View(
     leader=0,
     ring=tuple(AgentId(f"n{w}") for w in range(3)),
 )
+_NONE: Any = None
+IN_VIEW = ViewConnections(VIEW, _NONE, _NONE)
 
 
 class Told:
-    """A protector of a small model, and its messages."""
+    """A replicator of a small model, and its messages."""
 
     def __init__(self, budget: int = BUDGET) -> None:
         self.events: list[ev.WorkerEvent] = []
@@ -47,17 +52,18 @@ class Told:
         self.arena = PieceArena(os.memfd_create("test"), ME, budget)
         self.net = nn.Linear(30, 10)
         data: Any = None  # only gradients need it
-        self.protector = Protector(
+        self.replicator = Replicator(
             PieceTarget(arena=self.arena, worker=ME),
             read_redundancy("replicate:1"),
-            ({"net": self.net}, data),
+            {"net": self.net},
+            data,
             self.events.append,
             self.errors.append,
         )
 
     def protect(self) -> None:
-        self.protector.begin(4, VIEW)
-        self.protector.wait_before_update()
+        self.replicator.copy(ef.CopyState(SinkKind.MEMORY, 4, VIEW))
+        self.replicator.wait_before_update()
 
 
 def test_a_state_is_protected() -> None:
@@ -69,7 +75,7 @@ def test_a_state_is_protected() -> None:
 
 @pytest.mark.parametrize("redundancy", ["replicate:1", "replicate:2", "rs:2+1"])
 def test_each_member_asks_for_the_bytes_that_its_pieces_are_made_of(redundancy: str) -> None:
-    """Where each worker holds only its share of the state, it sends nothing else."""
+    """Where each worker holds only its share of the state, it sends only these."""
     asked: list[Any] = []
 
     def capture(wanted: Any) -> Any:
@@ -80,9 +86,9 @@ def test_each_member_asks_for_the_bytes_that_its_pieces_are_made_of(redundancy: 
     target = PieceTarget(arena=PieceArena(os.memfd_create("test"), ME, BUDGET), worker=ME)
     data: Any = None
     chosen = read_redundancy(redundancy)
-    protector = Protector(target, chosen, ({"net": net}, data), nothing, nothing, capture)
-    protector.begin(4, VIEW)
-    protector.wait_before_update()
+    replicator = Replicator(target, chosen, {"net": net}, data, nothing, nothing, capture)
+    replicator.copy(ef.CopyState(SinkKind.MEMORY, 4, VIEW))
+    replicator.wait_before_update()
     tensors = [torch.zeros(numel) for numel in (1000, 1, 300)]
     times = [torch.zeros(tensor.nbytes, dtype=torch.int64) for tensor in tensors]
     for rank in range(3):
@@ -160,9 +166,9 @@ def test_a_state_that_cannot_be_captured_is_told() -> None:
     target = PieceTarget(arena=PieceArena(os.memfd_create("test"), ME, BUDGET), worker=ME)
     data: Any = None
     chosen = read_redundancy("replicate:1")
-    protector = Protector(target, chosen, ({}, data), told.append, told.append, capture)
-    protector.begin(4, VIEW)
-    protector.wait_before_update()
+    replicator = Replicator(target, chosen, {}, data, told.append, told.append, capture)
+    replicator.copy(ef.CopyState(SinkKind.MEMORY, 4, VIEW))
+    replicator.wait_before_update()
     assert told == [ev.StateProtected(4, "worker 1 cannot be reached")]
 
 
@@ -174,16 +180,17 @@ def test_pieces_of_a_state_on_a_gpu_are_those_of_the_host(
         descriptor, told, data = os.memfd_create("test"), [], cast(Any, None)
         target = PieceTarget(arena=PieceArena(descriptor, ME, BUDGET), worker=ME)
         found = [NamedTensor(f"{at}", tensor, private=True) for at, tensor in enumerate(tensors)]
-        protector = Protector(
+        replicator = Replicator(
             target,
             read_redundancy(redundancy),
-            ({}, data),
+            {},
+            data,
             told.append,
             told.append,
             lambda _: (b"skeleton", found),
         )
-        protector.begin(4, VIEW)
-        protector.wait_before_update()
+        replicator.copy(ef.CopyState(SinkKind.MEMORY, 4, VIEW))
+        replicator.wait_before_update()
         assert told == [ev.StateProtected(4, "")]
         reading = ArenaReading(descriptor)
         table = reading.table()
@@ -196,30 +203,33 @@ def test_pieces_of_a_state_on_a_gpu_are_those_of_the_host(
 
 
 class Keeping:
-    """A protector that is to keep gradients of steps."""
+    """A replicator that is to keep gradients of steps."""
 
     def __init__(self, budget: int = BUDGET) -> None:
         self.events: list[Any] = []
         self.step = make_step()
         self.arena = PieceArena(os.memfd_create("test"), ME, budget)
-        self.protector = Protector(
+        self.replicator = Replicator(
             PieceTarget(arena=self.arena, worker=ME),
             read_redundancy("replicate:1"),
-            ({"net": nn.Linear(300, 31)}, self.step),
+            {"net": nn.Linear(300, 31)},
+            self.step,
             self.events.append,
             self.events.append,
         )
 
     def keep(self, index: int) -> bool:
-        """Keep a step; return whether the protector reports that it is nearly full."""
+        """Keep a step; return whether the replicator reports that it is nearly full."""
         fill_step(self.step, index)
-        told = self.protector.keep(index, VIEW)
+        order = ef.KeepStep(SinkKind.MEMORY, VIEW.number, index)
+        (told,) = self.replicator.keep(order, IN_VIEW)
+        assert isinstance(told, ev.StepKept)
         assert (told.view, told.step) == (VIEW.number, index)
         return told.full
 
     def bytes_of_a_step(self) -> int:
         self.keep(0)
-        return self.protector._step_bytes
+        return self.replicator._step_bytes
 
 
 def test_a_budget_for_two_steps_is_enough_to_begin_with() -> None:
@@ -235,12 +245,12 @@ def test_a_budget_for_two_steps_is_enough_to_begin_with() -> None:
 def test_the_protector_reports_that_it_is_nearly_full_while_one_more_state_fits() -> None:
     state_bytes, step_bytes = 12_500, 2_000  # a little more than they are
     keeping = Keeping(2 * state_bytes + 5 * step_bytes)
-    keeping.protector.begin(0, VIEW)
-    keeping.protector.wait_before_update()
+    keeping.replicator.copy(ef.CopyState(SinkKind.MEMORY, 0, VIEW))
+    keeping.replicator.wait_before_update()
     (told,) = keeping.events
     assert told == ev.StateProtected(0, "")
     found = [keeping.keep(index) for index in range(6)]
-    # Beside this state, three steps and two more, there is room for another state.
+    # With this state, three steps and two more, there is room for another state.
     assert found == [False, False, False, True, True, True]
     assert keeping.events == [told]
 
@@ -251,7 +261,7 @@ def test_a_step_for_which_a_gpu_has_no_memory_is_not_kept(monkeypatch: pytest.Mo
     def fail(*_: object) -> int:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(keeping.protector, "_put", fail)
+    monkeypatch.setattr(keeping.replicator, "_put", fail)
     assert keeping.keep(0)
     (told,) = keeping.events
     assert isinstance(told, ev.EventNoted)
@@ -269,7 +279,7 @@ def test_a_step_without_room_is_told_once_until_there_is_some_again() -> None:
     assert (told.kind, told.text.split(":")[0]) == ("memory", "step 3 is not kept")
     assert keeping.keep(4)
     assert keeping.events == [told]
-    keeping.protector.forget(VIEW.number, 3)
+    keeping.replicator.forget(ef.Forget(SinkKind.MEMORY, VIEW.number, 3))
     assert not keeping.keep(5)
     assert [keeping.keep(index) for index in (6, 7, 8)] == [True, True, True]
     assert len(keeping.events) == 2

@@ -1,1 +1,0 @@
-"""Feeds a worker that is no member yet with the state and reduced gradients, and takes them in."""

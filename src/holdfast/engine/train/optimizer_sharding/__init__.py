@@ -1,1 +1,0 @@
-"""Shares out the optimizers' state among the members of a view."""

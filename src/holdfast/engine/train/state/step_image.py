@@ -1,0 +1,193 @@
+"""Represents a reduced step apart from the buckets, for processes that took no part in it.
+
+An image has two parts: pieces of the buckets' sums, and a shared part that is the same on all
+members (losses, buffers, values, rows of tables). A member sends or keeps its own pieces; the
+shared part is needed once. The nodes' memory keeps whole images (`encode`), a feed sends their
+buffers in frames, and a member that returns receives them in messages of its view.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from holdfast.engine.core.errors import WireError, first_line
+from holdfast.engine.train.exchange.layout import piece_of
+from holdfast.engine.train.exchange.tensor_bytes import room
+from holdfast.engine.train.step.row_table import Rows
+from holdfast.engine.train.step.step_data import StepData
+
+HEAD_WORDS = 4  # the view in which it was reduced, two sizes, and whether the loop stops
+FIXED = 5  # shared buffers before those of tables
+LENGTH = struct.Struct("!I")
+# For each table, its number of rows, and whether these are all of them.
+TableSizes = Sequence[tuple[int, bool]]
+
+
+class ImageHead(msgspec.Struct, frozen=True):
+    """Is the head of an encoded image. `sizes`: bytes of each buffer; `buckets` come first."""
+
+    plan: int
+    tables: tuple[tuple[int, bool], ...]
+    buckets: int
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepImage:
+    """Is one member's image of a step.
+
+    `plan`: 63 bits that stand for the summed parameters. `pieces`: one for each bucket. `shared`:
+    the head, the rows of the step's table, `used`, the buffers of virtual rank 0, values, and the
+    places and values of each table of rows; empty if another member gives it. Received buffers may
+    be plain bytes.
+    """
+
+    plan: int
+    pieces: Sequence[torch.Tensor]
+    tables: TableSizes = ()
+    shared: Sequence[torch.Tensor] = ()
+
+    @classmethod
+    def view(cls, step: StepData) -> StepImage:
+        """Return the whole step. Large tensors are not copied, so they must not change."""
+        gradients = step.gradients
+        tables = [table.result for table in gradients.active_tables]
+        left = room(0) if step.buffers.left is None else step.buffers.left
+        values = tensor_of(step.values.encode())
+        words = [step.reduced_in, left.numel(), values.numel(), int(step.table.stops)]
+        used = step.table.used.to(torch.uint8)
+        shared = [torch.tensor(words, dtype=torch.int64), step.table.rows, used, left, values]
+        shared += [part for rows in tables for part in (rows.places, rows.values)]
+        sizes = tuple((len(rows.places), rows.dense) for rows in tables)
+        return cls(gradients.plan, [b.result.data for b in gradients.active], sizes, shared)
+
+    @classmethod
+    def copy(
+        cls,
+        step: StepData,
+        piece: Callable[[int], slice],
+        copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+        *,
+        with_shared: bool = True,
+    ) -> StepImage:
+        """Copy one member's part of a reduced step, which the script has not touched yet.
+
+        `piece` returns this member's slice of a sum with that number of elements; `copy` copies it.
+        """
+        whole = cls.view(step)
+        pieces = [copy(each[piece(each.numel())]) for each in whole.pieces]
+        if not with_shared:
+            return cls(whole.plan, pieces)
+        return cls(whole.plan, pieces, whole.tables, [part.clone() for part in whole.shared])
+
+    @classmethod
+    def of_buffers(
+        cls, plan: int, tables: TableSizes, buffers: Sequence[torch.Tensor], buckets: int
+    ) -> StepImage:
+        """Return an image of received buffers, the first of them pieces of `buckets`."""
+        return cls(plan, buffers[:buckets], tables, buffers[buckets:])
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Return all tensors, in the order in which they are sent."""
+        return [*self.pieces, *self.shared]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its gradients."""
+        return sum(each.nbytes for each in (*self.pieces, *self.shared[FIXED:]))
+
+    # ------------------------------------------------------------ whole images, as bytes
+
+    def encode(self) -> list[torch.Tensor]:
+        """Return tensors whose bytes, one after the other, are the encoded image."""
+        head = ImageHead(
+            plan=self.plan,
+            tables=tuple(self.tables),
+            buckets=len(self.pieces),
+            sizes=tuple(each.nbytes for each in self.buffers),
+        )
+        data = msgspec.msgpack.encode(head)
+        return [tensor_of(LENGTH.pack(len(data)) + data), *self.buffers]
+
+    @classmethod
+    def decode(cls, image: memoryview) -> StepImage:
+        """Return an encoded image; its buffers share the memory. WireError."""
+        try:
+            (length,) = LENGTH.unpack(image[: LENGTH.size])
+            at = LENGTH.size + length
+            head = msgspec.msgpack.decode(image[LENGTH.size : at], type=ImageHead)
+            buffers = []
+            for size in head.sizes:
+                part = image[at : at + size]
+                buffers.append(torch.frombuffer(part, dtype=torch.uint8) if size else room(0))
+                at += size
+        except (struct.error, msgspec.MsgspecError, ValueError) as error:
+            raise WireError(f"an image of a step cannot be read: {first_line(error)}") from None
+        return cls.of_buffers(head.plan, head.tables, buffers, head.buckets)
+
+
+def put_images(step: StepData, images: Sequence[StepImage]) -> None:
+    """Restore a step for the script from one image of each member, by rank. WireError.
+
+    The first image has the shared part.
+    """
+    first, gradients = images[0], step.gradients
+    active = gradients.active
+    if any((each.plan, len(each.pieces)) != (gradients.plan, len(active)) for each in images):
+        raise WireError("its gradient is of other parameters than this script trains")
+    try:
+        for rank, image in enumerate(images):
+            for bucket, data in zip(active, image.pieces, strict=True):
+                sums = bucket.result.data
+                put_bytes(data, sums[piece_of(rank, len(images), sums.numel())])
+        head, rows, used, left, values = first.shared[:FIXED]
+        put_bytes(rows, step.table.rows)
+        parts = [
+            part for each in make_rows(step, first.tables) for part in (each.places, each.values)
+        ]
+        for data, place in zip(first.shared[FIXED:], parts, strict=True):
+            put_bytes(data, place)
+        put_shared(step, head.view(torch.int64), used, left, values)
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise WireError(f"an image of a step does not fit: {first_line(error)}") from None
+
+
+def make_rows(step: StepData, sizes: TableSizes) -> list[Rows]:
+    """Make room for the sum of each table of rows, in the place of the present one."""
+    tables = step.gradients.active_tables
+    for table, (count, dense) in zip(tables, sizes, strict=True):
+        table.result = table.make_rows(count, dense=bool(dense))
+    return [table.result for table in tables]
+
+
+def put_shared(
+    step: StepData,
+    head: torch.Tensor,
+    used: torch.Tensor,
+    left: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Restore the shared part, except for rows, and record that the step is reduced."""
+    view, _, _, stops = head.tolist()
+    step.table.used.copy_(used)
+    if left.numel():
+        step.buffers.receive(left)
+    step.values.receive(values.numpy().tobytes())
+    step.table.stops = bool(stops)
+    step.record_reduced(view)
+
+
+def put_bytes(data: torch.Tensor, place: torch.Tensor) -> None:
+    """Copy bytes to a tensor of any type and shape. RuntimeError if they do not fit."""
+    place.copy_(data.view(place.dtype).view(place.shape))
+
+
+def tensor_of(data: bytes) -> torch.Tensor:
+    """Return bytes as a tensor: [bytes] uint8."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else room(0)
