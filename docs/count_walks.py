@@ -63,7 +63,7 @@ class Walk:
 
 
 OPINION = (
-    *("StepMachine._vote", "Saves.opinion", "Feeding.opinion", "Protecting.opinion"),
+    *("StepMachine._vote", "Saves.opinion", "Feeding.opinion", "Replicating.opinion"),
     *("Vote.row", "Standing.order"),
 )
 DECISION = (

@@ -75,7 +75,7 @@ class Saver(StateSink):
     """Copies this worker's share of the state, and has the writer of its node save it.
 
     `writer`: None without a store, or without a writer. `tell` is called, in a thread, when a save
-    has ended. `whole_print` returns a fingerprint of the whole state, the same for all workers.
+    has ended. `fingerprint_whole` returns a fingerprint of the whole state, the same for all workers.
     `capture`: captures the state, if not all of it is here. `rows`: saves tables' rows.
     """
 
@@ -84,13 +84,13 @@ class Saver(StateSink):
         writer: WriterLink | None,
         protected: Mapping[str, Any],
         tell: Callable[[SaveEnded], None],
-        whole_print: Callable[[], int],
+        fingerprint_whole: Callable[[], int],
         capture: Capture | None = None,
         rows: RowSaves | None = None,
     ) -> None:
         self._writer = writer
         self._tell = tell
-        self._whole_print = whole_print
+        self._fingerprint_whole = fingerprint_whole
         self._capture = capture or (lambda _: state.capture_named(protected))
         self._rows = rows
         self._failures = SaveFailures()
@@ -130,7 +130,7 @@ class Saver(StateSink):
             table_bytes=table_bytes,
             shard=shard,
             procs=procs,
-            state_print=self._whole_print() if order.checked else 0,
+            state_print=self._fingerprint_whole() if order.checked else 0,
             patience_s=TABLES_S if more else 0.0,
         )
         # Unless copies are still under way this worker may die now: its share will be saved.
