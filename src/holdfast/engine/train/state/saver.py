@@ -75,8 +75,8 @@ class Saver(StateSink):
     """Copies this worker's share of the state, and has the writer of its node save it.
 
     `writer`: None without a store, or without a writer. `tell` is called, in a thread, when a save
-    has ended. `fingerprint_whole` returns a fingerprint of the whole state, the same for all workers.
-    `capture`: captures the state, if not all of it is here. `rows`: saves tables' rows.
+    has ended. `fingerprint_whole` returns the fingerprint of the whole state, the same on all
+    workers. `capture`: captures the state, if not all of it is here. `rows`: saves tables' rows.
     """
 
     def __init__(
