@@ -31,8 +31,7 @@ import torch.distributed.checkpoint as dcp
 from holdfast.engine.commands.run_command import make_spec, parser
 from holdfast.engine.core.errors import Damaged
 from holdfast.engine.core.ground import effects as ef
-from holdfast.engine.core.ground.ends import SinkKind
-from holdfast.engine.core.ground.events import SaveEnded
+from holdfast.engine.core.ground.events import SaveEnded, SinkKind
 from holdfast.engine.core.types import AgentId, Incarnation, Peer, ViewNumber, WorkerId
 from holdfast.engine.core.views import Member, View
 from holdfast.engine.runtime.rundir import RunDir

@@ -114,7 +114,7 @@ WALKS = (
         name="A recall",
         text="from the coordinator's decision to the state from the nodes' memory that is loaded",
         turns=(
-            ("CoordinatorMachine._begin", "Protection.recall", "make_view"),
+            ("NextView._begin", "Protection.recall", "make_view"),
             ("CoordinatorServer._save", "FileJournal.save"),
             ("CoordinatorServer._save", "CoordinatorServer._carry_out", "Channel.send"),
             ("AgentServer._feed", "AgentMachine._forward", "WorkerProcess.send"),
@@ -146,7 +146,7 @@ WALKS = (
             (*DECISION, "Membership.announce_end"),
             ("Membership.promise_at_rest", "AgentLink.tell"),
             ("AgentServer._on_message", "AgentMachine._handle_status", "Channel.send"),
-            ("LiveRoster.hear", "CoordinatorMachine._plan_view", "propose_view", "make_view"),
+            ("LiveRoster.hear", "NextView.plan", "propose_view", "make_view"),
             ("CoordinatorServer._save", "FileJournal.save"),
             ("CoordinatorServer._save", "CoordinatorServer._carry_out", "Channel.send"),
         ),

@@ -19,7 +19,7 @@ from holdfast.engine.core import tree
 from holdfast.engine.core.directives import WorkerDirective
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SourceKind
+from holdfast.engine.core.ground.events import SourceKind
 from holdfast.engine.core.ground.vote import Vote
 from holdfast.engine.core.membership import agent, coordinator_events
 from holdfast.engine.core.replica.replica import SYNC_MOVES, SyncStage
@@ -163,9 +163,12 @@ def _group(machine: WorkerMachine) -> Iterator[tuple[str, ev.WorkerEvent]]:
             yield "Gathered: agree", ev.Gathered(now, ev.Topic.AGREE, ((0, 0, 0, 0),) * 2)
         case Activity.SUM if task is None and step._open is not None:
             yield "Summed", ev.Summed(view=now, step=step.step)
-            yield "Summed, not finite", ev.Summed(view=now, step=step.step, doubt=ev.NOBODYS)
+            yield (
+                "Summed, not finite",
+                ev.Summed(view=now, step=step.step, doubt=ev.Doubt.UNATTRIBUTED),
+            )
         case Activity.VOTE:
-            doubt = ev.FINITE if status.reduced else ev.NOBODYS
+            doubt = ev.Doubt.FINITE if status.reduced else ev.Doubt.UNATTRIBUTED
             for pending in (False, True):
                 vote = Vote(view=now, step=step.step, pending=pending, doubt=doubt)
                 name = "Gathered: vote, change pending" if pending else "Gathered: vote"

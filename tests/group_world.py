@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from holdfast.engine.core.job_record import JobRecord
-from holdfast.engine.core.job_spec import GroupPolicy
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.membership.agent import AgentMachine, AgentPolicy
 from holdfast.engine.core.membership.coordinator_events import (
@@ -29,7 +28,7 @@ from holdfast.engine.core.membership.coordinator_events import (
 )
 from holdfast.engine.core.membership.group import GroupMachine
 from holdfast.engine.core.membership.group_faults import ranks_of
-from holdfast.engine.core.policies import LeasePolicy
+from holdfast.engine.core.policies import GroupPolicy, LeasePolicy
 from holdfast.engine.core.types import AgentId, Incarnation, ProcessRole, Tick, WorkerId
 from holdfast.engine.core.views import View
 from holdfast.engine.core.worker_status import Stage, WorkerStatus

@@ -184,7 +184,7 @@ class Company:
         assert len(topics) == 1, f"members gather {topics} together"
         topic = gathers[0].topic
         # Members that report a fault add a fingerprint of their states.
-        extra = (7,) if topic is Topic.CONFESS else ()
+        extra = (7,) if topic is Topic.REPORT_FAULT else ()
         rows = tuple((*each.row, *extra) for each in gathers)
         for walker in self.members:
             walker.feed(ev.Gathered(self.view.number, topic, rows))
@@ -222,6 +222,6 @@ def doubts(rank: int) -> Callable[[int, ev.Summed], ev.Summed]:
     """Have one member find that its piece of the sum is not finite."""
 
     def summed(member: int, event: ev.Summed) -> ev.Summed:
-        return dataclasses.replace(event, doubt=ev.NOBODYS) if member == rank else event
+        return dataclasses.replace(event, doubt=ev.Doubt.UNATTRIBUTED) if member == rank else event
 
     return summed

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SinkKind
+from holdfast.engine.core.ground.events import SinkKind
 from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.membership import view_making
 from holdfast.engine.core.membership.facts import Facts
@@ -120,8 +120,8 @@ def who_has_yet_to_take_the_last_step_counts_as_a_survivor(
 def all_wait_while_who_is_fed_receives_the_state_again(patch: pytest.MonkeyPatch) -> Machines:
     """No worker ever counts as fed: each joins in a pause, and the fed state is thrown away."""
 
-    def abreast(self: Followers, facts: Facts) -> tuple[Follower, ...]:
+    def caught_up(self: Followers, facts: Facts) -> tuple[Follower, ...]:
         return ()
 
-    patch.setattr(Followers, "caught_up", abreast)
+    patch.setattr(Followers, "caught_up", caught_up)
     return Machines()

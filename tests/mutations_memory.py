@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from holdfast.engine.core.ground import effects as ef
-from holdfast.engine.core.ground.ends import SinkKind
+from holdfast.engine.core.ground.events import SinkKind
 from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.ground.vote import Tally
-from holdfast.engine.core.membership import coordinator, protection, view_end
+from holdfast.engine.core.membership import next_view, protection, view_end
 from holdfast.engine.core.membership.facts import Facts
 from holdfast.engine.core.membership.handover import Handover
 from holdfast.engine.core.membership.protection import Protection
@@ -170,7 +170,7 @@ def who_leaves_waits_only_until_a_view_is_formed_without_it(
 
 @mutation
 def the_last_workers_end_before_their_state_is_saved(patch: pytest.MonkeyPatch) -> Machines:
-    for module in (coordinator, view_end):
+    for module in (next_view, view_end):
         patch.setattr(module, "awaits_last_save", lambda facts, policy: False)
     return Machines()
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from holdfast.engine.core.ground.standing import Standing
-from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership import coordinator as co
-from holdfast.engine.core.membership import decision_loop, node_process, view_making
+from holdfast.engine.core.membership import decision_loop, next_view, node_process, view_making
 from holdfast.engine.core.membership import view_end as ve
 from holdfast.engine.core.membership.agent import (
     AgentEffect,
@@ -21,19 +20,19 @@ from holdfast.engine.core.membership.agent import (
     ProcessExited,
 )
 from holdfast.engine.core.membership.changes import AddSlot, Change
-from holdfast.engine.core.membership.departure import Departure
+from holdfast.engine.core.membership.departure import Departure, OwnJob
 from holdfast.engine.core.membership.durable import Durable
-from holdfast.engine.core.membership.event_chain import EventChain
+from holdfast.engine.core.membership.event_log import EventChain
 from holdfast.engine.core.membership.facts import Facts
+from holdfast.engine.core.membership.job_end import Stopping
 from holdfast.engine.core.membership.liveness import FreezeDetector, ProcessSample
 from holdfast.engine.core.membership.machine_losses import MachineLosses
-from holdfast.engine.core.membership.own_job import OwnJob
-from holdfast.engine.core.membership.process_ends import EndVerdict, judge_end
+from holdfast.engine.core.membership.node_process import EndVerdict, judge_end
 from holdfast.engine.core.membership.roster import Roster
-from holdfast.engine.core.membership.stopping import Stopping
+from holdfast.engine.core.policies import CoordinatorPolicy
 from holdfast.engine.core.replica.retention import Retention, Saved
 from holdfast.engine.core.replica.saves import Saves
-from holdfast.engine.core.step.step_machine import StepMachine
+from holdfast.engine.core.step.late_watch import LateWatch
 from holdfast.engine.core.step.verdicts import Decided
 from holdfast.engine.core.types import AgentId, Incarnation, Tick, WorkerId
 from holdfast.engine.core.views import View
@@ -48,7 +47,7 @@ from mutation_kit import mutation
 
 @mutation
 def the_first_commit_after_a_fault_is_not_told(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(EventChain, "hear", lambda self, report, now: None)
+    patch.setattr(EventChain, "take_in", lambda self, report, now: None)
     return Machines()
 
 
@@ -226,7 +225,7 @@ def each_view_has_another_leader(patch: pytest.MonkeyPatch) -> Machines:
     def make_view(proposal: Any, number: Any, old: View | None, roster: Roster, procs: int) -> View:
         return plain(proposal, number, None, roster)
 
-    patch.setattr(co, "make_view", make_view)
+    patch.setattr(next_view, "make_view", make_view)
     return Machines()
 
 
@@ -298,28 +297,28 @@ def whoever_is_silent_counts_as_frozen(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def a_worker_says_that_it_waits_when_it_computes(patch: pytest.MonkeyPatch) -> Machines:
-    plain = StepMachine._say_idle
-    patch.setattr(StepMachine, "_say_idle", lambda self, idle: plain(self, True))
+    plain = LateWatch._report_idle
+    patch.setattr(LateWatch, "_report_idle", lambda self, idle: plain(self, True))
     return Machines()
 
 
 @mutation
 def a_worker_never_says_that_it_waits(patch: pytest.MonkeyPatch) -> Machines:
-    plain = StepMachine._say_idle
-    patch.setattr(StepMachine, "_say_idle", lambda self, idle: plain(self, False))
+    plain = LateWatch._report_idle
+    patch.setattr(LateWatch, "_report_idle", lambda self, idle: plain(self, False))
     return Machines()
 
 
 @mutation
 def a_gradient_is_said_to_be_there_too_early(patch: pytest.MonkeyPatch) -> Machines:
-    plain = StepMachine._say_idle
+    plain = LateWatch._report_idle
 
-    def say_idle(self: StepMachine, idle: bool) -> None:
+    def report_idle(self: LateWatch, idle: bool) -> None:
         if self._standing.status.has_state:
             self._standing.change(reduced=idle)
         plain(self, idle)
 
-    patch.setattr(StepMachine, "_say_idle", say_idle)
+    patch.setattr(LateWatch, "_report_idle", report_idle)
     return Machines()
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership import restart, teams
 from holdfast.engine.core.membership.agent import AgentMachine
 from holdfast.engine.core.membership.protection import Protection
+from holdfast.engine.core.policies import CoordinatorPolicy
 from holdfast.engine.core.replica import replicating
 from holdfast.engine.core.step.shards import FollowerProofs
 from holdfast.lab.sim import memories

@@ -120,7 +120,7 @@ def who_is_dropped_adds_its_tasks(patch: pytest.MonkeyPatch) -> Machines:
 
 @mutation
 def a_sum_that_is_not_finite_is_committed(patch: pytest.MonkeyPatch) -> Machines:
-    patch.setattr(StepMachine, "doubt", property(lambda self: ev.FINITE))
+    patch.setattr(StepMachine, "doubt", property(lambda self: ev.Doubt.FINITE))
     return Machines()
 
 
@@ -141,7 +141,7 @@ def a_wrong_sum_is_not_put_right(patch: pytest.MonkeyPatch) -> Machines:
         def handle_sum_check(self, event: ev.SumChecked) -> None:
             super().handle_sum_check(event)
             effects = self._standing.take_effects()
-            self._standing.order(*(e for e in effects if not isinstance(e, ef.PutRight)))
+            self._standing.order(*(e for e in effects if not isinstance(e, ef.UseCorrectSum)))
 
     return machines_with(patch, Seeing)
 
@@ -206,14 +206,14 @@ def what_was_looked_for_in_an_old_view_is_copied_in_a_new_one(
 ) -> Machines:
     class Mindful(StepMachine):
         def enter(self, view: View) -> None:
-            late = self._late
+            late = self.watch.late
             super().enter(view)
-            self._late = late
+            self.watch.late = late
 
         def close(self) -> Doubted | None:
-            late = self._late
+            late = self.watch.late
             doubted = super().close()
-            self._late = late
+            self.watch.late = late
             return doubted
 
     return machines_with(patch, Mindful)

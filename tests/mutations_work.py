@@ -131,7 +131,7 @@ def the_late_one_goes_on_in_the_old_view(patch: pytest.MonkeyPatch) -> Machines:
     def promise(self: Membership, number: ViewNumber, why: str = "") -> bool:
         standing = self._standing
         status = standing.status
-        if status.in_step and not status.waiting and self._step.lateness.began_at:
+        if status.in_step and not status.waiting and self._step.watch.lateness.began_at:
             standing.change(promised=number)
             standing.change(promised=ViewNumber(number - 1))
             standing.order(ef.Tell(dataclasses.replace(standing.status, promised=number)))

@@ -11,10 +11,10 @@ import pytest
 from holdfast.engine.core.membership import view_making
 from holdfast.engine.core.membership.roster import Roster
 from holdfast.engine.core.membership.view_making import Proposal
-from holdfast.engine.core.step import audit, audits, script_blame
+from holdfast.engine.core.step import audit, audits, rulings
 from holdfast.engine.core.step.audit import Court, Ruling, Sentence
 from holdfast.engine.core.step.newcomers import Newcomers, Refusal
-from holdfast.engine.core.step.trust import Trust
+from holdfast.engine.core.step.rulings import Trust
 from holdfast.engine.core.step.verdicts import Doubted
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.core.views import View
@@ -114,7 +114,7 @@ def two_workers_that_contradict_themselves_are_the_scripts_doing(
 def two_machines_that_are_steadily_wrong_are_the_scripts_doing(
     patch: pytest.MonkeyPatch,
 ) -> Machines:
-    patch.setattr(script_blame, "STEADY_MAX", 1)
+    patch.setattr(rulings, "STEADY_MAX", 1)
     patch.setattr(audit, "SHARE", 0.0)
     return Machines()
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from holdfast.engine.core.ground import effects as ef
-from holdfast.engine.core.ground.ends import SinkKind, SourceKind
+from holdfast.engine.core.ground.events import SinkKind, SourceKind
 from holdfast.engine.core.types import Incarnation, ViewNumber, WorkerId
 from holdfast.engine.core.views import LateWorker
 from holdfast.engine.train.exchange.layout import piece_of

@@ -16,13 +16,13 @@ from typing import Any
 from holdfast.engine.core.directives import AgentReport, Directive, WorkerDirective
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SinkKind, SourceKind
+from holdfast.engine.core.ground.events import SinkKind, SourceKind
 from holdfast.engine.core.job_record import JobRecord
-from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.membership import coordinator_events as ce
 from holdfast.engine.core.membership.agent import AgentMachine, AgentPolicy
 from holdfast.engine.core.membership.coordinator import CoordinatorMachine
+from holdfast.engine.core.policies import CoordinatorPolicy
 from holdfast.engine.core.step.step_policy import StepPolicy
 from holdfast.engine.core.types import AgentId, Incarnation, WorkerId
 from holdfast.engine.core.views import View

@@ -8,10 +8,8 @@ from typing import Any
 
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SinkKind, SourceKind
-from holdfast.engine.core.ground.events import Topic
-from holdfast.engine.core.job_spec import CoordinatorPolicy
-from holdfast.engine.core.policies import BackupPolicy
+from holdfast.engine.core.ground.events import SinkKind, SourceKind, Topic
+from holdfast.engine.core.policies import BackupPolicy, CoordinatorPolicy
 from holdfast.engine.core.redundancy import Redundancy
 from holdfast.engine.core.replica.saves import SavePolicy
 from holdfast.engine.core.step.speculation import Patience
@@ -361,7 +359,7 @@ _EXCHANGES: dict[str, Callable[[Cluster, Process], bool]] = {
     "audits are here": _gathered(Topic.AUDIT),
     "sums are checked": _exchange("check", _checked),
     "votes are here": _gathered(Topic.VOTE),
-    "confessions are here": _gathered(Topic.CONFESS),
+    "confessions are here": _gathered(Topic.REPORT_FAULT),
 }
 
 

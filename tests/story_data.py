@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.events import FINITE, SOMEBODYS, Purpose, Row, Topic
+from holdfast.engine.core.ground.events import Doubt, Purpose, Row, Topic
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.core.views import View
 from holdfast.lab.sim.exchanges import answer
@@ -95,7 +95,7 @@ class Group:
         """Take in what a member tells the others."""
         match effect:
             case ef.Gather(_, topic, row):
-                told = (*row, float(work.fingerprint)) if topic is Topic.CONFESS else row
+                told = (*row, float(work.fingerprint)) if topic is Topic.REPORT_FAULT else row
                 self._say(topic.value, worker, told)
             case ef.Reduce():
                 self.reduces[worker] = effect
@@ -194,7 +194,7 @@ class Group:
             parts=tuple(_number(part["print"]) for part in parts) if compares else (),
             wholes=tuple(_number(part["whole"]) for part in parts) if compares else (),
             copies=tuple(_number(part["copied"]) for part in parts) if compares else (),
-            doubt=SOMEBODYS + min(bad) if bad and first else FINITE,
+            doubt=Doubt.BLAMED + min(bad) if bad and first else Doubt.FINITE,
             unlike=tuple(v for _, v, token in tokens if work.copies.get(v, token) != token),
             compute_us=1000 * len(work.tokens),
         )

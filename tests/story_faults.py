@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.engine.core.directives import Move
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SourceKind
+from holdfast.engine.core.ground.events import SourceKind
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.membership import coordinator_events as ce
 from holdfast.engine.core.membership.liveness import ProcessSample

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SinkKind, SourceKind
+from holdfast.engine.core.ground.events import SinkKind, SourceKind
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.core.views import FollowOrder, View
 

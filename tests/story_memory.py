@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SinkKind, SourceKind
+from holdfast.engine.core.ground.events import SinkKind, SourceKind
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.redundancy import KeptPieces, Redundancy
 from holdfast.engine.core.types import AgentId, WorkerId

@@ -13,8 +13,7 @@ from typing import Any
 from holdfast.engine.core.directives import AgentReport, Directive, WorkerDirective
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground.effects import SumStage
-from holdfast.engine.core.ground.ends import SinkKind, SourceKind
-from holdfast.engine.core.ground.events import FINITE, NOBODYS, RIGHTLY, SOMEBODYS, Purpose, Topic
+from holdfast.engine.core.ground.events import Doubt, Purpose, SinkKind, SourceKind, Topic
 from holdfast.engine.core.ground.vote import Vote
 from holdfast.engine.core.invalidations import Invalidation
 from holdfast.engine.core.job_record import JobRecord
@@ -280,7 +279,11 @@ def _again(incarnation: int) -> str:
 # ---------------------------------------------------------------- effects of the worker
 
 
-_DOUBTS = {FINITE: "", RIGHTLY: "rightly not finite", NOBODYS: "not finite"}
+_DOUBTS = {
+    Doubt.FINITE: "",
+    Doubt.CONFIRMED_NON_FINITE: "rightly not finite",
+    Doubt.UNATTRIBUTED: "not finite",
+}
 _PURPOSES = {Purpose.HOSTED: "", Purpose.AUDITED: " to audit", Purpose.SPECULATIVE: " as a copy"}
 
 
@@ -293,7 +296,7 @@ def gather_text(effect: ef.Gather) -> str:
         case Topic.AUDIT:
             several_results = f", task {int(row[-1])} had several results" if row[-1] >= 0 else ""
             return f"tell digests {' '.join(str(int(each)) for each in row[:-1])}{several_results}"
-        case Topic.CONFESS:
+        case Topic.REPORT_FAULT:
             sums = "no sum may be wrong" if row[0] >= 1 << 59 else f"sums since step {int(row[0])}"
             return f"confess {sums}, copies beyond step {int(row[1])} may be wrong"
         case Topic.AGREE:
@@ -307,8 +310,8 @@ def _vote_text(vote: Vote) -> str:
     words += ["save"] if vote.save else []
     words += ["busy saving"] if vote.busy else []
     words += [("bits", "audits compare numbers", "no audits")[vote.alike]] if vote.alike else []
-    if vote.doubt >= SOMEBODYS:
-        words.append(f"the part of rank {vote.doubt - SOMEBODYS} is not finite")
+    if vote.doubt >= Doubt.BLAMED:
+        words.append(f"the part of rank {vote.doubt - Doubt.BLAMED} is not finite")
     else:
         words += [_DOUBTS.get(vote.doubt, "a copy differs")] if vote.doubt else []
     return ", ".join(words)
@@ -352,7 +355,7 @@ _WORKER_WORDS: dict[type, Callable[[Any], str]] = {
     ef.Redo: lambda e: f"forget what was computed of step {e.step}",
     ef.Adopt: lambda e: f"take its copy of task {e.vrank} for its own",
     ef.KeepStep: lambda e: f"keep step {e.step} for {_KEPT_FOR[e.sink]}",
-    ef.PutRight: lambda e: f"put the sum of bucket {e.bucket} right",
+    ef.UseCorrectSum: lambda e: f"put the sum of bucket {e.bucket} right",
     ef.NoteDoubt: lambda e: (
         f"ledger: steps from {e.step} on may be wrong{', and are redone' if e.again else ''}"
     ),

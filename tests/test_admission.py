@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership.admission import Attendance, admit
+from holdfast.engine.core.policies import CoordinatorPolicy
 from holdfast.engine.core.types import AgentId
 from roster_kit import LEASE, Cluster, member, status, view_of
 

@@ -12,7 +12,7 @@ from holdfast.engine.core.machine_errors import MachineError
 from holdfast.engine.core.membership import agent as ag
 from holdfast.engine.core.membership.agent import AgentMachine, AgentPolicy
 from holdfast.engine.core.membership.liveness import FreezePolicy, ProcessSample
-from holdfast.engine.core.membership.process_ends import QUIT
+from holdfast.engine.core.membership.node_process import QUIT
 from holdfast.engine.core.policies import LeasePolicy
 from holdfast.engine.core.redundancy import KeptPieces
 from holdfast.engine.core.types import AgentId, Incarnation, Tick, ViewNumber, WorkerId

@@ -30,7 +30,7 @@ from holdfast.engine.core.step.audit import (
     plan,
     plan_sums,
 )
-from holdfast.engine.core.step.trust import Doubt, Trust
+from holdfast.engine.core.step.rulings import Trust, WrongSince
 from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
 from holdfast.engine.core.views import Member, View
 from holdfast.engine.core.worker_status import WorkerStatus
@@ -182,9 +182,9 @@ def trusted(cycle: int, steps: int, audited: Callable[[int], Iterable[int]]) -> 
 
 def test_a_state_that_differs_may_have_done_so_for_a_whole_cycle() -> None:
     trust = trusted(8, 20, lambda step: ())
-    assert trust.doubt([WorkerId(1)], 20, diverged=True) == Doubt(sums=12, saved=12)
+    assert trust.doubt([WorkerId(1)], 20, diverged=True) == WrongSince(sums=12, saved=12)
     trust = trusted(8, 20, lambda step: range(4))  # all was audited: the sums are right
-    assert trust.doubt([WorkerId(1)], 20, diverged=True) == Doubt(sums=None, saved=12)
+    assert trust.doubt([WorkerId(1)], 20, diverged=True) == WrongSince(sums=None, saved=12)
     trust = trusted(8, 20, lambda step: range(4) if step != 15 else (0, 1, 2))
     assert trust.doubt([WorkerId(1)], 20, diverged=True).sums == 12
     assert trust.doubt([WorkerId(0)], 20, diverged=True).sums is None  # it does not host 3
@@ -193,18 +193,18 @@ def test_a_state_that_differs_may_have_done_so_for_a_whole_cycle() -> None:
 def test_wrong_gradients_go_back_to_the_last_audit_that_agreed() -> None:
     trust = trusted(0, 20, lambda step: [1] if step == 5 else [])
     # It may have become wrong right after that task, in the same step.
-    assert trust.doubt([WorkerId(1)], 20, diverged=False) == Doubt(sums=5, saved=5)
-    assert trust.doubt([WorkerId(0)], 20, diverged=False) == Doubt(sums=0, saved=0)
-    assert trust.doubt(WORKERS[:2], 20, diverged=False) == Doubt(sums=0, saved=0)
+    assert trust.doubt([WorkerId(1)], 20, diverged=False) == WrongSince(sums=5, saved=5)
+    assert trust.doubt([WorkerId(0)], 20, diverged=False) == WrongSince(sums=0, saved=0)
+    assert trust.doubt(WORKERS[:2], 20, diverged=False) == WrongSince(sums=0, saved=0)
 
 
 def test_a_worker_that_has_just_come_holds_the_compared_state() -> None:
     trust = trusted(64, 20, lambda step: ())
     trust.enter(a_view(20, 1, 2, joiners=(1,)), compared=True)
     trust.record_sums(20, a_view(20, 1, 2).owners, ())
-    assert trust.doubt([WorkerId(1)], 21, diverged=True) == Doubt(sums=20, saved=20)
+    assert trust.doubt([WorkerId(1)], 21, diverged=True) == WrongSince(sums=20, saved=20)
     trust.enter(a_view(21, 1, 2), compared=False)
-    assert trust.doubt([WorkerId(0)], 21, diverged=True) == Doubt(sums=20, saved=20)
+    assert trust.doubt([WorkerId(0)], 21, diverged=True) == WrongSince(sums=20, saved=20)
 
 
 INVALIDATION = st.lists(

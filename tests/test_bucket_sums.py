@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from holdfast.engine.core import tree
-from holdfast.engine.core.ground.events import FINITE, NOBODYS, SOMEBODYS
+from holdfast.engine.core.ground.events import Doubt
 from holdfast.engine.core.step.sum_trial import SumTrial
 from holdfast.engine.core.sum_plan import SumPlan, cut, cut_evenly, find_shared_sums
 from holdfast.engine.core.types import WorkerId
@@ -286,9 +286,9 @@ def test_a_sum_that_is_not_finite_is_noticed(
         assert together(*[lambda s=s, b=b: complete(s, b) for s, b in pairs]) == []
         found = [each.doubt() for each in sums]
         if math.isfinite(value):
-            assert found == [FINITE, FINITE]
+            assert found == [Doubt.FINITE, Doubt.FINITE]
         else:
-            assert found == [SOMEBODYS, NOBODYS]
+            assert found == [Doubt.BLAMED, Doubt.UNATTRIBUTED]
 
 
 def test_a_number_that_is_not_finite_is_blamed_on_the_member_whose_part_it_is() -> None:
@@ -299,4 +299,6 @@ def test_a_number_that_is_not_finite_is_blamed_on_the_member_whose_part_it_is() 
         pairs = zip(sums, boxes, strict=True)
         assert together(*[lambda s=s, b=b: complete(s, b) for s, b in pairs]) == []
         found = [each.doubt() for each in sums]
-        assert found == [SOMEBODYS + bad if r == bad else NOBODYS for r in range(size)]
+        assert found == [
+            Doubt.BLAMED + bad if r == bad else Doubt.UNATTRIBUTED for r in range(size)
+        ]

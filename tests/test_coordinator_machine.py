@@ -10,10 +10,9 @@ import pytest
 from holdfast.engine.core.directives import AgentReport, Directive
 from holdfast.engine.core.invalidations import Invalidation
 from holdfast.engine.core.job_record import JobRecord
-from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership import coordinator_events as ce
 from holdfast.engine.core.membership.coordinator import SKIPPED, CoordinatorMachine
-from holdfast.engine.core.policies import RestartPolicy
+from holdfast.engine.core.policies import CoordinatorPolicy, RestartPolicy
 from holdfast.engine.core.types import RELEASE_ALL, AgentId, Incarnation, Tick, ViewNumber, WorkerId
 from holdfast.engine.core.views import View
 from holdfast.engine.core.worker_status import JobEvent, Phase, ReplicaStage, Stage, WorkerStatus

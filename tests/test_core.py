@@ -14,15 +14,14 @@ from holdfast.engine.core.assignment import assign_at_boundary, assign_mid_step,
 from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.errors import InvariantError, first_line
 from holdfast.engine.core.exact_products import NARROW, WIDE, ExactProduct, digest_of
-from holdfast.engine.core.membership.admission import drain
+from holdfast.engine.core.membership.admission import choose_drains, drain
 from holdfast.engine.core.membership.changes import AddSlot, Change
-from holdfast.engine.core.membership.draining import choose_drains
 from holdfast.engine.core.membership.formation import Facts, choose_unreachable
 from holdfast.engine.core.membership.lease import acting_deadline, fence_time
 from holdfast.engine.core.membership.live_roster import LiveRoster
 from holdfast.engine.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
-from holdfast.engine.core.membership.resume import resume_step
 from holdfast.engine.core.membership.roster import SlotState
+from holdfast.engine.core.membership.view_making import resume_step
 from holdfast.engine.core.partition import part_of
 from holdfast.engine.core.policies import LeasePolicy
 from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId, spans

@@ -25,8 +25,7 @@ from holdfast.engine.core.step.audit import (
     Ruling,
     Sentence,
 )
-from holdfast.engine.core.step.audits import Audits
-from holdfast.engine.core.step.early_audits import EARLY_STEPS, PAIRS_MAX, plan_early
+from holdfast.engine.core.step.audits import EARLY_STEPS, PAIRS_MAX, Audits, plan_early
 from holdfast.engine.core.step.open_step import OpenStep
 from holdfast.engine.core.step.rulings import Rulings
 from holdfast.engine.core.types import AgentId, WorkerId
@@ -207,7 +206,7 @@ def ends(
     rulings.script.comparable = exact
     rulings.blame(step, ruling)
     wrong = sorted({worker for worker, _ in ruling.wrong})
-    row = rulings.confess(step, wrong, diverged=False)
+    row = rulings.report_fault(step, wrong, diverged=False)
     found = rulings.conclude(step, [(*row, each) for each in prints])
     assert all(each.by_script for each in found if isinstance(each, ef.GiveUp))
     return [each.reason for each in found if isinstance(each, ef.GiveUp)]
@@ -241,7 +240,7 @@ def test_states_that_tie_for_the_third_time_in_a_short_while_end_the_job(compara
     rulings, ended = rulings_of(on_nodes("a", "b"), keeps=True), []
     rulings.script.comparable = comparable
     for step in (5, 40, 400, 401, 402):
-        row = rulings.confess(step, (), diverged=True)
+        row = rulings.report_fault(step, (), diverged=True)
         found = rulings.conclude(step, [(*row, 7), (*row, 8)])
         ended.append(any(isinstance(each, ef.GiveUp) for each in found))
     assert ended == [False, False, False, False, comparable]
@@ -251,7 +250,7 @@ def test_without_checkpoints_states_may_tie_once() -> None:
     rulings, ended = rulings_of(on_nodes("a", "b")), []
     rulings.script.comparable = True
     for step in (5, 300, 400):
-        row = rulings.confess(step, (), diverged=True)
+        row = rulings.report_fault(step, (), diverged=True)
         found = rulings.conclude(step, [(*row, 7), (*row, 8)])
         ended.append(any(isinstance(each, ef.GiveUp) for each in found))
     assert ended == [False, False, True]

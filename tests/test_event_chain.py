@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.membership.coordinator_events import Announce
-from holdfast.engine.core.membership.event_chain import EventChain
+from holdfast.engine.core.membership.event_log import EventChain
 from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
 from holdfast.engine.core.views import Member, View
 from holdfast.engine.core.worker_status import Stage, WorkerStatus
@@ -34,7 +34,7 @@ def commit(chain: EventChain, step: int) -> None:
         worker=W0, incarnation=FIRST, stage=Stage.READY, view=ViewNumber(1), committed=step
     )
     report = AgentReport(agent=NEAR, incarnation=FIRST, seq=1, slots=1, workers=(status,))
-    chain.hear(report, 1.0)
+    chain.take_in(report, 1.0)
 
 
 def test_lines_on_wrong_results_lead_to_the_loss_of_the_worker() -> None:

@@ -11,9 +11,8 @@ import fleet_kit
 from fleet_kit import PREFIX, Faults, run_fleet
 from holdfast.engine.core.errors import InvariantError
 from holdfast.engine.core.fleet import fleet_events as fe
-from holdfast.engine.core.fleet.fleet import FleetMachine
+from holdfast.engine.core.fleet.fleet import FleetMachine, HostStrikes
 from holdfast.engine.core.fleet.fleet_node import Ending, FleetNode
-from holdfast.engine.core.fleet.host_strikes import HostStrikes
 from holdfast.engine.core.fleet.placements import FleetPolicy, Holding, NodeSeen, Notice, Placement
 from holdfast.engine.core.types import Tick
 

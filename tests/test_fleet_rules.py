@@ -6,9 +6,8 @@ import pytest
 
 from fleet_kit import PREFIX
 from holdfast.engine.core.fleet import fleet_events as fe
-from holdfast.engine.core.fleet.fleet import FleetMachine
+from holdfast.engine.core.fleet.fleet import FleetMachine, HostStrikes
 from holdfast.engine.core.fleet.fleet_node import FleetNode
-from holdfast.engine.core.fleet.host_strikes import HostStrikes
 from holdfast.engine.core.fleet.placements import (
     FleetPolicy,
     Holding,

@@ -10,9 +10,7 @@ import pytest
 from group_world import POLICY, GroupWorld, WrongError
 from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.errors import InvariantError
-from holdfast.engine.core.job_spec import GroupPolicy
 from holdfast.engine.core.membership import group
-from holdfast.engine.core.membership.activity import ActivityMeter, ActivitySample
 from holdfast.engine.core.membership.agent import AgentMachine
 from holdfast.engine.core.membership.changes import OrderNext, PutSlot
 from holdfast.engine.core.membership.coordinator_events import (
@@ -24,11 +22,12 @@ from holdfast.engine.core.membership.coordinator_events import (
     SendDirective,
 )
 from holdfast.engine.core.membership.facts import Facts
-from holdfast.engine.core.membership.group import GroupMachine
+from holdfast.engine.core.membership.group import GroupMachine, restore_slots
 from holdfast.engine.core.membership.group_faults import Trials
-from holdfast.engine.core.membership.group_places import restore_slots
 from holdfast.engine.core.membership.job_changes import EndJob
+from holdfast.engine.core.membership.liveness import ActivityMeter, ActivitySample
 from holdfast.engine.core.membership.roster import Roster, SlotState
+from holdfast.engine.core.policies import GroupPolicy
 from holdfast.engine.core.types import AgentId, Incarnation, ProcessRole, Tick, ViewNumber, WorkerId
 from holdfast.engine.core.worker_status import Stage, WorkerStatus
 from roster_kit import Cluster, status

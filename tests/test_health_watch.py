@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.engine.core.errors import InvariantError
-from holdfast.engine.core.membership.draining import choose_drains
+from holdfast.engine.core.membership.admission import choose_drains
 from holdfast.engine.host.findings import Finding, Grade
 from holdfast.engine.host.history import TRACKS_MAX, Health, HealthVerdict, Watch, WatchPolicy
 

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.engine.core.errors import Aborted
 from holdfast.engine.core.ground import effects as ef
-from holdfast.engine.core.ground.ends import SinkKind
+from holdfast.engine.core.ground.events import SinkKind
 from holdfast.engine.core.types import ViewNumber
 from holdfast.engine.train.state import missed_steps
 from holdfast.engine.train.state.missed_steps import MissedSteps

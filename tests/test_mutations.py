@@ -43,8 +43,8 @@ from holdfast.engine.core.membership.durable import Durable
 from holdfast.engine.core.membership.facts import Facts
 from holdfast.engine.core.membership.live_roster import LiveRoster, News
 from holdfast.engine.core.membership.liveness import FreezeDetector
-from holdfast.engine.core.membership.resume import resume_step
 from holdfast.engine.core.membership.roster import Roster
+from holdfast.engine.core.membership.view_making import resume_step
 from holdfast.engine.core.step.verdicts import Decided
 from holdfast.engine.core.types import RELEASE_ALL, ViewNumber
 from holdfast.engine.core.worker.machine import WorkerMachine

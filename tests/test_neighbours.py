@@ -379,5 +379,5 @@ def test_nothing_moves_for_a_fed_worker_until_it_has_voted() -> None:
     cluster = cluster_of(*(resting(w) for w in range(2)), status(2, abreast=1))
     fed = (Follower(worker=WorkerId(2), incarnation=Incarnation(1)),)
     view = view_of(0, 1, owners=tuple(ids(0, 1, 1, 1)))
-    proposal = propose(cluster, view, abreast=fed)
+    proposal = propose(cluster, view, caught_up=fed)
     assert (proposal.fed, proposal.owners) == (fed, (0, 1, 1, 1))

@@ -16,7 +16,7 @@ from holdfast.engine.core.fleet.placements import FleetPolicy
 from holdfast.engine.core.ground import standing
 from holdfast.engine.core.job_problems import find_problem
 from holdfast.engine.core.job_record import NO_SETBACKS, JobRecord
-from holdfast.engine.core.job_spec import CoordinatorPolicy, JobSpec, Nodes, Stragglers, Workers
+from holdfast.engine.core.job_spec import JobSpec, Nodes, Stragglers, Workers
 from holdfast.engine.core.membership import (
     agent,
     coordinator,
@@ -27,7 +27,13 @@ from holdfast.engine.core.membership import (
 )
 from holdfast.engine.core.membership.agent import AgentPolicy
 from holdfast.engine.core.membership.liveness import FreezePolicy
-from holdfast.engine.core.policies import BackupPolicy, LeasePolicy, PacePolicy, RestartPolicy
+from holdfast.engine.core.policies import (
+    BackupPolicy,
+    CoordinatorPolicy,
+    LeasePolicy,
+    PacePolicy,
+    RestartPolicy,
+)
 from holdfast.engine.core.replica import saves
 from holdfast.engine.core.replica.saves import SavePolicy
 from holdfast.engine.core.step import audit, newcomers, rulings, speculation

@@ -13,7 +13,7 @@ from torch import nn
 
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SinkKind, SourceKind
+from holdfast.engine.core.ground.events import SinkKind, SourceKind
 from holdfast.engine.core.redundancy import GradientSource, Recall, read_redundancy
 from holdfast.engine.core.types import AgentId, Incarnation, Peer, ViewNumber, WorkerId
 from holdfast.engine.core.views import Member, View

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SinkKind, SourceKind
+from holdfast.engine.core.ground.events import SinkKind, SourceKind
 from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.replica.feeding import SKIPPED_MAX, Feeding, Following
 from holdfast.engine.core.types import Incarnation, ViewNumber, WorkerId

@@ -13,7 +13,7 @@ from fake_gpu import fake_gpu, on_gpu
 from holdfast.engine.core.errors import UserError, WorldError
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SinkKind
+from holdfast.engine.core.ground.events import SinkKind
 from holdfast.engine.core.redundancy import read_redundancy
 from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
 from holdfast.engine.core.views import Member, View

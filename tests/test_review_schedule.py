@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership import review_schedule
-from holdfast.engine.core.membership.review_schedule import REVIEW_S, Agenda
-from holdfast.engine.core.membership.suspicion import LEASES
-from holdfast.engine.core.policies import LeasePolicy
+from holdfast.engine.core.membership.review_schedule import LEASES, REVIEW_S, Agenda
+from holdfast.engine.core.policies import CoordinatorPolicy, LeasePolicy
 from holdfast.engine.core.types import Incarnation
 from holdfast.engine.core.worker_status import Phase
 from roster_kit import LEASE, Cluster, member

@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 
 from holdfast.engine.core.job_record import JobRecord, Slot
-from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership.admission import admit, drain, recall_slots, welcome
 from holdfast.engine.core.membership.changes import AddSlot, DismissNode, OrderNext, PutSlot
 from holdfast.engine.core.membership.durable import KNOWN_MAX, Durable, speakers
 from holdfast.engine.core.membership.event_log import EventLog
 from holdfast.engine.core.membership.facts import silent_nodes
+from holdfast.engine.core.membership.job_end import Stopping
 from holdfast.engine.core.membership.live_roster import LiveRoster, News
 from holdfast.engine.core.membership.restart import quarantine, quarantine_wrong, replace_lost
 from holdfast.engine.core.membership.roster import SlotState
-from holdfast.engine.core.membership.stopping import Stopping
-from holdfast.engine.core.policies import RestartPolicy
+from holdfast.engine.core.policies import CoordinatorPolicy, RestartPolicy
 from holdfast.engine.core.types import AgentId, Incarnation, ProcessRole, ViewNumber, WorkerId
 from holdfast.engine.core.views import View
 from holdfast.engine.core.worker_status import JobEvent, Phase, ReplicaStage, Stage, WorkerStatus

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from holdfast.engine.core import tree
-from holdfast.engine.core.ground.events import FINITE, NOBODYS, SOMEBODYS
+from holdfast.engine.core.ground.events import Doubt
 from holdfast.engine.core.step.sum_trial import SumTrial
 from holdfast.engine.core.sum_plan import Message
 from holdfast.engine.train.exchange.layout import Layout
@@ -130,7 +130,7 @@ def test_the_sum_is_the_one_along_the_tree_whoever_hosts_what(
             assert found.equals(right)
             assert found.dense == right.dense
             assert (table.result is found) == (not turned and not flat)
-        assert each.doubt() == FINITE
+        assert each.doubt() == Doubt.FINITE
 
 
 @pytest.mark.parametrize("is_used", [True, False])
@@ -187,7 +187,9 @@ def test_a_number_that_is_not_finite_is_blamed_on_the_member_whose_part_it_is(
         leaves = of_ones(size, 50)
         leaves[bad][0].values[17, 1] = value
         sums, _ = summed(lay_out(range(size), size), leaves)
-        expected = [SOMEBODYS + bad if rank == bad else NOBODYS for rank in range(size)]
+        expected = [
+            Doubt.BLAMED + bad if rank == bad else Doubt.UNATTRIBUTED for rank in range(size)
+        ]
         assert [each.doubt() for each in sums] == expected
 
 
@@ -196,7 +198,7 @@ def test_a_sum_beyond_all_numbers_is_blamed_on_no_member() -> None:
     for leaf in leaves:
         leaf[0].values[3] = torch.finfo(torch.float32).max
     sums, _ = summed(lay_out(range(2), 2), leaves)
-    assert [each.doubt() for each in sums] == [NOBODYS, NOBODYS]
+    assert [each.doubt() for each in sums] == [Doubt.UNATTRIBUTED, Doubt.UNATTRIBUTED]
 
 
 # Of a rank, whether it repeats the sum, and rows that it has made.

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.engine.core.ground.effects import CopyState, Tell
-from holdfast.engine.core.ground.ends import SinkKind
-from holdfast.engine.core.ground.events import EventNoted, SaveEnded
+from holdfast.engine.core.ground.events import EventNoted, SaveEnded, SinkKind
 from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.ground.vote import Wish
 from holdfast.engine.core.policies import PacePolicy

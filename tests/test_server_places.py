@@ -10,10 +10,10 @@ import pytest
 from holdfast.engine.core.directives import Directive
 from holdfast.engine.core.errors import InvariantError
 from holdfast.engine.core.job_record import JobRecord
-from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership.departure import Departure
 from holdfast.engine.core.membership.formation import LEAVE_RESERVE_S
 from holdfast.engine.core.membership.server_places import ServerPlaces
+from holdfast.engine.core.policies import CoordinatorPolicy
 from holdfast.engine.core.servers.placement import find_holders
 from holdfast.engine.core.servers.server_host import (
     BookArrived,

@@ -13,7 +13,7 @@ import pytest
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.effects import SumStage
-from holdfast.engine.core.ground.ends import SinkKind, SourceKind
+from holdfast.engine.core.ground.events import SinkKind, SourceKind
 from holdfast.engine.core.step.audit import FICKLE, SUBSTITUTED
 from holdfast.engine.core.step.shards import ShardEvents, is_shared
 from holdfast.engine.core.step.sum_trial import SumTrial
@@ -137,7 +137,7 @@ def test_each_shard_counts_in_the_comparison() -> None:
         return [ev.Summed(view=VIEW, step=4, bits=each) for each in prints]
 
     def confessed(prints: list[int]) -> Any:
-        return [ev.Gathered(VIEW, ev.Topic.CONFESS, ((1, 2, each),)) for each in prints]
+        return [ev.Gathered(VIEW, ev.Topic.REPORT_FAULT, ((1, 2, each),)) for each in prints]
 
     for kind in (task, states, parts, wholes, copies, bits, confessed):
         (right,) = hear_all(3, kind(plain))

@@ -12,7 +12,7 @@ from torch import nn
 
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SinkKind, SourceKind
+from holdfast.engine.core.ground.events import SinkKind, SourceKind
 from holdfast.engine.core.types import Incarnation, WorkerId
 from holdfast.engine.core.views import Follower, FollowOrder
 from holdfast.engine.net.tls import PeerIdentity

@@ -26,8 +26,7 @@ from conftest import RUN_S
 from holdfast.engine.commands.run_command import make_spec, parser
 from holdfast.engine.core.errors import Aborted, Damaged, WorldError
 from holdfast.engine.core.ground import effects as ef
-from holdfast.engine.core.ground.ends import SinkKind
-from holdfast.engine.core.ground.events import SaveEnded
+from holdfast.engine.core.ground.events import SaveEnded, SinkKind
 from holdfast.engine.core.invalidations import Invalidation
 from holdfast.engine.core.replica.retention import Retention
 from holdfast.engine.core.types import AgentId, Incarnation, Peer, ViewNumber, WorkerId

@@ -10,7 +10,7 @@ import pytest
 from holdfast.engine.core.errors import Damaged, Unreachable, UserError
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SourceKind
+from holdfast.engine.core.ground.events import SourceKind
 from holdfast.engine.core.invalidations import Invalidation
 from holdfast.engine.core.types import Peer, ViewNumber, WorkerId
 from holdfast.engine.core.views import View

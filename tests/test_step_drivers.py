@@ -12,8 +12,7 @@ import pytest
 from holdfast.engine.core.errors import Aborted, UserError
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SinkKind
-from holdfast.engine.core.ground.events import NOBODY, Purpose, Wait
+from holdfast.engine.core.ground.events import NO_MEMBER, Purpose, SinkKind, Wait
 from holdfast.engine.core.types import Incarnation, Peer, Tick, ViewNumber, WorkerId
 from holdfast.engine.core.views import View
 from holdfast.engine.core.worker.machine import WorkerMachine
@@ -365,7 +364,7 @@ def test_a_vote_names_the_peer_with_which_the_network_took_longest() -> None:
     waits.record_arrival(1, 2_000_000)
     assert waits.wait_of_step() == Wait(1, 2_000_000, 3_500_000)
     waits.begin_bucket()
-    assert waits.wait_of_step().peer == NOBODY
+    assert waits.wait_of_step().peer == NO_MEMBER
 
 
 def test_a_member_that_waits_for_none_names_the_peer_that_sent_last() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from holdfast.engine.core.errors import WireError
 from holdfast.engine.core.ground import effects as ef
-from holdfast.engine.core.ground.ends import SinkKind
+from holdfast.engine.core.ground.events import SinkKind
 from holdfast.engine.core.types import ViewNumber, WorkerId
 from holdfast.engine.train.exchange.tensor_bytes import as_bytes
 from holdfast.engine.train.state import feed_frames

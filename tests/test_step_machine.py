@@ -10,9 +10,8 @@ import pytest
 from holdfast.engine.core.directives import WorkerDirective
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SourceKind
-from holdfast.engine.core.ground.events import Purpose, Topic
-from holdfast.engine.core.membership.resume import resume_step
+from holdfast.engine.core.ground.events import Purpose, SourceKind, Topic
+from holdfast.engine.core.membership.view_making import resume_step
 from holdfast.engine.core.policies import BackupPolicy
 from holdfast.engine.core.replica.saves import SavePolicy
 from holdfast.engine.core.step.rulings import Rulings

@@ -21,11 +21,10 @@ from holdfast.engine.core.step.audit import Alike, Audit, Ruling, Sentence
 from holdfast.engine.core.step.audits import SKETCH_WORDS, Audits
 from holdfast.engine.core.step.backup import Settlement
 from holdfast.engine.core.step.open_step import OpenStep
-from holdfast.engine.core.step.rulings import CALM_STEPS, NEVER, Rulings
+from holdfast.engine.core.step.rulings import CALM_STEPS, NEVER, Rulings, Trust, WrongSince
 from holdfast.engine.core.step.speculation import Budget, Lateness, Patience, choose_copies
 from holdfast.engine.core.step.speeds import Speeds
 from holdfast.engine.core.step.step_policy import Counting, StepPolicy
-from holdfast.engine.core.step.trust import Doubt, Trust
 from holdfast.engine.core.step.verdicts import Doubted
 from holdfast.engine.core.types import ViewNumber, WorkerId
 from holdfast.engine.core.views import LateWorker, View
@@ -266,23 +265,24 @@ def test_a_suspended_worker_is_judged_by_when_it_left() -> None:
     trust.enter(a_view(3, [0, 1], 30), compared=True)
     assert trust.doubt([W1], 31, diverged=True).saved == 30
     trust.enter(a_view(4, [0], 31), compared=False)
-    assert trust.doubt([W1], 31, diverged=True) == Doubt(sums=None, saved=31)  # others know of it
+    # Older members know more of it.
+    assert trust.doubt([W1], 31, diverged=True) == WrongSince(sums=None, saved=31)
 
 
 def test_a_worker_that_hosted_nothing_was_not_audited() -> None:
     trust = trusting(1, 0, 1)
     trust.record_sums(0, [W0, W1], [0])
     trust.record_sums(1, [W0, W0], [0, 1])
-    assert trust.doubt([W1], 2, diverged=False) == Doubt(sums=0, saved=0)
-    assert trust.doubt([W0], 2, diverged=False) == Doubt(sums=None, saved=1)
+    assert trust.doubt([W1], 2, diverged=False) == WrongSince(sums=0, saved=0)
+    assert trust.doubt([W0], 2, diverged=False) == WrongSince(sums=None, saved=1)
 
 
 def test_without_a_cycle_only_audits_say_anything() -> None:
     trust = trusting(0, 0, 1)
     trust.record_sums(0, [W0, W1], [0])
     assert trust.doubt([W0], 1, diverged=True).saved == 1
-    assert trust.doubt([W0], 1, diverged=False) == Doubt(sums=None, saved=1)
-    assert trust.doubt([W1], 1, diverged=False) == Doubt(sums=0, saved=0)
+    assert trust.doubt([W0], 1, diverged=False) == WrongSince(sums=None, saved=1)
+    assert trust.doubt([W1], 1, diverged=False) == WrongSince(sums=0, saved=0)
 
 
 # ---------------------------------------------------------------- who is wrong
@@ -394,7 +394,7 @@ def test_states_that_differ_are_judged_by_the_majority() -> None:
 def confessed(found: Rulings, wrong: list[WorkerId], *, diverged: bool, step: int = 9) -> Any:
     for each in range(step):
         found.record_sums(each, [W0, W1, W2], range(3))
-    return found.confess(step, wrong, diverged=diverged)
+    return found.report_fault(step, wrong, diverged=diverged)
 
 
 def test_only_steps_that_wrong_workers_have_computed_are_doubted() -> None:
@@ -402,7 +402,7 @@ def test_only_steps_that_wrong_workers_have_computed_are_doubted() -> None:
         found = ruling()
         for step in range(9):
             found.record_sums(step, [W0, W1, W2], [1])  # no member has ever compared worker 0
-        assert found.confess(9, [wrong], diverged=False)[0] == since
+        assert found.report_fault(9, [wrong], diverged=False)[0] == since
 
 
 def test_a_wrong_worker_leaves_and_the_rest_go_back_if_its_errors_may_have_been_used() -> None:

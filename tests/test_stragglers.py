@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from holdfast.engine.core.ground.events import EventNoted
 from holdfast.engine.core.step.balance import BalancePolicy, Balancer
-from holdfast.engine.core.step.lasting import LastingSlowness
 from holdfast.engine.core.step.speculation import Budget, Lateness, Patience, choose_copies
-from holdfast.engine.core.step.speeds import Speeds
+from holdfast.engine.core.step.speeds import LastingSlowness, Speeds
 from holdfast.engine.core.step.stragglers import Detector, Kind, Verdict, _kind
 from holdfast.engine.core.types import AgentId, Incarnation, ViewNumber, WorkerId
 from holdfast.engine.core.views import Member, View

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.engine.core.ground.events import NOBODY, Wait
+from holdfast.engine.core.ground.events import NO_MEMBER, Wait
 from holdfast.engine.core.step.balance import BalancePolicy, Balancer
 from holdfast.engine.core.step.link_detector import LinkDetector
 from holdfast.engine.core.step.stragglers import Detector
@@ -155,7 +155,7 @@ def test_a_wait_that_is_little_of_a_step_is_not_worth_a_line(compute_us: int, to
     ]
     assert bool(found) is told
     assert detector.observe([Wait()], [5]) == []  # a single member waits for nobody
-    assert Wait() == Wait(peer=NOBODY, took_us=0, waited_us=0)
+    assert Wait() == Wait(peer=NO_MEMBER, took_us=0, waited_us=0)
 
 
 # ---------------------------------------------------------------- assignments

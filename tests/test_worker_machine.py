@@ -11,8 +11,7 @@ from holdfast.engine.core.directives import WorkerDirective
 from holdfast.engine.core.errors import InvariantError
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SinkKind, SourceKind
-from holdfast.engine.core.ground.events import Purpose, StepKind, Topic
+from holdfast.engine.core.ground.events import Purpose, SinkKind, SourceKind, StepKind, Topic
 from holdfast.engine.core.ground.standing import JOB_EVENTS_MAX
 from holdfast.engine.core.invalidations import Invalidation
 from holdfast.engine.core.replica.saves import SavePolicy

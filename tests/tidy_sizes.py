@@ -20,35 +20,23 @@ METHODS_MAX = 20
 ATTRIBUTES_MAX = 15  # assigned by methods; the fields of a record do not count
 SHORT_FILE_LINES = 40
 
-LONG_FILES = {  # lines at most
-    "src/holdfast/engine/core/membership/agent.py": 610,
-    "src/holdfast/engine/core/membership/coordinator.py": 601,
-    "src/holdfast/engine/core/step/step_machine.py": 606,
-}
+LONG_FILES: dict[str, int] = {}  # lines at most
 LARGE_CLASSES: dict[str, tuple[int, int]] = {  # methods and attributes at most
     "AgentMachine": (21, 19),
-    "CoordinatorMachine": (45, 24),
+    "CoordinatorMachine": (42, 23),
     "DecisionLoop": (28, 15),
     "GroupMachine": (29, 15),
     "Process": (35, 39),
     "Replica": (38, 15),
     "Roster": (26, 15),
-    "StepMachine": (51, 24),
+    "StepMachine": (44, 20),
     "WorkerMachine": (28, 15),
 }
 # Each is a seam where two sides meet, or a leaf that several use.
 SHORT_FILES = frozenset(
     (
-        "src/holdfast/engine/core/membership/activity.py",
-        "src/holdfast/engine/core/membership/departure.py",
-        "src/holdfast/engine/core/membership/draining.py",
-        "src/holdfast/engine/core/membership/event_log.py",
-        "src/holdfast/engine/core/membership/resume.py",
-        "src/holdfast/engine/core/membership/stopping.py",
-        "src/holdfast/engine/core/membership/urgency.py",
         "src/holdfast/engine/core/partition.py",
         "src/holdfast/engine/core/release.py",
-        "src/holdfast/engine/core/ground/ends.py",
         "src/holdfast/engine/core/transitions.py",
         "src/holdfast/engine/train/preload.py",
     )

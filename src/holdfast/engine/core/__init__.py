@@ -4,8 +4,8 @@ Each machine has one mutator, `handle(event, now)`, which returns effects as val
 around it: the real ones are in runtime and train, the simulated ones in lab/sim. Every driver owes
 its machine the same:
 
-- `handle` gets one event at a time, in the order in which they came. `now` are seconds of any one
-  clock, and never go back.
+- `handle` gets one event at a time, in the order of their arrival. `now` are seconds of any one
+  clock, and never decrease.
 - Effects are carried out in the order in which they were returned, before those of a later event.
   Where an effect says that an event follows, it follows, also if the act fails.
 - At `deadline()` the machine gets a Tick, or soon after. None: it waits for another event.
@@ -20,10 +20,10 @@ There are four machines. Each room is described in its own package:
 and the parts that they are made of:
 
     ground       shared by all: events, effects, the standing of a worker, votes
-    replica      the state that a member holds, and its exchange with others
+    replica      the state that a member holds, and its exchange with members
     step         what a member does between two boundaries
-    servers      where rows of tables are, and which updates they have had
+    servers      the servers that hold rows of tables, and the updates of the rows
 
-The modules beside these are the ground of all: types, errors, the canonical tree, the plans for
+The modules next to these are the ground of all: types, errors, the canonical tree, the plans for
 sums, the job document with its settings and policies.
 """

@@ -1,14 +1,14 @@
 """Decides which worker hosts which virtual rank, balanced to within one. Pure.
 
 There are two situations with two rules. In the middle of a step a survivor keeps its results, so
-only lost virtual ranks move. At a step boundary nothing computed is at stake, so the layout returns
-to contiguous blocks: one for each worker, and also one for each machine and each failure domain,
-since the sums of low tree nodes then never leave a machine (core/sum_plan.py).
+only lost virtual ranks move. At a step boundary no computed result is at stake, so the layout
+returns to contiguous blocks: one for each worker, and also one for each machine and each failure
+domain, because the sums of low tree nodes then never leave a machine (core/sum_plan.py).
 
-What moves with a virtual rank: rank states and parameters are on all members, so nothing of them
-does. The new host loads the batches that the old one had loaded ahead. It opens the shard of a
-stream and reads it up to the job's position, which can take long. So after a loss the order is
-restored when the next view begins at a boundary.
+Rank states and parameters are on all members, so they do not move with a virtual rank. The new host
+loads the batches that the old one had loaded ahead. It opens the shard of a stream and reads it up
+to the job's position, which can take long. So after a loss the order is restored when the next view
+begins at a boundary.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def assign_at_boundary(
 
     Domains and machines keep the order of their present blocks, and a machine's workers keep most
     of theirs. A new machine takes the first gap of at least half its size (a lost machine leaves
-    one), and else the last place. Without blocks the order is by name. So a machine that
-    replaces another one takes its virtual ranks, and no others move. If the number of machines
-    changes, up to half of the virtual ranks change hosts, or more if a worker has less than two.
+    one), and else the last place. Without blocks the order is by name. So a machine that replaces
+    another one takes its virtual ranks, and the rest stay. If the number of machines changes, up to
+    half of the virtual ranks change hosts, or more if a worker has less than two.
     """
     count = len(workers)
     require(1 <= count <= vranks, f"{count} workers cannot host {vranks} virtual ranks")
@@ -72,7 +72,7 @@ class _Layout:
     def __init__(
         self, vranks: int, workers: int, previous: Sequence[WorkerId], paths: Paths
     ) -> None:
-        self._least, self._most = vranks // workers, -(-vranks // workers)  # of a worker
+        self._least, self._most = vranks // workers, -(-vranks // workers)  # for each worker
         self._paths = paths
         self._owners = previous
         self._hosted: dict[WorkerId, list[int]] = {}
@@ -209,9 +209,10 @@ def assign_mid_step(
 ) -> tuple[WorkerId, ...]:
     """Give each lost virtual rank to a survivor near the host of its neighbour in the tree.
 
-    Balance comes first: the survivors' numbers of tasks are as equal as they can be. Among those
-    that may have one more, a worker on the same machine is preferred, then one in the narrowest
-    common failure domain, then the one with the fewest tasks, and of these the neighbour's host.
+    Balance takes precedence: the survivors' numbers of tasks are as equal as they can be. Among the
+    survivors that may have one more, a worker on the same machine is preferred, then one in the
+    narrowest common failure domain, then the one with the fewest tasks, and of these the
+    neighbour's host.
     """
     require(len(survivors) > 0, "no survivor to take the virtual ranks")
     hosted = Counter(previous)
@@ -238,10 +239,10 @@ def assign_mid_step(
 
 
 def _find_level(loads: Sequence[int], more: int) -> tuple[int, int]:
-    """Return how many tasks each worker has at least once `more` are shared out evenly.
+    """Return the number of tasks that each worker has at least once `more` are shared out evenly.
 
-    `loads`: their tasks so far, ascending. Second: how many workers have one more than that, of
-    those that had no more before.
+    `loads`: their tasks so far, ascending. Second: the number of workers that have one task more,
+    of the workers that had no more before.
     """
     total = sum(loads)
     for count in range(len(loads), 0, -1):

@@ -1,8 +1,8 @@
 """Defines failure domains, which can take several nodes down at once, as labels `KEY=VALUE`.
 
-`rack=r7` on two nodes says that both go when that rack goes. Labels of different keys are
+`rack=r7` on two nodes means that both are lost when that rack is lost. Labels of different keys are
 different kinds of domains, and a node is in one of each kind at most. Nodes of one domain are also
-near each other: paths order the kinds, so that workers can be compared by where they run.
+near each other: paths order the kinds, so that workers can be compared by their places.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class OtherJob(WireError):
 
 
 class Damaged(WorldError):
-    """Reports that stored bytes must not be trusted; the message says why."""
+    """Reports that stored bytes must not be trusted; the message gives the reason."""
 
 
 class OtherRelease(Damaged):
@@ -82,11 +82,11 @@ class OtherRelease(Damaged):
 
 
 class Unreachable(WorldError):
-    """Reports that every server was tried in vain; the request may have been carried out."""
+    """Reports that no server has answered; the request may have been carried out."""
 
 
 class Refused(WorldError):
-    """Reports that the service declined; asking again changes nothing by itself."""
+    """Reports that the service declined; asking again has no effect by itself."""
 
 
 class Deposed(WorldError):
@@ -109,6 +109,6 @@ def require(condition: bool, message: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what another library says of its error, without its stack or advice."""
+    """Return the message of another library's error, without its stack or advice."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

@@ -22,7 +22,8 @@ class ExactProduct:
     inner: int
     columns: int
     entry_max: int
-    digest: str  # the result's, as little-endian int32, row by row
+    #: The digest of the result, as little-endian int32, row by row.
+    digest: str
 
     @property
     def sum_max(self) -> int:

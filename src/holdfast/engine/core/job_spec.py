@@ -11,7 +11,14 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from holdfast.engine.core.policies import BackupPolicy, LeasePolicy, PacePolicy, RestartPolicy
+from holdfast.engine.core.policies import (
+    BackupPolicy,
+    CoordinatorPolicy,
+    GroupPolicy,
+    LeasePolicy,
+    PacePolicy,
+    RestartPolicy,
+)
 from holdfast.engine.core.redundancy import Redundancy, read_redundancy
 from holdfast.engine.core.settings import Setting, sections_of, setting, settings_of
 from holdfast.engine.core.types import ProcessRole
@@ -21,59 +28,6 @@ VIRTUAL_MAX = 100_000  # every view names the owner of each virtual rank
 NODES_MAX = 100_000
 SERVERS_MAX = 1024
 STALENESS_MAX = 64  # steps
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPolicy:
-    """Keeps the settings for groups of processes (core/membership/group.py)."""
-
-    nodes_min: int = 1
-    nodes_max: int = 1
-    spares: int | None = None  # on each node; None: as many as work there
-    restarts_max: int = 3  # in a row, without progress in between
-    steady_s: float = 600.0  # a group that has lived this long has made progress
-    hang_s: float = 1800.0  # a group that is idle for this long hangs
-    settle_s: float = 3.0  # after the last node came, before a group of fewer than there may be
-    late_s: float = 120.0  # nodes that are not ready by then are not waited for
-    backoff_s: float = 0.5  # before the second restart in a row; doubled with each further one
-    backoff_max_s: float = 30.0
-    lease: LeasePolicy = field(default_factory=LeasePolicy)
-
-    def count_working(self, slots: int) -> int:
-        """Return how many of a node's slots work, besides those of spares and of the store."""
-        return (slots - 1) // 2 if self.spares is None else slots - 1 - self.spares
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorPolicy:
-    """Keeps the settings for the coordinator's decisions."""
-
-    virtual_ranks: int
-    nodes_min: int = 1  # nodes to wait for before step 0
-    nodes_max: int = 1 << 20  # more than these wait until one is lost
-    workers_min: int = 1  # fewer than this and the job waits at the next boundary
-    lease: LeasePolicy = field(default_factory=LeasePolicy)
-    settle_s: float = 120.0  # start with workers_min once the others are this late
-    patience_s: float = 5.0  # a planned stop that keeps a worker waiting longer is no longer one
-    grace_s: float = 25.0  # for a last checkpoint; schedulers give 30 s between signal and kill
-    hang_s: float = 1800.0  # a member others wait for, with nothing moving, is replaced after this
-    speculation: float = 0.0  # share of all tasks that may be computed again for being late
-    spares: int | None = 0  # on each node; None: as many as losses make it worth
-    hot_spares: bool = False  # spares are members, and hold the state
-    procs: int = 1  # processes of each worker
-    spread: int = 1  # nodes of each worker
-    replicated: bool = True  # each worker holds the whole state, not only its share
-    feeds: bool = False  # workers receive the state while others train, and join when they have it
-    keeps: bool = False  # there are checkpoints
-    redundancy: Redundancy = field(default_factory=Redundancy)  # in the nodes' memory
-    servers: int = 0  # number of processes that hold tables
-    retreats_max: int = 3  # times that the job goes back without coming further in between
-    restart: RestartPolicy = field(default_factory=RestartPolicy)
-
-    @property
-    def shards_told(self) -> int:
-        """Return the number of shards whose pieces nodes list one by one: none holds all."""
-        return self.procs if self.spread > 1 else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +121,7 @@ class Workers:
 
     @property
     def procs_on_node(self) -> int:
-        """Return how many processes of a worker are on each of its nodes."""
+        """Return the number of a worker's processes on each of its nodes."""
         return self.procs // self.spread
 
 
@@ -374,7 +328,7 @@ class MemorySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Sets how many processes hold the rows of tables (holdfast.tables), beside the workers."""
+    """Sets the number of processes that hold the rows of tables (holdfast.tables)."""
 
     count: int = setting(
         0,
@@ -463,8 +417,10 @@ class Compat:
 class JobSpec:
     """Defines a job; the same on all its nodes for its whole life."""
 
-    job: str  # a random name: the job's identity, for as long as it lives and wherever it runs
-    cwd: str  # where the script runs
+    #: A random name: the job's identity, for as long as it lives and wherever it runs.
+    job: str
+    #: The folder where the script runs.
+    cwd: str
     script: str
     args: tuple[str, ...] = ()
     workers: Workers = field(default_factory=Workers)
@@ -479,7 +435,7 @@ class JobSpec:
 
     @property
     def workers_at_start(self) -> int:
-        """Return how many workers the job waits for before its first step."""
+        """Return the number of workers for which the job waits before its first step."""
         return self.workers.nproc * (self.nodes.min // self.workers.spread)
 
     @property
@@ -490,16 +446,16 @@ class JobSpec:
 
     @property
     def nodes_max(self) -> int:
-        """Return how many nodes may take part at once."""
+        """Return the largest number of nodes that may take part at once."""
         return self.nodes.min if self.nodes.max is None else self.nodes.max
 
     @property
     def roles_per_node(self) -> Mapping[ProcessRole, int]:
-        """Return how many processes of each role a node runs, unless it is told otherwise."""
+        """Return the number of processes of each role on a node that has no number of its own."""
         return {ProcessRole.WORKER: self.workers.nproc}
 
     def spares(self, nproc: int) -> int:
-        """Return how many processes a node of `nproc` workers offers to run besides these."""
+        """Return the number of processes that a node of `nproc` workers offers in addition."""
         return nproc if self.workers.spares is None else self.workers.spares
 
     @property
@@ -508,12 +464,12 @@ class JobSpec:
         return self.stragglers.speculation_budget / 2
 
     def backup(self) -> BackupPolicy:
-        """Return how many workers' results a step may do without."""
+        """Return the number of workers whose results a step may drop."""
         dropped = self.stragglers.backup
         return BackupPolicy(workers=dropped, results_min=self.workers_at_start - dropped)
 
     def redundancy(self) -> Redundancy:
-        """Return how the nodes' memory protects the state. UserError if the text is none."""
+        """Return the protection by the nodes' memory. UserError if the text is none."""
         return read_redundancy(self.memory.redundancy)
 
     def pace(self) -> PacePolicy:
@@ -537,7 +493,7 @@ class JobSpec:
         return 1 + nproc + (nproc if self.compat.waiting is None else self.compat.waiting)
 
     def modules(self) -> tuple[str, ...]:
-        """Return what a script for torchrun wants imported before it is told its rank."""
+        """Return the modules that a script for torchrun wants imported before it has a rank."""
         return tuple(filter(None, (name.strip() for name in self.compat.preload.split(","))))
 
     def group_policy(self) -> GroupPolicy:

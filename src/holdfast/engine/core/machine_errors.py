@@ -34,12 +34,12 @@ class MachineError(enum.Enum):
 
     @property
     def what(self) -> str:
-        """Return what happened, in words that "on node X" may follow."""
+        """Return a phrase that "on node X" may follow."""
         return _WORDS[self][0]
 
     @property
     def remedy(self) -> str:
-        """Return what people can do about it; empty: that depends."""
+        """Return the remedy for people; empty: that depends."""
         return _WORDS[self][1]
 
 
@@ -128,8 +128,9 @@ class ErrorVerdict:
 def judge_error(chain: Sequence[Raised]) -> ErrorVerdict:
     """Judge an error of a script; `chain`: the exception, then its causes.
 
-    The first one that is clear decides: a library that cannot write raises an error of its own.
-    What the user can mend is the script's, but for a library, which may be there on other machines.
+    The first clear one decides: a library that cannot write raises an error of its own. An error
+    that the user can repair is the script's, except for a library, which may be there on other
+    machines.
     """
     found = [(error, each) for each in chain if (error := _find_error(each)) is not None]
     if chain and "UserError" in chain[0].classes:

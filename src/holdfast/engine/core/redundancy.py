@@ -2,8 +2,8 @@
 
 A protected state is cut into one **part** for each node of the view's ring that holds it. Each part
 is coded into `data + parity` **pieces**, and any `data` of them give the part. A part's first piece
-is kept on one of the nodes that hold it, and its others on those that follow in the ring, again and
-again if there are fewer nodes than pieces.
+is kept on one of the nodes that hold it, and its further pieces on the next nodes in the ring,
+again and again if there are fewer nodes than pieces.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PIECES_MAX = 255
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redundancy:
-    """Sets the numbers of pieces of a part; `data` 0: nothing is protected."""
+    """Sets the numbers of pieces of a part; with `data` 0 no state is protected."""
 
     data: int = 0
     parity: int = 0
@@ -28,11 +28,11 @@ class Redundancy:
         return self.data + self.parity
 
     def pieces_on(self, nodes: int) -> int:
-        """Return the pieces of a part on `nodes` nodes: a copy beside another is no use."""
+        """Return the pieces of a part on `nodes` nodes; two copies on one node are pointless."""
         return min(self.pieces, nodes) if self.data == 1 else self.pieces
 
     def nodes_to_lose(self, nodes: int) -> int:
-        """Return how many of `nodes` nodes may be lost, with the pieces that they keep."""
+        """Return the number of `nodes` nodes that may be lost, with their pieces."""
         pieces = self.pieces_on(nodes)
         return (pieces - self.data) // -(-pieces // nodes)
 
@@ -43,7 +43,7 @@ class Redundancy:
 
 
 def read_redundancy(text: str) -> Redundancy:
-    """Read `none`, `replicate:R` or `rs:K+M`. UserError says what the text must be."""
+    """Read `none`, `replicate:R` or `rs:K+M`. UserError names the forms of the text."""
     kind, _, sizes = text.partition(":")
     numbers = sizes.split("+")
     if text == "none":
@@ -100,11 +100,11 @@ class GradientSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recall:
-    """Names the sources of the state after `step` steps, where nobody holds it.
+    """Names the sources of the state after `step` steps, where no worker holds it.
 
     They are the state after `base` steps, which view `view` has put into nodes' memory (0: it is
     the initial state, or a checkpoint's), and the gradients of the steps since. `nodes`: HOST:PORT
-    of those that hold pieces.
+    of the nodes that hold pieces.
     """
 
     base: int

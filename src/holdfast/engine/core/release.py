@@ -10,7 +10,7 @@ RELEASE = "0.2.0"  # the only place: pyproject.toml reads it from here
 
 
 def newer_format(data: bytes, magic: bytes) -> str:
-    """Return what to say of a file that begins with a newer format's magic word; else nothing."""
+    """Return the end of a sentence on a newer format's file, by its magic word; else empty."""
     name, known, found = magic[:-1], magic[-1:], data[len(magic) - 1 : len(magic)]
     if data[: len(name)] != name or not found.isdigit() or int(found) <= int(known):
         return ""

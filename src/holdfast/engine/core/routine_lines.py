@@ -21,7 +21,8 @@ SUBJECTS_MAX = 1000  # the newest ones are remembered
 class _Subject:
     next_at: float
     gap_s: float
-    passed: int = 0  # lines since the last shown one
+    #: The number of lines since the last shown one.
+    passed: int = 0
 
 
 class RoutineLines:

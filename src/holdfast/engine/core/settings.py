@@ -1,8 +1,8 @@
 """Describes each setting once: a dataclass field carries its own help, flag and limits.
 
 The command line, the configuration file and every check are generated from these descriptions, so
-that nothing about a setting is written twice. Knows no job: core/job_spec.py says which settings
-there are.
+that each fact about a setting is written once. Knows no job: core/job_spec.py has the settings
+themselves.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def setting(
 ) -> T:
     """Declare a dataclass field as a setting, with its default and its line of help.
 
-    The flag is `--` and the field's name unless `flag` says otherwise. A field of type `X | None`
+    The flag is `--` and the field's name unless `flag` gives another. A field of type `X | None`
     may be left to Holdfast: None is written as `auto`.
     """
     description = Description(
@@ -82,8 +82,8 @@ def setting(
 class Setting:
     """Describes one setting of a document: its place, its type, its default and its help.
 
-    `base` is int, float, bool or str. `auto` says whether the value may be None. `size` is 0 for a
-    single value, else the number of values of a tuple.
+    `base` is int, float, bool or str. `auto`: the value may be None. `size` is 0 for a single
+    value, else the number of values of a tuple.
     """
 
     section: str
@@ -127,7 +127,7 @@ class Setting:
 
 
 def text_complaint(text: str) -> str:
-    """Return why a text cannot be passed to a process, to follow its name; empty: it can."""
+    """Return the reason why a process cannot get a text, to follow its name; empty: it can."""
     if "\0" in text:
         return "must not contain a NUL character"
     if any(0xD800 <= ord(character) < 0xE000 for character in text):

@@ -6,7 +6,7 @@ child lay, as far as sizes allow. On the way up, the owner of a piece receives i
 both children, and adds the two. On the way down, finished sums travel back along the same ways,
 until every worker has all of them. As each addition is one of the canonical tree, the bits do not
 depend on the hosts. Where each of N workers hosts one block of virtual ranks, a worker talks to
-about log2 N others and sends 2 (1 - 1/N) times the size of the sum.
+about log2 N workers and sends 2 (1 - 1/N) times the size of the sum.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class _Hosts:
         return self._order[node]
 
     def piece(self, node: Node, rank: int) -> Part | None:
-        """Return the piece of a node's sum that a worker owns; None if it hosts nothing of it."""
+        """Return the piece of a node's sum that a worker owns; None if it hosts no part of it."""
         i, count = self._index[node].get(rank), len(self._index[node])
         return None if i is None else cut_evenly(i, count)
 
@@ -161,7 +161,7 @@ class SumPlans:
         self._hosts = hosts = _Hosts(nodes, vranks, turned)
         at_root = hosts.of(hosts.root)
         idle = [each for each, hosted in enumerate(nodes) if not hosted]
-        # By giver: the workers that host nothing. They receive the whole sum at last.
+        # By giver: the workers that host no task. They receive the whole sum at last.
         self._tail: dict[int, list[int]] = {}
         self._giver: dict[int, int] = {}
         for i, each in enumerate(idle):

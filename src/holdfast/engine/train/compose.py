@@ -14,8 +14,15 @@ from typing import Any, NoReturn
 import torch
 
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.core.ground.ends import SinkKind, SourceKind
-from holdfast.engine.core.ground.events import EventNoted, HeirsSeen, Loading, Reachable, StateLost
+from holdfast.engine.core.ground.events import (
+    EventNoted,
+    HeirsSeen,
+    Loading,
+    Reachable,
+    SinkKind,
+    SourceKind,
+    StateLost,
+)
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.core.replica.saves import SavePolicy
 from holdfast.engine.core.step.balance import BalancePolicy

@@ -15,7 +15,7 @@ from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.step.audit import are_too_many
 from holdfast.engine.core.step.newcomers import REFUSED_MAX
-from holdfast.engine.core.step.script_blame import STEADY_MAX
+from holdfast.engine.core.step.rulings import STEADY_MAX
 from holdfast.engine.core.types import RELEASE_ALL, AgentId, ViewNumber
 from holdfast.engine.core.views import View
 from holdfast.engine.core.worker_status import Phase, WorkerStatus

@@ -18,7 +18,7 @@ from holdfast.engine.core import tree
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.effects import SumQuestion, SumStage, WorkerEffect
-from holdfast.engine.core.ground.events import FINITE, NOBODYS, SOMEBODYS, StepKind, Topic
+from holdfast.engine.core.ground.events import Doubt, StepKind, Topic
 from holdfast.engine.core.step.sum_trial import TREE_RUNS
 from holdfast.engine.core.sum_plan import find_shared_sums, have_common_elements
 from holdfast.engine.core.views import View
@@ -176,7 +176,7 @@ class Exchanges:
         process, data = self._process, self._world.data
         match effect:
             case ef.Gather(_, topic, row):
-                if topic is Topic.CONFESS:
+                if topic is Topic.REPORT_FAULT:
                     row = (*row, hash((process.state, process.spoiling.flipped)))
                 elif topic is Topic.VOTE:
                     self._world.truth.proofs.record_given_vote(group.view.number, row, process.key)
@@ -192,7 +192,7 @@ class Exchanges:
                 sums = self._hosts, len(group.keys), self.wrongly, self._true_total
                 row = answer(effect.question, self.rank, *sums)
                 data.turns.gather(process, group, group.turn("piece"), row)
-            case ef.PutRight():
+            case ef.UseCorrectSum():
                 process.total = self._true_total
             case ef.SendDone(_, step, samples):
                 data.send(process, group, group.keys[0], ("done", step), samples)
@@ -320,9 +320,9 @@ class Exchanges:
     def _doubt(self, sums: Sums, group: Group) -> int:
         """Return a code: is the sum finite; if not, whether this member's part of it is."""
         if not sums.poisoned:
-            return FINITE
+            return Doubt.FINITE
         rank = group.rank_of(self._process.key)
-        return SOMEBODYS + rank if rank in dict(sums.poisoned) else NOBODYS
+        return Doubt.BLAMED + rank if rank in dict(sums.poisoned) else Doubt.UNATTRIBUTED
 
     def _finish_check(self, rows: Sequence[Row], group: Group) -> None:
         """Report the answers of all members, by rank."""

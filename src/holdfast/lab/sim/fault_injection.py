@@ -14,7 +14,7 @@ from holdfast.engine.core.directives import Move
 from holdfast.engine.core.ground.events import RoomSeen
 from holdfast.engine.core.machine_errors import MachineError
 from holdfast.engine.core.membership import agent as ag
-from holdfast.engine.core.step.script_blame import STEADY_MAX
+from holdfast.engine.core.step.rulings import STEADY_MAX
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.core.worker_status import Stage
 from holdfast.lab.sim.arithmetic import Key

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SourceKind
+from holdfast.engine.core.ground.events import SourceKind
 from holdfast.engine.core.replica.feeding import count_feeders
 from holdfast.engine.core.types import NO_VIEW, WorkerId
 from holdfast.engine.core.views import FollowOrder

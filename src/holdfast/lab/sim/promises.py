@@ -13,7 +13,7 @@ from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.membership.coordinator_events import Announce
 from holdfast.engine.core.membership.durable import KNOWN_MAX
-from holdfast.engine.core.membership.event_chain import FAULTS, RESUMED
+from holdfast.engine.core.membership.event_log import FAULTS, RESUMED
 from holdfast.engine.core.types import AgentId
 from holdfast.engine.core.views import View
 from holdfast.lab.sim.run_options import Options

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 
 from holdfast.engine.core.domains import Domains
 from holdfast.engine.core.ground.events import StepKind
-from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership.agent import AgentPolicy
-from holdfast.engine.core.policies import BackupPolicy, LeasePolicy, RestartPolicy
+from holdfast.engine.core.policies import (
+    BackupPolicy,
+    CoordinatorPolicy,
+    LeasePolicy,
+    RestartPolicy,
+)
 from holdfast.engine.core.redundancy import Redundancy
 from holdfast.engine.core.replica.saves import SavePolicy
 from holdfast.engine.core.step.balance import BalancePolicy

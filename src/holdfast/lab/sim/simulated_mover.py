@@ -13,7 +13,7 @@ from typing import Protocol
 
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SinkKind, SourceKind
+from holdfast.engine.core.ground.events import SinkKind, SourceKind
 from holdfast.engine.core.redundancy import Recall
 from holdfast.engine.core.replica.saves import list_replacements
 from holdfast.engine.core.types import AgentId, ViewNumber, WorkerId

@@ -1,15 +1,15 @@
-"""Reconciles the nodes of a job with what a cluster manager gives: the same for every manager.
+"""Reconciles the nodes of a job with the nodes that a cluster manager gives. Pure.
 
-It knows neither managers nor sockets nor clocks. Each event only updates the facts; then `_advance`
-derives the requests, so a lost, late or repeated word delays a decision and never changes it, and a
-new machine with the same facts decides the same. The invariants: an id is requested again only
-while nothing of it can be listed; an agent that the job hears is never given up on the manager's
-word; at most `nodes_max` places are asked for.
+It is the same for every manager, and knows neither managers nor sockets nor clocks. Each event only
+updates the facts; then `_advance` derives the requests, so a lost, late or repeated message delays
+a decision and never changes it, and a new machine with the same facts decides the same. The
+invariants: an id is requested again only while no place of it can be listed; an agent that reports
+to the job is never given up on the manager's word; at most `nodes_max` places are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from holdfast.engine.core.domains import has_other_keys
@@ -30,7 +30,6 @@ from holdfast.engine.core.fleet.fleet_events import (
     RequestAnswered,
 )
 from holdfast.engine.core.fleet.fleet_node import FleetNode
-from holdfast.engine.core.fleet.host_strikes import HostStrikes
 from holdfast.engine.core.fleet.placements import (
     FleetPolicy,
     Holding,
@@ -42,6 +41,58 @@ from holdfast.engine.core.types import Tick
 
 NOT_NEEDED = "it is not needed any more"
 JOB_OVER = "the job is over"
+
+
+@dataclass(slots=True)
+class _Host:
+    strikes: int
+    avoid_until: float
+    #: The placement that failed last. Its manager may forget it, and then list it again.
+    failed: PlacementId | None = None
+    serves_since: float | None = None
+
+
+class HostStrikes:
+    """Keeps the hosts that have failed, by name; a host without a strike is as good as new."""
+
+    def __init__(self, policy: FleetPolicy) -> None:
+        self._policy = policy
+        self._hosts: dict[str, _Host] = {}
+
+    def strike(self, host: str, failed: PlacementId, now: float) -> float:
+        """Count a placement that failed, once; return how long its host is avoided."""
+        found = self._hosts.setdefault(host, _Host(0, now))
+        if found.failed == failed:
+            return max(found.avoid_until - now, 0.0)
+        found.failed = failed
+        found.strikes += 1
+        found.serves_since = None
+        doublings = min(found.strikes - 1, 30)
+        wait_s = min(self._policy.avoid_s * 2.0**doublings, self._policy.avoid_max_s)
+        found.avoid_until = max(found.avoid_until, now + wait_s)
+        return wait_s
+
+    def note_serving(self, serving: Collection[str], now: float) -> None:
+        """Record which hosts serve the job just now; forget those whose probation is over."""
+        for name, host in list(self._hosts.items()):
+            if name not in serving:
+                host.serves_since = None
+            elif host.serves_since is None:
+                host.serves_since = now
+            elif now >= host.serves_since + self._policy.probation_s:
+                del self._hosts[name]
+
+    def hosts_to_avoid(self, now: float) -> list[str]:
+        return sorted(name for name, host in self._hosts.items() if now < host.avoid_until)
+
+    def next_admission(self, now: float) -> float | None:
+        """Return when the next host is readmitted, if one is avoided."""
+        later = (host.avoid_until for host in self._hosts.values() if host.avoid_until > now)
+        return min(later, default=None)
+
+    def count_strikes(self, host: str) -> int:
+        found = self._hosts.get(host)
+        return found.strikes if found is not None else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +128,10 @@ class FleetMachine:
         self._hosts = HostStrikes(policy)
         self._observed_at = float("-inf")  # when the newest listing was asked for
         self._job_heard = False
-        self._seen: dict[str, NodeSeen] = {}  # as the job has said last
+        self._seen: dict[str, NodeSeen] = {}  # as the job reported last
         self._ended_at: float | None = None
         self._finished = False
-        self._failures = 0  # in a row, with no agent heard in between
+        self._failures = 0  # in a row, without a report of an agent in between
         self._request_from = float("-inf")
         self._now = float("-inf")
 
@@ -232,7 +283,7 @@ class FleetMachine:
             elif node.is_disowned(self._policy):
                 node.leaving = "its manager has ended it"
             elif node.drain_at is None:
-                node.leaving = ""  # somebody has changed his mind in time
+                node.leaving = ""  # the order was taken back in time
 
     def _drop_surplus(self) -> Iterator[FleetEffect]:
         """Give surplus nodes back: best those without work, and the newest of these."""
@@ -249,7 +300,7 @@ class FleetMachine:
                 yield Note(f"node {node.id}{_place_of(node)}: {NOT_NEEDED}")
 
     def _drain(self, now: float) -> Iterator[FleetEffect]:
-        """Have nodes left: a few at a time, unless the manager's deadline is near."""
+        """Order nodes to leave: a few at a time, unless the manager's deadline is near."""
         policy = self._policy
         disturbed = sum(node.is_disturbed for node in self._nodes.values())
         for node in self._nodes.values():
@@ -338,7 +389,7 @@ class FleetMachine:
             if node.retry_at is None or now < node.retry_at or node.over:
                 continue
             if node.tries and node.is_asked:
-                continue  # a listing since the last try will tell whether that was in vain
+                continue  # a listing since the last try will show whether it worked
             node.tries += 1
             node.retry_at, node.answer_until = None, now + self._policy.answer_s
             # A host that has failed is better than none: the manager may have no other.

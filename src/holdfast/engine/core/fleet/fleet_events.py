@@ -24,7 +24,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class JobHeard:
-    """The job's coordinator has said which nodes it knows."""
+    """The job's coordinator has reported the nodes that it knows."""
 
     nodes: tuple[NodeSeen, ...]
 
@@ -46,7 +46,7 @@ class NodesWanted:
 
 @dataclass(frozen=True, slots=True)
 class JobEnded:
-    """The job is over: nothing of it is needed any more."""
+    """The job is over: it needs no node any more."""
 
 
 FleetEvent = Observed | JobHeard | RequestAnswered | NodesWanted | JobEnded | Tick
@@ -67,7 +67,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePlacement:
-    """Have the manager end the placement of this handle; repeated until it is gone."""
+    """Ask the manager to end the placement of this handle; repeated until it is gone."""
 
     id: PlacementId
     handle: str
@@ -76,7 +76,7 @@ class ReleasePlacement:
 
 @dataclass(frozen=True, slots=True)
 class DrainNode:
-    """Have the job leave this node at a step boundary; repeated until the job says that it does.
+    """Ask the job to leave this node at a step boundary; repeated until it reports that it does.
 
     `until`: when the node will be taken, by the clock that `handle` is given.
     """
@@ -103,7 +103,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The job is over, and the manager holds nothing of it any more."""
+    """The job is over, and the manager has no placement of it any more."""
 
 
 FleetEffect = Request | ReleasePlacement | DrainNode | LabelNode | Note | Finished

@@ -1,7 +1,7 @@
 """Describes one placement and its agent for a fleet, and judges whether that is over.
 
-Two speak of it: the manager, whose word decides on requests and returns, and the job's coordinator,
-whose word alone decides whether an agent that it has heard is lost.
+There are two sources. The manager decides on requests and returns. Only the job's coordinator
+decides whether an agent that has reported to it is lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.engine.core.fleet.placements import (
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Says since when a manager has a placement for ended, and why, if it gives a reason."""
+    """Records since when a manager has a placement for ended, and its reason, if it gives one."""
 
     since: float
     why: str = ""
@@ -33,10 +33,12 @@ class FleetNode:
 
     id: PlacementId
     tries: int = 0
-    answer_until: float | None = None  # an answer is awaited, for so long
+    #: An answer is awaited until this time.
+    answer_until: float | None = None
     retry_at: float | None = None
     granted_at: float | None = None
-    tried_at: float = float("-inf")  # the end of the last try
+    #: The end of the last try.
+    tried_at: float = float("-inf")
     missing_at: float = float("-inf")
     #: Hosts that its newest request avoids. None: an earlier fleet has made it.
     avoid: tuple[str, ...] | None = None
@@ -46,26 +48,37 @@ class FleetNode:
     waits_since: float | None = None
     #: When the manager was first seen to report that it is stuck.
     stuck_since: float | None = None
-    kept: Placement | None = None  # as the manager lists it
-    copies: tuple[Placement, ...] = ()  # further ones of the same id
+    #: The placement as the manager lists it.
+    kept: Placement | None = None
+    #: Further placements of the same id.
+    copies: tuple[Placement, ...] = ()
     host: str = ""
     runs_since: float | None = None
-    ending: Ending | None = None  # the manager's opinion
+    #: The end of the placement, in the manager's opinion.
+    ending: Ending | None = None
     notice: Notice | None = None
-    heard: bool = False  # by the job, at any time
+    #: The job has had a report of its agent, at any time.
+    heard: bool = False
     seen: NodeSeen | None = None
-    silent_since: float | None = None  # and without members
-    empty_since: float | None = None  # leaving, without members, and not needed
-    leaving: str = ""  # why it should be drained: it does not count any more
-    drain_at: float | None = None  # time of the next order to drain it; None: none was given
-    label_at: float = float("-inf")  # its domains are not told again before
-    over: str = ""  # why it is not needed any more
-    release_at: float = float("-inf")  # time of the next request to end it
+    #: The time since which its agent is silent and has no members.
+    silent_since: float | None = None
+    #: The time since which it leaves, has no members and is not needed.
+    empty_since: float | None = None
+    #: The reason to drain it; a node with one does not count any more.
+    leaving: str = ""
+    #: The time of the next order to drain it; None: there was no order.
+    drain_at: float | None = None
+    #: The time before which its domains are not sent again.
+    label_at: float = float("-inf")
+    #: The reason for which it is not needed any more.
+    over: str = ""
+    #: The time of the next request to end it.
+    release_at: float = float("-inf")
     releases: int = 0
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the job hears its agent."""
+        """Return whether its agent reports to the job."""
         return self.seen is not None and not self.seen.silent
 
     @property
@@ -138,7 +151,7 @@ class FleetNode:
         self.notice = notice
 
     def hear(self, seen: NodeSeen | None, now: float) -> bool:
-        """Take in what the job says of its agent; return whether that is the first that it says."""
+        """Take in the job's record of its agent; return whether it is the first one."""
         first = not self.heard and seen is not None
         self.heard = self.heard or first
         if not self.heard:
@@ -165,7 +178,7 @@ class FleetNode:
         return self.waits_since is not None and now >= self.waits_since + policy.picky_s
 
     def reason_to_renew(self, policy: FleetPolicy, avoided: Collection[str], now: float) -> str:
-        """Return why its request, which waits for a host, should be made again; "" if not.
+        """Return the reason to repeat its request, which waits for a host; "" if there is none.
 
         `avoided`: the hosts that a new request would avoid. The manager keeps to the old list.
         """
@@ -183,9 +196,9 @@ class FleetNode:
     def judge(
         self, policy: FleetPolicy, now: float, *, others_run: bool = False
     ) -> tuple[str, bool]:
-        """Return why it is over, or "", and whether its host is to blame.
+        """Return the reason if it is over, or "", and whether its host is to blame.
 
-        Only for when the job has been heard: an agent that it then does not know holds no work.
+        Only for when the job has reported: an agent that it then does not know holds no work.
         `others_run`: placements on other hosts run, so an error is not one of the whole job.
         """
         if not self.heard:

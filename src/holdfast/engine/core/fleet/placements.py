@@ -1,8 +1,8 @@
-"""Defines the words of a job and a cluster manager on the job's nodes, as values.
+"""Defines the messages between a job and a cluster manager about the job's nodes, as values.
 
 A **placement** is one request to a manager: a place where one agent runs. Its id is never used
 again and is also the name of its agent, so a placement that a manager lists twice, restarts or
-brings back late is recognised. The virtual ranks of an agent have nothing to do with it.
+brings back late is recognised. The virtual ranks of an agent have no influence on it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ PlacementId = NewType("PlacementId", str)
 class Holding(enum.Enum):
     """Names the states of a placement, as its manager sees it."""
 
-    WAITING = "waiting"  # it is queued, or is being brought up
+    #: It is queued, or is being started.
+    WAITING = "waiting"
     RUNNING = "running"
-    ENDED = "ended"  # the same as a placement that is listed no more
+    #: It has ended; a placement that is listed no more counts the same.
+    ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
     """Announces that the manager is about to take a placement's host, or that it should be left.
 
-    `until`: when it will be taken, by the clock that `handle` is given; None: nobody has said.
+    `until`: when it will be taken, by the clock that `handle` is given; None: that is unknown.
     """
 
     reason: str
@@ -48,9 +50,11 @@ class Placement:
     id: PlacementId
     handle: str
     holding: Holding
-    host: str = ""  # empty until it is known
+    #: Empty until the host is known.
+    host: str = ""
     notice: Notice | None = None
-    domains: Domains = ()  # failure domains that its host is in
+    #: The failure domains of its host.
+    domains: Domains = ()
     why: str = ""
     stuck: bool = False
 
@@ -67,7 +71,8 @@ class NodeSeen:
     silent: bool = False
     draining: str = ""
     members: int = 0
-    needed: bool = False  # though it leaves, other nodes have yet to copy its memory
+    #: It leaves, but other nodes have yet to copy its memory.
+    needed: bool = False
     domains: Domains = ()
 
 
@@ -81,20 +86,35 @@ class FleetPolicy:
     prefix: str
     nodes: int
     nodes_max: int
-    disruptions_max: int = 1  # nodes that may be on their way out at once, by choice
-    drain_lead_s: float = 60.0  # a drain with a deadline begins at least this long before it
-    again_s: float = 5.0  # between two orders of the same, until the job knows it
-    answer_s: float = 60.0  # until a request without an answer counts as failed
-    retry_s: float = 2.0  # after the first failure in a row; doubled with each further one
+    #: The largest number of nodes that leave at once by choice.
+    disruptions_max: int = 1
+    #: A drain with a deadline begins at least this long before it.
+    drain_lead_s: float = 60.0
+    #: The time between two equal orders, until the job knows the first.
+    again_s: float = 5.0
+    #: After this time a request without an answer counts as failed.
+    answer_s: float = 60.0
+    #: The wait after the first failure in a row; doubled with each further one.
+    retry_s: float = 2.0
     retry_max_s: float = 30.0
-    picky_tries: int = 3  # tries of a request before it takes hosts that have failed, too
-    picky_s: float = 45.0  # so does a request that waits for a host for this long
-    unseen_s: float = 60.0  # a placement that was granted and is not listed is given up
-    stuck_s: float = 60.0  # so is one that is stuck, while others run
-    join_s: float = 300.0  # so is one that runs, and whose agent the job has not heard
-    lost_s: float = 5.0  # silence of an agent without members, before its place is given back
-    farewell_s: float = 10.0  # agents end by themselves when the job is over
-    disowned_s: float = 30.0  # an agent works whose manager says that it has ended: it is drained
-    avoid_s: float = 60.0  # a host that failed is avoided for this long; doubled each time
+    #: After this number of tries a request also takes hosts that have failed.
+    picky_tries: int = 3
+    #: After this wait for a host a request also takes hosts that have failed.
+    picky_s: float = 45.0
+    #: After this time a granted placement that is not listed is given up.
+    unseen_s: float = 60.0
+    #: After this time a stuck placement is given up, while other placements run.
+    stuck_s: float = 60.0
+    #: After this time a running placement without a report of its agent is given up.
+    join_s: float = 300.0
+    #: After this silence of an agent without members its place is given back.
+    lost_s: float = 5.0
+    #: When the job is over, agents have this time to end by themselves.
+    farewell_s: float = 10.0
+    #: After this time an agent at work is drained if its manager reports its end.
+    disowned_s: float = 30.0
+    #: A host that failed is avoided for this long; doubled each time.
+    avoid_s: float = 60.0
     avoid_max_s: float = 86400.0
-    probation_s: float = 1800.0  # a host that served for this long without failing starts afresh
+    #: A host that served for this long without failing starts afresh.
+    probation_s: float = 1800.0

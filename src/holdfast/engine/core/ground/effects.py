@@ -1,7 +1,7 @@
 """Defines the effects of the worker machine as values, which its driver carries out in order.
 
-Effects for the engine are carried out one after the other by whoever owns the view's group, those
-for the script by the script's thread; all others at once.
+Effects for the engine are carried out one after the other by the owner of the view's group, those
+for the script by the script's thread, and the rest at once.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.engine.core.ground.ends import SinkKind, SourceKind
-from holdfast.engine.core.ground.events import EventNoted, Purpose, Row, Topic
+from holdfast.engine.core.ground.events import EventNoted, Purpose, Row, SinkKind, SourceKind, Topic
 from holdfast.engine.core.invalidations import Invalidations
 from holdfast.engine.core.types import ViewNumber, WorkerId
 from holdfast.engine.core.views import FollowOrder, LateWorker, View
@@ -21,9 +20,12 @@ from holdfast.engine.core.worker_status import WorkerStatus
 class SumStage(enum.Enum):
     """Names what the members do, and what their rows contain."""
 
-    COMPARE = "compare"  # digests of the results of both runs along the tree
-    FLAT = "flat"  # digests of the pieces of a flat run
-    TRACE = "trace"  # digests of the sums made at tree nodes in each run, and verdicts
+    #: Digests of the results of both runs along the tree.
+    COMPARE = "compare"
+    #: Digests of the pieces of a flat run.
+    FLAT = "flat"
+    #: Digests of the sums made at tree nodes in each run, and verdicts.
+    TRACE = "trace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,8 @@ class Adopt(ForScript):
 
 
 @dataclass(frozen=True, slots=True)
-class PutRight:
-    """Take of each piece of a bucket's sum the run that has this digest."""
+class UseCorrectSum:
+    """Use, for each piece of a bucket's sum, the run with this digest."""
 
     bucket: int
     digests: tuple[int, ...]
@@ -122,7 +124,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Have the script raise an error with this reason; `by_script`: the script is at fault."""
+    """Raise an error with this reason in the script; `by_script`: the script is at fault."""
 
     reason: str
     by_script: bool = False
@@ -135,7 +137,7 @@ class GiveUp:
 class Begin(ForScript):
     """Leave the boundary and open `step`. `whole`: take a fingerprint of all of the state.
 
-    `joined`: workers have joined, and have yet to prove that they compute as the others do.
+    `joined`: workers have joined, and have yet to prove that they compute the same results.
     """
 
     step: int
@@ -145,11 +147,11 @@ class Begin(ForScript):
 
 @dataclass(frozen=True, slots=True)
 class Compute(ForScript):
-    """Compute a task of `step`. `digest`: tell the gradient's digest (or its sketch: `near`).
+    """Compute a task of `step`. `digest`: report the gradient's digest (or its sketch: `near`).
 
-    `disputed`: workers have computed different results: compute it several times, and tell FICKLE
-    (core/step/audit.py) instead of a digest if the results differ. `compared`: workers
-    compare tasks in this step, so if results differ here, they can find out whose fault that is.
+    `disputed`: workers have computed different results: compute it several times, and report FICKLE
+    (core/step/audit.py) instead of a digest if the results differ. `compared`: workers compare
+    tasks in this step, so if results differ here, they can find out whose fault that is.
     """
 
     step: int
@@ -184,7 +186,7 @@ class Release(ForScript):
 
 @dataclass(frozen=True, slots=True)
 class ObtainState:
-    """Load the state after `step` steps from a source; then say StateObtained or ObtainFailed.
+    """Load the state after `step` steps from a source; then post StateObtained or ObtainFailed.
 
     `order`: the number of the feed's order.
     """
@@ -197,7 +199,7 @@ class ObtainState:
 
 @dataclass(frozen=True, slots=True)
 class ObtainStep:
-    """Put the reduced gradient of `step` into its place; then say StepObtained or ObtainFailed."""
+    """Put the reduced gradient of `step` into its place; then post StepObtained or ObtainFailed."""
 
     source: SourceKind
     view: ViewNumber
@@ -206,11 +208,11 @@ class ObtainStep:
 
 @dataclass(frozen=True, slots=True)
 class CopyState(ForScript):
-    """Copy this worker's share of the state after `step` steps for a sink; then say StateCopied.
+    """Copy this worker's share of the state after `step` steps for a sink; then post StateCopied.
 
-    `order`: the order to feed followers. `checked`: nobody may take a further step and compare the
-    state, so prints of it are written with the shares, and the checkpoint exists only if they are
-    equal.
+    `order`: the order to feed followers. `checked`: there may be no further step to compare the
+    state in. So fingerprints of it are written with the shares, and the checkpoint exists only if
+    they are equal.
     """
 
     sink: SinkKind
@@ -224,7 +226,7 @@ class CopyState(ForScript):
 class KeepStep:
     """Keep or send this member's piece of the reduced gradient of `step` for a sink.
 
-    MEMORY: say StepKept once it is there. `compared`: all members have shown by now that their
+    MEMORY: post StepKept once it is there. `compared`: all members have shown by now that their
     copies of the state for followers are the same.
     """
 
@@ -239,8 +241,8 @@ class Forget:
     """Drop states or steps that a sink does not need any more.
 
     LATE: every step. MEMORY: states and steps older than the state after `step` steps, which `view`
-    has protected. FOLLOWERS: feed nobody, or not that `follower`; `finish`: steps kept so far
-    are still sent.
+    has protected. FOLLOWERS: feed no worker, or only this `follower` no more; `finish`: steps kept
+    so far are still sent.
     """
 
     sink: SinkKind
@@ -284,7 +286,7 @@ class SyncState(ForEngine):
 
 @dataclass(frozen=True, slots=True)
 class Gather(ForEngine):
-    """Send all members this row, and receive theirs. CONFESS: with a fingerprint of the state."""
+    """Send all members this row, and receive theirs. REPORT_FAULT: with the state's fingerprint."""
 
     view: ViewNumber
     topic: Topic
@@ -368,7 +370,7 @@ PromptEffect = (
     | Redo
     | Adopt
     | ReplicaEffect
-    | PutRight
+    | UseCorrectSum
     | NoteDoubt
     | Withdraw
     | Exit
@@ -383,10 +385,10 @@ Outcome = WorkerEffect | EventNoted  # what a part of a machine decides
 
 
 def needs_group(effect: ReplicaEffect) -> bool:
-    """Return whether a replica's effect is carried out by the engine, in order with its others.
+    """Return whether a replica's effect is carried out by the engine, in their order.
 
-    The others are carried out at once, but for copies of the state: those the script's thread
-    makes, between two steps.
+    The rest are carried out at once, but for copies of the state: the script's thread makes them,
+    between two steps.
     """
     match effect:
         case ObtainState(source) | ObtainStep(source):

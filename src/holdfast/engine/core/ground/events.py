@@ -1,4 +1,4 @@
-"""Defines the events of the worker machine, as values: what its driver tells it."""
+"""Defines the events of the worker machine as values, which its driver posts to it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,53 @@ import enum
 from dataclasses import dataclass
 
 from holdfast.engine.core.directives import WorkerDirective
-from holdfast.engine.core.ground.ends import SinkKind, SourceKind
 from holdfast.engine.core.table_places import ServerLayout
 from holdfast.engine.core.types import Tick, ViewNumber, WorkerId
 
+FIRST = 0  # the member of this rank collects which members are done
+NO_MEMBER = -1  # in the place of a rank
+
+
+class Doubt(enum.IntEnum):
+    """Grades the doubts about a step's sums; of a vote's doubts the greatest counts."""
+
+    FINITE = 0
+    #: The sums are not finite, and that is right: the tasks' results are not.
+    CONFIRMED_NON_FINITE = 1
+    #: The sums are not finite, and no member's part is known to be the reason.
+    UNATTRIBUTED = 2
+    #: The bits of a speculative task differ from the bits of the task that it copies.
+    CONTRADICTED = 3
+    #: This number plus a rank: the part of that rank is not finite.
+    BLAMED = 4
+
+
+class SourceKind(enum.Enum):
+    """Names where a worker gets a state or a reduced gradient from."""
+
+    #: A checkpoint.
+    STORE = "store"
+    #: Pieces in the nodes' memory.
+    MEMORY = "memory"
+    #: Steps that members of the view have kept.
+    MEMBERS = "members"
+    #: The state and steps that members send to a follower.
+    FEED = "feed"
+
+
+class SinkKind(enum.Enum):
+    """Names the receivers of a copy of the state, or of a reduced gradient."""
+
+    STORE = "store"
+    MEMORY = "memory"
+    #: Workers that are fed.
+    FOLLOWERS = "followers"
+    #: Members that were suspended, and return.
+    LATE = "late"
+
+
 Digest = int | tuple[float, ...]  # a task's gradient as 63 bits, or a sketch where bits vary
 Row = tuple[int | float, ...]  # one member's words in a gather: whole numbers, or sketches
-FINITE, RIGHTLY, NOBODYS, CONTRADICTED, SOMEBODYS = 0, 1, 2, 3, 4
-FIRST = 0  # the member of this rank hears which others are done
-NOBODY = -1  # a member waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +60,11 @@ class Wait:
     """Describes the longest time that a member waited for the network in a step.
 
     `peer`: the rank whose gradients came `took_us` after it began to send them, and `waited_us`
-    after this member began to send its own; NOBODY: unknown. If it waited for none, `waited_us` is
-    0, and the gradients that were sent last took `took_us` at most.
+    after this member began to send its own; NO_MEMBER: unknown. If it waited for none, `waited_us`
+    is 0, and the gradients that were sent last took `took_us` at most.
     """
 
-    peer: int = NOBODY
+    peer: int = NO_MEMBER
     took_us: int = 0
     waited_us: int = 0
 
@@ -42,25 +80,34 @@ NO_WAIT = Wait()
 class Purpose(enum.Enum):
     """Names the purposes of a task."""
 
-    HOSTED = "hosted"  # it hosts the virtual rank
-    AUDITED = "audited"  # another one does, and the bits are compared
-    SPECULATIVE = "speculative"  # another one does, and is late with it
+    #: The worker hosts the virtual rank.
+    HOSTED = "hosted"
+    #: Another worker hosts it, and the bits are compared.
+    AUDITED = "audited"
+    #: Another worker hosts it, and is late with it.
+    SPECULATIVE = "speculative"
 
 
 class StepKind(enum.Enum):
     """Names the kinds of steps by the things that they bring together."""
 
-    GRADIENTS = "gradients"  # sums over all virtual ranks
-    VALUES = "values"  # results of tasks: nothing is timed, audited, copied or dropped
+    #: Sums over all virtual ranks.
+    GRADIENTS = "gradients"
+    #: Results of tasks, which are not timed, audited, copied or dropped.
+    VALUES = "values"
 
 
 class Topic(enum.Enum):
-    """Names what the members of a view tell each other in a gather."""
+    """Names the topics on which the members of a view exchange rows in a gather."""
 
-    AGREE = "agree"  # how alike audited tasks must be, and the step whose whole state is compared
-    AUDIT = "audit"  # digests of the audited tasks
-    CONFESS = "confess"  # since when something may be wrong
-    VOTE = "vote"  # the opinion that ends a step
+    #: How alike audited tasks must be, and the step whose whole state is compared.
+    AGREE = "agree"
+    #: Digests of the audited tasks.
+    AUDIT = "audit"
+    #: The step since which something may be wrong.
+    REPORT_FAULT = "report fault"
+    #: The opinion that ends a step.
+    VOTE = "vote"
 
 
 # ---------------------------------------------------------------- events: the script
@@ -92,7 +139,7 @@ class RoomSeen:
 class StepOpened:
     """The script is ready to compute tasks of `step`.
 
-    `rested`: it was at a boundary before; otherwise it goes on right after the step before.
+    `rested`: it was at a boundary before; otherwise it continues right after the step before.
     `line`: the script's line that has opened the step, for people.
     """
 
@@ -163,8 +210,8 @@ class StepObtained:
 class ObtainFailed:
     """A source cannot give the state or step that was asked for.
 
-    `damaged`: the step of a checkpoint that cannot be read, and will not be; `instead`: that of one
-    that can (0: none). Without it a store is only silent. `order`: the number of a feed's
+    `damaged`: the step of a checkpoint that cannot be read, and will not be; `instead`: the step of
+    a readable one (0: none). Without it a store is only silent. `order`: the number of a feed's
     order that this follower, or this member, cannot carry out.
     """
 
@@ -178,7 +225,7 @@ class ObtainFailed:
 
 @dataclass(frozen=True, slots=True)
 class StateCopied:
-    """The script may go on: the state after `step` steps was copied for a sink.
+    """The state after `step` steps was copied for a sink: the script may continue.
 
     `stall_s`: how long the script stood still. `problem`: why there is no copy. Pieces for MEMORY
     are made afterwards (StateProtected). `order`: the number of the feed's order.
@@ -222,7 +269,7 @@ class Directed:
 class SaveEnded:
     """The writer has answered for a share. `durable`: the whole checkpoint is, as of now.
 
-    `first`: it is the share that waits for the others.
+    `first`: it is the share that waits for all other shares.
     """
 
     step: int
@@ -252,7 +299,7 @@ class StateFed:
 class StepFed:
     """All pieces of the gradient of `step` are here, sent by an order.
 
-    `compared`: the members have said that their copies are equal.
+    `compared`: the members have reported that their copies are equal.
     """
 
     order: int
@@ -289,7 +336,7 @@ class HeirsSeen:
     """The heirs and servers at these addresses have all their rows.
 
     Heirs are second processes of servers that move. Servers are named only while their number
-    changes. `layout`: the newest one that this worker knows.
+    changes. `layout`: the newest layout known to this worker.
     """
 
     addresses: tuple[str, ...]
@@ -330,7 +377,7 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class StatesCompared:
-    """All members have compared their states and hold the same, or `prints` tells whose differ."""
+    """All members have compared states: they are the same, or `prints` shows whose differ."""
 
     view: ViewNumber
     prints: tuple[tuple[WorkerId, int], ...] = ()
@@ -338,7 +385,7 @@ class StatesCompared:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Every member has spoken on the topic; `rows`: their words, by rank."""
+    """The rows of all members on the topic are here; `rows`: by rank."""
 
     view: ViewNumber
     topic: Topic
@@ -352,9 +399,9 @@ class Summed:
     `buckets`: their number; sparse gradients count as one, the last. `parts`, `wholes`: by rank,
     fingerprints of a part of the state and of all of it (0: not taken). `copies`: by rank, a
     fingerprint of the copy for followers, made one step before. `doubt`: FINITE if the sums made
-    here are finite, else SOMEBODYS plus the rank of a bad part. `bits`: a digest of the sums, if
-    they are not finite. `unlike`: virtual ranks whose gradients differ from this worker's
-    speculative tasks.
+    here are finite, else BLAMED plus the rank of a bad part. `bits`: a digest of the sums, if they
+    are not finite. `unlike`: virtual ranks whose gradients differ from this worker's speculative
+    tasks.
     """
 
     view: ViewNumber
@@ -363,7 +410,7 @@ class Summed:
     parts: tuple[int, ...] = ()
     wholes: tuple[int, ...] = ()
     copies: tuple[int, ...] = ()
-    doubt: int = FINITE
+    doubt: int = Doubt.FINITE
     bits: int = 0
     unlike: tuple[int, ...] = ()
     compute_us: int = 0

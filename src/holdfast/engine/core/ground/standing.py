@@ -41,7 +41,7 @@ class Standing:
         self.status = dataclasses.replace(self.status, seq=seq, **fields)  # type: ignore[arg-type]
 
     def order(self, *effects: WorkerEffect) -> None:
-        """Have the driver carry out these effects, after the earlier ones."""
+        """Order these effects of the driver, after the earlier ones."""
         self._effects.extend(effects)
 
     def tell(self) -> None:
@@ -81,7 +81,7 @@ class Standing:
         return self.status.view == number > self.status.promised
 
     def leads(self, now: float) -> bool:
-        """Return whether this worker is the one that acts for the job."""
+        """Return whether this worker acts for the job."""
         view = self.view
         return (
             view is not None
@@ -97,7 +97,7 @@ class Standing:
 
     @property
     def is_change_pending(self) -> bool:
-        """Return whether it knows of a planned change of the view, as its votes say."""
+        """Return whether it knows of a planned change of the view, as its votes announce."""
         return self.view is not None and self.pending_view >= self.view.number
 
     @property

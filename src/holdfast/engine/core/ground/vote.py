@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.engine.core.ground.events import FINITE, NO_WAIT, Row, Wait
+from holdfast.engine.core.ground.events import NO_WAIT, Doubt, Row, Wait
 from holdfast.engine.core.types import ViewNumber
 
 
@@ -15,8 +15,10 @@ class Wish(enum.IntEnum):
 
     NONE = 0
     SAVE = 1
-    LAST_SAVE = 2  # the workers are about to end: nobody may take a further step
-    END_SAVE = 3  # the same, and the view ends after this step
+    #: The workers are about to end: there may be no further step.
+    LAST_SAVE = 2
+    #: The same, and the view ends after this step.
+    END_SAVE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,7 @@ class Vote:
     save: Wish = Wish.NONE
     busy: bool = False
     alike: int = 0
-    doubt: int = FINITE
+    doubt: int = Doubt.FINITE
     compute_us: int = 0
     wait: Wait = NO_WAIT
     follow: int = 0
@@ -49,7 +51,7 @@ class Vote:
     def row(self) -> Row:
         """Return the vote as it travels."""
         wait = self.wait
-        flags = (int(self.pending), int(self.save), int(self.busy), self.alike, self.doubt)
+        flags = (int(self.pending), int(self.save), int(self.busy), self.alike, int(self.doubt))
         waited = (wait.peer, wait.took_us, wait.waited_us)
         memory = (int(self.protect), self.staged)
         return (self.view, self.step, *flags, self.compute_us, self.follow, *memory, *waited)
@@ -79,14 +81,16 @@ class Vote:
 class Tally:
     """Sums up the votes of all members, the same on each of them."""
 
-    alien: bool  # one is of another view or step
+    #: A vote is of another view or step.
+    alien: bool
     pending: bool
     save: Wish
     alike: int
     doubts: tuple[int, ...]
     compute_us: tuple[int, ...]
     waits: tuple[Wait, ...]
-    follow: int  # the order by which all members can feed; 0: none
+    #: The order by which all members can feed; 0: none.
+    follow: int
     protect: bool
     staged: tuple[int, ...]
 

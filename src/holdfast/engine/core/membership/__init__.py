@@ -16,9 +16,9 @@ act. Its driver owes it:
     SendWorker     the worker gets its directives in order
     Spawn          Spawned follows once the process runs, or ProcessExited if it cannot
     Kill           the process ends, with all its children; ProcessExited follows after that, never
-                   before: a worker that is reported lost can do nothing any more
+                   before: a worker that is reported lost cannot act any more
     AskToEnd       a signal, by which a script may save; ProcessExited or Kill follows
-    Pause, Resume  the process and its children stop, and go on
+    Pause, Resume  the process and its children stop, and continue
     Quit           the agent ends
 
 A worker may act only until its lease ends (lease.py). So an agent that cannot reach the

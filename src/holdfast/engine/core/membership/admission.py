@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership.changes import (
     AddSlot,
     Change,
@@ -19,10 +19,10 @@ from holdfast.engine.core.membership.changes import (
     WelcomeNode,
 )
 from holdfast.engine.core.membership.coordinator_events import Announce
-from holdfast.engine.core.membership.draining import choose_drains
 from holdfast.engine.core.membership.facts import Facts
 from holdfast.engine.core.membership.roster import Roster, SlotState
 from holdfast.engine.core.membership.teams import admit_teams
+from holdfast.engine.core.policies import CoordinatorPolicy
 from holdfast.engine.core.types import AgentId, WorkerId
 from holdfast.engine.core.views import View
 from holdfast.engine.core.worker_status import WorkerStatus
@@ -32,9 +32,11 @@ from holdfast.engine.core.worker_status import WorkerStatus
 class Attendance:
     """Remembers which events of nodes were logged, to log only changes."""
 
-    waiting: tuple[AgentId, ...] = ()  # nodes beyond the number: they get no slots yet
+    #: Nodes beyond the number: they get no slots yet.
+    waiting: tuple[AgentId, ...] = ()
     silent: tuple[AgentId, ...] = ()
-    not_drained: str = ""  # why nodes that fail their checks are used on
+    #: The reason to keep nodes that fail their checks.
+    not_drained: str = ""
 
     def tell_waiting(
         self, waiting: tuple[AgentId, ...], spread: int = 1
@@ -94,7 +96,7 @@ def recall_slots(
     found: dict[WorkerId, SlotState] = {}
     members = view.members if view is not None else ()
     places = [(m.worker, SlotState(m.agent, m.incarnation, further=m.further)) for m in members]
-    # Of a spread worker's nodes the view alone knows: others of them are not taken back.
+    # Only the view knows all nodes of a spread worker: its other nodes are not taken back.
     running = [(s.worker, SlotState(name, s.incarnation)) for s in statuses if not s.meets_at]
     for worker, place in [*places, *running]:
         slot = found.get(worker, roster.slots.get(worker))
@@ -107,10 +109,10 @@ def recall_slots(
 
 
 def admit(facts: Facts, policy: CoordinatorPolicy) -> tuple[tuple[AgentId, ...], list[Change]]:
-    """Give nodes their slots; a node that is lost for good makes room for one that waits.
+    """Give nodes their slots; a node that is lost for good makes room for a waiting one.
 
-    So does one that is drained: the job may need the other before it can leave the first. Returns
-    the nodes that have to wait, and the plan.
+    A drained node does so as well: the job may need the other node before it can leave this one.
+    Returns the nodes that have to wait, and the plan.
     """
     nodes_max = policy.nodes_max
     if policy.spread > 1:
@@ -169,10 +171,11 @@ def _choose_lost(facts: Facts, nodes: Iterable[AgentId]) -> AgentId | None:
 
 
 def drain(facts: Facts) -> tuple[str, list[Change]]:
-    """Drain the nodes that should be; return why others are not drained, and the plan.
+    """Return the plan to drain nodes, and the reason why some are not drained.
 
-    A node that a person asks to leave does. Of those that fail their checks, only a part is drained
-    at any time (draining.py): many fail at once when something they share has failed.
+    A node that a person asks to leave is drained. Of the nodes that fail their checks, only a part
+    is drained at any time (`choose_drains`): many fail at once when something they share has
+    failed.
     """
     roster, plan = facts.roster, list[Change]()
     nodes = {n: node for n, node in roster.nodes.items() if n not in facts.silent}
@@ -195,8 +198,32 @@ def drain(facts: Facts) -> tuple[str, list[Change]]:
 
 
 def _replace_idle(facts: Facts, name: AgentId) -> Iterator[Change]:
-    """Replace the processes on a node that take no part; nothing starts while it drains."""
+    """Replace the processes on a node that take no part; no process starts while it drains."""
     view = facts.view
     for worker in facts.roster.workers_on(name):
         if view is None or not view.includes(worker, facts.roster.slots[worker].incarnation):
             yield OrderNext(worker)
+
+
+def choose_drains(
+    failing: Sequence[tuple[str, str]], share_max: float = 0.25
+) -> tuple[tuple[str, ...], str]:
+    """Choose which nodes to drain; also return the reason why not more of them are drained.
+
+    `failing`: all nodes in a stable order, each with the check that it fails, or "". At most
+    `share_max` of the nodes are drained, but one of two or more. When more nodes than that fail the
+    same check, they share the fault, for example of a file server: draining them all would end the
+    job and repair no fault.
+    """
+    wanted = [(node, check) for node, check in failing if check]
+    most = max(1, int(share_max * len(failing))) if len(failing) > 1 else 0
+    counts = Counter(check for _, check in wanted)
+    own = [node for node, check in wanted if counts[check] <= most]
+    shared = [check for check, count in counts.items() if count > most]
+    if shared:
+        why = f"{shared[0]} fails on {counts[shared[0]]} of {len(failing)} nodes: it is shared"
+    elif len(own) > most:
+        why = f"at most {most} of {len(failing)} nodes at a time"
+    else:
+        why = ""
+    return tuple(own[:most]), why

@@ -15,17 +15,16 @@ from holdfast.engine.core.directives import AgentReport, Directive, Move, Worker
 from holdfast.engine.core.domains import Domains
 from holdfast.engine.core.errors import assert_never, require
 from holdfast.engine.core.machine_errors import MachineError
-from holdfast.engine.core.membership.departure import Departure, MoveOrders
+from holdfast.engine.core.membership.departure import Departure, MoveOrders, OwnJob
 from holdfast.engine.core.membership.lease import acting_deadline
 from holdfast.engine.core.membership.liveness import FreezeDetector, FreezePolicy, ProcessSample
 from holdfast.engine.core.membership.node_process import (
     NodeProcess,
     directive_for_worker,
     has_whole_view,
+    is_urgent,
     list_running,
 )
-from holdfast.engine.core.membership.own_job import OwnJob
-from holdfast.engine.core.membership.urgency import is_urgent
 from holdfast.engine.core.policies import LeasePolicy
 from holdfast.engine.core.redundancy import KeptPieces
 from holdfast.engine.core.table_places import RunningServer
@@ -40,7 +39,8 @@ class AgentPolicy:
     heartbeat_s: float = 0.5
     lease: LeasePolicy = field(default_factory=LeasePolicy)
     freeze: FreezePolicy = field(default_factory=FreezePolicy)
-    spares: int = 0  # slots among them for workers that are held back
+    #: The number of slots among them for workers that are held back.
+    spares: int = 0
     # From the signal that asks a script for torchrun to end to its kill. 0: it is killed at once.
     end_s: float = 0.0
 
@@ -93,9 +93,9 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorReached:
-    """A coordinator can be reached (again): it should hear from us now, if it is our job's.
+    """A coordinator can be reached (again): it should receive a report, if it is our job's.
 
-    `job`: whose it is, as it has proved.
+    `job`: the coordinator's job, as it has proved.
     """
 
     job: str = ""
@@ -103,7 +103,7 @@ class CoordinatorReached:
 
 @dataclass(frozen=True, slots=True)
 class JobOver:
-    """The job is over, as it has left word: no coordinator may be left to say so."""
+    """The job is over, by the record that it left; there may be no coordinator any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +111,12 @@ class Drained:
     """This node should be drained, for that reason; if it is empty, the node may be used again."""
 
     reason: str
-    failing: str = ""  # the check that failed, unless somebody asks for it
-    leave: bool = False  # the node leaves for good: quit once nothing runs here
-    deadline_s: float = float("inf")  # by then it is gone
+    #: The check that failed; empty if a person or a manager asks for it.
+    failing: str = ""
+    #: The node leaves for good: its agent quits once no process runs here.
+    leave: bool = False
+    #: The node is gone after this time.
+    deadline_s: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +217,7 @@ class AskToEnd:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Stop the process and everything it started with SIGSTOP: nothing of it may run."""
+    """Stop the process and everything it started with SIGSTOP: no part of it may run."""
 
     worker: WorkerId
     incarnation: Incarnation
@@ -222,7 +225,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Let a paused process go on."""
+    """Continue a paused process."""
 
     worker: WorkerId
     incarnation: Incarnation
@@ -230,9 +233,10 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Quit:
-    """End the agent, since every worker has ended and nothing is left to do here.
+    """End the agent: every worker has ended, and no work is left here.
 
-    `problem`: why it ends without its job being over; empty if that is over, or goes on without it.
+    `problem`: the reason to end before the job is over; empty if the job is over, or continues
+    without this node.
     """
 
     problem: str = ""
@@ -261,7 +265,7 @@ class AgentMachine:
         pid: int = 0,
         job: str = "",
     ) -> None:
-        """Make the machine of a node that is of `job`; empty: of the first one that it meets."""
+        """Make the machine of a node of `job`; empty: of the first job that it meets."""
         self._agent = agent
         self._incarnation = incarnation
         self._slots = slots
@@ -334,7 +338,7 @@ class AgentMachine:
 
     @property
     def _is_done(self) -> bool:
-        """Return whether this agent should end, once nothing runs here any more."""
+        """Return whether this agent should end, once no process runs here any more."""
         told, may_end, alone = self._directive, self._departure.may_end, self._is_abandoned
         return self._job.is_gone or may_end(self._agent, told, self._now, alone=alone)
 
@@ -379,8 +383,8 @@ class AgentMachine:
     def _reconcile(self, now: float) -> list[AgentEffect]:
         """Kill unwanted processes; start wanted ones, once their older processes have ended.
 
-        Nothing starts while there is no room beside processes that have yet to end. Without a lease
-        nothing starts: nobody would ever fence it.
+        No process starts while there is no room next to processes that have yet to end. Without a
+        lease none starts either: no agent would ever fence it.
         """
         directive = self._directive
         if directive is None:
@@ -410,7 +414,8 @@ class AgentMachine:
 
     def _forward(self, worker: WorkerId, process: NodeProcess, until: float) -> list[AgentEffect]:
         directive = self._directive
-        if directive is None or process.status.place:  # it hears its worker's first process
+        # A process on a further node gets its orders from its worker's first process.
+        if directive is None or process.status.place:
             return []
         told = directive_for_worker(directive, until)
         old = process.told
@@ -486,9 +491,9 @@ class AgentMachine:
     def _fence(self, now: float) -> list[AgentEffect]:
         """Pause workers that lost the right to act; resume wanted ones that have it back.
 
-        Workers that may act get the news. A worker whose state the coordinator has given up by now
-        is of no use: its process is killed. All processes are, once this node is taken away: the
-        coordinator hears of their ends.
+        Workers that may act get the newest directive. A worker whose state the coordinator has
+        given up by now is of no use: its process is killed. All processes are killed once this node
+        is taken away: the coordinator receives a report of their ends.
         """
         ends_at, effects = self._departure.ends_at, list[AgentEffect]()
         if now >= ends_at:
@@ -517,7 +522,7 @@ class AgentMachine:
                 continue
             until = self._acting_deadline(process, alone, now)
             incarnation = process.status.incarnation
-            # A coordinator that still learns cannot know whether others have gone on meanwhile.
+            # A coordinator that still learns cannot know whether a later view was formed.
             if now >= until or (process.paused and undecided):
                 until = (self._answered_at or now) + self._policy.lease.abandon_s
                 if not process.paused:

@@ -1,6 +1,6 @@
 """Names the changes that make up a plan: a decision returns one, the coordinator applies it.
 
-A plan is a list of changes in order. Lines for the job's event log are changes like the others, so
+A plan is a list of changes in order. Lines for the job's event log are changes, too, so
 that they keep their places between them.
 """
 
@@ -53,7 +53,7 @@ class NameWorkers:
 
 @dataclass(frozen=True, slots=True)
 class WelcomeNode:
-    """Count what an agent that began to speak should run as settled."""
+    """Count the processes of an agent that has just begun to report as settled."""
 
     agent: AgentId
 

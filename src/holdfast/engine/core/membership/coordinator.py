@@ -7,9 +7,9 @@ It does not know sockets, processes, files or clocks. It goes round one loop (de
 - **plan**: each decision is a function of facts, all of them immutable, and returns changes. So a
   lost, late or repeated report can delay a decision but never change it.
 - **apply**: changes are carried out in one place, before the next decision is made; then the record
-  is made durable, and the agents concerned are told.
+  is made durable, and the agents concerned get directives.
 
-The invariants: view numbers grow and are durable before anyone hears of them; a view is formed only
+The invariants: view numbers grow and are durable before any node knows them; a view is formed only
 once every member of the one before has promised not to act in it, has ended, or has lost its right
 to act; an incarnation is never ordered twice.
 """
@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 from holdfast.engine.core.directives import AgentReport, Directive, WantedProcess
 from holdfast.engine.core.errors import require
 from holdfast.engine.core.job_record import JobRecord
-from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership import formation, restart
 from holdfast.engine.core.membership.admission import admit, welcome
 from holdfast.engine.core.membership.changes import CountLoss
@@ -51,6 +49,7 @@ from holdfast.engine.core.membership.job_changes import (
     MarkJudged,
     MarkTold,
     Memory,
+    Plan,
     PlanChange,
     ReleaseLoop,
     Remember,
@@ -58,6 +57,7 @@ from holdfast.engine.core.membership.job_changes import (
     StopView,
 )
 from holdfast.engine.core.membership.job_end import (
+    Stopping,
     break_standstill,
     plan_end,
     plan_stop,
@@ -65,33 +65,26 @@ from holdfast.engine.core.membership.job_end import (
 )
 from holdfast.engine.core.membership.last_saves import LastSaves
 from holdfast.engine.core.membership.live_roster import News
+from holdfast.engine.core.membership.next_view import NextView
 from holdfast.engine.core.membership.parting import are_all_waiting
 from holdfast.engine.core.membership.progress import Progress
 from holdfast.engine.core.membership.protection import Protection
 from holdfast.engine.core.membership.reserve import Reserve, ReservePolicy
 from holdfast.engine.core.membership.review_schedule import Agenda
 from holdfast.engine.core.membership.server_places import ServerPlaces
-from holdfast.engine.core.membership.stopping import Stopping
 from holdfast.engine.core.membership.view_end import (
     ViewEnd,
-    awaits_last_save,
     plan_change,
     plan_handover,
 )
 from holdfast.engine.core.membership.view_making import (
-    Proposal,
-    announce_view,
     check_view,
-    find_worker_paths,
-    initial_view,
-    make_view,
 )
+from holdfast.engine.core.policies import CoordinatorPolicy
 from holdfast.engine.core.step.speculation import Budget
 from holdfast.engine.core.types import RELEASE_ALL, AgentId, ViewNumber
 from holdfast.engine.core.views import Member, View
 from holdfast.engine.core.worker_status import Stage
-
-Plan = list[CoordinatorChange]
 
 
 class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
@@ -109,7 +102,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         self._policy = policy
         self._learn_until = now + policy.lease.fence_s if forgotten else None
         self._release_loop = record.release_loop if record else 0
-        self._stopping: Stopping | None = None  # what its operator has asked for
+        self._stopping: Stopping | None = None  # the operator's request
         self._durable = Durable(record.saved, record.invalidations) if record else Durable()
         self._view_end = ViewEnd()
         self._witness_at: float | None = None  # see core/membership/lease.py
@@ -198,7 +191,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             self._server_places, lines = self._server_places.scale(order.count)
             return lines
         if order.saves and self._stopping is None:
-            after = max(self._progress.step, 1)  # as far as reports have told until now
+            after = max(self._progress.step, 1)  # by the reports so far
             self._stopping = Stopping(order.reason, after, now + self._policy.grace_s)
             self._last_saves = self._last_saves.order(self._durable.step, now)
             return [Announce("stop", "the job stops after a last checkpoint")]
@@ -288,7 +281,8 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         """Find out whether something of a lost record may still come from the agents."""
         if self._learn_until is None or not formation.has_learnt(facts, self._learn_until):
             return []
-        return [EndLearning(), Stir()]  # until now nobody could be told to go on
+        # Until now no worker could be ordered to continue.
+        return [EndLearning(), Stir()]
 
     def _plan_to_tell(self, facts: Facts) -> Plan:
         log = self._event_log
@@ -319,7 +313,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         return [Remember(places), *lines]
 
     def _plan_for_hung(self, facts: Facts) -> Plan:
-        """Replace workers if nothing has moved for very long while a member waits for others."""
+        """Replace workers if the job makes no progress for very long while a member waits."""
         excused = facts.has_no_room() or any(map(facts.find_silent_node, facts.members))
         still_since = facts.now if excused else self._agenda.still_since
         hang_s = self._policy.hang_s
@@ -340,7 +334,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         return plan or plan_stop(self._stopping, self._durable.step, facts.now)
 
     def _plan_release(self, facts: Facts) -> Plan:
-        """Let ended workers go once the leader's script is past the loop."""
+        """Release ended workers once the leader's script is past the loop."""
         view = facts.view
         member = view.member(view.leader) if view else None
         leader = facts.status(member) if member else None
@@ -373,7 +367,7 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
         return [StopView(view.number), Announce("stop_view", text, None, view.number)]
 
     def _plan_separation(self, facts: Facts) -> Plan:
-        """Leave out workers that others do not reach, once nobody can act in the view any more."""
+        """Leave out workers that other members do not reach, once none can act in the view."""
         if formation.survivors_of(facts) is None:
             return []
         policy, left_out = self._policy.restart, formation.choose_unreachable(facts)
@@ -381,86 +375,26 @@ class CoordinatorMachine(DecisionLoop[CoordinatorChange]):
             change for worker in left_out for change in restart.quarantine(facts, worker, policy)
         ]
 
-    def _source(self, facts: Facts) -> formation.BasisOfView:
-        if awaits_last_save(facts, self._policy):
-            return formation.BasisOfView.AWAITED
-        awaits = partial(self._protection.awaits, facts, self._durable)
-        finishing = self._release_loop == RELEASE_ALL
-        return formation.find_state_source(facts, finishing, self._policy.replicated, awaits)
-
     def _plan_replacements(self, facts: Facts) -> Plan:
-        """Restart processes whose state is of no use for the next view."""
-        source, plan = self._source(facts), Plan()
-        if source is formation.BasisOfView.SURVIVORS:
-            for status, why in formation.find_useless(facts, self._policy.workers_min):
-                plan += restart.replace_all([status], why)
-        known = self._durable.invalidations
-        if source is formation.BasisOfView.DISCARDED and not self._progress.has_gone_back(known):
-            text = f"the job goes back to step {self._durable.step}"
-            plan += [GoBack(known), Announce("back", text)]
-        if source in (
-            formation.BasisOfView.AWAITED,
-            formation.BasisOfView.DISCARDED,
-            formation.BasisOfView.RECALLED,
-        ):
-            is_discarded, note = (
-                source is formation.BasisOfView.DISCARDED,
-                self._protection.note_failures,
-            )
-            plan.append(Remember(note(facts, self._durable, is_discarded=is_discarded)))
-        if source in (formation.BasisOfView.DISCARDED, formation.BasisOfView.RECALLED):
-            for status, why in formation.find_dirty(facts, self._policy.replicated):
-                plan += restart.replace_all([status], why)
-        return plan
+        return self._next_view.plan_replacements(facts, self._progress)
 
     def _plan_view(self, facts: Facts) -> Plan:
-        """Form the next view, once nobody can act in the present one any more."""
-        policy, survivors = self._policy, formation.survivors_of(facts) or []
-        match self._source(facts):
-            case formation.BasisOfView.UNKNOWN | formation.BasisOfView.AWAITED:
-                return []
-            case formation.BasisOfView.LAST_SURVIVORS:
-                return self._install(facts, formation.propose_last_view(facts, survivors))
-            case formation.BasisOfView.SURVIVORS:
-                minds_late = policy.speculation > 0
-                proposal = formation.propose_view(facts, survivors, policy.workers_min, minds_late)
-                return [] if proposal is None else self._install(facts, proposal)
-            case formation.BasisOfView.DISCARDED | formation.BasisOfView.RECALLED:
-                return self._begin(facts)
+        return self._next_view.plan(facts)
 
-    def _begin(self, facts: Facts) -> Plan:
-        """Start the job, or start it again from a checkpoint, when nobody holds the state."""
-        policy, since = self._policy, self._wanting_since
-        if facts.view is None and formation.present_nodes(facts) < policy.nodes_min:
-            return [AwaitBeginners(None)]
-        since = facts.now if since is None else since
-        late = facts.now >= since + policy.settle_s
-        ready = formation.choose_beginners(
-            facts, policy.nodes_min, policy.workers_min if late else None
+    @property
+    def _next_view(self) -> NextView:
+        """Return the planner of the next view, with everything that decides it now."""
+        return NextView(
+            policy=self._policy,
+            protection=self._protection,
+            durable=self._durable,
+            number=self._next_number,
+            finishing=self._release_loop == RELEASE_ALL,
+            wanting_since=self._wanting_since,
         )
-        recall = self._protection.recall(facts, self._durable)
-        if not ready or recall is None:
-            return [AwaitBeginners(since)]
-        why = formation.reason_to_begin_again(facts, self._durable.invalidations, policy.replicated)
-        paths = find_worker_paths([s.worker for s in ready], facts.roster, facts.view)
-        proposal = initial_view(ready, facts.room, policy.virtual_ranks, recall, why, paths)
-        return [AwaitBeginners(None), *self._install(facts, proposal, begins=True)]
-
-    def _install(self, facts: Facts, proposal: Proposal, *, begins: bool = False) -> Plan:
-        """Make the proposed view the present one; replace the workers that it leaves out."""
-        old, roster, number = facts.view, facts.roster, self._next_number
-        view = make_view(proposal, number, old, roster, self._policy.procs)
-        protection, view = self._protection.protect(view, old, roster)
-        view = dataclasses.replace(view, invalidations=self._durable.invalidations)
-        return [
-            *formation.replace_left_out(facts, proposal),
-            Remember(protection),
-            InstallView(view, proposal.redone, begins),
-            announce_view(view, again=begins and number > 1),
-        ]
 
     def _plan_feeding(self, facts: Facts) -> Plan:
-        """Have workers that could join fed, and replace those that were, in vain."""
+        """Order members to feed workers that could join; replace fed workers that cannot."""
         policy = self._policy
         trains = not self._view_end.is_decided(self._number) and self._stopping is None
         trains = trains and len(facts.members) >= policy.workers_min

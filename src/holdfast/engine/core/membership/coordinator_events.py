@@ -15,7 +15,7 @@ from holdfast.engine.core.worker_status import WorkerStatus
 
 @dataclass(frozen=True, slots=True)
 class ReportArrived:
-    """An agent has told of its node."""
+    """An agent has reported the state of its node."""
 
     report: AgentReport
 
@@ -63,17 +63,21 @@ class SendDirective:
 class Cost:
     """Describes the cost of an incident until the first step that was committed afterwards."""
 
-    pause_s: float  # from the first sign of the fault until the commit was reported
-    tasks: int  # tasks of workers that were left out: others compute them again
-    steps: int  # committed steps that are computed again
-    missing: int  # workers fewer than before
+    #: The time from the first sign of the fault until the commit was reported.
+    pause_s: float
+    #: The tasks of workers that were left out, which are computed again.
+    tasks: int
+    #: The committed steps that are computed again.
+    steps: int
+    #: The workers by which there are fewer than before.
+    missing: int
 
 
 @dataclass(frozen=True, slots=True)
 class Announce:
     """Write one line of the job's event log, for people and for events.jsonl.
 
-    `id` and `causes`, ids of earlier lines, are added last (core/membership/event_chain.py). Of a
+    `id` and `causes`, ids of earlier lines, are added last (core/membership/event_log.py). Of a
     view: `members` are its workers, and `again` means that it repeats committed steps.
     """
 
@@ -92,7 +96,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """End the coordinator: the job is over and nothing of it runs. Empty outcome: success."""
+    """End the coordinator: the job is over and no part of it runs. Empty outcome: success."""
 
     outcome: str
 
@@ -113,4 +117,5 @@ class CoordinatorSnapshot:
     agents: tuple[NodeSnapshot, ...]
     workers: tuple[WorkerStatus, ...]
     finished: bool
-    freed: tuple[AgentId, ...] = ()  # nodes that may leave with their pieces of the state
+    #: The nodes that may leave with their pieces of the state.
+    freed: tuple[AgentId, ...] = ()

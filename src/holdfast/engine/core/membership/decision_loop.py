@@ -2,8 +2,8 @@
 
 Both coordinators, of workers and of groups, are such a loop. `_hear` and `_stop` take facts in.
 Methods named `_plan_...` decide: they read, and return changes (changes.py). Only `_apply` carries
-changes out, in the order of the plan, before the next decision is made. A test says that nothing
-else assigns to a machine's attributes.
+changes out, in the order of the plan, before the next decision is made. A test fails
+if any other method assigns to a machine's attributes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdfast.engine.core.membership.coordinator_events import (
     ServersAsked,
     StopRequested,
 )
-from holdfast.engine.core.membership.event_chain import EventChain
+from holdfast.engine.core.membership.event_log import EventChain
 from holdfast.engine.core.membership.facts import Facts
 from holdfast.engine.core.membership.job_changes import Memory, Remember
 from holdfast.engine.core.membership.live_roster import LiveRoster
@@ -49,19 +49,23 @@ AnyChange = TypeVar("AnyChange")
 class _Sent:
     """Describes the last directive that was sent to an agent."""
 
-    incarnation: Incarnation  # the agent's
-    common: Directive  # the part for all agents
+    #: The incarnation of the agent.
+    incarnation: Incarnation
+    #: The part for all agents.
+    common: Directive
     wanted: tuple[WantedProcess, ...]
-    review: int  # the last one before it: until the next, both stay as they are
+    #: The last review before it: until the next, both stay as they are.
+    review: int
 
 
 @dataclass(slots=True)
 class _Told:
-    """Keeps what agents were told. `reviews`: how many there were, also before each `sent`."""
+    """Keeps the newest directives of agents. `reviews`: their number, also before each `sent`."""
 
     seq: int = 0
     reviews: int = 0
-    sent: dict[AgentId, _Sent] = field(default_factory=dict)  # the last to each agent
+    #: The last directive to each agent.
+    sent: dict[AgentId, _Sent] = field(default_factory=dict)
     common: Directive | None = None  # the newest part for all agents
 
 
@@ -185,7 +189,7 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
     # ------------------------------------------------------------ telling
 
     def _directives(self, reply_to: AgentId | None) -> list[CoordinatorEffect]:
-        """Return directives to agents with something new to hear, and in answer to a report."""
+        """Return directives to agents for which there is a new one, and in answer to a report."""
         found = list[CoordinatorEffect]()
         common = self._refresh_common()
         for name in sorted(self._roster.nodes):
@@ -212,7 +216,8 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
     def _answer(self, name: AgentId) -> SendDirective:
         report, view, sent = self._roster.nodes[name].report, self._view, self._told.sent.get(name)
         as_now = (report.incarnation, self._told.reviews)
-        learns = self._learn_until is not None  # then also a report may change what is said
+        # While it learns, a report alone may change the directive.
+        learns = self._learn_until is not None
         if sent is None or learns or (sent.incarnation, sent.review) != as_now:
             common, wanted = self._refresh_common(), self._processes_for(name)
             sent = _Sent(report.incarnation, common, wanted, self._told.reviews)
@@ -230,7 +235,7 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
         return SendDirective(directive)
 
     def _orders(self) -> Directive:
-        """Return the part of directives for all agents, in a directive to nobody."""
+        """Return the part of directives for all agents, in a directive without an agent."""
         return Directive(
             term=self._term,
             seq=0,
@@ -255,7 +260,7 @@ class DecisionLoop(abc.ABC, Generic[AnyChange]):
 
     @property
     def outcome(self) -> str | None:
-        """Return how the job ends or ended: None while it runs, empty for success."""
+        """Return the outcome of the job: None while it runs, empty for success."""
         return self._outcome
 
     @abc.abstractmethod

@@ -1,4 +1,6 @@
-"""Knows whether a node asks to be left, why, and when it will be gone; keeps orders to move."""
+"""Decides when a node's agent may end: its node leaves, or its job is gone. Pure.
+
+It also keeps the orders to move workers away from the node."""
 
 from __future__ import annotations
 
@@ -15,16 +17,16 @@ NEVER = float("inf")
 class Departure:
     """Keeps the last request to leave a node. A node that leaves for good is never used again.
 
-    `failing`: the check that failed, unless somebody asks for it.
+    `failing`: the check that failed; empty if a person or a manager asks for it.
     """
 
     def __init__(self) -> None:
         self.reason = self.failing = ""
         self.for_good = False
         self._by = NEVER
-        self._told_in = 0  # the number of the first report that says so
+        self._told_in = 0  # number of the first report with this request
         self._pieces: tuple[KeptPieces, ...] = ()
-        self._listed_in = 0  # the number of the first report that lists them
+        self._listed_in = 0  # number of the first report that lists them
 
     def ask(self, reason: str, failing: str, for_good: bool, by: float, report: int) -> bool:
         """Take in a request, or (an empty reason) its end; return whether that is news.
@@ -46,12 +48,12 @@ class Departure:
             self._pieces, self._listed_in = pieces, report
 
     def may_end(self, agent: AgentId, told: Directive | None, now: float, *, alone: bool) -> bool:
-        """Return whether the job is over, or this node leaves and nothing on it is needed any more.
+        """Return whether the job is over, or this node leaves and the job needs it no more.
 
         Its servers are needed until the coordinator knows of the departure, and then until their
-        heirs elsewhere have all rows. Its pieces of the state are until the coordinator frees it by
-        a report that lists them. If it has not answered for very long (`alone`), it has given them
-        up. But nothing is needed for longer than the node is there.
+        heirs elsewhere have all rows. Its pieces of the state are needed until the coordinator
+        frees it by a report that lists them. If it has not answered for very long (`alone`), it has
+        given them up. But neither is needed for longer than the node is there.
         """
         if told is None or told.shutdown:
             return told is not None
@@ -80,7 +82,7 @@ class MoveOrders:
         self._orders: dict[WorkerId, Move] = {}
 
     def ask(self, order: Move, incarnation: Incarnation) -> bool:
-        """Record that the process that runs as this worker is to be moved; tell if that is news."""
+        """Record the order to move this worker's process; return whether it is new."""
         named = dataclasses.replace(order, incarnation=incarnation)
         news = self._orders.get(order.worker) != named
         self._orders[order.worker] = named
@@ -90,3 +92,41 @@ class MoveOrders:
         """Return the orders for processes that `find` finds."""
         orders = (order for _, order in sorted(self._orders.items()))
         return tuple(o for o in orders if find(o.worker, o.incarnation) is not None)
+
+
+class OwnJob:
+    """Keeps the job of one node, which never changes once it is known.
+
+    `other`: the job that was met in its place; empty if none was. `ended`: whether the node has
+    learnt, without its coordinator, that the job is over.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.other = ""
+        self.ended = False
+
+    @property
+    def is_gone(self) -> bool:
+        """Return whether orders of this node's own job can never come again."""
+        return self.ended or self.other != ""
+
+    def meet(self, job: str) -> bool:
+        """Take in whose coordinator was reached; return whether it is this node's own.
+
+        A node without a job belongs to the first job that it meets.
+        """
+        self._name = self._name or job
+        if job and job != self._name:
+            self.other = job
+        return not self.other
+
+    @property
+    def problem(self) -> str:
+        """Return the reason for the end of the node's agent; empty if it met no other job."""
+        if not self.other:
+            return ""
+        return (
+            f"this node is of job {self._name}, whose coordinator is gone, and job {self.other} is "
+            "at its address now: its workers are ended; start the node again to have it in that job"
+        )

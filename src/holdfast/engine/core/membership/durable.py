@@ -18,7 +18,7 @@ KNOWN_MAX = 128  # the newest checkpoints are remembered
 
 
 def speakers(statuses: Iterable[WorkerStatus]) -> Iterator[WorkerStatus]:
-    """Select the workers that say something of checkpoints: in a large job few of very many."""
+    """Select the statuses about checkpoints: in a large job few of very many."""
     return (s for s in statuses if s.saved or s.invalidations or s.unreadable)
 
 
@@ -45,12 +45,12 @@ class Durable:
         self._heard |= {(each.worker, each.incarnation): each for each in speakers(statuses)}
 
     def take_in(self, statuses: Iterable[WorkerStatus]) -> None:
-        """Take in what was heard since the last time, and then what these workers say."""
+        """Take in the statuses since the last time, and then these."""
         heard, self._heard = self._heard, {}
         self.note([*heard.values(), *speakers(statuses)])
 
     def note(self, statuses: Iterable[WorkerStatus]) -> None:
-        """Take in what workers say; an unreadable or invalidated checkpoint counts no more."""
+        """Take in statuses; an unreadable or invalidated checkpoint counts no more."""
         found, heard = list(self.steps), list(statuses)
         for status in heard:
             news = [

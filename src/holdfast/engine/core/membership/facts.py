@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Describes the present view, the state of its members, and how much silence proves.
+    """Describes the present view, the state of its members, and the proofs that silence gives.
 
-    `silent`: nodes not heard for a while. `witness_at`: when some member of the view was first
-    heard to have stopped acting in it. `abreast`: followers that have caught up. `waiting_for`:
-    workers that are fed, or will be, so that they do not join in a pause. `now`: seconds.
-    `held_back`: suspended workers for which the view is not changed yet.
+    `silent`: nodes without a report for a while. `witness_at`: when the first report showed that
+    some member of the view has stopped acting in it. `caught_up`: followers that have caught up.
+    `waiting_for`: workers that are fed, or will be, so that they do not join in a pause. `now`:
+    seconds. `held_back`: suspended workers for which the view is not changed yet.
     """
 
     view: View | None
@@ -37,9 +37,10 @@ class Facts:
     silent: frozenset[AgentId]
     witness_at: float | None
     now: float
-    abreast: tuple[Follower, ...] = ()
+    caught_up: tuple[Follower, ...] = ()
     waiting_for: frozenset[WorkerId] = frozenset()
-    feeding: bool = False  # a worker is being fed
+    #: A worker is being fed.
+    feeding: bool = False
     room: Room = NO_LIMIT
     held_back: frozenset[WorkerId] = frozenset()
     _found: dict[tuple[Callable[[Facts], Any], int], Any] = field(
@@ -63,7 +64,7 @@ class Facts:
 
     @property
     def known(self) -> list[WorkerStatus]:
-        """Return the newest statuses of the members that have been heard."""
+        """Return the newest statuses of the members that have reported."""
         found = [self.status(member) for member in self.members]
         return [status for status in found if status is not None]
 
@@ -75,7 +76,7 @@ class Facts:
         return self.roster.status(member.worker, member.incarnation)
 
     def is_sound(self, member: Member) -> bool:
-        """Return whether this process was heard of lately, and lives."""
+        """Return whether this process has reported lately, and lives."""
         status = self.status(member)
         alive = status is not None and status.stage.alive
         crippled = self.roster.is_crippled(member.worker, member.incarnation)
@@ -154,7 +155,7 @@ class LatestFacts:
         self._facts: Facts
 
     def update(self, plain: Facts, sources: object, complete: Callable[[Facts], Facts]) -> Facts:
-        """Return `plain` as `complete` returns it, or the last facts if nothing has changed.
+        """Return `plain` as `complete` returns it, or the last facts if they are the same.
 
         `sources`: the other values that decide the facts, with the version of the roster.
         """
@@ -170,7 +171,7 @@ def is_given_up(facts: Facts, agent: AgentId) -> bool:
 
 
 def leave_time(roster: Roster, agent: AgentId) -> float:
-    """Return when a node is taken away, as it has announced; infinite if it has not."""
+    """Return the announced time at which a node is taken away; infinite if there is none."""
     node = roster.nodes.get(agent)
     return node.leave_by if node is not None else float("inf")
 
@@ -178,7 +179,7 @@ def leave_time(roster: Roster, agent: AgentId) -> float:
 def silent_nodes(
     roster: Roster, lease: LeasePolicy, now: float, listening_since: float
 ) -> frozenset[AgentId]:
-    """Find the nodes not heard for a while; one never heard yet is given a whole lease."""
+    """Find the silent nodes; a node that has never reported yet is given a whole lease."""
     if now < listening_since + lease.suspect_s:
         return frozenset()
     nodes = roster.nodes.items()

@@ -1,8 +1,8 @@
-"""Decides which workers are brought up to date while others train, before they join. Pure.
+"""Decides which workers are brought up to date while the members train. Pure.
 
-An order names the followers that a view's members feed, and ends with the view. A follower that
-lacks nothing any more joins by a view of its own. A worker that cannot be fed joins while all wait
-for the state to be sent.
+An order names the followers that a view's members feed, and ends with the view. A follower that has
+caught up joins by a view of its own. A worker that cannot be fed joins while all members wait for
+the state to be sent.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ class Followers:
     """Keeps the present order. `enabled`: workers are fed at all; else they wait for a pause."""
 
     enabled: bool
-    newest: int  # number of the newest order, greater than that of any term before
+    #: The number of the newest order, greater than in any term before.
+    newest: int
     order: FollowOrder | None = None
-    refused: frozenset[tuple[WorkerId, Incarnation]] = frozenset()  # processes that cannot be fed
+    #: The processes that cannot be fed.
+    refused: frozenset[tuple[WorkerId, Incarnation]] = frozenset()
 
     def add_to(self, facts: Facts) -> Facts:
         """Return the facts with the workers that are fed, or have been."""
@@ -35,8 +37,8 @@ class Followers:
             return facts
         now = [follower.worker for follower, _ in self._remaining(facts)]
         fed = frozenset([*now, *(s.worker for s in candidates(facts) if self.follows(s))])
-        abreast = self.caught_up(facts)
-        return dataclasses.replace(facts, abreast=abreast, waiting_for=fed, feeding=bool(now))
+        caught_up = self.caught_up(facts)
+        return dataclasses.replace(facts, caught_up=caught_up, waiting_for=fed, feeding=bool(now))
 
     def follows(self, status: WorkerStatus) -> bool:
         """Return whether a candidate is fed, rather than joining in a pause."""

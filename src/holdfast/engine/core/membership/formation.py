@@ -1,6 +1,6 @@
-"""Decides when the present view must stop, and what the next one is. Pure verdicts with reasons.
+"""Decides when the present view must stop, and what the next view contains. Pure.
 
-Nothing here remembers or changes anything.
+These functions remember no state and change none.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from holdfast.engine.core.invalidations import Invalidations
 from holdfast.engine.core.membership.changes import OrderNext
 from holdfast.engine.core.membership.coordinator_events import Announce
 from holdfast.engine.core.membership.facts import Facts, is_given_up
-from holdfast.engine.core.membership.resume import resume_step
 from holdfast.engine.core.membership.roster import Roster
 from holdfast.engine.core.membership.view_making import (
     Proposal,
     choose_hosts,
     choose_owners,
     find_worker_paths,
+    resume_step,
 )
 from holdfast.engine.core.types import NO_VIEW, AgentId, WorkerId, name_workers, say_of_workers
 from holdfast.engine.core.views import Follower, LateWorker, View
@@ -33,16 +33,21 @@ STEPS_MISSED_MAX = 64  # steps that a worker may miss and still catch up
 class BasisOfView(enum.Enum):
     """Names the source of the job's state for the next view."""
 
-    UNKNOWN = "unknown"  # a member may still act
-    AWAITED = "awaited"  # silent members may hold it: wait until it is given up, or recalled
+    #: A member may still act.
+    UNKNOWN = "unknown"
+    #: Silent members may hold the state: wait until it is given up, or recalled.
+    AWAITED = "awaited"
     SURVIVORS = "survivors"
-    LAST_SURVIVORS = "last survivors"  # the job finishes
-    DISCARDED = "discarded"  # from a checkpoint, since the survivors' state is wrong
-    RECALLED = "recalled"  # from a checkpoint or the nodes' memory, since nobody holds it
+    #: The job finishes.
+    LAST_SURVIVORS = "last survivors"
+    #: From a checkpoint, because the survivors' state is wrong.
+    DISCARDED = "discarded"
+    #: From a checkpoint or the nodes' memory, because no worker holds the state.
+    RECALLED = "recalled"
 
 
 def candidates(facts: Facts) -> Sequence[WorkerStatus]:
-    """Find workers that could join a view: ready, wanted, heard, and without the job's state."""
+    """Find workers that could join a view: they are ready, wanted and lack the job's state."""
     return facts.find_once(_find_candidates)
 
 
@@ -63,7 +68,7 @@ def _find_ready(facts: Facts) -> Sequence[WorkerStatus]:
             if status.promised < view.number:
                 continue
         silent = any(name in facts.silent for name in roster.slots[worker].nodes)
-        # One that has begun to catch up, and had to stop, may be anywhere between two steps.
+        # A worker that began to catch up and had to stop may be anywhere between two steps.
         if not silent and not status.committed:
             found += [status] if roster.is_complete(status) else []
     moves = any(node.report.leaving for node in roster.nodes.values())
@@ -73,7 +78,7 @@ def _find_ready(facts: Facts) -> Sequence[WorkerStatus]:
 
 
 def joiners_in_a_pause(facts: Facts) -> list[WorkerStatus]:
-    """Find candidates that are not to be fed while the others train."""
+    """Find candidates that no member feeds while it trains."""
     return [s for s in candidates(facts) if s.worker not in facts.waiting_for]
 
 
@@ -83,7 +88,7 @@ def _is_anyone_leaving(roster: Roster) -> bool:
 
 
 def room_beside_drained(facts: Facts) -> int:
-    """Return how many more could be members once those on drained nodes have left."""
+    """Return the number of further members that fit once members on drained nodes have left."""
     roster, stay = facts.roster, len(facts.members)
     if _is_anyone_leaving(roster):
         stay = sum(not roster.reason_to_leave(member.worker) for member in facts.members)
@@ -123,7 +128,7 @@ def find_too_far_behind(facts: Facts, step: int) -> list[WorkerStatus]:
 
 
 def workers_to_suspend(survivors: Sequence[WorkerStatus]) -> list[WorkerStatus]:
-    """Return the workers to suspend: those within a task, if no fewer others wait."""
+    """Return the workers to suspend: all within a task, if at least as many members wait."""
     newest = max(s.committed for s in survivors)
     waiting = [s for s in survivors if s.waiting or s.reduced]
     found = [s for s in survivors if s.in_step and not (s.waiting or s.reduced)]
@@ -139,9 +144,9 @@ def say_who_is_late(late: Sequence[WorkerStatus], step: int) -> str:
 
 
 def is_surely_newest(facts: Facts) -> bool:
-    """Return whether no later view than this one can exist, as far as its members say.
+    """Return whether no later view than this one can exist, according to its members' reports.
 
-    A later one would need a member of this one that takes part in it, or has died since.
+    A later view would need a member of this one that takes part in it, or has died since.
     """
     known = [facts.status(m) for m in facts.members]
     well = [s is not None and (s.stage.alive or s.stage == Stage.EXITED) for s in known]
@@ -149,7 +154,7 @@ def is_surely_newest(facts: Facts) -> bool:
 
 
 def has_learnt(facts: Facts, learn_until: float) -> bool:
-    """Return whether nothing of a lost record may still come from the agents."""
+    """Return whether all parts of a lost record that may still come from the agents are here."""
     number = facts.view.number if facts.view is not None else NO_VIEW
     heard = (node for name, node in facts.roster.nodes.items() if name not in facts.silent)
     if any(node.report.view_known > number for node in heard):
@@ -164,8 +169,8 @@ def choose_leavers(
 ) -> dict[WorkerId, str]:
     """Find which of these members should leave, and why.
 
-    All members on a drained node leave in any case; a member that only moves stays while too few
-    others would go on.
+    All members on a drained node leave in any case. A member that only moves stays while too few
+    other members would remain.
     """
     roster = facts.roster
     if not _is_anyone_leaving(roster):
@@ -178,9 +183,9 @@ def choose_leavers(
 
 
 def find_leaving(facts: Facts, workers_min: int) -> dict[str, str]:
-    """Find workers and nodes to be left at the next boundary, with reasons, if others can go on.
+    """Find workers and nodes to be left at the next boundary, with reasons, if enough members stay.
 
-    Workers that are being fed are waited for: they take the places of those that leave, if these
+    Workers that are being fed are waited for: they take the places of leaving workers, if these
     have the time.
     """
     roster, workers = facts.roster, [m.worker for m in facts.members]
@@ -200,10 +205,10 @@ def find_leaving(facts: Facts, workers_min: int) -> dict[str, str]:
 def reason_to_stop(
     facts: Facts, waited_s: float, patience_s: float, minds_late: bool = False
 ) -> str | None:
-    """Return why the present view must be stopped, if it must.
+    """Return the reason to stop the present view; None if it may continue.
 
-    `waited_s`: for how long nothing has moved while a member waits for others. `minds_late`: others
-    may compute the tasks of late workers.
+    `waited_s`: the time without any progress while a member waits for other members. `minds_late`:
+    other members may compute the tasks of late workers.
     """
     view = facts.view
     if view is None:
@@ -226,7 +231,7 @@ def reason_to_stop(
             if status.late and minds_late and not facts.has_no_room():
                 reason = reason or f"worker {member.worker} waits for {_name_late(facts)}"
         elif status.at_boundary and status.committed > view.resume_step:
-            stopped = True  # a planned change, if the others stop, too
+            stopped = True  # a planned change, if all other members stop, too
         else:
             why = status.left_for or "has left it"
             reason = reason or f"worker {member.worker} {why}"
@@ -254,7 +259,7 @@ def choose_change(facts: Facts, workers_min: int, step: int) -> tuple[str, str] 
     back = find_returning(facts, step) if room else []
     if members >= workers_min:
         back = [lag for lag in back if lag.worker not in facts.held_back]
-    fed = facts.abreast if room_beside_drained(facts) else ()
+    fed = facts.caught_up if room_beside_drained(facts) else ()
     joining = _names(joiners, back, fed)
     left = find_leaving(facts, workers_min)
     if joining:
@@ -266,7 +271,7 @@ def choose_change(facts: Facts, workers_min: int, step: int) -> tuple[str, str] 
 
 
 def survivors_of(facts: Facts) -> Sequence[WorkerStatus] | None:
-    """Return the members that hold the state and can go on; None while anyone may still act."""
+    """Return the members that hold the state and can continue; None while any may still act."""
     return facts.find_once(_find_survivors)
 
 
@@ -289,10 +294,10 @@ def _find_survivors(facts: Facts) -> Sequence[WorkerStatus] | None:
 
 
 def choose_unreachable(facts: Facts) -> list[WorkerId]:
-    """Choose members to leave out so that all others reach each other: few, best not the leader.
+    """Choose members to leave out so that the rest reach each other: few, best not the leader.
 
     Each member names the members that its network does not reach. Joiners are chosen first, then
-    members that are in most of these pairs, then one of a node with fewer members.
+    members that are in most of these pairs, then a member of a node with fewer members.
     """
     view = facts.view
     if view is None:
@@ -345,9 +350,9 @@ def propose_view(
     back = find_returning(facts, step)[:room] if at_rest and len(kept) == len(survivors) else []
     if not _have_all_kept(view, kept):
         back = []
-    # A worker that is fed needs all its feeders, and nobody else joins with it: others do not wait.
-    # Those that it takes the place of leave in the next view, when it can host their tasks.
-    fed = facts.abreast[:room] if at_rest and not back else ()
+    # A fed worker needs all its feeders, and joins alone, so that no other joiner waits for it. The
+    # members whose places it takes leave in the next view, when it can host their tasks.
+    fed = facts.caught_up[:room] if at_rest and not back else ()
     if fed and _have_all_kept(view, everyone):
         kept = everyone
     else:
@@ -357,7 +362,7 @@ def propose_view(
     joiners = find(facts)[: room - len(back)] if at_rest and not fed else []
     late = workers_to_suspend(survivors) if minds_late and not at_rest else []
     if not at_rest or not kept:
-        # A node is left only while no step is under way, and by way of a view in which others
+        # A node is left only while no step is under way, and after a view in which other members
         # have received its state.
         kept = [s.worker for s in survivors if s not in late]
         joiners, back, fed = joiners[: max(most - len(kept), 0)], [], ()
@@ -400,9 +405,10 @@ def _names(
 
 
 def _resume_step(facts: Facts, view: View, survivors: Sequence[WorkerStatus]) -> tuple[int, str]:
-    """Return the step at which the survivors go on, and the reason.
+    """Return the step at which the survivors continue, and the reason.
 
-    Members that take no part any more count if they have committed what survivors have yet to.
+    Members that take no part any more count if they have committed a step that the survivors have
+    yet to commit.
     """
     newest = max(s.committed for s in survivors)
     known = [s for s in facts.known if s.view == view.number]
@@ -442,10 +448,10 @@ def interrupted_members(facts: Facts) -> list[WorkerStatus]:
 
 
 def find_useless(facts: Facts, workers_min: int) -> list[tuple[WorkerStatus, str]]:
-    """Find members that are of no use for the next view, while others hold the state; and why.
+    """Find members that are of no use for the next view, while other members hold the state.
 
-    If the job waits for more workers, those on nodes to be left end: their nodes may be gone before
-    others come in their place.
+    If the job waits for more workers, workers on nodes to be left end: their nodes may be gone
+    before new workers replace them.
     """
     found = [(s, "it had to stop while it caught up") for s in interrupted_members(facts)]
     survivors, drained = survivors_of(facts) or [], facts.roster.drained_node
@@ -484,7 +490,7 @@ def reason_to_begin_again(facts: Facts, known: Invalidations, replicated: bool) 
 
 
 def is_state_discarded(facts: Facts) -> bool:
-    """Return whether a worker says that the states which the workers hold are discarded."""
+    """Return whether a worker reports that the states of the workers are discarded."""
     roster = facts.roster
     return any(s.discarded and roster.is_ordered(s) for s in roster.newest.values())
 
@@ -492,10 +498,10 @@ def is_state_discarded(facts: Facts) -> bool:
 def find_state_source(
     facts: Facts, finishing: bool, replicated: bool, awaits: Callable[[], bool]
 ) -> BasisOfView:
-    """Find the source of the next view's state, once nobody can act in the present view.
+    """Find the source of the next view's state, once no member can act in the present view.
 
     `finishing`: the job is past its last loop. `replicated`: each worker holds the whole state.
-    `awaits`: returns whether silent members are waited for, since they may hold the state.
+    `awaits`: returns whether silent members are waited for, because they may hold the state.
     """
     survivors = survivors_of(facts)
     if survivors is None:
@@ -517,9 +523,9 @@ def present_nodes(facts: Facts) -> int:
 def choose_beginners(facts: Facts, nodes_min: int, workers_min: int | None) -> list[WorkerStatus]:
     """Choose the workers that begin the job, or begin it again: all, or `workers_min` of them.
 
-    The result is empty while more are waited for. Silent nodes are not, where `nodes_min` others
-    are there or the job begins again: if they come back their workers join, and nobody waits. If
-    all nodes are to be left, these are used until others come.
+    The result is empty while further workers are waited for. Silent nodes are not waited for where
+    `nodes_min` other nodes are there or the job begins again: if they come back, their workers
+    join. If all nodes are to be left, these are used until new ones are there.
     """
     roster, known, now = facts.roster, facts.roster.newest, facts.now
     there = [node for name, node in roster.nodes.items() if not is_given_up(facts, name)]
@@ -539,7 +545,7 @@ def choose_beginners(facts: Facts, nodes_min: int, workers_min: int | None) -> l
 
 
 def propose_last_view(facts: Facts, survivors: Sequence[WorkerStatus]) -> Proposal:
-    """Propose a view while the job finishes: nobody joins, and nobody is waited for."""
+    """Propose a view while the job finishes: no worker joins, and none is waited for."""
     view = facts.view
     assert view is not None
     step, why = _resume_step(facts, view, survivors)
@@ -557,7 +563,7 @@ def propose_last_view(facts: Facts, survivors: Sequence[WorkerStatus]) -> Propos
 
 
 def replace_left_out(facts: Facts, proposal: Proposal) -> list[OrderNext | Announce]:
-    """Return what follows for members and suspended members that the proposed view leaves out."""
+    """Return the changes for members and suspended members that the proposed view leaves out."""
     roster, old = facts.roster, facts.view
     staying = frozenset([*proposal.workers, *(lag.worker for lag in proposal.suspended)])
     plan: list[OrderNext | Announce] = []

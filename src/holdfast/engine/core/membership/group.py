@@ -1,26 +1,33 @@
-"""Decides for a job of processes that know nothing of Holdfast: which form a group, and when.
+"""Decides for torchrun scripts, which do not use Holdfast: which processes form a group, and when.
 
 A script written for torchrun wants a fixed group with ranks, and recovers by starting again from
-its own checkpoint. So when one process of a group fails, all are ended, and a new group is formed
-of processes that wait, with their libraries loaded, to be told a rank. A group is a `View`:
-`owners[r]` runs rank r, `leader` serves torch.distributed's store, `restarts` counts the faults.
+its own checkpoint. So when one process of a group fails, all are ended. A new group is formed of
+processes that wait for a rank with their libraries loaded. A group is a `View`: `owners[r]` runs
+rank r, `leader` serves torch.distributed's store, `restarts` counts the faults.
 
 It goes round the same loop as the coordinator of workers (decision_loop.py), is driven by the same
-server, and speaks with the same agents. The invariants: group numbers grow and are durable before
-anyone hears of them; a group is formed only once every process of the one before has ended, or its
+server, and directs the same agents. The invariants: group numbers grow and are durable before any
+node knows them; a group is formed only once every process of the one before has ended, or its
 node's lease has; an incarnation is never ordered twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
 
 from holdfast.engine.core.directives import AgentReport
 from holdfast.engine.core.errors import require
 from holdfast.engine.core.job_record import JobRecord
-from holdfast.engine.core.job_spec import GroupPolicy
 from holdfast.engine.core.membership.admission import welcome
-from holdfast.engine.core.membership.changes import AddSlot, CountLoss, DismissNode, OrderNext
+from holdfast.engine.core.membership.changes import (
+    AddSlot,
+    Change,
+    CountLoss,
+    DismissNode,
+    OrderNext,
+    PutSlot,
+)
 from holdfast.engine.core.membership.coordinator_events import (
     Announce,
     CoordinatorEffect,
@@ -31,12 +38,6 @@ from holdfast.engine.core.membership.coordinator_events import (
 from holdfast.engine.core.membership.decision_loop import SKIPPED, DecisionLoop
 from holdfast.engine.core.membership.facts import Facts
 from holdfast.engine.core.membership.group_faults import GroupFault, Trials, find_fault, ranks_of
-from holdfast.engine.core.membership.group_places import (
-    admit_node,
-    form_view,
-    ready_nodes,
-    restore_slots,
-)
 from holdfast.engine.core.membership.job_changes import (
     AwaitGroup,
     EndJob,
@@ -47,10 +48,82 @@ from holdfast.engine.core.membership.job_changes import (
 )
 from holdfast.engine.core.membership.live_roster import News
 from holdfast.engine.core.membership.restart import replace_lost
-from holdfast.engine.core.policies import RestartPolicy
-from holdfast.engine.core.types import NO_VIEW, AgentId, ViewNumber
-from holdfast.engine.core.views import View
+from holdfast.engine.core.membership.roster import Roster, SlotState
+from holdfast.engine.core.policies import GroupPolicy, RestartPolicy
+from holdfast.engine.core.types import NO_VIEW, AgentId, ProcessRole, ViewNumber, WorkerId
+from holdfast.engine.core.views import Member, View
 from holdfast.engine.core.worker_status import Stage
+
+
+def admit_node(roster: Roster, name: AgentId) -> list[Change]:
+    """Give a node the slots that it offers: the first one for a store."""
+    roles = [ProcessRole.STORE, *[ProcessRole.WORKER] * (roster.nodes[name].report.slots - 1)]
+    return [AddSlot(SlotState(name, roster.first, role=role)) for role in roles]
+
+
+def restore_slots(roster: Roster) -> list[Change]:
+    """Replace all processes after the record was lost; one on every node serves as a store."""
+    plan: list[Change] = []
+    for name in roster.nodes_with_places:
+        slots = [(worker, roster.slots[worker]) for worker in roster.workers_of(name)]
+        if all(slot.role is ProcessRole.WORKER for _, slot in slots):
+            worker, slot = slots[0]
+            plan.append(PutSlot(worker, dataclasses.replace(slot, role=ProcessRole.STORE)))
+    return [*plan, *(OrderNext(worker) for worker in roster.slots)]
+
+
+def find_waiting(roster: Roster, name: AgentId, role: ProcessRole) -> list[WorkerId]:
+    """Find a node's processes in a role that wait for a rank, or may serve a group's store."""
+    found = []
+    for worker in roster.workers_of(name):
+        status = roster.status(worker)
+        if roster.slots[worker].role is not role or status is None or not roster.is_ordered(status):
+            continue
+        free = status.view == NO_VIEW or role is ProcessRole.STORE
+        if status.stage is Stage.READY and free:
+            found.append(worker)
+    return sorted(found)
+
+
+def ready_nodes(
+    roster: Roster, policy: GroupPolicy, silent: Collection[AgentId], view: View | None
+) -> list[AgentId]:
+    """Find nodes where enough processes wait to be given a rank; members of `view` do not."""
+    found = []
+    for name in roster.nodes_with_places:
+        if name in silent or roster.draining(name) or name not in roster.nodes:
+            continue
+        waiting = find_waiting(roster, name, ProcessRole.WORKER)
+        if view is not None:
+            waiting = [w for w in waiting if view.member(w) is None]
+        enough = len(waiting) >= policy.count_working(roster.nodes[name].report.slots)
+        if enough and find_waiting(roster, name, ProcessRole.STORE):
+            found.append(name)
+    return found
+
+
+def form_view(
+    roster: Roster, policy: GroupPolicy, nodes: Sequence[AgentId], number: ViewNumber, restarts: int
+) -> View:
+    """Form a group of waiting processes on these nodes; the first node serves the store."""
+    owners: list[WorkerId] = []
+    for name in nodes:
+        count = policy.count_working(roster.nodes[name].report.slots)
+        owners += find_waiting(roster, name, ProcessRole.WORKER)[:count]
+    leader = find_waiting(roster, nodes[0], ProcessRole.STORE)[0]
+    members = [
+        Member(worker=w, incarnation=roster.slots[w].incarnation, agent=roster.slots[w].agent)
+        for w in sorted([*owners, leader])
+    ]
+    return View(
+        number=number,
+        members=tuple(members),
+        owners=tuple(owners),
+        resume_step=0,
+        leader=leader,
+        restarts=restarts,
+    )
+
 
 Plan = list[GroupChange]
 
@@ -105,7 +178,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
 
     def _wake(self, now: float) -> None:
         if self._deadline is not None and now > self._deadline + self._lease.suspect_s / 2:
-            self._awake_since = now  # this process stood still and heard nobody
+            self._awake_since = now  # this process stood still and received no report
 
     def _hear(self, report: AgentReport, now: float) -> bool:
         roster = self._roster
@@ -197,7 +270,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
         return [EndLearning(), *restore_slots(facts.roster)]
 
     def _plan_admission(self, facts: Facts) -> Plan:
-        """Let nodes take part, up to the number that may."""
+        """Admit nodes, up to the largest number."""
         roster, policy, plan = facts.roster, self._policy, Plan()
         placed, waiting = len(roster.nodes_with_places), []
         for name, node in roster.nodes.items():
@@ -233,7 +306,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
         return []
 
     def _reason_to_change(self, facts: Facts, view: View) -> str:
-        """Return why a sound group should be another: a node is to leave, or can take part."""
+        """Return the reason to replace a sound group: a node is to leave, or can take part."""
         roster, policy = facts.roster, self._policy
         inside = list(dict.fromkeys(m.agent for m in ranks_of(view)))
         ready = [n for n in ready_nodes(roster, policy, facts.silent, view) if n not in inside]
@@ -261,7 +334,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
         return [Remember(trials), *self._end_group(facts), Announce("restart", text)]
 
     def _end_group(self, facts: Facts) -> Plan:
-        """Order new processes in the place of the group's; the store's goes on if it lives."""
+        """Order new processes in place of the group's; the store's stays if it lives."""
         view, roster, plan = facts.view, facts.roster, Plan()
         plan.append(AwaitGroup())
         for member in view.members if view is not None else ():
@@ -272,7 +345,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
         return plan
 
     def _plan_dismissals(self, facts: Facts) -> Plan:
-        """Take their slots from nodes that are lost, to make room for others."""
+        """Take their slots from nodes that are lost, to make room for another node."""
         plan: Plan = []
         for name in facts.roster.nodes_with_places:
             if self._is_node_lost(name, facts.now):
@@ -280,7 +353,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
         return plan
 
     def _plan_group(self, facts: Facts) -> Plan:
-        """Form the next group, once nothing of the one before runs any more."""
+        """Form the next group, once no process of the last one runs any more."""
         policy, roster, now = self._policy, facts.roster, facts.now
         if self._is_running() or now < self._trials.next_at or not self._is_gone(now):
             return []
@@ -304,7 +377,7 @@ class GroupMachine(DecisionLoop[GroupChange]):
         return [*replace_lost(facts, RestartPolicy())]
 
     def _plan_for_stillborn(self, facts: Facts) -> Plan:
-        """Give up if a process fails before it is told a rank: the next one would as well."""
+        """Give up if a process fails before it has a rank: the next one would as well."""
         view = facts.view
         for status in facts.roster.newest.values():
             if status.stage is not Stage.FAILED or not facts.roster.is_ordered(status):
@@ -368,9 +441,9 @@ class GroupMachine(DecisionLoop[GroupChange]):
         return frozenset(n for n in names if now >= self._heard_at(n) + lease.suspect_s)
 
     def _is_node_lost(self, name: AgentId, now: float) -> bool:
-        """Return whether a node's processes surely do not act any more, since its lease is over.
+        """Return whether a node's processes surely do not act any more, because its lease is over.
 
-        Only a group that is all on one node goes on there without a coordinator, for `abandon_s`.
+        Only a group that is all on one node continues there without a coordinator, for `abandon_s`.
         """
         lease, view = self._policy.lease, self._view
         alone = view is not None and all(m.agent == name for m in view.members)
@@ -388,8 +461,8 @@ class GroupMachine(DecisionLoop[GroupChange]):
 def _is_surely_newest(view: View, report: AgentReport) -> bool:
     """Return whether no later group can have been formed, as far as one agent knows.
 
-    A group that is all on one node acts there unheard for as long as nobody forms another. One on
-    several nodes may have been given up for one on a node that is not heard now.
+    A group that is all on one node acts there until another group is formed. A group on several
+    nodes may have been given up, for a group on a node that is silent now.
     """
     alive = [(s.worker, s.incarnation) for s in report.workers if s.stage.alive]
     return all((m.worker, m.incarnation) in alive for m in view.members)

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.engine.core.job_spec import GroupPolicy
 from holdfast.engine.core.membership.roster import Roster
+from holdfast.engine.core.policies import GroupPolicy
 from holdfast.engine.core.types import AgentId
 from holdfast.engine.core.views import Member, View
 from holdfast.engine.core.worker_status import Stage, WorkerStatus
@@ -15,7 +15,7 @@ from holdfast.engine.core.worker_status import Stage, WorkerStatus
 
 @dataclass(frozen=True, slots=True)
 class GroupFault:
-    """Names the reason for which a group ends: in some words, and in full, such as a traceback."""
+    """Names the reason for which a group ends: in a phrase, and in full, such as a traceback."""
 
     headline: str
     detail: str = ""
@@ -25,28 +25,34 @@ class GroupFault:
 class Trials:
     """Counts the restarts of a job's groups. Times are in seconds."""
 
-    restarts: int  # faults in the whole job
+    #: The number of faults in the whole job.
+    restarts: int
     began_at: float
-    next_at: float  # when the next group may begin
+    #: The time at which the next group may begin.
+    next_at: float
     stepped_at: float
-    in_vain: int = 0  # faults in a row without progress in between
-    step: int = 0  # the greatest one of this group
-    furthest: int = 0  # the greatest step that a process has told of
-    furthest_before: int = 0  # `furthest` when the last group ended
+    #: The number of faults in a row without progress in between.
+    in_vain: int = 0
+    #: The greatest step of this group.
+    step: int = 0
+    #: The greatest step that a process has reported.
+    furthest: int = 0
+    #: The value of `furthest` when the last group ended.
+    furthest_before: int = 0
 
     def begin(self, now: float) -> Trials:
         """Return this with a group that begins."""
         return dataclasses.replace(self, began_at=now, step=0)
 
     def reach(self, step: int, now: float) -> Trials:
-        """Return this with a step that a script has told of."""
+        """Return this with a step that a script has reported."""
         if step <= self.step:
             return self
         furthest = max(self.furthest, step)
         return dataclasses.replace(self, step=step, stepped_at=now, furthest=furthest)
 
     def still_since(self, moved_at: float) -> float:
-        """Return since when the group does nothing: a script that tells its steps is believed."""
+        """Return the time since which the group is idle; reported steps are believed."""
         return max(self.stepped_at if self.step else moved_at, self.began_at)
 
     def count_fault(self, now: float, policy: GroupPolicy) -> Trials:
@@ -73,10 +79,10 @@ def ranks_of(view: View) -> tuple[Member, ...]:
 
 
 def find_fault(view: View, roster: Roster, lost: Sequence[AgentId]) -> GroupFault | None:
-    """Find the process of a group that has failed; of several, one that a signal ended.
+    """Find the failed process of a group; of several, a process that a signal ended.
 
-    A report tells of failures as they happen, so several at once are rare: those that follow from
-    the first one, a closed connection for instance, come later.
+    Reports show failures as they happen, so several at once are rare: failures that follow from the
+    first failure, by a closed connection for instance, arrive later.
     """
     ranks = ranks_of(view)
     ended: list[tuple[int, WorkerStatus]] = []

@@ -45,9 +45,9 @@ class PlannedEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
-    """Keeps the decisions on nodes that leave. `needed`: those whose pieces may yet be read.
+    """Keeps the decisions on nodes that leave. `needed`: nodes whose pieces may yet be read.
 
-    `free`: those without workers whose pieces are not needed, and these pieces. `told`: those that
+    `free`: nodes without workers whose pieces are not needed, and these pieces. `told`: nodes that
     stay for their pieces alone, as was announced. `replicated`: each worker holds the whole state.
     """
 
@@ -56,7 +56,8 @@ class Handover:
     free: Mapping[AgentId, tuple[Freed, tuple[KeptPieces, ...]]] = field(default_factory=dict)
     told: tuple[AgentId, ...] = ()
     end: PlannedEnd | None = None
-    awaits_reports: bool = False  # any report may change a decision: all tell of pieces
+    #: Any report may change a decision, because all list pieces.
+    awaits_reports: bool = False
 
     @property
     def freed(self) -> tuple[Freed, ...]:
@@ -119,8 +120,8 @@ class Handover:
     ) -> str:
         """Return a warning for people about a node that is asked to leave; empty: there is none.
 
-        It names the loss if the node is gone before others have taken over. The other nodes that
-        leave by plan count as gone with it.
+        It names the loss if the node is gone before other nodes have taken over. The other nodes
+        that leave by plan count as gone with it.
         """
         gone, view = facts.silent.union([node], _list_leaving(facts)), facts.view
         if view is None or self._is_held(facts, gone):
@@ -189,7 +190,7 @@ def _is_free(facts: Facts, name: AgentId, newest: Recall) -> bool:
     """Return whether the newest state is made without a node's pieces, and they are no newer.
 
     Reports of different nodes are of different moments. Together they may seem to give less than
-    there is, which says nothing about what is needed.
+    there is, which does not show that a piece is needed.
     """
     abandoned = facts.view.abandoned if facts.view is not None else ()
     for kept in facts.roster.nodes[name].report.kept:

@@ -26,7 +26,7 @@ Memory: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class EndLearning:
-    """Decide from now on: nothing of a lost record is still to come from the agents."""
+    """Decide from now on: all parts of a lost record that the agents have are here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class CountStandstill:
 
 @dataclass(frozen=True, slots=True)
 class MarkTold:
-    """Count a worker's events up to this number as told."""
+    """Mark a worker's events up to this number as logged."""
 
     status: WorkerStatus
 
@@ -74,7 +74,7 @@ class StopView:
 
 @dataclass(frozen=True, slots=True)
 class PlanChange:
-    """Have the view's members stop at the next boundary; `saved`: at one whose state is saved."""
+    """Order the view's members to stop at the next boundary; `saved`: its state is saved."""
 
     view: ViewNumber
     saved: bool = False
@@ -82,7 +82,7 @@ class PlanChange:
 
 @dataclass(frozen=True, slots=True)
 class AwaitBeginners:
-    """Count for how long a view without anybody's state has been wanted. None: it is not."""
+    """Record since when a view without the state of any worker is wanted. None: it is not."""
 
     since: float | None
 
@@ -96,9 +96,9 @@ class GoBack:
 
 @dataclass(frozen=True, slots=True)
 class InstallView:
-    """Make this the present view. `redone`: tasks that others compute for suspended workers.
+    """Make this the present view. `redone`: tasks computed again for suspended workers.
 
-    `begins`: nobody holds the state, so the job begins with it, or begins again.
+    `begins`: no worker holds the state, so the job begins with it, or begins again.
     """
 
     view: View
@@ -108,7 +108,7 @@ class InstallView:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseLoop:
-    """Let workers whose script has ended its loops up to this one go on."""
+    """Release workers whose script has ended its loops up to this one."""
 
     loop: int
     leader: WorkerStatus
@@ -136,3 +136,4 @@ CoordinatorChange: TypeAlias = (
     | ReleaseLoop
 )
 GroupChange: TypeAlias = Change | EndLearning | EndJob | Remember | InstallView | AwaitGroup
+Plan = list[CoordinatorChange]

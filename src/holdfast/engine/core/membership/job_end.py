@@ -1,8 +1,9 @@
-"""Decides whether the job ends, or its view, because its workers cannot go on together. Pure."""
+"""Decides whether the job ends, or its view, because its workers cannot continue. Pure."""
 
 from __future__ import annotations
 
-from holdfast.engine.core.job_spec import CoordinatorPolicy
+from dataclasses import dataclass
+
 from holdfast.engine.core.membership.coordinator_events import Announce
 from holdfast.engine.core.membership.facts import Facts
 from holdfast.engine.core.membership.job_changes import (
@@ -14,10 +15,23 @@ from holdfast.engine.core.membership.job_changes import (
 )
 from holdfast.engine.core.membership.parting import describe_waits, find_parting
 from holdfast.engine.core.membership.progress import Progress
-from holdfast.engine.core.membership.stopping import Stopping
+from holdfast.engine.core.policies import CoordinatorPolicy
 from holdfast.engine.core.types import ViewNumber, WorkerId
 
 STANDSTILLS_MAX = 2  # groups whose members all waited for each other, before the last one
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """Waits for a checkpoint of step `after` or a later one, at most until `until`."""
+
+    reason: str
+    after: int
+    until: float
+
+    def is_over(self, durable: int, now: float) -> bool:
+        """Return whether the job may end: `durable` is the step of the newest checkpoint."""
+        return durable >= self.after or now >= self.until
 
 
 def plan_end(
@@ -46,7 +60,7 @@ def plan_stop(stopping: Stopping | None, saved: int, now: float) -> list[Coordin
 
 
 def standstill_s(progress: Progress, hang_s: float) -> float:
-    """Return how long the members of a view may all wait for each other, in seconds."""
+    """Return the seconds for which the members of a view may all wait for each other."""
     return hang_s * 2.0**progress.standstills
 
 

@@ -1,8 +1,8 @@
-"""Orders checkpoints before all holders of the state are taken away, and nobody can go on. Pure.
+"""Orders checkpoints before all holders of the state are taken away at once. Pure.
 
-One is ordered as soon as that is known, and another one as late as there is time for it, so that
-the last seconds of a notice are used for training. If all nodes are to be left at an
-unknown time, one is ordered every few seconds.
+One is ordered as soon as the end is known, and another one as late as there is time for it, so that
+the last seconds of a notice are used for training. If all nodes are to be left at an unknown time,
+one is ordered every few seconds.
 """
 
 from __future__ import annotations
@@ -27,13 +27,17 @@ NEVER = float("inf")
 class LastSaves:
     """Describes the orders. `newest`: the number of the newest order; 0: none."""
 
-    last: int  # number of the newest order, greater than that of any term before
+    #: The number of the newest order, greater than in any term before.
+    last: int
     newest: int = 0
-    due_at: float | None = None  # when another one is to be ordered
+    #: The time at which another one must be ordered.
+    due_at: float | None = None
     ordered_at: float = 0.0
-    ordered_after: int = 0  # the step of the newest checkpoint by then
+    #: The step of the newest checkpoint by then.
+    ordered_after: int = 0
     took_s: float = TOOK_S
-    ends: tuple[ViewNumber, float] | None = None  # the end for which they are ordered
+    #: The end for which they are ordered.
+    ends: tuple[ViewNumber, float] | None = None
 
     def order(self, durable: int, now: float) -> LastSaves:
         """Order a checkpoint at the next boundary; `durable`: the step of the newest one."""
@@ -85,14 +89,14 @@ class LastSaves:
 
 
 def _end_time(facts: Facts) -> float | None:
-    """Return when the last member is taken away; None: others can go on.
+    """Return the time at which the last member is taken away; None: some members stay.
 
     The time is infinite if all nodes are to be left at an unknown time.
     """
     roster, members = facts.roster, facts.members
     if not any(_is_left(node) for node in roster.nodes.values()):
         return None  # as almost always
-    if not members or facts.abreast or facts.feeding or candidates(facts):
+    if not members or facts.caught_up or facts.feeding or candidates(facts):
         return None
     every = [
         [node for name in member.nodes if (node := roster.nodes.get(name)) is not None]

@@ -1,20 +1,20 @@
-"""Computes how long a node's workers may go on unheard, and from when they surely do not.
+"""Computes until when a silent node's workers may act, and from when they surely do not. Pure.
 
 A worker can only commit a step with the votes of all members of its view. So its right to act must
 end before its virtual ranks are given away, and there are two ways to renew that right:
 
 - an answer of the coordinator to a report, counted from when the report was sent;
 - a proof: a complete vote of its view shows that every other member was still acting in it when the
-  step began. A coordinator that forms another view must first have heard of at least one member
-  that it promised not to act any more, or died: its *witness*. No proof is newer than the witness.
+step began. A coordinator that forms another view must first have a report that at least one member
+promised not to act any more, or died: its *witness*. No proof is newer than the witness.
 
 A node that has announced when it will be taken away ends its workers by then in any case.
 
-So without a coordinator a whole view goes on, and what cannot be proved ends by itself: `lease_s`
-after the newest renewal, and `abandon_s` after the newest answer in any case. The coordinator waits
-`margin_s` longer, by its own clock. The margin must cover what two clocks drift apart during a
-lease, and how late a node may be in stopping its workers: 0.5 s allows for 5 % drift over 2 s, or
-0.03 % over `abandon_s`, and 0.4 s of delay.
+So without a coordinator a whole view continues, and a right that cannot be proved ends by itself:
+`lease_s` after the newest renewal, and `abandon_s` after the newest answer in any case. The
+coordinator waits `margin_s` longer, by its own clock. The margin must cover the drift of two clocks
+during a lease, and the delay with which a node may stop its workers: 0.5 s allows for 5 % drift
+over 2 s, or 0.03 % over `abandon_s`, and 0.4 s of delay.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def acting_deadline(answered_at: float, proved_at: float, policy: LeasePolicy) -
 def fence_time(
     heard_at: float, witness_at: float | None, policy: LeasePolicy, ends_at: float = float("inf")
 ) -> float:
-    """Return from when a silent node's workers surely do not act, by the coordinator's clock.
+    """Return when a silent node's workers surely act no more, by the coordinator's clock.
 
-    `heard_at`: when the newest report came, or the coordinator started. `witness_at`: when it
-    learned that some member of the view can act in it no more; None while none is known.
-    `ends_at`: when the node ends all its workers, as it has announced.
+    `heard_at`: when the newest report arrived, or the coordinator started. `witness_at`: when it
+    learned that some member of the view can act in it no more; None while none is known. `ends_at`:
+    when the node ends all its workers, as it has announced.
     """
     announced = max(heard_at + policy.fence_s, ends_at + policy.margin_s)
     alone = min(heard_at + policy.abandon_s + policy.margin_s, announced)

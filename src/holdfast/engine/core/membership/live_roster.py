@@ -1,6 +1,6 @@
 """Keeps the coordinator's own roster: takes in agents' reports, and applies plans.
 
-A report is cheap to hear: only a change that could lead to a decision is reported as one.
+A report is cheap to take in: only a change that could lead to a decision is reported as one.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ SOONER_S = 0.5  # a node's end that comes nearer by less is no news
 class News(enum.Enum):
     """Classifies a report."""
 
-    STALE = "stale"  # it is not the newest: nothing was taken from it
-    NOTHING = "nothing"  # it can change no decision
+    #: It was not the newest report, and was dropped.
+    STALE = "stale"
+    #: It can change no decision.
+    NOTHING = "nothing"
     CHANGE = "change"
 
 
@@ -158,6 +160,6 @@ def has_changed(old: WorkerStatus, new: WorkerStatus) -> bool:
 
 
 def has_moved(old: WorkerStatus, new: WorkerStatus) -> bool:
-    """Return whether this process has come further, or has begun or ended to wait for others."""
+    """Return whether this process has progressed, or has begun or ended to wait."""
     same = old.incarnation == new.incarnation
     return same and _MOVING(old) != _MOVING(new)

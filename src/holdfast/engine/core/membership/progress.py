@@ -1,21 +1,26 @@
-"""Knows how far the job has come, and how often it has failed to come further."""
+"""Records the progress of a job, its losses and setbacks, and when it must give up. Pure.
+
+Two further counts belong to it: the reasons for which the job began again (`FallCauses`), and how
+often each worker was suspended (`Suspensions`)."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from holdfast.engine.core.invalidations import Invalidations
 from holdfast.engine.core.job_record import NO_SETBACKS, LeaderEnd, Setbacks
-from holdfast.engine.core.membership.fall_causes import FallCauses, describe_alike_falls
 from holdfast.engine.core.membership.machine_losses import MachineLoss, MachineLosses
 from holdfast.engine.core.membership.parting import describe_uneven_ends
-from holdfast.engine.core.membership.suspensions import Suspensions
 from holdfast.engine.core.types import AgentId, WorkerId
 from holdfast.engine.core.views import View
 from holdfast.engine.core.worker_status import Stage, WorkerStatus
 
 KILLED = ("ended by SIGKILL", "ended by signal 9")  # from outside, not by a mistake of its own
+FALLS_ALIKE = 3  # times that a job may begin again from one step for one reason
+DELAY_MAX = 32  # steps; fewer than a worker may miss (core/membership/formation.py)
+ON_TIME = 128  # steps without being late, after which earlier times are forgotten
 
 
 def is_crash(why: str) -> bool:
@@ -52,7 +57,7 @@ class Progress:
 
     @property
     def standstills(self) -> int:
-        """Return how often all members have waited for each other since the furthest step."""
+        """Return the number of standstills since the furthest step."""
         return self._setbacks.standstills
 
     def record_step(self, step: int) -> bool:
@@ -150,11 +155,11 @@ class Progress:
             self.ended = dataclasses.replace(self.ended, committed=step + 1, is_exact=True)
 
     def reason_of_uneven_ends(self, statuses: Iterable[WorkerStatus]) -> str:
-        """Return why scripts do not all end after the same step; empty if they may.
+        """Return the reason why scripts do not all end after the same step; empty if they may.
 
-        Statuses of views before the one in which a script ended do not count: since then the
-        job may have begun again from an earlier step. Ended workers still report their statuses
-        after the journal was lost.
+        Statuses of views before the one in which a script ended do not count: since then the job
+        may have begun again from an earlier step. Ended workers still report their statuses after
+        the journal was lost.
         """
         known, first = list(statuses), self.ended
         ends: list[WorkerStatus | LeaderEnd] = [first] if first and first.is_exact else []
@@ -167,14 +172,14 @@ class Progress:
         return ""
 
     def reason_by_machines(self, list_places: Callable[[], Mapping[WorkerId, AgentId]]) -> str:
-        """Return why to give up because all machines have the same error; empty to continue.
+        """Return the reason to give up because all machines have the same error; empty to continue.
 
         `list_places` returns the node of each worker that may run.
         """
         return self._machine_losses.reason_to_end(self.step, list_places)
 
     def reason_to_give_up(self, losses_max: int, retreats_max: int) -> str:
-        """Return why to give up; empty to go on."""
+        """Return the reason to give up; empty to continue."""
         setbacks = self._setbacks
         if why := describe_alike_falls(setbacks):
             return why
@@ -200,3 +205,75 @@ class Progress:
                 "decides"
             )
         return ""
+
+
+class FallCauses:
+    """Remembers what workers have reported of wrong results, as reasons for which they leave.
+
+    Only reasons of the workers' own count: what the outside world does to them may happen often.
+    """
+
+    def __init__(self) -> None:
+        #: The newest words of each worker on a wrong result.
+        self._words: dict[WorkerId, str] = {}
+
+    def record_words(self, status: WorkerStatus) -> None:
+        """Record what a worker has reported last of wrong results: it may leave for that reason."""
+        wrong = [event.text for event in status.events if event.kind == "wrong"]
+        if wrong:
+            self._words[status.worker] = wrong[-1]
+
+    def find_cause(self, worker: WorkerId, crash: str) -> str:
+        """Return the cause of a loss. `crash`: the signal by which it ended itself, or empty."""
+        return self._words.pop(worker, "") or crash
+
+
+def describe_alike_falls(setbacks: Setbacks) -> str:
+    """Return the reason to give up, because the job began again too often; empty to continue."""
+    for fall in setbacks.alike:
+        if fall.times >= FALLS_ALIKE:
+            return (
+                f"the job began again from step {fall.step} {fall.times} times for the same "
+                f"reason: {fall.cause}; a machine hardly fails alike so often, so look at the "
+                "script first"
+            )
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateTimes:
+    """Counts how often a worker was late, and records the last `step` in which it was."""
+
+    count: int
+    step: int
+
+    @property
+    def delay(self) -> int:
+        """Return the number of steps for which it is held back; none the first time."""
+        return min(1 << min(self.count - 1, 30), DELAY_MAX) if self.count > 1 else 0
+
+
+class Suspensions:
+    """Keeps the workers that were late not long ago, by name."""
+
+    def __init__(self) -> None:
+        self._times: dict[WorkerId, LateTimes] = {}
+
+    def note_view(self, view: View) -> None:
+        """Count the workers that a new view suspends; forget workers that are on time again."""
+        for worker, times in list(self._times.items()):
+            if view.resume_step > times.step + times.delay + ON_TIME:
+                del self._times[worker]
+        for lag in view.suspended:
+            known = self._times.get(lag.worker)
+            count = known.count + 1 if known is not None else 1
+            self._times[lag.worker] = LateTimes(count=count, step=lag.committed)
+
+    def held_back(self, view: View | None, step: int) -> frozenset[WorkerId]:
+        """Return the suspended workers that are not taken back yet, in this step of the job."""
+        found = []
+        for lag in view.suspended if view is not None else ():
+            times = self._times.get(lag.worker)
+            if times is not None and step < times.step + times.delay:
+                found.append(lag.worker)
+        return frozenset(found)

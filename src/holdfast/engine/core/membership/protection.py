@@ -29,12 +29,18 @@ class Protection:
     """Decides where pieces are kept, and which can be recalled, in a job with some redundancy."""
 
     redundancy: Redundancy
-    shards: int = 1  # shards that nodes report one by one, since none holds all of them
-    servers: int = 0  # of tables: their rows are kept nowhere else
-    weakness: str = ""  # the loss that the newest view does not protect from
-    failed_in: ViewNumber = NO_VIEW  # the newest view whose members could not recall the state
-    failing: tuple[Recall, float] | None = None  # a failing recall, and its first attempt
-    useless: ViewNumber = NO_VIEW  # pieces of views up to this one belong to rows that are lost
+    #: The number of shards that nodes list separately: no node holds all of them.
+    shards: int = 1
+    #: The servers of tables: no node keeps copies of their rows.
+    servers: int = 0
+    #: The loss that the newest view does not protect from.
+    weakness: str = ""
+    #: The newest view whose members could not recall the state.
+    failed_in: ViewNumber = NO_VIEW
+    #: A failing recall, and the time of its first attempt.
+    failing: tuple[Recall, float] | None = None
+    #: Pieces of views up to this one belong to rows that are lost.
+    useless: ViewNumber = NO_VIEW
 
     def protect(self, view: View, old: View | None, roster: Roster) -> tuple[Protection, View]:
         """Add to a new view the nodes that keep pieces, in order, and the abandoned states."""
@@ -53,8 +59,8 @@ class Protection:
     def _abandon(self, view: View, old: View | None) -> Invalidations:
         """Return the states that must not be recalled any more once this view follows an old one.
 
-        If nobody holds the state, the job goes on from a state that could be made again. Pieces of
-        later steps were not built on, and never may be: those steps are computed again.
+        If no worker holds the state, the job continues from a state that could be restored. Pieces
+        of later steps were not built on, and never may be: those steps are computed again.
         """
         known = old.abandoned if old is not None else ()
         if not self.redundancy.data or view.donors:
@@ -64,13 +70,14 @@ class Protection:
         found = merge(known, [Invalidation(after=after, view=before)])
         if len(found) < INVALIDATIONS_MAX:
             return found
-        oldest = Invalidation(after=-1, view=found[0].view)  # nothing so old is used
+        oldest = Invalidation(after=-1, view=found[0].view)  # no piece this old is used
         return merge(found, [oldest])
 
     def awaits(self, facts: Facts, durable: Durable) -> bool:
-        """Return whether the job waits for silent members, since they may hold the state.
+        """Return whether the job waits for silent members, because they may hold the state.
 
-        It does not if what other nodes keep brings it as far as anybody is known to have come.
+        It does not if the pieces of other nodes bring it to the furthest step that any report
+        shows.
         """
         if not any(facts.can_hold(member) for member in facts.members):
             return False
@@ -91,11 +98,11 @@ class Protection:
         return recall is not None and recall.step >= max(known, default=0)
 
     def recall(self, facts: Facts, durable: Durable) -> Recall | None:
-        """Find the sources from which the job begins again, when nobody holds the state.
+        """Find the sources from which the job begins again, when no worker holds the state.
 
-        None: nodes that are silent just now may hold pieces of a later state, or others have yet to
-        list theirs, so it waits for them. Pieces that nodes list and members could not get are
-        tried again for as long as silent nodes are waited for.
+        None: nodes that are silent just now may hold pieces of a later state, or some nodes have
+        yet to list theirs, so it waits for them. Pieces that nodes list and members could not get
+        are tried again for as long as silent nodes are waited for.
         """
         view, silent = facts.view, facts.silent
         if not self.redundancy.data:
@@ -170,8 +177,8 @@ class Protection:
 def _has_more_to_tell(facts: Facts) -> bool:
     """Return whether a node has pieces of steps that were reported, and has not listed them yet.
 
-    A worker marks a step there before it says that it has committed it. The further nodes of a
-    spread worker list all of their pieces when they report the end of its processes.
+    A worker marks a step there before it reports the commit. The further nodes of a spread worker
+    list all of their pieces when they report the end of its processes.
     """
     roster = facts.roster
     for member in facts.members:

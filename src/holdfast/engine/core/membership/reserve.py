@@ -1,8 +1,8 @@
-"""Decides how many workers are held back as spares, and how many compute. Pure.
+"""Decides the numbers of workers that compute and that are held back as spares. Pure.
 
 Spares are processes that have built the model and wait. Warm ones hold no state: they are fed once
 a member is lost or is to leave. Hot ones are members that host no task: they apply each step's
-gradient, and take over what a lost member hosted with nothing to transfer.
+gradient, and take over the tasks of a lost member without any transfer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ReservePolicy:
 
 
 def spares_needed(mean: float, enough: float = ENOUGH) -> int:
-    """Return how many workers are lost and not yet replaced, or fewer, for this share of time.
+    """Return the largest number of lost workers that are not replaced yet, for this share of time.
 
     `mean`: that number's mean. Losses are taken to be independent, so it is Poisson distributed.
     """
@@ -60,13 +60,19 @@ class Reserve:
     """Keeps statistics of losses, and the number of places."""
 
     policy: ReservePolicy
-    looked_at: float  # seconds; first the time at which the coordinator began
-    places: int = 0  # the most that nodes have offered at once
-    wanted: int | None = None  # spares in the job, if their number is found out here
-    worked_s: float = 0.0  # summed over all workers
+    #: The time of the last review; at first, when the coordinator began.
+    looked_at: float
+    #: The most that nodes have offered at once.
+    places: int = 0
+    #: The spares in the job, if their number is found out here.
+    wanted: int | None = None
+    #: The time of work, summed over all workers.
+    worked_s: float = 0.0
     losses: int = 0
-    lost: tuple[tuple[WorkerId, float, Incarnation], ...] = ()  # when, and the lost incarnation
-    replaced_s: tuple[float, ...] = ()  # how long it took lately
+    #: The lost workers, with the time and the lost incarnation.
+    lost: tuple[tuple[WorkerId, float, Incarnation], ...] = ()
+    #: The times of the last replacements.
+    replaced_s: tuple[float, ...] = ()
 
     def count_loss(self, worker: WorkerId, roster: Roster, now: float) -> Reserve:
         """Return this with one more worker lost."""
@@ -128,7 +134,7 @@ class Reserve:
         return found, why
 
     def room(self) -> Room:
-        """Return how many members there may be."""
+        """Return the largest number of members."""
         policy = self.policy
         if policy.spares == 0:
             return Room(hosts=policy.virtual_ranks)

@@ -1,7 +1,7 @@
 """Decides which workers are restarted, and when: it counts each loss once, and spaces out repeats.
 
-A slot whose workers keep being lost, or cannot be reached by the others, is left empty for longer
-each time (exponential back-off), and starts afresh after a clean probation. Pure.
+A slot whose workers keep being lost, or cannot be reached by other members, is left empty for
+longer each time (exponential back-off), and starts afresh after a clean probation. Pure.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def replace_lost(
 ) -> list[Change]:
     """Order the next incarnation of lost workers, when their back-off has passed.
 
-    `bridges`: returns whether no step is lost even if nobody holds the state. The plan counts each
-    new loss.
+    `bridges`: returns whether no step is lost even if no worker holds the state. The plan counts
+    each new loss.
     """
     roster, now, plan = facts.roster, facts.now, list[Change]()
     for worker, before in roster.slots.items():
@@ -57,7 +57,7 @@ def _slot_after_loss(
 ) -> SlotState:
     """Return the slot of a lost worker: empty, until its back-off has passed.
 
-    What is wrong with a machine itself takes longer to mend: a full disk stays full.
+    A fault of the machine itself takes longer to repair: a full disk stays full.
     """
     if slot.counted >= slot.incarnation:
         return dataclasses.replace(slot, respawn_at=now)
@@ -73,7 +73,7 @@ def _slot_after_loss(
 
 
 def find_hung(facts: Facts) -> list[WorkerStatus]:
-    """Find members that others wait for, when nothing has moved for very long."""
+    """Find members for which other members wait, when the job makes no progress for very long."""
     known = facts.known
     if not any(status.waiting and status.hosted for status in known):
         return []
@@ -81,7 +81,7 @@ def find_hung(facts: Facts) -> list[WorkerStatus]:
 
 
 def replace_all(found: Sequence[WorkerStatus], reason: str) -> list[Change]:
-    """Order the next incarnations of these workers at once, each with a line that says why."""
+    """Order the next incarnations of these workers at once, each with a line on the reason."""
     plan: list[Change] = []
     for worker in [status.worker for status in found]:
         text = f"worker {worker} is replaced: {reason}"
@@ -92,7 +92,7 @@ def replace_all(found: Sequence[WorkerStatus], reason: str) -> list[Change]:
 def quarantine(
     facts: Facts, worker: WorkerId, policy: RestartPolicy, *, wrong: bool = False
 ) -> list[Change]:
-    """Quarantine a worker that others cannot reach or that is `wrong`, with a line that says so."""
+    """Quarantine a worker that members cannot reach, or that is `wrong`, with a line on it."""
     roster, before = facts.roster, facts.roster.slots[worker]
     strikes, wrongs = before.strikes + 1, before.wrongs + wrong
     if wrong:  # its own loss may have been counted as a strike before or not
@@ -135,7 +135,7 @@ def _end_probation(
 
 
 def _reason_of_loss(facts: Facts, worker: WorkerId, slot: SlotState) -> str | None:
-    """Return why the ordered incarnation of `worker` is gone, or None while it is not."""
+    """Return the reason why the ordered incarnation of `worker` is gone; None while it is not."""
     node = facts.roster.nodes.get(slot.agent)
     member = facts.view.member(worker) if facts.view is not None else None
     if member is not None and member.incarnation != slot.incarnation:
@@ -161,10 +161,10 @@ def _find_machine_loss(facts: Facts, worker: WorkerId, slot: SlotState) -> Machi
 def _reason_of_loss_elsewhere(
     facts: Facts, worker: WorkerId, slot: SlotState, bridges: Callable[[], bool]
 ) -> str | None:
-    """Return why a spread worker is gone since some of its processes are, or None while it is not.
+    """Return the reason for which a spread worker is gone; None while it is not.
 
-    Once one of its nodes can act no more it can commit nothing, on whichever side of a cut. A
-    silent node is waited for longer if that would cost steps.
+    It is gone with some of its processes: once one of its nodes can act no more it can commit no
+    step, on whichever side of a cut. A silent node is waited for longer if that would cost steps.
     """
     roster, view = facts.roster, facts.view
     acts = view is not None and view.includes(worker, slot.incarnation)
@@ -190,7 +190,7 @@ def _reason_of_loss_elsewhere(
 
 
 def _can_others_go_on(facts: Facts, worker: WorkerId) -> bool:
-    """Return whether other members can go on, with the state that they hold."""
+    """Return whether other members can continue, with the state that they hold."""
     others = [m for m in facts.members if m.worker != worker and facts.is_sound(m)]
     found = [facts.status(member) for member in others]
     return any(status is not None and status.has_state for status in found)

@@ -2,7 +2,7 @@
 
 Decisions read a `Roster`, whose values are all immutable. The coordinator alone owns the
 `LiveRoster` (live_roster.py), which takes in reports and applies changes. Silence is counted from
-the newest report or, for a node that has not spoken yet, from the start.
+the newest report or, for a node that has not reported yet, from the start.
 """
 
 from __future__ import annotations
@@ -26,17 +26,24 @@ from holdfast.engine.core.worker_status import Stage, WorkerStatus
 class NodeState:
     """Keeps the newest report of an agent, and decisions about its node."""
 
-    report: AgentReport  # the newest one
-    statuses: Mapping[WorkerId, WorkerStatus]  # from that report
-    heard_at: float  # seconds
-    leave_by: float = float("inf")  # the node is gone by then, in seconds
-    draining: str = ""  # why it is drained; empty: it is not
-    spares_wanted: int = 1 << 30  # how many of the spares that it offers are used
-    fresh: bool = True  # nothing has been decided yet since its agent first spoke
+    #: The newest report.
+    report: AgentReport
+    #: The statuses in that report.
+    statuses: Mapping[WorkerId, WorkerStatus]
+    #: The time of that report, in seconds.
+    heard_at: float
+    #: The node is gone by this time, in seconds.
+    leave_by: float = float("inf")
+    #: The reason for which it is drained; empty: it is not.
+    draining: str = ""
+    #: The number of its offered spares that are used.
+    spares_wanted: int = 1 << 30
+    #: No decision was made yet since its agent's first report.
+    fresh: bool = True
 
     @property
     def processes_for(self) -> int:
-        """Return how many of its slots are used."""
+        """Return the number of its slots that are used."""
         return self.report.slots - max(self.report.spares - self.spares_wanted, 0)
 
 
@@ -46,13 +53,18 @@ class SlotState:
 
     agent: AgentId
     incarnation: Incarnation
-    counted: Incarnation = Incarnation(0)  # newest incarnation whose loss was counted
-    respawn_at: float | None = None  # set while nothing should run here
-    strikes: int = 0  # losses without a clean probation in between
-    wrongs: int = 0  # how often it was found to compute wrongly, likewise
+    #: The newest incarnation whose loss was counted.
+    counted: Incarnation = Incarnation(0)
+    #: The time of the next start; set while no process should run here.
+    respawn_at: float | None = None
+    #: The losses without a clean probation in between.
+    strikes: int = 0
+    #: The times that it was found to compute wrongly, likewise.
+    wrongs: int = 0
     member_since: float | None = None
     role: ProcessRole = ProcessRole.WORKER
-    further: tuple[AgentId, ...] = ()  # nodes over which it is spread, too
+    #: The other nodes of a worker that is spread over several.
+    further: tuple[AgentId, ...] = ()
 
     @property
     def nodes(self) -> tuple[AgentId, ...]:
@@ -79,11 +91,11 @@ class NodeSnapshot:
 
 
 class Roster:
-    """Knows nodes by name and slots by worker, for whoever decides: nothing here can be changed.
+    """Knows nodes by name and slots by worker, for all decisions: it cannot be changed here.
 
-    `newest`: the newest status heard of each slot's worker, of whichever incarnation. `moved_at`:
-    when a worker was last heard to have come further, or to have begun or ended to wait. `first`:
-    the least incarnation that may be ordered.
+    `newest`: the newest status of each slot's worker, of whichever incarnation. `moved_at`: when a
+    report last showed that a worker has progressed, or has begun or ended to wait. `first`: the
+    least incarnation that may be ordered.
     """
 
     def __init__(
@@ -135,7 +147,7 @@ class Roster:
     def processes_for(self, name: AgentId, view: View | None) -> Iterator[WantedProcess]:
         """Yield processes for a node; a lost one never again as the same incarnation.
 
-        On a node that is being drained these are only members of the view: nothing starts there.
+        On a node that is being drained these are only members of the view: no process starts there.
         """
         for worker in self.workers_on(name):
             slot = self.slots[worker]
@@ -186,7 +198,7 @@ class Roster:
         return next((n for n in slot.nodes if self.draining(n)), None) if slot else None
 
     def reason_to_leave(self, worker: WorkerId) -> str:
-        """Return why a member should leave the job's views, or ""."""
+        """Return the reason why a member should leave the job's views, or ""."""
         if drained := self.drained_node(worker):
             return self.draining(drained)
         slot = self.slots.get(worker)
@@ -204,7 +216,7 @@ class Roster:
 
     @property
     def nodes_with_places(self) -> list[AgentId]:
-        """Return the nodes that workers have places on, also those that have not spoken yet."""
+        """Return the nodes that workers have places on, also those that have not reported yet."""
         return list(dict.fromkeys([*self._by_node, *self._beside]))
 
     @property
@@ -213,7 +225,7 @@ class Roster:
         return list(self._by_node)
 
     def unheard_nodes(self) -> list[AgentId]:
-        """List nodes that have slots and have not spoken yet."""
+        """List nodes that have slots and have not reported yet."""
         return [name for name in self.nodes_with_places if name not in self.nodes]
 
     def heard_at(self, name: AgentId) -> float:
@@ -229,11 +241,11 @@ class Roster:
         return None if other else status
 
     def is_ordered(self, status: WorkerStatus) -> bool:
-        """Return whether this very process should run; else its agent has been told to end it."""
+        """Return whether this very process should run; else its agent has the order to end it."""
         return self.wants(status.worker, status.incarnation)
 
     def wants(self, worker: WorkerId, incarnation: Incarnation) -> bool:
-        """Return whether this incarnation is the one that should run."""
+        """Return whether this incarnation should run."""
         slot = self.slots.get(worker)
         return slot is not None and slot.incarnation == incarnation and slot.respawn_at is None
 
@@ -247,7 +259,7 @@ class Roster:
     def is_crippled(self, worker: WorkerId, incarnation: Incarnation) -> bool:
         """Return whether processes of a spread member have ended on one of its further nodes.
 
-        Then it can commit nothing any more.
+        Then it can commit no step any more.
         """
         slot = self.slots.get(worker)
         names = slot.further if slot is not None else ()
@@ -263,7 +275,7 @@ class Roster:
         return status.incarnation == incarnation and not status.stage.alive
 
     def is_complete(self, status: WorkerStatus) -> bool:
-        """Return whether the processes of a worker run on all of its nodes, as these have told."""
+        """Return whether the processes of a worker run on all of its nodes, by their reports."""
         nodes = [self.nodes.get(name) for name in self.slots[status.worker].further]
         found = [node.statuses.get(status.worker) if node is not None else None for node in nodes]
         return all(
@@ -298,7 +310,7 @@ class Roster:
     def is_over(self, now: float, fence_s: float) -> bool:
         """Return whether no process can run any more; silent nodes end theirs by themselves.
 
-        A process that a node was told to start, and has not reported, may run until its agent
+        A process that a node has the order to start, and has not reported, may run until its agent
         knows.
         """
         if now < self.started_at + fence_s:

@@ -3,12 +3,12 @@
 A server stays where it is until its node is lost, is drained or has left. If the node is drained, a
 second process of the server, its heir, copies the rows on another node. It takes the server's place
 once a worker has seen that it has all of them. Only workers can fill an heir, so it also takes over
-if nobody has trained for a while. Nobody has to be fenced: two processes of one server hold the
-same rows, and nobody asks the one that is not in the book.
+if no worker has trained for a while. No process must be fenced: two processes of one server hold
+the same rows, and no worker asks the one that is not in the book.
 
 The number of servers may change while the job trains. New servers copy their rows, while the former
 ones still get every update. Once all have their rows, and every member of the view knows where they
-are, the servers that nobody needs any more end.
+are, the servers that are not needed any more end.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.engine.core.job_record import JobRecord
-from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership.coordinator_events import Announce
 from holdfast.engine.core.membership.facts import Facts, is_given_up
 from holdfast.engine.core.membership.formation import LEAVE_RESERVE_S
 from holdfast.engine.core.membership.roster import Roster
-from holdfast.engine.core.policies import LeasePolicy
+from holdfast.engine.core.policies import CoordinatorPolicy, LeasePolicy
 from holdfast.engine.core.table_places import ServerLayout, ServerPlace
 from holdfast.engine.core.types import AgentId
 from holdfast.engine.core.worker_status import WorkerStatus
@@ -34,7 +33,7 @@ from holdfast.engine.core.worker_status import WorkerStatus
 class Post:
     """Names the node of a server or of its heir, and where it listens; empty: not known.
 
-    `order`: the number of this place among all that the server has had.
+    `order`: the number of this place among all places of the server so far.
     """
 
     agent: AgentId
@@ -97,7 +96,7 @@ class ServerPlaces:
 
     @property
     def book(self) -> tuple[ServerPlace, ...]:
-        """Return where all placed servers and their heirs are, for every node."""
+        """Return the places of all placed servers and their heirs, for every node."""
         every = [(n, post, False) for n, post in self.posts.items()]
         every += [(n, post, True) for n, post in self.heirs.items()]
         return tuple(
@@ -112,7 +111,7 @@ class ServerPlaces:
         )
 
     def review(self, facts: Facts) -> tuple[ServerPlaces, list[Announce]]:
-        """Return where servers are from now on, and lines on those that move."""
+        """Return the places of servers from now on, and lines on servers that move."""
         found = _Review(self, facts)
         lines = list(found.go_through())
         changed = {"layout": found.layout, "posts": found.posts, "heirs": found.heirs}
@@ -146,7 +145,7 @@ class _Review:
         self._complete = {a for s in facts.known if self._knows_layout(s) for a in s.heirs}
 
     def go_through(self) -> Iterator[Announce]:
-        """Place every server, and yield a line on each one that moves."""
+        """Place every server, and yield a line on each server that moves."""
         self._drop_surplus()
         for number, heir in list(self.heirs.items()):
             is_gone = self._is_drained(heir.agent) or is_given_up(self._facts, heir.agent)
@@ -216,7 +215,7 @@ class _Review:
     def _recall(self, number: int) -> Post | None:
         """Return a node that runs this server, which a coordinator may have forgotten.
 
-        One that is drained comes first: any other may have no rows yet.
+        A drained node takes precedence: any other may have no rows yet.
         """
         found = {
             name: Post(name, server.address, server.order)
@@ -244,7 +243,7 @@ def name_count(servers: int) -> str:
 
 
 def find_limit(roster: Roster, lease: LeasePolicy) -> float:
-    """Return until when an heir is waited for although nobody trains."""
+    """Return the time until which an heir is waited for although no worker trains."""
     return roster.moved_at + lease.abandon_s
 
 

@@ -1,8 +1,8 @@
 """Decides over which nodes workers are spread that need several: over teams of nodes. Pure.
 
 All workers of a team have the same nodes in the same order, and each node runs the same shards
-of each worker. A waiting node takes the place of a lost one in its team, so that the others keep
-their shards. A team changes only once none of its workers can act any more.
+of each worker. A waiting node takes the place of a lost one in its team, so that the other
+nodes keep their shards. A team changes only once none of its workers can act any more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Team = tuple[AgentId, ...]
 def admit_teams(
     facts: Facts, nodes_max: int, size: int
 ) -> tuple[tuple[AgentId, ...], list[Change]]:
-    """Make teams of `size` nodes, and mend those that have lost some.
+    """Make teams of `size` nodes, and complete teams that have lost some.
 
     Returns the nodes that wait, and the plan.
     """
@@ -114,12 +114,12 @@ def _list_teams(facts: Facts) -> list[Team]:
 
 
 def _is_known(facts: Facts, team: Team) -> bool:
-    """Return whether every node of a team is lost, or has been heard by this coordinator."""
+    """Return whether every node of a team is lost, or has reported to this coordinator."""
     return all(name in facts.roster.nodes or _is_lost(facts, name) for name in team)
 
 
 def _choose_waiting(facts: Facts) -> list[AgentId]:
-    """Return nodes that could be in a team: first those that hold most of the job's state."""
+    """Return nodes that could be in a team, in the order of their pieces of the job's state."""
     roster = facts.roster
     found = [
         name

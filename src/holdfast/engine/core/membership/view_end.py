@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from holdfast.engine.core.job_spec import CoordinatorPolicy
 from holdfast.engine.core.membership.coordinator_events import Announce
 from holdfast.engine.core.membership.durable import Durable
 from holdfast.engine.core.membership.facts import Facts
@@ -25,6 +24,7 @@ from holdfast.engine.core.membership.job_changes import CoordinatorChange, PlanC
 from holdfast.engine.core.membership.protection import Protection
 from holdfast.engine.core.membership.restart import replace_all
 from holdfast.engine.core.membership.teams import end_team, find_team_to_end
+from holdfast.engine.core.policies import CoordinatorPolicy
 from holdfast.engine.core.types import NO_VIEW, ViewNumber
 from holdfast.engine.core.worker_status import Phase, WorkerStatus
 

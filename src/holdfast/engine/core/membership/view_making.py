@@ -1,4 +1,9 @@
-"""Makes views from proposals, and chooses the hosts of tasks in them. Pure."""
+"""Makes views from proposals: the step to resume at, and the hosts of tasks. Pure.
+
+The vote of step t ends with every member holding the complete reduced gradient of t. So if any
+member committed t, all can. If no member did, but all live and hold the gradient, committing it
+loses no work. Otherwise t is redone, and redoing gives the same bits: a member that is lost before
+it voted may have been the only one to see that its piece of the sum was not finite."""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ from holdfast.engine.core.worker_status import WorkerStatus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Bounds the members of a view: `hosts` of them host tasks, others are spares."""
+    """Bounds the members of a view: `hosts` of them host tasks, the rest are spares."""
 
     hosts: int
     spares: int = 0
@@ -44,7 +49,8 @@ class Proposal:
     catching_up: tuple[LateWorker, ...] = ()
     fed: tuple[Follower, ...] = ()
     spares: tuple[WorkerId, ...] = ()
-    redone: int = 0  # tasks of suspended workers
+    #: The number of tasks of suspended workers.
+    redone: int = 0
     recall: Recall | None = None
 
 
@@ -54,7 +60,7 @@ def choose_hosts(
     room: Room,
     late: Collection[WorkerId] = (),
 ) -> list[WorkerId]:
-    """Choose hosts of tasks: present ones first, and `late` ones last; others are spares."""
+    """Choose hosts of tasks: present ones first, and `late` ones last; the rest are spares."""
     hosting = frozenset(owners_now) & frozenset(workers)
     ranked = sorted(workers, key=lambda worker: (worker not in hosting, worker in late, worker))
     return sorted(ranked[: max(room.hosts, len(hosting))])
@@ -69,9 +75,9 @@ def choose_owners(
 ) -> tuple[list[WorkerId], tuple[WorkerId, ...]]:
     """Choose the hosts of tasks at a boundary, and the owner of each virtual rank.
 
-    `late`: fed workers, which may still wait for the last step. They own nothing until they have
-    voted once. Then blocks are cut again (core/step/speeds.py), so until then only lost virtual
-    ranks move.
+    `late`: fed workers, which may still wait for the last step. They own no virtual rank until they
+    have voted once. Then blocks are cut again (core/step/speeds.py), so until then only lost
+    virtual ranks move.
     """
     hosts = choose_hosts(workers, owners_now, room, late)
     now = [worker for worker in hosts if worker not in late]
@@ -88,9 +94,9 @@ def initial_view(
     again: str,
     paths: Paths,
 ) -> Proposal:
-    """Propose a first view, when nobody holds the state; it starts from a recalled state.
+    """Propose a first view, when no worker holds the state; it starts from a recalled state.
 
-    `again`: why this is not the job's beginning. `paths`: where the workers' nodes are.
+    `again`: why this is not the job's beginning. `paths`: the places of the workers' nodes.
     """
     hosts = tuple(sorted(s.worker for s in ready[: room.hosts]))
     members = sorted(ready[: room.members], key=lambda status: status.worker)
@@ -154,7 +160,7 @@ def make_view(
 
 
 def find_worker_paths(workers: Iterable[WorkerId], roster: Roster, old: View | None) -> Paths:
-    """Return where the nodes of workers are, as the next view of these workers will have it."""
+    """Return the places of these workers' nodes, as their next view will give them."""
     return find_paths({w: (roster.slots[w].agent, _find_domains(w, roster, old)) for w in workers})
 
 
@@ -168,7 +174,7 @@ def _find_domains(worker: WorkerId, roster: Roster, old: View | None) -> Domains
 
 
 def _find_unproven(proposal: Proposal, old: View | None, roster: Roster) -> tuple[WorkerId, ...]:
-    """Return who joins, or has joined and committed no task yet, where others hold the state."""
+    """Return the workers that join, or have joined and committed no task yet."""
     found = set(proposal.joiners)
     for member in old.members if old is not None else ():
         worker, incarnation = member.worker, member.incarnation
@@ -200,3 +206,26 @@ def announce_view(view: View, *, again: bool) -> Announce:
         members=members,
         again=again,
     )
+
+
+def resume_step(survivors: Sequence[WorkerStatus], lost: bool) -> tuple[int, str]:
+    """Return the number of steps that count as committed, and the reason why.
+
+    `survivors` all hold state and have promised not to act in the stopped view. `lost`: some member
+    of that view is not among them.
+    """
+    require(len(survivors) > 0, "no survivor to resume from")
+    newest = max(s.committed for s in survivors)
+    behind = [s for s in survivors if s.committed < newest]
+    if behind:
+        for s in behind:
+            require(
+                s.committed == newest - 1 and s.reduced,
+                f"worker {s.worker} is at step {s.committed} (reduced: {s.reduced}) while another "
+                f"committed {newest} steps",
+            )
+        return newest, f"step {newest - 1} was committed by a survivor: all commit it"
+    if all(s.reduced for s in survivors) and not lost:
+        return newest + 1, f"all members hold the gradient of step {newest}: all commit it"
+    why = "for the lost virtual ranks" if lost else "since not all members have its gradient"
+    return newest, f"step {newest} is redone {why}"

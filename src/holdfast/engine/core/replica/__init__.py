@@ -1,7 +1,7 @@
 """Decides how a member obtains the job's state, keeps it, and gives it to other members. Pure.
 
 A replica consists of the whole state after some step, and of the reduced gradients since. Its
-sources and sinks are named in ground/ends.py, and its orders have six forms (ground/effects.py):
+sources and sinks are named in ground/events.py, and its orders have six forms (ground/effects.py):
 
     ObtainState  load a state from a source; StateObtained or ObtainFailed follows
     ObtainStep   take the reduced gradient of a step from a source; StepObtained or ObtainFailed

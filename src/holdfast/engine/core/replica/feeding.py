@@ -26,10 +26,11 @@ from holdfast.engine.core.ground.effects import (
     ObtainStep,
     Outcome,
 )
-from holdfast.engine.core.ground.ends import SinkKind, SourceKind
 from holdfast.engine.core.ground.events import (
     EventNoted,
     FollowerBehind,
+    SinkKind,
+    SourceKind,
     StateFed,
     StateObtained,
     StepFed,

@@ -14,8 +14,7 @@ import enum
 from holdfast.engine.core.errors import require
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SinkKind, SourceKind
-from holdfast.engine.core.ground.events import FIRST
+from holdfast.engine.core.ground.events import FIRST, SinkKind, SourceKind
 from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.invalidations import is_invalidated
 from holdfast.engine.core.replica.feeding import FedEvent, Feeding, Following

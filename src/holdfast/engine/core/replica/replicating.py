@@ -9,8 +9,7 @@ all members have done so, and the next step has compared the states: then all ol
 from __future__ import annotations
 
 from holdfast.engine.core.ground.effects import CopyState, Forget, Outcome
-from holdfast.engine.core.ground.ends import SinkKind
-from holdfast.engine.core.ground.events import EventNoted
+from holdfast.engine.core.ground.events import EventNoted, SinkKind
 from holdfast.engine.core.ground.vote import Tally
 from holdfast.engine.core.redundancy import Piece, Redundancy
 from holdfast.engine.core.types import WorkerId

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from holdfast.engine.core.ground.effects import CopyState, Outcome
-from holdfast.engine.core.ground.ends import SinkKind
-from holdfast.engine.core.ground.events import EventNoted, SaveEnded
+from holdfast.engine.core.ground.events import EventNoted, SaveEnded, SinkKind
 from holdfast.engine.core.ground.vote import Wish
 from holdfast.engine.core.invalidations import Invalidations, is_invalidated
 from holdfast.engine.core.policies import PacePolicy

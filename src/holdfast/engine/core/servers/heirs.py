@@ -2,7 +2,7 @@
 
 This matters for heirs, the second processes of servers that move to other nodes, and for all
 servers while their number changes. Such a process is sent every update and copies the rows that it
-lacks. Once it has all of them, everybody uses it. This module does not know sockets or time.
+lacks. Once it has all of them, every worker uses it. This module does not know sockets or time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.engine.core.table_places import ServerLayout
 
 @dataclass(frozen=True, slots=True)
 class HolderAnswer:
-    """Says how far a server or an heir was after an update of some shards.
+    """Records the progress of a server or an heir after an update of some shards.
 
     `address`: where it listened. `layout`: the number of the layout that it knew then.
     """
@@ -58,7 +58,7 @@ class HeirProgress:
         self._groups.append(group)
 
     def change_layout(self, layout: ServerLayout) -> None:
-        """Go by another layout: the shards of each server are others, so all must answer again."""
+        """Use another layout: the shards of each server change, so all must answer again."""
         self._layout = layout
         self._progress.clear()
 

@@ -33,7 +33,7 @@ class UpdateArrived:
 
 @dataclass(frozen=True, slots=True)
 class CopyOffered:
-    """Rows of these shards, as they were after `version` updates or more, can be had elsewhere.
+    """Rows of these shards, as they were after `version` updates or more, are available elsewhere.
 
     `replaces`: as in CopyArrived.
     """
@@ -47,7 +47,7 @@ class CopyOffered:
 class CopyArrived:
     """A copy of a shard, as it was after `version` updates, is complete.
 
-    `replaces`: the job has gone back to a checkpoint, or to its first step, so later rows are
+    `replaces`: the job has returned to a checkpoint, or to its first step, so later rows are
     dropped.
     """
 
@@ -72,9 +72,9 @@ class ShardsGivenUp:
 
 @dataclass(frozen=True, slots=True)
 class ShardsChosen:
-    """The server is to hold these shards, as the number of servers has changed.
+    """The server must hold these shards, because the number of servers has changed.
 
-    New ones are bare; the rows of the others are gone.
+    New ones are bare; the rows of all other shards are gone.
     """
 
     shards: tuple[int, ...]
@@ -129,7 +129,7 @@ HoldingsEffect = ApplyUpdate | BeginCopies | AdoptCopy | DropShards | ForgetUpda
 
 @dataclass(frozen=True, slots=True)
 class ShardStanding:
-    """Compares the versions of some shards with the one that a read asks for.
+    """Compares the versions of some shards with the version that a read asks for.
 
     `behind`: shards with the version that they have, or BARE. `past`: shards whose rows as of that
     version are no longer known. `copying`: shards whose rows are on their way.
@@ -178,7 +178,7 @@ class Holdings:
         return effects
 
     def judge(self, version: int, shards: Sequence[int]) -> ShardStanding:
-        """Return how far these shards are for a read as of `version`. Others count as past."""
+        """Return the state of these shards for a read as of `version`; unknown ones are past."""
         behind, past, copying = [], [], []
         for shard in shards:
             if shard not in self._versions or version < self._floors[shard]:
@@ -191,9 +191,10 @@ class Holdings:
         return ShardStanding(tuple(behind), tuple(past), tuple(copying))
 
     def judge_span(self, oldest: int, newest: int, shards: Sequence[int]) -> ShardStanding:
-        """Return how far these shards are for reads as of all versions from `oldest` to `newest`.
+        """Return the state of these shards for reads as of all versions from `oldest` to `newest`.
 
-        `past` names those that cannot be read as of `oldest`; the others go by `newest`.
+        `past` names the shards that cannot be read as of `oldest`; the other lists are for
+        `newest`.
         """
         past = self.judge(oldest, shards).past
         return replace(self.judge(newest, shards), past=past)
@@ -211,7 +212,7 @@ class Holdings:
         return version > self._versions[shard] or goes_back
 
     def version(self, shard: int) -> int:
-        """Return how many updates a shard has had, or BARE."""
+        """Return the number of updates of a shard, or BARE."""
         return self._versions[shard]
 
     @property
@@ -310,7 +311,7 @@ class Holdings:
         return effects + self._catch_up(self._pick_known([shard]))
 
     def _choose(self, shards: tuple[int, ...]) -> list[HoldingsEffect]:
-        """Hold these shards from now on, and drop updates that only others wait for."""
+        """Hold these shards from now on, and drop updates that only other shards wait for."""
         self._versions = {shard: self._versions.get(shard, BARE) for shard in shards}
         self._floors = {shard: self._floors.get(shard, BARE) for shard in shards}
         self._copying &= set(shards)

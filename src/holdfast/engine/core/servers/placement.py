@@ -1,7 +1,7 @@
 """Assigns keys to shards, and shards to servers.
 
-Every process computes the same assignment from the number of servers alone, so nobody has to be
-told. A server keeps most of its shards when their number changes (rendezvous hashing: Thaler and
+Every process computes the same assignment from the number of servers alone, so it need not be sent.
+A server keeps most of its shards when their number changes (rendezvous hashing: Thaler and
 Ravishankar, "A name-based mapping scheme for rendezvous", 1996).
 """
 
@@ -38,9 +38,9 @@ def find_holders(servers: int, replicas: int) -> tuple[tuple[int, ...], ...]:
 
 @functools.lru_cache(maxsize=64)
 def lay_out(layout: ServerLayout, replicas: int) -> tuple[tuple[int, ...], ...]:
-    """Return for each shard the servers that hold it, or are to, the one to ask first at the front.
+    """Return for each shard the servers that hold it, or will; the one to ask first at the front.
 
-    While the layout is changing, those that are to hold a shard come after the former ones.
+    While the layout is changing, servers that will hold a shard stand after the former ones.
     """
     former = find_holders(layout.count, replicas)
     later = find_holders(layout.goal, replicas)
@@ -95,9 +95,9 @@ def choose_part(shards: Iterable[int], update: int, part: tuple[int, int]) -> tu
 def add_heirs(
     holders: Sequence[Sequence[int]], shards: Iterable[int], heirs: Sequence[int]
 ) -> dict[int, tuple[int, ...]]:
-    """Return which servers hold these shards, and after them the heirs of these servers.
+    """Return the servers that hold these shards, and after them the heirs of these servers.
 
-    `heirs`: the numbers of those that exist.
+    `heirs`: the numbers of the heirs that exist.
     """
     return {
         shard: (*holders[shard], *(heir for heir in heirs if heir - HEIRS in holders[shard]))

@@ -1,14 +1,14 @@
-"""Decides how one read of rows gets its answer: whom to ask, what to give, when rows are lost.
+"""Decides how one read of rows gets its answer: the servers to ask, the updates to send. Pure.
 
-A worker reads rows as of a version, the number of updates that the job has committed. It keeps
-the last updates itself, since all workers hold the sums that a step was committed with. So a server
-that lacks some of them is given these; one that lacks more copies the shards from another server.
-A bare shard gets its first values if the worker keeps all updates. Rows are lost only if every
-server that holds them has answered, again and again, and none has them.
+A worker reads rows as of a version, the number of updates that the job has committed. It keeps the
+last updates itself, because all workers hold the sums with which a step was committed. So a server
+that lacks some of them is sent these; one that lacks more copies the shards from another server. A
+bare shard gets its first values if the worker keeps all updates. Rows are lost only if every server
+that holds them has answered, again and again, and none has them.
 
-All servers that answer for a shard must have the same rows of it, by their fingerprints, before
-any of these are used: a server may compute wrongly. If they differ, the worker finds out which are
-right, and the others drop theirs.
+All servers that answer for a shard must have the same rows of it, by their fingerprints, before any
+of these are used: a server may compute wrongly. If they differ, the worker finds out which are
+right, and the other servers drop theirs.
 """
 
 from __future__ import annotations
@@ -21,17 +21,22 @@ from holdfast.engine.core.errors import require
 from holdfast.engine.core.servers.holdings import BARE, ShardStanding
 
 GIVES_MAX = 3  # times that one server is given updates of a shard within a round
-DENIALS_MAX = 5  # times that all holders of a shard answer in vain before it counts as lost
+DENIALS_MAX = 5  # answers of all holders of a shard without its rows, before it counts as lost
 
 
 class Try(enum.Enum):
     """Is the state of one server for one shard within a read."""
 
-    OPEN = "open"  # it can be asked
-    ASKED = "asked"  # its answer is awaited
-    BEHIND = "behind"  # it lacks more than this worker keeps
-    PAST = "past"  # it knows only later versions
-    UNREACHED = "unreached"  # it did not answer, or is fetching the shard
+    #: The server can be asked.
+    OPEN = "open"
+    #: Its answer is awaited.
+    ASKED = "asked"
+    #: It lacks more than this worker keeps.
+    BEHIND = "behind"
+    #: It knows only later versions.
+    PAST = "past"
+    #: It did not answer, or is fetching the shard.
+    UNREACHED = "unreached"
 
 
 # ---------------------------------------------------------------- effects
@@ -60,10 +65,10 @@ class Give:
 
 @dataclass(frozen=True, slots=True)
 class OrderCopy:
-    """Have a server fetch these shards from another one, unless it has had `version` updates.
+    """Ask a server to fetch these shards from another one, unless it has had `version` updates.
 
-    An order that comes late must change nothing: a copy that is newer than the server's own rows
-    would take the place of earlier versions that are still read.
+    An order that arrives late must have no effect: a copy that is newer than the server's own rows
+    would replace earlier versions that are still read.
     """
 
     server: int
@@ -74,7 +79,7 @@ class OrderCopy:
 
 @dataclass(frozen=True, slots=True)
 class OrderReset:
-    """Have a server give the rows of these shards their first values."""
+    """Ask a server to give the rows of these shards their first values."""
 
     server: int
     shards: tuple[int, ...]
@@ -82,7 +87,7 @@ class OrderReset:
 
 @dataclass(frozen=True, slots=True)
 class OrderLoad:
-    """Have a server load these shards from the checkpoint that the job has begun from."""
+    """Ask a server to load these shards from the checkpoint with which the job has begun."""
 
     server: int
     shards: tuple[int, ...]
@@ -101,7 +106,7 @@ class FindRight:
 
 @dataclass(frozen=True, slots=True)
 class OrderDrop:
-    """Have a server drop a shard whose rows as of `version` are wrong, with this fingerprint."""
+    """Ask a server to drop a shard whose rows as of `version` are wrong, with this fingerprint."""
 
     server: int
     shard: int
@@ -134,11 +139,16 @@ class _Shard:
     compared: tuple[int, ...]
     gives: dict[int, int] = field(default_factory=dict)
     served_by: int | None = None
-    claims: dict[int, int] = field(default_factory=dict)  # fingerprints by server
-    is_settling: bool = False  # it is being found out whose rows are right
-    mends: int = 0  # times that a server was made to begin again with it
-    is_mended: bool = False  # one has begun again since all servers were asked the last time
-    is_doubted: bool = False  # servers have claimed different rows, and that is not settled
+    #: The fingerprints by server.
+    claims: dict[int, int] = field(default_factory=dict)
+    #: The worker is finding out whose rows are right.
+    is_settling: bool = False
+    #: The times that a server was made to begin again with the shard.
+    mends: int = 0
+    #: A server has begun again since all servers were asked the last time.
+    is_mended: bool = False
+    #: Servers have claimed different rows, and that is not settled.
+    is_doubted: bool = False
 
     @property
     def is_done(self) -> bool:
@@ -199,7 +209,7 @@ class RowReading:
         return all(each.is_done for each in self._shards.values())
 
     def next(self) -> list[RowReadingEffect]:
-        """Return what to do now; nothing while answers are awaited, or once all is done."""
+        """Return the next acts; none while answers are awaited, or once all is done."""
         asks: dict[int, tuple[list[int], list[int]]] = {}
         disputes: list[RowReadingEffect] = []
         stuck: list[int] = []
@@ -236,7 +246,7 @@ class RowReading:
     def record_answer(
         self, server: int, shards: Sequence[int], claims: Mapping[int, int]
     ) -> list[RowReadingEffect]:
-        """Take in that a server has sent the rows; others that lack the shards fetch them there.
+        """Take in that a server has sent the rows; servers that lack the shards fetch them there.
 
         `claims`: its fingerprints of all shards of the request.
         """
@@ -249,7 +259,7 @@ class RowReading:
         return self._order_copies(shards)
 
     def _order_copies(self, shards: Iterable[int]) -> list[RowReadingEffect]:
-        """Have servers that lack these shards fetch them where they were served."""
+        """Ask servers that lack these shards to fetch them from the server that has sent them."""
         behind: dict[tuple[int, int], list[int]] = {}
         for shard in shards:
             each = self._shards[shard]
@@ -381,9 +391,10 @@ class RowReading:
 def can_begin_from(earlier: Mapping[int, int], claims: Mapping[int, int]) -> bool:
     """Return whether a worker that settles a dispute can begin with the rows of an earlier version.
 
-    `earlier`: the fingerprints of servers that know that version; `claims`: those that there are
-    now. All servers that know it must have agreed then, and each claim must be one of theirs. If
-    they agree now, because one has dropped its rows or copied others, a single server is enough.
+    `earlier`: the fingerprints of servers that know that version; `claims`: the present
+    fingerprints. All servers that know it must have agreed then, and each claim must be one of
+    theirs. If they agree now, because one has dropped its rows or copied another server's, a single
+    server is enough.
     """
     sides = {claims[server] for server in earlier}
     return len(set(earlier.values())) == 1 and sides == set(claims.values())
@@ -401,10 +412,10 @@ def bring_up(
     kept_after: int,
     holders: Mapping[int, Sequence[int]],
 ) -> list[RowReadingEffect]:
-    """Return what a server needs that was sent `update`, but lacks earlier updates.
+    """Return the orders for a server that was sent `update`, but lacks earlier updates.
 
-    `standing`: its answer, which says how far it is. It fetches what this worker does not keep from
-    the first other server that holds the shard.
+    `standing`: its answer, with its version. It fetches the updates that this worker does not keep
+    from the first other server that holds the shard.
     """
     gives: dict[int, list[int]] = {}
     copies: dict[int, list[int]] = {}

@@ -22,7 +22,7 @@ STEADY_S = 10.0  # a server that has lived this long starts afresh
 
 @dataclass(frozen=True, slots=True)
 class BookArrived:
-    """The coordinator has told where servers are to run; `over`: the job is, so none is to."""
+    """The coordinator has ordered where servers run; `over`: the job is over, so none should."""
 
     book: tuple[ServerPlace, ...]
     over: bool = False
@@ -48,7 +48,7 @@ class ServerEnded:
 
 @dataclass(frozen=True, slots=True)
 class ServerFroze:
-    """A server's process is stopped, or does nothing any more."""
+    """A server's process is stopped, or is frozen."""
 
     number: int
     incarnation: int
@@ -91,7 +91,8 @@ class _Server:
     since: float
     address: str = ""
     pid: int = 0
-    losses: int = 0  # without a steady life in between
+    #: The losses without a steady life in between.
+    losses: int = 0
 
 
 class ServerHost:

@@ -1,9 +1,9 @@
 """Decides which tasks are computed twice, and which worker was wrong if the bits differ. Pure.
 
 A task is a pure function, so two workers must compute the same bits. Every member of a view makes
-the same plan for a step; tasks that differ are computed again by everybody, and the majority rules.
-Where every worker contradicts itself the hardware is not deterministic: then a few sums of each
-gradient are compared instead, within a tolerance.
+the same plan for a step; tasks that differ are computed again by all members, and the majority
+rules. Where every worker contradicts itself the hardware is not deterministic: then a few sums of
+each gradient are compared instead, within a tolerance.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ Sketch = Sequence[float]  # a gradient's norm, and sums over its parts with rand
 class Alike(enum.IntEnum):
     """Sets how alike two runs of the same task must be. A job's value only ever goes up."""
 
-    BITS = 0  # the same bits
-    NEAR = 1  # numbers within a tolerance
-    NOTHING = 2  # they differ by more, again and again: nothing is audited any more
+    #: The same bits.
+    BITS = 0
+    #: Numbers within a tolerance.
+    NEAR = 1
+    #: They differ by more, again and again: audits end.
+    NOTHING = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ def plan(
 
 
 def owed_audits(audits: Sequence[Audit], worker: WorkerId, done: Container[int]) -> list[int]:
-    """Virtual ranks of others that the worker has yet to compute."""
+    """Virtual ranks of other workers that the worker has yet to compute."""
     return [a.vrank for a in audits if worker in a.auditors and a.vrank not in done]
 
 
@@ -112,8 +115,8 @@ def are_too_many(machines: int, view: View, borne: int) -> bool:
 def name_machines(view: View, wrong: Collection[WorkerId]) -> frozenset[str]:
     """Return names of the machines that are at fault if these members of a view are.
 
-    A node all of whose workers are wrong is one machine. Where others on it are right, or the view
-    has no other node, each wrong worker is one: its own GPU or memory may be at fault.
+    A node all of whose workers are wrong is one machine. Where other workers on it are right, or
+    the view has no other node, each wrong worker is one: its own GPU or memory may be at fault.
     """
     right = {member.agent for member in view.members if member.worker not in wrong}
     one_node = len({member.agent for member in view.members}) == 1
@@ -127,8 +130,8 @@ def name_machines(view: View, wrong: Collection[WorkerId]) -> frozenset[str]:
 def are_near(a: Sketch, b: Sketch, tolerance: float) -> bool:
     """Return whether two gradients differ by at most `tolerance` of their norm, by their sketches.
 
-    The distance of two sketches is about that of the gradients (a count sketch: Charikar, Chen and
-    Farach-Colton 2002); one element that is off by more shows always.
+    The distance of two sketches is about the distance of the gradients (a count sketch: Charikar,
+    Chen and Farach-Colton 2002); one element that is off by more shows always.
     """
     if not (math.isfinite(a[0]) and math.isfinite(b[0])):
         return math.isfinite(a[0]) == math.isfinite(b[0])
@@ -158,21 +161,27 @@ class Classes:
 class Sentence(enum.Enum):
     """Names the fates of a step after its audits."""
 
-    USE = "use"  # the sums are right
-    AGAIN = "again"  # the step is computed again
-    LEAVE = "leave"  # the same, after workers that were wrong before have left
-    UNLIKE = "unlike"  # nothing can be audited here: every worker contradicts itself
-    TIE = "tie"  # no digest has a majority, again and again
-    SCRIPT = "script"  # several machines contradict themselves, and no majority agrees
+    #: The sums are right.
+    USE = "use"
+    #: The step is computed again.
+    AGAIN = "again"
+    #: The same, after workers that were wrong before have left.
+    LEAVE = "leave"
+    #: No audit is possible: every worker contradicts itself.
+    UNLIKE = "unlike"
+    #: No digest has a majority, again and again.
+    TIE = "tie"
+    #: Several machines contradict themselves, and no majority agrees.
+    SCRIPT = "script"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ruling:
     """Rules on an attempt at a step.
 
-    `wrong`: workers, and the virtual ranks that they have computed wrongly. `audits`: those of the
-    next attempt. `disputed`: virtual ranks without a majority, or those that are computed again
-    because workers differ. `steady`: nobody has contradicted itself.
+    `wrong`: workers, and the virtual ranks that they have computed wrongly. `audits`: the audits of
+    the next attempt. `disputed`: virtual ranks without a majority, or computed again because
+    workers differ. `steady`: no worker has contradicted itself.
     """
 
     sentence: Sentence
@@ -183,11 +192,11 @@ class Ruling:
 
 
 class Court:
-    """Rules on the audits of one step: all members hear the same words and make the same ruling.
+    """Rules on the audits of one step: all members have the same rows and make the same ruling.
 
-    The majority of all decides. The words of `unproven` workers count only where the others have no
-    majority, since all of the unproven may lack the same state. `view` says which workers share a
-    node; without it none do.
+    The majority of all decides. The results of `unproven` workers count only where the rest have no
+    majority, because all of the unproven may lack the same state. `view` shows which workers share
+    a node; without it none do.
     """
 
     def __init__(self, unproven: Collection[WorkerId] = (), view: View | None = None) -> None:

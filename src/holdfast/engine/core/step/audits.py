@@ -1,8 +1,13 @@
-"""Keeps the audits of a step: the tasks that two workers compute, and their results. Pure.
+"""Plans which tasks of a step two workers compute, and keeps their results. Pure.
 
-Which tasks are audited follows from the step alone; who computes them, from the view. So a result
-of the view before still counts.
-"""
+Which tasks are audited follows from the step alone; the workers that compute them follow from the
+view. So a result of the view before still counts.
+
+`plan_early` plans audits of the script. A script may keep a value that its first batch sets, an
+address, or the time of its start. Then the results of a worker agree with each other, and only
+another worker's computation of the same task shows the fault. So members compare tasks in the job's
+first steps, in the first steps after workers have joined, and later one task in a cycle, in the
+step in which its owner repeats that task: both compute at the same time."""
 
 from __future__ import annotations
 
@@ -25,20 +30,21 @@ from holdfast.engine.core.step.audit import (
     plan,
     plan_sums,
 )
-from holdfast.engine.core.step.early_audits import plan_early
 from holdfast.engine.core.step.newcomers import Newcomers
 from holdfast.engine.core.step.open_step import OpenStep
 from holdfast.engine.core.types import ViewNumber, WorkerId
 from holdfast.engine.core.views import View
 
 SKETCH_WORDS = 9  # the norm's square, and eight sums with random signs
+EARLY_STEPS = 4  # first steps of a job, or after a join, in which a script is watched closely
+PAIRS_MAX = 4  # pairs of workers compare a task in one of these
 
 
 class Audits:
     """Keeps one worker's audits of the step under way, as the present view plans them.
 
     `share`: of all tasks that are audited, because machines may be wrong. `cycle`: steps in which
-    one more is, because the script may be (core/step/early_audits.py); 0: none is.
+    one more is, because the script may be (`plan_early`); 0: none is.
     """
 
     def __init__(
@@ -87,7 +93,7 @@ class Audits:
             self.whole_step = step + 1
 
     def ask_less(self) -> str:
-        """Compare within the tolerance, or nothing, as every worker contradicts itself; say so."""
+        """Compare within the tolerance, or no tasks, as every worker contradicts itself; log it."""
         then = "nothing is audited any more"
         near = self.alike is Alike.BITS and self._classes.tolerance
         self.alike = Alike.NEAR if near else Alike.NOTHING
@@ -105,11 +111,11 @@ class Audits:
 
     @property
     def tolerance(self) -> float:
-        """Return by how much of its norm a gradient may differ where bits vary."""
+        """Return the share of its norm by which a gradient may differ where bits vary."""
         return self._classes.tolerance
 
     def share_of(self, step: int) -> float:
-        """Return how much of the step is looked at."""
+        """Return the extent to which the step is compared."""
         if self.alike is Alike.NOTHING:
             return 0.0
         return 1.0 if self._share and self.whole_step == step else self._share
@@ -155,7 +161,7 @@ class Audits:
         return list(plan_sums(self._seed, step, buckets, self.share_of(step)))
 
     def order(self, step: int, vrank: int, purpose: Purpose) -> Compute:
-        """Return the order to compute a task, which says how to report the result."""
+        """Return the order to compute a task, and to report the result in the right form."""
         return Compute(
             step,
             vrank,
@@ -184,9 +190,9 @@ class Audits:
         return others + mine
 
     def row(self, step: OpenStep) -> Row:
-        """Return what this worker tells of the audited tasks: digests, or sketches.
+        """Return this worker's row on the audited tasks: digests, or sketches.
 
-        The last word is the virtual rank of another task that had several results here, or -1.
+        The last number is the virtual rank of another task that had several results here, or -1.
         """
         found: list[float] = []
         for audit in self.planned:
@@ -240,3 +246,41 @@ def _have_all_compute(
     audits = sorted((*known, *more), key=lambda audit: audit.vrank)
     again = sorted({*disputed, *(audit.vrank for audit in more)})
     return Ruling(sentence=Sentence.AGAIN, audits=tuple(audits), disputed=tuple(again))
+
+
+def plan_early(view: View, step: int, owners: Sequence[WorkerId], cycle: int) -> tuple[Audit, ...]:
+    """Return the step's audits of the script, by virtual rank; `cycle`: steps, 0: there are none.
+
+    An early step has some pairs of workers, so that in few steps each is compared with another.
+    """
+    workers = view.workers
+    if not cycle or len(workers) < 2:
+        return ()
+    if not _is_early(view, step):
+        turn, within = divmod(step, cycle)
+        vrank = turn % len(owners)
+        return (
+            ()
+            if within
+            else (Audit(vrank, owners[vrank], (_other_worker(workers, owners[vrank], turn),)),)
+        )
+    hosts = [worker for worker in workers if worker in owners]
+    first = step * PAIRS_MAX % len(hosts)
+    chosen = [*hosts[first:], *hosts[:first]][:PAIRS_MAX]
+    found = []
+    for owner in chosen:
+        hosted = [vrank for vrank, each in enumerate(owners) if each == owner]
+        vrank = hosted[step % len(hosted)]
+        found.append(Audit(vrank, owner, (_other_worker(workers, owner, step),)))
+    return tuple(sorted(found, key=lambda audit: audit.vrank))
+
+
+def _is_early(view: View, step: int) -> bool:
+    joined = bool(view.joiners) and step < view.resume_step + EARLY_STEPS
+    return joined or step < EARLY_STEPS
+
+
+def _other_worker(workers: Sequence[WorkerId], owner: WorkerId, turn: int) -> WorkerId:
+    """Return another worker than the owner, a different one each turn."""
+    others = [worker for worker in workers if worker != owner]
+    return others[(workers.index(owner) + turn) % len(others)]

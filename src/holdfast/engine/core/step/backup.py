@@ -8,10 +8,15 @@ Synchronous SGD", arXiv:1604.00981, 2016).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
+from holdfast.engine.core.ground.effects import SendCounted, SendDone
+from holdfast.engine.core.ground.events import FIRST, CountSettled, MemberDone, StepKind
+from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.policies import BackupPolicy
+from holdfast.engine.core.step.open_step import OpenStep
 from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.views import View
 
 
 def find_counted(policy: BackupPolicy, members: int, done: Mapping[int, int]) -> tuple[int, ...]:
@@ -33,7 +38,7 @@ class DropTally:
         self._steps_of: Counter[WorkerId] = Counter()
 
     def note(self, step: int, workers: Collection[WorkerId], samples: int) -> bool:
-        """Count a step that dropped these workers' results; tell whether to report it (seldom)."""
+        """Count a step that dropped these workers' results; return whether to log it (seldom)."""
         if not self.steps:
             self._first = step
         self.steps += 1
@@ -50,8 +55,8 @@ class DropTally:
 class Settlement:
     """Settles step by step which members' results count, for one member of a view.
 
-    A member that is done with all its tasks says so to the member of rank 0, which names those that
-    count to all as soon as enough are done. That must be known before anything is summed.
+    A member that has done all its tasks reports that to the member of rank 0, which names the ranks
+    that count to all members as soon as enough are done. That must be known before any sum begins.
     """
 
     def __init__(self, policy: BackupPolicy, rank: int, size: int) -> None:
@@ -96,5 +101,61 @@ class Settlement:
         return counted
 
     def record_settled(self, step: int, ranks: tuple[int, ...]) -> None:
-        """Record the ranks whose results count, as rank 0 says."""
+        """Record the ranks whose results count, as rank 0 has settled."""
         self._counted[step] = ranks
+
+
+class CountedMembers:
+    """Settles which members' results of a step count, together with the first member of the view.
+
+    Without backup workers the results of all members count.
+    """
+
+    def __init__(self, policy: BackupPolicy, standing: Standing) -> None:
+        self._policy = policy
+        self._standing = standing
+        self._settlement: Settlement | None = None
+        self._view: View
+
+    def enter(self, view: View) -> None:
+        """Begin another view, in which no step is settled yet."""
+        self._view = view
+        if self._policy.workers:
+            rank = view.rank(self._standing.me)
+            self._settlement = Settlement(self._policy, rank, len(view.members))
+
+    def settle(self, step: OpenStep) -> Sequence[int] | None:
+        """Return the ranks whose results of the step count; None while that is not settled."""
+        settlement = self._settlement
+        if settlement is None or step.kind is not StepKind.GRADIENTS:
+            return range(len(self._view.members))
+        settlement.begin(step.index)
+        used = step.count_used(self._standing.status.hosted)
+        if used is not None and settlement.record_own_done(step.index):
+            self._report_done(step.index, used)
+        return settlement.counted_ranks(step.index)
+
+    def _report_done(self, step: int, used: int) -> None:
+        number = self._view.number
+        if self._view.rank(self._standing.me) == FIRST:
+            self.record_done(MemberDone(number, FIRST, step, used))
+        else:
+            self._standing.order(SendDone(number, step, used))
+
+    def record_done(self, event: MemberDone) -> bool:
+        """Record, as the first member, that a member is done; return whether it is another one."""
+        if self._settlement is None:
+            return False
+        counted = self._settlement.record_done(event.rank, event.step, event.samples)
+        if counted and len(self._view.members) > 1:
+            self._standing.order(SendCounted(self._view.number, event.step, counted))
+        return event.rank != FIRST
+
+    def record_settled(self, event: CountSettled) -> None:
+        """Record the ranks whose results of a step count, as the first member has settled."""
+        if self._settlement is not None:
+            self._settlement.record_settled(event.step, event.ranks)
+
+    def drops(self, step: int) -> bool:
+        """Return whether this member's results of the step are known not to count."""
+        return self._settlement is not None and self._settlement.drops(step)

@@ -1,6 +1,6 @@
 """Decides how many virtual ranks each worker hosts, from their speeds. Pure.
 
-All members of a view hear the same times in the votes and make the same decision, so a change of
+All members of a view receive the same times in the votes and make the same decision, so a change of
 the assignment needs no view of its own: it holds from the next step on. All numbers are whole, so
 that no rounding differs between machines. A change must promise a clear gain, over several steps,
 and each one makes the next wait longer: an assignment that swings costs more than a mediocre one.
@@ -21,11 +21,15 @@ from holdfast.engine.core.types import WorkerId
 class BalancePolicy:
     """Numbers of steps, but for `gain`: the percentage by which the slowest must become faster."""
 
-    warm_up: int = 2  # first steps of a view that do not count
-    window: int = 6  # a decision rests on at least these many steps
+    #: The first steps of a view that do not count.
+    warm_up: int = 2
+    #: A decision rests on at least this number of steps.
+    window: int = 6
     gain: int = 8
-    calm: int = 200  # without a change, after which the window is as short as at first
-    retry: int = 50  # after which a worker without tasks gets one again, to be measured
+    #: After this number of steps without a change the window is as short as at first.
+    calm: int = 200
+    #: After this number of steps a worker without tasks gets one again, to be measured.
+    retry: int = 50
 
 
 WINDOW_TIMES_MAX = 8  # by so much a window grows
@@ -55,7 +59,7 @@ class Balancer:
         self._changed_at = 0
 
     def observe(self, compute_us: Sequence[int]) -> bool:
-        """Take in each worker's compute time of a step, in order; tell whether `owners` changed."""
+        """Take in each worker's time of a step, in order; return whether `owners` changed."""
         self._steps += 1
         if self._steps <= self._policy.warm_up or len(self._workers) == 1:
             return False
@@ -80,7 +84,7 @@ class Balancer:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Return how many virtual ranks each worker hosts."""
+        """Return the number of virtual ranks that each worker hosts."""
         return tuple(self._counts)
 
     @property

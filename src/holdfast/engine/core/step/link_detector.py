@@ -1,11 +1,11 @@
 """Finds slow links between workers: verdicts, with reasons, from the waits in the votes. Pure.
 
-A member's vote says whose gradients the network took longest with, and how long: from the time at
-which that peer began to send them, which they carry, to their arrival. That a peer computes longer,
-or has itself waited for a third one, is not in it. It counts if it is more than others take in the
-same step by so much that it costs something. A link is slow when that comes from the same peer so
-often that chance is no explanation. If most others wait for the same peer, it is not a link but
-that worker's network.
+A member's vote names the member whose gradients took the network longest, and the time: from the
+moment at which that peer began to send them, which they carry, to their arrival. The time that a
+peer computes, or waits for a third one, is not in it. A wait counts if it is longer than other
+members' waits in the same step, by so much that it costs something. A link is slow when the waits
+are for the same peer so often that chance is no explanation. If most other members wait for the
+same peer, it is not a link but that worker's network.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.engine.core.ground.events import NOBODY, Wait
+from holdfast.engine.core.ground.events import NO_MEMBER, Wait
 from holdfast.engine.core.types import WorkerId
 
 RECENT = 16  # steps
@@ -36,7 +36,8 @@ class LinkVerdict:
 
     worker: WorkerId
     to: WorkerId | None
-    slow: bool  # or not any more
+    #: The link is slow; if not, it is slow no more.
+    slow: bool
     late_us: int
     reason: str
 
@@ -84,9 +85,9 @@ class LinkDetector:
                 del self._hits[peer, rank]
 
     def _chance(self, peer: int, rank: int) -> float:
-        """Return how probable it is that chance made this member wait so often for that peer.
+        """Return the probability that by chance this member waits so often for that peer.
 
-        It is Chernoff's bound, for waits that are as frequent as those for other peers are.
+        It is Chernoff's bound, for waits that are as frequent as the waits for other peers.
         """
         others = self._hits_of.total() - self._hits_of[peer]
         pairs = (len(self._workers) - 1) ** 2  # with another peer
@@ -141,7 +142,7 @@ def _find_long_waits(waits: Sequence[Wait], worth_us: float) -> dict[int, tuple[
     """Find who waited for the network for so long that it counts: for which peer, how long."""
     if max(wait.counted_us for wait in waits) < worth_us:
         return {}
-    known = [wait for wait in waits if wait.peer != NOBODY]
+    known = [wait for wait in waits if wait.peer != NO_MEMBER]
     # The usual time comes from members that name another peer, perhaps only a few.
     most, many = Counter(wait.peer for wait in known).most_common(1)[0]
     usual_us = others_us = statistics.median_low(wait.took_us for wait in known)

@@ -1,12 +1,12 @@
-"""Has another member compute the first tasks of workers that have joined, and judges them. Pure.
+"""Audits the first tasks of workers that have joined by another member, and judges them. Pure.
 
 A joiner holds the job's state, and may yet compute otherwise, again and again: its machine is
-wrong, or the script keeps something that the state lacks (a variable, a module that is not
-protected), which only those have that have taken the steps before. No bit shows which. So it leaves
-before anything of it is used; if it does so again it is left out for a while, as one that computes
-wrongly; and if other machines do the same before any has been accepted, it is the script's doing.
-A joiner whose processor is of another kind than those of all members is expected to compute
-otherwise, and says nothing of the script.
+wrong, or the script keeps a value that the state lacks (a variable, a module that is not
+protected), which only older members have. No bit shows which. So it leaves before any of its
+results is used; if it does so again it is left out for a while, like a worker that computes
+wrongly; and if other machines do the same before any has been accepted, the script is the cause. A
+joiner whose processor is of another kind than the processors of all members is expected to compute
+otherwise, and is no evidence against the script.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ REFUSED_MAX = 1  # machines that may be refused in turn
 class Refusal(enum.Enum):
     """Names the consequences for a joiner with other results."""
 
-    ANEW = "anew"  # it may begin again at once
-    QUARANTINED = "quarantined"  # it has done so before
-    KIND = "kind"  # its processor is of another kind
-    SCRIPT = "script"  # so have other machines: the job ends
+    #: It may begin again at once.
+    ANEW = "anew"
+    #: It has done so before.
+    QUARANTINED = "quarantined"
+    #: Its processor is of another kind.
+    KIND = "kind"
+    #: Other machines have done so, too: the job ends.
+    SCRIPT = "script"
 
 
 class Newcomers:
@@ -53,8 +57,8 @@ class Newcomers:
     ) -> tuple[Audit, ...]:
         """Return `planned`, and audits by which joiners that are watched prove themselves.
 
-        Each of their tasks is computed by a member, too. Who hosts nothing has time, and computes a
-        member's task.
+        Each of their tasks is computed by a member, too. A joiner that hosts no task has time, and
+        computes a member's task.
         """
         joiners = self.watched_workers(view)
         if not joiners:
@@ -75,12 +79,12 @@ class Newcomers:
     ) -> tuple[tuple[WorkerId, ...], Refusal]:
         """Return the joiners that are refused, if any, and the consequence; all members agree.
 
-        They are refused if they have computed otherwise each time, and nobody else has.
+        They are refused if they have computed otherwise each time, and no older member has.
         """
         joiners = self.watched_workers(view)
         unlike = frozenset(worker for worker, _ in ruling.wrong)
         if ruling.sentence is Sentence.TIE:
-            idle = joiners - frozenset(owners)  # those that compute members' tasks
+            idle = joiners - frozenset(owners)  # joiners that compute members' tasks
             of_members = any(owners[vrank] not in joiners for vrank in ruling.disputed)
             unlike = frozenset(owners[vrank] for vrank in ruling.disputed)
             unlike = (unlike & joiners) | idle if of_members and idle else unlike
@@ -103,12 +107,12 @@ class Newcomers:
             self._refused = frozenset()
 
     def record_commit(self, me: WorkerId) -> bool:
-        """Record that the step is committed; tell whether `me` has proved itself in this view."""
+        """Record that the step is committed; return whether `me` has proved itself in this view."""
         self._proved |= self._accepted
         return me in self._proved or not self._looks
 
     def watched_workers(self, view: View) -> frozenset[WorkerId]:
-        """Return the joiners that have not proved yet that they compute as the others do."""
+        """Return the joiners that have not proved yet that they compute the same results."""
         if view.number != self._view:
             self._view, self._proved, self._accepted = view.number, frozenset(), frozenset()
         return frozenset(view.unproven) - self._proved if self._looks else frozenset()

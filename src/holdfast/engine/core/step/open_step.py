@@ -15,8 +15,8 @@ class OpenStep:
         self.kind = kind
         self.running: tuple[int, Purpose] | None = None
         self.samples: dict[int, int] = {}  # samples by virtual rank that this worker hosts
-        self.audited: dict[int, bool] = {}  # those of others that it computed to compare
-        self.speculative: dict[int, int] = {}  # those that others are late with: their samples
+        self.audited: dict[int, bool] = {}  # other workers' tasks that it computed to compare
+        self.speculative: dict[int, int] = {}  # samples of late workers' tasks that it computed
         self.digests: dict[int, Digest] = {}
 
     def restart(self) -> None:

@@ -1,22 +1,37 @@
 """Finds wrong workers, and the consequences, from one member's record of all in its view. Pure.
 
-All members hear the same, so all reach the same ruling. A wrong worker leaves the job; and where
-something wrong may have been used already, all discard their state and begin from a checkpoint.
-"""
+All members receive the same rows, so all reach the same ruling. A wrong worker leaves the job; and
+where something wrong may have been used already, all discard their state and begin from a
+checkpoint.
+
+- `Trust` finds the step since which a member may be wrong. Audits see gradients, fingerprints see
+  the state, and each sees only a share of it in a step. So a member that turns out to be wrong may
+  have been wrong for a while, and the other members have used its work.
+- `ScriptBlame` blames the script once too many machines would have to be at fault. It remembers the
+  machines that were wrong in a steady way, and the steps in which two halves of the workers had two
+  opinions. The limits are in docs/silent-errors.md: fewer faulty machines never end a job."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from holdfast.engine.core.ground.effects import Exit, GiveUp, NoteDoubt, Outcome
 from holdfast.engine.core.ground.events import EventNoted, Row
 from holdfast.engine.core.invalidations import Invalidation
-from holdfast.engine.core.step.audit import ATTEMPTS_MAX, Ruling, Sentence, judge
+from holdfast.engine.core.step.audit import (
+    ATTEMPTS_MAX,
+    Ruling,
+    Sentence,
+    are_too_many,
+    judge,
+    name_machines,
+)
+from holdfast.engine.core.step.audits import EARLY_STEPS
 from holdfast.engine.core.step.newcomers import Refusal
-from holdfast.engine.core.step.script_blame import ScriptBlame
-from holdfast.engine.core.step.trust import Trust
 from holdfast.engine.core.step.verdicts import Doubted
-from holdfast.engine.core.types import WorkerId
+from holdfast.engine.core.types import Incarnation, WorkerId
 from holdfast.engine.core.views import View
 
 NEVER = 1 << 60
@@ -30,7 +45,12 @@ KEEPS = (
     "parameters, its batch and the global random generators"
 )
 MISTAKES_MAX = 1  # a worker is forgiven for this many
-CALM_STEPS = 64  # after a sum that is rightly not finite, in which others are not doubted
+CALM_STEPS = 64  # steps in which such sums are believed, after one that is rightly not finite
+STEADY_MAX = 2  # machines that may be wrong in a steady way
+TIES_MAX = 2  # times that two halves of the workers may hold different states;
+TIES_MAX_LOST = 1  # without a checkpoint to go back to
+WINDOW_STEPS = 256  # machines and ties count for this number of steps,
+WINDOW_CYCLES = 4  # or of cycles, whichever is longer
 
 
 class Rulings:
@@ -54,7 +74,7 @@ class Rulings:
         self._diverged = False  # it is their states that are wrong
         self._is_steady = False  # the wrong workers agree with themselves
         self.script = ScriptBlame(cycle, keeps=keeps)
-        self._confessed: Row = ()  # what this worker tells of it
+        self._fault_row: Row = ()  # this worker's row about it
 
     def enter(self, view: View) -> None:
         """Record that a view begins."""
@@ -63,7 +83,7 @@ class Rulings:
         self._is_steady = False
 
     def record_sync(self, *, compared: bool) -> None:
-        """Record that all members hold the state; `compared`: their fingerprints say so."""
+        """Record that all members hold the state; `compared`: they have compared fingerprints."""
         if self._looks:
             self._trust.enter(self._view, compared=compared)
 
@@ -77,9 +97,8 @@ class Rulings:
     def believes_not_finite(self, step: int, bits: int) -> bool:
         """Return whether sums that are not finite are believed without computing them again.
 
-        They are if some were rightly so a short while ago. A lone worker cannot compare with
-        others: it believes sums with the same `bits` twice, and sums that stay not finite in all
-        its attempts.
+        They are if some were rightly not finite a short while ago. A lone worker cannot compare: it
+        believes sums with the same `bits` twice, and sums that stay not finite in all its attempts.
         """
         alone = len(self._view.members) == 1 and self._doubted == step
         repeated = self._bits[-1:] == [bits] or len(self._bits) + 1 >= ATTEMPTS_MAX
@@ -107,7 +126,7 @@ class Rulings:
             for worker in self._suspects:
                 text = f"worker {worker} had numbers in step {step} that were not finite; computed"
                 out += self.tell(f"{text} again, they are", self._suspects, worker)
-                # If a lone worker left, no member could go on.
+                # If a lone worker left, no member would be left.
                 out += self._count_mistake(worker) if len(self._view.members) > 1 else []
         return out
 
@@ -132,7 +151,7 @@ class Rulings:
         return out
 
     def refuse(self, step: int, workers: Sequence[WorkerId], refusal: Refusal) -> list[Outcome]:
-        """Record that these workers, which have joined, compute other results than the others."""
+        """Record that these workers, which have joined, compute different results."""
         named = ", ".join(f"worker {worker}" for worker in workers)
         text = (
             f"{named} joined before step {step}, and computes its tasks otherwise than others, "
@@ -194,12 +213,12 @@ class Rulings:
             out += self.tell(text)
         return wrong, out
 
-    def confess(self, step: int, wrong: Sequence[WorkerId], *, diverged: bool) -> Row:
+    def report_fault(self, step: int, wrong: Sequence[WorkerId], *, diverged: bool) -> Row:
         """Return the first step that may have used anything wrong; wrong workers leave then."""
         self._wrong, self._diverged = tuple(sorted(set(wrong))), diverged
         found = self._trust.doubt(self._wrong or self._view.workers, step, diverged=diverged)
-        self._confessed = (NEVER if found.sums is None else found.sums, found.saved)
-        return self._confessed
+        self._fault_row = (NEVER if found.sums is None else found.sums, found.saved)
+        return self._fault_row
 
     def conclude(self, step: int, rows: Sequence[Row] | None) -> list[Outcome | Doubted]:
         """Draw the conclusion from the rows of all members; None: the group broke before.
@@ -207,7 +226,7 @@ class Rulings:
         `rows`: the first wrong sums and copies of the state, and a fingerprint of the state.
         """
         view, wrong = self._view, self._wrong
-        sums, saved, liars = int(self._confessed[0]), int(self._confessed[1]), wrong[:0]
+        sums, saved, liars = int(self._fault_row[0]), int(self._fault_row[1]), wrong[:0]
         if rows is not None:
             sums, saved = (int(min(row[i] for row in rows)) for i in (0, 1))
             prints = {w: int(row[2]) for w, row in zip(view.workers, rows, strict=True)}
@@ -258,3 +277,120 @@ class Rulings:
         tellers = [view.leader, *(w for w in view.workers if w != view.leader)]
         teller = next((w for w in tellers if w not in wrong), view.leader)
         return [EventNoted(kind, text, about)] if self._me == teller else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongSince:
+    """Names the first steps that may be wrong.
+
+    `sums`: the first step whose sum may be wrong; None if all were audited. `saved`: the first step
+    after which a copy of the state may be wrong.
+    """
+
+    sums: int | None
+    saved: int
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Keeps the audits and comparisons of one member."""
+
+    incarnation: Incarnation
+    #: The step at which it joined, with a state that all have compared.
+    joined: int
+    #: No audit before this step has found it wrong.
+    agreed: int
+    #: From this step on all its tasks were audited.
+    covered: int
+    #: The step in which it was suspended.
+    left: int | None = None
+
+
+class Trust:
+    """Keeps the audits of a view's members. `cycle`: steps in which every byte is compared."""
+
+    def __init__(self, cycle: int) -> None:
+        self._cycle = cycle
+        self._seen: dict[WorkerId, _Seen] = {}
+
+    def enter(self, view: View, *, compared: bool) -> None:
+        """Enter a view; `compared`: the whole states of its members were, and are the same."""
+        before, step = self._seen, view.resume_step
+        self._seen = {}
+        for member in view.members:
+            seen = before.get(member.worker)
+            if seen is None or seen.incarnation != member.incarnation:
+                seen = _Seen(member.incarnation, step, step, step)
+            elif compared:
+                seen.joined, seen.left = step, None
+            self._seen[member.worker] = seen
+        for lag in (*view.suspended, *view.catching_up):
+            if (seen := before.get(lag.worker)) and seen.incarnation == lag.incarnation:
+                self._seen[lag.worker] = dataclasses.replace(seen, left=lag.committed)
+
+    def record_sums(self, step: int, owners: Sequence[WorkerId], audited: Iterable[int]) -> None:
+        """Record that the step's sums are used from here on; `audited`: virtual ranks."""
+        looked = set(audited)
+        for vrank, worker in enumerate(owners):
+            if vrank in looked:  # it may have become wrong just after
+                self._seen[worker].agreed = step
+            else:
+                self._seen[worker].covered = step + 1
+        for worker in dict.fromkeys(owners):  # only owners had tasks to look at
+            seen = self._seen[worker]
+            if seen.covered <= step:
+                seen.agreed = step + 1
+
+    def doubt(self, workers: Iterable[WorkerId], step: int, *, diverged: bool) -> WrongSince:
+        """Find the steps since which workers may be wrong, as they are in the uncommitted `step`.
+
+        This member knows no step for a member that has just joined; older members do. `diverged`:
+        their states are wrong; else their gradients, for whatever reason.
+        """
+        sums, saved = [], [step]
+        for seen in (self._seen[worker] for worker in workers if worker in self._seen):
+            last = step if seen.left is None else min(step, seen.left)
+            compared = max(last - self._cycle, seen.joined) if self._cycle else last
+            since = compared if diverged else min(seen.agreed, compared)
+            saved.append(since)
+            sums += [since] if seen.covered > since else []
+        return WrongSince(sums=min(sums, default=None), saved=min(saved))
+
+
+class ScriptBlame:
+    """Counts wrong machines and ties. `cycle`: steps; `keeps`: the job has checkpoints.
+
+    `comparable`: the same task has the same bits on all sound members.
+    """
+
+    def __init__(self, cycle: int, *, keeps: bool) -> None:
+        self.comparable = False
+        self._keeps = keeps
+        self._window = max(WINDOW_STEPS, WINDOW_CYCLES * cycle)  # steps
+        self._ties: list[int] = []  # steps in which states or gradients tied
+        self._tied_at = -self._window  # the last step of a tie between gradients, with equal states
+        self._steady: dict[str, int] = {}  # the last step in which each machine was wrong
+
+    def covers(
+        self, view: View, step: int, liars: Sequence[WorkerId], prints: Mapping[WorkerId, int]
+    ) -> bool:
+        """Return whether steady results that differ are the script's fault.
+
+        `liars`: the minority with the right state; without one, it is a tie. A tie late in a job
+        that has a checkpoint may be the fault of a machine that has just failed: the job goes back,
+        and ends only if it ties again.
+        """
+        self._steady |= dict.fromkeys(sorted(name_machines(view, liars)), step)
+        lately = [name for name, at in self._steady.items() if at > step - self._window]
+        if are_too_many(len(lately), view, STEADY_MAX):
+            return True
+        if liars or len(set(prints.values())) > 1:
+            return False
+        again, self._tied_at = step < self._tied_at + self._window, step
+        return again or not self._keeps or step < EARLY_STEPS
+
+    def ties_too_often(self, step: int) -> bool:
+        """Record a tie; return whether memory hardly fails as often as there were ties lately."""
+        self._ties = [*(at for at in self._ties if at > step - self._window), step]
+        most = TIES_MAX if self._keeps else TIES_MAX_LOST
+        return self.comparable and len(self._ties) > most

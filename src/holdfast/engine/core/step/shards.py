@@ -18,7 +18,7 @@ from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.step.audit import FICKLE, SUBSTITUTED
 from holdfast.engine.core.types import Tick, WorkerId
 
-# Whoever notices it first is heard at once; it may be told again by others.
+# The first process that notices one of these is believed at once; the rest may repeat it.
 _AT_ONCE = (
     *(ev.GroupBroken, ev.LinkLost, ev.Loading, ev.EventNoted),
     *(ev.ObtainFailed, ev.Directed, Tick, ev.StillAwaited, ev.FollowerBehind, ev.RoomSeen),
@@ -33,10 +33,10 @@ def is_shared(effect: ef.WorkerEffect) -> bool:
 
 
 class FollowerProofs:
-    """Finds for a process that only follows when all members of a view last acted for sure.
+    """Finds, for a process that only follows, when all members of a view last acted for sure.
 
-    Nobody votes for a step without this process's share of it, which it sends after it has applied
-    the step before. So a complete vote shows that all others acted since then.
+    No member votes for a step without this process's share of it, which it sends after it has
+    applied the step before. So a complete vote shows that all other members acted since then.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class ShardEvents:
     def __init__(self, count: int) -> None:
         self._count = count
         self._heard: dict[Hashable, list[deque[ev.WorkerEvent]]] = {}
-        self._noted: dict[ev.EventNoted, list[int]] = {}  # how often each process has said it
+        self._noted: dict[ev.EventNoted, list[int]] = {}  # how often each process has reported it
 
     def hear(self, shard: int, event: ev.WorkerEvent) -> list[ev.WorkerEvent]:
         """Return the events for the machine, now that a process has done this."""
@@ -73,7 +73,7 @@ class ShardEvents:
         return [_join_events(found)]
 
     def _is_news(self, shard: int, note: ev.EventNoted) -> bool:
-        """Return whether no other process has said this as often."""
+        """Return whether no other process has reported this as often."""
         times = self._noted.setdefault(note, [0] * self._count)
         times[shard] += 1
         if len(set(times)) == 1:
@@ -90,7 +90,7 @@ class ShardEvents:
 
 
 def _key(event: ev.WorkerEvent) -> Hashable:
-    """Return what events of several processes have in common that belong together."""
+    """Return a key that events of several processes have in common if they belong together."""
     kind = type(event).__name__
     match event:
         case ev.TaskDone(step, vrank, purpose):
@@ -118,7 +118,7 @@ def _join_events(events: Sequence[ev.WorkerEvent]) -> ev.WorkerEvent:
         case ev.TaskDone():
             digests = [each.digest for each in events if isinstance(each, ev.TaskDone)]
             return dataclasses.replace(first, digest=_digest(digests))
-        case ev.Gathered(topic=ev.Topic.CONFESS):  # the last word is a fingerprint
+        case ev.Gathered(topic=ev.Topic.REPORT_FAULT):  # the last word is a fingerprint
             every = [each.rows for each in events if isinstance(each, ev.Gathered)]
             rows = zip(*every, strict=True)
             mixed = tuple((*row[0][:-1], _mix([int(r[-1]) for r in row])) for row in rows)
@@ -137,7 +137,7 @@ def _join_events(events: Sequence[ev.WorkerEvent]) -> ev.WorkerEvent:
         case ev.StepKept():
             full = any(each.full for each in events if isinstance(each, ev.StepKept))
             return dataclasses.replace(first, full=full)
-        case ev.SaveEnded():  # share 0 of shard 0 is told of the whole checkpoint
+        case ev.SaveEnded():  # share 0 of shard 0 learns of the whole checkpoint
             saves = [each for each in events if isinstance(each, ev.SaveEnded)]
             failed = [each for each in saves if each.problem]
             return dataclasses.replace((failed or saves)[0], first=saves[0].first)
@@ -151,7 +151,7 @@ def _join_sums(events: Sequence[ev.Summed]) -> ev.Summed:
     return dataclasses.replace(
         events[0],
         parts=_mix_by_rank([each.parts for each in events]),
-        buckets=min(each.buckets for each in events),  # those that all shards have may be audited
+        buckets=min(each.buckets for each in events),  # buckets of all shards may be audited
         wholes=_mix_by_rank([each.wholes for each in events]),
         copies=_mix_by_rank([each.copies for each in events]),
         doubt=max(each.doubt for each in events),
@@ -176,7 +176,7 @@ def _digest(digests: Sequence[ev.Digest | None]) -> ev.Digest | None:
 
 
 def _mix(words: Sequence[int]) -> int:
-    """Return 63 bits of several fingerprints; 0, for nothing to compare, if all are 0."""
+    """Return 63 bits of several fingerprints; 0, for no fingerprint, if all are 0."""
     if not any(words):
         return 0
     data = " ".join(str(word) for word in words).encode()

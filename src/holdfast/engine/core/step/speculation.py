@@ -1,9 +1,10 @@
-"""Decides when others are late, and how much may be computed again because of that. Pure.
+"""Decides when workers are late, and how much may be computed again because of that. Pure.
 
-A worker that is done with its tasks waits for others in nearly every step. Its usual wait, and the
-spread of that, show when another worker is late: first the tasks of that worker are copied by those
-that wait, which does no harm; later, when the wait has cost as much as going on without it would,
-it is suspended (core/membership/formation.py). Both together are bounded by a share of all tasks.
+A worker that is done with its tasks waits for other workers in nearly every step. Its usual wait,
+and the spread of its waits, show when another worker is late. First the waiting workers copy the
+tasks of the late one, which does no harm. Later, when the wait has cost as much as a view without
+it would, it is suspended (core/membership/formation.py). Both together are bounded by a share of
+all tasks.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ SPREADS = 6.0  # beyond the usual: chance is no explanation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """Sets when a waiting worker does something, beyond the usual wait and its spread.
+    """Sets when a waiting worker acts, beyond the usual wait and its spread.
 
-    It copies tasks once it has waited for as long as that takes, and says that somebody is late
-    after a step's duration and `least_s` (or what the building of the group took, if longer).
+    It copies tasks once it has waited for as long as that takes, and reports late members after a
+    step's duration and `least_s` (or the time to build the group, if longer).
     """
 
-    steps: int = 8  # least number of steps that have been timed before
-    times: float = 1.0  # the duration of a task, or a step
+    #: The least number of steps that have been timed before.
+    steps: int = 8
+    #: The multiple of the duration of a task, or a step.
+    times: float = 1.0
     least_s: float = 0.5
-    copies: float = 0.0  # copied tasks for each task that the worker computes itself; 0: none
+    #: The copied tasks for each task that the worker computes itself; 0: none.
+    copies: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +48,7 @@ class _Medians:
 
 
 class Lateness:
-    """Judges for one worker when others are late. Times are its node's, in seconds."""
+    """Judges for one worker when other workers are late. Times are its node's, in seconds."""
 
     def __init__(self, patience: Patience) -> None:
         self.began_at = 0.0  # when the step under way, or its view, began here
@@ -54,7 +58,7 @@ class Lateness:
         self._since = 0.0  # when it was done with its tasks
         self._tasks = 0  # computed so far, copies not counted
         self._steps: deque[float] = deque(maxlen=STEPS_TIMED)  # their durations
-        self._waits: deque[float] = deque(maxlen=STEPS_TIMED)  # the parts spent waiting for others
+        self._waits: deque[float] = deque(maxlen=STEPS_TIMED)  # the shares of steps spent waiting
         self._task_s: deque[float] = deque(maxlen=STEPS_TIMED)
         self._usual: _Medians | None = None  # medians of the above, until the next step is timed
 
@@ -72,7 +76,7 @@ class Lateness:
         self.copied += 1
 
     def record_done(self, now: float) -> None:
-        """Record that this worker waits for others from now on."""
+        """Record that this worker waits for other workers from now on."""
         self._since = now
 
     def record_step(self, now: float, tasks: int, *, timed: bool = True) -> None:
@@ -90,14 +94,14 @@ class Lateness:
 
     @property
     def copy_at(self) -> float:
-        """Return when to begin with copies, if the others are not done by then."""
+        """Return the time to begin with copies, if members are not done by then."""
         if self.copied > self._patience.copies * self._tasks or not self._patience.copies:
             return float("inf")
         return self._time_after(self._patience.times * self._medians().task_s)
 
     @property
     def late_at(self) -> float:
-        """Return when to say that others are late."""
+        """Return the time to report late members."""
         patience = self._patience
         after = self._time_after(patience.times * self._medians().step_s)
         return after + max(patience.least_s, self.group_s)
@@ -119,10 +123,10 @@ class Lateness:
 
 
 class Budget:
-    """Limits what suspending workers may cost. `share`: of all tasks; 0: none. `tasks`: in a step.
+    """Limits the cost of suspending workers. `share`: of all tasks; 0: none. `tasks`: in a step.
 
-    A little may be spent in advance. Each step allows one attempt at most, since a stop after
-    which nobody turns out to be late has cost something, too.
+    A little may be spent in advance. Each step allows one attempt at most, because a stop after
+    which no worker turns out to be late has cost something, too.
     """
 
     def __init__(self, share: float, tasks: int) -> None:
@@ -133,7 +137,7 @@ class Budget:
         self._since: int | None = None  # the step from which tasks are counted
 
     def allows(self, step: int) -> bool:
-        """Return whether others may compute the late tasks of this step."""
+        """Return whether other workers may compute the late tasks of this step."""
         if self._since is None:
             self._since = step
         if not self._share or step == self._tried_in:

@@ -12,19 +12,15 @@ from collections.abc import Callable, Sequence
 
 from holdfast.engine.core.errors import require
 from holdfast.engine.core.ground import effects
-from holdfast.engine.core.ground.ends import SinkKind
 from holdfast.engine.core.ground.events import (
-    CONTRADICTED,
-    FINITE,
-    FIRST,
-    RIGHTLY,
-    SOMEBODYS,
     CountSettled,
+    Doubt,
     EventNoted,
     Gathered,
     MemberDone,
     Purpose,
     Row,
+    SinkKind,
     StepKind,
     StepOpened,
     StillAwaited,
@@ -33,30 +29,29 @@ from holdfast.engine.core.ground.events import (
     TaskDone,
     Topic,
 )
-from holdfast.engine.core.ground.standing import FOREVER, Standing
+from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.ground.vote import Vote
 from holdfast.engine.core.replica.replica import Replica
 from holdfast.engine.core.step.activities import ACTIVITY_MOVES, STEPPING, SUMMED, Activity
 from holdfast.engine.core.step.audit import Alike, Audit, Sentence
 from holdfast.engine.core.step.audits import Audits
-from holdfast.engine.core.step.backup import Settlement
+from holdfast.engine.core.step.backup import CountedMembers
 from holdfast.engine.core.step.balance import BalancePolicy
+from holdfast.engine.core.step.late_watch import LateWatch
 from holdfast.engine.core.step.newcomers import Newcomers, Refusal
 from holdfast.engine.core.step.open_step import OpenStep
 from holdfast.engine.core.step.rulings import Rulings
-from holdfast.engine.core.step.speculation import Lateness, choose_copies
 from holdfast.engine.core.step.step_policy import Counting, StepPolicy
 from holdfast.engine.core.step.sum_trial import SumTrial
 from holdfast.engine.core.step.verdicts import Agreed, Decided, Doubted, Failed, Verdict
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.core.views import View
-from holdfast.engine.core.worker_status import Phase
 
 NO_MAJORITY = "and none has a majority"
 
 
 class StepMachine:
-    """Runs a member's steps, as the module describes. What changes it returns outcomes in order."""
+    """Runs a member's steps, as the module describes."""
 
     def __init__(
         self,
@@ -67,8 +62,9 @@ class StepMachine:
     ) -> None:
         self._activity = Activity.CLOSED
         self.owners: tuple[WorkerId, ...] = ()  # the hosts of the virtual ranks in that step
-        self.is_proved = False  # in this view it has committed tasks that others computed, too
-        self.lateness = Lateness(policy.patience)
+        # It has committed tasks in this view that another member has computed, too.
+        self.is_proved = False
+        self.watch = LateWatch(standing, policy.patience)
         self._me = standing.me
         self._standing = standing
         self._policy = policy
@@ -79,40 +75,35 @@ class StepMachine:
         self._audits = Audits(*audits, self._newcomers, policy.script_cycle)
         self._rulings = Rulings(self._me, policy.cycle, keeps=policy.keeps, looks=policy.looks)
         self._view: View
-        self._rank = 0
         self._counting: Counting
         self._open: OpenStep | None = None
-        self._idle = False
-        self._settlement: Settlement | None = None
+        self._counted = CountedMembers(policy.backup, standing)
         self._again: tuple[Audit, ...] = ()  # to be computed in the next attempt at the step
         self._sums: Summed | None = None
         self._to_check: list[int] = []  # buckets
         self._trial: SumTrial | None = None
-        self._late: tuple[WorkerId, ...] = ()  # members whose tasks may be copied
-        self._looked_in = -1  # the step in which it looked for late members
 
     # ------------------------------------------------------------ views
 
     def enter(self, view: View) -> None:
         """A view is installed; what this worker hosts in it may be computed at once."""
-        self._view, self._rank = view, view.rank(self._me)
+        self._view = view
         self._go_to(Activity.SYNC)
         self.owners = view.owners
         if self._open is not None and self._open.index != self.step:
             self._open = None
-        self._sums, self._trial, self._late = None, None, ()
-        if self._policy.backup.workers:
-            self._settlement = Settlement(self._policy.backup, self._rank, len(view.members))
+        self._sums, self._trial, self.watch.late = None, None, ()
+        self._counted.enter(view)
         self._audits.enter()
         self._rulings.enter(view)
         self._continue_script()
 
     def close(self) -> Doubted | None:
-        """Give the view up; return the doubts of a member that was about to confess."""
-        confessing = self.activity is Activity.CONFESS
+        """Give the view up; return the doubts of a member that was about to report a fault."""
+        reports_fault = self.activity is Activity.REPORT_FAULT
         self._go_to(Activity.CLOSED)
-        self._late = ()
-        return self._conclude(None) if confessing else None
+        self.watch.late = ()
+        return self._conclude(None) if reports_fault else None
 
     def agree(self) -> None:
         """Gather the agreements that joiners, and members that missed a vote, do not know."""
@@ -140,7 +131,7 @@ class StepMachine:
 
     @property
     def activity(self) -> Activity:
-        """Return what the members of the view do now, as far as this one knows."""
+        """Return the activity of the view's members, as far as this member knows."""
         return self._activity
 
     def _go_to(self, activity: Activity) -> None:
@@ -166,23 +157,24 @@ class StepMachine:
     # ------------------------------------------------------------ the script
 
     def handle_opened(self, event: StepOpened) -> None:
-        """Let the script compute tasks of the step that it is ready for."""
+        """Start the tasks of the step for which the script is ready."""
         if not event.rested:
             self._replica.saves.postpone(event.step)
             self._replica.replicating.postpone(event.step)
             self._audits.postpone(event.step)
-        self._open, self._idle = OpenStep(event.step, event.kind), False
+        self._open = OpenStep(event.step, event.kind)
+        self.watch.open_step()
         self.advance()
 
     @property
     def is_timed(self) -> bool:
-        """Return whether the open step says anything about how long steps take."""
+        """Return whether the time of the open step counts as the time of a step."""
         return self._open is None or self._open.kind is StepKind.GRADIENTS
 
     def handle_task(self, task: TaskDone) -> None:
         """Record a finished task; ignore tasks of older steps."""
         if task.purpose is Purpose.SPECULATIVE:
-            self.lateness.count_copy()
+            self.watch.lateness.count_copy()
         step = self._open
         if step is None or step.index != task.step:
             return
@@ -190,7 +182,7 @@ class StepMachine:
         if self.activity is Activity.REDO:
             self._redo_now()
         elif task.purpose is Purpose.SPECULATIVE and self.activity is Activity.ROWS:
-            self._late = ()  # look again for late members
+            self.watch.late = ()
             self.advance()
             self._standing.order(effects.LookWhoIsLate(self._view.number, self.step))
         else:
@@ -207,7 +199,7 @@ class StepMachine:
             self._audit()
 
     def _continue_script(self) -> None:
-        """Have the script compute the next task, if it computes nothing now."""
+        """Order the script's next task, if it computes none now."""
         step, standing = self._open, self._standing
         if step is None or step.index != self.step or self._replica.is_fed_outside:
             return
@@ -218,118 +210,52 @@ class StepMachine:
         hosted = () if self._is_dropped() else standing.status.hosted
         standing.order(*(effects.Adopt(vrank) for vrank in step.adopt(hosted)))
         task = self._next_task(step, hosted)
-        if task is None or task[1] is Purpose.SPECULATIVE:
-            self._become_idle(True)
-        else:
-            self._become_idle(False)
+        self.watch.record_idle(task is None or task[1] is Purpose.SPECULATIVE)
         if task is None:
             return
         vrank, purpose = step.running = task
         standing.order(self._audits.order(step.index, vrank, purpose))
-
-    def _become_idle(self, idle: bool) -> None:
-        if idle != self._idle:
-            self._idle = idle
-            self._say_idle(idle)
-
-    def _say_idle(self, idle: bool) -> None:
-        """Record whether the script waits for others from now on."""
-        self._standing.change(phase=Phase.WAITING if idle else Phase.COMPUTING)
-        self.lateness.record_done(self._standing.now)
-        self._looked_in = -1
-        if not self._standing.acts:
-            self._standing.tell()
 
     def _next_task(self, step: OpenStep, hosted: Sequence[int]) -> tuple[int, Purpose] | None:
         if missing := step.missing_tasks(hosted):
             return missing[0], Purpose.HOSTED
         if owed := self._audits.owed_vranks(self._me, step):
             return owed[0], Purpose.AUDITED
-        if not self._late:
-            return None
-        tasks = choose_copies(self.owners, self._view.paths, self._late, self._me)
-        late = [vrank for vrank in tasks if vrank not in step.speculative]
-        return (late[0], Purpose.SPECULATIVE) if late else None
+        late = self.watch.choose_task(self.owners, self._view, step.speculative)
+        return None if late is None else (late, Purpose.SPECULATIVE)
 
     def _is_dropped(self) -> bool:
         """Return whether what this member computes of the step does not count in this view."""
-        if self._settlement is None or self.activity is Activity.CLOSED:
-            return False
-        return self._settlement.drops(self.step)
-
-    # ------------------------------------------------------------ members that are late
+        return self.activity is not Activity.CLOSED and self._counted.drops(self.step)
 
     def handle_late_members(self, event: StillAwaited) -> None:
         """Copy the tasks that this worker would host without the late members."""
         if self.activity is Activity.ROWS and event.step == self.step:
-            self._late = tuple(self._view.workers[rank] for rank in event.ranks)
+            self.watch.late = tuple(self._view.workers[rank] for rank in event.ranks)
             self._continue_script()
-
-    def look(self, now: float) -> None:
-        """Look for late members, or report that some are late, once it is time."""
-        standing = self._standing
-        if now >= self.look_at():
-            self._looked_in = standing.status.committed
-            standing.order(effects.LookWhoIsLate(standing.status.view, standing.status.committed))
-        if now >= self.late_at():
-            standing.change(phase=Phase.OVERDUE)
-            standing.tell()
-
-    def look_again(self) -> None:
-        """Look for members that are late in the step under way, though that was done before."""
-        self._looked_in = -1
-
-    def late_at(self) -> float:
-        """Return when it says that others are late, if nothing happens until then."""
-        waits = self._standing.status.phase is Phase.WAITING and self.is_timed
-        return self.lateness.late_at if waits else FOREVER
-
-    def look_at(self) -> float:
-        """Return when its script may copy tasks of late members."""
-        waits = self._standing.status.waiting and self.is_synced and self.is_timed
-        return self.lateness.copy_at if waits and self._looked_in < 0 else FOREVER
 
     # ------------------------------------------------------------ members that count
 
     def _begin_sums(self) -> None:
-        step, settlement = self._open, self._settlement
+        step = self._open
         if step is None or step.index != self.step:
             return
-        counted: Sequence[int] = range(len(self._view.members))
-        if settlement is not None and step.kind is StepKind.GRADIENTS:
-            settlement.begin(self.step)
-            used = step.count_used(self._standing.status.hosted)
-            if used is not None and settlement.record_own_done(self.step):
-                self._say_done(used)
-            found = settlement.counted_ranks(self.step)
-            if found is None:
-                return
-            counted = found
+        counted = self._counted.settle(step)
+        if counted is None:
+            return
+        if self._is_dropped():
             self._continue_script()  # the script skips dropped tasks
         self._go_to(Activity.SUM)
         self._standing.order(effects.Reduce(self._view.number, self.step, self.owners, counted))
 
-    def _say_done(self, used: int) -> None:
-        number = self._view.number
-        if self._rank == FIRST:
-            self.handle_member_done(MemberDone(number, FIRST, self.step, used))
-        else:
-            self._standing.order(effects.SendDone(number, self.step, used))
-
     def handle_member_done(self, event: MemberDone) -> None:
-        """Hear, as the first member, that another is done with all its tasks, perhaps too late."""
-        if self._settlement is None:
-            return
-        counted = self._settlement.record_done(event.rank, event.step, event.samples)
-        if counted and len(self._view.members) > 1:
-            self._standing.order(effects.SendCounted(self._view.number, event.step, counted))
-        if event.rank != FIRST:
+        """Record, as the first member, that another has done all its tasks."""
+        if self._counted.record_done(event):
             self.advance()
 
     def handle_count(self, event: CountSettled) -> None:
-        """Take in whose results of a step count, as the first member says."""
-        if self._settlement is not None:
-            self._settlement.record_settled(event.step, event.ranks)
+        """Take in the ranks whose results of a step count, as the first member has settled."""
+        self._counted.record_settled(event)
         self.advance()
 
     def _share_rows(self) -> None:
@@ -345,7 +271,7 @@ class StepMachine:
         """Compare states, then audited tasks, then the new sums, before the vote."""
         if self.activity is not Activity.ROWS or event.step != self.step:
             return
-        self._sums, self._late = event, ()
+        self._sums, self.watch.late = event, ()
         self._go_to(Activity.AUDITING)
         workers = self._view.workers
         for prints in (event.parts, event.wholes, event.copies) if self._policy.cycle else ():
@@ -357,7 +283,7 @@ class StepMachine:
         self.advance()
 
     def _audit(self) -> None:
-        """Send the results of audits, once this member owes nothing any more."""
+        """Send the results of audits, once this member owes none any more."""
         step = self._open
         if step is None or self._audits.owed_vranks(self._me, step):
             return
@@ -377,7 +303,7 @@ class StepMachine:
                 self._handle_audit(event.rows)
             case Topic.VOTE if self.activity is Activity.VOTE:
                 return self._handle_votes(event.rows)
-            case Topic.CONFESS if self.activity is Activity.CONFESS:
+            case Topic.REPORT_FAULT if self.activity is Activity.REPORT_FAULT:
                 self._go_to(Activity.CLOSED)
                 return self._conclude(event.rows) or Failed("a worker is wrong")
         return None
@@ -444,7 +370,7 @@ class StepMachine:
             self._check_next()
         else:
             if trial.right:
-                self._standing.order(effects.PutRight(trial.bucket, trial.right))
+                self._standing.order(effects.UseCorrectSum(trial.bucket, trial.right))
             self._standing.order(effects.CheckSum(self._view.number, trial.bucket, question))
 
     def _accept(self) -> None:
@@ -453,7 +379,7 @@ class StepMachine:
         looked = [audit.vrank for audit in self._audits.planned]
         self._newcomers.add_audits(self._view, (w for a in self._audits.planned for w in a.workers))
         self._rulings.record_sums(self.step, self.owners, looked)
-        doubted = self.doubt > RIGHTLY
+        doubted = self.doubt > Doubt.CONFIRMED_NON_FINITE
         self._standing.carry(self._report_contradictions())
         if not doubted and self._replica.replicating.is_active:
             self._go_to(Activity.KEEP)
@@ -462,28 +388,28 @@ class StepMachine:
             self._vote(is_believed=not doubted)
 
     def handle_kept_gradient(self, step: int, *, full: bool) -> None:
-        """Let a gradient be committed, now that it is in the nodes' memory."""
+        """Continue to the vote, now that the gradient is in the nodes' memory."""
         if self.activity is Activity.KEEP and step == self.step:
             self._replica.replicating.full = full
             self._vote(is_believed=True)
 
     @property
     def doubt(self) -> int:
-        """Return what the vote says of the sums: finite, rightly not, or whose part is not."""
+        """Return the vote's doubt about the sums: a `Doubt`, or BLAMED plus a rank."""
         sums, audits = self._sums, self._audits
         if sums is None:
-            return FINITE
+            return Doubt.FINITE
         every = len(audits.planned) == len(self.owners)
-        if sums.doubt != FINITE:
+        if sums.doubt != Doubt.FINITE:
             given_up = audits.alike is Alike.NOTHING
             believed = self._rulings.believes_not_finite(self.step, sums.bits)
-            return RIGHTLY if given_up or every or believed else sums.doubt
+            return Doubt.CONFIRMED_NON_FINITE if given_up or every or believed else sums.doubt
         compares = audits.alike is Alike.BITS and not every
-        return CONTRADICTED if sums.unlike and compares else FINITE
+        return Doubt.CONTRADICTED if sums.unlike and compares else Doubt.FINITE
 
     def _report_contradictions(self) -> list[effects.Outcome]:
         """Report speculative tasks whose bits differ from those of the tasks that they copy."""
-        if self.doubt != CONTRADICTED:
+        if self.doubt != Doubt.CONTRADICTED:
             return []
         sums = self._sums
         assert sums is not None, "only sums contradict a task"
@@ -526,12 +452,16 @@ class StepMachine:
         tally = self._counting.count(rows)
         if tally.alien:
             return Failed(f"votes of view {self._view.number}, step {self.step} do not match")
-        if max(tally.doubts) > RIGHTLY:
-            suspects = [self._view.workers[d - SOMEBODYS] for d in tally.doubts if d >= SOMEBODYS]
+        if max(tally.doubts) > Doubt.CONFIRMED_NON_FINITE:
+            suspects = [
+                self._view.workers[d - Doubt.BLAMED] for d in tally.doubts if d >= Doubt.BLAMED
+            ]
             self._rulings.record_doubt(self.step, suspects, self._sums.bits if self._sums else 0)
             self._redo(self._audits.audit_all(self._view, self.step, self.owners))
             return None
-        standing.carry(self._rulings.settle(self.step, rightly=RIGHTLY in tally.doubts))
+        standing.carry(
+            self._rulings.settle(self.step, rightly=Doubt.CONFIRMED_NON_FINITE in tally.doubts)
+        )
         whole_step = self.step + 1 if tally.save or tally.protect else self._audits.whole_step
         self._audits.agree(Alike(tally.alike), whole_step)
         if tally.save:
@@ -557,7 +487,7 @@ class StepMachine:
     # ------------------------------------------------------------ again, or not at all
 
     def _redo(self, audits: Sequence[Audit]) -> None:
-        """Have the step computed once more, after the script has ended its present task."""
+        """Repeat the step, after the script has ended its present task."""
         self._again, self._sums = tuple(audits), None
         self._go_to(Activity.REDO)
         self._record_reduced(False)
@@ -580,10 +510,10 @@ class StepMachine:
         self._leave(wrong, diverged=True)
 
     def _leave(self, wrong: Sequence[WorkerId], *, diverged: bool) -> None:
-        """Have wrong members leave once all have heard it; (): nobody knows which ones are."""
-        self._go_to(Activity.CONFESS)
-        row = self._rulings.confess(self.step, wrong, diverged=diverged)
-        self._standing.order(effects.Gather(self._view.number, Topic.CONFESS, row))
+        """Report a fault to all members, so that wrong ones leave; (): they are unknown."""
+        self._go_to(Activity.REPORT_FAULT)
+        row = self._rulings.report_fault(self.step, wrong, diverged=diverged)
+        self._standing.order(effects.Gather(self._view.number, Topic.REPORT_FAULT, row))
 
     def _conclude(self, rows: Sequence[Row] | None) -> Doubted | None:
         """Carry out the conclusions from the words of all members; return doubts, if any."""

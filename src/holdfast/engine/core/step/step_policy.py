@@ -1,10 +1,9 @@
-"""Defines what a step machine is given: the job's settings, and its surroundings. Pure."""
+"""Defines the settings of a step machine, and counts the votes of its view. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from holdfast.engine.core.ground.events import EventNoted, Row
 from holdfast.engine.core.ground.vote import Tally, count_votes
@@ -21,13 +20,13 @@ from holdfast.engine.core.views import View
 class StepPolicy:
     """Keeps the settings of a job that matter within a step; the same on all its workers.
 
-    `audit`: share of tasks computed twice. `cycle`: steps in which all of the state is compared;
-    0: never. `keeps`: there are checkpoints to go back to. `restore_s`: how long a store may stay
+    `audit`: share of tasks computed twice. `cycle`: steps in which all of the state is compared; 0:
+    never. `keeps`: there are checkpoints to go back to. `restore_s`: how long a store may stay
     silent when the job is to begin from a checkpoint. `protect_every`: steps between two states put
-    into the nodes' memory; 0: as many as are applied again in the time that a state takes.
-    `script_cycle`: steps in which workers compare one task, because of the script, beside those of
-    the first steps (core/step/early_audits.py); 0: they compare none.
-    `processor`: a number that stands for the kind of this worker's processor.
+    into the nodes' memory; 0: the number that is applied again in the time that a state takes.
+    `script_cycle`: steps in which workers compare one task, because of the script, in addition to
+    the tasks of the first steps (core/step/audits.py); 0: they compare none. `processor`: a number
+    that stands for the kind of this worker's processor.
     """
 
     seed: int = 0
@@ -50,26 +49,6 @@ class StepPolicy:
         return bool(self.audit or self.cycle)
 
 
-class Surroundings(Protocol):
-    """Declares the worker machine around a step machine."""
-
-    @property
-    def now(self) -> float: ...
-
-    @property
-    def leads_now(self) -> bool: ...
-
-    @property
-    def pending(self) -> bool:
-        """Return whether this worker knows of a planned change of the view."""
-        ...
-
-    @property
-    def at_rest(self) -> bool:
-        """Return whether the script has applied all committed steps, and waits."""
-        ...
-
-
 class Counting:
     """Draws the conclusions from a view's votes, step after step: the same on all its members."""
 
@@ -78,7 +57,7 @@ class Counting:
 
     @property
     def owners(self) -> tuple[WorkerId, ...]:
-        """Return who hosts each virtual rank from the next step on."""
+        """Return the host of each virtual rank from the next step on."""
         return self._speeds.owners
 
     def count(self, rows: Sequence[Row]) -> Tally:

@@ -1,10 +1,10 @@
 """Finds workers that compute too slowly: verdicts, with reasons, from the votes' times. Pure.
 
-Only the time of a worker's own computing counts, per virtual rank, never that of its waiting; so
-one slow worker does not make the others look slow. Each worker is compared with its peers of the
-same step (a common cause, such as longer samples, cancels out) and with its own past. Small
-excesses are summed up until chance is no explanation any more (Page's cumulative sum, 1954); the
-limit follows from the noise, which is measured robustly.
+Only the time of a worker's own computing counts, per virtual rank, never its waiting; so one slow
+worker does not make other workers look slow. Each worker is compared with its peers of the same
+step (a common cause, such as longer samples, cancels out) and with its own past. Small excesses are
+summed up until chance is no explanation any more (Page's cumulative sum, 1954); the limit follows
+from the noise, which is measured robustly.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from holdfast.engine.core.types import WorkerId
 NOISE_MIN = 0.01  # all of these are logarithms of ratios: about 1 %
 NOISE_FIRST = 0.05
 NOISE_SHARE = 0.1  # the weight of one step in the running estimate
-EXCESS = 0.04  # over which a step speaks for slowness
-STEP_MAX = 0.32  # the most that one step counts, so that one alone proves nothing
+EXCESS = 0.04  # a step with more of it is evidence of slowness
+STEP_MAX = 0.32  # the most that one step counts, so that one alone is no proof
 EVIDENCE_MIN = 0.8  # more than two odd steps
 EVIDENCE = 10.0  # in units of noise squared over excess: e^-20 by chance
 RECENT = 16  # steps
@@ -31,7 +31,7 @@ CLEARLY, CLEARLY_MIN = 3.0, 0.1  # in units of noise, and at least
 HIGH = 2.0  # in units of noise: a slow step rather than a usual one
 ONCE, ONCE_MIN = 10.0, math.log(2.0)  # in units of noise, and at least: noted by itself
 PAST = 1 / 64  # the weight of one step in a worker's own usual time
-PAST_MIN = 16  # steps, before its past says anything
+PAST_MIN = 16  # steps, before its past is evidence
 
 
 class Kind(enum.Enum):
@@ -54,7 +54,8 @@ class Verdict:
     worker: WorkerId
     kind: Kind
     factor: float
-    steps: int  # since it began
+    #: The steps since it began.
+    steps: int
     reason: str
 
     def __str__(self) -> str:
@@ -66,16 +67,23 @@ class _Track:
     """Keeps the record of one worker."""
 
     evidence: float = 0.0
-    since: int = 0  # steps in which the evidence was not zero
+    #: The steps in which the evidence was not zero.
+    since: int = 0
     slow: bool = False
-    told: int = 0  # steps since the verdict that it is
-    kind: Kind = Kind.STEADY  # the kind in that verdict
+    #: The steps since the verdict that it is slow.
+    told: int = 0
+    #: The kind in that verdict.
+    kind: Kind = Kind.STEADY
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     last: float = 0.0
-    usual: float = 0.0  # against its peers; or, alone, the logarithm of its time
-    known: int = 0  # steps that `usual` rests on
-    past: float = 0.0  # evidence against its own past
-    odd: float = 0.0  # how late it was in the last step, if that was by far: perhaps only once
+    #: Its usual time against its peers; or, alone, the logarithm of its time.
+    usual: float = 0.0
+    #: The number of steps on which `usual` rests.
+    known: int = 0
+    #: The evidence against its own past.
+    past: float = 0.0
+    #: Its delay in the last step, if that was large: perhaps only once.
+    odd: float = 0.0
 
 
 class Detector:
@@ -86,7 +94,7 @@ class Detector:
         self._tracks = [_Track() for _ in workers]
         self._noise = NOISE_FIRST
         self._steps = 0
-        self._allowed = EXCESS  # more than this speaks for slowness, in this step
+        self._allowed = EXCESS  # more than this is evidence of slowness, in this step
         self._needed = EVIDENCE_MIN  # evidence for a verdict
 
     @property
@@ -210,7 +218,7 @@ class Detector:
         )
 
     def _judge_by_past(self, worker: WorkerId, track: _Track, late: float) -> Verdict | None:
-        """Judge a fast one that has become slower, though not slower than the others."""
+        """Judge a fast worker that has become slower, though not slower than its peers."""
         track.past = max(0.0, track.past + min(late, STEP_MAX) - self._allowed)
         if track.past <= self._needed:
             return None

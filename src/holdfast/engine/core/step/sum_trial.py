@@ -27,7 +27,7 @@ VERDICT_WORDS = 2 * TREE_RUNS
 
 
 class SumTrial:
-    """Hears tables about one bucket's sum until they suffice.
+    """Collects tables about one bucket's sum until they suffice.
 
     `hosts`: the rank that hosts each virtual rank, of `size` members.
     """
@@ -96,7 +96,7 @@ def majority(tables: Sequence[Table]) -> tuple[int, ...] | None:
 
 
 def find_wrong(tables: Sequence[Table], right: Sequence[int]) -> tuple[int, ...]:
-    """Return who summed what most have wrongly, or whose copy alone is wrong."""
+    """Return the members that summed wrongly most often, or the one whose copy alone is wrong."""
     found: list[int] = []
     members = len(tables[0])
     for turned, table in enumerate(tables):
@@ -166,7 +166,7 @@ class _Trace:
         )
 
     def _blame(self, node: tree.Node, piece: int, makers: Sequence[int]) -> set[int]:
-        """Return the maker of a piece in the wrong run; nothing if both runs are wrong."""
+        """Return the maker of a piece in the wrong run; none if both runs are wrong."""
         wrong = []
         for run, maker in enumerate(makers):
             root = self._runs[run][-1].hosts

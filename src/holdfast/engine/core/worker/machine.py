@@ -16,8 +16,7 @@ from holdfast.engine.core.errors import assert_never, require
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.effects import WorkerEffect
-from holdfast.engine.core.ground.ends import SinkKind, SourceKind
-from holdfast.engine.core.ground.events import WorkerEvent
+from holdfast.engine.core.ground.events import SinkKind, SourceKind, WorkerEvent
 from holdfast.engine.core.ground.standing import Standing
 from holdfast.engine.core.replica.replica import Replica, SyncStage
 from holdfast.engine.core.step.balance import BalancePolicy
@@ -72,13 +71,16 @@ class WorkerMachine:
         return self._standing.take_effects()
 
     def deadline(self) -> float | None:
-        """Return when its right to act ends, or others will be late; None while it does not act."""
+        """Return the next time at which it wants a Tick; None while it does not act."""
         if not self._standing.acts:
             return None
-        return min(self._standing.acting_until, self._step.late_at(), self._step.look_at())
+        step = self._step
+        late_at = step.watch.late_at(counts=step.is_timed)
+        look_at = step.watch.look_at(counts=step.is_timed, synced=step.is_synced)
+        return min(self._standing.acting_until, late_at, look_at)
 
     def snapshot(self) -> WorkerStatus:
-        """Return the status that the control plane is told."""
+        """Return the status for the control plane."""
         return self._standing.status
 
     @property
@@ -93,8 +95,8 @@ class WorkerMachine:
 
     @property
     def lateness(self) -> Lateness:
-        """Return the statistics of steps and of waits for others."""
-        return self._step.lateness
+        """Return the statistics of steps and of waits for other members."""
+        return self._step.watch.lateness
 
     @property
     def acting_until(self) -> float:
@@ -103,11 +105,11 @@ class WorkerMachine:
 
     @property
     def pending(self) -> bool:
-        """Return whether it knows of a planned change of the view, as it says in its votes."""
+        """Return whether it knows of a planned change of the view, as its votes announce."""
         return self._standing.is_change_pending
 
     def leads(self, now: float) -> bool:
-        """Return whether this worker is the one that acts for the job."""
+        """Return whether this worker acts for the job."""
         return self._standing.leads(now)
 
     def check(self) -> None:
@@ -213,7 +215,7 @@ class WorkerMachine:
                 assert_never(event)
 
     def _handle_obtained(self, event: ev.Obtained) -> None:
-        """Go on with what a source has given, or has failed to give."""
+        """Continue with the state or step that a source has given, or has failed to give."""
         if event.source is SourceKind.FEED:
             self._handle_fed(event)
             return
@@ -287,7 +289,7 @@ class WorkerMachine:
         """Begin the steps of a view: all members hold the same state."""
         view = self._standing.view
         assert view is not None, "a group without a view"
-        self._step.lateness.record_built(self._standing.now)
+        self._step.watch.lateness.record_built(self._standing.now)
         self._replica.record_sync(view)
         self._standing.tell()
         self._replica.begin()
@@ -305,9 +307,9 @@ class WorkerMachine:
         tasks, hosted = len(status.hosted), status.hosted
         if vote.owners != step.owners:
             hosted = tuple(v for v, owner in enumerate(vote.owners) if owner == status.worker)
-        # All others needed this worker's share of the step, which it sent after this moment.
-        proved_at = step.lateness.began_at
-        step.lateness.record_step(standing.now, tasks, timed=step.is_timed)
+        # All other members needed this worker's share of the step, which it sent after this moment.
+        proved_at = step.watch.lateness.began_at
+        step.watch.lateness.record_step(standing.now, tasks, timed=step.is_timed)
         standing.change(
             committed=vote.step + 1,
             reduced=False,
@@ -326,7 +328,7 @@ class WorkerMachine:
     # ------------------------------------------------------------ boundaries and views
 
     def _copy_next(self, done: SinkKind | None, *, within: bool) -> None:
-        """Have the state copied for the next sink; go on once no copy is due."""
+        """Order the copy of the state for the next sink; continue once no copy is due."""
         if not self._replica.copy_next(done, within=within):
             self._handle_boundary()
 
@@ -367,7 +369,8 @@ class WorkerMachine:
     def _look_at_clock(self) -> None:
         """Give the view up if the right to act has ended; else look for members that are late."""
         if self._standing.acts and not self._membership.is_fenced():
-            self._step.look(self._standing.now)
+            step = self._step
+            step.watch.look(counts=step.is_timed, synced=step.is_synced)
 
     # ------------------------------------------------------------ what was missed, or fed
 
@@ -377,7 +380,7 @@ class WorkerMachine:
             self._begin_steps()
 
     def _follow(self) -> None:
-        """Load or apply the next part of the feed; after the last one, go on as a member."""
+        """Load or apply the next part of the feed; after the last one, continue as a member."""
         if not self._replica.follow() and self._replica.joins_fed:
             self._catch_up()
 

@@ -58,7 +58,7 @@ class Membership:
         return True
 
     def release(self) -> None:
-        """Let the script leave its ended loop, once that is allowed."""
+        """Release the script from its ended loop, once that is allowed."""
         standing = self._standing
         loop, leads = standing.status.loop, standing.leads_now and standing.status.has_state
         allowed = self._release_loop >= loop or leads
@@ -69,9 +69,9 @@ class Membership:
     # ------------------------------------------------------------ promises
 
     def promise(self, number: ViewNumber, why: str = "") -> bool:
-        """Never act again in views up to this one; return whether that is news.
+        """Never act again in views up to this one; return whether that is new.
 
-        `why`: the reason if nobody ordered it, as a phrase that follows this worker's name.
+        `why`: the reason if it was not ordered, as a phrase that follows this worker's name.
         """
         if not self._promise(number, why):
             return False
@@ -162,7 +162,7 @@ class Membership:
             self._standing.change(state=ReplicaStage.DISTRUSTED, reduced=False)
 
     def _avoid(self, more: Invalidations) -> None:
-        """Take in invalidations, which may cover a checkpoint that it has told of."""
+        """Take in invalidations, which may cover a checkpoint that it has reported."""
         status = self._standing.status
         news = [each for each in more if not is_covered(each, status.invalidations)]
         if news:
@@ -198,8 +198,8 @@ class Membership:
             unproven=status.worker in view.unproven,
             state=ReplicaStage.OBTAINING if late else status.state,  # until it has caught up
         )
-        self._step.lateness.record_view(standing.now)
-        self._step.look_again()
+        self._step.watch.lateness.record_view(standing.now)
+        self._step.watch.look_again()
         self._replica.enter(view)
         standing.order(ef.Install(view))
         standing.tell()

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from holdfast.engine.core.membership.activity import ActivityMeter, ActivitySample
+from holdfast.engine.core.membership.liveness import ActivityMeter, ActivitySample
 from holdfast.engine.core.types import NO_VIEW, Incarnation, WorkerId
 from holdfast.engine.core.worker_status import WorkerStatus
 from holdfast.engine.host.procfs import session_cpu_s

@@ -30,7 +30,7 @@ from typing import NoReturn
 from holdfast.engine.core.errors import WireError, first_line
 from holdfast.engine.core.machine_errors import MachineError
 from holdfast.engine.core.membership.liveness import FreezeDetector, FreezePolicy
-from holdfast.engine.core.membership.process_ends import QUIT
+from holdfast.engine.core.membership.node_process import QUIT
 from holdfast.engine.host.ending_signals import leave_ending_signals
 from holdfast.engine.host.lifetime import die_with_parent, end_lost
 from holdfast.engine.host.procfs import sample_process

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from holdfast.engine.core.errors import Aborted
-from holdfast.engine.core.ground.events import NOBODY, Wait
+from holdfast.engine.core.ground.events import NO_MEMBER, Wait
 
 SHORT_S = 0.001  # shorter waits do not count
 Message = tuple[int, torch.Tensor]  # (peer's rank in the view, contiguous tensor)
@@ -63,12 +63,12 @@ class Waits:
         found = Wait(peer, max(0, now_us - sent_us), now_us - self._sent_us)
         if self._since - began > SHORT_S:
             self._longest = max(found, self._longest, key=lambda wait: wait.counted_us)
-        elif self._newest.peer == NOBODY or found.took_us < self._newest.took_us:
+        elif self._newest.peer == NO_MEMBER or found.took_us < self._newest.took_us:
             self._newest = Wait(peer, found.took_us)
 
     def wait_of_step(self) -> Wait:
         """Return the times for the vote of this step."""
-        return self._newest if self._longest.peer == NOBODY else self._longest
+        return self._newest if self._longest.peer == NO_MEMBER else self._longest
 
 
 class Rendezvous(Protocol):

@@ -21,7 +21,7 @@ import xxhash
 
 from holdfast.engine.core.errors import UserError, WorldError
 from holdfast.engine.core.step.audit import Sketch, are_near
-from holdfast.engine.core.step.early_audits import EARLY_STEPS
+from holdfast.engine.core.step.audits import EARLY_STEPS
 
 RUNS_MAX = 6  # runs of a task in all: before the counted one, that one, and after it
 RUNS_CLOSE = 4  # runs of a worker's first task, if it is one of the job's first

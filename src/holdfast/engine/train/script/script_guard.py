@@ -15,7 +15,7 @@ import torch
 from holdfast.engine.core.errors import ScriptFault, UserError
 from holdfast.engine.core.ground.events import EventNoted
 from holdfast.engine.core.job_spec import JobSpec
-from holdfast.engine.core.step.early_audits import EARLY_STEPS
+from holdfast.engine.core.step.audits import EARLY_STEPS
 from holdfast.engine.train.checkpoint.loaded_state import LoadedState
 from holdfast.engine.train.checkpoint.sharded_optimizers import ShardedOptimizers
 from holdfast.engine.train.data.sources import LoopData

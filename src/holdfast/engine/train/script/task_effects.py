@@ -27,7 +27,7 @@ import torch
 import xxhash
 
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.core.step.early_audits import EARLY_STEPS
+from holdfast.engine.core.step.audits import EARLY_STEPS
 from holdfast.engine.train.checkpoint.local_tensors import local_of
 from holdfast.engine.train.exchange.tensor_bytes import memory_of
 from holdfast.engine.train.step.table_parameters import AbsentWeight

@@ -17,7 +17,7 @@ import torch
 from holdfast.engine.core.errors import HoldfastError, WireError, first_line
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SourceKind
+from holdfast.engine.core.ground.events import SourceKind
 from holdfast.engine.core.types import NO_VIEW
 from holdfast.engine.core.views import FollowOrder
 from holdfast.engine.net import peer_stream

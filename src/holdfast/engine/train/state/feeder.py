@@ -17,7 +17,7 @@ import torch
 from holdfast.engine.core.errors import WireError, first_line
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SinkKind, SourceKind
+from holdfast.engine.core.ground.events import SinkKind, SourceKind
 from holdfast.engine.core.replica.feeding import count_feeders
 from holdfast.engine.core.types import NO_VIEW, WorkerId
 from holdfast.engine.core.views import Follower, FollowOrder, View

@@ -14,7 +14,7 @@ import torch
 from holdfast.engine.core.errors import Aborted
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SourceKind
+from holdfast.engine.core.ground.events import SourceKind
 from holdfast.engine.core.membership.formation import STEPS_MISSED_MAX
 from holdfast.engine.train.exchange.layout import TAG_STATE, piece_of
 from holdfast.engine.train.exchange.seam import Transport

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from holdfast.engine.core.errors import Damaged, WorldError, first_line
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SourceKind
+from holdfast.engine.core.ground.events import SourceKind
 from holdfast.engine.core.redundancy import Recall, Redundancy
 from holdfast.engine.core.types import Peer
 from holdfast.engine.core.views import View

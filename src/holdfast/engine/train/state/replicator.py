@@ -19,7 +19,7 @@ import torch
 from holdfast.engine.core.errors import UserError, WorldError, first_line
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SinkKind
+from holdfast.engine.core.ground.events import SinkKind
 from holdfast.engine.core.redundancy import Piece, Redundancy
 from holdfast.engine.core.replica.replicating import parts_of, pieces_of
 from holdfast.engine.core.types import WorkerId

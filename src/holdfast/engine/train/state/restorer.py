@@ -26,7 +26,7 @@ from holdfast.engine.core.errors import (
 )
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SourceKind
+from holdfast.engine.core.ground.events import SourceKind
 from holdfast.engine.core.invalidations import Invalidations
 from holdfast.engine.core.partition import part_of
 from holdfast.engine.core.replica.saves import list_replacements

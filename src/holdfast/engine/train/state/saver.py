@@ -21,8 +21,7 @@ import torch
 
 from holdfast.engine.core.errors import WorldError, first_line
 from holdfast.engine.core.ground import effects as ef
-from holdfast.engine.core.ground.ends import SinkKind
-from holdfast.engine.core.ground.events import SaveEnded, StateCopied
+from holdfast.engine.core.ground.events import SaveEnded, SinkKind, StateCopied
 from holdfast.engine.core.replica.saves import SaveFailures
 from holdfast.engine.core.types import Peer, ViewNumber
 from holdfast.engine.net.standard_streams import print_plain

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from holdfast.engine.core.ground.events import FINITE, NOBODYS, SOMEBODYS
+from holdfast.engine.core.ground.events import Doubt
 from holdfast.engine.core.sum_plan import SumPlan
 from holdfast.engine.train.exchange.cut_plan import CutAddition, CutPlan, Side
 from holdfast.engine.train.exchange.layout import TAG_BUCKETS, TAG_OF_PLAN, Layout
@@ -107,11 +107,11 @@ class BucketSum:
         return [self._held[node][1] if node in self._held else self._result[:0] for node in nodes]
 
     def doubt(self) -> int:
-        """Judge the sum: FINITE, or whether this member's part of it is not."""
+        """Judge the sum: Doubt.FINITE, or whether this member's part of it is not."""
         if self._total is None or cmath.isfinite(self._total.item()):
-            return FINITE
+            return Doubt.FINITE
         is_mine = any(not bool(torch.isfinite(part).all()) for part in self._own.values())
-        return SOMEBODYS + self._layout.rank if is_mine else NOBODYS
+        return Doubt.BLAMED + self._layout.rank if is_mine else Doubt.UNATTRIBUTED
 
     def agrees(self, vrank: int, leaves: Mapping[int, Flat | Rows]) -> bool:
         """Return whether a rank's part, as far as it is here, equals its leaf bit for bit."""

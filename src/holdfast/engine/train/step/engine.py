@@ -19,7 +19,7 @@ from holdfast.engine.core.errors import Aborted
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
 from holdfast.engine.core.ground.effects import SumStage
-from holdfast.engine.core.ground.events import FINITE, StepKind, Topic
+from holdfast.engine.core.ground.events import Doubt, StepKind, Topic
 from holdfast.engine.core.types import Peer, ViewNumber, WorkerId
 from holdfast.engine.core.views import View
 from holdfast.engine.train.exchange.layout import (
@@ -130,7 +130,7 @@ class Engine(threading.Thread):
             case ef.Redo():
                 self._data.gradients.clear()
                 self._data.reset()
-            case ef.PutRight(_, digests):
+            case ef.UseCorrectSum(_, digests):
                 try:
                     self._put_right(digests)
                 except Aborted as error:
@@ -250,7 +250,7 @@ class Engine(threading.Thread):
 
     def _gather(self, at: TimedConnections, order: ef.Gather) -> None:
         row = order.row
-        if order.topic is Topic.CONFESS:
+        if order.topic is Topic.REPORT_FAULT:
             row = (*row, self._exchange.fingerprint())
         real = any(isinstance(word, float) for word in row)
         mine = torch.from_numpy(np.array(row, np.float64 if real else np.int64))
@@ -341,7 +341,7 @@ class Engine(threading.Thread):
             unlike = data.speculative.contradicted_vranks(sums, data.values.told, parts)
             leads = at.view.leader == self._exchange.me.worker and not self._exchange.me.shard
             data.record_reduced(order.view, leads=leads)
-        doubt = max((each.doubt() for each in sums), default=FINITE)
+        doubt = max((each.doubt() for each in sums), default=Doubt.FINITE)
         tensors = [tensor for each in sums for tensor in each.sums]
         return ev.Summed(
             view=order.view,
@@ -351,7 +351,7 @@ class Engine(threading.Thread):
             wholes=tuple(each.whole for each in taken),
             copies=tuple(each.copied for each in taken),
             doubt=doubt,
-            bits=digest_all(tensors) if doubt != FINITE else 0,
+            bits=digest_all(tensors) if doubt != Doubt.FINITE else 0,
             unlike=unlike,
             compute_us=data.clock.step_us(),
             wait=at.waits.wait_of_step(),

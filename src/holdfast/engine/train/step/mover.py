@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from holdfast.engine.core.ground import effects as ef
 from holdfast.engine.core.ground import events as ev
-from holdfast.engine.core.ground.ends import SinkKind, SourceKind
+from holdfast.engine.core.ground.events import SinkKind, SourceKind
 from holdfast.engine.core.invalidations import Invalidations
 from holdfast.engine.core.views import FollowOrder, View
 from holdfast.engine.train.checkpoint.loaded_state import LoadedState

@@ -17,7 +17,7 @@ import torch
 
 from holdfast.engine.core import tree
 from holdfast.engine.core.errors import InvariantError
-from holdfast.engine.core.ground.events import FINITE, NOBODYS, SOMEBODYS
+from holdfast.engine.core.ground.events import Doubt
 from holdfast.engine.core.sum_plan import WHOLE, Part, SumPlan, overlap, subtract
 from holdfast.engine.core.sum_plan import Message as Planned
 from holdfast.engine.train.exchange.layout import TAG_ROWS, Layout
@@ -370,12 +370,14 @@ class RowsSum:
         return [table.result.values for table in self.tables]
 
     def doubt(self) -> int:
-        """Judge the sums: FINITE, or whether this member's part of them is not."""
-        found = FINITE
+        """Judge the sums: Doubt.FINITE, or whether this member's part of them is not."""
+        found: int = Doubt.FINITE
         for table, own in zip(self.tables, self._own, strict=True):
             if not _is_finite(table.result.values):
                 is_mine = any(not _is_finite(rows.values) for rows in own.values())
-                found = max(found, SOMEBODYS + self._layout.rank if is_mine else NOBODYS)
+                found = max(
+                    found, Doubt.BLAMED + self._layout.rank if is_mine else Doubt.UNATTRIBUTED
+                )
         return found
 
     def agrees(self, vrank: int, leaves: Mapping[int, Flat | Rows]) -> bool:
