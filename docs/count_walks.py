@@ -133,7 +133,7 @@ WALKS = (
         turns=(
             (
                 "order_commands:run_migrate",
-                "operator_orders:migrate",
+                "contact:migrate",
                 "contact:ask",
                 "Channel.send",
             ),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from conftest import RUN_S, SCRIPTS, finish
-from holdfast.engine.host.ending_signals import SAME_S, EndRequests
+from holdfast.engine.host.lifetime import SAME_S, EndRequests
 from holdfast.engine.runtime.local_run import LocalRun, processes_that_name, strike
 from holdfast.engine.runtime.node import fork_server
 from holdfast.engine.state.store.checkpoints import Checkpoints

@@ -23,7 +23,7 @@ from holdfast.engine.core.types import AgentId, WorkerId
 from holdfast.engine.core.worker_status import Stage
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.engine.runtime.node.bootstrap import find_machine_error
-from holdfast.engine.runtime.node.shard_processes import BY_MACHINE, read_told
+from holdfast.engine.runtime.node.shard_processes import BY_MACHINE, read_report
 from roster_kit import Cluster, status
 
 STEPS = 8
@@ -94,11 +94,11 @@ def test_torch_reports_that_memory_has_run_out() -> None:
 
 def test_a_report_names_the_error_in_its_last_line() -> None:
     told = f"process 1 of the worker: OSError: x{BY_MACHINE}{MachineError.DISK_FULL.value}"
-    assert read_told(told.encode()) == (
+    assert read_report(told.encode()) == (
         "process 1 of the worker: OSError: x",
         MachineError.DISK_FULL,
     )
-    assert read_told(b"ValueError: x") == ("ValueError: x", None)
+    assert read_report(b"ValueError: x") == ("ValueError: x", None)
 
 
 # ---------------------------------------------------------------- when the job ends

@@ -14,6 +14,7 @@ import pytest
 from conftest import RUN_S
 from dashboard_kit import Dashboard
 from holdfast.engine.core.errors import HoldfastError, UserError
+from holdfast.engine.runtime.contact import make_order
 from holdfast.engine.runtime.job_status import (
     CoordinatorStatus,
     JobStatus,
@@ -22,7 +23,6 @@ from holdfast.engine.runtime.job_status import (
     ProcessStatus,
 )
 from holdfast.engine.runtime.local_run import LocalRun
-from holdfast.engine.runtime.operator_orders import make_order
 from support import start_etcd
 
 HOLDFAST = (sys.executable, "-m", "holdfast.cli.main")

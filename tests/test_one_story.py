@@ -18,8 +18,8 @@ from holdfast.cli.main import main
 from holdfast.engine.records.goodput import share_out
 from holdfast.engine.records.incidents import describe_cost
 from holdfast.engine.records.time_lines import read_times
+from holdfast.engine.runtime.contact import DRAIN_REASON, await_drained, drain
 from holdfast.engine.runtime.local_run import LocalRun, strike
-from holdfast.engine.runtime.operator_orders import DRAIN_REASON, await_drained, drain
 from labs.local_nodes import LocalNodes
 
 pytestmark = pytest.mark.slow

@@ -121,7 +121,7 @@ def test_a_script_that_dies_by_a_signal_each_time(start: Start, tmp_path: Path) 
 
 def told_of(script: Path) -> str:
     told: list[str] = []
-    assert bootstrap.run_told(partial(bootstrap._run, str(script)), told.append) == 1
+    assert bootstrap.run_and_report(partial(bootstrap._run, str(script)), told.append) == 1
     return told[0]
 
 

@@ -20,7 +20,7 @@ from conftest import RUN_S, SCRIPTS, finish
 from holdfast.cli.main import main
 from holdfast.engine.commands.run_command import make_spec, parser
 from holdfast.engine.core.policies import CoordinatorPolicy
-from holdfast.engine.host.ending_signals import SAME_S
+from holdfast.engine.host.lifetime import SAME_S
 from holdfast.engine.net.secret import SECRET_BYTES_MIN
 from holdfast.engine.runtime.local_run import LocalRun, strike
 from holdfast.engine.runtime.rundir import RunDir

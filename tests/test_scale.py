@@ -10,7 +10,7 @@ import pytest
 
 from conftest import Start, finish
 from holdfast.cli.main import main
-from holdfast.engine.runtime import operator_orders
+from holdfast.engine.runtime import contact
 from holdfast.engine.runtime.local_run import LocalRun, strike
 from test_table_servers import (
     Digest,
@@ -33,7 +33,7 @@ def scale(run: LocalRun, servers: int) -> int:
 
 def order(run: LocalRun, servers: int) -> None:
     """Ask for a number of servers, and do not wait until they have the rows."""
-    operator_orders.scale(run.run_dir, None, servers)
+    contact.scale(run.run_dir, None, servers)
 
 
 def lines(run: LocalRun) -> list[str]:

@@ -13,7 +13,7 @@ from conftest import RUN_S, SCRIPTS, Start, finish
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.runtime.local_run import LocalRun
 from holdfast.engine.runtime.node import bootstrap
-from holdfast.engine.runtime.node.shard_processes import FOR_USER, ShardProcesses, read_told
+from holdfast.engine.runtime.node.shard_processes import FOR_USER, ShardProcesses, read_report
 
 STEPS = 8
 TRACEBACK = "Traceback (most recent call last):\nValueError: it fails"
@@ -103,9 +103,9 @@ def test_the_first_failure_is_told_unless_the_user_can_mend_another(
     reading, writing = os.pipe()
     together = ShardProcesses([], writing)
     together._failures = [b"process 1 of the worker: " + others.encode()]
-    together.tell(own)
+    together.report(own)
     prefix = "" if "losses" in told else "process 1 of the worker: "
-    assert read_told(os.read(reading, 1 << 16)) == (prefix + told, None)
+    assert read_report(os.read(reading, 1 << 16)) == (prefix + told, None)
     os.close(reading)
     os.close(writing)
 

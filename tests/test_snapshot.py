@@ -31,7 +31,7 @@ from holdfast.engine.core.invalidations import Invalidation
 from holdfast.engine.core.replica.retention import Retention
 from holdfast.engine.core.types import AgentId, Incarnation, Peer, ViewNumber, WorkerId
 from holdfast.engine.core.views import Member, View
-from holdfast.engine.host.ending_signals import ORDERS
+from holdfast.engine.host.lifetime import ORDERS
 from holdfast.engine.runtime.node import checkpoint_writer
 from holdfast.engine.runtime.node.checkpoint_writer import SCRUB_S, Writer
 from holdfast.engine.runtime.rundir import RunDir

@@ -23,7 +23,7 @@ from holdfast.engine.core.directives import AgentReport, Directive
 from holdfast.engine.core.errors import HoldfastError, UserError
 from holdfast.engine.core.job_record import JobRecord
 from holdfast.engine.core.types import AgentId, Incarnation
-from holdfast.engine.host.ending_signals import ORDERS, Orders
+from holdfast.engine.host.lifetime import ORDERS, Orders
 from holdfast.engine.net.channel import Channel, connect
 from holdfast.engine.runtime.contact import contact_by
 from holdfast.engine.runtime.coordinate.coordinator_process import Candidate

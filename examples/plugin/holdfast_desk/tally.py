@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.engine.host.ending_signals import Orders
-from holdfast.engine.host.lifetime import die_with_parent
+from holdfast.engine.host.lifetime import Orders, die_with_parent
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.runtime.supervise import Kept
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from holdfast.engine.core.errors import HoldfastError
-from holdfast.engine.net.standard_streams import fill_standard_streams, print_plain
+from holdfast.engine.net.standard_streams import fill_standard_streams, print_line, print_plain
 from holdfast.engine.plugins import find_command, list_commands
 
 
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return int(find_command(args[0])(args[1:]))
     except HoldfastError as error:
-        print_plain(f"holdfast: {error}", file=sys.stderr)
+        print_line(error)
         return 2
     except BrokenPipeError:
         return 1

@@ -6,7 +6,6 @@ import argparse
 import getpass
 import os
 import pwd
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from holdfast.engine.commands.launch_command import ABANDON_S, HERE, REACHED, WA
 from holdfast.engine.core.errors import UserError, WorldError, first_line
 from holdfast.engine.fleet.cluster_job import launch_cluster_job
 from holdfast.engine.fleet.cluster_manager import read_plan
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line
 from holdfast.engine.runtime.rundir import RunDir
 
 DESCRIPTION = (
@@ -104,8 +103,4 @@ def end_application(end: Callable[[], None], name: str, remedy: str) -> None:
     try:
         end()
     except (WorldError, OSError) as error:
-        print_plain(
-            f"holdfast: {name} may still be there ({first_line(error)}): remove it with `{remedy}`",
-            file=sys.stderr,
-            flush=True,
-        )
+        print_line(f"{name} may still be there ({first_line(error)}): remove it with `{remedy}`")

@@ -38,7 +38,7 @@ from holdfast.engine.fleet.cluster_manager import FleetPlan, job_prefix
 from holdfast.engine.fleet.fleet_process import manager_of
 from holdfast.engine.host.lifetime import die_with_parent
 from holdfast.engine.net.secret import load_secret, write_run_dir
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line
 from holdfast.engine.net.tcp import listen
 from holdfast.engine.runtime.contact import parse_address
 from holdfast.engine.runtime.leadership.journal import FileJournal
@@ -62,11 +62,11 @@ def main(argv: list[str]) -> int:
     try:
         return run(RunDir(Path(argv[0])))
     except UserError as error:
-        print_plain(f"holdfast: {error}", file=sys.stderr, flush=True)
+        print_line(error)
         return 2
     except (HoldfastError, asyncio.TimeoutError) as error:
         problem = str(error) or "the pods of the job's earlier nodes do not end"
-        print_plain(f"holdfast: {problem}", file=sys.stderr, flush=True)
+        print_line(problem)
         return CRASHED
 
 
@@ -92,14 +92,12 @@ def run(run_dir: RunDir) -> int:
     known, outcome = read_uid(run_dir), run_dir.outcome()
     is_another = bool(uid) and known is not None and known[0] != uid
     if outcome == "" or (outcome and not is_another):
-        print_plain(f"holdfast: the job is over: {outcome or 'it succeeded'}", file=sys.stderr)
+        print_line(f"the job is over: {outcome or 'it succeeded'}")
         return 1 if outcome else 0
     waited = False
     while FileJournal(run_dir.journal).is_held():
         if not waited:
-            print_plain(
-                "holdfast: another pod still coordinates: waiting", file=sys.stderr, flush=True
-            )
+            print_line("another pod still coordinates: waiting")
         waited = True
         time.sleep(LOOK_S)
     if is_another:
@@ -166,7 +164,7 @@ async def finish_job(namespace: str, prefix: str, code: int) -> None:
                 await client.patch(Pod, pod, counted, patch_type=PatchType.MERGE)
         await client.close()
     except (ApiError, ConfigError, HTTPError) as error:
-        print_plain(f"holdfast: Kubernetes will try again ({first_line(error)})", file=sys.stderr)
+        print_line(f"Kubernetes will try again ({first_line(error)})")
 
 
 def prepare(run_dir: RunDir) -> FleetPlan:

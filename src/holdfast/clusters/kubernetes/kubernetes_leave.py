@@ -20,7 +20,7 @@ from holdfast.clusters.kubernetes.kubernetes_manifests import POD_VARIABLE
 from holdfast.engine.core.errors import HoldfastError
 from holdfast.engine.core.types import AgentId
 from holdfast.engine.net.secret import load_secret
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line
 from holdfast.engine.net.tls import client_of
 from holdfast.engine.runtime.contact import Contact, contact_by, exchange
 from holdfast.engine.runtime.job_status import parse_status
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         contact = contact_by(argv[0], tls, job=argv[2])
         asyncio.run(leave(contact, secret, node, float(argv[1])))
     except (HoldfastError, OSError, asyncio.TimeoutError) as error:
-        print_plain(f"holdfast: {node} cannot be drained ({error})", file=sys.stderr, flush=True)
+        print_line(f"{node} cannot be drained ({error})")
         return 1
     return 0
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -47,7 +46,7 @@ from holdfast.engine.core.errors import Refused, Unreachable, first_line
 from holdfast.engine.core.fleet.placements import Placement, PlacementId
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.fleet.cluster_manager import FleetPlan, PlacementOrder, job_prefix
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line
 
 START_S = 10.0  # a pod may be started for so long before its events are asked for
 FORGIVE_S = 60.0  # the coordinator's pod is not counted if it is lost after it has served so long
@@ -202,11 +201,9 @@ class KubernetesManager:
                 raise
             if not self._blind:
                 self._blind = True
-                print_plain(
-                    "holdfast: nodes may not be listed, so taints are not seen; pods' evictions and"
-                    " deletions are",
-                    file=sys.stderr,
-                    flush=True,
+                print_line(
+                    "nodes may not be listed, so taints are not seen; pods' evictions and"
+                    " deletions are"
                 )
             return {}
         return {node.metadata.name: node for node in found if node.metadata and node.metadata.name}

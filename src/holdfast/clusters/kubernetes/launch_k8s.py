@@ -12,7 +12,6 @@ import importlib
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -45,7 +44,7 @@ from holdfast.engine.core.errors import UserError
 from holdfast.engine.core.job_problems import as_flag, find_unheeded
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.fleet.cluster_manager import FleetPlan, job_prefix
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line, print_plain
 from holdfast.engine.state.store.regular_files import read_named
 
 POD_VALUES_MAX = 10_000
@@ -151,14 +150,12 @@ def main(argv: list[str]) -> int:
     deliver(options, name, manifests(site, spec, plan, run_command.make_secret(options)))
     here = f"kubectl -n {site.namespace}"
     certificates = f" --tls {site.tls}" if site.tls else ""
-    print_plain(
-        f"holdfast: job {name}\n"
+    print_line(
+        f"job {name}\n"
         f"holdfast: its events: {here} logs -f job/{name}\n"
         f"holdfast: its output: {here} logs -f -l {INSTANCE}={name},{COMPONENT}={AGENT}\n"
         f"holdfast: its state: {here} exec job/{name} -- "
-        f"holdfast status --run-dir {plan.run_dir}{certificates}",
-        file=sys.stderr,
-        flush=True,
+        f"holdfast status --run-dir {plan.run_dir}{certificates}"
     )
     return 0
 

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from holdfast.engine.host.ending_signals import leave_ending_signals
+from holdfast.engine.host.lifetime import leave_ending_signals
 from holdfast.engine.net.descriptors import wait_readable
 
 END_S = 15.0  # between SIGTERM and SIGKILL

@@ -33,7 +33,6 @@ from holdfast.clusters.mesos.mesos_session import (
     MesosSession,
     MesosStream,
     Unsubscribed,
-    say,
 )
 from holdfast.clusters.order_book import ORDERS, BookEntry, OrderBook
 from holdfast.clusters.rest_link import (
@@ -56,6 +55,7 @@ from holdfast.engine.core.errors import Refused, Unreachable, UserError, WorldEr
 from holdfast.engine.core.fleet.placements import Holding, Notice, Placement, PlacementId
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.fleet.cluster_manager import FleetPlan, PlacementOrder, job_prefix, read_plan
+from holdfast.engine.net.standard_streams import print_line
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.state.store.regular_files import DOCUMENT_BYTES_MAX, read_regular
 
@@ -282,7 +282,7 @@ class MesosManager:
         reason = status.get("reason", "")
         if state.removeprefix("TASK_") in FAILED and reason != "REASON_RECONCILIATION":
             told = status.get("message") or "Mesos gives no message"
-            say(f"task {task} has ended as {state}: {told} ({reason or 'no reason'})")
+            print_line(f"task {task} has ended as {state}: {told} ({reason or 'no reason'})")
         self._states[task] = state
         if "uuid" in status:
             ids = {key: status[key] for key in ("agent_id", "task_id", "uuid")}

@@ -13,7 +13,6 @@ import http.client
 import os
 import queue
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,7 @@ from typing import Any
 from holdfast.clusters.rest_link import BYTES_MAX, UNKNOWN, RestLink, read_answer
 from holdfast.engine.core.errors import Refused, Unreachable
 from holdfast.engine.core.fleet.placements import PlacementId
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line
 from holdfast.engine.state.store.regular_files import (
     DOCUMENT_BYTES_MAX,
     create_regular,
@@ -238,7 +237,9 @@ class MesosSession:
         except Refused as error:
             if not (kept and REMOVED in str(error)):
                 raise
-            say(f"Mesos has removed framework {kept} and ended its tasks: another one is made")
+            print_line(
+                f"Mesos has removed framework {kept} and ended its tasks: another one is made"
+            )
             stream = subscribe(self._link, self._framework.info())
         if stream.framework != kept:
             with open(create_regular(self._id_file, 0o600), "w") as file:
@@ -283,7 +284,3 @@ class MesosSession:
         """End the subscription; tasks continue until the failover time-out."""
         if self._stream is not None:
             self._stream.close()
-
-
-def say(text: str) -> None:
-    print_plain(f"holdfast: {text}", file=sys.stderr, flush=True)

@@ -39,7 +39,7 @@ from holdfast.engine.fleet.cluster_manager import (
     job_prefix,
     read_plan,
 )
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line, print_plain
 from holdfast.engine.runtime.rundir import RunDir
 
 # Slurm kills a cancelled step after KillWait, by default 30 s.
@@ -440,15 +440,13 @@ def main(argv: list[str]) -> int:
     settings = {"options": "\n".join(options.sbatch), "listen": options.host}
     run_dir = make_run_dir(options, "slurm", settings)
     if found.time_s is not None and not run_dir.spec().checkpoints.store:
-        print_plain(
-            "holdfast: without --store nothing is kept when the job's time is over: a job that "
-            "takes longer than --sbatch=--time does not end its training",
-            file=sys.stderr,
-            flush=True,
+        print_line(
+            "without --store nothing is kept when the job's time is over: a job that "
+            "takes longer than --sbatch=--time does not end its training"
         )
     write_script(run_dir, options.nodes, options.port)
     if options.write_script:
-        print_plain(f"holdfast: submit it with: sbatch {run_dir.path / SCRIPT}", file=sys.stderr)
+        print_line(f"submit it with: sbatch {run_dir.path / SCRIPT}")
         return 0
     return submit(run_dir)
 
@@ -491,7 +489,5 @@ def submit(run_dir: RunDir) -> int:
         ) from None
     if found.returncode:
         raise UserError(f"sbatch refuses the job: {read_problem(found.stderr)}")
-    print_plain(
-        f"holdfast: submitted as Slurm job {found.stdout.strip()}", file=sys.stderr, flush=True
-    )
+    print_line(f"submitted as Slurm job {found.stdout.strip()}")
     return 0

@@ -20,7 +20,8 @@ PLUGIN = Plugin(
         ),
         "agent": Command(
             text="add this machine to a running job",
-            module="holdfast.engine.commands.agent_command",
+            module="holdfast.engine.commands.join_commands",
+            main="join_as_agent",
         ),
         "status": Command(
             text="show a running job: view, step, processes",
@@ -43,7 +44,8 @@ PLUGIN = Plugin(
         ),
         "coordinator": Command(
             text="stand by as another coordinator of a job, on any machine",
-            module="holdfast.engine.commands.coordinator_command",
+            module="holdfast.engine.commands.join_commands",
+            main="join_as_coordinator",
         ),
         "ckpt": Command(
             text="list, verify, compare, repair and export checkpoints",

@@ -16,7 +16,7 @@ from rich.table import Table
 from holdfast.engine.commands.plain_console import PlainConsole
 from holdfast.engine.core.errors import Damaged, UserError, WorldError
 from holdfast.engine.core.replica.retention import Retention
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line, print_plain
 from holdfast.engine.records.summary import DATE_AND_TIME, format_clock
 from holdfast.engine.state.store.checkpoint_reading import Bad
 from holdfast.engine.state.store.checkpoints import Checkpoints, Pacer
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     try:
         return command(options)
     except Damaged as error:
-        print_plain(f"holdfast: {error}", file=sys.stderr)
+        print_line(error)
         return 1
     except KeyboardInterrupt:
         print_plain("interrupted", file=sys.stderr)
@@ -113,7 +113,7 @@ def _open(options: argparse.Namespace) -> Checkpoints:
 
 
 def _warn(line: str) -> None:
-    print_plain(f"holdfast: {line}", file=sys.stderr)
+    print_line(line)
 
 
 def _check_not_empty(store: Checkpoints) -> None:

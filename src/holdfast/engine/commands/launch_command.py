@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from holdfast.engine.core.errors import UserError
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.fleet.cluster_manager import FleetPlan, read_plan
 from holdfast.engine.host.external_checks import parse_all_checks
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line, print_plain
 from holdfast.engine.net.tcp import check_endpoint
 from holdfast.engine.net.tls import peer_tls_of
 from holdfast.engine.plugins import find_launcher, find_manager, list_launchers, load
@@ -155,7 +154,7 @@ def make_run_dir(options: argparse.Namespace, manager: str, settings: Mapping[st
         agent_options=agent_options(options),
         settings=dict(settings),
     ).write()
-    print_plain(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
+    print_line(f"run directory {run_dir.path}")
     return run_dir
 
 

@@ -6,14 +6,13 @@ Each waits until its order is carried out. Ctrl-C ends the waiting, and the orde
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from holdfast.engine.commands.shared_options import add_run_and, add_tls, show_waiting, take_run
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line, print_plain
 from holdfast.engine.net.tls import client_of
-from holdfast.engine.runtime.operator_orders import (
+from holdfast.engine.runtime.contact import (
     DRAIN_REASON,
     MOVE_REASON,
     await_drained,
@@ -38,7 +37,7 @@ def run_drain(argv: list[str]) -> int:
     nodes = list(dict.fromkeys(names_given))
     names = " and ".join(nodes)
     for warning in drain(run_dir, tls, nodes, options.reason, options.deadline):
-        print_plain(f"holdfast: {warning}", file=sys.stderr, flush=True)
+        print_line(warning)
     with show_waiting(
         f"{names}: waiting until others have taken the work",
         f"no longer waiting for {names}, still drained",
@@ -129,7 +128,7 @@ def run_scale(argv: list[str]) -> int:
     ):
         is_done = await_scaled(run_dir, tls, options.servers)
     if not is_done:
-        print_plain(f"holdfast: the run is over before {there}", file=sys.stderr)
+        print_line(f"the run is over before {there}")
         return 1
     print_plain(f"holdfast: {there}")
     return 0

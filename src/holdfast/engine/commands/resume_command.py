@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from holdfast.engine.commands import launch_command
@@ -13,7 +12,7 @@ from holdfast.engine.commands.shared_options import add_listeners, add_plain, ad
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.fleet.cluster_manager import PLAN_FILE
 from holdfast.engine.net.secret import VARIABLE
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line
 from holdfast.engine.net.tcp import listen
 from holdfast.engine.net.tls import peer_tls_of
 from holdfast.engine.plugins import find_listener
@@ -43,7 +42,7 @@ def main(argv: list[str]) -> int:
         text = (
             f"{', '.join(changed)} changed since the run began: steps to come follow the new text"
         )
-        print_plain(f"holdfast: {text}; what is in the state stays", file=sys.stderr, flush=True)
+        print_line(f"{text}; what is in the state stays")
     tls = tls.absolute() if tls is not None else None
     beside = [find_listener(name).listen(run_dir, tls) for name in options.listeners]
     os.environ.pop(VARIABLE, None)  # the run directory holds the secret
@@ -55,7 +54,7 @@ def main(argv: list[str]) -> int:
         check_writable(open_storage(spec.checkpoints.store), spec.checkpoints.store)
     with listen(options.host, options.port) as listener:
         run_dir.reopen()
-        print_plain(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
+        print_line(f"run directory {run_dir.path}")
         site = CoordinatorSite(run_dir=run_dir, listener=listener, host=options.host, tls=tls)
         show = choose_show(plain=options.plain)
         return launch_job(site, spec, resume=True, show=show, beside=beside)

@@ -41,7 +41,7 @@ from holdfast.engine.core.settings import Setting
 from holdfast.engine.faults import fault_script
 from holdfast.engine.host.external_checks import parse_all_checks, save_checks
 from holdfast.engine.net.secret import SECRET_BYTES_MIN, VARIABLE, load_secret
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line, print_plain
 from holdfast.engine.net.tcp import listen
 from holdfast.engine.net.tls import peer_tls_of
 from holdfast.engine.plugins import find_listener
@@ -159,7 +159,7 @@ def main(argv: list[str]) -> int:
     with listen(options.host, options.port) as listener:
         run_dir.create(spec, make_secret(options))
         save_checks(run_dir.path, FIRST_NODE, checks)
-        print_plain(f"holdfast: run directory {run_dir.path}", file=sys.stderr, flush=True)
+        print_line(f"run directory {run_dir.path}")
         site = CoordinatorSite(
             run_dir=run_dir, listener=listener, host=options.host, tls=options.tls
         )
@@ -221,7 +221,7 @@ def _warn_of_misplaced(options: argparse.Namespace) -> None:
     given = {word.partition("=")[0] for word in options.args}
     for flag in sorted(given & OURS_ALONE):
         text = f"{flag} stands after the script, which receives it: options of Holdfast go before"
-        print_plain(f"holdfast: {text}", file=sys.stderr, flush=True)
+        print_line(text)
 
 
 def script_of(options: argparse.Namespace) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import NoReturn
 
 from holdfast.engine.commands.plain_console import PlainConsole
 from holdfast.engine.host.external_checks import LIMIT_S
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line
 from holdfast.engine.runtime.node.notices import notice_source
 
 
@@ -94,7 +93,7 @@ def show_waiting(waiting: str, interrupted: str) -> Iterator[None]:
         with PlainConsole(stderr=True).status(waiting):
             yield
     except KeyboardInterrupt:
-        print_plain(f"holdfast: {interrupted}", file=sys.stderr)
+        print_line(interrupted)
         raise SystemExit(130) from None
 
 

@@ -26,7 +26,7 @@ from holdfast.engine.fleet.cluster_manager import (
     read_plan,
 )
 from holdfast.engine.fleet.fleet_process import manager_of
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line
 from holdfast.engine.net.tcp import listen
 from holdfast.engine.runtime.launcher import INTERRUPTED, CoordinatorSite
 from holdfast.engine.runtime.leadership.journal import FileJournal
@@ -111,9 +111,7 @@ def main(argv: list[str]) -> int:
     try:
         return launch_cluster_job(RunDir(options.run_dir), options.host, options.port)
     except (HoldfastError, OSError, asyncio.TimeoutError) as error:
-        print_plain(
-            f"holdfast: {error or 'the manager does not answer'}", file=sys.stderr, flush=True
-        )
+        print_line(f"{error or 'the manager does not answer'}")
         return 2
 
 

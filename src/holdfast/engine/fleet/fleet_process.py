@@ -38,9 +38,8 @@ from holdfast.engine.fleet.cluster_manager import (
     StoppedByOperator,
     read_plan,
 )
-from holdfast.engine.host.ending_signals import Orders
-from holdfast.engine.host.lifetime import die_with_parent
-from holdfast.engine.net.standard_streams import RareLines, print_plain
+from holdfast.engine.host.lifetime import Orders, die_with_parent
+from holdfast.engine.net.standard_streams import RareLines, print_line
 from holdfast.engine.net.tls import client_of
 from holdfast.engine.plugins import find_manager, load
 from holdfast.engine.runtime.contact import Contact, contact_by, exchange
@@ -376,7 +375,7 @@ def main(argv: list[str]) -> int:
     try:
         asyncio.run(keep(run_dir, read_plan(run_dir), orders))
     except HoldfastError as error:
-        say(str(error))
+        print_line(error)
         return 1
     return 0
 
@@ -391,7 +390,7 @@ async def keep(run_dir: RunDir, plan: FleetPlan, orders: Orders) -> None:
         manager,
         JobLink(run_dir, contact, run_dir.secret()),
         plan.order,
-        say,
+        print_line,
         FleetPace(),
         find_manager(plan.manager).name,
     )
@@ -416,10 +415,6 @@ def new_epoch() -> str:
         left, digit = divmod(left, 36)
         found = DIGITS[digit] + found
     return found
-
-
-def say(text: str) -> None:
-    print_plain(f"holdfast: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,7 @@ from typing import Any
 import msgspec
 
 from holdfast.engine.core.errors import HoldfastError
-from holdfast.engine.host.ending_signals import leave_ending_signals
-from holdfast.engine.host.lifetime import die_with_parent
+from holdfast.engine.host.lifetime import die_with_parent, leave_ending_signals
 from holdfast.engine.net.standard_streams import print_plain
 
 REAP_S = 0.5

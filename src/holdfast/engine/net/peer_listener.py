@@ -12,7 +12,6 @@ import os
 import selectors
 import socket
 import ssl
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from holdfast.engine.core.errors import HoldfastError, WireError, first_line
 from holdfast.engine.net import tls
 from holdfast.engine.net.peer_stream import PeerProof, Purpose
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line
 from holdfast.engine.net.strangers import Complaints, Strangers
 from holdfast.engine.net.tcp import name_of, tune
 from holdfast.engine.net.tls import PeerIdentity
@@ -62,7 +61,7 @@ class _Stranger:
 
 def say_to_log(text: str) -> None:
     """Write a line to this process's log."""
-    print_plain(f"holdfast: {text}", file=sys.stderr)
+    print_line(text)
 
 
 def open_listener(host: str) -> tuple[socket.socket, str]:

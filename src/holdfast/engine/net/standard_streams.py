@@ -59,3 +59,8 @@ def print_plain(
     stream.write(fit(str(text), stream.encoding) + end)
     if flush:
         stream.flush()
+
+
+def print_line(text: object) -> None:
+    """Print a line of ours for people on standard error, at once. OSError."""
+    print_plain(f"holdfast: {text}", file=sys.stderr, flush=True)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from holdfast.engine.core.routine_lines import RoutineLines
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line
 from holdfast.engine.records.incidents import parse_event
 from holdfast.engine.runtime.outlet import LogFile
 from holdfast.engine.state.store.regular_files import open_regular, read_whole_lines
@@ -47,7 +46,7 @@ class EventSink:
     """
 
     def __init__(self, path: Path) -> None:
-        self._log = LogFile(path, lambda text: print_plain(f"holdfast: {text}", file=sys.stderr))
+        self._log = LogFile(path, print_line)
         self._lines = RoutineLines()
         self._own_lines = 0
 
@@ -61,7 +60,7 @@ class EventSink:
         self._log.write(json.dumps(msgspec.to_builtins(event)).encode() + b"\n")
         shown = self._lines.show(event.kind, event.text, event.time)
         if shown and event.kind != FAILED:  # the launcher shows the outcome, once
-            print_plain(f"holdfast: {shown}", file=sys.stderr, flush=True)
+            print_line(shown)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

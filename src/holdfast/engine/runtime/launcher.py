@@ -21,7 +21,7 @@ from holdfast.engine.core.domains import Domains
 from holdfast.engine.core.errors import UserError
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.core.types import AgentId, ProcessRole
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line
 from holdfast.engine.records.summary import summarize
 from holdfast.engine.runtime.contact import ENDED_ALONE
 from holdfast.engine.runtime.leadership.journal import DEPOSED
@@ -198,7 +198,7 @@ def launch_job(
 
 def _tell_of_lost_node() -> None:
     text = "this node takes no part any more: the job continues on other nodes, or waits for one"
-    print_plain(f"holdfast: {text}", file=sys.stderr, flush=True)
+    print_line(text)
 
 
 def _tell_how_it_went(run_dir: RunDir) -> None:

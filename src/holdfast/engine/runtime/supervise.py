@@ -16,10 +16,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.engine.core.errors import WorldError
-from holdfast.engine.host.ending_signals import ENDING, ORDERS, EndRequests, held_back
-from holdfast.engine.host.lifetime import adopt_orphans, end_all_orphans, end_orphans, list_children
+from holdfast.engine.host.lifetime import (
+    ENDING,
+    ORDERS,
+    EndRequests,
+    adopt_orphans,
+    end_all_orphans,
+    end_orphans,
+    held_back,
+    list_children,
+)
 from holdfast.engine.net.descriptors import wait_readable
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line
 from holdfast.engine.runtime.outlet import STALLED_S, Outlet
 
 RESTARTS_MAX = 10  # restarts of one process within RESTART_WINDOW_S
@@ -201,7 +209,7 @@ class Supervisor:
 def say(text: str) -> None:
     """Print a line for people. A terminal that is gone, or a closed pipe, is no failure."""
     try:
-        print_plain(f"holdfast: {text}", file=sys.stderr, flush=True)
+        print_line(text)
     except OSError:
         # What stays in the stream's buffer would make the end of this process fail.
         with contextlib.suppress(OSError, ValueError):

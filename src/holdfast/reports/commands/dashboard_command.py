@@ -13,8 +13,7 @@ from pathlib import Path
 
 from holdfast.engine.commands.shared_options import add_listening, add_secret, add_tls
 from holdfast.engine.core.errors import UserError
-from holdfast.engine.host.ending_signals import ORDERS, leave_ending_signals
-from holdfast.engine.host.lifetime import die_with_parent
+from holdfast.engine.host.lifetime import ORDERS, die_with_parent, leave_ending_signals
 from holdfast.engine.net.secret import VARIABLE, load_secret
 from holdfast.engine.net.standard_streams import print_plain
 from holdfast.engine.net.tls import client_of

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import msgspec
 
 from holdfast.engine.core.errors import HoldfastError, UserError
-from holdfast.engine.runtime import operator_orders
+from holdfast.engine.runtime import contact
 from holdfast.engine.runtime.contact import job_status
 from holdfast.engine.runtime.rundir import RunDir
 
@@ -114,7 +114,7 @@ class OrderDesk:
     def _question_of(self, order: Order) -> str:
         status = job_status(self._run_dir, self._tls)
         if isinstance(order, MigrateOrder):
-            operator_orders.make_order(status, order.worker, order.to, order.reason)
+            contact.make_order(status, order.worker, order.to, order.reason)
             return (
                 f"Move worker {order.worker} to node {order.to}? A worker that waits there takes "
                 "its place while the job trains."
@@ -144,15 +144,15 @@ class OrderDesk:
     def _give(self, order: Order) -> str:
         run_dir, tls = self._run_dir, self._tls
         if isinstance(order, MigrateOrder):
-            reason = order.reason or operator_orders.MOVE_REASON
-            operator_orders.migrate(run_dir, tls, order.worker, order.to, reason)
-            operator_orders.await_migrated(run_dir, tls, order.worker)
-            return operator_orders.describe_migrated(order.worker, order.to)
-        reason = order.reason or operator_orders.DRAIN_REASON
+            reason = order.reason or contact.MOVE_REASON
+            contact.migrate(run_dir, tls, order.worker, order.to, reason)
+            contact.await_migrated(run_dir, tls, order.worker)
+            return contact.describe_migrated(order.worker, order.to)
+        reason = order.reason or contact.DRAIN_REASON
         deadline_s = float("inf") if order.deadline_s is None else order.deadline_s
-        warnings = operator_orders.drain(run_dir, tls, [order.node], reason, deadline_s)
-        operator_orders.await_drained(run_dir, tls, order.node)
-        return "; ".join([operator_orders.describe_drained(order.node), *warnings])
+        warnings = contact.drain(run_dir, tls, [order.node], reason, deadline_s)
+        contact.await_drained(run_dir, tls, order.node)
+        return "; ".join([contact.describe_drained(order.node), *warnings])
 
     def _show(self) -> None:
         with self._lock:

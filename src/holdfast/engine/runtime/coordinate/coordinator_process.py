@@ -28,19 +28,17 @@ from holdfast.engine.core.errors import Deposed, HoldfastError, WorldError
 from holdfast.engine.core.job_spec import JobSpec
 from holdfast.engine.core.membership import coordinator as machine
 from holdfast.engine.core.membership.group import GroupMachine
-from holdfast.engine.host.ending_signals import Orders
-from holdfast.engine.host.lifetime import die_with_parent
+from holdfast.engine.host.lifetime import Orders, die_with_parent
 from holdfast.engine.net.channel import connect
 from holdfast.engine.net.descriptors import raise_limit
 from holdfast.engine.net.secret import load_secret
-from holdfast.engine.net.standard_streams import RareLines
+from holdfast.engine.net.standard_streams import RareLines, print_line
 from holdfast.engine.net.tls import client_of
 from holdfast.engine.runtime.coordinate.coordinator_server import (
     CRASHED,
     CoordinatorServer,
     CoordinatorSetup,
     leave,
-    tell,
 )
 from holdfast.engine.runtime.leadership.election import (
     Election,
@@ -124,7 +122,7 @@ async def work_alone(setup: CoordinatorSetup, orders: Orders, resume: bool = Fal
     spec = setup.run_dir.spec()
     core = make_machine(spec, loaded)
     journal = PatientJournal(
-        file, spec.lease().abandon_s, tell, lambda: core.snapshot().record.outcome is not None
+        file, spec.lease().abandon_s, print_line, lambda: core.snapshot().record.outcome is not None
     )
     server = CoordinatorServer(setup, spec, core, journal)
     if resume:
@@ -169,7 +167,7 @@ class Candidate:
         turning_away = asyncio.ensure_future(self._turn_away())
         spec = await self._find_spec()
         port = self._setup.listener.getsockname()[1]
-        leadership = await self._election.campaign(self._setup.host, port, tell)
+        leadership = await self._election.campaign(self._setup.host, port, print_line)
         turning_away.cancel()
         return spec, leadership
 
@@ -178,14 +176,16 @@ class Candidate:
         run_dir, secret, election = self._setup.run_dir, self._setup.secret, self._election
         if run_dir.job.exists():
             spec = run_dir.spec()
-            await election.ask_patiently(lambda: election.publish(spec, secret), tell, START_S)
+            await election.ask_patiently(
+                lambda: election.publish(spec, secret), print_line, START_S
+            )
             return spec
-        lines, known = RareLines(tell), lambda: election.read_job(secret)
-        found = await election.ask_patiently(known, tell, START_S)
+        lines, known = RareLines(print_line), lambda: election.read_job(secret)
+        found = await election.ask_patiently(known, print_line, START_S)
         while found is None:
             lines.put(f"standing by: nobody has begun the job {election.job}")
             await asyncio.sleep(LOOK_S)
-            found = await election.ask_patiently(known, tell)
+            found = await election.ask_patiently(known, print_line)
         return found
 
     async def _turn_away(self) -> None:
@@ -207,7 +207,7 @@ class Candidate:
         A leader may lose its term before other candidates know of the stop, so each one is asked,
         once: a leader that is asked again ends the job without a last checkpoint.
         """
-        asked, problems = 0, RareLines(tell)
+        asked, problems = 0, RareLines(print_line)
         while True:
             try:
                 found = await self._election.leader()

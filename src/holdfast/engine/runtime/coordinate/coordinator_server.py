@@ -11,7 +11,6 @@ import asyncio
 import dataclasses
 import os
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from holdfast.engine.core.membership.group import GroupMachine
 from holdfast.engine.core.types import NO_VIEW, AgentId, Peer, Tick, WorkerId
 from holdfast.engine.core.views import View
 from holdfast.engine.net.channel import Channel, Gate
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line
 from holdfast.engine.net.tls import server_of
 from holdfast.engine.runtime.coordinate.black_box import BlackBox
 from holdfast.engine.runtime.coordinate.connected_nodes import ConnectedNodes, LogDesk
@@ -411,7 +410,7 @@ def find_warning(core: machine.CoordinatorMachine | GroupMachine, node: AgentId,
 
 def leave(error: HoldfastError) -> NoReturn:
     """End this process at once, in one sentence; unsent messages are never sent."""
-    tell(str(error))
+    print_line(error)
     flush_outlets()
     os._exit(DEPOSED if isinstance(error, WorldError) else 1)
 
@@ -421,7 +420,3 @@ def crash() -> NoReturn:
     traceback.print_exc()
     flush_outlets()
     os._exit(CRASHED)
-
-
-def tell(text: str) -> None:
-    print_plain(f"holdfast: {text}", file=sys.stderr, flush=True)

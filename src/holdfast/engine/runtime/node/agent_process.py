@@ -32,10 +32,10 @@ from holdfast.engine.core.membership.liveness import FreezePolicy
 from holdfast.engine.core.servers.server_host import BookArrived, ServerHost
 from holdfast.engine.core.types import AgentId, Incarnation, Tick, WorkerId
 from holdfast.engine.core.worker_status import WorkerStatus
-from holdfast.engine.host.ending_signals import Orders
 from holdfast.engine.host.external_checks import ExternalCheck, load_checks
 from holdfast.engine.host.history import Health, Watch
 from holdfast.engine.host.lifetime import (
+    Orders,
     adopt_orphans,
     die_with_parent,
     end_all_orphans,
@@ -47,7 +47,7 @@ from holdfast.engine.net.channel import Channel
 from holdfast.engine.net.descriptors import raise_limit
 from holdfast.engine.net.peer_listener import open_listener
 from holdfast.engine.net.secret import derive_peer_key, read_run_dir
-from holdfast.engine.net.standard_streams import RareLines, print_plain
+from holdfast.engine.net.standard_streams import RareLines, print_line
 from holdfast.engine.net.tls import PeerIdentity, client_of
 from holdfast.engine.records.file_tails import read_log_end
 from holdfast.engine.records.time_lines import measure, write_clock
@@ -535,7 +535,7 @@ def main(argv: list[str]) -> int:
     with run_forking(template):
         problem = asyncio.run(serve())
     if problem:
-        print_plain(f"holdfast: {problem}", file=sys.stderr, flush=True)
+        print_line(problem)
     return ENDED_ALONE if problem else 0
 
 

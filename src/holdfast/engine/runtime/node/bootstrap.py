@@ -25,16 +25,15 @@ from typing import NoReturn
 
 from holdfast.engine.core.errors import HoldfastError, UserError
 from holdfast.engine.core.machine_errors import MachineError, Raised, judge_error
-from holdfast.engine.host.ending_signals import leave_ending_signals
 from holdfast.engine.host.host import advise_on_shared_memory
-from holdfast.engine.host.lifetime import adopt_orphans, die_with_parent
+from holdfast.engine.host.lifetime import adopt_orphans, die_with_parent, leave_ending_signals
 from holdfast.engine.runtime import user_script
 from holdfast.engine.runtime.node.shard_processes import (
     BY_MACHINE,
     DONE,
     FOR_USER,
     make_shards,
-    tell_failure,
+    report_failure,
 )
 
 MODULE = "holdfast.engine.runtime.node.bootstrap"
@@ -52,8 +51,8 @@ def main(argv: list[str]) -> int:
     user_script.become(argv)
     if int(os.environ.get("HOLDFAST_PROCS", "1")) > 1:
         together = make_shards(failure_fd)
-    tell = teller(failure_fd) if together is None else together.tell
-    code = run_told(lambda: _run(argv[0]), tell)
+    report = make_reporter(failure_fd) if together is None else together.report
+    code = run_and_report(lambda: _run(argv[0]), report)
     if together is not None:
         if code == 0:
             finish()
@@ -75,28 +74,28 @@ def attach() -> int:
     return failure_fd
 
 
-def teller(failure_fd: int) -> Callable[[str], None]:
+def make_reporter(failure_fd: int) -> Callable[[str], None]:
     """Return the function that reports a failure to the agent by this descriptor."""
-    return lambda text: tell_failure(failure_fd, text.encode(errors="replace"))
+    return lambda text: report_failure(failure_fd, text.encode(errors="replace"))
 
 
-def run_told(run: Callable[[], None], tell: Callable[[str], None]) -> int:
-    """Run a script; report its failure by `tell`, and return the exit code."""
+def run_and_report(run: Callable[[], None], report: Callable[[str], None]) -> int:
+    """Run a script; report its failure by `report`, and return the exit code."""
     try:
         run()
     except SystemExit as end:
         if end.code is None or end.code == 0:
             return 0
         if isinstance(end.code, int):
-            tell(f"the script ended with exit code {end.code}")
+            report(f"the script ended with exit code {end.code}")
             return end.code
-        tell(str(end.code))
+        report(str(end.code))
         return 1
     except BaseException as error:  # noqa: BLE001 - told to the agent
         text, by_machine = describe(error), find_machine_error(error)
         if by_machine is MachineError.SHARED_MEMORY:
             text = f"{text}\n{advise_on_shared_memory()}"
-        tell(text + (f"{BY_MACHINE}{by_machine.value}" if by_machine else ""))
+        report(text + (f"{BY_MACHINE}{by_machine.value}" if by_machine else ""))
         return 1
     return 0
 

@@ -22,10 +22,9 @@ from pathlib import Path
 from holdfast.engine.core.errors import Damaged, HoldfastError, UserError, WorldError
 from holdfast.engine.core.replica.retention import Retention
 from holdfast.engine.core.types import ViewNumber
-from holdfast.engine.host.ending_signals import Orders
-from holdfast.engine.host.lifetime import die_with_parent
+from holdfast.engine.host.lifetime import Orders, die_with_parent
 from holdfast.engine.net.descriptors import wait_readable
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line
 from holdfast.engine.runtime.outlet import free_output
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.state.store.checkpoints import Checkpoints, Pacer, scrub
@@ -67,7 +66,7 @@ class Writer:
             try:
                 delivery = receive(channel)
             except Damaged as error:
-                _say(str(error))
+                print_line(str(error))
                 continue
             if delivery is None:
                 return False
@@ -89,9 +88,9 @@ class Writer:
                 seen = self._commits
                 try:
                     for line in scrub(self._store, Pacer(rate, pause)):
-                        _say(line)
+                        print_line(line)
                 except HoldfastError as error:
-                    _say(f"the kept checkpoints cannot be verified: {error}")
+                    print_line(f"the kept checkpoints cannot be verified: {error}")
 
     def _carry_out(self, delivery: Delivery) -> None:
         answer = SaveAnswer(problem="the checkpoint writer has failed, and says why on its console")
@@ -130,7 +129,7 @@ class Writer:
         try:
             self._store.collect(self._keep)
         except WorldError as error:  # the checkpoint is there all the same
-            _say(f"old checkpoints are not removed: {error}")
+            print_line(f"old checkpoints are not removed: {error}")
         return True
 
     def _take_older(self, step: int) -> list[Saving]:
@@ -155,8 +154,8 @@ def main(argv: list[str]) -> int:
     os.nice(NICENESS)
     spec = RunDir(options.run_dir).spec()
     saved, settled = spec.checkpoints, spec.silent_errors.fingerprint_steps
-    storage = open_storage(saved.store, _say)
-    store = Checkpoints(storage, _say)
+    storage = open_storage(saved.store, print_line)
+    store = Checkpoints(storage, print_line)
     writer = Writer(store, Retention(last=saved.keep_last, settled=settled))
     if saved.scrub_rate > 0:
         rate = saved.scrub_rate * 1e6
@@ -174,11 +173,7 @@ def _probe(storage: Storage, text: str) -> None:
     try:
         check_writable(storage, text)
     except UserError as error:
-        _say(f"this node can save no checkpoints: {error}")
-
-
-def _say(text: str) -> None:
-    print_plain(f"holdfast: {text}", file=sys.stderr, flush=True)
+        print_line(f"this node can save no checkpoints: {error}")
 
 
 if __name__ == "__main__":

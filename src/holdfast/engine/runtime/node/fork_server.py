@@ -35,8 +35,12 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, NoReturn
 
 from holdfast.engine.core.job_spec import Workers
-from holdfast.engine.host.ending_signals import leave_ending_signals
-from holdfast.engine.host.lifetime import adopt_orphans, die_with_parent, end_orphans
+from holdfast.engine.host.lifetime import (
+    adopt_orphans,
+    die_with_parent,
+    end_orphans,
+    leave_ending_signals,
+)
 from holdfast.engine.runtime.node import (
     bootstrap,
     gpu_shares,

@@ -23,7 +23,7 @@ from holdfast.engine.core.membership.group_faults import ranks_of
 from holdfast.engine.core.types import WorkerId
 from holdfast.engine.core.views import View
 from holdfast.engine.core.worker_status import Phase, ReplicaStage, Stage, WorkerStatus
-from holdfast.engine.host.ending_signals import restore_ending_signals
+from holdfast.engine.host.lifetime import restore_ending_signals
 from holdfast.engine.runtime import user_script
 from holdfast.engine.runtime.node import bootstrap
 from holdfast.engine.runtime.node.group_store import GroupChannel
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
         finally:
             _join_threads()
 
-    return bootstrap.run_told(run, bootstrap.teller(failure_fd))
+    return bootstrap.run_and_report(run, bootstrap.make_reporter(failure_fd))
 
 
 def preload(spec: JobSpec) -> None:

@@ -111,7 +111,7 @@ MODULE = "holdfast.engine.runtime.node.group_store"
 def main(argv: list[str]) -> int:
     """Serve one group after the other, until the agent ends this process."""
     failure_fd = bootstrap.attach()
-    return bootstrap.run_told(_serve, bootstrap.teller(failure_fd))
+    return bootstrap.run_and_report(_serve, bootstrap.make_reporter(failure_fd))
 
 
 def _serve() -> None:

@@ -13,10 +13,9 @@ import sys
 import threading
 from pathlib import Path
 
-from holdfast.engine.host.ending_signals import leave_ending_signals
-from holdfast.engine.host.lifetime import die_with_parent
+from holdfast.engine.host.lifetime import die_with_parent, leave_ending_signals
 from holdfast.engine.net.descriptors import raise_limit
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line
 from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.plugins import find_service
 from holdfast.engine.runtime.node import bootstrap
@@ -38,17 +37,12 @@ def main(argv: list[str]) -> int:
 
     spec = RunDir(Path(os.environ["HOLDFAST_RUN_DIR"])).spec()
     # Its modules take seconds to import.
-    address = find_service(SERVICE).listen(spec, identity, os.environ["HOLDFAST_HOST"], _say)
+    address = find_service(SERVICE).listen(spec, identity, os.environ["HOLDFAST_HOST"], print_line)
     descriptor = int(os.environ[ADDRESS_FD])
     os.write(descriptor, address.encode() + b"\n")
     os.close(descriptor)
     threading.Event().wait()
     return 0
-
-
-def _say(text: str) -> None:
-    print_plain(f"holdfast: {text}", file=sys.stderr)
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -31,13 +31,12 @@ from holdfast.engine.core.errors import WireError, first_line
 from holdfast.engine.core.machine_errors import MachineError
 from holdfast.engine.core.membership.liveness import FreezeDetector, FreezePolicy
 from holdfast.engine.core.membership.node_process import QUIT
-from holdfast.engine.host.ending_signals import leave_ending_signals
-from holdfast.engine.host.lifetime import die_with_parent, end_lost
+from holdfast.engine.host.lifetime import die_with_parent, end_lost, leave_ending_signals
 from holdfast.engine.host.procfs import sample_process
 from holdfast.engine.net import peer_stream
 from holdfast.engine.net.descriptors import wait_readable
 from holdfast.engine.net.peer_listener import PeerListener
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line
 from holdfast.engine.net.tcp import tune
 from holdfast.engine.net.tls import PeerIdentity
 from holdfast.engine.runtime.node.gpu_shares import VARIABLE, visible_gpus
@@ -162,7 +161,7 @@ def wait_to_be_ended(limit_s: float = float("inf")) -> NoReturn:
 GRACE_S = 3.0  # after a failure, wait this long for a loss that explains it
 READ_BYTES = 1 << 16
 REST_S = 0.1  # for the rest of a message that has come in part
-TOLD_BYTES_MAX = 12 << 10
+REPORT_BYTES_MAX = 12 << 10
 FOR_USER = "UserError: "  # begins a sentence on what the user can mend, until the agent has it
 BY_MACHINE = "\nMachineError: "  # begins the last line of a report on a machine's own error
 
@@ -202,7 +201,7 @@ class ShardProcesses:
         """Wait until their scripts have ended, for as long as they take."""
         self._watch.join()
 
-    def tell(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Report the script's failure to the agent, from the process that failed first."""
         with self._lock:
             said = wait_readable((other.told for other in self._others), 0.0)
@@ -210,7 +209,7 @@ class ShardProcesses:
             self._here = True
         self._watch.join(END_S)
         own = text.encode(errors="replace")
-        self._tell([own, *self._failures] if first else [*self._failures, own])
+        self._send_first([own, *self._failures] if first else [*self._failures, own])
 
     def end(self, code: int) -> None:
         """Wait, at the end of the script, until all processes of this worker may end together.
@@ -229,10 +228,10 @@ class ShardProcesses:
         if not self._first:
             wait_to_be_ended(float("inf") if not code else END_S)
 
-    def _tell(self, failures: Sequence[bytes]) -> None:
+    def _send_first(self, failures: Sequence[bytes]) -> None:
         """Report the first failure; prefer a sentence for the user to a traceback."""
         sentences = [text for text in failures if FOR_USER.encode() in text.split(b"\n")[0]]
-        tell_failure(self._failure_fd, (sentences or list(failures))[0])
+        report_failure(self._failure_fd, (sentences or list(failures))[0])
 
     def _look(self) -> None:
         policy = FreezePolicy()
@@ -257,7 +256,7 @@ class ShardProcesses:
         with self._lock:
             if not self._failures or self._here:
                 return
-            self._tell(self._failures)
+            self._send_first(self._failures)
         if not self._first:
             wait_to_be_ended(END_S)
         os._exit(1)
@@ -290,10 +289,10 @@ class ShardProcesses:
 
     def _give_up(self, text: str) -> None:
         """Report to the agent why, and end this process, which is lost with the other one."""
-        print_plain(f"holdfast: {text}: it ends", file=sys.stderr)
+        print_line(f"{text}: it ends")
         sys.stderr.flush()
         if self._first:
-            tell_failure(self._failure_fd, text.encode())
+            report_failure(self._failure_fd, text.encode())
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -310,13 +309,13 @@ def _read(descriptor: int) -> bytes:
     return data
 
 
-def tell_failure(failure_fd: int, text: bytes) -> None:
+def report_failure(failure_fd: int, text: bytes) -> None:
     """Send the end of a failure's text to the agent, or to the process of shard 0."""
     with contextlib.suppress(OSError):
-        os.write(failure_fd, text[-TOLD_BYTES_MAX:])
+        os.write(failure_fd, text[-REPORT_BYTES_MAX:])
 
 
-def read_told(text: bytes) -> tuple[str, MachineError | None]:
+def read_report(text: bytes) -> tuple[str, MachineError | None]:
     """Return a failure as people read it, and the machine's own error that it was, if any."""
     told, _, name = text.decode(errors="replace").strip().partition(BY_MACHINE)
     error = next((each for each in MachineError if each.value == name), None)
@@ -402,21 +401,21 @@ def _fork(shards: range, failure_fd: int) -> tuple[list[_Other] | None, list[soc
 class LoneShard:
     """Connects a process that was forked on this node to the process that forked it.
 
-    `told_fd`: descriptor for reports of a failure or a good end.
+    `report_fd`: descriptor for reports of a failure or a good end.
     """
 
-    def __init__(self, told_fd: int) -> None:
-        self._told_fd = told_fd
+    def __init__(self, report_fd: int) -> None:
+        self._report_fd = report_fd
 
-    def tell(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Report that the script has failed."""
-        tell_failure(self._told_fd, text.encode(errors="replace"))
+        report_failure(self._report_fd, text.encode(errors="replace"))
 
     def end(self, code: int) -> None:
         """Wait, after a good end, to be ended with the other processes."""
         if code:
             return
-        os.write(self._told_fd, DONE)
+        os.write(self._report_fd, DONE)
         while True:
             signal.pause()  # until the kernel ends it with the process that has forked it
 

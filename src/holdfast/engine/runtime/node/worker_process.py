@@ -31,7 +31,7 @@ from holdfast.engine.host.host import advise_on_shared_memory
 from holdfast.engine.host.kernel_log import OomKills
 from holdfast.engine.host.lifetime import end_orphans
 from holdfast.engine.net import secret
-from holdfast.engine.net.standard_streams import print_plain
+from holdfast.engine.net.standard_streams import print_line
 from holdfast.engine.runtime.node import bootstrap, fork_server, group_member, group_store
 from holdfast.engine.runtime.node.fork_server import (
     ForkedProcess,
@@ -40,7 +40,7 @@ from holdfast.engine.runtime.node.fork_server import (
     wait_for_end,
 )
 from holdfast.engine.runtime.node.gpu_shares import VARIABLE, share_of_gpus, visible_gpus
-from holdfast.engine.runtime.node.shard_processes import DONE, read_told
+from holdfast.engine.runtime.node.shard_processes import DONE, read_report
 from holdfast.engine.runtime.outlet import LogFile, write_all
 from holdfast.engine.runtime.rundir import STACKS_DIR, RunDir
 from holdfast.engine.wire.frames import Opener, Sealer
@@ -387,7 +387,7 @@ class WorkerProcess:
         """Describe the end of the process, by its own report and by the kernel's."""
         compat = self._template.spec.compat.enabled
         reported = self._report.text.endswith(DONE) or compat
-        detail, error = ("", None) if code <= 0 and reported else read_told(self._report.text)
+        detail, error = ("", None) if code <= 0 and reported else read_report(self._report.text)
         if error is not None:
             self.note(detail)  # the job may continue without it, and its log has the reason
         if code == -signal.SIGKILL:
@@ -449,4 +449,4 @@ class StackDumps:
 
 
 def say(text: str) -> None:
-    print_plain(f"holdfast: agent: {text}", file=sys.stderr, flush=True)
+    print_line(f"agent: {text}")

@@ -1,4 +1,7 @@
-"""`holdfast agent` adds this machine to a running job as a further node."""
+"""Adds this machine to a running job: `holdfast agent` and `holdfast coordinator`.
+
+An agent makes it a further node. A coordinator stands by, to take over when the leader fails.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import argparse
 import os
 import secrets
 import socket
-import sys
 from pathlib import Path
 
 from holdfast.engine.commands.shared_options import (
@@ -21,16 +23,24 @@ from holdfast.engine.core.errors import UserError
 from holdfast.engine.core.types import AgentId, ProcessRole
 from holdfast.engine.host.external_checks import parse_all_checks, save_checks
 from holdfast.engine.net.secret import load_secret
-from holdfast.engine.net.standard_streams import print_plain
-from holdfast.engine.net.tls import peer_tls_of
+from holdfast.engine.net.standard_streams import print_line
+from holdfast.engine.net.tcp import listen
+from holdfast.engine.net.tls import peer_tls_of, server_of
 from holdfast.engine.runtime.contact import ask, contact_by
-from holdfast.engine.runtime.launcher import Node, incarnation_after, launch_node
+from holdfast.engine.runtime.launcher import (
+    CoordinatorSite,
+    Node,
+    incarnation_after,
+    launch_node,
+    launch_standby,
+)
+from holdfast.engine.runtime.leadership.election import FORM, open_election
 from holdfast.engine.runtime.rundir import RunDir
 from holdfast.engine.runtime.user_script import is_present
 from holdfast.engine.wire.messages import JoinReply, JoinRequest
 
 
-def parser() -> argparse.ArgumentParser:
+def make_agent_parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="holdfast agent",
         description="Add this machine to a running job. The script must be at the same path here "
@@ -84,8 +94,8 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def main(argv: list[str]) -> int:
-    options = parser().parse_args(argv)
+def join_as_agent(argv: list[str]) -> int:
+    options = make_agent_parser().parse_args(argv)
     tls = peer_tls_of(options.tls)
     contact = contact_by(options.join, tls.client if tls is not None else None)
     if options.nproc is not None and options.nproc < 1:
@@ -105,7 +115,7 @@ def main(argv: list[str]) -> int:
     run_dir.attach(spec, secret)
     save_checks(run_dir.path, name, checks)
     os.chdir(spec.cwd)
-    print_plain(f"holdfast: node {name} joins {contact}", file=sys.stderr, flush=True)
+    print_line(f"node {name} joins {contact}")
     return launch_node(
         Node(
             run_dir=run_dir,
@@ -121,3 +131,43 @@ def main(argv: list[str]) -> int:
         ),
         spec,
     )
+
+
+def join_as_coordinator(argv: list[str]) -> int:
+    options = make_coordinator_parser().parse_args(argv)
+    open_election(options.election)
+    run_dir = RunDir(options.run_dir)
+    try:
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--run-dir {run_dir.path}: {error.strerror}; name another") from None
+    load_secret(dict(os.environ), file=options.secret_file, run_dir=run_dir.path)
+    server_of(options.tls)  # raises UserError if the files are bad
+    arguments = ["--election", options.election]
+    if options.secret_file is not None:
+        arguments += ["--secret-file", str(options.secret_file)]
+    with listen(options.host, options.port) as listener:
+        site = CoordinatorSite(
+            run_dir=run_dir, listener=listener, host=options.host, tls=options.tls
+        )
+        return launch_standby(site, arguments)
+
+
+def make_coordinator_parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        prog="holdfast coordinator",
+        description="Run a standby coordinator of a job: if the leader fails, a standby takes over "
+        "and the job goes on. It ends with the job; if it leads and is told to end before that, "
+        "a standby takes over.",
+    )
+    found.add_argument("--election", required=True, metavar="URL", help=FORM)
+    found.add_argument(
+        "--run-dir", type=Path, required=True, help="directory for this coordinator's event log"
+    )
+    found.add_argument(
+        "--host", required=True, help="this machine's name or address, as agents reach it"
+    )
+    found.add_argument("--port", type=int, default=0, help="default: any that is free")
+    add_secret(found, "HOLDFAST_SECRET, or RUN_DIR/secret")
+    add_tls(found)
+    return found
