@@ -341,35 +341,37 @@ def _domains_of(offer: Mapping[str, Any]) -> Domains:
     return tuple(f"{key}={found[key]['name']}" for key in ("region", "zone") if key in found)
 
 
-def access_of(told: Mapping[str, str]) -> RestAccess:
+def access_of(settings: Mapping[str, str]) -> RestAccess:
     """Return the way to Mesos, by the settings of a plan. UserError: there is no password."""
-    password = ""
-    if told["password_file"]:
+    password, file = "", settings["password_file"]
+    if file:
         try:
-            password = read_regular(told["password_file"], DOCUMENT_BYTES_MAX).decode().strip()
+            password = read_regular(file, DOCUMENT_BYTES_MAX).decode().strip()
         except (OSError, ValueError) as error:
             raise UserError(f"--password-file cannot be read: {error}") from None
         if not password:
-            raise UserError(f"--password-file {told['password_file']} is empty: write one into it")
-    return RestAccess(address=told["master"], user=told["user"], password=password, ca=told["ca"])
+            raise UserError(f"--password-file {file} is empty: write one into it")
+    return RestAccess(
+        address=settings["master"], user=settings["user"], password=password, ca=settings["ca"]
+    )
 
 
 def open_manager(plan: FleetPlan, spec: JobSpec) -> MesosManager:
     """Open the manager of a plan; its framework is named after the job."""
-    told, run_dir = plan.settings, plan.run_dir
+    settings, run_dir = plan.settings, plan.run_dir
     framework = MesosFramework(
         name=job_prefix(spec.job).rstrip("-"),
-        user=told["runs_as"],
+        user=settings["runs_as"],
         command=(sys.executable, "-m", "holdfast.clusters.mesos.mesos_place", run_dir),
-        role=told["role"],
-        principal=told["user"],
-        cpus=float(told["cpus"]),
-        memory_mb=int(told["memory"]),
-        gpus=int(told["gpus"]),
-        failover_s=float(told["failover_s"]),
+        role=settings["role"],
+        principal=settings["user"],
+        cpus=float(settings["cpus"]),
+        memory_mb=int(settings["memory"]),
+        gpus=int(settings["gpus"]),
+        failover_s=float(settings["failover_s"]),
     )
     session = MesosSession(
-        RestLink(access_of(told), NAME, PROOF), framework, Path(run_dir, FRAMEWORK)
+        RestLink(access_of(settings), NAME, PROOF), framework, Path(run_dir, FRAMEWORK)
     )
     return MesosManager(session, framework, OrderBook(Path(run_dir, ORDERS)))
 
@@ -472,16 +474,18 @@ def has_room(agent: Mapping[str, Any], options: argparse.Namespace) -> bool:
 
 def start(run_dir: RunDir) -> None:
     """Subscribe the framework once. UserError: Mesos refuses it."""
-    told, session = read_plan(run_dir).settings, session_of(run_dir)
+    settings, session = read_plan(run_dir).settings, session_of(run_dir)
     try:
         session.subscription()
     except Refused as error:
-        if "ole" in first_line(error):  # role, or Role
-            text = f"--role {told['role']}: {first_line(error)}; name another"
-            raise UserError(text) from None
-        raise UserError(f"the framework is refused: {first_line(error)}") from None
+        reason = first_line(error)
+        if "role" in reason.lower():
+            raise UserError(f"--role {settings['role']}: {reason}; name another") from None
+        raise UserError(f"the framework is refused: {reason}") from None
     except WorldError as error:
-        raise UserError(f"--master {told['master']} cannot be used: {first_line(error)}") from None
+        raise UserError(
+            f"--master {settings['master']} cannot be used: {first_line(error)}"
+        ) from None
     finally:
         session.close()
 

@@ -170,7 +170,7 @@ def has_room(node: Mapping[str, Any], options: argparse.Namespace) -> bool:
 async def create(run_dir: RunDir, start: Callable[[YarnManager, int], Awaitable[bool]]) -> bool:
     """Start the service with the plan's number of nodes; return `start`'s answer. UserError."""
     plan = read_plan(run_dir)
-    told, manager = plan.settings, open_manager(plan, run_dir.spec())
+    settings, manager = plan.settings, open_manager(plan, run_dir.spec())
     try:
         return await start(manager, plan.nodes)
     except NameTaken:
@@ -179,12 +179,12 @@ async def create(run_dir: RunDir, start: Callable[[YarnManager, int], Awaitable[
             f"remove that one with `yarn app -destroy {manager.name}`"
         ) from None
     except QueueRefused as error:
-        queue = told["queue"] or "default"
+        queue = settings["queue"] or "default"
         raise UserError(f"--queue {queue}: {first_line(error)}; name another") from None
     except Refused as error:
         raise UserError(f"the service is refused: {first_line(error)}") from None
     except WorldError as error:
-        raise UserError(f"--rm {told['rm']} cannot be used: {first_line(error)}") from None
+        raise UserError(f"--rm {settings['rm']} cannot be used: {first_line(error)}") from None
 
 
 def destroy(run_dir: RunDir) -> None:

@@ -479,28 +479,28 @@ def _placement(
     )
 
 
-def access_of(told: Mapping[str, str]) -> RestAccess:
+def access_of(settings: Mapping[str, str]) -> RestAccess:
     """Return the way to YARN, by the settings of a plan."""
     return RestAccess(
-        address=told["rm"],
-        user=told["user"],
-        ca=told["ca"],
-        kerberos=bool(told["kerberos"]),
+        address=settings["rm"],
+        user=settings["user"],
+        ca=settings["ca"],
+        kerberos=bool(settings["kerberos"]),
     )
 
 
 def open_manager(plan: FleetPlan, spec: JobSpec) -> YarnManager:
     """Open the manager of a plan; its service is named after the job, unless it has a name."""
-    told = plan.settings
+    settings = plan.settings
     service = YarnService(
-        name=told["service"] or job_prefix(spec.job).rstrip("-"),
-        command=shlex.join((*PLACE, plan.run_dir, told["memory"])),
-        queue=told["queue"],
-        cpus=int(told["cpus"]),
-        memory_mb=int(told["memory"]),
-        gpus=int(told["gpus"]),
-        principal=told["principal"],
-        keytab=told["keytab"],
+        name=settings["service"] or job_prefix(spec.job).rstrip("-"),
+        command=shlex.join((*PLACE, plan.run_dir, settings["memory"])),
+        queue=settings["queue"],
+        cpus=int(settings["cpus"]),
+        memory_mb=int(settings["memory"]),
+        gpus=int(settings["gpus"]),
+        principal=settings["principal"],
+        keytab=settings["keytab"],
     )
-    link = RestLink(access_of(told), NAME)
+    link = RestLink(access_of(settings), NAME)
     return YarnManager(link, service, OrderBook(Path(plan.run_dir, ORDERS)), plan.run_dir)

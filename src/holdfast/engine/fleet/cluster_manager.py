@@ -38,7 +38,8 @@ class PlacementOrder:
     id: PlacementId
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    avoid: tuple[str, ...] = ()  # hosts, as listings name them
+    #: Hosts that it must not get, as listings name them.
+    avoid: tuple[str, ...] = ()
 
 
 class ClusterManager(Protocol):

@@ -130,8 +130,10 @@ class FleetPace:
     observe_s: float = 2.0
     hear_s: float = 0.5
     answer_s: float = 30.0
-    release_s: float = 60.0  # after the job's end, for the manager to let go of everything
-    requests_max: int = 16  # under way at the same time
+    #: The time after the job's end for the manager to end all placements.
+    release_s: float = 60.0
+    #: The most requests under way at the same time.
+    requests_max: int = 16
 
 
 class JobLink:

@@ -32,11 +32,16 @@ class LoggedEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     view: int | None = None
     step: int | None = None
     node: str | None = None
-    id: str = ""  # unique in the run; lines of older releases have none
-    causes: tuple[str, ...] = ()  # ids of earlier lines
-    cost: dict[str, float] | None = None  # the cost of the incident that ended; see Cost
-    members: str = ""  # the workers of the view that begins: "0-3, 7"
-    again: bool = False  # this view repeats committed steps
+    #: It is unique in the run. Lines of older releases have none.
+    id: str = ""
+    #: The ids of earlier lines that led to this one.
+    causes: tuple[str, ...] = ()
+    #: The cost of the incident that ended (see Cost).
+    cost: dict[str, float] | None = None
+    #: The workers of the view that begins, for example "0-3, 7".
+    members: str = ""
+    #: The view that begins repeats committed steps.
+    again: bool = False
 
 
 class EventSink:

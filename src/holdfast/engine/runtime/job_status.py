@@ -81,14 +81,18 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     incarnation: int | None = None
-    pid: int | None = None  # the agent's
+    #: The process id of its agent.
+    pid: int | None = None
     silent: bool = False
-    draining: str = ""  # the reason; empty: it is not being drained
+    #: The reason why it is being drained, or "".
+    draining: str = ""
     domains: tuple[str, ...] = ()
-    members: int = 0  # workers on it that are members of the view
+    #: The number of its workers that are members of the view.
+    members: int = 0
     #: It leaves, and other nodes have yet to take over the pieces in its memory.
     needed: bool = False
-    pieces_bytes: int = 0  # pieces of the job's state in its memory
+    #: The size of the pieces of the job's state in its memory.
+    pieces_bytes: int = 0
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,11 +100,13 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     id: int
     pid: int = 0
-    agent: str  # its node
+    #: The node of the process.
+    agent: str
     incarnation: int = 1
     state: ProcessPhase
     virtual_ranks: tuple[int, ...] = ()
-    step: int = 0  # steps that it has committed
+    #: The number of steps that it has committed.
+    step: int = 0
     detail: str = ""
 
 
@@ -108,7 +114,8 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Describes a server of tables that listens."""
 
     number: int
-    agent: str  # its node
+    #: The node of the process.
+    agent: str
     pid: int
     address: str
 
@@ -117,7 +124,8 @@ class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Describes the copies of the job's state in the memory of nodes."""
 
     redundancy: str
-    step: int  # all nodes that keep pieces have those of this step
+    #: The newest step of which all nodes that keep pieces have theirs.
+    step: int
     bytes: int
 
 
@@ -132,11 +140,16 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[ProcessStatus, ...] = ()
     leader: int | None = None
     group: bool = False
-    memory: MemoryStatus | None = None  # None: no pieces are kept there
-    servers: tuple[ServerStatus, ...] = ()  # the tables' servers
-    servers_held: int = 0  # this many hold all rows together; 0: the job has none
-    servers_wanted: int = 0  # this many were asked for
-    awaited: str = ""  # nodes that the cluster manager does not give yet, and its reasons
+    #: None: the job keeps no pieces.
+    memory: MemoryStatus | None = None
+    #: The servers of tables that listen.
+    servers: tuple[ServerStatus, ...] = ()
+    #: The number of servers that hold all rows together; 0: the job has none.
+    servers_held: int = 0
+    #: The number of servers that was ordered last.
+    servers_wanted: int = 0
+    #: The nodes that the cluster manager does not give yet, with its reasons.
+    awaited: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as `holdfast status --json` prints it."""

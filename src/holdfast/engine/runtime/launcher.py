@@ -55,9 +55,12 @@ class Node:
     join: str
     tls: Path | None = None
     first_incarnation: int = 1
-    notice_s: float = float("inf")  # from SIGTERM to this machine's end
-    notices: str = ""  # the server that knows whether this machine is taken away
-    domains: Domains = ()  # failure domains that it is in
+    #: The time from SIGTERM to this machine's end.
+    notice_s: float = float("inf")
+    #: The server that knows whether this machine is taken away.
+    notices: str = ""
+    #: The failure domains of this machine.
+    domains: Domains = ()
 
     def processes(self, spec: JobSpec) -> list[Kept]:
         """Return the processes to keep running: the agent, and a writer if there is a store."""

@@ -86,7 +86,8 @@ class DrainRequest:
 
     agent: AgentId
     reason: str
-    deadline_s: float = float("inf")  # by then the node is gone
+    #: The time until the node is gone.
+    deadline_s: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +158,8 @@ class PeerRequest:
     """Asks for a measurement between two machines (`holdfast doctor --peer`), not in a job."""
 
     number: int
-    stream: str = ""  # "up" or "down": open a port for a stream of plain bytes that way
+    #: "up" or "down": the direction of a stream of plain bytes, for which a port is opened.
+    stream: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +169,8 @@ class PeerReply:
     number: int
     received_s: float
     answered_s: float
-    stream_port: int = 0  # where one connection is awaited that begins with the token
+    #: The port that awaits one connection, which begins with the token.
+    stream_port: int = 0
     stream_token: bytes = b""
 
 

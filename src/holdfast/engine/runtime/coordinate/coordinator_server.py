@@ -148,7 +148,8 @@ class CoordinatorSetup:
     listener: socket.socket
     #: The name by which other machines reach this one.
     host: str
-    tls: Path | None = None  # directory of the certificates
+    #: The directory of the certificates. None: no TLS.
+    tls: Path | None = None
 
 
 TORCH_IN_THE_CLEAR = (

@@ -194,7 +194,8 @@ class Hold:
     """Identifies one coordinator's leadership in etcd."""
 
     term: int
-    created: int  # the revision at which it began, which identifies it
+    #: The revision at which it began, which identifies it.
+    created: int
     lease: int
     ttl_s: float
 

@@ -48,9 +48,12 @@ COUNTED_MAX = 1 << 31  # terms that were counted are below this, whatever the cl
 class Loaded:
     """Describes the beginning of a coordinator."""
 
-    term: int  # greater than all terms before
-    record: JobRecord | None  # None: the job has not begun, or there is damage
-    damage: str = NO_DAMAGE  # the loss and its reason; the job may be running all the same
+    #: The new term, greater than all terms before.
+    term: int
+    #: The newest record. None: the job has not begun, or there is damage.
+    record: JobRecord | None
+    #: The loss and its reason. The job may be running all the same.
+    damage: str = NO_DAMAGE
 
 
 class Journal(Protocol):

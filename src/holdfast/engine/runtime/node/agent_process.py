@@ -127,9 +127,9 @@ class NodePieces:
         self._address = PieceServer(self._memory, self._identity).listen(template.host)
         self._mending: Mending | None = None
 
-    def open(self, worker: WorkerId) -> list[tuple[int, int]]:
-        """Open a file for the pieces of each process of a worker: its number and descriptor."""
-        return [self._memory.open(worker) for _ in range(self._spec.workers.procs_on_node)]
+    def open(self, worker: WorkerId) -> tuple[int, int]:
+        """Open a file for pieces of one process of a worker; return its number and descriptor."""
+        return self._memory.open(worker)
 
     def record_end(self, numbers: Sequence[int]) -> None:
         """Record that no process writes to these files any more."""
@@ -443,7 +443,8 @@ class AgentServer:
         worker, incarnation = process.worker, process.incarnation
         try:
             if self._pieces is not None:
-                process.memory += self._pieces.open(worker)
+                for _ in range(self._template.spec.workers.procs_on_node):
+                    process.memory.append(self._pieces.open(worker))
             if process.spread is not None and not process.spread.place:
                 listener, meets_at = open_listener(self._template.host)
                 part = SpreadPart(place=0, meets_at=meets_at, listener=listener)

@@ -59,10 +59,14 @@ class WorkerTemplate:
     run_dir: RunDir
     spec: JobSpec
     host: str
-    orders_fd: int | None = None  # to the checkpoint writer
-    tls: Path | None = None  # directory of the certificates
-    domains: Domains = ()  # failure domains of the node, as its operator has given them
-    memory_bytes: int = 0  # most bytes of pieces in this node's memory
+    #: The descriptor for orders to the checkpoint writer. None: the job has no store.
+    orders_fd: int | None = None
+    #: The directory of the certificates. None: no TLS.
+    tls: Path | None = None
+    #: The failure domains of the node that its operator has given.
+    domains: Domains = ()
+    #: The most bytes of pieces in this node's memory.
+    memory_bytes: int = 0
     oom_kills: OomKills = field(default_factory=OomKills)
 
     @property
