@@ -31,7 +31,6 @@ from holdfast.engine.state.memory.arena import (
     Table,
     problem_of_table,
 )
-from holdfast.engine.state.store import compression
 from holdfast.engine.state.store.checkpoint_reading import verify
 from holdfast.engine.state.store.checkpoints import Checkpoints
 from holdfast.engine.state.store.data_index import open_index
@@ -47,6 +46,7 @@ from holdfast.engine.state.store.manifest import (
     decode,
     digest,
     encode,
+    expand,
     manifest_name,
     pack_name,
 )
@@ -115,12 +115,12 @@ def test_a_part_of_a_larger_tensor_is_accepted() -> None:
 def test_compressed_data_that_expands_to_more_than_its_size_is_refused() -> None:
     bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))
     place = bytearray(100)
-    problem = compression.expand(memoryview(bomb), memoryview(place))
+    problem = expand(memoryview(bomb), memoryview(place))
     assert problem == f"it has {64 << 20} bytes, decompressed, and not 100"
     # The same with a header that lies about it.
     at = bomb.index((64 << 20).to_bytes(4, "little"))
     liar = bomb[:at] + (100).to_bytes(4, "little") + bomb[at + 4 :]
-    assert "cannot be decompressed" in compression.expand(memoryview(liar), memoryview(place))
+    assert "cannot be decompressed" in expand(memoryview(liar), memoryview(place))
 
 
 def large_checkpoint(folder: Path) -> Checkpoints:

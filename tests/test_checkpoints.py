@@ -18,7 +18,6 @@ from checkpoint_kit import SIZES, Loaded, make_state, save, stored_bytes
 from holdfast.engine.core.errors import Damaged, UserError, WorldError
 from holdfast.engine.core.replica.retention import Retention
 from holdfast.engine.net.descriptors import wait_readable
-from holdfast.engine.state.store import compression
 from holdfast.engine.state.store.checkpoint_reading import load_range
 from holdfast.engine.state.store.checkpoints import Checkpoints, scrub
 from holdfast.engine.state.store.files import FileStorage
@@ -31,7 +30,9 @@ from holdfast.engine.state.store.manifest import (
     Manifest,
     decode,
     encode,
+    expand,
     manifest_name,
+    shorten,
 )
 from holdfast.engine.state.store.storage import Missing
 from holdfast.lab.contracts.storages import Crash, CrashDisk, MemoryStorage
@@ -213,15 +214,15 @@ ENTRY = st.builds(
 def test_no_flipped_bit_makes_decompression_take_memory_or_raise() -> None:
     """This holds for the bits of a frame's own length field, too."""
     chunk = make_state(1)["sparse"][:CHUNK_BYTES]
-    good = bytes(compression.shorten(memoryview(chunk)))
+    good = bytes(shorten(memoryview(chunk)))
     into, wrong = bytearray(CHUNK_BYTES), 0
     for at in range(24):  # magic, descriptor, length, and the first blocks
         for bit in range(8):
             data = bytearray(good)
             data[at] ^= 1 << bit
-            wrong += bool(compression.expand(memoryview(data), memoryview(into))) or into != chunk
+            wrong += bool(expand(memoryview(data), memoryview(into))) or into != chunk
     assert wrong > 100  # the other bits are in parts that are not read
-    assert compression.expand(memoryview(good), memoryview(into)) == ""
+    assert expand(memoryview(good), memoryview(into)) == ""
     assert into == chunk
 
 

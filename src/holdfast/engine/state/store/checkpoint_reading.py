@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from holdfast.engine.core.errors import Damaged, WorldError
-from holdfast.engine.state.store import compression
-from holdfast.engine.state.store.manifest import Chunk, Entry, Manifest, chunks_of, digest
+from holdfast.engine.state.store.manifest import Chunk, Entry, Manifest, chunks_of, digest, expand
 from holdfast.engine.state.store.storage import Missing, Storage
 
 READ_BYTES = 8 << 20  # at a time, where chunks lie one after the other
@@ -210,7 +209,7 @@ def _read(storage: Storage, piece: _Piece, into: memoryview) -> list[Bad]:
 def _place(chunk: Chunk, data: memoryview, into: memoryview) -> str:
     """Copy a chunk to its destination unless it is there; return its fault, or ""."""
     if chunk.stored < chunk.size:
-        problem = compression.expand(data[: chunk.stored], into)
+        problem = expand(data[: chunk.stored], into)
         if problem:
             return problem
     elif data.obj is not into.obj:

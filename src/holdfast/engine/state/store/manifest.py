@@ -9,7 +9,9 @@
 
 Every entry's bytes fall into chunks of equal size (the last one is shorter). A chunk is known by
 its length and digest, so an unchanged chunk of an earlier checkpoint stays in its pack. It is
-compressed only where that makes it shorter. All numbers that lead to reading are checked here,
+compressed only where that makes it shorter: weights and moments in full use hardly shrink, and cost
+more time to compress than to write; bytes that are mostly zeros, repeats or counts shrink to
+little. A sample decides for each entry. All numbers that lead to reading are checked here,
 before any byte is read.
 """
 
@@ -22,6 +24,7 @@ from typing import TypeVar
 
 import msgspec
 import xxhash
+import zstandard
 
 from holdfast.engine.core.errors import Damaged, OtherRelease
 from holdfast.engine.core.release import newer_format
@@ -53,6 +56,11 @@ ITEM_BYTES = {
     **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
     "complex128": 16,
 }
+# Zstandard's level, and the bytes of the smallest entry that is compressed.
+LEVEL, SIZE_MIN = 1, 4096
+# Samples of an entry, spread evenly, must shrink to this share of their size, and a chunk to that.
+SAMPLES, SAMPLE_BYTES, PAYS = 4, 16 << 10, 0.5
+SHORTER = 0.9
 
 
 def digest(data: bytes | bytearray | memoryview) -> bytes:
@@ -380,3 +388,35 @@ def _shape_problem(entry: Entry) -> str:
     if any(at < 0 or at + length > whole for at, length, whole in places):
         return f"{entry.name} lies at {list(entry.offset)}, outside of {list(entry.whole)}"
     return ""
+
+
+def is_worthwhile(data: memoryview) -> bool:
+    """Return whether an entry of these bytes should be compressed."""
+    if len(data) < SIZE_MIN:
+        return False
+    size = min(SAMPLE_BYTES, len(data) // SAMPLES)
+    gap = (len(data) - size) // (SAMPLES - 1)
+    sample = b"".join(data[i * gap : i * gap + size] for i in range(SAMPLES))
+    return len(_compressor().compress(sample)) <= PAYS * len(sample)
+
+
+def shorten(chunk: memoryview) -> bytes | memoryview:
+    """Return the chunk compressed, or unchanged if that would not make it much shorter."""
+    found = _compressor().compress(chunk)
+    return found if len(found) <= SHORTER * len(chunk) else chunk
+
+
+def expand(data: memoryview, into: memoryview) -> str:
+    """Decompress into `into`; return why that is impossible, or an empty string."""
+    try:
+        size = zstandard.frame_content_size(data)  # checked before so much memory is taken
+        if size != len(into):
+            return f"it has {size} bytes, decompressed, and not {len(into)}"
+        into[:] = zstandard.ZstdDecompressor().decompress(data)
+    except (zstandard.ZstdError, ValueError, MemoryError) as error:
+        return f"it cannot be decompressed: {error}"
+    return ""
+
+
+def _compressor() -> zstandard.ZstdCompressor:
+    return zstandard.ZstdCompressor(level=LEVEL)

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from holdfast.engine.core.errors import WorldError, require
 from holdfast.engine.core.types import NO_VIEW, ViewNumber
-from holdfast.engine.state.store import compression
 from holdfast.engine.state.store.manifest import (
     CHUNK_BYTES,
     INTENT_BYTES_MAX,
@@ -39,10 +38,12 @@ from holdfast.engine.state.store.manifest import (
     encode_part,
     intent_name,
     is_withdrawn,
+    is_worthwhile,
     manifest_name,
     pack_name,
     part_name,
     problem_of,
+    shorten,
 )
 from holdfast.engine.state.store.storage import Storage, has_ended, name_scope, read_all
 
@@ -297,7 +298,7 @@ class _Planner:
         end = 0
         for item in self._items:
             data, runs = item.data.cast("B"), _Runs()
-            shrinks = compression.is_worthwhile(data)
+            shrinks = is_worthwhile(data)
             digests = bytearray()
             for start in range(0, len(data), CHUNK_BYTES):
                 chunk = data[start : start + CHUNK_BYTES]
@@ -305,7 +306,7 @@ class _Planner:
                 digests += found
                 place = self._place(len(chunk), found)
                 if place is None:
-                    stored = compression.shorten(chunk) if shrinks else chunk
+                    stored = shorten(chunk) if shrinks else chunk
                     place = _Place(self._pack, end, len(stored))
                     self._here[(len(chunk), found)] = place
                     end += len(stored)
