@@ -89,7 +89,11 @@ def test_no_step_is_called_twice_and_none_left_out_but_one_in_which_the_leader_d
 def test_a_call_is_not_made_again_if_the_leader_dies_within_it() -> None:
     expected, _ = calls_of(1)
     calls, _ = calls_of(3, dies_in=(2, 5))
-    assert calls == expected
+    assert max(collections.Counter(calls).values()) == 1
+    # Workers that are a step ahead of the leader cannot know whether it made the call of that step.
+    left_out = [call[0] for call in expected if call not in calls]
+    assert set(left_out) <= {3, 6}
+    assert [call for call in expected if call[0] not in left_out] == calls
 
 
 # ---------------------------------------------------------------- the example

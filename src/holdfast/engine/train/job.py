@@ -333,9 +333,9 @@ class Job(JobFacts):
 
         It is called after the body of the loop, with `step.index`, `step.loss` and the script's
         `step.metrics`. It is never called twice for one step, even on different workers; it may not
-        be called for a step in which the leader is lost. Steps that are repeated from a checkpoint
-        are called again. Call this on all workers, before the loops. `fn` must not call functions
-        for all workers (evaluate, agree), nor change protected objects.
+        be called for a step that is under way when the leader is lost. Steps that are repeated from
+        a checkpoint are called again. Call this on all workers, before the loops. `fn` must not
+        call functions for all workers (evaluate, agree), nor change protected objects.
         """
         self._loops.at_step_end.append(fn)
 

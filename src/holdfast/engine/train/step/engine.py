@@ -310,6 +310,7 @@ class Engine(threading.Thread):
                 sums.append(started)
             # They are under way together with the last buckets.
             if begun == total and not closing:
+                self._data.record_given(at.view.leader)
                 closing = self._closing_operations(at, order, act.number)
                 if not total:
                     act.begin(at.transport)
@@ -339,8 +340,9 @@ class Engine(threading.Thread):
         with self._driver.monitor:
             parts = data.table.gradients()
             unlike = data.speculative.contradicted_vranks(sums, data.values.told, parts)
-            leads = at.view.leader == self._exchange.me.worker and not self._exchange.me.shard
-            data.record_reduced(order.view, leads=leads)
+            me, leader = self._exchange.me, at.view.leader
+            leads = leader == me.worker and not me.shard
+            data.record_reduced(order.view, leader=leader if leads else None)
         doubt = max((each.doubt() for each in sums), default=Doubt.FINITE)
         tensors = [tensor for each in sums for tensor in each.sums]
         return ev.Summed(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from holdfast.engine.core.ground.events import StepKind
+from holdfast.engine.core.types import WorkerId
 from holdfast.engine.train.checkpoint.sharded_optimizers import ShardedOptimizers
 from holdfast.engine.train.step.gradient_digest import TaskDigest
 from holdfast.engine.train.step.gradients import Gradients
@@ -63,8 +64,11 @@ class StepData:
         self.wants_stop = False
         #: The view in which its gradient became complete.
         self.reduced_in = 0
-        #: This worker was that view's leader: exactly one member was.
+        #: This worker makes the job's calls for the step. At most one member does.
         self.acts = False
+        #: The leaders of views in which this worker gave all of its parts of the open step. Such a
+        #: leader may have the sum, and may have made the calls, even if others lack it.
+        self._leaders: list[WorkerId] = []
         #: Shares out the optimizers' state among the members.
         self.sharding = sharding
         self._opening = Opening()
@@ -94,6 +98,7 @@ class StepData:
         """Begin a step; its gradients and buffers have been reset."""
         self._opening = Opening(act, fingerprints, self.wants_stop)
         self.values.reset()
+        self._leaders.clear()
         self.reset()
 
     def reset(self) -> None:
@@ -113,9 +118,16 @@ class StepData:
             parts += [(table.index, table.result.places), (table.index, table.result.values)]
         return self.digest.part_of(step, parts)
 
-    def record_reduced(self, view: int, *, leads: bool = False) -> None:
+    def record_given(self, leader: WorkerId) -> None:
+        """Record that all parts of this worker are under way, in a view with this leader."""
+        if leader not in self._leaders:
+            self._leaders.append(leader)
+
+    def record_reduced(self, view: int, *, leader: WorkerId | None = None) -> None:
         """Record that the step's gradient is complete, by an exchange in this view.
 
-        `leads`: this worker is that view's leader. A worker that missed the exchange was not.
+        `leader`: this worker, if it is that view's leader. A worker that missed the exchange was
+        not. A leader makes no calls if an earlier leader may have made them.
         """
-        self.reduced_in, self.acts = view, leads
+        self.reduced_in = view
+        self.acts = leader is not None and all(each == leader for each in self._leaders)
