@@ -2,8 +2,10 @@
 # what is pinned in constraints.txt; after that only release needs a network, and docs, the first time.
 #
 #   make demo                     train, break things, prove that nothing was lost
-#   make check test               what every change must pass
-#   make test-all                 the same, with the slow tests, for an hour
+#   make check                    the rules of the house, types, and all tests that start no job
+#   make check jobs               what every change must pass
+#   make test                     all quick tests
+#   make test-all                 all tests, with the slow tests, for an hour
 #   make test-clusters            jobs on real cluster managers, where they are installed
 #   make kubernetes-lab           those on Kubernetes, after building its control plane
 #   make yarn-lab                 all tests of YARN, on a ResourceManager of Hadoop that they start
@@ -43,10 +45,12 @@ PEERS_ENV := build/peers
 PEERS_PIP := $(PEERS_ENV)/bin/python -m pip --disable-pip-version-check install -q --no-compile \
   -c benchmarks/peers_constraints.txt
 PYTEST := $(BIN)/python -m pytest -q
+UNITS = $(shell find tests -name unit -type d)
+JOBS = $(shell find tests -name jobs -type d)
 FIND_JAVA = command -v java >/dev/null || { echo "make yarn-lab needs Java 17, which runs Hadoop \
 (on Debian: apt-get install openjdk-17-jre-headless)." >&2; exit 1; }
 
-.PHONY: help demo check lint types rules test test-all coverage test-clusters kubernetes-lab yarn-lab yarn-contract weeks fuzz sim mutants bench bench-peers docs release clean
+.PHONY: help demo check lint types rules units jobs test test-all coverage test-clusters kubernetes-lab yarn-lab yarn-contract weeks fuzz sim mutants bench bench-peers docs release clean
 .DELETE_ON_ERROR:
 
 help:
@@ -55,7 +59,7 @@ help:
 demo: $(STAMP)
 	$(BIN)/holdfast demo
 
-check: lint types rules
+check: lint types rules units
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -65,13 +69,21 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 rules: $(STAMP)
-	$(PYTEST) tests/test_tidy.py
+	$(PYTEST) tests/house
+
+# Everything that starts no job.
+units: $(STAMP)
+	$(PYTEST) -n 2 --dist worksteal $(UNITS) $(PYTEST_OPTIONS)
 
 # Two processes: enough to halve the time, few enough that the tests' own workers are not starved.
 # PYTEST_OPTIONS=--fail-on-missing-packages fails if a test is skipped for lack of a Debian package.
 # The house rules are left to `make check`.
 test: $(STAMP)
-	$(PYTEST) -n 2 --dist worksteal --ignore=tests/test_tidy.py $(PYTEST_OPTIONS)
+	$(PYTEST) -n 2 --dist worksteal --ignore=tests/house $(PYTEST_OPTIONS)
+
+# What `make test` runs after `make check`.
+jobs: $(STAMP)
+	$(PYTEST) -n 2 --dist worksteal $(JOBS) $(PYTEST_OPTIONS)
 
 test-all: $(STAMP)
 	$(PYTEST) -n 2 --dist worksteal -m "not clusters" $(PYTEST_OPTIONS)
@@ -104,11 +116,11 @@ kubernetes-lab: $(STAMP)
 # Java 17; Maven and a network the first time.
 yarn-lab: $(STAMP) $(LABS)/yarn/.fetched
 	@$(FIND_JAVA)
-	HOLDFAST_YARN_JARS=$(LABS)/yarn $(PYTEST) -m "" -rs tests/test_yarn*.py $(PYTEST_OPTIONS)
+	HOLDFAST_YARN_JARS=$(LABS)/yarn $(PYTEST) -m "" -rs tests/clusters/yarn $(PYTEST_OPTIONS)
 
 # The part of it that each change must pass, in about a minute: an adapter's contract.
 yarn-contract: $(STAMP) $(LABS)/yarn/.fetched
-	HOLDFAST_YARN_JARS=$(LABS)/yarn $(PYTEST) -m "" -rs tests/test_yarn_cluster.py \
+	HOLDFAST_YARN_JARS=$(LABS)/yarn $(PYTEST) -m "" -rs tests/clusters/yarn/jobs/test_yarn_cluster.py \
 	  -k "contract and others" $(PYTEST_OPTIONS)
 
 # The stamp comes last here, too. Each jar has a name with its version, so old ones must go first.
@@ -123,10 +135,10 @@ $(LABS)/yarn/.fetched: tests/labs/yarn_pom.xml
 # An operator's acts on each manager, drawn from the seeds A to B-1 of WEEKS=A:B: three to ten minutes
 # for each seed and manager. MANAGER=slurm for one of them.
 weeks: $(STAMP)
-	HOLDFAST_WEEKS=$(WEEKS) $(PYTEST) -m clusters -rs -s tests/test_operator_weeks.py -k "$(MANAGER)" \
+	HOLDFAST_WEEKS=$(WEEKS) $(PYTEST) -m clusters -rs -s tests/clusters/jobs/test_operator_weeks.py -k "$(MANAGER)" \
 	  $(PYTEST_OPTIONS)
 
-# The same as the slow tests of tests/test_fuzz.py; COUNT=N inputs for each of the two fuzzers.
+# The same as the slow tests of tests/engine/wire/jobs/test_fuzz.py; COUNT=N inputs for each of the two fuzzers.
 fuzz: $(STAMP)
 	$(BIN)/python tests/fuzz/run.py plain $(COUNT)
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || \
@@ -139,7 +151,7 @@ sim: $(STAMP)
 # Random one-line bugs, and who notices: docs/testing.md. SEED=N for another sample; more options in
 # MUTANTS, such as MUTANTS="--count 50 --only '*/core/tree.py'".
 mutants: $(STAMP)
-	PYTHONPATH=tests $(BIN)/python -m mutants.survey --jobs 2 --seed $(SEED) $(MUTANTS)
+	PYTHONPATH=tests:tests/kits $(BIN)/python -m mutants.survey --jobs 2 --seed $(SEED) $(MUTANTS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py

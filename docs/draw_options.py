@@ -1,7 +1,7 @@
 """Draw docs/options.md from the job's settings: `python docs/draw_options.py`.
 
 Names, defaults, limits and help are those of engine/core/job_spec.py, so nothing about an option is
-written twice. tests/test_docs.py fails while the page is not up to date.
+written twice. tests/house/test_docs.py fails while the page is not up to date.
 """
 
 from __future__ import annotations

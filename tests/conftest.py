@@ -126,19 +126,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves marked tests out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests in slow_tests.txt. A name there that belongs to no test is an error."""
-    lines = (Path(__file__).parent / "slow_tests.txt").read_text().splitlines()
-    slow = {line for line in lines if line and not line.startswith("#")}
-    found, files = set(), set()
+    """Mark tests as slow that are so with some parameters. Parameters of no test are an error."""
+    wanted: dict[str, set[str]] = {}
     for item in items:
-        name = item.nodeid.removeprefix("tests/")
-        files.add(name.partition("::")[0])
-        if name in slow:
-            found.add(name)
-            item.add_marker(pytest.mark.slow)
-    stale = [name for name in slow - found if name.partition("::")[0] in files]
+        function, _, parameters = item.nodeid.partition("[")
+        for mark in item.iter_markers("slow_with"):
+            missing = wanted.setdefault(function, set(mark.args))
+            missing.discard(parameters[:-1])
+            if parameters[:-1] in mark.args:
+                item.add_marker(pytest.mark.slow)
+    stale = [f"{function}[{each}]" for function, ids in wanted.items() for each in sorted(ids)]
     if stale and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError(f"slow_tests.txt names tests that do not exist: {sorted(stale)}")
+        raise pytest.UsageError(f"slow_with names parameters that no test has: {stale}")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

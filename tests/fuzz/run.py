@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--plant", action="store_true")
     options = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kits"))
     if options.how == "plain":
         plain(options.count, options.seed, options.plant)
     with tempfile.TemporaryDirectory() as folder:

@@ -98,7 +98,7 @@ def preload() -> None:
 
 def enter(root: Path) -> None:
     """Make this process one that knows only this tree."""
-    folders = [str(root / "src"), str(root / "tests")]
+    folders = [str(root / each) for each in ("src", "tests", "tests/kits", "tests/house")]
     sys.path[:] = [*folders, *(p for p in sys.path if not (Path(p) / "holdfast").exists())]
     os.environ["PYTHONPATH"] = os.pathsep.join(folders)
     os.chdir(root)

@@ -27,8 +27,16 @@ DRIVERS = (
         )
     ),
 )
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _find_test(name: str) -> str:
+    (found,) = (ROOT / "tests").rglob(f"test_{name}.py")
+    return str(found.relative_to(ROOT))
+
+
 TEST_FILES = tuple(
-    f"tests/test_{name}.py"
+    _find_test(name)
     for name in """
         absurd_sizes agent_machine audit backup buckets_judged coordinator_machine core decisions
         domains driver feeding fleet fleet_rules formation group_machine interval job_spec
@@ -40,10 +48,11 @@ TEST_FILES = tuple(
     """.split()
 )
 DRIVER_TESTS = (
-    "tests/test_exactness.py::test_a_kill_at_any_point_of_a_step[SIGKILL:gather:4:2]",
-    "tests/test_exactness.py::test_the_lost_worker_comes_back",
-    "tests/test_disturbed.py::test_a_late_worker_is_suspended_and_catches_up[0]",
-    "tests/test_memory_tier.py::test_every_worker_is_killed_and_no_step_is_lost[rs:2+1-3-1]",
+    "tests/engine/jobs/test_exactness.py::test_a_kill_at_any_point_of_a_step[SIGKILL:gather:4:2]",
+    "tests/engine/jobs/test_exactness.py::test_the_lost_worker_comes_back",
+    "tests/engine/jobs/test_disturbed.py::test_a_late_worker_is_suspended_and_catches_up[0]",
+    "tests/engine/jobs/test_memory_tier.py"
+    "::test_every_worker_is_killed_and_no_step_is_lost[rs:2+1-3-1]",
 )
 
 

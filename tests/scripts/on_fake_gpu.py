@@ -1,4 +1,4 @@
-"""A training script whose parameters lie on the fake GPU of tests/fake_gpu.py, or on the host.
+"""A training script whose parameters lie on the fake GPU of tests/kits/fake_gpu.py, or on the host.
 
 --kill STEP:WORKERS kills the first incarnations of those workers in that step; after the step
 --rejoin, steps are slow until there are again all the members of the beginning.
@@ -20,7 +20,7 @@ from torch import nn
 
 import holdfast
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "kits"))
 import fake_gpu
 
 PATIENCE_S = 3.0  # for each slow step

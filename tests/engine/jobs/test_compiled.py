@@ -1,0 +1,52 @@
+"""Compiled models: the same bits whatever a worker has computed before, or a word about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import SCRIPTS, finish
+from holdfast.engine.runtime.local_run import LocalRun
+from holdfast.engine.train.process_settings import advice
+
+TOLD = "net is compiled with automatic dynamic shapes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "dynamic"),
+    [("aot_eager", "auto"), ("in place", "False"), ("inductor", "False"), ("inductor", "True")],
+)
+def test_workers_and_deaths_change_nothing(backend: str, dynamic: str, tmp_path: Path) -> None:
+    faults = tmp_path / "faults.txt"
+    faults.write_text("worker 1 step 2 kill\nworker 0 step 5 kill\n")
+    script, last = [str(SCRIPTS / "compiled.py"), backend, dynamic], []
+    for name, options in (
+        ("alone", ["--nproc", "1"]),
+        ("two", ["--nproc", "2"]),
+        ("deaths", ["--nproc", "2", "--faults", str(faults)]),
+    ):
+        with LocalRun(tmp_path / name, [*options, "--virtual", "4"], script) as run:
+            last.append(finish(run))
+        said = [event["text"] for event in run.events("compiled")]
+        assert any(TOLD in text for text in said) == (dynamic == "auto")
+    assert last == last[:1] * 3
+    assert len(run.events("lost")) == 2
+
+
+@pytest.mark.slow_with("None-True-True")
+@pytest.mark.parametrize("inner", [True, False])
+@pytest.mark.parametrize(("dynamic", "told"), [(None, True), (True, False), (False, False)])
+def test_automatic_dynamic_shapes_are_told(inner: bool, dynamic: bool | None, told: bool) -> None:
+    model: nn.Module = nn.Sequential(nn.Linear(2, 2))
+    if inner:
+        model[0].compile(backend="aot_eager", dynamic=dynamic)
+    else:
+        model = torch.compile(model, backend="aot_eager", dynamic=dynamic)
+    assert (TOLD in advice({"net": model})) == told
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        assert advice({"net": model}) == ""
+    assert advice({"net": nn.Linear(2, 2)}) == ""
