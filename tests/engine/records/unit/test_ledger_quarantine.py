@@ -143,14 +143,14 @@ def test_neighbours_have_different_substitutes() -> None:
 
 def test_a_reported_record_is_left_out_from_the_next_step_on() -> None:
     one = Quarantine(1, 50, {}, most=9)
-    assert one.hear({2: encode_bad({7: "why"})}) == {2: {7: "why"}}
-    assert one.hear({2: encode_bad({7: "why"}), 3: b"\x80"}) == {}  # the step's next round
+    assert one.take_reports({2: encode_bad({7: "why"})}) == {2: {7: "why"}}
+    assert one.take_reports({2: encode_bad({7: "why"}), 3: b"\x80"}) == {}  # the step's next round
     assert (one.known_records(2), one.known_records(3), one.waiting) == ({7}, set(), {7})
     one.settle(4)
     assert (one.known_records(3), one.records, one.turn) == ({7}, {7: 4}, {})
     for junk in (b"", b"\x81", encode_bad({50: "x"}), encode_bad({-1: "x"})):
         with pytest.raises(WireError):
-            one.hear({0: junk})
+            one.take_reports({0: junk})
 
 
 def test_plans_say_what_is_used_in_place_of_bad_records() -> None:

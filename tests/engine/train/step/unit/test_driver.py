@@ -72,7 +72,7 @@ class Link:
 class FullDisk:
     """Cannot write the ledger."""
 
-    def carry_out(self, effect: ef.WorkerEffect) -> Sequence[ev.WorkerEvent]:
+    def carry_out_now(self, effect: ef.WorkerEffect) -> Sequence[ev.WorkerEvent]:
         raise UserError("no space left")
 
 
