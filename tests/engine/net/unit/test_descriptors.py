@@ -1,4 +1,4 @@
-"""Descriptors: the limit is raised at start, and running low is said once."""
+"""Descriptors: the limit is raised at start, and running low is printed once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.engine.net.descriptors import DescriptorWatch, raise_limit
 
-SPARE = 200  # descriptors that may be opened besides those that this process has
+SPARE = 200
 
 
 @pytest.fixture
