@@ -311,7 +311,7 @@ def keeps(kind: str) -> Callable[[Job, ThreadWorker], None]:
         pytest.param("first batch", "first['mean']", 3, marks=pytest.mark.slow),
         pytest.param("worker", "job.worker", 2, marks=pytest.mark.slow),
         pytest.param("worker", "job.worker", 3, marks=pytest.mark.slow),
-        ("leader", "job.is_leader", 2),
+        pytest.param("leader", "job.is_leader", 2, marks=pytest.mark.slow),
         pytest.param("start", "time.monotonic()", 2, marks=pytest.mark.slow),
     ],
 )
